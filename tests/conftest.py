@@ -1,0 +1,70 @@
+"""What every test gets: no network, one thread, the same random numbers, and models that are built once."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which reads it once
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)  # the models are tiny, and pytest-xdist brings the processes
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """No test depends on which tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - for code that draws from the global state
+    torch.manual_seed(0)
+
+
+@functools.cache
+def _build(kind: str, name: str) -> Any:
+    # Imported here: a test of the mathematics alone should not wait for TransformerLens.
+    from support import stories, zoo
+
+    if name == "stories":
+        return {"bridge": stories.stories_bridge, "hooked": stories.stories_hooked}[kind]()
+    return zoo.load(kind, name)
+
+
+@pytest.fixture
+def shared_model() -> Iterator[Callable[[str, str], Any]]:
+    """`shared_model(kind, name)`: a model of the zoo, or "stories", built once and shared by all who read it.
+
+    Whoever takes it may hang hooks on it and must not change it otherwise; that the hooks are gone again and
+    the weights untouched is checked when the test ends. A test that changes a model takes a fresh one.
+    """
+    taken: dict[tuple[str, str], tuple[Any, dict[str, int], list[int]]] = {}
+
+    def take(kind: str, name: str) -> Any:
+        model = _build(kind, name)
+        taken.setdefault((kind, name), (model, _hook_counts(model), _versions(model)))
+        return model
+
+    yield take
+    for (kind, name), (model, hooks, versions) in taken.items():
+        left = [hook for hook, count in _hook_counts(model).items() if count != hooks[hook]]
+        if left or model.training or _versions(model) != versions:
+            _build.cache_clear()  # the next test shall not suffer for it
+        assert not left, f"hooks left on the shared {kind} of {name}: {left}"
+        assert not model.training, f"the shared {kind} of {name} was left in training mode"
+        assert _versions(model) == versions, f"a weight of the shared {kind} of {name} was changed in place"
+
+
+def _hook_counts(model: Any) -> dict[str, int]:
+    """How many functions hang at each hook. Not always none: the bridge of OPT has a few of its own."""
+    return {hook: len(point.fwd_hooks) + len(point.bwd_hooks) for hook, point in model.hook_dict.items()}
+
+
+def _versions(model: torch.nn.Module) -> list[int]:
+    """A number per parameter that grows with every change in place."""
+    return [parameter._version for parameter in model.parameters()]

@@ -1,0 +1,250 @@
+"""A real language model for the tests: 260 thousand parameters, trained on TinyStories.
+
+It is no part of the package. The weights lie outside the project, in the folder that the environment variable
+`POSDISENT_DATA` names (default: `../shared/data` beside the project); where they are not at hand, whatever
+asks for them skips the test.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from .zoo import as_bridge, as_hooked
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformer
+    from transformer_lens.model_bridge import TransformerBridge
+
+BOS = 1
+# What greedy decoding makes of the prompt, if and only if the weights are read rightly.
+PROMPT = "Once upon a time"
+PROMPT_TOKENS = [1, 403, 407, 261, 378]
+CONTINUATION = (
+    ", there was a little girl named Lily. She loved to play outside in the park. "
+    "One day, she saw a big, red ball."
+)
+
+
+def data_file(name: str) -> Path:
+    """A file of the data folder; skips the test where there is none."""
+    folder = os.environ.get("POSDISENT_DATA") or Path(__file__).parents[3] / "shared" / "data"
+    path = Path(folder) / name
+    if not path.is_file():
+        pytest.skip(f"{name} is not at hand (POSDISENT_DATA names the folder to look in)")
+    return path
+
+
+# --- the tokenizer ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoriesTokenizer:
+    """Byte-pair encoding by scores, as SentencePiece does it.
+
+    Args:
+        pieces: The bytes of each token; tokens 3 to 258 stand for the single bytes 0 to 255.
+        scores: The priority of each token when neighbours are merged.
+    """
+
+    pieces: tuple[bytes, ...]
+    scores: tuple[float, ...]
+
+    @functools.cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {piece: i for i, piece in enumerate(self.pieces) if i > 258}
+
+    def encode(self, text: str, bos: bool = True) -> list[int]:
+        """Token ids of a text, which is read as if a space went before it."""
+        tokens: list[int] = []
+        for character in " " + text:
+            raw = character.encode()
+            tokens += [self._ids[raw]] if raw in self._ids else [byte + 3 for byte in raw]
+        while True:
+            pairs = [self._ids.get(self._raw(a) + self._raw(b)) for a, b in itertools.pairwise(tokens)]
+            merges = [(self.scores[token], -i) for i, token in enumerate(pairs) if token is not None]
+            if not merges:
+                return [BOS, *tokens] if bos else tokens
+            i = -max(merges)[1]  # the best score, and of equals the leftmost
+            tokens[i : i + 2] = [pairs[i]]
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens; a BOS leaves nothing, nor does the space that `encode` put first."""
+        text = b"".join(self._raw(token) for token in tokens if token > 2).decode(errors="replace")
+        return text[1:] if tokens[:1] == [BOS] and text.startswith(" ") else text
+
+    def _raw(self, token: int) -> bytes:
+        return bytes([token - 3]) if 3 <= token <= 258 else self.pieces[token]
+
+
+@functools.cache
+def stories_tokenizer() -> StoriesTokenizer:
+    """The 512 pieces of `tok512.bin`."""
+    raw = data_file("tok512.bin").read_bytes()
+    pieces, scores, at = [], [], 4  # the first int32 is the length of the longest piece
+    for _ in range(512):
+        score, length = struct.unpack_from("<fi", raw, at)
+        at += 8 + length
+        pieces.append(raw[at - length : at])
+        scores.append(score)
+    return StoriesTokenizer(tuple(pieces), tuple(scores))
+
+
+# --- the model ----------------------------------------------------------------------------------------------
+
+
+def stories_hf() -> LlamaForCausalLM:
+    """The trained model, a fresh copy, eager attention, float32."""
+    raw = data_file("stories260K.bin").read_bytes()
+    dim, hidden, n_layers, n_heads, n_kv, vocab, context = struct.unpack_from("<7i", raw)
+    model = _llama(dim, hidden, n_layers, n_heads, n_kv, vocab, context)
+    d_head = dim // n_heads
+    numbers = torch.frombuffer(bytearray(raw), dtype=torch.float32, offset=28)
+    at = 0
+
+    def take(*shape: int) -> Tensor:
+        nonlocal at
+        size = int(torch.Size(shape).numel())
+        at += size
+        return numbers[at - size : at].view(shape)
+
+    def half_split(rows: Tensor) -> Tensor:
+        """From rotary pairs (0, 1), (2, 3), … to Hugging Face's pairs (c, c + d_head/2)."""
+        layer, out, width = rows.shape
+        pairs = rows.view(layer, out // d_head, d_head // 2, 2, width)
+        return pairs.transpose(2, 3).reshape(layer, out, width)
+
+    embedding = take(vocab, dim)
+    stacked = {  # in the order of the file, every array for all layers in turn
+        "input_layernorm": take(n_layers, dim),
+        "self_attn.q_proj": half_split(take(n_layers, dim, dim)),
+        "self_attn.k_proj": half_split(take(n_layers, n_kv * d_head, dim)),
+        "self_attn.v_proj": take(n_layers, n_kv * d_head, dim),
+        "self_attn.o_proj": take(n_layers, dim, dim),
+        "post_attention_layernorm": take(n_layers, dim),
+        "mlp.gate_proj": take(n_layers, hidden, dim),
+        "mlp.down_proj": take(n_layers, dim, hidden),
+        "mlp.up_proj": take(n_layers, hidden, dim),
+    }
+    weights = {
+        f"model.layers.{layer}.{name}.weight": rows[layer]
+        for name, rows in stacked.items()
+        for layer in range(n_layers)
+    }
+    weights |= {
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": embedding,
+        "model.norm.weight": take(dim),
+    }
+    model.load_state_dict(weights)
+    return model
+
+
+def stories_random_hf(seed: int) -> LlamaForCausalLM:
+    """The untrained control: the same architecture at its random initialisation (standard deviation 0.02)."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _llama(64, 172, 5, 8, 4, 512, 512)
+
+
+def _llama(
+    dim: int, hidden: int, n_layers: int, n_heads: int, n_kv: int, vocab: int, context: int
+) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=dim,
+        intermediate_size=hidden,
+        num_hidden_layers=n_layers,
+        num_attention_heads=n_heads,
+        num_key_value_heads=n_kv,
+        vocab_size=vocab,
+        max_position_embeddings=context,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=BOS,
+        eos_token_id=2,
+        attn_implementation="eager",
+    )
+    return LlamaForCausalLM(config).float().eval()
+
+
+def stories_bridge() -> TransformerBridge:
+    """The trained model in a fresh `TransformerBridge`."""
+    return as_bridge(stories_hf())
+
+
+def stories_hooked() -> HookedTransformer:
+    """The trained model as a fresh `HookedTransformer`; skips the test under TransformerLens 4."""
+    return as_hooked(stories_hf())
+
+
+@functools.cache
+def _reference() -> LlamaForCausalLM:
+    """The plain model, shared by the functions below and never handed out."""
+    return stories_hf()
+
+
+def stories_logits(tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
+    """The logits of the plain Hugging Face model, which no bridge has touched."""
+    with torch.no_grad():
+        return _reference()(tokens, use_cache=False).logits
+
+
+# --- texts --------------------------------------------------------------------------------------------------
+
+
+def greedy_continuation(length: int, prompt: str = PROMPT) -> str:
+    """The text that the model most expects after the prompt, `length` tokens of it."""
+    tokenizer = stories_tokenizer()
+    start = tokenizer.encode(prompt)
+    tokens = _continue(torch.tensor([start]), len(start) + length, lambda logits: logits.argmax(-1))
+    return tokenizer.decode(tokens[0, len(start) :].tolist())
+
+
+def sample_story(length: int, seed: int, temperature: float = 1.0) -> Int[Tensor, "1 pos"]:
+    """A text sampled from the model itself, beginning with BOS; a shorter one of the same seed is its prefix.
+
+    Such a text is what the model was trained to expect, and there is no end of them. Stories are short: where
+    one ends, the model puts a BOS and begins another.
+
+    Args:
+        length: Tokens, BOS included; at most the context of 512.
+        seed: Seed of the sampling.
+        temperature: Below 1 for more likely texts.
+    """
+    return _sample_story(length, seed, temperature).clone()
+
+
+@functools.cache
+def _sample_story(length: int, seed: int, temperature: float) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(logits: Tensor) -> Tensor:
+        return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
+    return _continue(torch.tensor([[BOS]]), length, draw)
+
+
+@torch.no_grad()
+def _continue(tokens: Tensor, length: int, choose: Callable[[Tensor], Tensor]) -> Tensor:
+    if length > _reference().config.max_position_embeddings:
+        raise ValueError(f"length must be at most the context of 512, got {length}")
+    cache = DynamicCache()
+    new = tokens
+    while tokens.shape[1] < length:
+        logits = _reference()(new, past_key_values=cache, use_cache=True).logits[:, -1]
+        new = choose(logits)[:, None]
+        tokens = torch.cat([tokens, new], dim=1)
+    return tokens

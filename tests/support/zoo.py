@@ -1,0 +1,166 @@
+"""Tiny random models of every architecture the package meets, in both TransformerLens classes, offline.
+
+`hf_model(name)` builds a Hugging Face model from a config and a fixed seed. `bridge(name)` and `hooked(name)`
+carry the very same weights in a `TransformerBridge` and, where TransformerLens still has it, a
+`HookedTransformer`. Whether they compute what Hugging Face computes is not taken on trust: `hf_logits` is the
+reference, `test_zoo.py` the check.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.metadata
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from .zoo_configs import ARCHITECTURES, VOCAB
+from .zoo_hooked import CONVERTIBLE, build_hooked
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformer
+    from transformer_lens.model_bridge import TransformerBridge
+
+TL_MAJOR = int(importlib.metadata.version("transformer-lens").split(".")[0])
+
+# Left out of the Bridge, because the Bridge itself is wrong there:
+# * `cohere` before TransformerLens 4: it pairs the rotary dimensions half-split instead of adjacent.
+# Never in the table: Falcon with ALiBi (the Bridge adds the bias twice).
+_WRONG_IN_BRIDGE = {"cohere"} if TL_MAJOR < 4 else set()
+
+NAMES: tuple[str, ...] = tuple(ARCHITECTURES)
+BRIDGE_NAMES: tuple[str, ...] = tuple(name for name in NAMES if name not in _WRONG_IN_BRIDGE)
+# HookedTransformer left TransformerLens with version 4; then the names stay, and `hooked` skips. Left out,
+# beside the architectures that TransformerLens does not convert: OLMo 2 with grouped queries, since its
+# converter takes every head to have a key of its own.
+HOOKED_NAMES: tuple[str, ...] = tuple(
+    name for name in NAMES if ARCHITECTURES[name].model in CONVERTIBLE and name != "olmo2-gqa"
+)
+ROTARY_NAMES: tuple[str, ...] = tuple(name for name in NAMES if ARCHITECTURES[name].rotary)
+
+
+def hf_model(name: str, attn: str = "eager", **changes: Any) -> transformers.PreTrainedModel:
+    """A fresh copy of the model, in `eval` mode and float32; fresh because a Bridge changes what it wraps.
+
+    Its parameters require gradients, as those of a model that a user has loaded do.
+
+    Args:
+        name: One of `NAMES`.
+        attn: Hugging Face's attention implementation. Not every architecture has "sdpa".
+        changes: Config arguments in place of the table's. The weights stay the same if their shapes do.
+    """
+    architecture = ARCHITECTURES[name]
+    config_class = getattr(transformers, architecture.config)
+    # transformers writes into the dictionaries it is given.
+    config = config_class(**copy.deepcopy(architecture.arguments | changes))
+    config._attn_implementation = attn  # before the model is made: Falcon chooses its attention class then
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(name.encode()))
+        model = getattr(transformers, architecture.model)(config).float()
+        randomise(model, architecture.scale, architecture.embedding)
+    return model.eval()
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, scale: float, embedding: float) -> None:
+    """Give every parameter a value that shows: peaked attention, norms not one, biases not zero.
+
+    With 64 inputs of unit size a weight of standard deviation 0.2 makes queries and keys of size 1.6, and
+    scores of size 2 to 3. At the usual initialisation of 0.02 the scores would be within 0.03 of zero, and a
+    wrong rotation would pass any tolerance.
+    """
+    for name, parameter in model.named_parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.dim() == 1 and name.endswith("weight"):
+            parameter.add_(0.3 * noise)  # a norm: near 1, or near 0 where the model adds the 1 itself (Gemma)
+        elif parameter.dim() == 1:
+            parameter.copy_(0.3 * noise)  # biases, attention sinks
+        elif any(word in name for word in ("embed", "wte", "wpe")) and "layernorm" not in name:
+            parameter.copy_(embedding * noise)
+        else:
+            parameter.copy_(scale * noise)
+
+
+@functools.cache
+def _reference(name: str) -> transformers.PreTrainedModel:
+    """The plain Hugging Face model behind `hf_logits`; shared, so never handed out."""
+    return hf_model(name)
+
+
+def random_tokens(length: int = 12, batch: int = 2, seed: int = 0) -> Int[Tensor, "batch pos"]:
+    """Random tokens; the first three ids are left out, which configs call padding, beginning and end."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def hf_logits(
+    name: str, tokens: Int[Tensor, "batch pos"], position_ids: Int[Tensor, "batch pos"] | None = None
+) -> Float[Tensor, "batch pos vocab"]:
+    """The logits of the plain Hugging Face model, which no bridge has touched.
+
+    Args:
+        name: One of `NAMES`.
+        tokens: Token ids.
+        position_ids: Positions in place of 0, 1, 2, …; refused by models without such an argument.
+    """
+    arguments: dict[str, Any] = {}
+    if position_ids is not None:
+        # Without a mask transformers takes a jump in the positions for a new document, and hides the old one.
+        arguments = {"position_ids": position_ids, "attention_mask": torch.ones_like(tokens)}
+    with torch.no_grad():
+        return _reference(name)(tokens, use_cache=False, **arguments).logits
+
+
+def bridge(name: str, attn: str = "eager", **changes: Any) -> TransformerBridge:
+    """The model of `hf_model` in a fresh `TransformerBridge`, raw: nothing folded, no compatibility mode."""
+    if name in _WRONG_IN_BRIDGE:
+        pytest.skip(f"TransformerBridge of TransformerLens {TL_MAJOR} computes {name} wrongly")
+    return as_bridge(hf_model(name, attn, **changes))
+
+
+def as_bridge(model: transformers.PreTrainedModel) -> TransformerBridge:
+    """Wrap a Hugging Face model, changing it in place. This door needs neither a tokenizer nor a network."""
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+    return build_bridge_from_module(
+        model, architecture=type(model).__name__, hf_config=model.config, tokenizer=None
+    ).eval()
+
+
+def hooked(name: str, **changes: Any) -> HookedTransformer:
+    """The model as a fresh `HookedTransformer`, raw; skips the test where there is none.
+
+    Skips under TransformerLens 4, which has no such class, and for architectures that the class cannot
+    express.
+    """
+    if name not in HOOKED_NAMES:
+        pytest.skip(f"HookedTransformer has no architecture for {name}")
+    return as_hooked(hf_model(name, **changes))
+
+
+def as_hooked(model: transformers.PreTrainedModel) -> HookedTransformer:
+    """Copy a Hugging Face model into a `HookedTransformer`; skips the test under TransformerLens 4."""
+    try:
+        from transformer_lens import HookedTransformer  # noqa: F401
+    except ImportError:
+        pytest.skip("HookedTransformer was removed in TransformerLens 4")
+    return build_hooked(model)
+
+
+def load(kind: str, name: str) -> TransformerBridge | HookedTransformer:
+    """`bridge(name)` or `hooked(name)`, whichever `kind` says."""
+    return {"bridge": bridge, "hooked": hooked}[kind](name)
+
+
+def cases(*names: str) -> list[Any]:
+    """Every (kind, name) there is, or those of some names: what `parametrize(("kind", "name"), …)` takes."""
+    pairs = [("bridge", name) for name in BRIDGE_NAMES] + [("hooked", name) for name in HOOKED_NAMES]
+    unknown = set(names) - set(NAMES)
+    if unknown:
+        raise ValueError(f"no such architecture: {sorted(unknown)}")
+    return [pytest.param(*pair, id="-".join(pair)) for pair in pairs if not names or pair[1] in names]

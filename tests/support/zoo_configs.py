@@ -1,0 +1,254 @@
+"""The tiny architectures: one Hugging Face model class, its config class and the config's arguments per name.
+
+Every model has two or three layers, width 64, eight query heads, and a vocabulary of 61 tokens. Windows, soft
+caps and rotary scalings are set so small that twelve tokens are enough to tell a model that has them from one
+that has not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCAB = 61
+N_CTX = 128
+D_MODEL = 64
+N_HEADS = 8
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A tiny Hugging Face causal language model: class names in `transformers` and the config's arguments."""
+
+    model: str
+    config: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    rotary: bool = True  # rotates its queries and keys in at least one layer
+    scale: float = 0.2  # standard deviation of the weight matrices
+    embedding: float = 0.7  # standard deviation of the embeddings; small beside what attention adds to them
+
+
+def _modern(**more: Any) -> dict[str, Any]:
+    """Arguments shared by Llama and all who took their names from it."""
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": D_MODEL,
+        "num_hidden_layers": 2,
+        "num_attention_heads": N_HEADS,
+        "intermediate_size": 96,
+        "max_position_embeddings": N_CTX,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    } | more
+
+
+def _gpt2_style(**more: Any) -> dict[str, Any]:
+    """Arguments of GPT-2's naming; every dropout is off, though `eval()` would do."""
+    return {
+        "vocab_size": VOCAB,
+        "n_embd": D_MODEL,
+        "n_layer": 2,
+        "n_head": N_HEADS,
+        "n_positions": N_CTX,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | more
+
+
+def _rope(theta: float, **more: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta} | more
+
+
+def _llama(**more: Any) -> Architecture:
+    return Architecture("LlamaForCausalLM", "LlamaConfig", _modern(rope_parameters=_rope(500.0)) | more)
+
+
+# With 8 dimensions and theta 500 the wavelengths are 6, 30, 140 and 664 positions. With a training length of
+# 16, llama3 scaling blends the first and stretches all others, YaRN leaves the first and stretches the rest
+# by degrees; so both change the scores within a dozen tokens. (The factors are N_CTX / 16.)
+_LLAMA3 = _rope(
+    500.0,
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+_YARN = _rope(
+    500.0, rope_type="yarn", factor=8.0, beta_fast=2.0, beta_slow=0.1, original_max_position_embeddings=16
+)
+
+# NeoX, Phi, GLM and StableLM rotate a part of every head. A head of 8 dimensions with a quarter rotated has a
+# single subspace, for which theta means nothing; hence the wider heads of `neox`, and the half of the others.
+_NEOX_WIDE = _modern(hidden_size=128, rope_parameters=_rope(500.0, partial_rotary_factor=0.25))
+_NEOX_HALF = _modern(rope_parameters=_rope(10000.0, partial_rotary_factor=0.5))
+_HALF = _rope(500.0, partial_rotary_factor=0.5)
+_GEMMA = _modern(num_key_value_heads=4, head_dim=16, query_pre_attn_scalar=24, sliding_window=5)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": _llama(),
+    "llama-gqa": _llama(num_key_value_heads=4),
+    "llama-mqa": _llama(num_key_value_heads=1),
+    "llama3": _llama(num_key_value_heads=4, rope_parameters=_LLAMA3),
+    "llama-yarn": _llama(num_key_value_heads=4, rope_parameters=_YARN),
+    "neox": Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", _NEOX_WIDE, scale=0.14),
+    "neox-half": Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", _NEOX_HALF),
+    "gptj": Architecture("GPTJForCausalLM", "GPTJConfig", _gpt2_style(rotary_dim=4)),
+    "codegen": Architecture("CodeGenForCausalLM", "CodeGenConfig", _gpt2_style(n_ctx=N_CTX, rotary_dim=4)),
+    "phi": Architecture("PhiForCausalLM", "PhiConfig", _modern(rope_parameters=_HALF)),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", "Phi3Config", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))
+    ),
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM", "Qwen2Config", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))
+    ),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        _modern(num_key_value_heads=4, head_dim=16, rope_parameters=_rope(500.0)),
+    ),
+    "mistral": Architecture(
+        "MistralForCausalLM",
+        "MistralConfig",
+        _modern(num_key_value_heads=4, sliding_window=6, rope_parameters=_rope(500.0)),
+    ),
+    # The cap of 3 bites: random scores here have a standard deviation of about 3.
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        _GEMMA
+        | {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 10.0,
+            "rope_parameters": _rope(500.0),
+        },
+        embedding=0.09,  # Gemma multiplies its embeddings by sqrt(64)
+    ),
+    # Each kind of layer has its own base, and the full ones a linear scaling, as in the larger Gemma 3.
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        _GEMMA
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": _rope(100.0),
+                "full_attention": _rope(5000.0, rope_type="linear", factor=2.0),
+            },
+        },
+        embedding=0.09,
+    ),
+    "falcon": Architecture(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {k: v for k, v in _modern(rope_parameters=_rope(500.0)).items() if k != "intermediate_size"}
+        | {"ffn_hidden_size": 96, "alibi": False, "multi_query": True, "new_decoder_architecture": False},
+    ),
+    "glm": Architecture(
+        "GlmForCausalLM", "GlmConfig", _modern(num_key_value_heads=4, head_dim=8, rope_parameters=_HALF)
+    ),
+    "cohere": Architecture(
+        "CohereForCausalLM", "CohereConfig", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))
+    ),
+    "olmo2": Architecture("Olmo2ForCausalLM", "Olmo2Config", _modern(rope_parameters=_rope(500.0))),
+    "olmo2-gqa": Architecture(
+        "Olmo2ForCausalLM", "Olmo2Config", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))
+    ),
+    "stablelm": Architecture(
+        "StableLmForCausalLM", "StableLmConfig", _modern(num_key_value_heads=4, rope_parameters=_HALF)
+    ),
+    # Rotates in the first layer and not in the second.
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        _modern(num_key_value_heads=4, no_rope_layers=[1, 0], rope_parameters=_rope(500.0)),
+    ),
+    "gpt_oss": Architecture(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        _modern(
+            num_key_value_heads=4,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention"],
+            rope_parameters=_YARN | {"truncate": False},
+        ),
+    ),
+    "deepseek_v3": Architecture(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        _modern(
+            num_key_value_heads=N_HEADS,
+            q_lora_rank=24,
+            kv_lora_rank=16,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            rope_parameters=_rope(500.0),
+        ),
+    ),
+    "gpt2": Architecture("GPT2LMHeadModel", "GPT2Config", _gpt2_style(), rotary=False),
+    "bloom": Architecture(
+        "BloomForCausalLM",
+        "BloomConfig",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": D_MODEL,
+            "n_layer": 2,
+            "n_head": N_HEADS,
+            "tie_word_embeddings": False,
+        },
+        rotary=False,
+    ),
+    "mpt": Architecture(
+        "MptForCausalLM",
+        "MptConfig",
+        {
+            "vocab_size": VOCAB,
+            "d_model": D_MODEL,
+            "n_layers": 2,
+            "n_heads": N_HEADS,
+            "max_seq_len": N_CTX,
+            "tie_word_embeddings": False,
+        },
+        rotary=False,
+    ),
+    "opt": Architecture(
+        "OPTForCausalLM",
+        "OPTConfig",
+        {k: v for k, v in _modern().items() if k != "intermediate_size"}
+        | {"ffn_dim": 96, "word_embed_proj_dim": D_MODEL},
+        rotary=False,
+    ),
+    "gpt_neo": Architecture(
+        "GPTNeoForCausalLM",
+        "GPTNeoConfig",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": D_MODEL,
+            "num_layers": 2,
+            "num_heads": N_HEADS,
+            "max_position_embeddings": N_CTX,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 5,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        rotary=False,
+        scale=0.12,  # it does not divide its scores by sqrt(d_head)
+    ),
+}

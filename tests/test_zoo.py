@@ -1,0 +1,198 @@
+"""The zoo computes what Hugging Face computes, and every peculiarity that a test could rest on shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import stories, zoo
+from torch import Tensor
+
+TOKENS = zoo.random_tokens(length=12)
+
+
+def assert_same_logits(got: Tensor, expected: Tensor) -> None:
+    """Equal to 1e-4 of the scale of the logits; TransformerLens sums in another order than Hugging Face."""
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4 * scale)
+
+
+@torch.no_grad()
+def effect(name: str, **changes: Any) -> float:
+    """How far a change of the config moves the logits, relative to their standard deviation."""
+    changed = zoo.hf_model(name, **changes)(TOKENS).logits
+    original = zoo.hf_logits(name, TOKENS)
+    return ((changed - original).std() / original.std()).item()
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases())
+def test_logits_are_those_of_hugging_face(kind: str, name: str, shared_model: Any) -> None:
+    with torch.no_grad():
+        got = shared_model(kind, name)(TOKENS, return_type="logits")
+    assert_same_logits(got, zoo.hf_logits(name, TOKENS))
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ROTARY_NAMES if name in zoo.BRIDGE_NAMES])
+def test_positions_reach_the_bridge_as_they_reach_hugging_face(name: str, shared_model: Any) -> None:
+    positions = torch.tensor([[0, 3, 4, 9, 10, 14, 15, 27, 28, 40, 41, 60]]).expand_as(TOKENS)
+    with torch.no_grad():
+        got = shared_model("bridge", name)(
+            TOKENS, return_type="logits", position_ids=positions, attention_mask=torch.ones_like(TOKENS)
+        )
+    expected = zoo.hf_logits(name, TOKENS, position_ids=positions)
+    assert_same_logits(got, expected)
+    default = zoo.hf_logits(name, TOKENS)
+    assert (expected - default).std() > 0.1 * default.std(), (
+        "stretched positions make no difference to this model"
+    )
+
+
+@pytest.mark.parametrize("name", zoo.BRIDGE_NAMES)
+def test_attention_is_neither_uniform_nor_a_single_key(name: str, shared_model: Any) -> None:
+    names = [
+        f"blocks.{layer}.attn.hook_pattern" for layer in range(shared_model("bridge", name).cfg.n_layers)
+    ]
+    with torch.no_grad():
+        _, cache = shared_model("bridge", name).run_with_cache(TOKENS, names_filter=names)
+    for pattern in (cache[hook] for hook in names):
+        last = pattern[:, :, -1]
+        visible = (last > 0).sum(-1)
+        effective = (
+            torch.special.entr(last).sum(-1).exp()
+        )  # the number of keys that an even attention would have
+        assert (effective > 1.2).float().mean() > 0.5
+        assert (effective < 0.9 * visible).float().mean() > 0.5
+
+
+THEN_GLOBAL = {"layer_types": ["full_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        pytest.param("mistral", {"sliding_window": None}, id="window of mistral"),
+        pytest.param("gemma2", THEN_GLOBAL, id="window of gemma2"),
+        pytest.param("gemma3", {"sliding_window": 64}, id="window of gemma3"),
+        pytest.param("gpt_oss", THEN_GLOBAL, id="window of gpt_oss"),
+        pytest.param("gpt_neo", {"window_size": 64}, id="window of gpt_neo"),
+        pytest.param("gemma2", {"attn_logit_softcapping": None}, id="soft cap of gemma2"),
+        pytest.param("gemma2", {"query_pre_attn_scalar": 16}, id="scale of gemma2"),
+        pytest.param(
+            "llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, id="llama3"
+        ),
+        pytest.param(
+            "llama-yarn", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, id="yarn"
+        ),
+        pytest.param("smollm3", {"no_rope_layers": [1, 1]}, id="layer without rotation of smollm3"),
+        pytest.param("deepseek_v3", {"rope_interleave": False}, id="pairing of deepseek_v3"),
+    ],
+)
+def test_every_peculiarity_bites(name: str, changes: dict[str, Any]) -> None:
+    assert effect(name, **changes) > 0.02
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_both_bases_of_gemma3_bite(kind: str) -> None:
+    rope = zoo.hf_model("gemma3").config.rope_parameters
+    assert effect("gemma3", rope_parameters=rope | {kind: {"rope_type": "default", "rope_theta": 1e6}}) > 0.02
+
+
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_no_parameter_is_trivial(name: str) -> None:
+    constant = [key for key, value in zoo.hf_model(name).named_parameters() if not value.std() > 0.05]
+    assert not constant, "a model whose norms are all one and biases all zero hides mistakes"
+
+
+def test_copies_are_fresh_and_equal_and_leave_the_global_generator_alone() -> None:
+    state = torch.get_rng_state()
+    first, second = zoo.hf_model("llama"), zoo.hf_model("llama")
+    assert torch.equal(torch.get_rng_state(), state)
+    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in pairs)
+    assert not torch.equal(first.lm_head.weight, zoo.hf_model("llama-gqa").lm_head.weight)
+
+
+def test_hf_logits_do_not_notice_a_bridge() -> None:
+    before = zoo.hf_logits("gemma2", TOKENS)
+    bridge = zoo.bridge("gemma2")
+    with torch.no_grad():
+        bridge.blocks[0].attn.original_component.scaling = 0.0
+        assert not torch.allclose(bridge(TOKENS, return_type="logits"), before)
+    assert torch.equal(zoo.hf_logits("gemma2", TOKENS), before)
+
+
+def test_a_bridge_over_sdpa_attention() -> None:
+    bridge = zoo.bridge("llama", attn="sdpa")
+    assert bridge.original_model.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        assert_same_logits(bridge(TOKENS, return_type="logits"), zoo.hf_logits("llama", TOKENS))
+
+
+def test_names_are_told_apart() -> None:
+    assert set(zoo.BRIDGE_NAMES) | set(zoo.HOOKED_NAMES) <= set(zoo.NAMES)
+    assert ("cohere" in zoo.BRIDGE_NAMES) == (zoo.TL_MAJOR >= 4)
+    with pytest.raises(pytest.skip.Exception, match="no architecture for falcon"):
+        zoo.hooked("falcon")
+    with pytest.raises(ValueError, match="no such architecture"):
+        zoo.cases("lama")
+
+
+@pytest.mark.skipif(zoo.TL_MAJOR < 4, reason="TransformerLens 3 has HookedTransformer")
+def test_hooked_transformer_is_skipped_where_it_is_gone() -> None:
+    with pytest.raises(pytest.skip.Exception, match="removed in TransformerLens 4"):
+        zoo.hooked("llama")
+
+
+# --- the trained model --------------------------------------------------------------------------------------
+
+
+def test_stories_speak() -> None:
+    assert stories.stories_tokenizer().encode(stories.PROMPT) == stories.PROMPT_TOKENS
+    assert stories.greedy_continuation(60).startswith(stories.CONTINUATION)
+
+
+@pytest.mark.parametrize("kind", ["bridge", "hooked"])
+def test_stories_logits_are_those_of_hugging_face(kind: str, shared_model: Any) -> None:
+    tokens = stories.sample_story(48, seed=0)
+    with torch.no_grad():
+        got = shared_model(kind, "stories")(tokens, return_type="logits")
+    torch.testing.assert_close(got, stories.stories_logits(tokens), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["Once upon a time", "Lily said, “No!”", "日本\ntwo  spaces", "a", ""])
+def test_tokenizer_reads_back_what_it_wrote(text: str) -> None:
+    tokenizer = stories.stories_tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_sampled_stories() -> None:
+    story = stories.sample_story(64, seed=3)
+    assert story.shape == (1, 64)
+    assert story[0, 0] == stories.BOS
+    assert torch.equal(stories.sample_story(20, seed=3), story[:, :20])
+    assert not torch.equal(stories.sample_story(64, seed=4), story)
+    with pytest.raises(ValueError, match="at most the context of 512, got 513"):
+        stories.sample_story(513, seed=3)
+
+
+def test_training_shows() -> None:
+    tokens = stories.sample_story(64, seed=0)
+    with torch.no_grad():
+        logits = {
+            "trained": stories.stories_logits(tokens),
+            "random": stories.stories_random_hf(0)(tokens).logits,
+        }
+    loss = {k: torch.nn.functional.cross_entropy(v[0, :-1], tokens[0, 1:]).item() for k, v in logits.items()}
+    assert loss["trained"] < 2.0 < 6.0 < loss["random"]
+    again, other = stories.stories_random_hf(0), stories.stories_random_hf(1)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, logits["random"])
+        assert not torch.allclose(other(tokens).logits, logits["random"])
+
+
+# --- the fixture that shares models -------------------------------------------------------------------------
+
+
+def test_shared_model_is_the_same_each_time(shared_model: Any) -> None:
+    assert shared_model("bridge", "llama") is shared_model("bridge", "llama")

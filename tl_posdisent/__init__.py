@@ -1,0 +1,3 @@
+"""Position and content in attention."""
+
+from .maths.additive import AdditiveFit, fit_additive, score_correlation

@@ -1,0 +1,1 @@
+"""TransformerLens: reads a model, returns hooks; never changes or subclasses it."""

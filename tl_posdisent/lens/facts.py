@@ -1,0 +1,137 @@
+"""Where the two model classes and their architectures keep what cannot be measured: candidates, never answers.
+
+``probe.py`` accepts a candidate only if it explains what the model computes. All the names of attributes are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tl_posdisent.maths.rotary import Rotary, rotary_from_table
+
+from .attention import Tap
+
+
+def architecture(model: Any) -> str:
+    """The architecture's name, for messages."""
+    for name in ("original_architecture", "architecture"):
+        value = getattr(model.cfg, name, None)
+        if isinstance(value, str) and value:
+            return value
+    return type(model).__name__
+
+
+def query_or_key(attn: Any, which: str, seen: dict[str, Tensor], n_heads: int) -> Tap | None:
+    """The last hook that carries queries or keys before rotation."""
+    if f"hook_{which}_normed" in seen:
+        flat = seen[f"hook_{which}_normed"].ndim == 3
+        return Tap(f"hook_{which}_normed", "flat" if flat else "head pos", n_heads)
+    if f"hook_{which}" not in seen:
+        return None
+    norm = getattr(attn, f"{which}_norm", None)
+    if hasattr(attn, "_apply_qk_norm") and norm is not None:  # HookedTransformer: no hook after the norm
+        return Tap(f"hook_{which}", "pos head", n_heads, _hooked_norm(attn, norm))
+    return Tap(f"hook_{which}", "pos head", n_heads)
+
+
+def scales(attn: Any, d_head: int) -> Iterator[float]:
+    """What ``⟨q, k⟩`` may be multiplied by."""
+    original = getattr(attn, "original_component", None)
+    if original is None and getattr(attn, "attn_scale", None) is not None:
+        yield 1 / float(attn.attn_scale)
+    for name, divides in (
+        ("scaling", False),
+        ("softmax_scale", False),
+        ("inv_norm_factor", False),
+        ("scale_attn", True),
+    ):
+        value = _number(getattr(original, name, None))
+        if value:
+            yield 1 / value if divides else value
+    yield d_head**-0.5
+    yield 1.0
+
+
+def soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
+    """The constant in ``c * tanh(scores / c)``."""
+    original = getattr(attn, "original_component", None)
+    for value in (getattr(original, "attn_logit_softcapping", None), getattr(model.cfg, "attn_scores_soft_cap", None)):
+        number = _number(value)
+        if number is not None and number > 0:
+            yield number
+    yield None
+
+
+def windows(model: Any, attn: Any) -> Iterator[int | None]:
+    """How many keys a query may see, most specific source first."""
+    original = getattr(attn, "original_component", None)
+    if original is None:
+        local = getattr(attn, "attn_type", None) == "local"
+        yield getattr(model.cfg, "window_size", None) if local else None
+        return
+    config = getattr(original, "config", None)
+    if hasattr(original, "sliding_window"):
+        yield original.sliding_window
+    elif hasattr(original, "attention_type"):  # GPT-Neo
+        yield getattr(config, "window_size", None) if original.attention_type == "local" else None
+    elif getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
+        yield getattr(config, "sliding_window", None)
+    yield None
+
+
+def rotaries(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[Rotary]:
+    """Frequencies from every table that the layer may be using, in both pairings."""
+    for cos, sin in _tables(attn, seen):
+        if cos.shape[-1] == 0 or cos.shape[0] < 2:
+            continue
+        try:
+            rotary = _exact(model, rotary_from_table(cos, sin), cos.dtype)
+        except ValueError:
+            continue
+        for pairing in ("half", "adjacent"):
+            yield replace(rotary, pairing=pairing)
+
+
+def _tables(attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    if isinstance(getattr(attn, "rotary_cos", None), Tensor):  # HookedTransformer
+        yield attn.rotary_cos, attn.rotary_sin
+    if "hook_cos" in seen and "hook_sin" in seen:
+        yield seen["hook_cos"][0], seen["hook_sin"][0]
+    table = getattr(getattr(attn, "original_component", None), "embed_positions", None)  # GPT-J: sines, then cosines
+    if isinstance(table, Tensor):
+        sin, cos = table.chunk(2, -1)
+        yield cos, sin
+
+
+def _exact(model: Any, measured: Rotary, dtype: torch.dtype) -> Rotary:
+    """The model's own float32 frequencies, if it keeps them and the table confirms them: a table is rounded."""
+    close = 4 * torch.finfo(dtype).eps + 1e-5
+    best, factor = measured.frequencies, measured.attention_factor
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.shape == measured.frequencies.shape:
+            own = buffer.detach().to(measured.frequencies.device).double()
+            if torch.allclose(own, measured.frequencies, rtol=close, atol=1e-9):
+                best = own
+    for module in model.modules():
+        for name, value in vars(module).items():
+            number = _number(value) if name.endswith("attention_scaling") else None
+            if number is not None and abs(number - factor) < close:
+                factor = number
+    return replace(measured, frequencies=best, attention_factor=factor)
+
+
+def _hooked_norm(attn: Any, norm: Any) -> Any:
+    if norm.w.numel() == attn.cfg.d_head:
+        return lambda x: attn._apply_qk_norm(x, norm)
+    return lambda x: norm(x.flatten(2)).view_as(x)  # OLMo 2 normalises all heads together
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return None if value is None or isinstance(value, bool) or not hasattr(value, "__float__") else float(value)

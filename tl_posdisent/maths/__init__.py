@@ -1,0 +1,1 @@
+"""Pure mathematics: tensors in, frozen dataclasses out. Nothing here knows what a model is."""

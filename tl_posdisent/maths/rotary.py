@@ -1,0 +1,248 @@
+"""Rotary position embedding as geometry: planes that turn with the position.
+
+RoPE splits the first ``2n`` coordinates of a query or key into n planes (*subspaces*) and turns plane c by the angle
+``position · θ_c``; further coordinates pass through. A score then depends on positions through their difference
+alone: ``⟨R(p) q, R(s) k⟩ = Σ_c Re(q_c · conj(k_c) · exp(i θ_c (p − s))) + pass-through``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Complex, Float, Float64
+from torch import Tensor
+
+Pairing = Literal["half", "adjacent"]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What RoPE does in one layer.
+
+    Attributes:
+        frequencies: ``[subspace]`` float64, θ_c in radians per position, exactly as the model has them.
+        pairing: ``"half"`` pairs coordinate c with c + n (Llama, GPT-NeoX), ``"adjacent"`` 2c with 2c + 1 (GPT-J).
+        attention_factor: queries and keys are multiplied by it as they are rotated (YaRN); scores by its square.
+        angle_dtype: models compute ``position · θ`` in float32; at position 100 000 its rounding is visible, so
+            angles are rounded the same way. ``torch.float64`` gives exact geometry.
+    """
+
+    frequencies: Float64[Tensor, "subspace"]
+    pairing: Pairing = "half"
+    attention_factor: float = 1.0
+    angle_dtype: torch.dtype = torch.float64
+
+    def __post_init__(self) -> None:
+        if self.pairing not in get_args(Pairing):
+            raise ValueError(f'pairing must be "half" or "adjacent", got {self.pairing!r}')
+        if self.frequencies.ndim != 1 or self.frequencies.dtype != torch.float64:
+            raise ValueError(
+                "frequencies must be a float64 tensor of shape (subspace,), got "
+                f"{self.frequencies.dtype} of shape {tuple(self.frequencies.shape)}"
+            )
+        if not bool(self.frequencies.isfinite().all()):
+            raise ValueError(f"frequencies must be finite, got {self.frequencies.tolist()}")
+
+    @property
+    def dim(self) -> int:
+        """Number of coordinates that are rotated: twice the number of subspaces."""
+        return 2 * len(self.frequencies)
+
+    @property
+    def wavelengths(self) -> Float64[Tensor, "subspace"]:
+        """Positions per full turn, 2π/θ; infinite for frequency 0."""
+        return 2 * torch.pi / self.frequencies
+
+    def angles(self, positions: Float[Tensor, "*pos"]) -> Float64[Tensor, "*pos subspace"]:
+        """Angle of every subspace at these positions, in radians, rounded as the model rounds it."""
+        exact = positions.double()[..., None] * self.frequencies.to(positions.device)
+        return exact.to(self.angle_dtype).double()
+
+    def to(self, device: torch.device | str) -> Rotary:
+        """The same on another device."""
+        return replace(self, frequencies=self.frequencies.to(device))
+
+
+def rotate(
+    x: Float[Tensor, "*batch pos head d_head"],
+    positions: Tensor,
+    rotary: Rotary,
+    *,
+    start: Tensor | None = None,
+) -> Float[Tensor, "*batch pos head d_head"]:
+    """Queries or keys, turned to ``positions``.
+
+    Args:
+        x: vectors before rotation, ``[*batch, pos, head, d_head]``; coordinates beyond ``rotary.dim`` pass through.
+        positions: ``(pos,)`` for all texts or ``(batch, pos)``: any finite real numbers, also negative ones.
+        rotary: the layer's frequencies and pairing.
+        start: positions that ``x`` has been turned to already, in the same shapes. Only the difference is then
+            turned, and lengths stay as they are; at ``start == positions`` the result is ``x`` itself to the last bit.
+
+    Returns:
+        The same shape and dtype as ``x``; computed in float64 for float64 and in float32 otherwise.
+
+    Raises:
+        ValueError: a head smaller than the rotary dimension; positions of wrong shape or not finite.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Rotary, rotate
+        >>> rotary = Rotary(torch.tensor([torch.pi / 2], dtype=torch.float64))  # a quarter turn per position
+        >>> x = torch.tensor([1.0, 0.0]).expand(3, 1, 2)  # three positions, one head
+        >>> rotate(x, torch.arange(3), rotary).round().tolist()
+        [[[1.0, 0.0]], [[0.0, 1.0]], [[-1.0, 0.0]]]
+    """
+    _check(x, rotary)
+    angle = rotary.angles(check_positions(positions, x).to(x.device))
+    factor = rotary.attention_factor
+    if start is not None:
+        angle, factor = angle - rotary.angles(check_positions(start, x, "start").to(x.device)), 1.0
+    return turn(x, angle[..., None, :], rotary.pairing, factor)
+
+
+def unrotate(
+    x: Float[Tensor, "*batch pos head d_head"], positions: Tensor, rotary: Rotary
+) -> Float[Tensor, "*batch pos head d_head"]:
+    """The inverse of ``rotate``: the vectors before rotation, of vectors that stand at ``positions``.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Rotary, rotate, unrotate
+        >>> rotary = Rotary(torch.tensor([1.0, 0.01], dtype=torch.float64), "adjacent", attention_factor=1.2)
+        >>> x, positions = torch.randn(7, 2, 4), torch.arange(7)
+        >>> bool(torch.allclose(unrotate(rotate(x, positions, rotary), positions, rotary), x, atol=1e-6))
+        True
+    """
+    _check(x, rotary)
+    angle = rotary.angles(check_positions(positions, x).to(x.device))
+    return turn(x, -angle[..., None, :], rotary.pairing, 1 / rotary.attention_factor)
+
+
+def turn(
+    x: Float[Tensor, "*batch d_head"], angle: Float64[Tensor, "*angle subspace"], pairing: Pairing, factor: float
+) -> Float[Tensor, "*batch d_head"]:
+    """Each subspace of ``x`` turned by its angle and stretched by ``factor``; what follows them passes through."""
+    n = angle.shape[-1]
+    if n == 0:
+        return x
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = (factor * angle.cos()).to(dtype), (factor * angle.sin()).to(dtype)
+    first, second = (part.to(dtype) for part in _planes(x[..., : 2 * n], pairing))
+    parts = first * cos - second * sin, first * sin + second * cos
+    turned = _joined(*parts, pairing).to(x.dtype)
+    return turned if x.shape[-1] == 2 * n else torch.cat([turned, x[..., 2 * n :]], -1)
+
+
+def to_complex(
+    x: Float[Tensor, "*batch d_head"], rotary: Rotary
+) -> tuple[Complex[Tensor, "*batch subspace"], Float[Tensor, "*batch rest"]]:
+    """The subspaces as complex numbers, and the coordinates that RoPE leaves alone.
+
+    Rotation to position p is then multiplication by ``exp(i θ p)``. In float64 for float64 and float32 otherwise.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Rotary, to_complex, from_complex
+        >>> rotary = Rotary(torch.tensor([1.0, 0.01], dtype=torch.float64))
+        >>> z, rest = to_complex(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), rotary)
+        >>> z.tolist(), rest.tolist()
+        ([(1+3j), (2+4j)], [5.0])
+        >>> from_complex(z, rest, rotary).tolist()
+        [1.0, 2.0, 3.0, 4.0, 5.0]
+    """
+    _check(x, rotary)
+    x = x if x.dtype in (torch.float32, torch.float64) else x.float()
+    first, second = _planes(x[..., : rotary.dim], rotary.pairing)
+    return torch.complex(first.contiguous(), second.contiguous()), x[..., rotary.dim :]
+
+
+def from_complex(
+    z: Complex[Tensor, "*batch subspace"], rest: Float[Tensor, "*batch rest"], rotary: Rotary
+) -> Float[Tensor, "*batch d_head"]:
+    """The inverse of ``to_complex``."""
+    return torch.cat([_joined(z.real, z.imag, rotary.pairing), rest], -1)
+
+
+def rotary_from_table(
+    cos: Float[Tensor, "pos columns"], sin: Float[Tensor, "pos columns"], *, pairing: Pairing = "half"
+) -> Rotary:
+    """Read frequencies and attention factor off a model's table of cosines and sines for positions 0, 1, 2 ….
+
+    The table may have one column per subspace, or two of them in either order (``c0 c1 c0 c1`` or ``c0 c0 c1 c1``).
+    The first row after 0 gives each angle up to the rounding of the table; doubling the position again and again
+    halves that error without ever losing count of the turns, so long tables give frequencies to float32 precision.
+
+    Raises:
+        ValueError: fewer than two rows, or rows that are not the cosines and sines of growing angles.
+    """
+    if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] < 2:
+        raise ValueError(
+            "cos and sin must have the same shape (pos, columns) with at least two positions, got "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    cos, sin = (_one_column_each(x.double()) for x in (cos, sin))
+    radius = torch.hypot(cos, sin)
+    measured = torch.atan2(sin, cos)
+    theta, position = measured[1].clone(), 2
+    while position < cos.shape[0]:
+        theta = theta + _wrapped(measured[position] - theta * position) / position
+        position *= 2
+    error = _wrapped(measured - torch.arange(len(cos), device=cos.device)[:, None].double() * theta).abs()
+    if cos.shape[1] and not (float(error.max()) < 0.05 and float((radius / radius.mean() - 1).abs().max()) < 0.05):
+        raise ValueError("cos and sin are not a rotary table: its angles do not grow linearly with the position")
+    factor = float(radius.mean()) if radius.numel() else 1.0
+    factor = 1.0 if abs(factor - 1) < 1e-2 * torch.finfo(torch.bfloat16).eps else factor
+    return Rotary(theta, pairing, factor, angle_dtype=torch.float32)
+
+
+def check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> Tensor:
+    """Refuse positions that do not fit ``x: [*batch, pos, head, d_head]``."""
+    length = x.shape[-3]
+    fits = positions.shape[-1:] == (length,) and (
+        positions.ndim == 1 or (positions.ndim == 2 and x.ndim == 4 and len(positions) in (1, len(x)))
+    )
+    if not fits:
+        batch = x.shape[0] if x.ndim == 4 else "batch"
+        raise ValueError(
+            f"{name} must have shape (pos,) = ({length},) or (batch, pos) = ({batch}, {length}), "
+            f"got {tuple(positions.shape)}"
+        )
+    if positions.is_complex() or positions.dtype == torch.bool or not bool(positions.double().isfinite().all()):
+        raise ValueError(f"{name} must be finite real numbers, got {positions}")
+    return positions
+
+
+def _check(x: Tensor, rotary: Rotary) -> None:
+    if not x.is_floating_point() or x.shape[-1] < rotary.dim:
+        raise ValueError(
+            f"x must be floating point with a last axis of at least {rotary.dim} (two per frequency), "
+            f"got {x.dtype} of shape {tuple(x.shape)}"
+        )
+
+
+def _planes(x: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+    if pairing == "half":
+        first, second = x.chunk(2, -1)
+        return first, second
+    return x[..., ::2], x[..., 1::2]
+
+
+def _joined(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:
+    return torch.cat([first, second], -1) if pairing == "half" else torch.stack([first, second], -1).flatten(-2)
+
+
+def _one_column_each(table: Float64[Tensor, "pos columns"]) -> Float64[Tensor, "pos subspace"]:
+    n = table.shape[1]
+    if n % 2 == 0 and n > 0:
+        if torch.equal(table[:, : n // 2], table[:, n // 2 :]):
+            return table[:, : n // 2]
+        if torch.equal(table[:, ::2], table[:, 1::2]):
+            return table[:, ::2]
+    return table
+
+
+def _wrapped(angle: Tensor) -> Tensor:
+    return torch.remainder(angle + torch.pi, 2 * torch.pi) - torch.pi
