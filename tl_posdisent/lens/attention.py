@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_posdisent.maths.cells import Band, make_cells
+from tl_posdisent.maths.cells import cell_distances
 from tl_posdisent.maths.rotary import Rotary, rotate
 
 Layout = Literal["pos head", "head pos", "flat"]
@@ -101,11 +101,14 @@ class AttentionSpec:
     problem: str | None = None
     no_rotation: str | None = None
 
-    def band(self, n_query: int, n_key: int | None = None) -> Band:
-        """The cells that this layer's mask leaves."""
-        cells = make_cells(n_query, n_key or n_query, "causal" if self.causal else "full", self.window)
-        assert isinstance(cells, Band)
-        return cells
+    def sees(self, distance: Int[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
+        """Whether the layer's mask leaves a query and a key at this distance."""
+        near = distance.abs() < (self.window or torch.iinfo(torch.int64).max)
+        return near & (distance >= 0) if self.causal else near
+
+    def mask(self, length: int, device: torch.device | str = "cpu") -> Bool[Tensor, "query key"]:
+        """The layer's mask for a text without padding: True where a query sees a key."""
+        return self.sees(cell_distances(length, length, device))
 
     def key_head(self, head: int) -> int:
         """The key head that a query head reads."""

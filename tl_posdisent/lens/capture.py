@@ -16,10 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.maths.cells import cell_distances
-
 from .attention import AttentionSpec, read_layers
-from .probe import MASKED, score_tolerance
+from .probe import is_masked, score_tolerance
 from .run import Hook, check_tokens, run
 
 _ROWS_CHECKED = 32
@@ -36,7 +34,7 @@ class Captured:
         k: ``[batch, pos, kv_head, d_head]``, keys likewise.
         q_rot, k_rot: the same after rotation.
         scores: ``[batch, head, query, key]``, logits before the softmax, scale and soft cap included; outside the
-            mask (``spec.band(length)``) they may hold anything.
+            mask (``spec.mask(length)``) they may hold anything.
     """
 
     layer: int
@@ -199,16 +197,15 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, end: Tensor) -> None:
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     q_rot = spec.rotated(q[:, rows].to(wide), positions[rows])
     ours = spec.score(q_rot, spec.rotated(k.to(wide), positions))
-    band = spec.band(length)
-    distance = cell_distances(length, length, q.device)[rows]
-    inside = (distance >= band.low) & (distance <= band.high)
-    theirs = end[:, :, rows].to(wide)
+    inside = spec.sees(positions[rows][:, None] - positions)
+    theirs = end[:, :, rows]
     if spec.scores is None:
         ours = ours.masked_fill(~inside, -torch.inf).softmax(-1)
         masked = theirs == 0
     else:
-        masked = theirs < MASKED
-    if bool((masked & inside).any()) and spec.scores is not None or bool((~masked & ~inside).any()):
+        masked = is_masked(theirs)
+    theirs = theirs.to(wide)
+    if (spec.scores is not None and bool((masked & inside).any())) or bool((~masked & ~inside).any()):
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture}: the model's mask is not the one that was read from it "
             f"({'causal' if spec.causal else 'full'}, window {spec.window}); padded or packed texts are not supported"

@@ -11,14 +11,12 @@ The disturbances are additive noise, not factors: a norm after the hook would un
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-
-from tl_posdisent.maths.cells import cell_distances
 
 from . import facts
 from .attention import AttentionSpec, Tap, n_layers
@@ -29,15 +27,6 @@ _LISTEN = (
     *("hook_q", "hook_k", "hook_v", "hook_q_normed", "hook_k_normed", "hook_rot_q", "hook_rot_k"),
     *("hook_cos", "hook_sin", "hook_attn_scores", "hook_pattern", "hook_z"),
 )
-MASKED = -1e30  # a score below is none: models mask with -inf, or with the most negative number of some dtype
-
-
-@dataclass
-class _Seen:
-    """What fired in one layer during one pass, by short hook name."""
-
-    tensors: dict[str, Tensor]
-    visible: Bool[Tensor, "query key"] | None = None
 
 
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
@@ -49,6 +38,11 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         specs = [_explain(model, layer, seen[layer]) for layer in layers]
         specs = _test_turns(model, tokens, specs)
         return _test_tables_and_scores(model, tokens, specs)
+
+
+def is_masked(scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
+    """Cells that hold no score: models mask with -inf or with the most negative number of a dtype."""
+    return scores <= max(-1e30, torch.finfo(scores.dtype).min)
 
 
 def score_tolerance(dtype: torch.dtype) -> float:
@@ -131,8 +125,10 @@ def _explain_scores(
 ) -> AttentionSpec:
     """The rotation, scale and soft cap under which queries and keys give the scores that were seen."""
     fits = q.read(seen[q.name]), k.read(seen[k.name])
-    if any(x.ndim != 4 or x.shape[1] != len(visible) for x in fits) or fits[1].shape[2] != spec.n_kv_heads:
+    if any(x.ndim != 4 or x.shape[1] != len(visible) or spec.n_heads % x.shape[2] for x in fits):
         return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
+    spec = replace(spec, n_kv_heads=fits[1].shape[2])  # as many as the hooks show: TransformerLens may ungroup keys
+    k = replace(k, n_heads=spec.n_kv_heads)
     positions = torch.arange(len(visible), device=visible.device)
     candidates = [*facts.rotaries(model, attn, seen), None]
     for rotary in candidates:
@@ -279,16 +275,15 @@ def _visible(seen: dict[str, Tensor]) -> Bool[Tensor, "query key"] | None:
     if "hook_pattern" in seen:
         return (seen["hook_pattern"] > 0).flatten(0, -3).any(0)
     if "hook_attn_scores" in seen:
-        return (seen["hook_attn_scores"] > MASKED).flatten(0, -3).any(0)
+        return (~is_masked(seen["hook_attn_scores"])).flatten(0, -3).any(0)
     return None
 
 
 def _mask_is(visible: Tensor | None, causal: bool, window: int | None) -> bool:
     if visible is None:
         return True
-    distance = cell_distances(*visible.shape, visible.device)
-    mask = (distance >= 0) if causal else torch.ones_like(visible)
-    return torch.equal(visible, mask if window is None else mask & (distance.abs() < window))
+    layer = AttentionSpec(0, "", 1, 1, 1, causal, window)
+    return torch.equal(visible, layer.mask(len(visible), visible.device))
 
 
 def _full(layer: int, tap: Tap) -> Tap:

@@ -57,6 +57,11 @@ class Cells(ABC):
         return self.high - self.low + 1
 
     @property
+    def n_cells(self) -> Float64[Tensor, "*mask"]:
+        """Number of cells."""
+        return self.split(self.counts).query.sum(-1)
+
+    @property
     def distances(self) -> Int64[Tensor, "distance"]:
         """All distances between the lowest and the highest, ascending."""
         return torch.arange(self.low, self.high + 1, device=self.counts.device)
@@ -93,7 +98,9 @@ def cell_distances(
     return i[:, None] - torch.arange(n_key, device=device)
 
 
-def by_distance(mask: Bool[Tensor, "*mask query key"], low: int, high: int) -> Bool[Tensor, "*mask query distance"]:
+def by_distance(
+    mask: Bool[Tensor, "*mask query key"], low: int, high: int
+) -> Bool[Tensor, "*mask query distance"]:
     """A mask seen by query and distance: ``out[i, d - low]`` is the cell of query ``i`` at distance ``d``."""
     n_query, n_key = mask.shape[-2:]
     distance = torch.arange(low, high + 1, device=mask.device)

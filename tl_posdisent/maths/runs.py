@@ -62,33 +62,52 @@ class Runs(Cells):
 
     @classmethod
     def _from_runs(
-        cls, n_query: int, n_key: int, low: int, keys_of_query: Run, queries_of_key: Run, queries_of_distance: Run
+        cls,
+        n_query: int,
+        n_key: int,
+        low: int,
+        keys_of_query: Run,
+        queries_of_key: Run,
+        queries_of_distance: Run,
     ) -> Runs:
-        offset, device = n_key - n_query, keys_of_query[0].device
-        n_distance = queries_of_distance[0].shape[-1]
-        position = torch.arange(n_query, device=device) + offset
-        j = torch.arange(n_key, device=device)
-        d = torch.arange(low, low + n_distance, device=device)
-        n = n_distance + n_query + n_key
-        # Query i runs over keys [s, e): distances i-e+1 … i-s. Key j over queries [s, e): distances s-j … e-1-j.
-        first = _joined(queries_of_distance, keys_of_query, queries_of_key)
-        shifted = _joined(
-            tuple(x + offset - d for x in queries_of_distance),
-            tuple(position + 1 - low - x for x in reversed(keys_of_query)),
-            tuple(x + offset - low - j for x in queries_of_key),
+        n_distance, offset, device = (
+            queries_of_distance[0].shape[-1],
+            n_key - n_query,
+            keys_of_query[0].device,
         )
-        to_query, to_key = n_distance, n_distance + n_query  # where these begin in a stacked vector
-        shift_first = _segments(n_distance, n_query, n_key, to_query, to_key, to_query, device)
-        shift_second = _segments(n_distance, n_query, n_key, to_key, 0, 0, device)
-        # The ends of an empty run may lie anywhere; they are equal.
-        starts, stops = (
-            torch.cat([(a + shift_first), (b + shift_second)], -1).clamp(0, n)
-            for a, b in zip(first, shifted, strict=True)
-        )
+        i, j, d = (torch.arange(n, device=device) for n in (n_query, n_key, n_distance))
+        runs = (queries_of_distance, keys_of_query, queries_of_key)
+        queries, keys = (
+            n_distance,
+            n_distance + n_query,
+        )  # where these begin in a stacked vector; distances at 0
+        (d_start, d_stop), (q_start, q_stop), (k_start, k_stop) = runs
+        # Distance d meets the keys i - d of its queries i, query i the distances i - j of its keys j, and so on.
+        key, distance_up, distance_down = keys + offset - low - d, offset - low - j, offset - low + i + 1
+        starts = [queries + d_start, keys + q_start, queries + k_start]
+        stops = [queries + d_stop, keys + q_stop, queries + k_stop]
+        starts += [key + d_start, distance_down - q_stop, distance_up + k_start]
+        stops += [key + d_stop, distance_down - q_start, distance_up + k_stop]
+        counts = torch.cat([stop - start for start, stop in runs], -1).double()
+        last = counts.shape[-1]  # an empty run may lie anywhere: its two ends are equal
         return cls(
-            n_query, n_key, low, low + n_distance - 1, (first[1] - first[0]).double(),
-            *keys_of_query, *queries_of_distance, starts, stops,
-        )  # fmt: skip
+            n_query=n_query,
+            n_key=n_key,
+            low=low,
+            high=low + n_distance - 1,
+            counts=counts,
+            first_key=q_start,
+            stop_key=q_stop,
+            first_query=d_start,
+            stop_query=d_stop,
+            starts=torch.cat(starts, -1).clamp(0, last),
+            stops=torch.cat(stops, -1).clamp(0, last),
+        )
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the sequence is many windows long."""
+        return self.n_query >= 16 * self.n_distance
 
     def inside(
         self, rows: slice, columns: slice, which: Int64[Tensor, "matrix"] | None = None
@@ -100,13 +119,24 @@ class Runs(Cells):
         return (key >= first) & (key < stop)
 
     def product(self, x: Float64[Tensor, "*batch coefficient"]) -> Float64[Tensor, "*batch coefficient"]:
+        if not self.is_narrow:
+            return torch.addcmul(self._run_sums(x), self.counts, x)
+        # A short run is a small difference of two large sums, so these must be exact. The leading bits of the
+        # numbers, as multiples of one unit, add up without rounding; what is left of the numbers is small.
+        bits = torch.frexp(x.abs().amax(-1, keepdim=True) * x.shape[-1]).exponent
+        unit = torch.exp2(bits - 52.0)
+        leading = (x / unit).round_().mul_(unit)
+        return torch.addcmul(self._run_sums(leading) + self._run_sums(x - leading), self.counts, x)
+
+    def _run_sums(self, x: Tensor) -> Tensor:
+        """Sum of the other two components over the cells of each coefficient."""
         total = torch.nn.functional.pad(x.cumsum(-1), (1, 0))
         if self.starts.ndim == 1:
             sums = total.index_select(-1, self.stops) - total.index_select(-1, self.starts)
         else:
             sums = total.take_along_dim(self.stops, -1) - total.take_along_dim(self.starts, -1)
         n = x.shape[-1]
-        return torch.addcmul(sums[..., :n] + sums[..., n:], self.counts, x)
+        return sums[..., :n] + sums[..., n:]
 
 
 def _clipped(start: Tensor, stop: Tensor, n: int) -> Run:
@@ -122,8 +152,3 @@ def _find_run(mask: Bool[Tensor, "*mask n columns"]) -> Run | None:
         return None
     start = begins.to(torch.uint8).argmax(-2)
     return start, start + mask.sum(-2)
-
-
-def _joined(*runs: Run) -> Run:
-    starts, stops = (torch.cat(ends, -1) for ends in zip(*runs, strict=True))
-    return starts, stops

@@ -1,0 +1,125 @@
+"""The command line: ``tl-posdisent fit --model demo --out table.csv``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(help="Position and content in attention.", no_args_is_help=True, add_completion=True)
+
+
+@app.callback()
+def main() -> None:
+    """Is this head looking at where or at what?"""
+
+
+@app.command()
+def fit(
+    model: Annotated[str, typer.Option(help="demo, a model name of TransformerLens, or a directory.")] = "demo",
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text; the demo model brings its own.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where the table goes: .csv, .json or .parquet.")] = None,
+    backend: Annotated[str, typer.Option(help="auto, hooked or bridge.")] = "auto",
+    length: Annotated[int | None, typer.Option(min=2, help="Tokens per text; default the context, 512 at most.")] = None,
+    texts: Annotated[int, typer.Option(min=1, help="Consecutive stretches of the text to fit.")] = 1,
+    layers: Annotated[str | None, typer.Option(help="Such as 0,3,5; default all.")] = None,
+    pool: Annotated[bool, typer.Option(help="One distance profile for all texts.")] = False,
+    control: Annotated[int, typer.Option(min=0, help="Random initialisations to set beside it.")] = 1,
+    progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
+) -> None:
+    """How additive are a model's attention scores? r per layer and head, against random initialisation.
+
+    Examples: tl-posdisent fit  ·  tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --out r.csv
+    """
+    try:
+        loaded, tokens = _load(model, text, backend, length, texts)
+        table = _measure(loaded, tokens, _layers(layers), pool, control, progress)
+        if out is not None:
+            _save(table, out)
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        raise typer.Exit(2) from error
+    _show(table, f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens")
+    if out is not None:
+        Console().print(f"table: {out} ({len(table)} rows)", soft_wrap=True)
+
+
+def _load(model: str, text: Path | None, backend: str, length: int | None, texts: int) -> tuple[Any, Any]:
+    import torch
+
+    from tl_posdisent.demo.load import demo_text, load_demo_model
+    from tl_posdisent.lens.loading import check_backend, load_model
+
+    check_backend(backend)
+    if text is None and model != "demo":
+        raise ValueError("--text is needed: only the demo model brings its own")
+    words = demo_text() if text is None else text.read_text(encoding="utf-8")
+    if model == "demo":
+        loaded = load_demo_model(backend=backend)  # type: ignore[arg-type]
+    else:
+        loaded = load_model(model, backend=backend)  # type: ignore[arg-type]
+    if getattr(loaded, "tokenizer", None) is None:
+        raise ValueError(f"{model} has no tokenizer, so it cannot read text")
+    length = length or min(loaded.cfg.n_ctx, 512)
+    begin = loaded.to_tokens("")[0] if loaded.to_tokens("").numel() else None  # the token that begins every text
+    ids = loaded.to_tokens(words, truncate=False)[0]
+    start = 0 if begin is None else len(begin)
+    body = length - start
+    if (len(ids) - start) < texts * body:
+        raise ValueError(f"the text has {len(ids)} tokens, too few for {texts} stretches of {length}")
+    rows = ids[start : start + texts * body].reshape(texts, body)
+    return loaded, rows if begin is None else torch.cat([begin.expand(texts, -1).to(rows), rows], 1)
+
+
+def _measure(model: Any, tokens: Any, layers: list[int] | None, pool: bool, control: int, progress: bool) -> Any:
+    import pandas as pd
+
+    from tl_posdisent.experiments.additivity import additivity
+    from tl_posdisent.lens.control import random_control
+
+    tables = [additivity(model, tokens, layers=layers, pool=pool, progress=progress).assign(weights="trained")]
+    if control:
+        for seed, fresh in enumerate(random_control(model, range(control))):
+            table = additivity(fresh, tokens, layers=layers, pool=pool, progress=progress)
+            tables.append(table.assign(weights=f"random {seed}"))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _save(table: Any, out: Path) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    writers = {".csv": table.to_csv, ".json": table.to_json, ".parquet": table.to_parquet}
+    if out.suffix not in writers:
+        raise ValueError(f"--out must end in {', '.join(writers)}, got {out.name!r}")
+    writers[out.suffix](out, **({"orient": "records"} if out.suffix == ".json" else {"index": False}))
+
+
+def _layers(text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(x) for x in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--layers must be numbers with commas between, got {text!r}") from error
+
+
+def _show(table: Any, title: str) -> None:
+    """Mean r per layer and head, then the headline."""
+    console = Console()
+    trained = table[table["weights"] == "trained"]
+    chance = table[table["weights"] != "trained"]
+    by_head = trained.pivot_table(values="r", index="layer", columns="head", aggfunc="mean")
+    grid = Table(title=f"r of the three-axis fit: {title}")
+    for name in ("layer", *(f"head {h}" for h in by_head.columns), "mean", "random"):
+        grid.add_column(name, justify="right")
+    for layer, row in by_head.iterrows():
+        random = chance.loc[chance["layer"] == layer, "r"]
+        cells = [*row, row.mean(), random.mean() if len(random) else float("nan")]
+        grid.add_row(str(layer), *(f"{x:.3f}" for x in cells))
+    console.print(grid)
+    r = trained["r"]
+    line = f"mean r {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {len(by_head) * len(by_head.columns)} heads"
+    if len(chance):
+        line += f"; at random initialisation {chance['r'].mean():.3f}"
+    console.print(f"{line}\nalone: distance {trained['share_distance'].mean():.3f}, "
+                  f"query {trained['share_query'].mean():.3f}, key {trained['share_key'].mean():.3f} of the variance")

@@ -1,0 +1,300 @@
+"""Lies about position: hooks that let RoPE see other positions or distances than the real ones.
+
+Each function returns a plain list of ``(hook name, function)`` for ``model.hooks(fwd_hooks=...)``,
+``model.run_with_hooks`` or ``applied``. Three ways lead there, and each layer takes the most exact one that it has:
+exchanging the model's rotation tables (bit-exact, where the model has hooks for them and all heads see the same
+positions), turning queries and keys by the difference, and recomputing scores for distances that are no difference of
+positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_posdisent.maths.cells import cell_distances
+from tl_posdisent.maths.rotary import check_positions, rotate
+
+from .attention import AttentionSpec, Tap, read_layers, select
+from .pairs import Distances, pair_hooks
+from .run import Hook
+from .tables import table_like
+
+Place = Callable[[int, torch.device], Tensor]
+"""From a length to positions, ``(pos,)`` or ``(batch, pos)``."""
+
+
+@dataclass(frozen=True)
+class _Lie:
+    """Distances ``queries[i] - keys[j]``."""
+
+    queries: Place
+    keys: Place
+
+
+def swap_positions(
+    model: Any,
+    positions: Tensor | Sequence[float],
+    *,
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+) -> list[Hook]:
+    """Hooks under which RoPE sees these positions instead of 0, 1, 2 ….
+
+    Only the rotation changes: the causal mask, and what each token is, stay. Giving 0, 1, 2 … or any constant more
+    changes nothing; on models of Hugging Face the result is that of ``position_ids=positions``.
+
+    Args:
+        model: a model with rotary embeddings.
+        positions: ``(pos,)`` for all texts or ``(batch, pos)``; any finite real numbers.
+        layers: default all that rotate.
+        heads: query heads, default all. A head that shares its keys with others gets its own view of them.
+
+    Returns:
+        ``[(hook name, function), ...]``.
+
+    Raises:
+        ValueError: a model or layer without rotary embeddings or without the hooks for it; positions of wrong rank
+            or not finite; layers or heads out of range or repeated. While running: positions whose length is not that
+            of the text.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import demo_tokens, load_demo_model, swap_positions
+        >>> model, tokens = load_demo_model(), demo_tokens(length=48)
+        >>> shifted = model.run_with_hooks(tokens, fwd_hooks=swap_positions(model, torch.arange(48) + 100))
+        >>> bool(torch.allclose(shifted, model(tokens), atol=1e-3))  # only differences matter
+        True
+    """
+    given = _real_tensor("positions", positions)
+    if given.ndim not in (1, 2) or given.numel() == 0:
+        raise ValueError(f"positions must have shape (pos,) or (batch, pos), got {tuple(given.shape)}")
+
+    def place(length: int, device: torch.device) -> Tensor:
+        return given.to(device)
+
+    return _lying(_rotary_layers(model, layers, "swap_positions"), _Lie(place, place), heads)
+
+
+def dummy_distance(
+    model: Any, distance: float, *, layers: Iterable[int] | None = None, heads: Iterable[int] | None = None
+) -> list[Hook]:
+    """Hooks under which every query sees every key at one and the same distance.
+
+    What is left of a head's scores is content at that distance: the controlled experiment of arXiv 2503.13305.
+
+    Args:
+        distance: in positions; any finite real number.
+        model, layers, heads: as in ``swap_positions``.
+
+    Returns:
+        ``[(hook name, function), ...]``.
+
+    Raises:
+        ValueError: a distance that is not a finite number, or what ``swap_positions`` refuses.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, dummy_distance, fit_additive, load_demo_model
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> with model.hooks(fwd_hooks=dummy_distance(model, 5, layers=[0])):
+        ...     _, cache = model.run_with_cache(tokens, names_filter="blocks.0.attn.hook_attn_scores")
+        >>> q, k = 40, slice(0, 41)  # the same token far and near now gets the same score
+        >>> scores = cache["attn_scores", 0][0, :, q, k]
+        >>> same = tokens[0, k] == tokens[0, k].mode().values
+        >>> bool((scores[:, same].std(1) < scores.std(1)).all())
+        True
+    """
+    if isinstance(distance, bool) or not isinstance(distance, (int, float)) or distance - distance != 0:
+        raise ValueError(f"distance must be a finite number, got {distance!r}")
+
+    def all_at(value: float) -> Place:
+        return lambda length, device: torch.full((length,), float(value), dtype=torch.float64, device=device)
+
+    lie = _Lie(all_at(distance), all_at(0))
+    return _lying(_rotary_layers(model, layers, "dummy_distance"), lie, heads)
+
+
+def remap_distance(
+    model: Any,
+    distances: Callable[[Tensor], Tensor] | Tensor,
+    *,
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+) -> list[Hook]:
+    """Hooks under which RoPE sees any function of the real distance, or any matrix of distances.
+
+    A map that is a difference of positions (``D[i, j] = u[i] - w[j]``, such as halving every distance) is done by
+    rotation; anything else (a ceiling, a matrix per head) by recomputing the scores in blocks of bounded memory.
+
+    Args:
+        distances: a function from a float64 tensor of real distances (query position minus key position) to one of
+            the same shape, or a matrix ``[query, key]``, ``[head, query, key]`` or ``[batch, head or 1, query, key]``
+            of finite numbers, of which only the cells inside the mask count.
+        model, layers, heads: as in ``swap_positions``.
+
+    Returns:
+        ``[(hook name, function), ...]``.
+
+    Raises:
+        ValueError: neither function nor tensor of 2 to 4 axes; values that are not finite; or what
+            ``swap_positions`` refuses. While running: a matrix that does not fit the text.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import demo_tokens, load_demo_model, remap_distance
+        >>> model, tokens = load_demo_model(), demo_tokens(length=48)
+        >>> same = model.run_with_hooks(tokens, fwd_hooks=remap_distance(model, lambda d: d))
+        >>> bool(torch.allclose(same, model(tokens), atol=1e-3))
+        True
+        >>> hooks = remap_distance(model, lambda d: d.clamp(max=16))  # nothing is further than 16
+        >>> bool((model.run_with_hooks(tokens, fwd_hooks=hooks) - same).abs().max() > 0.01)
+        True
+    """
+    specs = _rotary_layers(model, layers, "remap_distance")
+    if isinstance(distances, Tensor):
+        matrix = _real_tensor("distances", distances, finite=False)
+        if matrix.ndim not in (2, 3, 4) or matrix.numel() == 0:
+            raise ValueError(
+                "distances must have shape (query, key), (head, query, key) or (batch, head, query, key), "
+                f"got {tuple(matrix.shape)}"
+            )
+        lie, pairs = _split_matrix(matrix, specs[0].causal), _constant(matrix)
+    elif callable(distances):
+        lie, pairs = _split_function(model, distances, specs[0].causal), _toeplitz(distances, specs[0].causal)
+    else:
+        raise ValueError(f"distances must be a function or a tensor, got {type(distances).__name__}")
+    if lie is not None:
+        return _lying(specs, lie, heads)
+    chosen = select("heads", heads, specs[0].n_heads)
+    return [hook for spec in specs for hook in pair_hooks(spec, chosen, pairs)]
+
+
+def _rotary_layers(model: Any, layers: Iterable[int] | None, tool: str) -> list[AttentionSpec]:
+    """The layers asked for, which must rotate; by default all that do."""
+    specs = read_layers(model, layers)
+    if layers is None:  # some models leave positions out of some layers
+        specs = [s for s in specs if s.rotary is not None or s.no_rotation or s.problem] or specs[:1]
+    for spec in specs:
+        spec.require_rotary(tool)
+    return specs
+
+
+def _lying(specs: Sequence[AttentionSpec], lie: _Lie, heads: Iterable[int] | None) -> list[Hook]:
+    """Hooks for distances ``queries[i] - keys[j]``, in each layer by the most exact way it has."""
+    hooks: list[Hook] = []
+    chosen = select("heads", heads, specs[0].n_heads)
+    for spec in specs:
+        groups = {spec.key_head(h) for h in chosen}
+        whole = len(chosen) == len(groups) * (spec.n_heads // spec.n_kv_heads)
+        if lie.queries is lie.keys and len(chosen) == spec.n_heads and spec.cos and spec.sin:
+            hooks += [_exchange(spec, lie.queries, spec.cos, "cos"), _exchange(spec, lie.queries, spec.sin, "sin")]
+        elif whole and spec.turn_q and spec.turn_k:
+            hooks += [_turn(spec, spec.turn_q, lie.queries, chosen), _turn(spec, spec.turn_k, lie.keys, sorted(groups))]
+        else:  # a shared key would have to stand at two places at once
+            hooks += pair_hooks(spec, chosen, _differences(lie))
+    return hooks
+
+
+def _exchange(spec: AttentionSpec, place: Place, name: str, which: str) -> Hook:
+    """The model's table of cosines or sines, made for other positions."""
+    rotary = spec.require_rotary("swap_positions")
+
+    def exchange(x: Tensor, hook: Any) -> Tensor:
+        positions = place(x.shape[1], x.device)
+        if positions.shape[-1] != x.shape[1]:
+            check_positions(positions, x[..., None, :])  # raises
+        return table_like(x, rotary, positions, which)
+
+    return name, exchange
+
+
+def _turn(spec: AttentionSpec, tap: Tap, place: Place, heads: Sequence[int]) -> Hook:
+    """Queries or keys of some heads, turned from where they stand to where they shall."""
+    rotary = spec.require_rotary("turning")
+
+    def turn(x: Tensor, hook: Any) -> Tensor:
+        vectors = tap.read(x)
+        real = torch.arange(vectors.shape[1], device=x.device)
+        moved = rotate(vectors, place(vectors.shape[1], x.device), rotary, start=real)
+        if len(heads) < tap.n_heads:
+            some = torch.zeros(tap.n_heads, 1, dtype=torch.bool, device=x.device)
+            some[list(heads)] = True
+            moved = torch.where(some, moved, vectors)
+        return tap.write(moved)
+
+    return tap.name, turn
+
+
+def _differences(lie: _Lie) -> Distances:
+    def distances(length: int, device: torch.device) -> Tensor:
+        queries, keys = (place(length, device).double() for place in (lie.queries, lie.keys))
+        difference = queries[..., :, None] - keys[..., None, :]
+        return difference if difference.ndim == 2 else difference[:, None]  # the same for all heads of a text
+
+    return distances
+
+
+def _constant(matrix: Tensor) -> Distances:
+    return lambda length, device: matrix.to(device)
+
+
+def _toeplitz(function: Callable[[Tensor], Tensor], causal: bool) -> Distances:
+    def distances(length: int, device: torch.device) -> Tensor:
+        low = 0 if causal else 1 - length
+        values = _mapped(function, torch.arange(low, length, device=device).double())
+        return values[(cell_distances(length, length, device) - low).clamp_min(0)]
+
+    return distances
+
+
+def _split_function(model: Any, function: Callable[[Tensor], Tensor], causal: bool) -> _Lie | None:
+    """A straight line is a difference of positions; looked at over the whole context of the model."""
+    n = max(getattr(model.cfg, "n_ctx", None) or 0, 2)
+    real = torch.arange(0 if causal else 1 - n, n).double()
+    values, zero = _mapped(function, real), len(real) - n
+    start, slope = values[zero], values[zero + 1] - values[zero]
+    if not torch.allclose(values, start + slope * real, rtol=1e-12, atol=1e-9):
+        return None
+
+    def line(shift: Tensor) -> Place:
+        return lambda length, device: (torch.arange(length).double() * slope + shift).to(device)
+
+    return _Lie(line(start), line(torch.zeros_like(start)))
+
+
+def _split_matrix(matrix: Tensor, causal: bool) -> _Lie | None:
+    """``u`` and ``w`` with ``matrix[i, j] = u[i] - w[j]`` on the cells that count, if there are any."""
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        return None
+    u, w = matrix[:, 0], matrix[-1, 0] - matrix[-1]
+    counts = torch.ones_like(matrix, dtype=torch.bool)
+    counts = counts.tril() if causal else counts
+    if not torch.allclose(matrix[counts], (u[:, None] - w)[counts], rtol=1e-12, atol=1e-9):
+        return None
+    return _Lie(lambda length, device: u.to(device), lambda length, device: w.to(device))
+
+
+def _mapped(function: Callable[[Tensor], Tensor], real: Tensor) -> Tensor:
+    values = function(real.clone())
+    if not isinstance(values, Tensor) or values.shape != real.shape or not bool(values.double().isfinite().all()):
+        got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(
+            "distances must map a tensor of real distances to finite ones of the same shape "
+            f"({tuple(real.shape)}), got {got if got != f'shape {tuple(real.shape)}' else 'values that are not finite'}"
+        )
+    return values.double()
+
+
+def _real_tensor(name: str, values: Any, *, finite: bool = True) -> Float[Tensor, "*shape"]:
+    try:
+        tensor = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be real numbers, got {values!r}") from error
+    if tensor.is_complex() or tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
+        raise ValueError(f"{name} must be finite real numbers, got {tensor}")
+    return tensor.detach().double()

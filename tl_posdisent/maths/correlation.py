@@ -1,0 +1,54 @@
+"""How alike two score tensors are."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from .additive import check_scores
+from .marginals import read_marginals
+from .masks import MaskKind, make_cells
+
+
+@torch.no_grad()
+def score_correlation(
+    a: Float[Tensor, "*batch query key"],
+    b: Float[Tensor, "*batch query key"],
+    *,
+    mask: MaskKind | Bool[Tensor, "*mask query key"] = "causal",
+    window: int | None = None,
+) -> Float64[Tensor, "*batch"]:
+    """Pearson correlation of two score tensors over the cells of a mask, one number per matrix, in float64.
+
+    Args:
+        a, b: scores of the same shape ``[*batch, query, key]``; cells outside the mask are ignored.
+        mask, window: as in ``fit_additive``.
+
+    Returns:
+        ``[*batch]``, -1 … 1; NaN where one of the two does not vary.
+
+    Raises:
+        ValueError: different shapes, or what ``fit_additive`` refuses.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import score_correlation
+        >>> scores = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(0))
+        >>> score_correlation(scores, 3 - 2 * scores).tolist()
+        [-1.0, -1.0]
+    """
+    check_scores(a, "a")
+    check_scores(b, "b")
+    if a.shape != b.shape:
+        raise ValueError(f"a and b must have the same shape, got {tuple(a.shape)} and {tuple(b.shape)}")
+    cells = make_cells(a.shape, mask, window, device=a.device)
+    inside = cells.to_mask()
+    for scores in (a, b):
+        read_marginals(scores, cells)  # refuses cells that are no scores
+    n = inside.sum((-2, -1))
+    x, y = (torch.where(inside, s.detach().double(), 0.0) for s in (a, b))
+    x, y = (torch.where(inside, s - (s.sum((-2, -1)) / n)[..., None, None], 0.0) for s in (x, y))
+    norm = x.square().sum((-2, -1)).sqrt() * y.square().sum((-2, -1)).sqrt()
+    r = (x * y).sum((-2, -1)) / norm
+    return torch.where(norm > 0, r.clamp(-1, 1), torch.nan)
