@@ -13,7 +13,7 @@ OFFLINE = HF_HUB_OFFLINE=1
 # One process per core, one thread per process. An ARGS of your own is appended: make test ARGS='-k additive'
 PYTEST = -m pytest -n $(WORKERS) $(ARGS)
 
-.PHONY: help demo test test-tl4 lint format types clean distclean
+.PHONY: help demo test test-tl4 lint format types docs clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,9 @@ format: .venv/dev.stamp ## let ruff put right what lint complains of, as far as 
 types: .venv/dev.stamp ## mypy, strict
 	.venv/bin/python -m mypy
 
+docs: .venv/docs.stamp ## the documentation, into docs/_build/html; a warning is an error
+	$(OFFLINE) .venv/bin/python -m sphinx -W --keep-going -q docs docs/_build/html
+
 clean: ## remove results, builds and caches
 	rm -rf out build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -59,6 +62,11 @@ distclean: clean ## the same, and both environments
 .venv/dev.stamp: .venv/run.stamp
 	@echo "Installing the tools for tests and checks into .venv."
 	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[dev]'
+	touch $@
+
+.venv/docs.stamp: .venv/run.stamp
+	@echo "Installing Sphinx into .venv."
+	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[docs]'
 	touch $@
 
 .venv-tl4/dev.stamp: pyproject.toml requirements/tl4.txt

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,17 @@ def _capture(model: Any, tokens: Tensor) -> None:
     _expect(seen == list(range(model.cfg.n_layers)), "every layer")
 
 
+def _controlled_distance(model: Any, tokens: Tensor) -> None:
+    table = tp.controlled_distance(model, tokens, progress=False)
+    for layer in tp.capture(model, tokens):
+        spec = replace(layer.spec, soft_cap=None)
+        q, k = (x.flatten(0, 1)[None] for x in (layer.q, layer.k))  # every query with every key of both texts
+        keys = spec.rotated(k, torch.zeros(k.shape[1]))
+        each = [spec.score(spec.rotated(q, d * torch.ones(q.shape[1])), keys) for d in range(LENGTH)]
+        variance = torch.stack(each).double().movedim(2, 0).flatten(1).var(1, correction=0)
+        _expect(_same(torch.tensor(table.query(f"layer == {layer.layer}")["total"].to_list()), variance), "brute force")
+
+
 def _swap_positions(model: Any, tokens: Tensor) -> None:
     plain, places = _logits(model, tokens, []), torch.arange(tokens.shape[1])
     _expect(_same(_logits(model, tokens, tp.swap_positions(model, places + 7)), plain), "a shift changes nothing")
@@ -97,6 +109,7 @@ def _one_head(model: Any, tokens: Tensor) -> None:
 TRIALS: dict[str, Callable[[Any, Tensor], None]] = {
     "additivity": _fit,
     "capture": _capture,
+    "controlled_distance": _controlled_distance,
     "swap_positions": _swap_positions,
     "dummy_distance": _dummy_distance,
     "remap_distance": _remap_distance,
@@ -138,7 +151,7 @@ def _outcome(trial: Callable[[Any, Tensor], None], model: Any, tokens: Tensor) -
 
 def _shortened(error: str) -> str:
     """An error without what differs between tools and models, so that the same reason is given once."""
-    words = error.splitlines()[0].replace("dummy_distance needs", "… needs").split(" ")
+    words = error.splitlines()[0].split(" ")
     words = ["…" if w.rstrip(":").endswith(("ForCausalLM", "LMHeadModel")) or w in TRIALS else w for w in words]
     return " ".join(words)
 
@@ -162,7 +175,9 @@ def to_markdown(table: Table) -> str:
     reasons = list(dict.fromkeys(text for row in table.values() for text in row.values() if text != OK))
     lines = [
         "<!-- Written by docs/support_table.py. Do not edit. -->",
-        "| architecture | Hugging Face class | where | " + " | ".join(f"`{t}`" for t in TRIALS) + " |",
+        "| architecture | Hugging Face class | where | "
+        + " | ".join(f"`{t}`" if t.isidentifier() else t for t in TRIALS)
+        + " |",
         "| --- " * (3 + len(TRIALS)) + "|",
     ]
     for name in zoo.NAMES:

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -24,6 +25,18 @@ def _same_random_numbers() -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - for code that draws from the global state
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Annotations are not checked in this test, as they are not for users.
+
+    Under pytest every annotation of the package is checked at every call (``addopts`` in pyproject.toml), so a wrong
+    argument would never get as far as the library's own error. Tests of those errors take this fixture.
+    """
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @functools.cache

@@ -122,6 +122,7 @@ def test_bfloat16_is_read_as_it_is() -> None:
         ({"window": 0}, "window must be an integer of at least 1, or None, got 0"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_bad_input(change: dict, message: str) -> None:
     q, k = vectors(5)
     given = {"q_rot": q, "k_rot": k, "scale": 1.0} | change

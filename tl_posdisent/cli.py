@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
+
+_FORMATS = (".csv", ".json", ".parquet")
+_HEADS_SHOWN = 12
 
 app = typer.Typer(help="Position and content in attention.", no_args_is_help=True, add_completion=True)
 
@@ -23,7 +28,9 @@ def fit(
     text: Annotated[Path | None, typer.Option(help="UTF-8 text; the demo model brings its own.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where the table goes: .csv, .json or .parquet.")] = None,
     backend: Annotated[str, typer.Option(help="auto, hooked or bridge.")] = "auto",
-    length: Annotated[int | None, typer.Option(min=2, help="Tokens per text; default the context, 512 at most.")] = None,
+    length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per text; default the context, 512 at most.")
+    ] = None,
     texts: Annotated[int, typer.Option(min=1, help="Consecutive stretches of the text to fit.")] = 1,
     layers: Annotated[str | None, typer.Option(help="Such as 0,3,5; default all.")] = None,
     pool: Annotated[bool, typer.Option(help="One distance profile for all texts.")] = False,
@@ -35,6 +42,7 @@ def fit(
     Examples: tl-posdisent fit  ·  tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --out r.csv
     """
     try:
+        _check_out(out)
         loaded, tokens = _load(model, text, backend, length, texts)
         table = _measure(loaded, tokens, _layers(layers), pool, control, progress)
         if out is not None:
@@ -88,12 +96,20 @@ def _measure(model: Any, tokens: Any, layers: list[int] | None, pool: bool, cont
     return pd.concat(tables, ignore_index=True)
 
 
+def _check_out(out: Path | None) -> None:
+    """Before the work, not after it."""
+    if out is not None and out.suffix not in _FORMATS:
+        raise ValueError(f"--out must end in {', '.join(_FORMATS)}, got {out.name!r}")
+
+
 def _save(table: Any, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    writers = {".csv": table.to_csv, ".json": table.to_json, ".parquet": table.to_parquet}
-    if out.suffix not in writers:
-        raise ValueError(f"--out must end in {', '.join(writers)}, got {out.name!r}")
-    writers[out.suffix](out, **({"orient": "records"} if out.suffix == ".json" else {"index": False}))
+    if out.suffix == ".json":
+        table.to_json(out, orient="records")
+    elif out.suffix == ".parquet":
+        table.to_parquet(out, index=False)
+    else:
+        table.to_csv(out, index=False)
 
 
 def _layers(text: str | None) -> list[int] | None:
@@ -104,22 +120,25 @@ def _layers(text: str | None) -> list[int] | None:
 
 
 def _show(table: Any, title: str) -> None:
-    """Mean r per layer and head, then the headline."""
+    """Mean r per layer (and head, where they fit the screen), then the headline."""
+    import pandas as pd
+
     console = Console()
-    trained = table[table["weights"] == "trained"]
-    chance = table[table["weights"] != "trained"]
-    by_head = trained.pivot_table(values="r", index="layer", columns="head", aggfunc="mean")
-    grid = Table(title=f"r of the three-axis fit: {title}")
-    for name in ("layer", *(f"head {h}" for h in by_head.columns), "mean", "random"):
-        grid.add_column(name, justify="right")
+    trained, chance = table[table["weights"] == "trained"], table[table["weights"] != "trained"]
+    by_head = trained.groupby(["layer", "head"])["r"].mean().unstack()
+    shown = by_head
+    if len(by_head.columns) > _HEADS_SHOWN:
+        shown = pd.DataFrame({"lowest": by_head.min(axis=1), "highest": by_head.max(axis=1)})
+    grid = Table(title=f"r of the three-axis fit, by layer and head: {title}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("layer", *map(str, shown.columns), "mean", "random"):
+        grid.add_column(name, justify="right", no_wrap=True)
     for layer, row in by_head.iterrows():
-        random = chance.loc[chance["layer"] == layer, "r"]
-        cells = [*row, row.mean(), random.mean() if len(random) else float("nan")]
-        grid.add_row(str(layer), *(f"{x:.3f}" for x in cells))
+        cells = [*shown.loc[layer], row.mean(), chance.loc[chance["layer"] == layer, "r"].mean()]
+        grid.add_row(str(layer), *("–" if math.isnan(x) else f"{x:.2f}" for x in cells))
     console.print(grid)
     r = trained["r"]
-    line = f"mean r {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {len(by_head) * len(by_head.columns)} heads"
+    line = f"mean r {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {by_head.size} heads"
     if len(chance):
         line += f"; at random initialisation {chance['r'].mean():.3f}"
-    console.print(f"{line}\nalone: distance {trained['share_distance'].mean():.3f}, "
-                  f"query {trained['share_query'].mean():.3f}, key {trained['share_key'].mean():.3f} of the variance")
+    shares = ", ".join(f"{name} {trained[f'share_{name}'].mean():.3f}" for name in ("distance", "query", "key"))
+    console.print(f"{line}\nshare of the variance that each part explains alone: {shares}", soft_wrap=True)

@@ -62,7 +62,12 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
 def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) -> Int[Tensor, "1 pos"]:
     """``<|endoftext|>`` and the first ``length - 1`` tokens of the demo text, shape ``(1, length)``.
 
-    The model was trained on 512 positions; a longer excerpt asks how it extrapolates.
+    The model was trained on 512 positions; a longer excerpt asks how it extrapolates (with ``backend="bridge"``: a
+    HookedTransformer has no more positions than its context).
+
+    Args:
+        length: in tokens, the first one included.
+        device: where the ids go; the CPU by default.
 
     Raises:
         ValueError: if ``length`` is below 1 or the text is shorter.

@@ -166,7 +166,7 @@ def train_model(
             logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()
         )
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0:

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.lens.attention import read_layers
+from tl_posdisent.lens.attention import AttentionSpec, read_layers
 from tl_posdisent.lens.capture import stream
 from tl_posdisent.lens.run import check_tokens
 from tl_posdisent.maths.additive import fit_additive
@@ -28,42 +29,58 @@ def additivity(
 ) -> pd.DataFrame:
     """Fit the three-axis model to every head's scores: one forward pass, one layer in memory.
 
+    ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]``, on the scores as they are in this text.
+    Hooks that the model has, such as interventions of this package, act on the scores that are fitted.
+
     Args:
         model: HookedTransformer, TransformerBridge or alike. Rotary embeddings are not needed: GPT-2 and ALiBi models
             are fitted too.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
         layers: default all.
-        mask: which cells count; by default each layer's own (causal or full, with its sliding window). A boolean
-            ``[query, key]`` narrows it, for instance to leave the first positions out.
+        mask: which cells count; by default each layer's own (causal or full, with its sliding window), which a
+            boolean ``[query, key]`` narrows, for instance to leave the first positions out.
         pool: one distance profile per head for all texts, each text with its own query and key part.
         progress: show a bar.
 
     Returns:
         One row per text (unless pooled), layer and head: ``batch``, ``layer``, ``head``, ``r``, ``r2``,
         ``r2_adjusted``, and ``share_distance``, ``share_query``, ``share_key``, the share of the scores' variance that
-        each axis explains alone (see ``AdditiveFit``). The paper's figure is the mean of ``r``. Set
+        each axis explains alone (see ``AdditiveFit``). The headline is the mean of ``r``. Set
         ``random_control`` beside it.
 
     Raises:
-        ValueError: unusable tokens, layers or mask; a model whose scores cannot be seen, or whose captured queries
-            and keys do not explain its scores.
+        ValueError: unusable tokens, layers or mask; padded texts; a model whose scores neither show nor can be
+            recomputed from its queries and keys.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model
         >>> table = additivity(load_demo_model(), demo_tokens(length=128), progress=False)
-        >>> len(table), bool(table["r"].mean() > 0.8)  # 5 layers of 8 heads
-        (40, True)
+        >>> by_layer = table.groupby("layer")["r"].mean()  # 5 layers of 8 heads
+        >>> len(table), bool(by_layer[0] < 0.4), bool(by_layer[4] > 0.8)
+        (40, True, True)
     """
     specs = read_layers(model, layers)
     tokens = check_tokens(model, tokens)
+    if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.shape != (tokens.shape[1],) * 2):
+        raise ValueError(
+            f"mask must be a boolean tensor of shape (query, key) = {(tokens.shape[1],) * 2}, got {mask.dtype} of "
+            f"shape {tuple(mask.shape)}"
+        )
     tables = []
-    bar = tqdm(stream(model, tokens, specs), total=len(specs), desc="layers", disable=not progress)
-    for layer in bar:
+    layers_of_run = stream(model, tokens, specs, vectors=False)
+    for layer in tqdm(layers_of_run, total=len(specs), desc="layers", disable=not progress):
         assert layer.scores is not None
-        spec = layer.spec
-        cells = mask if mask is not None else ("causal" if spec.causal else "full")
-        fit = fit_additive(layer.scores, mask=cells, window=spec.window if mask is None else None, pool=pool)
+        fit = fit_additive(layer.scores, pool=pool, **_cells(layer.spec, mask, tokens.shape[1]))
         table = fit.to_frame()
-        table.insert(len(table.columns) - 7, "layer", layer.layer)
+        table.insert(list(table.columns).index("head"), "layer", layer.layer)
         tables.append(table)
     return pd.concat(tables, ignore_index=True)
+
+
+def _cells(spec: AttentionSpec, mask: MaskKind | Tensor | None, length: int) -> dict[str, Any]:
+    """Mask and window for ``fit_additive``."""
+    if mask is None:
+        return {"mask": "causal" if spec.causal else "full", "window": spec.window}
+    if isinstance(mask, Tensor):
+        return {"mask": mask & spec.mask(length, mask.device)}
+    return {"mask": mask}

@@ -145,9 +145,10 @@ class AttentionSpec:
     def require_rotary(self, tool: str) -> Rotary:
         """The rotary of a layer in which rotations can be changed, or a ``ValueError`` that says what is missing."""
         if self.rotary is None or self.no_rotation is not None:
+            missing = "has no rotary position embedding" + (f": {self.problem}" if self.problem else "")
             raise ValueError(
                 f"{tool} needs rotary position embeddings (RoPE) that hooks can reach, but layer {self.layer} of "
-                f"{self.architecture} {self.no_rotation or 'has no rotary position embedding'}"
+                f"{self.architecture} {self.no_rotation or missing}"
             )
         return self.rotary
 
@@ -162,6 +163,9 @@ def read_attention(model: Any, layer: int) -> AttentionSpec:
         model: a HookedTransformer, a TransformerBridge, or any model with TransformerLens's hook names.
         layer: 0 … n_layers - 1.
 
+    Returns:
+        An ``AttentionSpec``. What could not be explained is no error here: ``problem`` and ``no_rotation`` say it.
+
     Raises:
         ValueError: layer out of range; a model without TransformerLens's attention hooks.
 
@@ -175,7 +179,23 @@ def read_attention(model: Any, layer: int) -> AttentionSpec:
 
 
 def read_layers(model: Any, layers: Iterable[int] | None = None) -> list[AttentionSpec]:
-    """``read_attention`` for several layers (default all) at the price of one."""
+    """``read_attention`` for several layers at the price of one.
+
+    Args:
+        model: as in ``read_attention``.
+        layers: default all.
+
+    Returns:
+        An ``AttentionSpec`` for each layer, in the order given.
+
+    Raises:
+        ValueError: layers out of range or repeated, or what ``read_attention`` refuses.
+
+    Example:
+        >>> from tl_posdisent import load_demo_model, read_layers
+        >>> [(spec.layer, spec.scale, spec.problem) for spec in read_layers(load_demo_model(), [4, 0])]
+        [(4, 0.25, None), (0, 0.25, None)]
+    """
     from .probe import probe
 
     return probe(model, select("layers", layers, n_layers(model)))

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .attention import AttentionSpec, read_layers
-from .probe import is_masked, score_tolerance
+from .attention import AttentionSpec, Tap, read_layers
+from .evidence import is_masked, score_tolerance
 from .run import Hook, check_tokens, run
 
 _ROWS_CHECKED = 32
@@ -46,9 +46,7 @@ class Captured:
     scores: Float[Tensor, "batch head query key"] | None
 
     def __repr__(self) -> str:
-        held = ", ".join(
-            f"{name} {tuple(x.shape)}" for name, x in vars(self).items() if isinstance(x, Tensor)
-        )
+        held = ", ".join(f"{name} {tuple(x.shape)}" for name, x in vars(self).items() if isinstance(x, Tensor))
         return f"Captured(layer {self.layer}: {held})"
 
 
@@ -92,9 +90,18 @@ def capture(
 
 
 def stream(
-    model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], *, scores: bool = True
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    specs: list[AttentionSpec],
+    *,
+    scores: bool = True,
+    vectors: bool = True,
 ) -> Iterator[Captured]:
-    """``capture`` for layers already read; those whose scores cannot be recomputed give their scores alone."""
+    """``capture`` for layers already read.
+
+    Without ``vectors``, and in layers whose scores cannot be recomputed, the scores come as they are, whatever hooks
+    of the user's made them; only their mask is checked.
+    """
     specs = sorted(specs, key=lambda spec: spec.layer)
     box: queue.Queue[Captured | BaseException | None] = queue.Queue()
     resume = threading.Semaphore(0)
@@ -110,7 +117,7 @@ def stream(
     def work() -> None:
         end: BaseException | None = None
         try:
-            run(model, tokens, _hooks(specs, hand_over, scores), stop=specs[-1].layer + 1)
+            run(model, tokens, _hooks(specs, hand_over, scores, vectors), stop=specs[-1].layer + 1)
         except BaseException as error:  # whatever it is, the caller must hear of it
             end = None if isinstance(error, _Stopped) else error
         box.put(end)
@@ -138,12 +145,12 @@ class _Stopped(BaseException):
     """Unwinds the forward pass when nobody waits for more layers."""
 
 
-def _hooks(specs: list[AttentionSpec], hand_over: Any, scores: bool) -> list[Hook]:
+def _hooks(specs: list[AttentionSpec], hand_over: Any, scores: bool, vectors: bool) -> list[Hook]:
     """Listeners that collect one layer's tensors and hand them over when the last has come."""
     worker: list[int] = []
     held: dict[str, Tensor] = {}
 
-    def listener(spec: AttentionSpec, name: str, last: bool) -> Hook:
+    def listener(spec: AttentionSpec, name: str, names: list[str]) -> Hook:
         def listen(x: Tensor, hook: Any) -> None:
             # The caller may run the model between two layers: that pass is none of ours.
             if not worker:
@@ -151,8 +158,8 @@ def _hooks(specs: list[AttentionSpec], hand_over: Any, scores: bool) -> list[Hoo
             if threading.get_ident() != worker[0]:
                 return
             held[name] = x.detach()
-            if last:
-                captured = _gather(spec, held, scores)
+            if name == names[-1]:
+                captured = _gather(spec, held, scores) if len(names) > 1 else _alone(spec, held[name])
                 held.clear()
                 hand_over(captured)
 
@@ -160,61 +167,77 @@ def _hooks(specs: list[AttentionSpec], hand_over: Any, scores: bool) -> list[Hoo
 
     hooks = []
     for spec in specs:
-        names = [tap.name for tap in (spec.q, spec.k) if tap] if spec.problem is None else []
-        if spec.problem is None and spec.turn_q and spec.turn_k:
-            names += [tap.name for tap in (spec.turn_q, spec.turn_k) if tap.name not in names]
         end = spec.scores or spec.pattern
-        if end is None:
+        if end is None or (spec.problem is not None and spec.scores is None):
             raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
-        hooks += [listener(spec, name, name == end) for name in [*names, end]]
+        taps: list[Tap | None] = []
+        if spec.problem is None and (vectors or spec.scores is None):
+            taps = [spec.q, spec.k, spec.turn_q, spec.turn_k]
+        names = [*dict.fromkeys(tap.name for tap in taps if tap), end]
+        hooks += [listener(spec, name, names) for name in names]
     return hooks
 
 
+def _alone(spec: AttentionSpec, seen: Tensor) -> Captured:
+    """Scores without queries and keys."""
+    _check_mask(spec, is_masked(seen[:, :, _rows(seen)]), _rows(seen), seen.shape[-1])
+    return Captured(spec.layer, spec, None, None, None, None, seen)
+
+
 def _gather(spec: AttentionSpec, held: dict[str, Tensor], scores: bool) -> Captured:
-    seen = held[spec.scores] if spec.scores else None
-    if spec.problem is not None or spec.q is None or spec.k is None:
-        if seen is None:
-            raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
-        return Captured(spec.layer, spec, None, None, None, None, seen)
+    assert spec.q
+    assert spec.k
     q, k = (tap.read(held[tap.name]) for tap in (spec.q, spec.k))
     if spec.turn_q and spec.turn_k and spec.turn_q.name != spec.q.name and spec.turn_k.name != spec.k.name:
         q_rot, k_rot = (tap.read(held[tap.name]) for tap in (spec.turn_q, spec.turn_k))
     else:
         positions = torch.arange(q.shape[1], device=q.device)
         q_rot, k_rot = spec.rotated(q, positions), spec.rotated(k, positions)
-    end = held[spec.scores] if spec.scores else held[spec.pattern or ""]
-    _self_check(spec, q, k, end)
+    seen = held[spec.scores] if spec.scores else None
+    _self_check(spec, q, k, seen, held.get(spec.pattern or ""))
     if scores and seen is None:
         seen = spec.score(q_rot, k_rot)
     return Captured(spec.layer, spec, q, k, q_rot, k_rot, seen if scores else None)
 
 
-def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, end: Tensor) -> None:
-    """Recompute some rows of the scores (of the pattern, where the model shows only that) and compare."""
-    length = q.shape[1]
-    rows = torch.linspace(0, length - 1, min(length, _ROWS_CHECKED), device=q.device).round().long()
-    positions = torch.arange(length, device=q.device)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    q_rot = spec.rotated(q[:, rows].to(wide), positions[rows])
-    ours = spec.score(q_rot, spec.rotated(k.to(wide), positions))
-    inside = spec.sees(positions[rows][:, None] - positions)
-    theirs = end[:, :, rows]
-    if spec.scores is None:
-        ours = ours.masked_fill(~inside, -torch.inf).softmax(-1)
-        masked = theirs == 0
-    else:
-        masked = is_masked(theirs)
-    theirs = theirs.to(wide)
-    if (spec.scores is not None and bool((masked & inside).any())) or bool((~masked & ~inside).any()):
+def _rows(cells: Tensor) -> Int[Tensor, "row"]:
+    """Some rows all over the matrix, first and last included."""
+    length = cells.shape[-2]
+    return torch.linspace(0, length - 1, min(length, _ROWS_CHECKED), device=cells.device).round().long()
+
+
+def _check_mask(spec: AttentionSpec, masked: Tensor, rows: Tensor, n_key: int) -> Bool[Tensor, "row key"]:
+    """The cells inside the layer's mask in some rows; refuses a model that masks others."""
+    inside = spec.sees(rows[:, None] - torch.arange(n_key, device=rows.device))
+    if bool((masked == inside).any()):
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture}: the model's mask is not the one that was read from it "
             f"({'causal' if spec.causal else 'full'}, window {spec.window}); padded or packed texts are not supported"
         )
+    return inside
+
+
+def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None, pattern: Tensor | None) -> None:
+    """Recompute some rows of the scores (of the pattern, where the model shows only that) and compare."""
+    end = scores if scores is not None else pattern
+    assert end is not None
+    rows, positions = _rows(end), torch.arange(q.shape[1], device=q.device)
+    theirs = end[:, :, rows]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    ours = spec.score(spec.rotated(q[:, rows].to(wide), rows), spec.rotated(k.to(wide), positions))
+    if scores is not None:
+        inside = _check_mask(spec, is_masked(theirs), rows, end.shape[-1])
+    else:  # of a pattern that is 0 inside the mask it cannot be said whether it was masked
+        inside = spec.sees(rows[:, None] - positions)
+        _check_mask(spec, (theirs == 0) & ~inside, rows, end.shape[-1])
+        ours = ours.masked_fill(~inside, -torch.inf).softmax(-1)
+    theirs = theirs.to(wide)
     error = torch.where(inside, ours - theirs, 0.0).abs().amax()
-    allowed = score_tolerance(end.dtype) * torch.where(inside, theirs, 0.0).abs().amax().clamp_min(1.0)
+    allowed = score_tolerance(end.dtype, q.dtype) * torch.where(inside, theirs, 0.0).abs().amax()
     if not bool(error <= allowed):
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture}: scores recomputed from queries, keys and the rotation read "
             f"from the model differ from its own by {error.item():.1e}, where {allowed.item():.1e} is rounding; "
-            "its positions or tables may have changed with the length (padding, dynamic scaling)"
+            "its positions or tables may have changed with the length (padding, dynamic scaling), or other hooks "
+            "act on its attention"
         )

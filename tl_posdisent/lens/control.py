@@ -12,15 +12,15 @@ from .attention import n_layers
 from .loading import bridge_from_hf
 from .run import device_of
 
-_HOOKED_STD = 0.02  # Hugging Face's usual initializer_range, so that both model classes start alike
+_STD = 0.02  # Hugging Face's usual initializer_range, so that both model classes start alike
 
 
 def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
     """Copies of a model with new random weights, one per seed, one in memory at a time.
 
     Whatever a trained model shows is worth as much as it exceeds this. A TransformerBridge is built anew with the
-    initialisation of its Hugging Face class; any other model is copied, its matrices drawn from N(0, 0.02²), its
-    norms' gains set to 1 and its biases to 0.
+    initialisation of its Hugging Face class; any other model is copied, its weights drawn from N(0, 0.02²), its
+    norms' gains set to 1 and its biases to 0. Hooks that hang on the model do not come along.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike; read, not changed.
@@ -37,7 +37,7 @@ def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> chance = next(random_control(model))
         >>> r = [additivity(m, tokens, layers=[0], progress=False)["r"].mean() for m in (model, chance)]
-        >>> r[0] > r[1]
+        >>> bool(r[0] > r[1])
         True
     """
     n_layers(model)
@@ -50,20 +50,28 @@ def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
 def _reinitialised(model: Any, seed: int) -> Any:
     original = getattr(model, "original_model", None)
     if original is not None and hasattr(original, "config"):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            fresh = type(original)(copy.deepcopy(original.config))
-            fresh = fresh.to(device_of(model), next(original.parameters()).dtype)
-            return bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
+        return _built_anew(model, original, seed)
     fresh = copy.deepcopy(model)
+    fresh.reset_hooks()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in fresh.named_parameters():
             last = name.rsplit(".", 1)[-1]
             if last.startswith("b_") or last in ("b", "bias"):
                 parameter.zero_()
-            elif parameter.ndim < 2:
+            elif parameter.ndim == 1 and last in ("w", "weight"):
                 parameter.fill_(1.0)
             else:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * _HOOKED_STD)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * _STD)
     return fresh.eval()
+
+
+def _built_anew(model: Any, original: Any, seed: int) -> Any:
+    state = torch.random.get_rng_state()
+    try:
+        torch.default_generator.manual_seed(seed)  # of the CPU alone: torch.manual_seed would touch those of all GPUs
+        fresh = type(original)(copy.deepcopy(original.config))
+        fresh = fresh.to(device_of(model), next(original.parameters()).dtype)
+        return bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
+    finally:
+        torch.random.set_rng_state(state)

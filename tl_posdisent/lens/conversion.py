@@ -48,9 +48,7 @@ def probe_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
 
 
 @torch.no_grad()
-def hf_logits(
-    hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]
-) -> Float[Tensor, "batch pos vocab"]:
+def hf_logits(hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
     """The logits of a Hugging Face causal language model."""
     logits: Tensor = hf_model(tokens, use_cache=False).logits
     return logits
@@ -85,8 +83,7 @@ def check_same_logits(
         )
     if not error <= allowed:  # written so that NaN is refused too
         raise ValueError(
-            f"{what} does not compute what the original does: its logits differ by {error:.3g} "
-            f"(allowed {allowed:.3g})"
+            f"{what} does not compute what the original does: its logits differ by {error:.3g} (allowed {allowed:.3g})"
         )
 
 
@@ -111,9 +108,7 @@ def _rope_scaling(rope: dict[str, Any], hf_model: PreTrainedModel) -> dict[str, 
         }
     if kind == "yarn":
         # The factor that multiplies cos and sin is often implied; the model knows what it works with.
-        scaling = next(
-            (m.attention_scaling for m in hf_model.modules() if hasattr(m, "attention_scaling")), 1.0
-        )
+        scaling = next((m.attention_scaling for m in hf_model.modules() if hasattr(m, "attention_scaling")), 1.0)
         return {
             "use_yarn_rope": True,
             "yarn_factor": rope["factor"],
@@ -185,9 +180,7 @@ def _converted(hf_model: PreTrainedModel) -> tuple[HookedTransformerConfig, dict
         rope = _rope(hf_model.config)
         if config.positional_embedding_type == "rotary" and rope:
             config.rotary_base = rope["rope_theta"]  # not read for every architecture
-        return config, loading.get_pretrained_state_dict(
-            folder, config, hf_model=hf_model, dtype=parameter.dtype
-        )
+        return config, loading.get_pretrained_state_dict(folder, config, hf_model=hf_model, dtype=parameter.dtype)
 
 
 def _check_rotary_tables(model: HookedTransformer, hf_model: PreTrainedModel, *, what: str) -> None:

@@ -111,18 +111,20 @@ def _tables(attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor
 def _exact(model: Any, measured: Rotary, dtype: torch.dtype) -> Rotary:
     """The model's own float32 frequencies, if it keeps them and the table confirms them: a table is rounded."""
     close = 4 * torch.finfo(dtype).eps + 1e-5
-    best, factor = measured.frequencies, measured.attention_factor
+    frequencies, factor = measured.frequencies, measured.attention_factor
+    nearest = close
     for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq") and buffer.shape == measured.frequencies.shape:
-            own = buffer.detach().to(measured.frequencies.device).double()
-            if torch.allclose(own, measured.frequencies, rtol=close, atol=1e-9):
-                best = own
+        if name.endswith("inv_freq") and buffer.shape == frequencies.shape:
+            own = buffer.detach().to(frequencies.device).double()
+            error = float(((own - measured.frequencies).abs() / measured.frequencies.abs().clamp_min(1e-9)).max())
+            if error < nearest:
+                frequencies, nearest = own, error
     for module in model.modules():
         for name, value in vars(module).items():
             number = _number(value) if name.endswith("attention_scaling") else None
-            if number is not None and abs(number - factor) < close:
+            if number is not None and abs(number - measured.attention_factor) < close:
                 factor = number
-    return replace(measured, frequencies=best, attention_factor=factor)
+    return replace(measured, frequencies=frequencies, attention_factor=factor)
 
 
 def _hooked_norm(attn: Any, norm: Any) -> Any:

@@ -86,9 +86,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def hooked_from_hf(
-    hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None
-) -> HookedTransformer:
+def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None) -> HookedTransformer:
     """A HookedTransformer with the weights of ``hf_model``, unprocessed (nothing folded, nothing centred).
 
     Args:
@@ -118,9 +116,7 @@ def hooked_from_hf(
     return model
 
 
-def bridge_from_hf(
-    hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None
-) -> TransformerBridge:
+def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None) -> TransformerBridge:
     """A TransformerBridge around ``hf_model``, with eager attention so that every hook can fire.
 
     Args:
@@ -215,6 +211,9 @@ def load_model(
             TransformerLens has it and converts this model rightly, otherwise TransformerBridge.
         device: where the model goes; by default the CPU for a directory, TransformerLens' choice for a name.
         dtype: of the weights; float32 by default.
+
+    Returns:
+        The model with its tokenizer, if it has one: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
 
     Raises:
         ValueError: for an unknown backend, a directory without a model in safetensors format, or a model that

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .attention import AttentionSpec
-from .probe import is_masked
+from .evidence import is_masked
 from .run import Hook
 
 Distances = Callable[[int, torch.device], Tensor]
@@ -46,10 +46,11 @@ def pair_scores(
         block = torch.einsum("bqhd,bkhd->bhqk", q_rest[:, some], k_rest)
         here = distances[..., some, :].to(q.device).double().nan_to_num(0.0, 0.0, 0.0)  # hidden cells may hold anything
         for c in range(n):
-            angle = (here * frequencies[c]).to(wide)  # the product in float64: it may be many turns
+            angle = here * frequencies[c]  # in float64: it may be many turns
+            cos, sin = angle.cos().to(wide), angle.sin().to(wide)
             qx, qy = (x[:, some, :, c].transpose(1, 2)[..., None] for x in (q_first, q_second))
             kx, ky = (x[..., c].transpose(1, 2)[..., None, :] for x in (k_first, k_second))
-            turned = (qx * kx + qy * ky) * angle.cos() - (qy * kx - qx * ky) * angle.sin()
+            turned = (qx * kx + qy * ky) * cos - (qy * kx - qx * ky) * sin
             block += rotary.attention_factor**2 * turned
         out.append(spec.capped(block * spec.require_scale()))
     return torch.cat(out, 2)
@@ -57,13 +58,10 @@ def pair_scores(
 
 def pair_hooks(spec: AttentionSpec, heads: Sequence[int], distances: Distances) -> list[Hook]:
     """Hooks that give these heads of a layer the scores that they would have at other distances."""
-    q_tap, k_tap, v_tap = spec.q, spec.k, spec.v
     spec.require_rotary("remapped distances")
-    if q_tap is None or k_tap is None or (not spec.scores_editable and (v_tap is None or spec.z is None)):
-        raise ValueError(
-            f"layer {spec.layer} of {spec.architecture} uses neither edited scores nor an edited hook_z: "
-            "pair distances cannot be changed"
-        )
+    q_tap, k_tap = spec.q, spec.k
+    if q_tap is None or k_tap is None:
+        raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
     chosen = torch.tensor(list(heads))
     key_heads = torch.tensor([spec.key_head(h) for h in heads])
     held: dict[str, Tensor] = {}
@@ -74,38 +72,55 @@ def pair_hooks(spec: AttentionSpec, heads: Sequence[int], distances: Distances) 
 
         return name, listen
 
-    def scores_now() -> Tensor:
+    def new_scores() -> Tensor:
         q, k = q_tap.read(held.pop(q_tap.name)), k_tap.read(held.pop(k_tap.name))
-        if q.shape[1] != k.shape[1]:
-            raise ValueError(f"{q.shape[1]} queries against {k.shape[1]} keys: run without a key/value cache")
         q, k = q[:, :, chosen.to(q.device)], k[:, :, key_heads.to(k.device)]
         wanted = distances(q.shape[1], q.device)
         _check(wanted, spec, len(q), q.shape[1])
         return pair_scores(spec, q, k, _of_heads(wanted, heads, spec.n_heads))
 
     def replace_scores(x: Tensor, hook: Any) -> Tensor:
-        new, old = scores_now().to(x.dtype), x[:, chosen.to(x.device)]
+        check_whole_text(spec, x)
+        new, old = new_scores().to(x.dtype), x[:, chosen.to(x.device)]
         inside = spec.mask(x.shape[-1], x.device) & ~is_masked(old)  # padding stays masked
         x = x.clone()
         x[:, chosen.to(x.device)] = torch.where(inside, new, old)
         return x
 
+    if spec.scores_editable and spec.scores:
+        return [keep(q_tap.name), keep(k_tap.name), (spec.scores, replace_scores)]
+
+    v_tap, seen = spec.v, spec.pattern
+    if v_tap is None or seen is None or spec.z is None:
+        raise ValueError(
+            f"layer {spec.layer} of {spec.architecture} uses neither edited scores nor an edited hook_z: "
+            "pair distances cannot be changed"
+        )
+
     def replace_z(x: Tensor, hook: Any) -> Tensor:
-        assert v_tap is not None
-        new, v = scores_now(), v_tap.read(held.pop(v_tap.name))
-        inside = spec.mask(x.shape[1], x.device)
-        _refuse_padding(held.pop(spec.pattern, None) if spec.pattern else None, inside)
-        pattern = new.masked_fill(~inside, -torch.inf).softmax(-1)
+        new, v = new_scores(), v_tap.read(held.pop(v_tap.name))
+        pattern = new.masked_fill(~spec.mask(x.shape[1], x.device), -torch.inf).softmax(-1)
         mixed = torch.einsum("bhqk,bkhd->bqhd", pattern, v[:, :, key_heads.to(v.device)].to(pattern.dtype))
         x = x.clone()
         x[:, :, chosen.to(x.device)] = mixed.to(x.dtype)
         return x
 
-    hooks = [keep(q_tap.name), keep(k_tap.name)]
-    if spec.scores_editable and spec.scores:
-        return [*hooks, (spec.scores, replace_scores)]
-    assert v_tap is not None and spec.z is not None
-    return [*hooks, keep(v_tap.name), *([keep(spec.pattern)] if spec.pattern else []), (spec.z, replace_z)]
+    def whole_and_unpadded(x: Tensor, hook: Any) -> None:
+        check_whole_text(spec, x)
+        _refuse_padding(x)
+
+    kept = [keep(tap.name) for tap in (q_tap, k_tap, v_tap)]
+    return [*kept, (spec.z, replace_z), (seen, whole_and_unpadded)]  # in some models the pattern is the last to fire
+
+
+def check_whole_text(spec: AttentionSpec, cells: Float[Tensor, "batch head query key"]) -> None:
+    """Refuse scores of a part of a text: positions and masks are those of a whole one."""
+    n_query, n_key = cells.shape[-2:]
+    if n_query != n_key:
+        raise ValueError(
+            f"layer {spec.layer} sees {n_query} queries against {n_key} keys: run the model on whole texts, without "
+            "a key/value cache"
+        )
 
 
 def _check(distances: Tensor, spec: AttentionSpec, batch: int, length: int) -> None:
@@ -113,8 +128,9 @@ def _check(distances: Tensor, spec: AttentionSpec, batch: int, length: int) -> N
     allowed += [(b, *heads) for b in (1, batch) for heads in allowed[1:]]
     if tuple(distances.shape) not in allowed:
         raise ValueError(
-            f"distances must have shape (query, key) = ({length}, {length}), (head, query, key) or (batch, head, query, "
-            f"key) with {spec.n_heads} heads and {batch} texts (or 1), got {tuple(distances.shape)}"
+            f"distances must have shape (query, key) = ({length}, {length}), (head, query, key) or "
+            f"(batch, head, query, key) with {spec.n_heads} heads and {batch} texts (or 1), "
+            f"got {tuple(distances.shape)}"
         )
     inside = spec.mask(length, distances.device)
     if not bool((distances.isfinite() | ~inside).all()):
@@ -134,7 +150,7 @@ def _planes(x: Tensor, pairing: str, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return x[..., : 2 * n : 2], x[..., 1 : 2 * n : 2], x[..., 2 * n :]
 
 
-def _refuse_padding(pattern: Tensor | None, inside: Tensor) -> None:
+def _refuse_padding(pattern: Tensor) -> None:
     """The model's own mask cannot be read where it shows only the pattern: a key that nobody sees is padding."""
-    if pattern is not None and bool((pattern == 0).flatten(1, 2).all(1).any()):
+    if bool((pattern == 0).flatten(1, 2).all(1).any()):
         raise ValueError("this architecture discards edited scores, and padded texts are not supported for it")

@@ -1,16 +1,14 @@
 """Lies about position: hooks that let RoPE see other positions or distances than the real ones.
 
 Each function returns a plain list of ``(hook name, function)`` for ``model.hooks(fwd_hooks=...)``,
-``model.run_with_hooks`` or ``applied``. Three ways lead there, and each layer takes the most exact one that it has:
-exchanging the model's rotation tables (bit-exact, where the model has hooks for them and all heads see the same
-positions), turning queries and keys by the difference, and recomputing scores for distances that are no difference of
-positions.
+``model.run_with_hooks`` or ``applied``. Lists may be concatenated as long as no head of a layer is lied to twice. How
+it is done, and under which conditions, is in ``lies.py``: by rotation wherever the distances are differences of
+positions, otherwise by recomputing scores (``pairs.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,23 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.maths.cells import cell_distances
-from tl_posdisent.maths.rotary import check_positions, rotate
 
-from .attention import AttentionSpec, Tap, read_layers, select
+from .attention import AttentionSpec, read_layers, select
+from .lies import Lie, Place, lie_hooks
 from .pairs import Distances, pair_hooks
 from .run import Hook
-from .tables import table_like
-
-Place = Callable[[int, torch.device], Tensor]
-"""From a length to positions, ``(pos,)`` or ``(batch, pos)``."""
-
-
-@dataclass(frozen=True)
-class _Lie:
-    """Distances ``queries[i] - keys[j]``."""
-
-    queries: Place
-    keys: Place
 
 
 def swap_positions(
@@ -46,6 +32,7 @@ def swap_positions(
 ) -> list[Hook]:
     """Hooks under which RoPE sees these positions instead of 0, 1, 2 ….
 
+    The score of query i and key j becomes what it would be at the distance ``positions[i] - positions[j]``.
     Only the rotation changes: the causal mask, and what each token is, stay. Giving 0, 1, 2 … or any constant more
     changes nothing; on models of Hugging Face the result is that of ``position_ids=positions``.
 
@@ -75,22 +62,22 @@ def swap_positions(
     if given.ndim not in (1, 2) or given.numel() == 0:
         raise ValueError(f"positions must have shape (pos,) or (batch, pos), got {tuple(given.shape)}")
 
-    def place(length: int, device: torch.device) -> Tensor:
-        return given.to(device)
-
-    return _lying(_rotary_layers(model, layers, "swap_positions"), _Lie(place, place), heads)
+    place = _fixed(given, "positions")
+    texts = len(given) if given.ndim == 2 else 1
+    return lie_hooks(_rotary_layers(model, layers, "swap_positions"), Lie(place, place, texts), heads)
 
 
 def dummy_distance(
-    model: Any, distance: float, *, layers: Iterable[int] | None = None, heads: Iterable[int] | None = None
+    model: Any, distance: int | float, *, layers: Iterable[int] | None = None, heads: Iterable[int] | None = None
 ) -> list[Hook]:
     """Hooks under which every query sees every key at one and the same distance.
 
-    What is left of a head's scores is content at that distance: the controlled experiment of arXiv 2503.13305.
+    What is left of a head's scores is content at that distance: ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))``
+    for query i and key j, with the dummy distance d of arXiv 2503.13305.
 
     Args:
-        distance: in positions; any finite real number.
         model, layers, heads: as in ``swap_positions``.
+        distance: query position minus key position, in positions; any finite real number, also a negative one.
 
     Returns:
         ``[(hook name, function), ...]``.
@@ -112,11 +99,11 @@ def dummy_distance(
     if isinstance(distance, bool) or not isinstance(distance, (int, float)) or distance - distance != 0:
         raise ValueError(f"distance must be a finite number, got {distance!r}")
 
-    def all_at(value: float) -> Place:
+    def all_at(value: int | float) -> Place:
         return lambda length, device: torch.full((length,), float(value), dtype=torch.float64, device=device)
 
-    lie = _Lie(all_at(distance), all_at(0))
-    return _lying(_rotary_layers(model, layers, "dummy_distance"), lie, heads)
+    lie = Lie(all_at(distance), all_at(0))
+    return lie_hooks(_rotary_layers(model, layers, "dummy_distance"), lie, heads)
 
 
 def remap_distance(
@@ -128,13 +115,15 @@ def remap_distance(
 ) -> list[Hook]:
     """Hooks under which RoPE sees any function of the real distance, or any matrix of distances.
 
+    The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c D[i, j]))`` and what RoPE
+    does not rotate. The mask stays as it is: a distance says how RoPE sees a pair, not whether it is seen.
     A map that is a difference of positions (``D[i, j] = u[i] - w[j]``, such as halving every distance) is done by
     rotation; anything else (a ceiling, a matrix per head) by recomputing the scores in blocks of bounded memory.
 
     Args:
         distances: a function from a float64 tensor of real distances (query position minus key position) to one of
-            the same shape, or a matrix ``[query, key]``, ``[head, query, key]`` or ``[batch, head or 1, query, key]``
-            of finite numbers, of which only the cells inside the mask count.
+            the same shape, each distance by itself; or a matrix ``[query, key]``, ``[head, query, key]`` or
+            ``[batch, head or 1, query, key]`` of finite numbers, of which only the cells inside the mask count.
         model, layers, heads: as in ``swap_positions``.
 
     Returns:
@@ -169,7 +158,7 @@ def remap_distance(
     else:
         raise ValueError(f"distances must be a function or a tensor, got {type(distances).__name__}")
     if lie is not None:
-        return _lying(specs, lie, heads)
+        return lie_hooks(specs, lie, heads)
     chosen = select("heads", heads, specs[0].n_heads)
     return [hook for spec in specs for hook in pair_hooks(spec, chosen, pairs)]
 
@@ -184,59 +173,14 @@ def _rotary_layers(model: Any, layers: Iterable[int] | None, tool: str) -> list[
     return specs
 
 
-def _lying(specs: Sequence[AttentionSpec], lie: _Lie, heads: Iterable[int] | None) -> list[Hook]:
-    """Hooks for distances ``queries[i] - keys[j]``, in each layer by the most exact way it has."""
-    hooks: list[Hook] = []
-    chosen = select("heads", heads, specs[0].n_heads)
-    for spec in specs:
-        groups = {spec.key_head(h) for h in chosen}
-        whole = len(chosen) == len(groups) * (spec.n_heads // spec.n_kv_heads)
-        if lie.queries is lie.keys and len(chosen) == spec.n_heads and spec.cos and spec.sin:
-            hooks += [_exchange(spec, lie.queries, spec.cos, "cos"), _exchange(spec, lie.queries, spec.sin, "sin")]
-        elif whole and spec.turn_q and spec.turn_k:
-            hooks += [_turn(spec, spec.turn_q, lie.queries, chosen), _turn(spec, spec.turn_k, lie.keys, sorted(groups))]
-        else:  # a shared key would have to stand at two places at once
-            hooks += pair_hooks(spec, chosen, _differences(lie))
-    return hooks
+def _fixed(positions: Tensor, what: str) -> Place:
+    def place(length: int, device: torch.device) -> Tensor:
+        if positions.shape[-1] != length:
+            given = positions.shape[-1]
+            raise ValueError(f"{what} were given for {given} tokens, and the model runs on {length} (at once)")
+        return positions.to(device)
 
-
-def _exchange(spec: AttentionSpec, place: Place, name: str, which: str) -> Hook:
-    """The model's table of cosines or sines, made for other positions."""
-    rotary = spec.require_rotary("swap_positions")
-
-    def exchange(x: Tensor, hook: Any) -> Tensor:
-        positions = place(x.shape[1], x.device)
-        if positions.shape[-1] != x.shape[1]:
-            check_positions(positions, x[..., None, :])  # raises
-        return table_like(x, rotary, positions, which)
-
-    return name, exchange
-
-
-def _turn(spec: AttentionSpec, tap: Tap, place: Place, heads: Sequence[int]) -> Hook:
-    """Queries or keys of some heads, turned from where they stand to where they shall."""
-    rotary = spec.require_rotary("turning")
-
-    def turn(x: Tensor, hook: Any) -> Tensor:
-        vectors = tap.read(x)
-        real = torch.arange(vectors.shape[1], device=x.device)
-        moved = rotate(vectors, place(vectors.shape[1], x.device), rotary, start=real)
-        if len(heads) < tap.n_heads:
-            some = torch.zeros(tap.n_heads, 1, dtype=torch.bool, device=x.device)
-            some[list(heads)] = True
-            moved = torch.where(some, moved, vectors)
-        return tap.write(moved)
-
-    return tap.name, turn
-
-
-def _differences(lie: _Lie) -> Distances:
-    def distances(length: int, device: torch.device) -> Tensor:
-        queries, keys = (place(length, device).double() for place in (lie.queries, lie.keys))
-        difference = queries[..., :, None] - keys[..., None, :]
-        return difference if difference.ndim == 2 else difference[:, None]  # the same for all heads of a text
-
-    return distances
+    return place
 
 
 def _constant(matrix: Tensor) -> Distances:
@@ -252,22 +196,31 @@ def _toeplitz(function: Callable[[Tensor], Tensor], causal: bool) -> Distances:
     return distances
 
 
-def _split_function(model: Any, function: Callable[[Tensor], Tensor], causal: bool) -> _Lie | None:
+def _split_function(model: Any, function: Callable[[Tensor], Tensor], causal: bool) -> Lie | None:
     """A straight line is a difference of positions; looked at over the whole context of the model."""
     n = max(getattr(model.cfg, "n_ctx", None) or 0, 2)
-    real = torch.arange(0 if causal else 1 - n, n).double()
-    values, zero = _mapped(function, real), len(real) - n
-    start, slope = values[zero], values[zero + 1] - values[zero]
-    if not torch.allclose(values, start + slope * real, rtol=1e-12, atol=1e-9):
-        return None
+    values = _mapped(function, torch.arange(2).double())
+    start, slope = values[0], values[1] - values[0]
+
+    def straight(length: int) -> bool:
+        real = torch.arange(0 if causal else 1 - length, length).double()
+        return torch.allclose(_mapped(function, real), start + slope * real, rtol=1e-12, atol=1e-9)
 
     def line(shift: Tensor) -> Place:
-        return lambda length, device: (torch.arange(length).double() * slope + shift).to(device)
+        def place(length: int, device: torch.device) -> Tensor:
+            if not straight(length):  # beyond the context, or because it looks at more than one distance at a time
+                raise ValueError(
+                    f"distances is a straight line over {n} tokens, the model's context, and is not that line over "
+                    f"this text of {length}: give a matrix"
+                )
+            return (torch.arange(length).double() * slope + shift).to(device)
 
-    return _Lie(line(start), line(torch.zeros_like(start)))
+        return place
+
+    return Lie(line(start), line(torch.zeros_like(start))) if straight(n) else None
 
 
-def _split_matrix(matrix: Tensor, causal: bool) -> _Lie | None:
+def _split_matrix(matrix: Tensor, causal: bool) -> Lie | None:
     """``u`` and ``w`` with ``matrix[i, j] = u[i] - w[j]`` on the cells that count, if there are any."""
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         return None
@@ -276,7 +229,7 @@ def _split_matrix(matrix: Tensor, causal: bool) -> _Lie | None:
     counts = counts.tril() if causal else counts
     if not torch.allclose(matrix[counts], (u[:, None] - w)[counts], rtol=1e-12, atol=1e-9):
         return None
-    return _Lie(lambda length, device: u.to(device), lambda length, device: w.to(device))
+    return Lie(_fixed(u, "distances"), _fixed(w, "distances"))
 
 
 def _mapped(function: Callable[[Tensor], Tensor], real: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,26 +27,49 @@ def device_of(model: Any) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def run(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook], *, stop: int | None = None) -> Any:
+def run(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook], *, stop: int | None = None) -> None:
     """One forward pass without gradients, with hooks for its duration; the layers from ``stop`` on are left out."""
-    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-        if stop is None:
-            return model(tokens)
-        return model(tokens, stop_at_layer=stop)
+    can_stop = stop is not None and "stop_at_layer" in inspect.signature(model.forward).parameters
+    with torch.no_grad(), _hooked(model, hooks):
+        model(tokens, **({"stop_at_layer": stop} if can_stop else {}))
+
+
+@contextlib.contextmanager
+def _hooked(model: Any, hooks: list[Hook]) -> Iterator[None]:
+    """``model.hooks``, but independent of other such contexts: ours may begin inside one and end outside."""
+    points = model.hook_dict
+    level = id(hooks)  # contexts of TransformerLens count 1, 2, 3 …, and each removes the hooks of its number
+    try:
+        for name, function in hooks:
+            points[name].add_hook(function, level=level)
+        yield
+    finally:
+        for name, _ in hooks:
+            points[name].remove_hooks("fwd", level=level)
 
 
 @contextlib.contextmanager
 def at_rest(model: Any) -> Iterator[None]:
-    """Evaluation mode for the duration, and silence about edits that have no effect (that is being found out)."""
-    training = [m for m in model.modules() if m.training]
+    """The bare model for the duration: evaluation mode, no hooks of the user's, and silence about edits that have no
+    effect (that is being found out)."""
+    # A bridge lists the parts that it knows, and not all of the model that it wraps.
+    parts = [part for whole in (model, getattr(model, "original_model", None)) if whole is not None for part in whole.modules()]
+    training = [part for part in parts if part.training]
+    hooks = {id(point): (point, OrderedDict(point._forward_hooks)) for point in model.hook_dict.values()}
     try:
         for m in training:
             m.training = False
+        for point, _ in hooks.values():
+            for handle in point.fwd_hooks:
+                if not handle.is_permanent:
+                    point._forward_hooks.pop(handle.hook.id, None)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*edit is discarded.*")
-            warnings.filterwarnings("ignore", message=".*gated.*")
             yield
     finally:
+        for point, before in hooks.values():
+            point._forward_hooks.clear()
+            point._forward_hooks.update(before)
         for m in training:
             m.training = True
 
@@ -57,9 +82,7 @@ def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:
             two positions.
     """
     if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
-        if getattr(model, "tokenizer", None) is None:
-            raise ValueError("tokens were given as text, but the model has no tokenizer: pass token ids")
-        tokens = model.to_tokens(tokens)
+        tokens = _encode(model, [tokens] if isinstance(tokens, str) else tokens)
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens must be text or an integer tensor of shape (batch, pos), got {kind}")
@@ -73,4 +96,14 @@ def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:
         raise ValueError(
             f"tokens must be ids from 0 to {vocabulary - 1}, got {int(tokens.min())} … {int(tokens.max())}"
         )
-    return (tokens if tokens.ndim == 2 else tokens[None]).to(device_of(model))
+    return (tokens if tokens.ndim == 2 else tokens[None]).to(device_of(model), torch.int64)
+
+
+def _encode(model: Any, texts: list[str]) -> Tensor:
+    if getattr(model, "tokenizer", None) is None:
+        raise ValueError("tokens were given as text, but the model has no tokenizer: pass token ids")
+    rows = [model.to_tokens(text, truncate=False) for text in texts]
+    lengths = [row.shape[1] for row in rows]
+    if len(set(lengths)) != 1:  # padding is no text
+        raise ValueError(f"tokens were given as texts of unequal length ({lengths} tokens): pass them one by one")
+    return torch.cat(rows)

@@ -10,7 +10,7 @@ from tl_posdisent.maths.rotary import Rotary
 
 
 def table_like(
-    seen: Float[Tensor, "batch pos columns"], rotary: Rotary, positions: Tensor, which: str
+    seen: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, positions: Tensor, which: str
 ) -> Float[Tensor, "batch pos columns"]:
     """The table (``which`` is ``"cos"`` or ``"sin"``) that the model would have made for ``positions``.
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .additive_fit import AdditiveFit
 from .cells import Cells
 from .gauge import fix_gauge
-from .marginals import Marginals, read_marginals
+from .marginals import Marginals, check_scores, read_marginals
 from .masks import MaskKind, make_cells
 from .parameters import count_parameters
 from .solver import pooled, solve
-
 
 _ROUNDING = 1e-14  # scores that vary by less than this about their mean do not vary
 
@@ -63,10 +60,10 @@ def fit_additive(
         True
     """
     scores = check_scores(scores).detach()
+    if not isinstance(pool, bool):
+        raise ValueError(f"pool must be True or False, got {pool!r}")
     if pool and scores.ndim < 3:
-        raise ValueError(
-            f"pool=True needs a leading axis of texts, got scores of shape {tuple(scores.shape)}"
-        )
+        raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(scores.shape)}")
     cells = make_cells(scores.shape, mask, window, device=scores.device)
     return fit_marginals(read_marginals(scores, cells), cells, pool=pool)
 
@@ -84,7 +81,8 @@ def fit_marginals(read: Marginals, cells: Cells, *, pool: bool = False) -> Addit
         weights = pooled(cells, weights.expand_as(sums))
         n_cells, squares = n_cells.expand_as(shift).sum(0), squares.sum(0)
 
-    offset, parts = fix_gauge(cells, weights, solve(cells, sums, pool=pool), pool=pool)
+    solution = solve(cells, sums, pool=pool)
+    offset, parts = fix_gauge(cells, weights, solution, pool=pool)
 
     def add_up(stacked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sums over each axis; pooled texts have their own queries and keys, and the same distances."""
@@ -95,7 +93,7 @@ def fit_marginals(read: Marginals, cells: Cells, *, pool: bool = False) -> Addit
     mean = add_up(sums)[0] / n_cells
     total = squares - n_cells * mean**2
     centred = torch.addcmul(sums, weights, mean[..., None], value=-1)
-    d, q, k = add_up(torch.cat(parts, -1) * centred)
+    d, q, k = add_up(solution * centred)
     alone = add_up(torch.where(weights > 0, centred**2 / weights, 0.0))
     level = mean + (pivot[0] if pool else pivot)
     constant = total <= n_cells * (_ROUNDING * level) ** 2
@@ -124,16 +122,3 @@ def fit_marginals(read: Marginals, cells: Cells, *, pool: bool = False) -> Addit
         cells=cells,
         pooled=pool,
     )
-
-
-def check_scores(scores: Any, name: str = "scores") -> Tensor:
-    """Refuse what cannot be a score tensor."""
-    if not isinstance(scores, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
-    if not scores.is_floating_point():
-        raise ValueError(f"{name} must be floating point, got {scores.dtype}")
-    if scores.ndim < 2:
-        raise ValueError(f"{name} must have shape (..., query, key), got {tuple(scores.shape)}")
-    if scores.numel() == 0 or scores.shape[-1] < 2:
-        raise ValueError(f"{name} must hold at least one query and two keys, got shape {tuple(scores.shape)}")
-    return scores

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from .cells import Cells, cell_distances
+from .marginals import check_scores
 from .tables import index_columns
 
 Component = Literal["distance", "query", "key"]
@@ -28,9 +29,11 @@ class AdditiveFit:
     between them, and so can a straight line (``+t·d`` in the distance, ``-t·i`` in the query, ``+t·j`` in the key).
     The convention is that every component has mean 0 over the cells and ``key`` has no linear trend over
     positions, so that a trend is always the distance's. With pooled texts the trend is that of all texts together.
+    A mask that falls into pieces (packed documents) leaves further freedoms, in which the components are what the
+    solver found: compare them within a piece.
 
     Attributes:
-        intercept: ``[*batch]``, the mean of the scores (of each text, if pooled).
+        intercept: ``[*batch]``, the mean of the scores; of each text, if texts with equal masks are pooled.
         distance: ``[*fit, distance]``, entry ``n`` belongs to ``distances[n]``; 0 for a distance without cells.
         query: ``[*batch, query]``; 0 for a query without cells.
         key: ``[*batch, key]``; 0 for a key without cells.
@@ -44,6 +47,18 @@ class AdditiveFit:
         n_cells: number of cells in each fit.
         n_parameters: rank of the design, intercept included.
         pooled: whether all entries of the first axis share one distance component.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import fit_additive
+        >>> distance = torch.arange(8.0)[:, None] - torch.arange(8.0)
+        >>> fit = fit_additive(torch.stack([-distance, distance**2]))  # two heads that read the distance alone
+        >>> fit
+        AdditiveFit of 2 score matrices, 8 queries × 8 keys, 36 cells, 21 parameters
+          r 1.000   r² 1.000   adjusted r² 1.000
+          alone: distance 1.000   query ...   key ...
+        >>> fit.to_frame("distance").query("head == 0")["value"].diff().round(6).unique().tolist()[1:]
+        [-1.0]
     """
 
     intercept: Float64[Tensor, "*batch"]
@@ -67,39 +82,45 @@ class AdditiveFit:
         """True where a cell took part in the fit."""
         return self.cells.to_mask()
 
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (*self.intercept.shape, self.cells.n_query, self.cells.n_key)
+
     def component(self, name: Component) -> Float64[Tensor, "*batch query key"]:
         """One component laid out like the scores; 0 outside the mask."""
         if name not in get_args(Component):
             raise ValueError(f"name must be one of {', '.join(get_args(Component))}, got {name!r}")
-        shape = (*self.intercept.shape, self.cells.n_query, self.cells.n_key)
-        if name == "distance":
-            low, high = self.cells.low, self.cells.high
-            where = cell_distances(*shape[-2:], self.distance.device).clamp(low, high) - low
-            values = self.distance[..., where]
-        else:
-            values = self.query[..., :, None] if name == "query" else self.key[..., None, :]
-        return torch.where(self.mask, values.expand(shape), 0.0)
+        return torch.where(self.mask, self._laid_out(name).expand(self._shape), 0.0)
+
+    def _laid_out(self, name: Component) -> Tensor:
+        """One component in a shape that broadcasts to that of the scores."""
+        if name == "query":
+            return self.query[..., :, None]
+        if name == "key":
+            return self.key[..., None, :]
+        cells = self.cells
+        distance = cell_distances(cells.n_query, cells.n_key, self.distance.device)
+        return self.distance[..., distance.clamp(cells.low, cells.high) - cells.low]
 
     def fitted(self, *, fill: float = 0.0) -> Float64[Tensor, "*batch query key"]:
         """The fitted scores; ``fill`` outside the mask (``-inf`` makes them ready for a softmax)."""
-        total = sum((self.component(name) for name in get_args(Component)), self.intercept[..., None, None])
-        return torch.where(self.mask, total, fill)
+        by_token = (self.intercept[..., None] + self.query)[..., :, None] + self._laid_out("key")
+        return torch.where(self.mask, by_token + self._laid_out("distance"), fill)
 
     def residual(self, scores: Float[Tensor, "*batch query key"]) -> Float64[Tensor, "*batch query key"]:
         """What the fit leaves of the scores; 0 outside the mask.
 
         Raises:
-            ValueError: scores of another shape than those that were fitted.
+            ValueError: no floating point tensor, or one of another shape than the scores that were fitted.
         """
-        shape = (*self.intercept.shape, self.cells.n_query, self.cells.n_key)
-        if tuple(scores.shape) != shape:
-            raise ValueError(f"scores must have the fitted shape {shape}, got {tuple(scores.shape)}")
+        if tuple(check_scores(scores).shape) != self._shape:
+            raise ValueError(f"scores must have the fitted shape {self._shape}, got {tuple(scores.shape)}")
         return torch.where(self.mask, scores.detach().to(self.query.device).double() - self.fitted(), 0.0)
 
     def to(self, device: torch.device | str) -> AdditiveFit:
         """The same fit on another device."""
-        values = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, (Tensor, Cells))}
-        return replace(self, **values)
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, (Tensor, Cells))}
+        return replace(self, **moved)
 
     def to_frame(self, part: TablePart = "summary") -> pd.DataFrame:
         """The fit as a table.
@@ -118,9 +139,7 @@ class AdditiveFit:
         axis = self.distances if part == "distance" else torch.arange(values.shape[-1])
         pooled = self.pooled and part == "distance"
         index = index_columns(values.shape[:-1], pooled=pooled, repeat=len(axis))
-        return pd.DataFrame(
-            {**index, part: axis.tolist() * values[..., 0].numel(), "value": values.flatten().tolist()}
-        )
+        return pd.DataFrame({**index, part: axis.tolist() * values[..., 0].numel(), "value": values.flatten().tolist()})
 
     def __repr__(self) -> str:
         batch = "×".join(map(str, self.intercept.shape)) or "one"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float64, Int64
@@ -87,20 +87,17 @@ class Cells(ABC):
     def to(self: AnyCells, device: torch.device | str) -> AnyCells:
         """The same cells on another device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)})
+        moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **moved)
 
 
-def cell_distances(
-    n_query: int, n_key: int, device: torch.device | str | None = None
-) -> Int64[Tensor, "query key"]:
+def cell_distances(n_query: int, n_key: int, device: torch.device | str | None = None) -> Int64[Tensor, "query key"]:
     """Distance of every cell: query position minus key position."""
     i = torch.arange(n_query, device=device) + (n_key - n_query)
     return i[:, None] - torch.arange(n_key, device=device)
 
 
-def by_distance(
-    mask: Bool[Tensor, "*mask query key"], low: int, high: int
-) -> Bool[Tensor, "*mask query distance"]:
+def by_distance(mask: Bool[Tensor, "*mask query key"], low: int, high: int) -> Bool[Tensor, "*mask query distance"]:
     """A mask seen by query and distance: ``out[i, d - low]`` is the cell of query ``i`` at distance ``d``."""
     n_query, n_key = mask.shape[-2:]
     distance = torch.arange(low, high + 1, device=mask.device)
@@ -110,21 +107,20 @@ def by_distance(
     return mask.gather(-1, index) & exists
 
 
-def diagonal_sums(
-    x: Float64[Tensor, "*batch row column"], low: int, high: int
-) -> Float64[Tensor, "*batch diagonal"]:
+def diagonal_sums(x: Float64[Tensor, "*batch row column"], low: int, high: int) -> Float64[Tensor, "*batch diagonal"]:
     """Sum of ``x`` along each diagonal ``row - column = low … high``; ``x`` must be 0 on all others.
 
     A matrix of width n read with width n + 1 shows every diagonal as a column: the sums need no index, and no
     copy either unless there are more diagonals than columns.
     """
-    rows, columns = x.shape[-2:]
+    columns = x.shape[-1]
     width = max(columns, high - low)  # so that no two of the diagonals asked for share a column
     if width > columns:
         x = torch.nn.functional.pad(x, (0, width - columns))
     flat = x.flatten(-2)
-    whole = (rows - 1) * (width + 1)
-    sums = flat[..., :whole].reshape(*x.shape[:-2], rows - 1, width + 1).sum(-2)
+    rows = flat.shape[-1] // (width + 1)
+    whole = rows * (width + 1)
+    sums = flat[..., :whole].reshape(*x.shape[:-2], rows, width + 1).sum(-2)
     tail = flat[..., whole:]
     sums[..., : tail.shape[-1]] += tail
     return sums[..., -torch.arange(low, high + 1, device=x.device) % (width + 1)]

@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from .additive import check_scores
-from .marginals import read_marginals
+from .marginals import check_scores, read_marginals
 from .masks import MaskKind, make_cells
 
 
@@ -35,7 +34,7 @@ def score_correlation(
         >>> import torch
         >>> from tl_posdisent import score_correlation
         >>> scores = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(0))
-        >>> score_correlation(scores, 3 - 2 * scores).tolist()
+        >>> score_correlation(scores, 3 - 2 * scores).round(decimals=6).tolist()
         [-1.0, -1.0]
     """
     check_scores(a, "a")
@@ -44,8 +43,8 @@ def score_correlation(
         raise ValueError(f"a and b must have the same shape, got {tuple(a.shape)} and {tuple(b.shape)}")
     cells = make_cells(a.shape, mask, window, device=a.device)
     inside = cells.to_mask()
-    for scores in (a, b):
-        read_marginals(scores, cells)  # refuses cells that are no scores
+    for name, scores in (("a", a), ("b", b)):
+        read_marginals(scores, cells, name)  # refuses cells that are no scores
     n = inside.sum((-2, -1))
     x, y = (torch.where(inside, s.detach().double(), 0.0) for s in (a, b))
     x, y = (torch.where(inside, s - (s.sum((-2, -1)) / n)[..., None, None], 0.0) for s in (x, y))

@@ -26,7 +26,8 @@ def fix_gauge(
     if pool:
         up, down = (x.expand_as(up).sum(0, keepdim=True) for x in (up, down))
     slope = torch.where(down > 0, up / down, 0.0)
-    line = torch.cat([-cells.distances.double(), key[cells.offset :], -key])
+    query = torch.arange(cells.n_query, device=solution.device) + cells.offset
+    line = torch.cat([-cells.distances, query, -key])
     tilted = cells.split(torch.addcmul(solution, slope, line))
     means = [_mean(x, n) for x, n in zip(tilted, numbers, strict=True)]
     # A distance, query or key without cells has no coefficient: it is given as 0.

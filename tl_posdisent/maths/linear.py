@@ -111,7 +111,9 @@ def _bilinear_sums(
     spectrum = torch.zeros(len(u), length // 2 + 1, dtype=torch.complex128, device=u.device)
     for column in range(0, u.shape[-1], _COLUMNS):
         some = slice(column, column + _COLUMNS)
-        spectrum += (torch.fft.rfft(u[..., some], length, dim=1) * torch.fft.rfft(v[..., some], length, dim=0).conj()).sum(-1)
+        spectrum += (
+            torch.fft.rfft(u[..., some], length, dim=1) * torch.fft.rfft(v[..., some], length, dim=0).conj()
+        ).sum(-1)
     by_distance = torch.fft.irfft(spectrum, length, dim=-1)[:, (cells.distances - cells.offset) % length]
     return torch.cat([by_distance, by_query, by_key], -1)
 

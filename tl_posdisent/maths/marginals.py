@@ -7,9 +7,10 @@ summed while they are in cache; cells outside the mask are never looked at.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from .cells import Cells, diagonal_sums
@@ -32,7 +33,20 @@ class Marginals:
     squares: Float64[Tensor, "*batch"]
 
 
-def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells) -> Marginals:
+def check_scores(scores: Any, name: str = "scores") -> Tensor:
+    """Refuse what cannot be a score tensor."""
+    if not isinstance(scores, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
+    if not scores.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {scores.dtype}")
+    if scores.ndim < 2:
+        raise ValueError(f"{name} must have shape (..., query, key), got {tuple(scores.shape)}")
+    if scores.numel() == 0 or scores.shape[-1] < 2:
+        raise ValueError(f"{name} must hold at least one query and two keys, got shape {tuple(scores.shape)}")
+    return scores
+
+
+def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores") -> Marginals:
     """Marginal sums of every score matrix over ``cells``, in float64.
 
     Raises:
@@ -71,7 +85,7 @@ def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells) -> M
             squares[some] += block.flatten(1).square().sum(-1)
     pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
     total = cells.split(sums).query.sum(-1)
-    _refuse_unusable(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot))
+    _refuse_unusable(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
     return Marginals(pivot, sums, squares)
 
 
@@ -97,7 +111,7 @@ def _typical(
     return torch.where(mean.abs() < _HUGE, mean, 0.0)  # NaN and masking values are reported later
 
 
-def _refuse_unusable(scores: Tensor, cells: Cells, squares: Tensor) -> None:
+def _refuse_unusable(scores: Tensor, cells: Cells, squares: Tensor, name: str) -> None:
     """Look for cells that are no scores, but only when their sum of squares says that there may be some."""
     sentinel = torch.finfo(torch.float16).min if scores.dtype == torch.float16 else -_HUGE
     if bool((squares < 0.99 * sentinel**2).all()):
@@ -107,7 +121,7 @@ def _refuse_unusable(scores: Tensor, cells: Cells, squares: Tensor) -> None:
     if bool(bad.any()):
         where = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
-            f"scores must be finite inside the mask, got {scores[where].item():g} at index {where} "
+            f"{name} must be finite inside the mask, got {scores[where].item():g} at index {where} "
             f"(query {where[-2]}, key {where[-1]}) and {int(bad.sum()) - 1} more such cells; "
             "pass the mask that the model used"
         )

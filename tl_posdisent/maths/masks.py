@@ -33,7 +33,7 @@ def make_cells(
     if isinstance(mask, Tensor):
         mask = _checked(mask, shape, window).to(device)
         return Runs.from_mask(mask) or Scattered.from_mask(mask)
-    if mask not in get_args(MaskKind):
+    if not (isinstance(mask, str) and mask in get_args(MaskKind)):
         raise ValueError(f'mask must be "causal", "full" or a boolean tensor, got {mask!r}')
     n_query, n_key = shape[-2:]
     if n_query > n_key:
@@ -56,9 +56,7 @@ def _checked(mask: Tensor, shape: Sequence[int], window: int | None) -> Tensor:
             "convert an additive or 0/1 mask yourself, its meaning cannot be read from its values"
         )
     if mask.ndim < 2 or tuple(mask.shape[-2:]) != (n_query, n_key):
-        raise ValueError(
-            f"mask must have shape (..., {n_query}, {n_key}) as the scores, got {tuple(mask.shape)}"
-        )
+        raise ValueError(f"mask must have shape (..., {n_query}, {n_key}) as the scores, got {tuple(mask.shape)}")
     leading, batch = tuple(mask.shape[:-2]), tuple(shape[:-2])
     aligned = (1,) * (len(batch) - len(leading)) + leading
     if len(aligned) > len(batch) or any(m not in (1, n) for m, n in zip(aligned, batch, strict=True)):

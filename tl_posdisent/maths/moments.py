@@ -1,23 +1,23 @@
-"""Mean and covariance of queries and keys: all that the variance of the scores depends on, and it adds up."""
+"""Means and covariances of queries and keys: all that the variance of the scores depends on, and they add up."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Int64
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from .rotary import Rotary, to_complex
-from .spread import Spread, chunks, merge, merge_all, spread_of
+from .spread import Spread, chunks, spread_of, total
 
-_TENSORS = ("q_mean", "q_cov", "k_mean", "k_cov")
-_ANGLE_DTYPES = {str(x).removeprefix("torch."): x for x in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+_ANGLE_DTYPES = {"float64": torch.float64, "float32": torch.float32}
+_ANGLE_DTYPES |= {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,26 +25,29 @@ class Moments:
     """Means and covariances of one layer's queries and keys before rotation.
 
     They suffice for every share of the scores' variance at controlled distances (``decompose``), however many pairs
-    there were. Moments add: ``a + b`` are the moments of both texts together, and a corpus is ``sum(moments)``.
+    of tokens there were. Moments add: ``a + b`` are the moments of both texts together, a corpus is ``sum(moments)``.
 
     Coordinates stand in the order of the subspaces, both coordinates of the first, then both of the second, whatever
-    the pairing; coordinates that RoPE leaves alone follow. All tensors are float64, in the units of the vectors.
+    the pairing; coordinates that RoPE leaves alone follow.
 
     Attributes:
-        q_mean: ``[head, d_head]``, mean query of each head.
-        q_cov: ``[head, d_head, d_head]``, population covariance (divided by the count) of the queries.
-        k_mean: ``[kv_head, d_head]``, mean key of each key head; query head h reads ``h // (n_heads // n_kv)``.
-        k_cov: ``[kv_head, d_head, d_head]``, population covariance of the keys.
-        n_queries, n_keys: how many there were.
+        query: ``count``, ``mean`` ``[head, d_head]`` and ``cov`` ``[head, d_head, d_head]`` of the queries, float64,
+            in the units of the vectors; covariances are divided by the count.
+        key: the same of the keys, per key head; query head h reads key head ``h // (n_heads // n_kv)``.
         rotary: the layer's frequencies, pairing and attention factor.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Moments, Rotary
+        >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
+        >>> q, k = torch.randn(2, 50, 8, 4), torch.randn(2, 50, 8, 4)  # two texts of 50 tokens, 8 heads
+        >>> corpus = sum(Moments.from_qk(*text, rotary) for text in zip(q, k))
+        >>> corpus.query.count, bool(torch.allclose(corpus.query.mean, q.double().mean((0, 1))[:, [0, 2, 1, 3]]))
+        (100.0, True)
     """
 
-    q_mean: Float64[Tensor, "head d_head"]
-    q_cov: Float64[Tensor, "head d_head d_head"]
-    k_mean: Float64[Tensor, "kv_head d_head"]
-    k_cov: Float64[Tensor, "kv_head d_head d_head"]
-    n_queries: int
-    n_keys: int
+    query: Spread
+    key: Spread
     rotary: Rotary
 
     @classmethod
@@ -54,86 +57,48 @@ class Moments:
     ) -> Moments:
         """Read queries and keys once, a chunk at a time.
 
-        Sums run in float64 about the chunk's own mean, so means that are large against the spread cost no digits.
-        Extra memory is one chunk and the result, whatever the layout of ``q`` and ``k``.
+        Sums run in float64 about each chunk's own mean, so means that are large against the spread cost no digits.
+        Extra memory is a few copies of one chunk and of the result, whatever the layout of ``q`` and ``k``.
 
         Args:
             q: queries before rotation and after any QK-norm, ``[*n_q, head, d_head]``; all leading axes are counted
                 as one set of queries. To leave some out (padding), index: ``q[keep]``.
             k: keys likewise, ``[*n_k, kv_head, d_head]``. Heads may share them: ``kv_head`` divides ``head``.
-            rotary: the layer's rotation. With no frequencies at all, every coordinate is un-rotated.
+            rotary: the layer's rotation. Without any frequencies, every coordinate is un-rotated.
 
         Raises:
-            ValueError: queries or keys that are no floating-point tensors of at least three axes, are empty, are not
-                finite, differ in ``d_head`` or device, or have head counts that do not divide; a head smaller than the
-                rotary dimension.
+            ValueError: queries or keys that are no floating-point tensors of at least three axes, are empty or not
+                finite, differ in ``d_head`` or device, or have head counts that do not divide; a head smaller than
+                the rotary dimension.
 
         Example:
             >>> import torch
             >>> from tl_posdisent import Moments, Rotary
             >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
-            >>> one, two = torch.randn(2, 50, 8, 4), torch.randn(2, 50, 2, 4)  # two texts, 8 heads on 2 key heads
-            >>> Moments.from_qk(one, two, rotary)
+            >>> Moments.from_qk(torch.randn(2, 50, 8, 4), torch.randn(2, 50, 2, 4), rotary)
             Moments of 100 queries and 100 keys: 8 heads on 2 key heads, d_head 4
               2 subspaces, wavelengths 6.28…62.8
-            >>> parts = [Moments.from_qk(q, k, rotary) for q, k in zip(one, two)]  # text by text
-            >>> bool(torch.allclose(sum(parts).q_cov, Moments.from_qk(one, two, rotary).q_cov))
-            True
         """
         _check_vectors(q, k, rotary)
         order = _subspace_order(q.shape[-1], rotary).to(q.device)
-        sides = []
-        for name, x in (("q", q), ("k", k)):
-            spread = merge_all(map(spread_of, chunks(x)))
-            if not bool(spread.cov.isfinite().all()):
-                raise ValueError(f"{name} must be finite, got NaN, infinity or numbers too large to square")
-            sides += [spread.mean[:, order], spread.cov[:, order][:, :, order]]
-        counts = (x.shape[:-2].numel() for x in (q, k))
-        return cls(*sides, *counts, rotary.to(q.device))
+        query, key = (_measured(name, x.detach(), order) for name, x in (("q", q), ("k", k)))
+        return cls(query, key, rotary.to(q.device))
 
     def __post_init__(self) -> None:
-        (n_heads, d_head), n_kv = self.q_mean.shape, len(self.k_mean)
-        for name, heads in zip(_TENSORS, (n_heads, n_heads, n_kv, n_kv), strict=True):
-            x, shape = getattr(self, name), (heads, d_head, d_head) if name.endswith("cov") else (heads, d_head)
-            if x.shape != shape or x.dtype != torch.float64 or not bool(x.isfinite().all()):
-                got = f"{x.dtype} of shape {tuple(x.shape)}"
-                raise ValueError(f"{name} must be finite float64 of shape {shape}, got {got}")
-        _check_heads(n_heads, n_kv)
-        if d_head < self.rotary.dim:
-            raise ValueError(f"d_head must be at least {self.rotary.dim}, two per frequency, got {d_head}")
-        if min(self.n_queries, self.n_keys) < 1:
-            raise ValueError(f"n_queries and n_keys must be positive, got {self.n_queries} and {self.n_keys}")
-
-    @property
-    def n_heads(self) -> int:
-        """Number of query heads."""
-        return len(self.q_mean)
-
-    @property
-    def n_kv(self) -> int:
-        """Number of key heads."""
-        return len(self.k_mean)
+        (n_heads, d_head), (n_kv, d_key) = self.query.mean.shape, self.key.mean.shape
+        _check_fit(n_heads, n_kv, d_head, d_key, self.rotary)
 
     def __add__(self, other: Moments) -> Moments:
         """The moments of both sets of queries and of both sets of keys together.
 
         Raises:
-            ValueError: moments of different shape or rotation.
+            ValueError: moments of another shape or another rotation.
         """
         if not isinstance(other, Moments):
             return NotImplemented
-        for name in ("q_mean", "k_mean"):
-            a, b = getattr(self, name), getattr(other, name)
-            if a.shape != b.shape:
-                raise ValueError(
-                    f"moments to be added must have the same {name} shape, got {tuple(a.shape)} and {tuple(b.shape)}"
-                )
         if not _same(self.rotary, other.rotary):
             raise ValueError(f"moments to be added must have the same rotary, got {self.rotary} and {other.rotary}")
-        q = merge(Spread(self.n_queries, self.q_mean, self.q_cov), Spread(other.n_queries, other.q_mean, other.q_cov))
-        k = merge(Spread(self.n_keys, self.k_mean, self.k_cov), Spread(other.n_keys, other.k_mean, other.k_cov))
-        counts = self.n_queries + other.n_queries, self.n_keys + other.n_keys
-        return Moments(q.mean, q.cov, k.mean, k.cov, *counts, self.rotary)
+        return Moments(self.query + other.query, self.key + other.key, self.rotary)
 
     def __radd__(self, other: Literal[0]) -> Moments:
         """``sum`` begins with 0."""
@@ -141,20 +106,26 @@ class Moments:
 
     def to(self, device: torch.device | str) -> Moments:
         """The same on another device."""
-        return replace(self, **{x: getattr(self, x).to(device) for x in _TENSORS}, rotary=self.rotary.to(device))
+        return Moments(self.query.to(device), self.key.to(device), self.rotary.to(device))
 
     def to_file(self, path: str | os.PathLike[str]) -> None:
         """Save in safetensors; ``from_file`` gives the same numbers back to the last bit."""
         about = {
             "kind": "Moments",
             "version": 1,
-            "n_queries": self.n_queries,
-            "n_keys": self.n_keys,
+            "queries": self.query.count,
+            "keys": self.key.count,
             "pairing": self.rotary.pairing,
             "attention_factor": self.rotary.attention_factor,
             "angle_dtype": str(self.rotary.angle_dtype).removeprefix("torch."),
         }
-        tensors = {name: getattr(self, name) for name in _TENSORS} | {"frequencies": self.rotary.frequencies}
+        tensors = {
+            "q_mean": self.query.mean,
+            "q_cov": self.query.cov,
+            "k_mean": self.key.mean,
+            "k_cov": self.key.cov,
+            "frequencies": self.rotary.frequencies,
+        }
         contiguous = {name: x.cpu().contiguous() for name, x in tensors.items()}
         save_file(contiguous, path, {"tl_posdisent": json.dumps(about)})
 
@@ -166,32 +137,75 @@ class Moments:
             FileNotFoundError: no such file.
             ValueError: a file that is no safetensors file, is truncated, or holds something else than moments.
         """
+        name = os.fspath(path)
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {}).get("tl_posdisent", "{}"))
-                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
+                # Clones: the file may be written anew while its numbers are in use.
+                tensors = {x: file.get_tensor(x).clone() for x in file.keys()}  # noqa: SIM118 - not a dict
         except (SafetensorError, json.JSONDecodeError) as error:
-            raise ValueError(f"{os.fspath(path)} is no safetensors file, or is truncated: {error}") from error
+            raise ValueError(f"{name} is no safetensors file, or is truncated: {error}") from error
         if not isinstance(about, dict) or (about.get("kind"), about.get("version")) != ("Moments", 1):
-            raise ValueError(f"{os.fspath(path)} does not hold Moments of version 1")
+            raise ValueError(f"{name} does not hold Moments of version 1")
         try:
             return cls._from_parts(about, tensors)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{os.fspath(path)} holds damaged Moments: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{name} holds damaged Moments: {error}") from error
 
     @classmethod
     def _from_parts(cls, about: dict[str, Any], tensors: dict[str, Tensor]) -> Moments:
         angle_dtype = _ANGLE_DTYPES[about["angle_dtype"]]
         rotary = Rotary(tensors["frequencies"], about["pairing"], float(about["attention_factor"]), angle_dtype)
-        return cls(*(tensors[x] for x in _TENSORS), int(about["n_queries"]), int(about["n_keys"]), rotary)
+        query = Spread(float(about["queries"]), tensors["q_mean"], tensors["q_cov"])
+        key = Spread(float(about["keys"]), tensors["k_mean"], tensors["k_cov"])
+        return cls(query, key, rotary)
 
     def __repr__(self) -> str:
-        heads = f"{self.n_heads} heads" + (f" on {self.n_kv} key heads" if self.n_kv != self.n_heads else "")
-        waves, rest = self.rotary.wavelengths, self.q_mean.shape[-1] - self.rotary.dim
-        turning = f"{len(waves)} subspaces"
-        if len(waves):
-            turning += f", wavelengths {waves.min().item():.3g}…{waves.max().item():.3g}"
+        (n_heads, d_head), n_kv = self.query.mean.shape, len(self.key.mean)
+        heads = f"{n_heads} heads" + (f" on {n_kv} key heads" if n_kv != n_heads else "")
+        waves, rest = self.rotary.wavelengths, d_head - self.rotary.dim
+        span = f", wavelengths {waves.min().item():.3g}…{waves.max().item():.3g}" if len(waves) else ""
         return (
-            f"Moments of {self.n_queries} queries and {self.n_keys} keys: {heads}, d_head {self.q_mean.shape[-1]}\n"
-            f"  {turning}" + (f", {rest} un-rotated coordinates" if rest else "")
+            f"Moments of {self.query.count:.0f} queries and {self.key.count:.0f} keys: {heads}, d_head {d_head}\n"
+            f"  {len(waves)} subspaces{span}" + (f", {rest} coordinates un-rotated" if rest else "")
         )
+
+
+def _measured(name: str, x: Tensor, order: Int64[Tensor, "d_head"]) -> Spread:
+    try:
+        spread = total(map(spread_of, chunks(x)))
+    except ValueError:  # NaN and infinity survive into the covariance: no second pass to look for them
+        raise ValueError(f"{name} must be finite, and small enough to be squared") from None
+    return Spread(spread.count, spread.mean[:, order], spread.cov[:, order][:, :, order])
+
+
+def _subspace_order(d_head: int, rotary: Rotary) -> Int64[Tensor, "d_head"]:
+    """Which coordinate of a head comes first, second …, subspace by subspace."""
+    planes, rest = to_complex(torch.arange(d_head).double(), rotary)
+    return torch.cat([torch.view_as_real(planes).flatten(), rest]).long()
+
+
+def _check_vectors(q: Tensor, k: Tensor, rotary: Rotary) -> None:
+    for name, x, axes in (("q", q, "(*n_q, head, d_head)"), ("k", k, "(*n_k, kv_head, d_head)")):
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating-point torch.Tensor, got {got}")
+        if x.ndim < 3 or x.numel() == 0:
+            raise ValueError(f"{name} must have shape {axes} and not be empty, got {tuple(x.shape)}")
+    if q.device != k.device:
+        raise ValueError(f"q and k must be on the same device, got {q.device} and {k.device}")
+    _check_fit(q.shape[-2], k.shape[-2], q.shape[-1], k.shape[-1], rotary)
+
+
+def _check_fit(n_heads: int, n_kv: int, d_head: int, d_key: int, rotary: Rotary) -> None:
+    if d_head != d_key:
+        raise ValueError(f"queries and keys must have the same d_head, got {d_head} and {d_key}")
+    if n_heads % n_kv:
+        raise ValueError(f"the number of key heads must divide that of heads, got {n_kv} and {n_heads}")
+    if d_head < rotary.dim:
+        raise ValueError(f"d_head must be at least {rotary.dim}, two per frequency, got {d_head}")
+
+
+def _same(a: Rotary, b: Rotary) -> bool:
+    plain = (a.pairing, a.attention_factor, a.angle_dtype) == (b.pairing, b.attention_factor, b.angle_dtype)
+    return plain and torch.equal(a.frequencies.cpu(), b.frequencies.cpu())

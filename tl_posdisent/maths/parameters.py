@@ -88,10 +88,9 @@ def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
     values, vectors = torch.linalg.eigh(keys)
     kept = values > _NEGLIGIBLE * n_k.amax(-1, keepdim=True)
     seen = (vectors.mT @ mixed) * torch.where(kept, values, torch.inf).rsqrt()[..., None]
-    rest = (
-        torch.diag_embed(n_d) - cells.query_distance.mT @ (per_query * cells.query_distance) - seen.mT @ seen
-    )
+    rest = torch.diag_embed(n_d) - cells.query_distance.mT @ (per_query * cells.query_distance) - seen.mT @ seen
     if pool and rest.ndim > 2:
         rest, n_d = rest.sum(0), n_d.sum(0)
     scale = n_d.amax(-1, keepdim=True)  # counts: what is far below one cell is rounding
-    return (torch.linalg.eigvalsh(rest) > _NEGLIGIBLE * scale).sum(-1)
+    remaining: Tensor = torch.linalg.eigvalsh(rest)
+    return (remaining > _NEGLIGIBLE * scale).sum(-1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Complex, Float, Float64
+from jaxtyping import Complex, Float, Float64, Real
 from torch import Tensor
 
 Pairing = Literal["half", "adjacent"]
@@ -27,6 +27,16 @@ class Rotary:
         attention_factor: queries and keys are multiplied by it as they are rotated (YaRN); scores by its square.
         angle_dtype: models compute ``position · θ`` in float32; at position 100 000 its rounding is visible, so
             angles are rounded the same way. ``torch.float64`` gives exact geometry.
+
+    Raises:
+        ValueError: an unknown pairing; frequencies that are not a finite float64 tensor with one axis.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Rotary
+        >>> rotary = Rotary(10000.0 ** -(torch.arange(4, dtype=torch.float64) / 4))  # Llama's, for 8 coordinates
+        >>> rotary.dim, rotary.wavelengths.round().tolist()
+        (8, [6.0, 63.0, 628.0, 6283.0])
     """
 
     frequencies: Float64[Tensor, "subspace"]
@@ -55,7 +65,7 @@ class Rotary:
         """Positions per full turn, 2π/θ; infinite for frequency 0."""
         return 2 * torch.pi / self.frequencies
 
-    def angles(self, positions: Float[Tensor, "*pos"]) -> Float64[Tensor, "*pos subspace"]:
+    def angles(self, positions: Real[Tensor, "*pos"]) -> Float64[Tensor, "*pos subspace"]:
         """Angle of every subspace at these positions, in radians, rounded as the model rounds it."""
         exact = positions.double()[..., None] * self.frequencies.to(positions.device)
         return exact.to(self.angle_dtype).double()
@@ -108,6 +118,16 @@ def unrotate(
 ) -> Float[Tensor, "*batch pos head d_head"]:
     """The inverse of ``rotate``: the vectors before rotation, of vectors that stand at ``positions``.
 
+    Args:
+        x: rotated vectors ``[*batch, pos, head, d_head]``.
+        positions, rotary: as in ``rotate``.
+
+    Returns:
+        The same shape and dtype as ``x``.
+
+    Raises:
+        ValueError: what ``rotate`` refuses.
+
     Example:
         >>> import torch
         >>> from tl_posdisent import Rotary, rotate, unrotate
@@ -141,7 +161,17 @@ def to_complex(
 ) -> tuple[Complex[Tensor, "*batch subspace"], Float[Tensor, "*batch rest"]]:
     """The subspaces as complex numbers, and the coordinates that RoPE leaves alone.
 
-    Rotation to position p is then multiplication by ``exp(i θ p)``. In float64 for float64 and float32 otherwise.
+    Rotation to position p is then multiplication by ``exp(i θ p)``.
+
+    Args:
+        x: vectors ``[*batch, d_head]``.
+        rotary: says which coordinates make a subspace.
+
+    Returns:
+        ``[*batch, subspace]``, complex128 for float64 and complex64 otherwise, and ``[*batch, rest]``.
+
+    Raises:
+        ValueError: vectors smaller than the rotary dimension, or of integers.
 
     Example:
         >>> import torch
@@ -162,7 +192,15 @@ def to_complex(
 def from_complex(
     z: Complex[Tensor, "*batch subspace"], rest: Float[Tensor, "*batch rest"], rotary: Rotary
 ) -> Float[Tensor, "*batch d_head"]:
-    """The inverse of ``to_complex``."""
+    """The inverse of ``to_complex``: subspaces and the rest as vectors ``[*batch, d_head]``.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Rotary, from_complex
+        >>> rotary = Rotary(torch.tensor([1.0, 0.01], dtype=torch.float64), "adjacent")
+        >>> from_complex(torch.tensor([1 + 2j, 3 + 4j]), torch.tensor([5.0]), rotary).tolist()
+        [1.0, 2.0, 3.0, 4.0, 5.0]
+    """
     return torch.cat([_joined(z.real, z.imag, rotary.pairing), rest], -1)
 
 
@@ -175,8 +213,22 @@ def rotary_from_table(
     The first row after 0 gives each angle up to the rounding of the table; doubling the position again and again
     halves that error without ever losing count of the turns, so long tables give frequencies to float32 precision.
 
+    Args:
+        cos, sin: ``[pos, columns]``, as the model multiplies them.
+        pairing: kept in the result; no table can tell it.
+
+    Returns:
+        A ``Rotary`` whose angles are rounded to float32, as models round them.
+
     Raises:
         ValueError: fewer than two rows, or rows that are not the cosines and sines of growing angles.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import rotary_from_table
+        >>> angle = torch.arange(64.0)[:, None] * torch.tensor([1.0, 0.1])
+        >>> rotary_from_table(1.5 * angle.cos(), 1.5 * angle.sin()).frequencies.tolist()
+        [1.0..., 0.1...]
     """
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] < 2:
         raise ValueError(

@@ -36,7 +36,7 @@ class Runs(Cells):
     stops: Int64[Tensor, "*mask two_per_coefficient"]
 
     @classmethod
-    def band(cls, n_query: int, n_key: int, low: int, high: int, device: torch.device) -> Runs:
+    def band(cls, n_query: int, n_key: int, low: int, high: int, device: torch.device | str) -> Runs:
         """All cells with ``low <= distance <= high``."""
         offset = n_key - n_query
         i, j = (torch.arange(n, device=device) for n in (n_query, n_key))
@@ -62,25 +62,12 @@ class Runs(Cells):
 
     @classmethod
     def _from_runs(
-        cls,
-        n_query: int,
-        n_key: int,
-        low: int,
-        keys_of_query: Run,
-        queries_of_key: Run,
-        queries_of_distance: Run,
+        cls, n_query: int, n_key: int, low: int, keys_of_query: Run, queries_of_key: Run, queries_of_distance: Run
     ) -> Runs:
-        n_distance, offset, device = (
-            queries_of_distance[0].shape[-1],
-            n_key - n_query,
-            keys_of_query[0].device,
-        )
+        n_distance, offset, device = queries_of_distance[0].shape[-1], n_key - n_query, keys_of_query[0].device
         i, j, d = (torch.arange(n, device=device) for n in (n_query, n_key, n_distance))
         runs = (queries_of_distance, keys_of_query, queries_of_key)
-        queries, keys = (
-            n_distance,
-            n_distance + n_query,
-        )  # where these begin in a stacked vector; distances at 0
+        queries, keys = n_distance, n_distance + n_query  # where these begin in a stacked vector; distances at 0
         (d_start, d_stop), (q_start, q_stop), (k_start, k_stop) = runs
         # Distance d meets the keys i - d of its queries i, query i the distances i - j of its keys j, and so on.
         key, distance_up, distance_down = keys + offset - low - d, offset - low - j, offset - low + i + 1

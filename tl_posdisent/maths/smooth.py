@@ -17,6 +17,7 @@ from torch import Tensor
 from .cells import Cells
 from .runs import Runs
 
+
 def smooth_correction(cells: Cells) -> Callable[[Tensor], Tensor] | None:
     """What to add to a residual that is divided by the diagonal; None where that alone does well."""
     width = cells.n_distance
@@ -57,8 +58,8 @@ def _without_free_directions(cells: Cells) -> Callable[[Tensor], Tensor]:
 
     Nothing but rounding errors point there, and the correction would blow these up.
     """
-    key = torch.arange(cells.n_key, device=cells.counts.device).double()
-    position = torch.cat([torch.zeros(cells.n_distance).to(key), key[cells.offset :], key])
+    query, key = (torch.arange(n, device=cells.counts.device) for n in (cells.n_query, cells.n_key))
+    position = torch.cat([torch.zeros_like(cells.distances), query + cells.offset, key]).double()
     sign = torch.ones_like(position)
     sign[: cells.n_distance], sign[-cells.n_key :] = 0, -1
     level = sign * (cells.counts > 0)

@@ -54,6 +54,10 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False) -> Stacked:
         d, q, k = ((u * v).sum(-1, keepdim=True) for u, v in zip(cells.split(x), cells.split(y), strict=True))
         return d[:1] + (q + k).sum(0, keepdim=True)
 
+    scale = marginals.abs().amax(-1, keepdim=True)
+    if pool:
+        scale = scale.amax(0, keepdim=True)
+    marginals = marginals / torch.where(scale > 0, scale, 1.0)  # so that no square is too large or too small
     solution, residual = torch.zeros_like(marginals), marginals
     size = left = dot(residual, precondition(residual))
     target = (AIM**2 * size).clamp_min(torch.finfo(size.dtype).tiny)
@@ -70,7 +74,7 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False) -> Stacked:
             f"the additive fit has not converged: relative residual {reached:.1e} of the normal equations, "
             f"{ACCEPTED:.0e} needed"
         )
-    return solution
+    return solution * scale
 
 
 def pooled(cells: Cells, stacked: Stacked) -> Stacked:

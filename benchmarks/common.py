@@ -1,0 +1,77 @@
+"""What every benchmark does: median times of functions taken in turn, the machine's name, a table, a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+OUT = Path(__file__).resolve().parents[1] / "out" / "bench"
+
+
+def device() -> torch.device:
+    """A GPU if one is at hand; BENCH_DEVICE overrides."""
+    return torch.device(os.environ.get("BENCH_DEVICE") or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def machine() -> str:
+    """Processor or GPU, threads, torch."""
+    if device().type == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+        name = f"{model or platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return f"{name}, torch {torch.__version__}, Python {platform.python_version()}"
+
+
+def synchronise() -> None:
+    """Wait for a GPU, so that its work is in the time."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    """One run."""
+    synchronise()
+    start = time.perf_counter()
+    function()
+    synchronise()
+    return time.perf_counter() - start
+
+
+def medians(functions: dict[str, Callable[[], Any]], *, repeats: int = 7) -> dict[str, float]:
+    """Median seconds of each, after a warm-up, in turn: a machine that slows down slows all of them."""
+    for function in functions.values():
+        function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(repeats):
+        for name, function in functions.items():
+            times[name].append(seconds(function))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def report(name: str, claim: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Print one table and write it to JSON."""
+    columns = list(rows[0])
+    cells = [[_text(row.get(c)) for c in columns] for row in rows]
+    widths = [max(len(c), *(len(line[i]) for line in cells)) for i, c in enumerate(columns)]
+    print(f"\n{claim}\n{machine()}")
+    for line in [columns, *cells]:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+    OUT.mkdir(parents=True, exist_ok=True)
+    content = {"claim": claim, "machine": machine(), "rows": list(rows)}
+    (OUT / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)

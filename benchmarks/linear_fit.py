@@ -1,0 +1,78 @@
+"""The linear-time fit: against the dense one, and how time and memory grow with the length."""
+
+from __future__ import annotations
+
+import math
+import resource
+import subprocess
+import sys
+
+import torch
+from common import device, medians, report, seconds
+
+from tl_posdisent import fit_additive, fit_additive_qk
+
+
+def vectors(length: int, d_head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(length, 1, d_head, generator=generator) for _ in range(2))
+    return q.to(device()), k.to(device())
+
+
+def dense(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return fit_additive(torch.einsum("ihd,jhd->hij", q, k)).r
+
+
+def against_dense() -> None:
+    rows = []
+    for length in (1024, 2048, 4096, 8192):
+        q, k = vectors(length, 64)
+        linear = lambda q=q, k=k: fit_additive_qk(q, k, scale=1.0).r  # noqa: E731
+        times = medians({"linear": linear, "dense": lambda q=q, k=k: dense(q, k)}, repeats=3)
+        rows.append(
+            {
+                "length": length,
+                "linear s": times["linear"],
+                "dense s": times["dense"],
+                "times faster": times["dense"] / times["linear"],
+                "difference of r": float((linear() - dense(q, k)).abs().max()),
+            }
+        )
+    report(
+        "linear_against_dense", "One head, d_head 64: from queries and keys, or from scores (formed and fitted)", rows
+    )
+
+
+def one(length: int, d_head: int) -> None:
+    """In a process of its own: the time, and the memory above that of the inputs."""
+    q, k = vectors(length, d_head)
+    fit_additive_qk(q[:256], k[:256], scale=1.0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    time = seconds(lambda: fit_additive_qk(q, k, scale=1.0))
+    print(time, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def growth() -> None:
+    for d_head in (64, 128):
+        rows = []
+        for length in (8192, 16384, 32768, 65536, 131072):
+            runs = [
+                subprocess.run(
+                    [sys.executable, __file__, str(length), str(d_head)], capture_output=True, text=True, check=True
+                )
+                for _ in range(3)
+            ]
+            time, memory = sorted(tuple(map(float, run.stdout.split()[-2:])) for run in runs)[1]
+            rows.append(
+                {"length": length, "seconds": time, "extra MiB": memory, "scores would take GiB": length**2 * 4 / 2**30}
+            )
+        exponent = math.log(rows[-1]["seconds"] / rows[0]["seconds"]) / math.log(rows[-1]["length"] / rows[0]["length"])
+        report(f"linear_growth_{d_head}", f"One head, d_head {d_head}: time grows as length^{exponent:.2f}", rows)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        one(int(sys.argv[1]), int(sys.argv[2]))
+    else:
+        against_dense()
+        growth()

@@ -1,0 +1,69 @@
+"""Sphinx configuration: `make docs` builds the site into docs/_build/html, and any warning is an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+from tl_posdisent import __version__
+
+project = "tl_posdisent"
+author = "the tl_posdisent authors"
+project_copyright = "2026, the tl_posdisent authors"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "support_table.md"]  # the table is included in support.md
+html_theme = "furo"
+html_title = "tl_posdisent"
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_class_signature = "separated"  # the fields of a result are explained under Attributes
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+python_maximum_signature_line_length = 90
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+napoleon_attr_annotations = False  # shapes are in the text; as types they are no reStructuredText
+
+
+def notebook_as_markdown(path: Path) -> str:
+    """A notebook with its outputs as plain text, so that the page and the tested notebook are one thing."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            shown = "".join(output.get("text") or output.get("data", {}).get("text/plain", ""))
+            parts.append(f"```text\n{shown.rstrip()}\n```")
+    return "\n\n".join(parts)
+
+
+def insert_notebooks(app: Any, name: str, content: list[str]) -> None:
+    """Put a notebook where a page says ``<!-- notebook: path -->``."""
+    for comment, path in re.findall(r"(<!-- notebook: (\S+) -->)", content[0]):
+        file = Path(app.srcdir, path)
+        app.env.note_dependency(str(file), docname=name)
+        content[0] = content[0].replace(comment, notebook_as_markdown(file))
+
+
+def keep_names_together(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """``a, b: text`` under Attributes is about both; Sphinx would take the first for the type of the second."""
+    if what == "class":
+        lines[:] = [re.sub(r"^ +\w+(, \w+)+(?=: )", lambda m: m[0].replace(", ", ","), line) for line in lines]
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", keep_names_together, priority=400)  # before napoleon
+    app.connect("source-read", insert_notebooks)

@@ -1,0 +1,284 @@
+"""The additive fit is the least-squares fit, whatever the mask; its components obey their gauge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.dense import Dense, allowed, dense_fitted
+from support.masks import CASES, Case, boolean, named, random_mask
+from torch import Tensor
+
+from tl_posdisent import fit_additive
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+quick = settings(max_examples=40, derandomize=True, deadline=None)
+
+
+def cells_of(x: Tensor, case: Case) -> list[Tensor]:
+    """The cells of every score matrix, flattened."""
+    masks = case.mask.expand(case.shape).reshape(-1, *case.shape[-2:])
+    return [one[mask] for one, mask in zip(x.reshape(masks.shape), masks, strict=True)]
+
+
+def distances(case: Case) -> Tensor:
+    n_query, n_key = case.shape[-2:]
+    return torch.arange(n_query)[:, None] + (n_key - n_query) - torch.arange(n_key)
+
+
+@every_case
+def test_fitted_scores_are_those_of_dense_least_squares(case: Case) -> None:
+    scores = case.scores()
+    torch.testing.assert_close(
+        fit_additive(scores, **case.options).fitted(), dense_fitted(scores, case.mask), rtol=0, atol=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [named(128, 128), named(128, 128, mask="full", batch=(1,)), named(300, 300, window=5, batch=(1,))],
+    ids=["causal-128", "full-128", "window-300"],
+)
+def test_fitted_scores_are_those_of_dense_least_squares_at_length(case: Case) -> None:
+    test_fitted_scores_are_those_of_dense_least_squares(case)
+
+
+def test_fitted_scores_are_those_of_dense_least_squares_at_1024() -> None:
+    test_fitted_scores_are_those_of_dense_least_squares(named(1024, 1024, batch=(1,)))
+
+
+@pytest.mark.parametrize("options", [{"window": 50}, {"window": 2}, {"mask": "full"}], ids=str)
+def test_residual_has_no_marginals_at_1024(options: dict[str, Any]) -> None:
+    """Too long for a dense fit; but a fit whose residual has no marginals is the least-squares fit."""
+    test_residual_has_no_marginals(named(1024, 1024, batch=(1,), **options))
+
+
+def largest_marginal(x: Tensor, case: Case) -> float:
+    """The largest mean over the cells of a distance, query or key."""
+    x = torch.where(case.mask, x, 0.0)
+    count = case.mask.expand(case.shape).double()
+    where = (distances(case) - distances(case).min()).flatten()
+    sums = []
+    for y in (x, count):
+        diagonal = torch.zeros(*case.shape[:-2], int(where.max()) + 1, dtype=torch.float64)
+        diagonal.index_add_(-1, where, y.flatten(-2))
+        sums.append(torch.cat([y.sum(-1), y.sum(-2), diagonal], -1))
+    return float((sums[0] / sums[1].clamp_min(1)).abs().max())
+
+
+@every_case
+def test_residual_has_no_marginals(case: Case) -> None:
+    scores = 5 + 3 * case.scores(1)
+    assert largest_marginal(fit_additive(scores, **case.options).residual(scores), case) < 1e-11
+
+
+@every_case
+def test_parameters_are_the_rank_of_the_design(case: Case) -> None:
+    fit = fit_additive(case.scores(), **case.options)
+    ranks = [Dense(mask[None]).rank() for mask in case.mask.reshape(-1, *case.shape[-2:])]
+    expected = torch.tensor(ranks).reshape(case.mask.shape[:-2]).expand(case.shape[:-2])
+    assert torch.equal(fit.n_parameters, expected)
+    assert torch.equal(fit.n_cells, case.mask.sum((-2, -1)).expand(case.shape[:-2]))
+
+
+@every_case
+def test_r_is_the_correlation_of_scores_and_fitted_scores(case: Case) -> None:
+    scores = 2 + case.scores(2)
+    fit = fit_additive(scores, **case.options)
+    pairs = zip(cells_of(scores, case), cells_of(fit.fitted(), case), strict=True)
+    for r, r2, (x, y) in zip(fit.r.flatten(), fit.r2.flatten(), pairs, strict=True):
+        if len(x) == 1:
+            assert r.isnan()
+            assert r2.isnan()
+        else:
+            assert r.item() == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-10)
+            assert r2.item() == pytest.approx(r.item() ** 2, abs=1e-12)
+
+
+@every_case
+def test_adjusted_r2_pays_for_every_parameter(case: Case) -> None:
+    fit = fit_additive(case.scores(), **case.options)
+    n, p = fit.n_cells.double(), fit.n_parameters.double()
+    expected = torch.where(n > p, 1 - (1 - fit.r2) * (n - 1) / (n - p), torch.nan)
+    torch.testing.assert_close(fit.r2_adjusted, expected, rtol=0, atol=1e-12, equal_nan=True)
+
+
+def test_adjusted_r2_of_noise_is_about_0() -> None:
+    fit = fit_additive(torch.randn(200, 24, 24))
+    assert abs(fit.r2_adjusted.mean().item()) < 0.01
+    assert fit.r2.mean().item() > 0.2  # which the plain one is not
+
+
+@every_case
+def test_shares_are_those_of_each_axis_alone(case: Case) -> None:
+    scores = 1 + case.scores(3)
+    fit = fit_additive(scores, **case.options)
+    n_query, n_key = case.shape[-2:]
+    axes = {
+        "distance": distances(case) - distances(case).min(),
+        "query": torch.arange(n_query)[:, None].expand(n_query, n_key),
+        "key": torch.arange(n_key).expand(n_query, n_key),
+    }
+    masks = case.mask.expand(case.shape).reshape(-1, n_query, n_key)
+    for name, axis in axes.items():
+        for share, x, mask in zip(getattr(fit, f"share_{name}").flatten(), cells_of(scores, case), masks, strict=True):
+            group = torch.nn.functional.one_hot(axis[mask]).double()
+            means = group.T @ x / group.sum(0).clamp_min(1)
+            expected = (group @ means - x.mean()).square().sum() / (x - x.mean()).square().sum()
+            torch.testing.assert_close(share, expected, rtol=0, atol=1e-10, equal_nan=True)
+
+
+@every_case
+def test_components_have_mean_0_and_the_key_no_trend(case: Case) -> None:
+    fit = fit_additive(3 + case.scores(4) + 0.5 * distances(case), **case.options)
+    position = torch.arange(case.shape[-1]).double().expand(case.shape)
+    for name in ("distance", "query", "key"):
+        for x in cells_of(fit.component(name), case):
+            assert abs(x.mean().item()) < 1e-10
+    for x, j in zip(cells_of(fit.component("key"), case), cells_of(position, case), strict=True):
+        assert abs((x * (j - j.mean())).mean().item()) < 1e-10
+    for x, mean in zip(
+        cells_of(3 + case.scores(4) + 0.5 * distances(case), case), fit.intercept.flatten(), strict=True
+    ):
+        assert mean.item() == pytest.approx(x.mean().item(), abs=1e-11)
+
+
+@every_case
+def test_intercept_and_components_add_up(case: Case) -> None:
+    scores = case.scores(5)
+    fit = fit_additive(scores, **case.options)
+    total = fit.intercept[..., None, None] + sum(fit.component(name) for name in ("distance", "query", "key"))
+    inside = case.mask.expand(case.shape)
+    torch.testing.assert_close(fit.fitted(), torch.where(inside, total, 0.0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(fit.residual(scores), torch.where(inside, scores - total, 0.0), rtol=0, atol=1e-12)
+    assert torch.equal(fit.mask.expand(case.shape), inside)
+    filled = fit.fitted(fill=-torch.inf)
+    assert torch.equal(filled.isinf(), ~inside)
+    torch.testing.assert_close(filled[inside], total[inside], rtol=0, atol=1e-12)
+
+
+@every_case
+def test_components_of_what_has_no_cells_are_0(case: Case) -> None:
+    fit = fit_additive(10 + case.scores(), **case.options)
+    mask = case.mask.expand(case.shape)
+    assert bool((fit.query[~mask.any(-1)] == 0).all())
+    assert bool((fit.key[~mask.any(-2)] == 0).all())
+    for n, distance in enumerate(fit.distances.tolist()):
+        without = ~(mask & (distances(case) == distance)).flatten(-2).any(-1)
+        assert bool((fit.distance[..., n][without] == 0).all())
+
+
+def planted(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Components in their gauge, and the scores that they make."""
+    n_query, n_key = case.shape[-2:]
+    generator = torch.Generator().manual_seed(7)
+    a, b, c = (
+        torch.randn(*case.shape[:-2], n, generator=generator, dtype=torch.float64) for n in (n_key, n_query, n_key)
+    )
+    j = torch.arange(n_key).double()
+    n_d, n_q, n_k = (n_key - j, torch.arange(n_query) + 1.0, n_key - j)  # cells under a causal square mask
+    j = j - (n_k * j).sum() / n_k.sum()
+    c = c - (n_k * c).sum(-1, keepdim=True) / n_k.sum()
+    c = c - (n_k * c * j).sum(-1, keepdim=True) / (n_k * j * j).sum() * j
+    a = a - (n_d * a).sum(-1, keepdim=True) / n_d.sum()
+    b = b - (n_q * b).sum(-1, keepdim=True) / n_q.sum()
+    return a, b, c, 0.7 + a[..., distances(case).clamp_min(0)] + b[..., :, None] + c[..., None, :]
+
+
+@pytest.mark.parametrize("length", [2, 5, 33, 200])
+def test_planted_components_are_recovered(length: int) -> None:
+    case = named(length, length, batch=(3,))
+    a, b, c, scores = planted(case)
+    fit = fit_additive(scores)
+    for found, expected in (
+        (fit.distance, a),
+        (fit.query, b),
+        (fit.key, c),
+        (fit.intercept, torch.full((3,), 0.7, dtype=torch.float64)),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(fit.r, torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@quick
+@given(st.integers(2, 9), st.integers(1, 9), st.floats(-5, 5), st.floats(-5, 5), st.floats(0.1, 10))
+def test_moves_with_what_is_added(length: int, window: int, level: float, slope: float, factor: float) -> None:
+    """A constant goes to the intercept, a straight line to the distance, a factor to everything."""
+    case = named(length, length, window=window)
+    scores, distance = case.scores(), distances(case).double()
+    before = fit_additive(scores, window=window)
+    after = fit_additive(factor * scores + level + slope * distance, window=window)
+    used = torch.arange(min(window, length)).double()
+    n = length - used
+    used = used - (n * used).sum() / n.sum()
+    torch.testing.assert_close(after.distance, factor * before.distance + slope * used, rtol=0, atol=1e-9)
+    torch.testing.assert_close(after.query, factor * before.query, rtol=0, atol=1e-9)
+    torch.testing.assert_close(after.key, factor * before.key, rtol=0, atol=1e-9)
+    residual = after.residual(factor * scores + level + slope * distance)
+    torch.testing.assert_close(residual, factor * before.residual(scores), rtol=0, atol=1e-9)
+
+
+@quick
+@given(st.integers(1, 7), st.integers(2, 7), st.floats(0.1, 0.95), st.integers(0, 10**6), st.booleans())
+def test_any_mask(n_query: int, n_key: int, density: float, seed: int, shared: bool) -> None:
+    leading = () if shared else (2,)
+    case = boolean(random_mask(*leading, n_query, n_key, density=density, seed=seed))
+    test_fitted_scores_are_those_of_dense_least_squares(case)
+    test_parameters_are_the_rank_of_the_design(case)
+    test_components_have_mean_0_and_the_key_no_trend(case)
+
+
+@quick
+@given(st.integers(1, 8), st.integers(0, 6), st.integers(-9, 9), st.integers(0, 9))
+def test_any_band(n_query: int, more: int, low: int, width: int) -> None:
+    n_key = max(2, n_query + more)
+    distance = torch.arange(n_query)[:, None] + (n_key - n_query) - torch.arange(n_key)
+    mask = (distance >= low) & (distance <= low + width)
+    if mask.any():
+        case = boolean(mask)
+        test_fitted_scores_are_those_of_dense_least_squares(case)
+        test_parameters_are_the_rank_of_the_design(case)
+
+
+def test_constant_scores_have_no_correlation() -> None:
+    for value in (0.0, 1.0, -1e4, 0.1):
+        fit = fit_additive(torch.full((2, 6, 6), value))
+        assert bool(fit.r.isnan().all())
+        assert bool(fit.r2.isnan().all())
+        assert bool(fit.r2_adjusted.isnan().all())
+        assert bool(fit.share_distance.isnan().all())
+        torch.testing.assert_close(fit.intercept, torch.full((2,), value).double(), rtol=1e-12, atol=0)
+
+
+def test_one_constant_head_leaves_the_others_alone() -> None:
+    scores = torch.randn(3, 9, 9)
+    scores[1] = 2.5
+    fit = fit_additive(scores)
+    assert fit.r.isnan().tolist() == [False, True, False]
+    others = fit_additive(scores[[0, 2]])
+    torch.testing.assert_close(fit.fitted()[[0, 2]], others.fitted(), rtol=0, atol=1e-11)
+    torch.testing.assert_close(fit.r[[0, 2]], others.r, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", [1e4, -1e4, 1e6])
+def test_a_mean_large_against_the_spread_costs_no_digits(level: float) -> None:
+    scores = torch.randn(2, 30, 30, dtype=torch.float64)
+    shifted = level + scores
+    expected = fit_additive(shifted - level)  # the same numbers, after the rounding of the sum
+    fit = fit_additive(shifted)
+    torch.testing.assert_close(fit.r, expected.r, rtol=0, atol=1e-9 if level < 1e5 else 1e-8)
+    torch.testing.assert_close(fit.distance, expected.distance, rtol=0, atol=1e-8)
+
+
+def test_rows_with_another_level_cost_no_digits() -> None:
+    """The level that is taken out beforehand is only a guess; here it is a bad one."""
+    scores = torch.randn(1, 64, 64, dtype=torch.float64)
+    scores[:, ::8] += 1e4
+    y = fit_additive(scores).residual(scores)[allowed(64, 64)[None]]
+    x = scores[allowed(64, 64)[None]]
+    expected = 1 - (y @ y) / (x - x.mean()).square().sum()
+    assert fit_additive(scores).r2.item() == pytest.approx(expected.item(), abs=1e-9)

@@ -1,0 +1,277 @@
+"""What goes in: every dtype and layout, whatever stands outside the mask, and what is refused. What comes out."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.dense import allowed
+from support.masks import documents, padding
+from torch import Tensor
+
+from tl_posdisent import AdditiveFit, fit_additive
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+FIELDS = (
+    *("intercept", "distance", "query", "key", "distances", "r", "r2", "r2_adjusted"),
+    *("share_distance", "share_query", "share_key", "n_cells", "n_parameters"),
+)
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 3},
+    "narrow": {"window": 1},
+    "documents": {"mask": documents(4, 3, 2)},
+    "padding": {"mask": padding(9, (2, 0), (0, 3))},
+}
+every_mask = pytest.mark.parametrize("options", MASKS.values(), ids=MASKS.keys())
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def cells_of(options: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
+    mask = options.get("mask")
+    return (allowed(*shape[-2:], **options) if mask is None else mask).expand(shape)
+
+
+def assert_equal(found: AdditiveFit, expected: AdditiveFit) -> None:
+    """To the last bit."""
+    for name in FIELDS:
+        torch.testing.assert_close(
+            getattr(found, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True, msg=name
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_mask
+def test_the_fit_is_that_of_the_scores_in_float64(options: dict[str, Any], dtype: torch.dtype) -> None:
+    scores = noise(2, 3, 9, 9, dtype=dtype)
+    fit = fit_additive(scores, **options)
+    assert_equal(fit, fit_additive(scores.double(), **options))
+    for name in FIELDS:
+        whole = name in ("distances", "n_cells", "n_parameters")
+        assert getattr(fit, name).dtype == (torch.int64 if whole else torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("filler", [-math.inf, math.inf, math.nan, "min", "max", -3.4e38, 3.4e38, 0.0], ids=str)
+@every_mask
+def test_cells_outside_the_mask_never_matter(options: dict[str, Any], dtype: torch.dtype, filler: Any) -> None:
+    scores = noise(2, 3, 9, 9, dtype=dtype)
+    if isinstance(filler, str):
+        filler = getattr(torch.finfo(dtype), filler)
+    filler = torch.tensor(filler, dtype=torch.float64).to(dtype)  # 3.4e38 is infinite in half precision
+    outside = ~cells_of(options, scores.shape)
+    filled = torch.where(outside, filler, scores)
+    fit = fit_additive(filled, **options)
+    assert_equal(fit, fit_additive(scores, **options))
+    torch.testing.assert_close(fit.residual(filled), fit.residual(scores), rtol=0, atol=0)
+    assert bool((fit.residual(filled)[outside] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "min", "max", -1e38], ids=str)
+@pytest.mark.parametrize("where", [(0, 0, 0, 0), (1, 2, 8, 3), (1, 0, 5, 5)], ids=str)
+def test_cells_inside_the_mask_must_be_scores(dtype: torch.dtype, value: Any, where: tuple[int, ...]) -> None:
+    scores = noise(2, 3, 9, 9, dtype=dtype)
+    if isinstance(value, str):
+        value = getattr(torch.finfo(dtype), value)
+    scores[where] = torch.tensor(value, dtype=torch.float64).to(dtype)
+    shown = re.escape(f"got {scores[where].item():g} at index {where} (query {where[-2]}, key {where[-1]}) and 0 more")
+    with pytest.raises(ValueError, match=f"scores must be finite inside the mask, {shown}"):
+        fit_additive(scores)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_masked_score_tensor_and_the_wrong_mask(dtype: torch.dtype) -> None:
+    """The likeliest mistake: causal scores, and every cell asked for. All of them are found, the first is named."""
+    scores = noise(2, 6, 6, dtype=dtype).masked_fill(~allowed(6, 6), torch.finfo(dtype).min)
+    with pytest.raises(ValueError, match=r"at index \(0, 0, 1\) \(query 0, key 1\) and 29 more such cells; pass the m"):
+        fit_additive(scores, mask="full")
+    with pytest.raises(ValueError, match="pass the mask that the model used"):
+        fit_additive(torch.full((4, 4), torch.finfo(dtype).min, dtype=dtype))
+
+
+@pytest.mark.parametrize("value", [6e4, -6e4])
+def test_large_half_precision_scores_are_no_masking_values(value: float) -> None:
+    scores = torch.full((20, 20), value, dtype=torch.float16)
+    scores[::2] = 0
+    assert fit_additive(scores).share_query.item() == pytest.approx(1.0)
+
+
+def layouts() -> dict[str, Tensor]:
+    x = noise(2, 3, 9, 9)
+    wide = torch.zeros(2, 3, 12, 20)
+    wide[..., 2:11, 1:19:2] = x
+    return {
+        "strided": wide[..., 2:11, 1:19:2],
+        "transposed": x.mT.contiguous().mT,
+        "heads-last": x.movedim(1, -1).contiguous().movedim(-1, 1),
+        "requires-grad": x.clone().requires_grad_(),
+        "parameter": torch.nn.Parameter(x.clone()),
+        "computed": x.clone().requires_grad_() * 1.0,
+    }
+
+
+@pytest.mark.parametrize("name", layouts())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_layout_does_not_matter_and_the_input_is_left_alone(name: str, dtype: torch.dtype) -> None:
+    scores = layouts()[name]
+    if dtype == torch.float64:
+        scores = scores.detach().to(dtype, memory_format=torch.preserve_format)
+    before, version = scores.detach().clone(), scores._version
+    fit = fit_additive(scores)
+    assert_equal(fit, fit_additive(before.contiguous()))
+    assert torch.equal(scores, before)
+    assert scores._version == version
+    assert not any(getattr(fit, field).requires_grad for field in FIELDS)
+    assert not fit.residual(scores).requires_grad
+
+
+def test_expanded_scores() -> None:
+    scores = noise(1, 9, 9).expand(4, -1, -1)
+    assert_equal(fit_additive(scores), fit_additive(scores.contiguous()))
+    row = noise(9).expand(9, 9)  # every query has the same scores
+    assert fit_additive(row, mask="full").share_key.item() == pytest.approx(1.0)
+
+
+def test_works_without_gradients_and_in_inference_mode() -> None:
+    scores = noise(2, 9, 9)
+    with torch.inference_mode():
+        fit = fit_additive(scores)
+    assert_equal(fit, fit_additive(scores))
+
+
+def test_the_global_state_is_left_alone() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    fit_additive(noise(2, 9, 9))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@every_mask
+@pytest.mark.parametrize("pool", [False, True])
+def test_to_moves_everything_and_changes_nothing(options: dict[str, Any], pool: bool) -> None:
+    scores = noise(2, 3, 9, 9)
+    fit = fit_additive(scores, pool=pool, **options)
+    there = fit.to("meta")
+    assert {getattr(there, name).device.type for name in FIELDS} == {"meta"}
+    assert there.mask.device.type == "meta"
+    assert there.fitted().device.type == "meta"
+    back = fit.to("cpu")
+    assert_equal(back, fit)
+    torch.testing.assert_close(back.residual(scores), fit.residual(scores), rtol=0, atol=0)
+    assert back.pooled is pool
+
+
+def test_the_summary_table_holds_the_fields() -> None:
+    fit = fit_additive(noise(2, 3, 9, 9))
+    table = fit.to_frame()
+    columns = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key"]
+    assert list(table.columns) == ["batch", "head", *columns]
+    assert len(table) == 6
+    for row in table.itertuples():
+        for name in columns:
+            assert getattr(row, name) == getattr(fit, name)[row.batch, row.head].item()
+    assert list(fit_additive(noise(9, 9)).to_frame().columns) == columns
+    assert list(fit_additive(noise(3, 9, 9)).to_frame().columns) == ["head", *columns]
+    assert list(fit_additive(noise(1, 2, 3, 4, 4)).to_frame().columns[:3]) == ["axis_0", "axis_1", "axis_2"]
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("part", ["distance", "query", "key"])
+def test_a_component_table_has_a_row_for_each_coefficient(part: Any, pool: bool) -> None:
+    fit = fit_additive(noise(2, 3, 7, 9), mask="full", pool=pool)
+    table, values = fit.to_frame(part), getattr(fit, part)
+    batch = ["head"] if pool and part == "distance" else ["batch", "head"]
+    assert list(table.columns) == [*batch, part, "value"]
+    assert len(table) == values.numel()
+    for row in table.itertuples():
+        index = [getattr(row, name) for name in batch]
+        at = getattr(row, part) - (int(fit.distances[0]) if part == "distance" else 0)
+        assert row.value == values[(*index, at)].item()
+
+
+def test_a_pooled_summary_has_a_row_for_each_head() -> None:
+    fit = fit_additive(noise(2, 3, 9, 9), pool=True)
+    table = fit.to_frame()
+    assert list(table.columns[:2]) == ["head", "r"]
+    assert table["r"].tolist() == fit.r.tolist()
+
+
+def test_repr_tells_the_numbers() -> None:
+    fit = fit_additive(noise(2, 3, 9, 9))
+    shown = repr(fit)
+    assert "2×3 score matrices, 9 queries × 9 keys, 45 cells, 24 parameters" in shown
+    for x in (fit.r, fit.r2, fit.r2_adjusted, fit.share_distance, fit.share_query, fit.share_key):
+        assert f"{x.mean():.3f} ({x.min():.3f}…{x.max():.3f})" in shown
+    assert "pooled" not in shown
+    assert "pooled over the first axis" in repr(fit_additive(noise(2, 3, 9, 9), pool=True))
+    assert "r undefined" in repr(fit_additive(torch.ones(4, 4)))
+    assert "one score matri" in repr(fit_additive(noise(4, 4)))
+
+
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ([[1.0, 2.0]], {}, "scores must be a torch.Tensor, got list"),
+    (None, {}, "scores must be a torch.Tensor, got NoneType"),
+    (torch.ones(3, 3).long(), {}, "scores must be floating point, got torch.int64"),
+    (torch.ones(3, 3).bool(), {}, "scores must be floating point, got torch.bool"),
+    (torch.ones(3, 3).cfloat(), {}, "scores must be floating point, got torch.complex64"),
+    (torch.ones(3), {}, r"scores must have shape \(\.\.\., query, key\), got \(3,\)"),
+    (torch.tensor(1.0), {}, r"scores must have shape \(\.\.\., query, key\), got \(\)"),
+    (torch.ones(2, 0, 3), {}, r"scores must hold at least one query and two keys, got shape \(2, 0, 3\)"),
+    (torch.ones(0, 3, 3), {}, r"scores must hold at least one query and two keys, got shape \(0, 3, 3\)"),
+    (torch.ones(1, 1), {}, r"scores must hold at least one query and two keys, got shape \(1, 1\)"),
+    (torch.ones(5, 3), {}, r"more queries than keys \(5 > 3\)"),
+    (torch.ones(5, 3), {"mask": "full"}, r"more queries than keys \(5 > 3\)"),
+    (torch.ones(3, 3), {"mask": "casual"}, 'mask must be "causal", "full" or a boolean tensor, got \'casual\''),
+    (torch.ones(3, 3), {"mask": None}, 'mask must be "causal", "full" or a boolean tensor, got None'),
+    (torch.ones(3, 3), {"mask": ["causal"]}, r"or a boolean tensor, got \['causal'\]"),
+    (torch.ones(3, 3), {"mask": np.ones((3, 3), dtype=bool)}, r"or a boolean tensor, got array\("),
+    (torch.ones(3, 3), {"mask": torch.ones(3, 3)}, r"dtype torch.bool \(True where a cell counts\), got torch.float32"),
+    (torch.ones(3, 3), {"mask": torch.ones(3, 3).int()}, "mask must have dtype torch.bool .*, got torch.int32"),
+    (torch.ones(3, 3), {"mask": allowed(3, 4)}, r"mask must have shape \(\.\.\., 3, 3\) as the scores, got \(3, 4\)"),
+    (torch.ones(3, 3), {"mask": torch.ones(3).bool()}, r"mask must have shape .* as the scores, got \(3,\)"),
+    (
+        torch.ones(3, 3),
+        {"mask": torch.ones(2, 3, 3).bool()},
+        r"broadcast to the scores' shape \(3, 3\), got \(2, 3, 3\)",
+    ),
+    (torch.ones(4, 3, 3), {"mask": torch.ones(2, 3, 3).bool()}, r"broadcast to the scores' shape \(4, 3, 3\), got"),
+    (torch.ones(3, 3), {"mask": torch.zeros(3, 3).bool()}, "mask must leave at least one cell, got one of shape"),
+    (
+        torch.ones(2, 3, 3),
+        {"mask": torch.stack([allowed(3, 3), ~torch.ones(3, 3).bool()])},
+        r"of shape \(2, 3, 3\) that leaves nothing at leading index \(1,\)",
+    ),
+    (torch.ones(3, 3), {"mask": ~allowed(3, 3, "full", 2), "window": 2}, "that leaves nothing"),
+    (torch.ones(3, 3), {"window": 0}, "window must be an integer of at least 1, or None, got 0"),
+    (torch.ones(3, 3), {"window": -2}, "window must be an integer of at least 1, or None, got -2"),
+    (torch.ones(3, 3), {"window": 2.0}, "window must be an integer of at least 1, or None, got 2.0"),
+    (torch.ones(3, 3), {"window": True}, "window must be an integer of at least 1, or None, got True"),
+    (torch.ones(3, 3), {"pool": True}, r"pool=True needs a leading axis of texts, got scores of shape \(3, 3\)"),
+    (torch.ones(3, 3), {"pool": "texts"}, "pool must be True or False, got 'texts'"),
+]
+
+
+@pytest.mark.parametrize(("scores", "options", "message"), REFUSED)
+def test_refuses(scores: Any, options: dict[str, Any], message: str, unchecked: None) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_additive(scores, **options)
+
+
+def test_methods_refuse(unchecked: None) -> None:
+    fit: Any = fit_additive(noise(2, 5, 5))
+    with pytest.raises(ValueError, match="name must be one of distance, query, key, got 'keys'"):
+        fit.component("keys")
+    with pytest.raises(ValueError, match="part must be one of summary, distance, query, key, got 'all'"):
+        fit.to_frame("all")
+    with pytest.raises(ValueError, match=r"scores must have the fitted shape \(2, 5, 5\), got \(5, 5\)"):
+        fit.residual(noise(5, 5))
+    with pytest.raises(ValueError, match=r"scores must be a torch.Tensor, got list"):
+        fit.residual([1.0])

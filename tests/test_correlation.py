@@ -1,0 +1,85 @@
+"""The correlation of two score tensors is numpy's, over the cells of the mask alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.masks import CASES, Case
+
+from tl_posdisent import fit_additive, score_correlation
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_is_the_correlation_over_the_cells(case: Case) -> None:
+    a = 3 + case.scores(1)
+    b = a + 2 * case.scores(2)
+    found = score_correlation(a, b, **case.options)
+    assert found.shape == case.shape[:-2]
+    masks = case.mask.expand(case.shape).reshape(-1, *case.shape[-2:])
+    for r, x, y, mask in zip(found.flatten(), a.reshape(masks.shape), b.reshape(masks.shape), masks, strict=True):
+        if mask.sum() == 1:
+            assert r.isnan()
+        else:
+            assert r.item() == pytest.approx(np.corrcoef(x[mask], y[mask])[0, 1], abs=1e-12)
+
+
+def test_with_the_fitted_scores_it_is_the_r_of_the_fit() -> None:
+    scores = torch.randn(3, 20, 20)
+    fit = fit_additive(scores)
+    torch.testing.assert_close(score_correlation(scores, fit.fitted()), fit.r, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_does_not_depend_on_scale_level_order_or_what_is_masked(dtype: torch.dtype) -> None:
+    a, b = torch.randn(2, 4, 9, 9).to(dtype)
+    r = score_correlation(a, b)
+    assert r.dtype == torch.float64
+    assert torch.equal(r, score_correlation(a.double(), b.double()))
+    torch.testing.assert_close(score_correlation(b, a), r, rtol=0, atol=1e-14)
+    torch.testing.assert_close(score_correlation(2 * a.double() - 7, -b), -r, rtol=0, atol=1e-13)
+    for filler in (-math.inf, math.nan, torch.finfo(dtype).min):
+        masked = a.masked_fill(torch.ones(9, 9).triu(1).bool(), filler)
+        assert torch.equal(score_correlation(masked, b), r)
+        assert torch.equal(score_correlation(b, masked), score_correlation(b, a))
+
+
+def test_two_dtypes() -> None:
+    a = torch.randn(2, 9, 9)
+    torch.testing.assert_close(score_correlation(a, a.double()), torch.ones(2).double(), rtol=0, atol=1e-14)
+
+
+def test_a_mean_large_against_the_spread_costs_no_digits() -> None:
+    a, b = torch.randn(2, 1, 40, 40, dtype=torch.float64)
+    expected = score_correlation((1e4 + a) - 1e4, b)
+    torch.testing.assert_close(score_correlation(1e4 + a, b), expected, rtol=0, atol=1e-10)
+
+
+def test_of_scores_that_do_not_vary_is_undefined() -> None:
+    a = torch.randn(3, 9, 9)
+    b = torch.stack([a[0], torch.full((9, 9), 0.1), torch.zeros(9, 9)])
+    assert score_correlation(a, b).isnan().tolist() == [False, True, True]
+    assert score_correlation(b, a).isnan().tolist() == [False, True, True]
+
+
+ONES = torch.ones(3, 3)
+REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
+    ([1.0], ONES, {}, "a must be a torch.Tensor, got list"),
+    (ONES, None, {}, "b must be a torch.Tensor, got NoneType"),
+    (ONES, ONES.int(), {}, "b must be floating point, got torch.int32"),
+    (torch.ones(3), torch.ones(3), {}, r"a must have shape \(\.\.\., query, key\), got \(3,\)"),
+    (ONES, torch.ones(2, 3, 3), {}, r"a and b must have the same shape, got \(3, 3\) and \(2, 3, 3\)"),
+    (ONES, ONES, {"mask": "none"}, "mask must be"),
+    (ONES, ONES, {"window": 0}, "window must be"),
+    (ONES, ONES * math.nan, {}, r"b must be finite inside the mask, got nan at index \(0, 0\)"),
+    (ONES * math.inf, ONES, {}, r"a must be finite inside the mask, got inf at index \(0, 0\)"),
+]
+
+
+@pytest.mark.parametrize(("a", "b", "options", "message"), REFUSED)
+def test_refuses(a: Any, b: Any, options: dict[str, Any], message: str, unchecked: None) -> None:
+    with pytest.raises(ValueError, match=message):
+        score_correlation(a, b, **options)

@@ -1,0 +1,90 @@
+"""README and documentation do what they say: Python runs and prints what stands there, commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from support.pages import PAGES, ROOT, assert_prints, blocks, run_python
+
+from tl_posdisent.cli import app
+
+WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(encoding="utf-8"), "python")]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+@pytest.mark.usefixtures("unchecked")
+def test_python_runs_as_printed(page: Path) -> None:
+    assert run_python(page.read_text(encoding="utf-8")) > 0
+
+
+def test_the_readme_has_ten_lines_of_code_to_begin_with() -> None:
+    first = blocks((ROOT / "README.md").read_text(encoding="utf-8"), "python")[0]
+    assert first.printed is not None
+    lines = [line for line in first.text.splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) <= 11
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    lines = [line for block in blocks(text, "bash") for line in block.text.splitlines()]
+    inline = re.findall(r"`((?:make|tl-posdisent) [^`]*)`", text)
+    for line in [*lines, *inline]:
+        words = shlex.split(line, comments=True)
+        if words:
+            check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    """A line for the shell must be one of those that a reader can type here, with targets and options that exist."""
+    if words[0] == "make":
+        targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+        variables = set(re.findall(r"^([A-Z_]+)\s*\??=", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+        for word in words[1:]:
+            name, _, value = word.partition("=")
+            assert (name in variables) if value else (name in targets), f"make has no {word}"
+    elif words[0] == "tl-posdisent":
+        group: Any = typer.main.get_command(app)
+        name = words[1] if len(words) > 1 else "--help"
+        if name == "--help":
+            return
+        command = group if name.startswith("-") else group.commands[name]
+        options = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        for word in words[1:]:
+            assert not word.startswith("--") or word.split("=")[0] in options | {"--help"}, f"{name} has no {word}"
+    elif words[:4] == ["python", "-m", "pip", "install"]:
+        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        extras = re.findall(r"^(\w+) = \[", project.split("[project.optional-dependencies]")[1], re.MULTILINE)
+        for extra in re.findall(r"\[([\w,]+)\]", words[-1]):
+            assert set(extra.split(",")) <= set(extras), f"there is no extra {extra}"
+    elif words[:3] == ["python", "-m", "venv"] or words[0] in ("cd", "."):
+        return
+    else:
+        assert (ROOT / words[-1]).exists(), f"unknown command: {shlex.join(words)}"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["make dome", "make test NOTHING=1", "tl-posdisent fit --modell demo", "python -m pip install .[x]", "git x"],
+)
+def test_commands_that_do_not_exist_are_found(command: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        check_command(shlex.split(command))
+
+
+def test_what_is_printed_is_compared() -> None:
+    assert_prints("r 0.877 (0.8…0.9)\n", "r  0.878 (0.8…0.9)")
+    for other in ("r 0.879 (0.8…0.9)", "r 0.877 (0.8…0.9) x", "s 0.877 (0.8…0.9)"):
+        with pytest.raises(AssertionError, match="the page says"):
+            assert_prints("r 0.877 (0.8…0.9)", other)
+    with pytest.raises(AssertionError, match="the page says"):
+        assert_prints("512 tokens", "513 tokens")
+    page = "```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n"
+    with pytest.raises(AssertionError, match="the page says"):
+        run_python(page)
+    assert run_python(page.replace("3", "2")) == 1

@@ -1,0 +1,62 @@
+"""Where the heads of a model lie in the positional–symbolic plane of arXiv 2511.11579."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_posdisent.lens.run import check_tokens
+from tl_posdisent.maths.plane import positional_symbolic_qk
+
+from .layers import check_burn_in, rotary_layers, rotary_specs
+
+
+def positional_symbolic(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    *,
+    layers: Iterable[int] | None = None,
+    by_subspace: bool = False,
+    burn_in: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """How far each head's scores stay with the place (*positional*) or travel with the keys (*symbolic*).
+
+    Exact, where the paper samples permutations: see ``positional_symbolic_qk``. One forward pass, no score matrix.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike, with rotary embeddings.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        layers: default all.
+        by_subspace: one row per rotary subspace besides, for the scores of that subspace alone.
+        burn_in: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
+            unlike all other keys.
+        progress: show a bar.
+
+    Returns:
+        One row per text, layer and head (and subspace): ``batch``, ``layer``, ``head``, (``subspace``, ``frequency``,)
+        ``positional`` and ``symbolic``, each 0 … 1, their sum at most 1.
+
+    Raises:
+        ValueError: unusable tokens or layers; ``burn_in`` that leaves fewer than two positions; a layer without
+            rotary embeddings.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, positional_symbolic
+        >>> table = positional_symbolic(load_demo_model(), demo_tokens(length=64), layers=[0, 4], progress=False)
+        >>> len(table), bool((table["positional"] + table["symbolic"] <= 1).all())
+        (16, True)
+    """
+    specs = rotary_specs(model, layers, "positional_symbolic")
+    tokens = check_tokens(model, tokens)
+    check_burn_in(burn_in, tokens.shape[1], leave=2)
+    tables = []
+    for layer, rotary, _, q, k in rotary_layers(model, tokens, specs, burn_in=burn_in, progress=progress):
+        table = positional_symbolic_qk(q, k, rotary).to_frame(by_subspace=by_subspace)
+        table.insert(1, "layer", layer)
+        tables.append(table)
+    return pd.concat(tables, ignore_index=True)
