@@ -13,7 +13,7 @@ OFFLINE = HF_HUB_OFFLINE=1
 # One process per core, one thread per process. An ARGS of your own is appended: make test ARGS='-k additive'
 PYTEST = -m pytest -n $(WORKERS) $(ARGS)
 
-.PHONY: help demo test test-tl4 lint format types docs clean distclean
+.PHONY: help demo test test-tl4 lint format types docs bench clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,10 @@ types: .venv/dev.stamp ## mypy, strict
 docs: .venv/docs.stamp ## the documentation, into docs/_build/html; a warning is an error
 	$(OFFLINE) .venv/bin/python -m sphinx -W --keep-going -q docs docs/_build/html
 
+bench: .venv/bench.stamp ## all benchmarks: tables on the screen, JSON in out/bench/
+	for script in dense_fit dense_limit linear_fit controlled plane whole_model; do \
+	    $(OFFLINE) .venv/bin/python benchmarks/$$script.py || exit 1; done
+
 clean: ## remove results, builds and caches
 	rm -rf out build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -62,6 +66,11 @@ distclean: clean ## the same, and both environments
 .venv/dev.stamp: .venv/run.stamp
 	@echo "Installing the tools for tests and checks into .venv."
 	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[dev]'
+	touch $@
+
+.venv/bench.stamp: .venv/run.stamp
+	@echo "Installing what the benchmarks measure against into .venv."
+	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[bench]'
 	touch $@
 
 .venv/docs.stamp: .venv/run.stamp

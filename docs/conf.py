@@ -57,13 +57,24 @@ def insert_notebooks(app: Any, name: str, content: list[str]) -> None:
         content[0] = content[0].replace(comment, notebook_as_markdown(file))
 
 
-def keep_names_together(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """``a, b: text`` under Attributes is about both; Sphinx would take the first for the type of the second."""
+def as_restructured_text(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are written to be read in an editor; two of their habits mean something else to Sphinx.
+
+    ``|x|`` is a size and no substitution, and ``a, b: text`` under Attributes is about both, where Sphinx would take
+    the first for the type of the second.
+    """
+    paragraphs = "\n".join(lines).split("\n\n")
+    for n, paragraph in enumerate(paragraphs):
+        if ">>>" not in paragraph:
+            parts = re.split("(``.*?``)", paragraph, flags=re.DOTALL)  # every other one is code
+            parts[::2] = [part.replace("|", "\\|") for part in parts[::2]]
+            paragraphs[n] = "".join(parts)
+    lines[:] = "\n\n".join(paragraphs).split("\n")
     if what == "class":
         lines[:] = [re.sub(r"^ +\w+(, \w+)+(?=: )", lambda m: m[0].replace(", ", ","), line) for line in lines]
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", keep_names_together, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", as_restructured_text, priority=400)  # before napoleon
     app.connect("source-read", insert_notebooks)

@@ -237,8 +237,7 @@ def narrow(kind: str, name: str, dtype: torch.dtype, small: float = 1.0) -> Any:
     return model
 
 
-@SIXTEEN
-@pytest.mark.parametrize("small", [1.0, 0.1], ids=["trained", "initial"])
+@pytest.mark.parametrize(("small", "dtype"), [(0.1, torch.bfloat16), (1.0, torch.float16)], ids=["initial", "trained"])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "qwen3", "gptj", "codegen", "gemma2", "opt"))
 def test_facts_in_sixteen_bits(kind: str, name: str, small: float, dtype: torch.dtype, shared_model: Any) -> None:
     """At initialisation scores are within 0.03 of 0, and 16 bits leave little to tell explanations apart by."""

@@ -49,7 +49,7 @@ def test_a_tool_that_does_something_else_is_noticed() -> None:
 
 def test_api_page_has_every_public_name_once() -> None:
     page = (DOCS / "api.md").read_text(encoding="utf-8")
-    named = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", page, re.MULTILINE)
+    named = re.findall(r"^\.\. auto(?:function|class|data):: (\w+)$", page, re.MULTILINE)
     assert sorted(named) == sorted(tl_posdisent.__all__)
 
 

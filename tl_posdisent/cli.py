@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,10 +66,8 @@ def _load(model: str, text: Path | None, backend: str, length: int | None, texts
     if text is None and model != "demo":
         raise ValueError("--text is needed: only the demo model brings its own")
     words = demo_text() if text is None else text.read_text(encoding="utf-8")
-    if model == "demo":
-        loaded = load_demo_model(backend=backend)  # type: ignore[arg-type]
-    else:
-        loaded = load_model(model, backend=backend)  # type: ignore[arg-type]
+    load = load_demo_model if model == "demo" else partial(load_model, model)
+    loaded: Any = load(backend=backend)  # type: ignore[arg-type]
     if getattr(loaded, "tokenizer", None) is None:
         raise ValueError(f"{model} has no tokenizer, so it cannot read text")
     length = length or min(loaded.cfg.n_ctx, 512)
@@ -125,7 +124,7 @@ def _show(table: Any, title: str) -> None:
 
     console = Console()
     trained, chance = table[table["weights"] == "trained"], table[table["weights"] != "trained"]
-    by_head = trained.groupby(["layer", "head"])["r"].mean().unstack()
+    by_head = trained.pivot_table(values="r", index="layer", columns="head", aggfunc="mean")
     shown = by_head
     if len(by_head.columns) > _HEADS_SHOWN:
         shown = pd.DataFrame({"lowest": by_head.min(axis=1), "highest": by_head.max(axis=1)})

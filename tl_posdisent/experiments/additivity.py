@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 import pandas as pd
@@ -67,13 +68,13 @@ def additivity(
             f"shape {tuple(mask.shape)}"
         )
     tables = []
-    layers_of_run = stream(model, tokens, specs, vectors=False)
-    for layer in tqdm(layers_of_run, total=len(specs), desc="layers", disable=not progress):
-        assert layer.scores is not None
-        fit = fit_additive(layer.scores, pool=pool, **_cells(layer.spec, mask, tokens.shape[1]))
-        table = fit.to_frame()
-        table.insert(list(table.columns).index("head"), "layer", layer.layer)
-        tables.append(table)
+    with closing(stream(model, tokens, specs, vectors=False)) as run:
+        for layer in tqdm(run, total=len(specs), desc="layers", disable=not progress):
+            assert layer.scores is not None
+            fit = fit_additive(layer.scores, pool=pool, **_cells(layer.spec, mask, tokens.shape[1]))
+            table = fit.to_frame()
+            table.insert(list(table.columns).index("head"), "layer", layer.layer)
+            tables.append(table)
     return pd.concat(tables, ignore_index=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import pandas as pd
@@ -13,6 +13,8 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.lens.control import random_control
 from tl_posdisent.lens.run import check_tokens
+from tl_posdisent.maths.interactions import INTERACTIONS
+from tl_posdisent.maths.variance import Numbers
 
 from .additivity import additivity
 from .controlled import controlled_distance
@@ -29,7 +31,7 @@ def trained_vs_random(
     *,
     seeds: Iterable[int] = (0, 1, 2),
     by: Literal["head", "layer"] = "head",
-    distances: Sequence[float] | Tensor | None = None,
+    distances: Numbers | None = None,
     layers: Iterable[int] | None = None,
     burn_in: int = 0,
     progress: bool = True,
@@ -39,9 +41,11 @@ def trained_vs_random(
     The measures, with the function that has more to say about each:
 
     * ``r`` of the three-axis fit of the scores as they are in the text (``additivity``; mean over texts);
-    * ``r_three_axis``, ``r_two_axis`` and the share ``distance:key`` at controlled distances (``controlled_distance``);
-    * ``bound``, how large that share could be at most, going by what each subspace turns and by how much its keys vary
-      (``interaction_bound``, ``separate``): a share of the variance like it, but not bound to be below 1;
+    * ``r_three_axis``, ``r_two_axis`` and the shares that break additivity, ``distance:key`` and
+      ``distance:query:key``, at controlled distances (``controlled_distance``);
+    * ``bound``, how large ``distance:key`` could be at most, going by how much each subspace turns and its keys vary
+      (``interaction_bound``, ``separate``): a share of the variance too, but it can exceed 1. Random queries are next
+      to 0 on average, and so is this bound: what they break is ``distance:query:key``;
     * ``positional`` and ``symbolic`` (``positional_symbolic``; mean over texts);
     * ``concentration``, of the keys' phases, mean over the rotary subspaces (``subspace_patterns``).
 
@@ -93,7 +97,7 @@ def _measure(
     model: Any,
     tokens: Int[Tensor, "batch pos"],
     *,
-    distances: Sequence[float] | Tensor | None,
+    distances: Numbers | None,
     layers: list[int] | None,
     burn_in: int,
 ) -> pd.DataFrame:
@@ -108,7 +112,7 @@ def _measure(
     return pd.DataFrame(
         {
             "r": observed["r"].mean(),
-            **{name: controlled[name] for name in ("r_three_axis", "r_two_axis", "distance:key")},
+            **{name: controlled[name] for name in ("r_three_axis", "r_two_axis", *INTERACTIONS)},
             "bound": patterns["spread"].sum(min_count=1) ** 2,
             **{name: plane[name].mean() for name in ("positional", "symbolic")},
             "concentration": patterns["key_concentration"].mean(),

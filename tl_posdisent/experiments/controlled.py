@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 import pandas as pd
@@ -18,7 +19,7 @@ from tl_posdisent.maths.additive import fit_additive
 from tl_posdisent.maths.additive_fit import AdditiveFit
 from tl_posdisent.maths.moments import Moments
 from tl_posdisent.maths.tables import index_columns
-from tl_posdisent.maths.variance import decompose
+from tl_posdisent.maths.variance import Numbers, decompose
 
 from .layers import check_burn_in, rotary_layers, rotary_specs
 
@@ -27,7 +28,7 @@ def controlled_distance(
     model: Any,
     tokens: Int[Tensor, "batch pos"] | str,
     *,
-    distances: Sequence[float] | Tensor | None = None,
+    distances: Numbers | None = None,
     layers: Iterable[int] | None = None,
     burn_in: int = 0,
     progress: bool = True,
@@ -65,10 +66,11 @@ def controlled_distance(
     check_burn_in(burn_in, tokens.shape[1])
     at = range(tokens.shape[1]) if distances is None else distances
     tables = []
-    for layer, rotary, scale, q, k in rotary_layers(model, tokens, specs, burn_in=burn_in, progress=progress):
-        table = decompose(Moments.from_qk(q, k, rotary), at, scale=scale).to_frame()
-        table.insert(0, "layer", layer)
-        tables.append(table)
+    with closing(rotary_layers(model, tokens, specs, burn_in=burn_in, progress=progress)) as run:
+        for layer, rotary, scale, q, k in run:
+            table = decompose(Moments.from_qk(q, k, rotary), at, scale=scale).to_frame()
+            table.insert(0, "layer", layer)
+            tables.append(table)
     return pd.concat(tables, ignore_index=True)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.lens.attention import AttentionSpec, read_layers
+from tl_posdisent.lens.attention import AttentionSpec, read_rotary_layers
 from tl_posdisent.lens.capture import stream
 from tl_posdisent.maths.rotary import Rotary
 
@@ -26,9 +27,8 @@ class RotaryLayer(NamedTuple):
 
 def rotary_specs(model: Any, layers: Iterable[int] | None, tool: str) -> list[AttentionSpec]:
     """Layers that ``tool`` can work on, or an error that says which cannot."""
-    specs = read_layers(model, layers)
+    specs = read_rotary_layers(model, layers, tool)
     for spec in specs:
-        spec.require_rotary(tool)
         spec.require_scale()
     return specs
 
@@ -41,12 +41,15 @@ def check_burn_in(burn_in: int, length: int, *, leave: int = 1) -> None:
 
 def rotary_layers(
     model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], *, burn_in: int, progress: bool
-) -> Iterator[RotaryLayer]:
-    """One forward pass without score matrices, one layer in memory; the first ``burn_in`` positions left out."""
-    layers = stream(model, tokens, specs, scores=False)
-    for layer in tqdm(layers, total=len(specs), desc="layers", disable=not progress):
-        assert layer.q is not None
-        assert layer.k is not None
-        assert layer.spec.rotary is not None
-        scale = layer.spec.require_scale()
-        yield RotaryLayer(layer.layer, layer.spec.rotary, scale, layer.q[:, burn_in:], layer.k[:, burn_in:])
+) -> Generator[RotaryLayer, None, None]:
+    """One forward pass without score matrices, one layer in memory; the first ``burn_in`` positions left out.
+
+    Close it: the pass waits in a thread of its own until it is used up or closed.
+    """
+    with closing(stream(model, tokens, specs, scores=False)) as run:
+        for layer in tqdm(run, total=len(specs), desc="layers", disable=not progress):
+            assert layer.q is not None
+            assert layer.k is not None
+            assert layer.spec.rotary is not None
+            scale = layer.spec.require_scale()
+            yield RotaryLayer(layer.layer, layer.spec.rotary, scale, layer.q[:, burn_in:], layer.k[:, burn_in:])

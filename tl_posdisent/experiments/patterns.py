@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 import pandas as pd
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.lens.run import check_tokens
 from tl_posdisent.maths.subspaces import subspace_patterns_qk
+from tl_posdisent.maths.variance import Numbers
 
 from .layers import check_burn_in, rotary_layers, rotary_specs
 
@@ -19,7 +21,7 @@ def subspace_patterns(
     model: Any,
     tokens: Int[Tensor, "batch pos"] | str,
     *,
-    distances: Sequence[float] | Tensor | None = None,
+    distances: Numbers | None = None,
     layers: Iterable[int] | None = None,
     burn_in: int = 0,
     progress: bool = True,
@@ -62,8 +64,9 @@ def subspace_patterns(
     check_burn_in(burn_in, tokens.shape[1])
     at = range(tokens.shape[1]) if distances is None else distances
     tables = []
-    for layer, rotary, scale, q, k in rotary_layers(model, tokens, specs, burn_in=burn_in, progress=progress):
-        table = subspace_patterns_qk(q, k, rotary, at, scale=scale).to_frame()
-        table.insert(0, "layer", layer)
-        tables.append(table)
+    with closing(rotary_layers(model, tokens, specs, burn_in=burn_in, progress=progress)) as run:
+        for layer, rotary, scale, q, k in run:
+            table = subspace_patterns_qk(q, k, rotary, at, scale=scale).to_frame()
+            table.insert(0, "layer", layer)
+            tables.append(table)
     return pd.concat(tables, ignore_index=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 import pandas as pd
@@ -55,8 +56,9 @@ def positional_symbolic(
     tokens = check_tokens(model, tokens)
     check_burn_in(burn_in, tokens.shape[1], leave=2)
     tables = []
-    for layer, rotary, _, q, k in rotary_layers(model, tokens, specs, burn_in=burn_in, progress=progress):
-        table = positional_symbolic_qk(q, k, rotary).to_frame(by_subspace=by_subspace)
-        table.insert(1, "layer", layer)
-        tables.append(table)
+    with closing(rotary_layers(model, tokens, specs, burn_in=burn_in, progress=progress)) as run:
+        for layer, rotary, _, q, k in run:
+            table = positional_symbolic_qk(q, k, rotary).to_frame(by_subspace=by_subspace)
+            table.insert(1, "layer", layer)
+            tables.append(table)
     return pd.concat(tables, ignore_index=True)

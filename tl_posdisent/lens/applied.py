@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from .attention import n_layers
 from .run import Hook
 
 
@@ -27,7 +28,8 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         The model itself.
 
     Raises:
-        ValueError: hooks that are no such list; names that the model does not have.
+        ValueError: hooks that are no such list; names that the model does not have; a model that is not
+            TransformerLens's.
         RuntimeError: at the end of the block, names of hooks that never fired (unless an exception is on its way).
 
     Example:
@@ -39,11 +41,14 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         >>> bool((plain - lying).abs().max() > 0.1), bool((model(tokens) == plain).all())
         (True, True)
     """
-    hooks = list(hooks)
+    n_layers(model)
+    if not isinstance(hooks, Iterable):
+        raise ValueError(f"hooks must be a list of (hook name, function), got {hooks!r}")
+    hooks, there = list(hooks), model.hook_dict
     for hook in hooks:
         if not (isinstance(hook, tuple) and len(hook) == 2 and isinstance(hook[0], str) and callable(hook[1])):
             raise ValueError(f"hooks must be a list of (hook name, function), got {hook!r} in it")
-        if hook[0] not in model.hook_dict:
+        if hook[0] not in there:
             raise ValueError(f"hooks names {hook[0]!r}, which the model does not have")
     fired = [0] * len(hooks)
 

@@ -75,6 +75,12 @@ class AttentionSpec:
         pattern, z, v: the hooks that fire, else None.
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
+
+    Example:
+        >>> from tl_posdisent import load_demo_model, read_attention
+        >>> spec = read_attention(load_demo_model(), 2)
+        >>> spec.key_head(7), spec.mask(3).tolist()
+        (3, [[True, False, False], [True, True, False], [True, True, True]])
     """
 
     layer: int
@@ -199,6 +205,16 @@ def read_layers(model: Any, layers: Iterable[int] | None = None) -> list[Attenti
     from .probe import probe
 
     return probe(model, select("layers", layers, n_layers(model)))
+
+
+def read_rotary_layers(model: Any, layers: Iterable[int] | None, tool: str) -> list[AttentionSpec]:
+    """The layers asked for, in which ``tool`` must find a rotation that it can change; by default all that rotate."""
+    specs = read_layers(model, layers)
+    if layers is None:  # some models leave positions out of some layers
+        specs = [s for s in specs if s.rotary is not None or s.no_rotation or s.problem] or specs[:1]
+    for spec in specs:
+        spec.require_rotary(tool)
+    return specs
 
 
 def n_layers(model: Any) -> int:

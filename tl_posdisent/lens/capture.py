@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,11 @@ class Captured:
         q_rot, k_rot: the same after rotation.
         scores: ``[batch, head, query, key]``, logits before the softmax, scale and soft cap included; outside the
             mask (``spec.mask(length)``) they may hold anything.
+
+    Example:
+        >>> from tl_posdisent import capture, demo_tokens, load_demo_model
+        >>> next(capture(load_demo_model(), demo_tokens(length=8), layers=[1], scores=False))
+        Captured(layer 1: q (1, 8, 8, 16), k (1, 8, 4, 16), q_rot (1, 8, 8, 16), k_rot (1, 8, 4, 16))
     """
 
     layer: int
@@ -56,7 +61,7 @@ def capture(
     *,
     layers: Iterable[int] | None = None,
     scores: bool = True,
-) -> Iterator[Captured]:
+) -> Generator[Captured, None, None]:
     """Run the model once and yield each layer's queries, keys and scores while it waits.
 
     Every layer is checked as it comes: scores recomputed from the queries, the keys and the rotation that was read
@@ -69,7 +74,8 @@ def capture(
         scores: False leaves the score matrices out (and their memory).
 
     Yields:
-        ``Captured``, one per layer. Do not keep them all unless they fit.
+        ``Captured``, one per layer. Do not keep them all unless they fit. A loop that is left early ends the run; so
+        does ``close()``, where the generator has a name of its own.
 
     Raises:
         ValueError: unusable tokens or layers; a layer whose scores cannot be recomputed from queries and keys
@@ -96,7 +102,7 @@ def stream(
     *,
     scores: bool = True,
     vectors: bool = True,
-) -> Iterator[Captured]:
+) -> Generator[Captured, None, None]:
     """``capture`` for layers already read.
 
     Without ``vectors``, and in layers whose scores cannot be recomputed, the scores come as they are, whatever hooks

@@ -57,7 +57,7 @@ def _reinitialised(model: Any, seed: int) -> Any:
     with torch.no_grad():
         for name, parameter in fresh.named_parameters():
             last = name.rsplit(".", 1)[-1]
-            if last.startswith("b_") or last in ("b", "bias"):
+            if last.lstrip("_").startswith("b_") or last in ("b", "bias"):  # grouped keys have `_b_K`
                 parameter.zero_()
             elif parameter.ndim == 1 and last in ("w", "weight"):
                 parameter.fill_(1.0)

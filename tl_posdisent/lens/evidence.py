@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,18 +25,20 @@ Seen = dict[str, Tensor]
 def listen(model: Any, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = ()) -> dict[int, Seen]:
     """One forward pass, with edits if there are any: what fired in each of the layers, after the edits."""
     seen: dict[int, Seen] = {layer: {} for layer in layers}
-
-    def recorder(layer: int, short: str) -> Hook:
-        def record(x: Tensor, hook: Any) -> None:
-            if isinstance(x, Tensor):
-                seen[layer][short] = x.detach().clone()
-
-        return hook_name(layer, short), record
-
     there = model.hook_dict
-    recorders = [recorder(layer, short) for layer in layers for short in _LISTEN if hook_name(layer, short) in there]
+    recorders = [
+        (name, partial(_record, seen[layer], short))
+        for layer in layers
+        for short in _LISTEN
+        if (name := hook_name(layer, short)) in there
+    ]
     run(model, tokens, [*edits, *recorders])
     return seen
+
+
+def _record(seen: Seen, short: str, x: Any, hook: Any) -> None:
+    if isinstance(x, Tensor):
+        seen[short] = x.detach().clone()
 
 
 def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
@@ -61,9 +64,7 @@ def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:
     return torch.equal(visible, layer.mask(len(visible), visible.device))
 
 
-def misfit(
-    spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]
-) -> float:
+def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]) -> float:
     """Largest error of the scores (of the pattern, if that is all that fires) that rotated queries and keys predict.
 
     In units of what rounding explains: an explanation is acceptable up to 1.

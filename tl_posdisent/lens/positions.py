@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tl_posdisent.maths.cells import cell_distances
 
-from .attention import AttentionSpec, read_layers, select
+from .attention import read_rotary_layers, select
 from .lies import Lie, Place, lie_hooks
 from .pairs import Distances, pair_hooks
 from .run import Hook
@@ -64,7 +64,7 @@ def swap_positions(
 
     place = _fixed(given, "positions")
     texts = len(given) if given.ndim == 2 else 1
-    return lie_hooks(_rotary_layers(model, layers, "swap_positions"), Lie(place, place, texts), heads)
+    return lie_hooks(read_rotary_layers(model, layers, "swap_positions"), Lie(place, place, texts), heads)
 
 
 def dummy_distance(
@@ -103,7 +103,7 @@ def dummy_distance(
         return lambda length, device: torch.full((length,), float(value), dtype=torch.float64, device=device)
 
     lie = Lie(all_at(distance), all_at(0))
-    return lie_hooks(_rotary_layers(model, layers, "dummy_distance"), lie, heads)
+    return lie_hooks(read_rotary_layers(model, layers, "dummy_distance"), lie, heads)
 
 
 def remap_distance(
@@ -144,7 +144,7 @@ def remap_distance(
         >>> bool((model.run_with_hooks(tokens, fwd_hooks=hooks) - same).abs().max() > 0.01)
         True
     """
-    specs = _rotary_layers(model, layers, "remap_distance")
+    specs = read_rotary_layers(model, layers, "remap_distance")
     if isinstance(distances, Tensor):
         matrix = _real_tensor("distances", distances, finite=False)
         if matrix.ndim not in (2, 3, 4) or matrix.numel() == 0:
@@ -161,16 +161,6 @@ def remap_distance(
         return lie_hooks(specs, lie, heads)
     chosen = select("heads", heads, specs[0].n_heads)
     return [hook for spec in specs for hook in pair_hooks(spec, chosen, pairs)]
-
-
-def _rotary_layers(model: Any, layers: Iterable[int] | None, tool: str) -> list[AttentionSpec]:
-    """The layers asked for, which must rotate; by default all that do."""
-    specs = read_layers(model, layers)
-    if layers is None:  # some models leave positions out of some layers
-        specs = [s for s in specs if s.rotary is not None or s.no_rotation or s.problem] or specs[:1]
-    for spec in specs:
-        spec.require_rotary(tool)
-    return specs
 
 
 def _fixed(positions: Tensor, what: str) -> Place:

@@ -53,7 +53,12 @@ def at_rest(model: Any) -> Iterator[None]:
     """The bare model for the duration: evaluation mode, no hooks of the user's, and silence about edits that have no
     effect (that is being found out)."""
     # A bridge lists the parts that it knows, and not all of the model that it wraps.
-    parts = [part for whole in (model, getattr(model, "original_model", None)) if whole is not None for part in whole.modules()]
+    parts = [
+        part
+        for whole in (model, getattr(model, "original_model", None))
+        if whole is not None
+        for part in whole.modules()
+    ]
     training = [part for part in parts if part.training]
     hooks = {id(point): (point, OrderedDict(point._forward_hooks)) for point in model.hook_dict.values()}
     try:

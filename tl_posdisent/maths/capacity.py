@@ -30,8 +30,9 @@ class RopeCapacity:
             profile, times the model's scale and the square of its attention factor.
         intercept: a constant that the softmax does not see; 0 unless asked for.
         ridge: the price of size that was paid.
-        condition: largest over smallest singular value of the basis, infinite where a function of it is 0 or said
-            twice. Beyond 1e8 or so, coefficients without a ridge are huge and cancel each other.
+        condition: largest over smallest singular value of the basis; infinite with fewer distances than real
+            coefficients, and about 1e16 or infinite where ``rank`` is short. Where it is large, coefficients without a
+            ridge are large and cancel each other.
         rank: how many of the 2 · subspace real coefficients the distances can tell apart in float64.
         frequencies: ``[subspace]``, θ in radians per position.
 
@@ -41,7 +42,7 @@ class RopeCapacity:
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> nearer = [1 - d / 30 for d in range(30)]
         >>> rope_capacity(rotary, range(30), nearer, intercept=True)
-        RopeCapacity of 2 frequencies for 30 distances: r² 0.989
+        RopeCapacity of 2 frequencies for 30 distances: r² 0.9891
           norm 0.414, condition 2.64, rank 4 of 4
     """
 
@@ -152,13 +153,14 @@ def rope_capacity(
     u, s, v = torch.linalg.svd((basis - centre) / math.sqrt(len(d)), full_matrices=False)
     kept = s > torch.finfo(s.dtype).eps * max(basis.shape) * s[0]
     inverse = torch.where(kept, s / (s**2 + ridge), 0.0)
-    x = v.mT @ (inverse * (u.mT @ (y - level) / math.sqrt(len(d))))
+    along = u.mT @ (y - level)
+    x = v.mT @ (inverse * along) / math.sqrt(len(d))
     constant = level - centre @ x
     smallest = s[-1].item() if basis.shape[1] <= len(d) else 0.0
     return RopeCapacity(
         distances=d,
         target=y,
-        fitted=basis @ x + constant,
+        fitted=u @ (s * inverse * along) + level,  # the projection itself: large coefficients cost digits
         coefficients=torch.complex(*x.chunk(2)),
         intercept=constant.item(),
         ridge=float(ridge),

@@ -4,9 +4,9 @@ Plain scores are inner products of rotated queries and keys, and all that the fi
 had from the vectors: row and column sums from cumulative sums, sums along diagonals by a Fourier transform, the sum of
 squares from Gram matrices of blocks of keys.
 
-Means first leave the vectors. With ``u = q - q̄`` and ``v = k - k̄`` the score is ``u_i·v_j + q_i·k̄ + q̄·v_j``, whose last
-two terms are a query and a key component already: their marginals are known exactly, and nothing large is left to cancel
-in the squares however nearly additive the scores are.
+Means first leave the vectors. With ``u = q - q̄`` and ``v = k - k̄`` the score is ``u_i·v_j + q_i·k̄ + q̄·v_j``, whose
+last two terms are a query and a key component already: their marginals are known exactly, and nothing large is left to
+cancel in the squares however nearly additive the scores are.
 """
 
 from __future__ import annotations

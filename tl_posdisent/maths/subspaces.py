@@ -199,9 +199,10 @@ def _magnitudes(x: Float64[Tensor, "part head d_head"], rotary: Rotary) -> Float
 
 
 def _turn(moments: Moments, distances: Numbers, weights: Numbers | None, n: int) -> Float64[Tensor, "subspace"]:
-    """Standard deviation of ``exp(i θ d)``, about its mean so that small ones keep their digits."""
+    """Standard deviation of ``exp(i θ d)``; of what stands still, exactly 0."""
     d, w = check_distances(moments, distances, weights)
-    points = torch.view_as_real(torch.polar(torch.ones_like(angle := moments.rotary.angles(d)), angle))
-    w = (w / w.sum())[:, None, None]
+    angle = moments.rotary.angles(d)
+    points = torch.stack([angle.cos(), angle.sin()], -1)
+    points, w = points - points[0], (w / w.sum())[:, None, None]
     variance = (w * (points - (w * points).sum(0)) ** 2).sum((0, -1))
     return torch.nn.functional.pad(variance.sqrt(), (0, n - len(variance)))

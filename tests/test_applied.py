@@ -1,0 +1,149 @@
+"""Interventions that happened, and a model that is as before."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from torch import Tensor
+
+from tl_posdisent import applied, dummy_distance, swap_positions
+
+TOKENS = zoo.random_tokens()
+Q, Z, LATE = "blocks.0.attn.hook_q", "blocks.0.attn.hook_z", "blocks.1.attn.hook_z"
+CASES = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+
+
+def double(x: Tensor, hook: Any) -> Tensor:
+    return 2 * x
+
+
+def run(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+@CASES
+def test_the_block_sees_the_hooks_and_nothing_after_it_does(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain = run(model)
+    with applied(model, [(Z, double), (LATE, functools.partial(double))]) as inside:
+        assert inside is model
+        changed = run(inside)
+        assert torch.equal(run(inside), changed)
+    assert not torch.equal(changed, plain)
+    assert torch.equal(run(model), plain)
+    with torch.no_grad():
+        assert torch.equal(model.run_with_hooks(TOKENS, fwd_hooks=[(Z, double), (LATE, double)]), changed)
+
+
+@CASES
+def test_hooks_act_in_their_order(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    order: list[str] = []
+    hooks = [(Z, lambda x, hook, n=n: order.append(f"{hook.name.split('.')[1]} {n}")) for n in range(3)]
+    with applied(model, hooks):
+        run(model)
+    assert order == ["0 0", "0 1", "0 2"]
+
+
+@CASES
+def test_idle_hooks_are_named(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    idle = [hook for hook in ("blocks.0.attn.hook_rot_q", "blocks.1.attn.hook_rot_k") if kind == "bridge"]
+    if name == "gptj" and kind == "bridge":  # they exist and never fire
+        with pytest.raises(RuntimeError, match=f"these hooks never fired.*: {idle[0]}, {idle[1]}$"):  # noqa: SIM117
+            with applied(model, [(idle[0], double), (Z, double), (idle[1], double)]):
+                run(model)
+    with pytest.raises(RuntimeError, match=f"never fired, so nothing was changed there: {LATE}$"):  # noqa: SIM117
+        with applied(model, [(Z, double), (LATE, double)]):
+            model(TOKENS, stop_at_layer=1)
+
+
+@CASES
+def test_a_block_in_which_the_model_does_not_run(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    with pytest.raises(RuntimeError, match=f"{Q}, {Z}; was the model run inside the block"):  # noqa: SIM117
+        with applied(model, [(Q, double), (Z, double)]):
+            pass
+    with applied(model, []) as inside:
+        assert inside is model
+
+
+@CASES
+@pytest.mark.parametrize("error", [ZeroDivisionError("mine"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+def test_exceptions_pass_unchanged(kind: str, name: str, error: BaseException, shared_model: Any) -> None:
+    """Idle hooks are not reported over them."""
+    model = shared_model(kind, name)
+    plain = run(model)
+    with pytest.raises(type(error)) as caught:  # noqa: SIM117
+        with applied(model, [(Z, double)]):
+            raise error
+    assert caught.value is error
+    assert torch.equal(run(model), plain)
+
+    def fail(x: Tensor, hook: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught, applied(model, [(Z, double), (LATE, fail)]):
+        run(model)
+    assert caught.value is error
+    assert torch.equal(run(model), plain)
+
+
+@CASES
+def test_hooks_of_the_user_survive(kind: str, name: str) -> None:
+    model = zoo.load(kind, name)
+    plain = run(model)
+    model.hook_dict[Z].add_hook(double)
+    doubled = run(model)
+    assert not torch.equal(doubled, plain)
+    with applied(model, [(Z, double)]):
+        assert not torch.equal(run(model), doubled)
+    assert torch.equal(run(model), doubled)
+    with pytest.raises(RuntimeError, match="never fired"), applied(model, [(Z, double)]):
+        pass
+    assert torch.equal(run(model), doubled)
+
+
+@CASES
+def test_blocks_within_blocks(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain = run(model)
+    outer, inner = dummy_distance(model, 3, layers=[0]), swap_positions(model, torch.arange(12).flip(0), layers=[1])
+    with applied(model, outer):
+        alone = run(model)
+        with applied(model, inner):
+            both = run(model)
+        assert torch.equal(run(model), alone)
+    assert torch.equal(run(model), plain)
+    with applied(model, outer + inner):
+        assert torch.equal(run(model), both)
+    assert len({x.sum().item() for x in (plain, alone, both)}) == 3
+
+
+@CASES
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ([("blocks.0.attn.hook_w", double)], r"hooks names 'blocks\.0\.attn\.hook_w', which the model does not have"),
+        ([("blocks.9.attn.hook_q", double)], r"hooks names 'blocks\.9\.attn\.hook_q', which the model does not have"),
+        ([(lambda name: True, double)], r"hooks must be a list of \(hook name, function\), got \(<function"),
+        ([Q], rf"hooks must be a list of \(hook name, function\), got '{Q}' in it"),
+        ([(Q, 3)], rf"hooks must be a list of \(hook name, function\), got \('{Q}', 3\) in it"),
+        ([(Q, double, 1)], r"hooks must be a list of \(hook name, function\), got"),
+        ((Q, double), r"hooks must be a list of \(hook name, function\), got 'blocks"),
+        (None, r"hooks must be a list of \(hook name, function\), got None"),
+        (3, r"hooks must be a list of \(hook name, function\), got 3"),
+    ],
+)
+def test_what_is_no_list_of_hooks(kind: str, name: str, hooks: Any, message: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    with pytest.raises(ValueError, match=message), applied(model, hooks):
+        run(model)
+    with pytest.raises(ValueError, match="model must be a HookedTransformer"), applied(torch.nn.Linear(2, 2), []):
+        pass

@@ -1,0 +1,250 @@
+"""Controlled distance at a model: against the dense tensor of its queries and keys, its hooks, and known figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import stories, zoo
+from support.every_distance import all_scores, effects
+from torch import Tensor
+
+from tl_posdisent import (
+    EFFECTS,
+    capture,
+    controlled_distance,
+    dummy_distance,
+    dummy_distance_check,
+    fit_additive,
+    random_control,
+    read_attention,
+)
+
+Model = Callable[[str, str], Any]
+CASES = zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2")
+TOKENS = zoo.random_tokens(length=10, batch=2)
+
+
+def dense(model: Any, layer: int, distances: Any, burn_in: int = 0) -> Tensor:
+    """``W[head, distance, query, key]`` from one layer's captured queries and keys."""
+    (seen,) = capture(model, TOKENS, layers=[layer], scores=False)
+    return all_scores(seen.q[:, burn_in:], seen.k[:, burn_in:], seen.spec.rotary, distances, seen.spec.scale)
+
+
+def rows(table: pd.DataFrame, layer: int, column: str) -> Tensor:
+    """One column of one layer, by head."""
+    return torch.tensor(table[table["layer"] == layer].sort_values("head")[column].tolist())
+
+
+# --- controlled_distance ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_equals_the_dense_tensor(kind: str, name: str, shared_model: Model) -> None:
+    model, distances, burn_in = shared_model(kind, name), [0, 1, 2, 5, 40.5], 3
+    table = controlled_distance(model, TOKENS, distances=distances, burn_in=burn_in, progress=False)
+    n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
+    assert table[["layer", "head"]].values.tolist() == [[x, h] for x in range(n_layers) for h in range(n_heads)]
+    for layer in range(n_layers):
+        scores = dense(model, layer, distances, burn_in)
+        expected = effects(scores)
+        total = scores.var((1, 2, 3), correction=0)
+        torch.testing.assert_close(rows(table, layer, "total"), total.float(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(rows(table, layer, "mean"), scores.mean((1, 2, 3)).float(), rtol=1e-5, atol=1e-5)
+        for effect in EFFECTS:
+            share = (expected[effect] / total).float()
+            torch.testing.assert_close(rows(table, layer, effect), share, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_r_is_that_of_least_squares(kind: str, name: str, shared_model: Model) -> None:
+    """Both r against dummy variables: one for each distance, query, key; or each pair that the two-axis model has."""
+    model, distances = shared_model(kind, name), range(4)
+    table = controlled_distance(model, TOKENS[:1], distances=distances, layers=[1], progress=False)
+    (seen,) = capture(model, TOKENS[:1], layers=[1], scores=False)
+    scores = all_scores(seen.q, seen.k, seen.spec.rotary, distances, seen.spec.scale)
+    d, i, j = (x.flatten() for x in torch.meshgrid(*map(torch.arange, scores.shape[1:]), indexing="ij"))
+    one_hot = torch.nn.functional.one_hot
+    for column, parts in (("r_three_axis", (d, i, j)), ("r_two_axis", (i * 4 + d, i * 10 + j))):
+        design = torch.cat([one_hot(part) for part in parts], -1).double()
+        y = scores.flatten(1).T
+        fitted = design @ torch.linalg.lstsq(design, y, driver="gelsd").solution
+        r = [torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(y.T, fitted.T, strict=True)]
+        torch.testing.assert_close(rows(table, 1, column), torch.stack(r).float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "qwen3"))
+def test_each_distance_is_what_the_models_own_hooks_give(kind: str, name: str, shared_model: Model) -> None:
+    """The dense tensor is no invention: the model, with every pair put at distance d, computes its slices."""
+    model = shared_model(kind, name)
+    scores = dense(model, 1, [0, 3, 70])
+    for at, d in enumerate((0, 3, 70)):
+        with model.hooks(fwd_hooks=dummy_distance(model, d, layers=[1])):
+            seen = _scores(model)
+        mask = read_attention(model, 1).mask(10)
+        ours = torch.stack([scores[:, at, b * 10 : b * 10 + 10, b * 10 : b * 10 + 10] for b in range(2)]).float()
+        torch.testing.assert_close(seen[..., mask], ours[..., mask], rtol=1e-4, atol=1e-4)
+
+
+def _scores(model: Any) -> Tensor:
+    """Layer 1's scores under the hooks that the model has now."""
+    found = []
+    name = read_attention(model, 1).scores
+    with torch.no_grad():
+        model.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda x, hook: found.append(x.clone()))])
+    return found[0]
+
+
+def test_default_distances_are_those_of_the_text(shared_model: Model) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    by_default = controlled_distance(model, TOKENS, burn_in=4, progress=False)
+    pd.testing.assert_frame_equal(
+        by_default, controlled_distance(model, TOKENS, burn_in=4, distances=range(10), progress=False)
+    )
+
+
+def test_layers_are_independent(shared_model: Model, capfd: pytest.CaptureFixture[str]) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    every = controlled_distance(model, TOKENS, progress=False)
+    assert capfd.readouterr().err == ""
+    one = controlled_distance(model, TOKENS, layers=[1])
+    assert "layers" in capfd.readouterr().err
+    pd.testing.assert_frame_equal(one, every[every["layer"] == 1].reset_index(drop=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": [2]}, "layers must be integers from 0 to 1, got 2"),
+        ({"layers": []}, "layers must name at least one"),
+        ({"burn_in": 10}, "burn_in must be an integer from 0 to 9, got 10"),
+        ({"burn_in": -1}, "burn_in must be an integer from 0 to 9, got -1"),
+        ({"burn_in": True}, "burn_in must be an integer from 0 to 9, got True"),
+        ({"distances": []}, "distances must be one-dimensional and not empty"),
+        ({"distances": [1.0, math.inf]}, "distances must be finite real numbers"),
+        ({"tokens": torch.ones(2, 3, 4).long()}, "tokens must have shape"),
+        ({"tokens": "a text"}, "the model has no tokenizer"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_inputs(change: dict, message: str, shared_model: Model) -> None:
+    arguments = {"tokens": TOKENS, "progress": False} | change
+    with pytest.raises(ValueError, match=message):
+        controlled_distance(shared_model("bridge", "llama-gqa"), **arguments)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2"))
+@pytest.mark.parametrize("tool", [controlled_distance, dummy_distance_check])
+def test_without_rotation_the_architecture_is_named(kind: str, name: str, tool: Any, shared_model: Model) -> None:
+    with pytest.raises(ValueError, match=rf"{tool.__name__} needs rotary .* layer 0 of GPT2LMHeadModel has no rotary"):
+        tool(shared_model(kind, name), TOKENS, progress=False)
+
+
+# --- a trained model --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts() -> Tensor:
+    """Eight texts of 500 tokens that the stories model has written itself."""
+    return torch.cat([stories.sample_story(500, seed) for seed in range(8)])
+
+
+@pytest.mark.parametrize("kind", ["bridge", "hooked"])
+def test_stories_are_additive_and_their_random_copy_is_not(kind: str, texts: Tensor, shared_model: Model) -> None:
+    model = shared_model(kind, "stories")
+    trained = controlled_distance(model, texts, burn_in=50, progress=False)
+    assert len(trained) == 40
+    assert trained["r_two_axis"].mean() == pytest.approx(0.962, abs=0.01)
+    assert trained["r_three_axis"].mean() == pytest.approx(0.896, abs=0.015)
+    assert trained["r_two_axis"].min() > 0.86
+    assert trained["r_three_axis"].min() > 0.76
+    chance = controlled_distance(next(random_control(model)), texts, burn_in=50, progress=False)
+    assert 0.55 < chance["r_two_axis"].mean() < 0.66
+    assert 0.1 < chance["r_three_axis"].mean() < 0.35
+    assert (trained["r_three_axis"] > chance["r_three_axis"]).all()
+
+
+def test_both_classes_agree(texts: Tensor, shared_model: Model) -> None:
+    tables = [
+        controlled_distance(shared_model(kind, "stories"), texts[:2], burn_in=50, progress=False)
+        for kind in ("bridge", "hooked")
+    ]
+    pd.testing.assert_frame_equal(*tables, rtol=0, atol=1e-4)
+
+
+# --- dummy_distance_check ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox"))
+def test_mean_at_a_dummy_distance_is_that_of_the_dense_tensor(kind: str, name: str, shared_model: Model) -> None:
+    model, chosen = shared_model(kind, name), [0, 2, 9]
+    table = dummy_distance_check(model, TOKENS, distances=chosen, progress=False)
+    assert table.columns[:4].tolist() == ["batch", "layer", "head", "distance"]
+    assert len(table) == 2 * 2 * 8 * 3
+    seen = torch.ones(10, 10).tril().bool()
+    for layer in range(2):
+        scores = dense(model, layer, chosen)
+        for batch in range(2):
+            here = slice(10 * batch, 10 * batch + 10)
+            for at, d in enumerate(chosen):
+                some = table[(table["layer"] == layer) & (table["batch"] == batch) & (table["distance"] == d)]
+                expected = scores[:, at, here, here][:, seen].mean(-1).float()
+                torch.testing.assert_close(rows(some, layer, "mean"), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_component_is_that_of_the_real_fit(kind: str, name: str, shared_model: Model) -> None:
+    model = shared_model(kind, name)
+    table = dummy_distance_check(model, TOKENS, distances=[4], layers=[1], progress=False)
+    (seen,) = capture(model, TOKENS, layers=[1])
+    fit = fit_additive(seen.scores)
+    expected = fit.intercept + fit.distance[..., fit.distances.tolist().index(4)]
+    torch.testing.assert_close(torch.tensor(table["component"].tolist()), expected.flatten().float())
+
+
+@pytest.mark.parametrize("kind", ["bridge", "hooked"])
+def test_what_is_additive_stays_where_it_is(kind: str) -> None:
+    """NeoX turns a part of each head. With one query for all, and keys that are alike in what turns, scores are
+    ``f(distance) + c(key)`` exactly; then the key part of the fit is the same at every dummy distance."""
+    plain = zoo.hf_model("neox")
+    heads, d_head = 8, plain.config.hidden_size // 8
+    turned = int(d_head * plain.config.rope_parameters["partial_rotary_factor"])
+    assert 0 < turned < d_head
+    for block in plain.gpt_neox.layers:
+        weight = block.attention.query_key_value.weight.data.view(heads, 3, d_head, -1)
+        weight[:, 0] = 0  # queries are their bias
+        weight[:, 1, :turned] = 0  # and so is what turns of the keys
+    model = zoo.as_bridge(plain) if kind == "bridge" else zoo.as_hooked(plain)
+    shares = controlled_distance(model, TOKENS, progress=False)
+    assert shares["r_three_axis"].min() == pytest.approx(1, abs=1e-9)
+    table = dummy_distance_check(model, TOKENS, distances=[0, 3, 7], progress=False)
+    assert table["key_correlation"].min() == pytest.approx(1, abs=1e-6)
+
+
+def test_in_stories_the_key_part_is_causal_but_for_near_keys(shared_model: Model, texts: Tensor) -> None:
+    """From some distance on, the trained heads' key part is what the fit says; beside the query it is another."""
+    model = shared_model("bridge", "stories")
+    table = dummy_distance_check(model, texts[:1, :200], distances=[1, 32], layers=[3], progress=False)
+    by_distance = table.groupby("distance")["key_correlation"].mean()
+    assert by_distance[32] > 0.8
+    assert by_distance[1] < 0.4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"distances": [10]}, "distances must be integers from 0 to 9, got 10"),
+        ({"distances": [3, 3]}, "distances must name at least one and none twice"),
+        ({"distances": [1.5]}, "distances must be integers from 0 to 9, got 1.5"),
+        ({"layers": [-1]}, "layers must be integers from 0 to 1, got -1"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_inputs_of_the_check(change: dict, message: str, shared_model: Model) -> None:
+    arguments = {"tokens": TOKENS, "distances": [1], "progress": False} | change
+    with pytest.raises(ValueError, match=message):
+        dummy_distance_check(shared_model("bridge", "llama-gqa"), **arguments)

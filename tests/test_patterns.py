@@ -1,0 +1,197 @@
+"""Distance patterns at a model, and every measure beside its chance level."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import stories, zoo
+
+from tl_posdisent import (
+    Moments,
+    additivity,
+    capture,
+    controlled_distance,
+    interaction_bound,
+    positional_symbolic,
+    random_control,
+    subspace_patterns,
+    subspace_patterns_qk,
+    trained_vs_random,
+)
+
+Model = Callable[[str, str], Any]
+TOKENS = zoo.random_tokens(length=12, batch=2)
+CASES = zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2")
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize("burn_in", [0, 5])
+def test_is_the_pattern_of_captured_vectors(kind: str, name: str, burn_in: int, shared_model: Model) -> None:
+    model = shared_model(kind, name)
+    table = subspace_patterns(model, TOKENS, burn_in=burn_in, progress=False)
+    for layer in capture(model, TOKENS, scores=False):
+        q, k, spec = layer.q[:, burn_in:], layer.k[:, burn_in:], layer.spec
+        expected = subspace_patterns_qk(q, k, spec.rotary, range(12), scale=spec.scale).to_frame()
+        found = table[table["layer"] == layer.layer].drop(columns="layer").reset_index(drop=True)
+        pd.testing.assert_frame_equal(found, expected)
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_shares_are_those_of_controlled_distance(kind: str, name: str, shared_model: Model) -> None:
+    model, options = shared_model(kind, name), {"distances": [0, 1, 30], "burn_in": 2, "progress": False}
+    parts = subspace_patterns(model, TOKENS, **options).groupby(["layer", "head"])[["distance", "interaction"]].sum()
+    whole = controlled_distance(model, TOKENS, **options).set_index(["layer", "head"])
+    pd.testing.assert_series_equal(parts["distance"], whole["distance"], rtol=1e-9, atol=1e-12)
+    mixed = whole[["distance:query", "distance:key", "distance:query:key"]].sum(axis=1)
+    pd.testing.assert_series_equal(parts["interaction"], mixed, check_names=False, rtol=1e-9, atol=1e-12)
+
+
+def test_in_stories_keys_are_concentrated_and_content_is_slow(shared_model: Model) -> None:
+    """Observation 1: at every frequency training concentrates the keys; content sits where nothing turns."""
+    model, text = shared_model("bridge", "stories"), stories.sample_story(300, 0)
+    trained, chance = (
+        subspace_patterns(m, text, burn_in=50, progress=False).groupby("subspace").mean()
+        for m in (model, next(random_control(model)))
+    )
+    assert (trained["key_concentration"] > chance["key_concentration"] + 0.3).all()
+    assert trained["key_concentration"].min() > 0.75
+    assert trained["semantic"].idxmax() == 3
+    assert trained["semantic"][3] > 0.6 * trained["semantic"].sum()
+    assert trained["distance"].sum() > 5 * chance["distance"].sum()
+    assert trained["interaction"].sum() < 0.5 * chance["interaction"].sum()
+
+
+def test_both_classes_agree(shared_model: Model) -> None:
+    text = stories.sample_story(200, 0)
+    tables = [
+        subspace_patterns(shared_model(kind, "stories"), text, burn_in=20, progress=False)
+        for kind in ("bridge", "hooked")
+    ]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": [2]}, "layers must be integers from 0 to 1, got 2"),
+        ({"burn_in": 12}, "burn_in must be an integer from 0 to 11, got 12"),
+        ({"distances": [math.nan]}, "distances must be finite real numbers"),
+        ({"tokens": torch.tensor([[3, 999]])}, "tokens must be ids from 0 to 60"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_inputs(change: dict, message: str, shared_model: Model) -> None:
+    arguments = {"tokens": TOKENS, "progress": False} | change
+    with pytest.raises(ValueError, match=message):
+        subspace_patterns(shared_model("bridge", "llama-gqa"), **arguments)
+
+
+@pytest.mark.parametrize("tool", [subspace_patterns, controlled_distance])
+@pytest.mark.usefixtures("unchecked")
+def test_an_error_between_layers_ends_the_run(tool: Any, shared_model: Model) -> None:
+    """Distances are read at the first layer, when the forward pass waits in its thread: it must not wait for ever."""
+    with pytest.raises(ValueError, match="distances"):
+        tool(shared_model("bridge", "llama-gqa"), TOKENS, distances=[], progress=False)
+    assert "capture" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2"))
+@pytest.mark.parametrize("tool", [subspace_patterns, trained_vs_random])
+def test_without_rotation_the_architecture_is_named(kind: str, name: str, tool: Any, shared_model: Model) -> None:
+    with pytest.raises(ValueError, match=r"needs rotary .* layer 0 of GPT2LMHeadModel has no rotary"):
+        tool(shared_model(kind, name), TOKENS, progress=False)
+
+
+# --- beside chance ----------------------------------------------------------------------------------------------------
+
+
+def measures(model: Any, burn_in: int) -> pd.DataFrame:
+    """All measures of one model, one function after the other."""
+    index, quiet = ["layer", "head"], {"progress": False}
+    late = torch.arange(12) >= burn_in
+    r = additivity(model, TOKENS, mask=late[:, None] & late & torch.ones(12, 12).tril().bool(), **quiet)
+    controlled = controlled_distance(model, TOKENS, burn_in=burn_in, **quiet).set_index(index)
+    plane = positional_symbolic(model, TOKENS, burn_in=burn_in, **quiet).groupby(index).mean()
+    patterns = subspace_patterns(model, TOKENS, burn_in=burn_in, **quiet).groupby(index).mean()
+    bounds = []
+    for layer in capture(model, TOKENS, scores=False):
+        moments = Moments.from_qk(layer.q[:, burn_in:], layer.k[:, burn_in:], layer.spec.rotary)
+        bounds.append(interaction_bound(moments, range(12), scale=layer.spec.scale).to_frame()["separate"])
+    table = controlled[["r_three_axis", "r_two_axis", "distance:key", "distance:query:key"]].assign(
+        r=r.groupby(index)["r"].mean(),
+        bound=pd.concat(bounds).tolist(),
+        concentration=patterns["key_concentration"],
+    )
+    return table.join(plane[["positional", "symbolic"]])
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_each_measure_is_that_of_its_own_function(kind: str, name: str, shared_model: Model) -> None:
+    model, seeds, burn_in = shared_model(kind, name), (4, 5), 3
+    table = trained_vs_random(model, TOKENS, seeds=seeds, burn_in=burn_in, progress=False)
+    columns = ["layer", "head", "measure", "trained", "random", "random_std"]
+    assert table.columns.tolist() == columns
+    assert (table.groupby(["layer", "head"]).size() == 9).all()
+    wide = table.pivot_table(index=["layer", "head"], columns="measure")
+    trained = measures(model, burn_in)
+    copies = [measures(m, burn_in) for m in random_control(model, seeds)]
+    chance = torch.stack([torch.tensor(x.to_numpy()) for x in copies])
+    for at, measure in enumerate(trained.columns):
+        expected = {"trained": torch.tensor(trained[measure].tolist()).double()}
+        expected |= {"random": chance[..., at].mean(0), "random_std": chance[..., at].std(0)}
+        for column, value in expected.items():
+            found = torch.tensor(wide[column][measure].tolist()).double()
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-7, msg=f"{measure}, {column}")
+
+
+def test_a_layer_is_the_mean_of_its_heads(shared_model: Model) -> None:
+    model, options = shared_model("bridge", "llama-gqa"), {"seeds": [1, 2], "progress": False, "layers": [1]}
+    heads = trained_vs_random(model, TOKENS, **options)
+    layers = trained_vs_random(model, TOKENS, by="layer", **options).set_index("measure")
+    assert layers["layer"].unique().tolist() == [1]
+    for column in ("trained", "random"):
+        means = heads.groupby("measure")[column].mean()
+        pd.testing.assert_series_equal(layers[column].sort_index(), means.sort_index())
+    spread = heads.groupby("measure")["random_std"].mean()
+    assert (layers["random_std"].sort_index() < spread).all()  # what heads have by accident cancels
+
+
+def test_one_copy_has_no_deviation(shared_model: Model, capfd: pytest.CaptureFixture[str]) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    table = trained_vs_random(model, TOKENS, seeds=[0], layers=[0], progress=False)
+    assert capfd.readouterr().err == ""
+    assert table["random_std"].isna().all()
+    assert not table["random"].isna().any()
+
+
+def test_stories_differ_from_chance(shared_model: Model) -> None:
+    model, text = shared_model("bridge", "stories"), stories.sample_story(200, 0)
+    table = trained_vs_random(model, text, seeds=[0, 1], by="layer", burn_in=20, progress=False)
+    mean = table.groupby("measure")[["trained", "random"]].mean()
+    for measure in ("r", "r_two_axis", "r_three_axis", "positional", "concentration"):
+        assert mean["trained"][measure] > mean["random"][measure] + 0.2, measure
+    late = table[(table["measure"] == "r") & (table["layer"] == 4)]  # chance grows with depth, and is exceeded there
+    assert (late["trained"] > late["random"] + 2 * late["random_std"]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"by": "model"}, 'by must be "head" or "layer", got \'model\''),
+        ({"seeds": []}, "seeds must be non-negative integers, at least one"),
+        ({"seeds": [0.5]}, r"seeds must be non-negative integers, at least one, got \[0.5\]"),
+        ({"burn_in": 11}, "burn_in must be an integer from 0 to 10, got 11"),
+        ({"layers": [2]}, "layers must be integers from 0 to 1, got 2"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_inputs_beside_chance(change: dict, message: str, shared_model: Model) -> None:
+    arguments = {"tokens": TOKENS, "progress": False} | change
+    with pytest.raises(ValueError, match=message):
+        trained_vs_random(shared_model("bridge", "llama-gqa"), **arguments)
