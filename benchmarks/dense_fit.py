@@ -42,10 +42,7 @@ def pyfixest(i: np.ndarray, j: np.ndarray, ys: np.ndarray) -> list[float]:
     import pyfixest
 
     table = pd.DataFrame({"d": i - j, "i": i, "j": j} | {f"y{n}": y for n, y in enumerate(ys)})
-    fits = [
-        pyfixest.feols(f"y{n} ~ 1 | d + i + j", table, fixef_tol=1e-10, fixef_rm="none", copy_data=False)
-        for n in range(len(ys))
-    ]
+    fits = [pyfixest.feols(f"y{n} ~ 1 | d + i + j", table, fixef_tol=1e-10, fixef_rm="none") for n in range(len(ys))]
     return [float(np.sqrt(1 - fit.resid().var() / y.var())) for fit, y in zip(fits, ys, strict=True)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import zoo
+from support.untouched import state
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
@@ -52,15 +52,6 @@ def describable(*, rotary: bool | None = None) -> list[Any]:
         if case.values[1] not in {*BIASED, "deepseek_v3"}
         and (rotary is None or (case.values[1] not in UNROTATED) == rotary)
     ]
-
-
-def state(model: Any) -> Any:
-    """Everything that looking at a model must not change."""
-    hooks = {name: [id(h.user_hook) for h in point.fwd_hooks] for name, point in model.hook_dict.items()}
-    torch_hooks = {name: list(point._forward_hooks) for name, point in model.hook_dict.items()}
-    training = [module.training for module in model.modules()]
-    draws = (torch.random.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
-    return hooks, torch_hooks, training, [p._version for p in model.parameters()], draws, torch.is_grad_enabled()
 
 
 # --- what is read ---------------------------------------------------------------------------------------------

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _FORMATS = (".csv", ".json", ".parquet")
@@ -49,11 +51,11 @@ def fit(
         if out is not None:
             _save(table, out)
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(2) from error
     _show(table, f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens")
     if out is not None:
-        Console().print(f"table: {out} ({len(table)} rows)", soft_wrap=True)
+        Console().print(f"table: {escape(str(out))} ({len(table)} rows)", soft_wrap=True)
 
 
 def _load(model: str, text: Path | None, backend: str, length: int | None, texts: int) -> tuple[Any, Any]:
@@ -99,6 +101,8 @@ def _check_out(out: Path | None) -> None:
     """Before the work, not after it."""
     if out is not None and out.suffix not in _FORMATS:
         raise ValueError(f"--out must end in {', '.join(_FORMATS)}, got {out.name!r}")
+    if out is not None and out.suffix == ".parquet" and not any(map(find_spec, ("pyarrow", "fastparquet"))):
+        raise ValueError("--out ends in .parquet, which needs pyarrow or fastparquet; neither is installed")
 
 
 def _save(table: Any, out: Path) -> None:
@@ -128,7 +132,7 @@ def _show(table: Any, title: str) -> None:
     shown = by_head
     if len(by_head.columns) > _HEADS_SHOWN:
         shown = pd.DataFrame({"lowest": by_head.min(axis=1), "highest": by_head.max(axis=1)})
-    grid = Table(title=f"r of the three-axis fit, by layer and head: {title}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    grid = Table(title=f"r of the three-axis fit, by layer and head: {escape(title)}", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("layer", *map(str, shown.columns), "mean", "random"):
         grid.add_column(name, justify="right", no_wrap=True)
     for layer, row in by_head.iterrows():

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tl_posdisent.lens.attention import n_layers, select
 from tl_posdisent.lens.control import random_control
 from tl_posdisent.lens.run import check_tokens
 from tl_posdisent.maths.interactions import INTERACTIONS
@@ -79,7 +80,7 @@ def trained_vs_random(
     tokens = check_tokens(model, tokens)
     check_burn_in(burn_in, tokens.shape[1], leave=2)
     seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
-    layers = None if layers is None else list(layers)
+    layers = select("layers", layers, n_layers(model))
     copies = random_control(model, seeds)
     index = _HEAD if by == "head" else _HEAD[:1]
     results = []

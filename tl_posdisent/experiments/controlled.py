@@ -94,7 +94,9 @@ def dummy_distance_check(
     Returns:
         One row per text, layer, head and dummy ``distance``: ``key_correlation`` and ``query_correlation``, the
         correlation of that component between the real run and this one, weighted by cells; ``mean``, the mean score in
-        this run, and ``component``, what the real fit says it is (intercept and distance component at d).
+        this run, and ``component``, what the real fit says it is (intercept and distance component at d). The latter
+        contains the linear trend of the keys, which the gauge gives to the distance (see ``AdditiveFit``): the two may
+        differ by a straight line in d even where scores are additive.
 
     Raises:
         ValueError: distances that do not occur, or twice; a layer that shows no scores; what ``controlled_distance``

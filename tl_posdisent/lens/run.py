@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from .attention import n_layers
+
 Hook = tuple[str, Callable[..., Any]]
 """What ``model.hooks(fwd_hooks=[...])`` takes: a hook's name and a function of ``(tensor, hook)``."""
 
@@ -30,8 +32,16 @@ def device_of(model: Any) -> torch.device:
 def run(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook], *, stop: int | None = None) -> None:
     """One forward pass without gradients, with hooks for its duration; the layers from ``stop`` on are left out."""
     can_stop = stop is not None and "stop_at_layer" in inspect.signature(model.forward).parameters
-    with torch.no_grad(), _hooked(model, hooks):
-        model(tokens, **({"stop_at_layer": stop} if can_stop else {}))
+    try:
+        with torch.no_grad(), _hooked(model, hooks):
+            model(tokens, **({"stop_at_layer": stop} if can_stop else {}))
+    except (RuntimeError, IndexError) as error:
+        context = getattr(model.cfg, "n_ctx", None) or tokens.shape[1]
+        if tokens.shape[1] <= context:
+            raise
+        raise ValueError(
+            f"tokens are {tokens.shape[1]} long, and the model fails beyond its context of {context}: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -86,6 +96,7 @@ def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:
         ValueError: not text, nor integers of shape ``(pos,)`` or ``(batch, pos)`` within the vocabulary; fewer than
             two positions.
     """
+    n_layers(model)
     if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
         tokens = _encode(model, [tokens] if isinstance(tokens, str) else tokens)
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():

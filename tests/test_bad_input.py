@@ -1,0 +1,146 @@
+"""Every public function that takes a model refuses the same things in the same words, and leaves the model alone.
+
+The functions are found, not listed: a new one is tested from its first day, and one with an argument of its own is told
+below what a good value is. What each of them refuses beyond that is tested beside it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.untouched import state
+
+import tl_posdisent
+
+TOKENS = zoo.random_tokens()
+GOOD: dict[str, Any] = {
+    "tokens": TOKENS,
+    "layer": 0,
+    "positions": torch.arange(12),
+    "distance": 3,
+    "distances": lambda d: d,
+    "hooks": [],
+}
+
+Function = Callable[..., Any]
+
+
+def functions(*parameters: str) -> list[Function]:
+    """Public functions of a model that have these parameters."""
+    public = [getattr(tl_posdisent, name) for name in tl_posdisent.__all__]
+    found = []
+    for function in filter(inspect.isfunction, public):
+        names = list(inspect.signature(function).parameters)
+        if names[:1] == ["model"] and set(parameters) <= set(names):
+            found.append(function)
+    return found
+
+
+def call(function: Function, model: Any, **changed: Any) -> Any:
+    """With good values for all else; what comes lazily is asked for its first."""
+    arguments = dict(changed)
+    for name, parameter in list(inspect.signature(function).parameters.items())[1:]:
+        if parameter.default is parameter.empty and name not in arguments:
+            assert name in GOOD, f"say in GOOD what a good {name} of {function.__name__} is"
+            arguments[name] = GOOD[name]
+        elif name == "progress":
+            arguments[name] = False
+    result = function(model, **arguments)
+    if isinstance(result, Iterator):
+        return next(result)
+    return result.__enter__() if hasattr(result, "__enter__") else result
+
+
+def cases(*parameters: str) -> Any:
+    found = functions(*parameters)
+    assert found
+    return pytest.mark.parametrize("function", found, ids=lambda function: function.__name__)
+
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@pytest.mark.parametrize(
+    "model", [torch.nn.Linear(2, 2), None, "gpt2", object], ids=["Linear", "None", "name", "class"]
+)
+@cases()
+def test_other_models(function: Function, model: Any) -> None:
+    kind = type(model).__name__
+    message = f"model must be a HookedTransformer, a TransformerBridge or another model .* got {kind}"
+    with pytest.raises(ValueError, match=message):
+        call(function, model)
+
+
+@cases()
+def test_models_of_hugging_face_are_not_wrapped_in_silence(function: Function) -> None:
+    with pytest.raises(ValueError, match=r"model must be a HookedTransformer.* got LlamaForCausalLM"):
+        call(function, zoo.hf_model("llama"))
+
+
+WRONG_TOKENS = [
+    (TOKENS.float(), "tokens must be text or an integer tensor of shape .* got torch.float32"),
+    (TOKENS * 1j, "tokens must be text or an integer tensor of shape .* got torch.complex64"),
+    (TOKENS > 30, r"tokens must have shape .* got torch.bool of shape \(2, 12\)"),
+    (TOKENS.tolist(), "tokens must be text or an integer tensor of shape .* got list"),
+    (None, "tokens must be text or an integer tensor of shape .* got NoneType"),
+    (TOKENS[None], r"tokens must have shape \(pos,\) or \(batch, pos\) .* got torch.int64 of shape \(1, 2, 12\)"),
+    (TOKENS[0, 0], r"tokens must have shape .* got torch.int64 of shape \(\)"),
+    (TOKENS[:, :1], r"tokens must have shape .* at least two positions, got torch.int64 of shape \(2, 1\)"),
+    (TOKENS[:0], r"tokens must have shape .* got torch.int64 of shape \(0, 12\)"),
+    (TOKENS + 58, r"tokens must be ids from 0 to 60, got \d+ … \d+"),
+    (TOKENS - 30, r"tokens must be ids from 0 to 60, got -\d+ … \d+"),
+    ("a text", "tokens were given as text, but the model has no tokenizer: pass token ids"),
+    (["a text", "and one"], "tokens were given as text, but the model has no tokenizer: pass token ids"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "message"), WRONG_TOKENS)
+@cases("tokens")
+def test_wrong_tokens(function: Function, tokens: Any, message: str, shared_model: Any) -> None:
+    refused(function, shared_model("bridge", "llama-gqa"), message, tokens=tokens)
+
+
+@pytest.mark.parametrize("layers", [[2], [-1], [True], [0.0], ["0"], "0", 0, [], [1, 1]], ids=repr)
+@cases("layers")
+def test_wrong_layers(function: Function, layers: Any, shared_model: Any) -> None:
+    refused(function, shared_model("bridge", "llama-gqa"), "layers must (be|name)", layers=layers)
+
+
+@pytest.mark.parametrize("heads", [[8], [-1], [True], [0.0], ["0"], "0", 0, [], [1, 1]], ids=repr)
+@cases("heads")
+def test_wrong_heads(function: Function, heads: Any, shared_model: Any) -> None:
+    refused(function, shared_model("bridge", "llama-gqa"), "heads must (be|name)", heads=heads)
+
+
+def refused(function: Function, model: Any, message: str, **wrong: Any) -> None:
+    before = state(model)
+    with pytest.raises(ValueError, match=message):
+        call(function, model, **wrong)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+@cases()
+def test_good_input_leaves_no_trace_either(function: Function, kind: str, name: str, shared_model: Any) -> None:
+    """Nor do the values in ``GOOD`` stand in the way of the refusals above."""
+    model = shared_model(kind, name)
+    with torch.no_grad():
+        plain = model(TOKENS)
+    before = state(model)
+    arguments = {"distances": [1, 2]} if "distances" in inspect.signature(function).parameters else {}
+    if function is tl_posdisent.remap_distance:
+        arguments = {}
+    if function is tl_posdisent.applied:
+        with function(model, []):
+            pass
+    else:
+        result = call(function, model, **arguments)
+        del result
+    assert state(model) == before
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), plain)
