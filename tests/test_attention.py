@@ -151,6 +151,39 @@ def test_full_attention_is_not_causal() -> None:
         torch.testing.assert_close(layer.scores, ours, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_models_that_transformer_lens_makes_itself(kv_heads: int) -> None:
+    from transformer_lens.config import TransformerBridgeConfig
+    from transformer_lens.model_bridge import TransformerBridge
+
+    options = {"d_model": 32, "d_head": 8, "n_heads": 4, "n_layers": 2, "n_ctx": 64, "d_vocab": 61, "d_mlp": 48}
+    cfg = TransformerBridgeConfig(
+        **options,
+        n_key_value_heads=kv_heads,
+        act_fn="gelu",
+        normalization_type="LN",
+        positional_embedding_type="rotary",
+        rotary_dim=8,
+        seed=0,
+    )
+    model = TransformerBridge.boot_native(cfg)
+    with torch.no_grad():
+        for parameter in model.original_model.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape))
+    for spec in read_layers(model):
+        assert (spec.problem, spec.no_rotation, spec.n_kv_heads) == (None, None, kv_heads)
+        assert spec.rotary.pairing == "adjacent"
+        torch.testing.assert_close(
+            spec.rotary.frequencies, 10_000 ** (-torch.arange(4).double() / 4), rtol=1e-6, atol=0
+        )
+    positions = torch.randint(60, (2, 12))
+    with torch.no_grad():
+        expected = model(TOKENS, position_ids=positions)
+        assert (expected - model(TOKENS)).abs().max() > 0.1
+        with applied(model, swap_positions(model, positions)):
+            torch.testing.assert_close(model(TOKENS), expected, rtol=0, atol=1e-4)
+
+
 # --- models in other states -----------------------------------------------------------------------------------
 
 

@@ -27,9 +27,7 @@ from tl_posdisent.demo.train import learning_rate, main, random_windows, train_m
 from tl_posdisent.lens.conversion import hf_logits
 from tl_posdisent.lens.loading import has_hooked
 
-needs_hooked = pytest.mark.skipif(
-    not has_hooked(), reason="the installed TransformerLens has no HookedTransformer"
-)
+needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
 DATA = Path(os.environ.get("POSDISENT_DATA", Path(__file__).parents[2] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not (DATA / HELD_OUT).is_file(), reason=f"POSDISENT_DATA has no {HELD_OUT}")
@@ -75,9 +73,7 @@ def test_the_random_control_is_another_model_and_reproducible() -> None:
     assert torch.equal(same, again)
     assert not torch.allclose(same, other, atol=1e-3)
     trained, untrained = demo_hf_model(), demo_hf_model(trained=False)
-    assert {n: p.shape for n, p in trained.named_parameters()} == {
-        n: p.shape for n, p in untrained.named_parameters()
-    }
+    assert {n: p.shape for n, p in trained.named_parameters()} == {n: p.shape for n, p in untrained.named_parameters()}
     windows = text_windows(demo_tokens(length=512)[0, 1:].tolist(), length=512, bos=0)
     assert perplexity(untrained, windows) > 900  # knows nothing: near the vocabulary of 1024
     assert perplexity(trained, windows) < 60
@@ -187,8 +183,7 @@ def test_training_is_reproducible_and_learns() -> None:
     window = [torch.cat([torch.zeros(1, dtype=torch.long), stream[:100]])]
     assert perplexity(first, window) < 300 < perplexity(demo_hf_model(trained=False), window)
     draw = [
-        random_windows(stream, batch=3, length=9, bos=0, generator=torch.Generator().manual_seed(s))
-        for s in (1, 1)
+        random_windows(stream, batch=3, length=9, bos=0, generator=torch.Generator().manual_seed(s)) for s in (1, 1)
     ]
     assert torch.equal(*draw)
 

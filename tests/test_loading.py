@@ -25,9 +25,7 @@ from tl_posdisent.lens import conversion
 from tl_posdisent.lens.conversion import check_same_logits, hf_logits
 from tl_posdisent.lens.loading import bridge_from_hf, check_backend, has_hooked, hooked_from_hf, load_model
 
-needs_hooked = pytest.mark.skipif(
-    not has_hooked(), reason="the installed TransformerLens has no HookedTransformer"
-)
+needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
 CONVERT = {"hooked": hooked_from_hf, "bridge": bridge_from_hf}
 
@@ -211,9 +209,7 @@ def test_sixteen_bit_models_keep_their_type(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("with_tokenizer", [False, True])
-def test_directory_gives_the_logits_of_hugging_face(
-    tmp_path: Path, backend: Any, with_tokenizer: bool
-) -> None:
+def test_directory_gives_the_logits_of_hugging_face(tmp_path: Path, backend: Any, with_tokenizer: bool) -> None:
     hf_model = llama(head_dim=16)
     folder = tmp_path / "a-llama"  # TransformerLens' own loader takes such a path for a model name
     hf_model.save_pretrained(folder)

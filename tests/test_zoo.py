@@ -43,24 +43,18 @@ def test_positions_reach_the_bridge_as_they_reach_hugging_face(name: str, shared
     expected = zoo.hf_logits(name, TOKENS, position_ids=positions)
     assert_same_logits(got, expected)
     default = zoo.hf_logits(name, TOKENS)
-    assert (expected - default).std() > 0.1 * default.std(), (
-        "stretched positions make no difference to this model"
-    )
+    assert (expected - default).std() > 0.1 * default.std(), "stretched positions make no difference to this model"
 
 
 @pytest.mark.parametrize("name", zoo.BRIDGE_NAMES)
 def test_attention_is_neither_uniform_nor_a_single_key(name: str, shared_model: Any) -> None:
-    names = [
-        f"blocks.{layer}.attn.hook_pattern" for layer in range(shared_model("bridge", name).cfg.n_layers)
-    ]
+    names = [f"blocks.{layer}.attn.hook_pattern" for layer in range(shared_model("bridge", name).cfg.n_layers)]
     with torch.no_grad():
         _, cache = shared_model("bridge", name).run_with_cache(TOKENS, names_filter=names)
     for pattern in (cache[hook] for hook in names):
         last = pattern[:, :, -1]
         visible = (last > 0).sum(-1)
-        effective = (
-            torch.special.entr(last).sum(-1).exp()
-        )  # the number of keys that an even attention would have
+        effective = torch.special.entr(last).sum(-1).exp()  # the number of keys that an even attention would have
         assert (effective > 1.2).float().mean() > 0.5
         assert (effective < 0.9 * visible).float().mean() > 0.5
 
@@ -78,12 +72,8 @@ THEN_GLOBAL = {"layer_types": ["full_attention", "full_attention"]}
         pytest.param("gpt_neo", {"window_size": 64}, id="window of gpt_neo"),
         pytest.param("gemma2", {"attn_logit_softcapping": None}, id="soft cap of gemma2"),
         pytest.param("gemma2", {"query_pre_attn_scalar": 16}, id="scale of gemma2"),
-        pytest.param(
-            "llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, id="llama3"
-        ),
-        pytest.param(
-            "llama-yarn", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, id="yarn"
-        ),
+        pytest.param("llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, id="llama3"),
+        pytest.param("llama-yarn", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, id="yarn"),
         pytest.param("smollm3", {"no_rope_layers": [1, 1]}, id="layer without rotation of smollm3"),
         pytest.param("deepseek_v3", {"rope_interleave": False}, id="pairing of deepseek_v3"),
     ],

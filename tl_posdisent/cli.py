@@ -132,7 +132,9 @@ def _show(table: Any, title: str) -> None:
     shown = by_head
     if len(by_head.columns) > _HEADS_SHOWN:
         shown = pd.DataFrame({"lowest": by_head.min(axis=1), "highest": by_head.max(axis=1)})
-    grid = Table(title=f"r of the three-axis fit, by layer and head: {escape(title)}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    grid = Table(
+        title=f"r of the three-axis fit, by layer and head: {escape(title)}", box=box.SIMPLE, padding=(0, 1, 0, 0)
+    )
     for name in ("layer", *map(str, shown.columns), "mean", "random"):
         grid.add_column(name, justify="right", no_wrap=True)
     for layer, row in by_head.iterrows():

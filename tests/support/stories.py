@@ -33,8 +33,7 @@ BOS = 1
 PROMPT = "Once upon a time"
 PROMPT_TOKENS = [1, 403, 407, 261, 378]
 CONTINUATION = (
-    ", there was a little girl named Lily. She loved to play outside in the park. "
-    "One day, she saw a big, red ball."
+    ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
 )
 
 
@@ -159,9 +158,7 @@ def stories_random_hf(seed: int) -> LlamaForCausalLM:
         return _llama(64, 172, 5, 8, 4, 512, 512)
 
 
-def _llama(
-    dim: int, hidden: int, n_layers: int, n_heads: int, n_kv: int, vocab: int, context: int
-) -> LlamaForCausalLM:
+def _llama(dim: int, hidden: int, n_layers: int, n_heads: int, n_kv: int, vocab: int, context: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         hidden_size=dim,
         intermediate_size=hidden,

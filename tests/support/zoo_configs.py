@@ -77,9 +77,7 @@ _LLAMA3 = _rope(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
-_YARN = _rope(
-    500.0, rope_type="yarn", factor=8.0, beta_fast=2.0, beta_slow=0.1, original_max_position_embeddings=16
-)
+_YARN = _rope(500.0, rope_type="yarn", factor=8.0, beta_fast=2.0, beta_slow=0.1, original_max_position_embeddings=16)
 
 # NeoX, Phi, GLM and StableLM rotate a part of every head. A head of 8 dimensions with a quarter rotated has a
 # single subspace, for which theta means nothing; hence the wider heads of `neox`, and the half of the others.
@@ -99,9 +97,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gptj": Architecture("GPTJForCausalLM", "GPTJConfig", _gpt2_style(rotary_dim=4)),
     "codegen": Architecture("CodeGenForCausalLM", "CodeGenConfig", _gpt2_style(n_ctx=N_CTX, rotary_dim=4)),
     "phi": Architecture("PhiForCausalLM", "PhiConfig", _modern(rope_parameters=_HALF)),
-    "phi3": Architecture(
-        "Phi3ForCausalLM", "Phi3Config", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))
-    ),
+    "phi3": Architecture("Phi3ForCausalLM", "Phi3Config", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))),
     "qwen2": Architecture(
         "Qwen2ForCausalLM", "Qwen2Config", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))
     ),

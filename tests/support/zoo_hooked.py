@@ -100,9 +100,7 @@ def _rotary(model: transformers.PreTrainedModel, d_head: int) -> dict[str, Any]:
 
 def _windows(model: transformers.PreTrainedModel) -> dict[str, Any]:
     """Sliding windows per layer; a window of w sees w keys, itself included, in both libraries."""
-    kinds = (
-        getattr(model.config, "layer_types", None) or ["sliding_attention"] * model.config.num_hidden_layers
-    )
+    kinds = getattr(model.config, "layer_types", None) or ["sliding_attention"] * model.config.num_hidden_layers
     return {
         "use_local_attn": True,
         "window_size": model.config.sliding_window,

@@ -52,9 +52,7 @@ def text_windows(ids: Sequence[int], *, length: int, bos: int) -> list[Int[Tenso
     return [torch.tensor([bos, *ids[i : i + step]]) for i in range(0, len(ids), step)]
 
 
-def shuffle_window(
-    window: Int[Tensor, " pos"], *, generator: torch.Generator | None = None
-) -> Int[Tensor, " pos"]:
+def shuffle_window(window: Int[Tensor, " pos"], *, generator: torch.Generator | None = None) -> Int[Tensor, " pos"]:
     """Put the tokens of a window in random order; the first one (beginning of text) stays.
 
     >>> w = shuffle_window(torch.tensor([0, 3, 3, 9]), generator=torch.Generator().manual_seed(1))

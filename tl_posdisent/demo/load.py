@@ -77,9 +77,7 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
     """
     ids = demo_tokenizer().encode(demo_text())
     if not 1 <= length <= len(ids):
-        raise ValueError(
-            f"length must be between 1 and {len(ids)}, the length of the demo text, got {length}"
-        )
+        raise ValueError(f"length must be between 1 and {len(ids)}, the length of the demo text, got {length}")
     return torch.tensor([ids[:length]], device=device)
 
 

@@ -106,11 +106,7 @@ def learning_rate(step: int, *, steps: int, peak: float, warmup: int) -> float:
 
 def save_weights(model: LlamaForCausalLM, path: Path) -> None:
     """Write the weights in half precision; the tied unembedding is not stored a second time."""
-    state = {
-        k: v.detach().cpu().half().contiguous()
-        for k, v in model.state_dict().items()
-        if k != "lm_head.weight"
-    }
+    state = {k: v.detach().cpu().half().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     save_file(state, path, metadata={"format": "pt"})
 
 
@@ -154,17 +150,13 @@ def train_model(
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95))
     if on_step is not None:
         on_step(0, model)
-    bar = tqdm(
-        range(steps), desc="training", unit="step", mininterval=5.0, file=sys.stderr, disable=not progress
-    )
+    bar = tqdm(range(steps), desc="training", unit="step", mininterval=5.0, file=sys.stderr, disable=not progress)
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps=steps, peak=peak, warmup=max(1, min(200, steps // 20)))
         tokens = random_windows(stream, batch=batch, length=CONTEXT, bos=0, generator=generator).to(device)
         logits = model(tokens, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten()
-        )
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

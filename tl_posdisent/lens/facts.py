@@ -86,7 +86,7 @@ def windows(model: Any, attn: Any) -> Iterator[int | None]:
 
 def rotaries(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[Rotary]:
     """Frequencies from every table that the layer may be using, in both pairings."""
-    for cos, sin in _tables(attn, seen):
+    for cos, sin in _tables(model, attn, seen):
         if cos.shape[-1] == 0 or cos.shape[0] < 2:
             continue
         try:
@@ -97,7 +97,7 @@ def rotaries(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[Rotary]
             yield replace(rotary, pairing=pairing)
 
 
-def _tables(attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _tables(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     if isinstance(getattr(attn, "rotary_cos", None), Tensor):  # HookedTransformer
         yield attn.rotary_cos, attn.rotary_sin
     if "hook_cos" in seen and "hook_sin" in seen:
@@ -106,6 +106,9 @@ def _tables(attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor
     if isinstance(table, Tensor):
         sin, cos = table.chunk(2, -1)
         yield cos, sin
+    rotary = getattr(getattr(model, "original_model", None), "rotary", None)  # TransformerLens's own models
+    if isinstance(getattr(rotary, "cos_cached", None), Tensor):
+        yield rotary.cos_cached, rotary.sin_cached
 
 
 def _exact(model: Any, measured: Rotary, dtype: torch.dtype) -> Rotary:
