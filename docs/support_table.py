@@ -65,7 +65,7 @@ def _capture(model: Any, tokens: Tensor) -> None:
 
 def _controlled_distance(model: Any, tokens: Tensor) -> None:
     table = tp.controlled_distance(model, tokens, progress=False)
-    for layer in tp.capture(model, tokens):
+    for layer in tp.capture(model, tokens, layers=table["layer"].unique().tolist()):
         spec = replace(layer.spec, soft_cap=None)
         q, k = (x.flatten(0, 1)[None] for x in (layer.q, layer.k))  # every query with every key of both texts
         keys = spec.rotated(k, torch.zeros(k.shape[1]))

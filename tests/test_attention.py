@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
 from tl_posdisent import applied, capture, dummy_distance, read_attention, read_layers, remap_distance, swap_positions
+from tl_posdisent.lens.evidence import is_masked
 
 TOKENS = zoo.random_tokens()
 N_HEADS = 8
@@ -289,6 +290,22 @@ def test_swaps_in_sixteen_bits(kind: str, name: str, dtype: torch.dtype) -> None
         with torch.no_grad():
             rounding = (model(TOKENS).float() - untouched).abs().max()
         assert (got - expected).abs().max() < 3 * rounding < (expected - untouched).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_masked_scores_are_told_from_scores(dtype: torch.dtype) -> None:
+    """In 16 bits the most negative number and a large score add up to something above that number."""
+    least = torch.finfo(dtype).min
+    scores = torch.tensor([-300.0, -0.5, 0.0, 40.0, 300.0], dtype=dtype)
+    assert not is_masked(scores).any()
+    assert is_masked(scores + least).all()
+    assert is_masked(torch.tensor([-torch.inf, least, least / 3], dtype=dtype)).all()
+
+
+def test_large_scores_in_sixteen_bits() -> None:
+    model = narrow("bridge", "llama-gqa", torch.float16, 3.0)
+    largest = max(layer.scores.masked_fill(~layer.spec.mask(12), 0).amax().item() for layer in capture(model, TOKENS))
+    assert largest > 32
 
 
 # --- the model is left alone ----------------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def _tables(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Te
         sin, cos = table.chunk(2, -1)
         yield cos, sin
     rotary = getattr(getattr(model, "original_model", None), "rotary", None)  # TransformerLens's own models
-    if isinstance(getattr(rotary, "cos_cached", None), Tensor):
+    if rotary is not None and isinstance(getattr(rotary, "cos_cached", None), Tensor):
         yield rotary.cos_cached, rotary.sin_cached
 
 
