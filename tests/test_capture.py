@@ -355,19 +355,19 @@ def test_padding_by_a_tokenizer_is_refused() -> None:
 def test_no_more_than_one_layer_is_held(kind: str, name: str, shared_model: Any) -> None:
     """Neither what is handed out nor what the model made it of; a layer that is dropped is gone when the next comes."""
     model = shared_model(kind, name)
-    earlier: list[weakref.ref[Any]] = []
+    seen: list[tuple[int, weakref.ref[Any]]] = []
 
-    def watch(*held: Any) -> None:
-        earlier.extend(weakref.ref(x) for x in held)
+    def watch(layer: int, *held: Any) -> None:
+        seen.extend((layer, weakref.ref(x)) for x in held)
 
-    names = [f"blocks.{layer}.attn.{x}" for layer in range(model.cfg.n_layers) for x in ("hook_q", "hook_pattern")]
-    with model.hooks(fwd_hooks=[(hook, lambda x, hook: watch(x)) for hook in names]):
-        layers = capture(model, TOKENS)
-        for layer in layers:
-            if layer.layer > 0:  # of this layer the model itself still holds what it needs
-                past = earlier[: -len(earlier) // (layer.layer + 1)]
-                assert [ref for ref in past if ref() is not None] == []
-            watch(layer, layer.q, layer.k_rot, layer.scores)
+    def left(before: int) -> list[Any]:
+        return [ref for layer, ref in seen if layer < before and ref() is not None]
+
+    names = [f"blocks.{layer}.attn.hook_q" for layer in range(model.cfg.n_layers)]  # some hold the last pattern
+    with model.hooks(fwd_hooks=[(name, lambda x, hook: watch(int(hook.name.split(".")[1]), x)) for name in names]):
+        for layer in capture(model, TOKENS):
+            assert left(before=layer.layer) == []
+            watch(layer.layer, layer, layer.q, layer.k_rot, layer.scores)
             del layer
-    assert [ref for ref in earlier if ref() is not None] == []
-    assert len(earlier) == 6 * model.cfg.n_layers
+    assert left(before=model.cfg.n_layers) == []
+    assert len(seen) == 5 * model.cfg.n_layers

@@ -107,7 +107,7 @@ def pair_hooks(spec: AttentionSpec, heads: Sequence[int], distances: Distances) 
 
     def whole_and_unpadded(x: Tensor, hook: Any) -> None:
         check_whole_text(spec, x)
-        _refuse_padding(x)
+        _refuse_padding(spec, x)
 
     kept = [keep(tap.name) for tap in (q_tap, k_tap, v_tap)]
     return [*kept, (spec.z, replace_z), (seen, whole_and_unpadded)]  # in some models the pattern is the last to fire
@@ -150,7 +150,11 @@ def _planes(x: Tensor, pairing: str, n: int) -> tuple[Tensor, Tensor, Tensor]:
     return x[..., : 2 * n : 2], x[..., 1 : 2 * n : 2], x[..., 2 * n :]
 
 
-def _refuse_padding(pattern: Tensor) -> None:
-    """The model's own mask cannot be read where it shows only the pattern: a key that nobody sees is padding."""
-    if bool((pattern == 0).flatten(1, 2).all(1).any()):
-        raise ValueError("this architecture discards edited scores, and padded texts are not supported for it")
+def _refuse_padding(spec: AttentionSpec, pattern: Tensor) -> None:
+    """Where a model shows only its pattern: a key that nobody sees is padding, and so is a query that sees behind it
+    (all keys alike, as a softmax of nothing but masked scores does)."""
+    inside = spec.mask(pattern.shape[-1], pattern.device)
+    if bool((pattern == 0).flatten(1, 2).all(1).any()) or bool((pattern[..., ~inside] > 0).any()):
+        raise ValueError(
+            f"layer {spec.layer} of {spec.architecture} discards edited scores, and padded texts are not supported then"
+        )
