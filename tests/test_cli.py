@@ -123,6 +123,7 @@ def small_model(folder: Path) -> Path:
         (["--layers", "0,9"], "layers must be integers from 0 to 4, got 9"),
         (["--layers", "0,0"], "layers must name at least one and none twice, got [0, 0]"),
         (["--layers", "first"], "--layers must be numbers with commas between, got 'first'"),
+        (["--layers", "[b]0"], "--layers must be numbers with commas between, got '[b]0'"),
         (["--layers", ""], "--layers must be numbers with commas between, got ''"),
         (["--out", "table.xls"], "--out must end in .csv, .json, .parquet, got 'table.xls'"),
         (["--out", "{here}/short.txt/table.csv"], "short.txt"),

@@ -109,8 +109,10 @@ def test_far_positions(kind: str, name: str, shared_model: Any) -> None:
     reach = FAR % 128 if name in ("gptj", "codegen") else FAR  # which keep a table for their context
     expected = zoo.hf_logits(name, TOKENS, position_ids=reach)
     assert (expected - logits(model, [])).abs().max() > 0.5
-    atol = 1e-4 if kind == "bridge" else 3e-2
-    close(logits(model, swap_positions(model, reach)), expected, atol)
+    got = logits(model, swap_positions(model, reach))
+    close(got, expected, 1e-4 if kind == "bridge" else 3e-2)
+    if read_layers(model, [0])[0].cos and name != "falcon":  # which in any case sums in another order
+        assert torch.equal(got, expected)
     plain = logits(model, [])
     close(logits(model, swap_positions(model, REAL + 100_000)), plain, 0.2)
 

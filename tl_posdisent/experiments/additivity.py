@@ -68,13 +68,18 @@ def additivity(
             f"shape {tuple(mask.shape)}"
         )
     tables = []
-    with closing(stream(model, tokens, specs, vectors=False)) as run:
-        for layer in tqdm(run, total=len(specs), desc="layers", disable=not progress):
+    with (
+        closing(stream(model, tokens, specs, vectors=False)) as run,
+        tqdm(total=len(specs), desc="layers", disable=not progress) as bar,
+    ):
+        for layer in run:
             assert layer.scores is not None
             fit = fit_additive(layer.scores, pool=pool, **_cells(layer.spec, mask, tokens.shape[1]))
             table = fit.to_frame()
             table.insert(list(table.columns).index("head"), "layer", layer.layer)
             tables.append(table)
+            del layer  # its scores make room for those of the next
+            bar.update()
     return pd.concat(tables, ignore_index=True)
 
 
