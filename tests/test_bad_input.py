@@ -65,21 +65,14 @@ def cases(*parameters: str) -> Any:
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
-@pytest.mark.parametrize(
-    "model", [torch.nn.Linear(2, 2), None, "gpt2", object], ids=["Linear", "None", "name", "class"]
-)
 @cases()
-def test_other_models(function: Function, model: Any) -> None:
-    kind = type(model).__name__
-    message = f"model must be a HookedTransformer, a TransformerBridge or another model .* got {kind}"
-    with pytest.raises(ValueError, match=message):
-        call(function, model)
-
-
-@cases()
-def test_models_of_hugging_face_are_not_wrapped_in_silence(function: Function) -> None:
-    with pytest.raises(ValueError, match=r"model must be a HookedTransformer.* got LlamaForCausalLM"):
-        call(function, zoo.hf_model("llama"))
+def test_other_models(function: Function) -> None:
+    """Those of Hugging Face too, which are not wrapped in silence."""
+    for model in (torch.nn.Linear(2, 2), zoo.hf_model("llama"), None, "gpt2", object):
+        kind = type(model).__name__
+        message = f"model must be a HookedTransformer, a TransformerBridge or another model .* got {kind}"
+        with pytest.raises(ValueError, match=message):
+            call(function, model)
 
 
 WRONG_TOKENS = [
@@ -97,30 +90,31 @@ WRONG_TOKENS = [
     ("a text", "tokens were given as text, but the model has no tokenizer: pass token ids"),
     (["a text", "and one"], "tokens were given as text, but the model has no tokenizer: pass token ids"),
 ]
+WRONG_NUMBERS = [[8], [-1], [True], [0.0], ["0"], "0", 0, [], [1, 1]]  # of layers and of heads
 
 
-@pytest.mark.parametrize(("tokens", "message"), WRONG_TOKENS)
 @cases("tokens")
-def test_wrong_tokens(function: Function, tokens: Any, message: str, shared_model: Any) -> None:
-    refused(function, shared_model("bridge", "llama-gqa"), message, tokens=tokens)
+def test_wrong_tokens(function: Function, shared_model: Any) -> None:
+    refused(function, shared_model("bridge", "llama-gqa"), [({"tokens": x}, message) for x, message in WRONG_TOKENS])
 
 
-@pytest.mark.parametrize("layers", [[2], [-1], [True], [0.0], ["0"], "0", 0, [], [1, 1]], ids=repr)
 @cases("layers")
-def test_wrong_layers(function: Function, layers: Any, shared_model: Any) -> None:
-    refused(function, shared_model("bridge", "llama-gqa"), "layers must (be|name)", layers=layers)
+def test_wrong_layers(function: Function, shared_model: Any) -> None:
+    wrong = [({"layers": x}, "layers must (be|name)") for x in WRONG_NUMBERS]
+    refused(function, shared_model("bridge", "llama-gqa"), wrong)
 
 
-@pytest.mark.parametrize("heads", [[8], [-1], [True], [0.0], ["0"], "0", 0, [], [1, 1]], ids=repr)
 @cases("heads")
-def test_wrong_heads(function: Function, heads: Any, shared_model: Any) -> None:
-    refused(function, shared_model("bridge", "llama-gqa"), "heads must (be|name)", heads=heads)
+def test_wrong_heads(function: Function, shared_model: Any) -> None:
+    wrong = [({"heads": x}, "heads must (be|name)") for x in WRONG_NUMBERS]
+    refused(function, shared_model("bridge", "llama-gqa"), wrong)
 
 
-def refused(function: Function, model: Any, message: str, **wrong: Any) -> None:
+def refused(function: Function, model: Any, wrong: list[tuple[dict[str, Any], str]]) -> None:
     before = state(model)
-    with pytest.raises(ValueError, match=message):
-        call(function, model, **wrong)
+    for arguments, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            call(function, model, **arguments)
     assert state(model) == before
 
 

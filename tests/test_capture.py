@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,12 +17,6 @@ TOKENS = zoo.random_tokens()
 NOT_BY_QUERIES_AND_KEYS = ("bloom", "mpt", "deepseek_v3")
 PLAIN = [case for case in zoo.cases() if case.values[1] not in NOT_BY_QUERIES_AND_KEYS]
 SOME = ("llama-gqa", "neox", "gptj", "gemma2")
-
-
-@pytest.fixture(autouse=True)
-def _no_thread_left() -> Any:
-    yield
-    assert [thread for thread in threading.enumerate() if thread.name == "capture"] == []
 
 
 def cached(model: Any) -> Any:
@@ -70,6 +61,18 @@ def test_tensors_are_those_of_the_cache_and_of_each_other(kind: str, name: str, 
         if spec.scores is not None:
             assert torch.equal(layer.scores, cache[f"{hook}attn_scores"])
     assert layers == list(range(model.cfg.n_layers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "gemma3"))
+def test_long_texts_in_other_dtypes(kind: str, name: str, dtype: torch.dtype) -> None:
+    """The self-check must not take rounding for an error, as far as the context goes."""
+    model = zoo.load(kind, name).to(dtype)
+    model.cfg.dtype = dtype
+    tokens = zoo.random_tokens(120)
+    for layer in capture(model, tokens):
+        assert {x.dtype for x in (layer.q, layer.k, layer.q_rot, layer.k_rot, layer.scores)} == {dtype}
+        assert layer.scores[..., layer.spec.mask(120)].isfinite().all()
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("qwen3", "olmo2"))
@@ -134,135 +137,10 @@ def test_repr_is_short() -> None:
     assert len(repr(layer)) < 150
 
 
-# --- one pass -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME))
-def test_the_text_is_run_once_and_only_when_asked_for(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    passes: list[int] = []
-    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_q", lambda x, hook: passes.append(x.shape[1]))]):
-        layers = capture(model, TOKENS)
-        assert passes == []
-        next(layers)
-        assert passes == [12]
-        assert len(list(layers)) == 1
-    assert passes == [12]
-
-
-# --- leaving early, and company -------------------------------------------------------------------------------
-
-
-class Left(Exception):
-    pass
-
-
-def by_break(model: Any) -> None:
-    for _ in capture(model, TOKENS):
-        break
-
-
-def leave_with(error: BaseException, model: Any) -> None:
-    for _ in capture(model, TOKENS):
-        raise error
-
-
-def by_error(model: Any) -> None:
-    with pytest.raises(Left, match="in the middle"):
-        leave_with(Left("in the middle"), model)
-
-
-def by_interrupt(model: Any) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        leave_with(KeyboardInterrupt(), model)
-
-
-def by_closing(model: Any) -> None:
-    layers = capture(model, TOKENS)
-    next(layers)
-    layers.close()
-
-
-def by_forgetting(model: Any) -> None:
-    layers = capture(model, TOKENS)
-    next(layers)
-    del layers
-
-
-def by_error_in_the_model(model: Any) -> None:
-    def fail(x: Tensor, hook: Any) -> None:
-        raise Left("in the model")
-
-    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_q", fail)]), pytest.raises(Left, match="in the model"):
-        for _ in capture(model, TOKENS):
-            pass
-
-
-def by_exhausting(model: Any) -> None:
-    assert len(list(capture(model, TOKENS))) == 2
-
-
-@pytest.mark.parametrize("leave", [by_break, by_error, by_interrupt, by_closing, by_forgetting, by_error_in_the_model,
-                                   by_exhausting])  # fmt: skip
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
-def test_leaving_leaves_nothing(kind: str, name: str, leave: Callable[[Any], None], shared_model: Any) -> None:
-    model = shared_model(kind, name)  # which checks that no hook stays
-    with torch.no_grad():
-        plain = model(TOKENS)
-        leave(model)
-        assert torch.equal(model(TOKENS), plain)
-        assert len(list(capture(model, TOKENS))) == 2
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME))
-def test_the_model_may_be_used_inside_the_loop(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    undisturbed = list(capture(model, TOKENS))
-    with torch.no_grad():
-        plain = model(TOKENS)
-        for expected, layer in zip(undisturbed, capture(model, TOKENS), strict=True):
-            assert torch.equal(model(TOKENS), plain)
-            assert torch.equal(model.run_with_cache(TOKENS)[0], plain)
-            assert not torch.equal(model.run_with_hooks(TOKENS, fwd_hooks=[("blocks.0.attn.hook_z", zero)]), plain)
-            assert [inner.layer for inner in capture(model, TOKENS.flip(0))] == [0, 1]
-            assert torch.equal(layer.scores, expected.scores)
-
-
-def zero(x: Tensor, hook: Any) -> Tensor:
-    return 0 * x
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
-def test_contexts_may_overlap(kind: str, name: str, shared_model: Any) -> None:
-    """The capture begins before a context of hooks and ends within it: neither takes off what is the other's."""
-    model = shared_model(kind, name)
-    fired: list[int] = []
-    layers = capture(model, TOKENS)
-    next(layers)
-    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_q", lambda x, hook: fired.append(1))]):
-        assert len(list(layers)) == 1
-        model(TOKENS)
-        assert fired == [1]
-    model(TOKENS)
-    assert fired == [1]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_modes_of_the_caller(mode: Any, shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    with mode():
-        enabled, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        for layer in capture(model, TOKENS):
-            assert not layer.scores.requires_grad
-            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (enabled, inference)
-            float(layer.scores[..., 0, 0].sum())
-    with torch.enable_grad():
-        assert model(TOKENS).requires_grad
-
-
 # --- checks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:A hook on attn")  # TransformerLens 4 says where an edit is in vain
 @pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME, "qwen3"))
 @pytest.mark.parametrize("hook", ["hook_attn_scores", "hook_q", "hook_rot_k"])
 def test_tampering_is_noticed_or_harmless(kind: str, name: str, hook: str, shared_model: Any) -> None:
@@ -346,28 +224,3 @@ def test_padding_by_a_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="the model's mask is not the one that was read from it"):
         list(capture(model, model.to_tokens(texts)))
     assert len(list(capture(model, texts[:1] * 2))) == 5
-
-
-# --- memory ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME, "gemma3"))
-def test_no_more_than_one_layer_is_held(kind: str, name: str, shared_model: Any) -> None:
-    """Neither what is handed out nor what the model made it of; a layer that is dropped is gone when the next comes."""
-    model = shared_model(kind, name)
-    seen: list[tuple[int, weakref.ref[Any]]] = []
-
-    def watch(layer: int, *held: Any) -> None:
-        seen.extend((layer, weakref.ref(x)) for x in held)
-
-    def left(before: int) -> list[Any]:
-        return [ref for layer, ref in seen if layer < before and ref() is not None]
-
-    names = [f"blocks.{layer}.attn.hook_q" for layer in range(model.cfg.n_layers)]  # some hold the last pattern
-    with model.hooks(fwd_hooks=[(name, lambda x, hook: watch(int(hook.name.split(".")[1]), x)) for name in names]):
-        for layer in capture(model, TOKENS):
-            assert left(before=layer.layer) == []
-            watch(layer.layer, layer, layer.q, layer.k_rot, layer.scores)
-            del layer
-    assert left(before=model.cfg.n_layers) == []
-    assert len(seen) == 5 * model.cfg.n_layers

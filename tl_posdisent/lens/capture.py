@@ -152,16 +152,13 @@ class _Stopped(BaseException):
 
 
 def _hooks(specs: list[AttentionSpec], hand_over: Any, scores: bool, vectors: bool) -> list[Hook]:
-    """Listeners that collect one layer's tensors and hand them over when the last has come."""
-    worker: list[int] = []
+    """Listeners that collect a layer's tensors in a pass of this thread, and hand them over when the last has come."""
+    ours = threading.get_ident()
     held: dict[str, Tensor] = {}
 
     def listener(spec: AttentionSpec, name: str, names: list[str]) -> Hook:
         def listen(x: Tensor, hook: Any) -> None:
-            # The caller may run the model between two layers: that pass is none of ours.
-            if not worker:
-                worker.append(threading.get_ident())
-            if threading.get_ident() != worker[0]:
+            if threading.get_ident() != ours:  # the caller runs the model between two layers
                 return
             held[name] = x.detach()
             if name == names[-1]:

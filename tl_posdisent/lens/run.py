@@ -37,7 +37,7 @@ def run(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook], *, stop
             model(tokens, **({"stop_at_layer": stop} if can_stop else {}))
     except (RuntimeError, IndexError) as error:
         context = getattr(model.cfg, "n_ctx", None) or tokens.shape[1]
-        if tokens.shape[1] <= context:
+        if tokens.shape[1] <= context or isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(
             f"tokens are {tokens.shape[1]} long, and the model fails beyond its context of {context}: {error}"

@@ -1,0 +1,94 @@
+"""What tests of hooks for positions share: texts, models for each way they take, and brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tl_posdisent import applied, capture, dummy_distance, remap_distance, swap_positions
+from tl_posdisent.lens.run import Hook
+
+from . import zoo
+
+L = 12
+TOKENS = zoo.random_tokens(L)
+REAL = torch.arange(L)
+ROTARY = [case for case in zoo.cases(*zoo.ROTARY_NAMES) if case.values[1] != "deepseek_v3"]
+# One of each way: tables exchanged, rotated vectors turned, unrotated ones turned, scores or z recomputed; with groups,
+# norms between, windows, soft caps, sinks.
+WAYS = [
+    *zoo.cases("llama-gqa", "gptj", "gemma2"),
+    *(("bridge", name) for name in ("neox", "codegen", "falcon", "olmo2-gqa", "gpt_oss")),
+    ("hooked", "qwen3"),
+]
+
+
+def every_way(test: Any) -> Any:
+    """Without the checks of annotations, which take longer than the models; other tests have them."""
+    return pytest.mark.usefixtures("unchecked")(pytest.mark.parametrize(("kind", "name"), WAYS)(test))
+
+
+FEW = zoo.cases("llama-gqa", "gptj", "gemma2")
+
+UNORDERED = torch.tensor([[5, 0, 3, 3, 90, 11, 64, 2, 7, 30, 1, 8], [0, 9, 2, 41, 4, 77, 6, 5, 88, 13, 21, 3]])
+FAR = torch.tensor([[0, 50_000, 3, 17, 49_999, 20_000, 1, 2, 33_333, 7, 5, 100]]).expand(2, L)
+BROKEN = torch.tensor([0.5, 3.25, -1.75, 2.0, 11.5, 0.1, 9.9, 4.2, 6.6, -8.0, 30.3, 1.0])
+
+
+def logits(model: Any, hooks: list[Hook], tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad(), applied(model, hooks):
+        return model(tokens)
+
+
+def distances(positions: Tensor) -> Tensor:
+    return positions.double()[..., :, None] - positions.double()[..., None, :]
+
+
+def close(got: Tensor, expected: Tensor, atol: float = 1e-4) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+def mixed_of(model: Any, hooks: list[Hook], layer: int = 0) -> Tensor:
+    """What every head takes along, ``[batch, head, pos, d_head]``: all that others see of its scores."""
+    name = f"blocks.{layer}.attn.hook_z"
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        return model.run_with_cache(TOKENS, names_filter=name)[1][name].transpose(1, 2)
+
+
+def by_brute_force(model: Any, wanted: Tensor, layer: int = 0) -> Tensor:
+    """The same at any distances ``[query, key]`` or ``[batch, head, query, key]``: by complex numbers in float64, from
+    queries, keys and values of the model."""
+    captured = next(x for x in capture(model, TOKENS, layers=[layer]))
+    spec, rotary = captured.spec, captured.spec.rotary
+    name = f"blocks.{layer}.attn.hook_v"
+    with torch.no_grad():
+        values = model.run_with_cache(TOKENS, names_filter=name)[1][name].double()
+    q, k = captured.q.double(), captured.k.double()
+    k, values = (x.repeat_interleave(spec.n_heads // x.shape[2], 2) for x in (k, values))
+    n = len(rotary.frequencies)
+    halves = (slice(0, n), slice(n, 2 * n)) if rotary.pairing == "half" else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+    zq, zk = (torch.complex(x[..., halves[0]], x[..., halves[1]]) for x in (q, k))
+    turn = torch.exp(1j * wanted.expand(2, spec.n_heads, L, L)[..., None] * rotary.frequencies)
+    scores = torch.einsum("bqhc,bkhc,bhqkc->bhqk", zq, zk.conj(), turn).real * rotary.attention_factor**2
+    scores = scores + torch.einsum("bqhd,bkhd->bhqk", q[..., 2 * n :], k[..., 2 * n :])
+    scores = scores * spec.scale
+    if spec.soft_cap:
+        scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
+    scores = scores.masked_fill(~spec.mask(L), -torch.inf)
+    sinks = getattr(getattr(model.blocks[layer].attn, "original_component", model.blocks[layer].attn), "sinks", None)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.detach().double()[:, None, None].expand(2, spec.n_heads, L, 1)], -1)
+    return torch.einsum("bhqk,bkhd->bhqd", scores.softmax(-1)[..., :L], values).float()
+
+
+LIES: dict[str, Callable[[Any], list[Hook]]] = {
+    "swap": lambda model: swap_positions(model, UNORDERED),
+    "swap some": lambda model: swap_positions(model, UNORDERED, heads=[1, 6]),
+    "dummy": lambda model: dummy_distance(model, 5),
+    "remap": lambda model: remap_distance(model, lambda d: d.clamp(max=2)),
+}
+EVERY_LIE = pytest.mark.parametrize("lie", LIES.values(), ids=LIES)

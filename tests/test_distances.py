@@ -1,0 +1,82 @@
+"""Lies about distance: as brute force by complex numbers, whichever way they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.lies import (
+    REAL,
+    L,
+    by_brute_force,
+    close,
+    every_way,
+    logits,
+    mixed_of,
+)
+from torch import Tensor
+
+from tl_posdisent import dummy_distance, read_layers, remap_distance
+
+MAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "halved": lambda d: 3 - d / 2,
+    "constant": lambda d: torch.full_like(d, 5.0),
+    "at most 3": lambda d: d.clamp(max=3),
+    "backwards": lambda d: 11 - d**2 / 7,
+}
+
+
+@pytest.mark.parametrize("name_of_map", MAPS)
+@every_way
+def test_any_function_of_the_distance(kind: str, name: str, name_of_map: str, shared_model: Any) -> None:
+    model, function = shared_model(kind, name), MAPS[name_of_map]
+    hooks = remap_distance(model, function)
+    matrix = function((REAL[:, None] - REAL).clamp(min=0).double())
+    expected = by_brute_force(model, matrix)
+    assert (expected - mixed_of(model, [])).abs().max() > 0.1
+    close(mixed_of(model, hooks), expected, 2e-5)
+    close(mixed_of(model, remap_distance(model, matrix)), expected, 2e-5)
+    close(mixed_of(model, remap_distance(model, matrix[None])), expected, 2e-5)  # never by rotation
+    by_rotation = "turn" in {act.__name__ for _, act in hooks}
+    assert by_rotation == (name_of_map in ("halved", "constant"))
+    if name_of_map == "constant":
+        assert torch.equal(logits(model, dummy_distance(model, 5)), logits(model, hooks))
+
+
+@every_way
+def test_one_dummy_distance_for_all(kind: str, name: str, shared_model: Any) -> None:
+    """Also in later layers, which see what the earlier ones have made of it; and at distance 0 without any turn."""
+    model = shared_model(kind, name)
+    for d in (0, -2.5, 40):
+        close(mixed_of(model, dummy_distance(model, d)), by_brute_force(model, torch.tensor(float(d))), 2e-5)
+    everywhere = torch.full((L, L), 7.0)
+    close(logits(model, dummy_distance(model, 7)), logits(model, remap_distance(model, everywhere[None, None])))
+
+
+@every_way
+def test_any_matrix_of_distances(kind: str, name: str, shared_model: Any) -> None:
+    """For all heads, per head, per text; cells outside the mask may hold anything."""
+    model = shared_model(kind, name)
+    spec = read_layers(model, [0])[0]
+    for shape in ((L, L), (8, L, L), (2, 1, L, L), (2, 8, L, L)):
+        matrix = (50_000 if shape[0] == 8 else 20) * torch.randn(shape, dtype=torch.float64)
+        expected = by_brute_force(model, matrix)
+        matrix[..., ~spec.mask(L)] = torch.nan
+        got = mixed_of(model, remap_distance(model, matrix, layers=[0]))
+        close(got, expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])  # others cannot run beyond their context
+def test_a_function_that_bends_beyond_the_context_is_refused_there(name: str, shared_model: Any) -> None:
+    """It looks straight as far as the model's context goes (128 tokens), and the text is longer."""
+    model, tokens = shared_model("bridge", name), zoo.random_tokens(140)
+    hooks = remap_distance(model, lambda d: d.clamp(max=130))
+    close(logits(model, hooks), logits(model, []))
+    with pytest.raises(ValueError, match="is not that line over this text of 140: give a matrix"):
+        logits(model, hooks, tokens)
+    real = torch.arange(140)
+    as_matrix = remap_distance(model, (real[:, None] - real + 5.0)[None, None])
+    close(logits(model, remap_distance(model, lambda d: d + 5), tokens), logits(model, as_matrix, tokens))

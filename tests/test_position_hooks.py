@@ -1,0 +1,116 @@
+"""Hooks for positions are plain lists: every way to apply them, nothing held, gradients, and refusals at once."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.lies import (
+    EVERY_LIE,
+    FEW,
+    REAL,
+    TOKENS,
+    logits,
+)
+from torch import Tensor
+
+from tl_posdisent import applied, dummy_distance, remap_distance, swap_positions
+
+
+@EVERY_LIE
+@pytest.mark.parametrize(("kind", "name"), FEW)
+def test_every_way_to_apply_hooks(kind: str, name: str, lie: Any, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    hooks = lie(model)
+    assert type(hooks) is list
+    assert all(type(hook) is tuple and isinstance(hook[0], str) and callable(hook[1]) for hook in hooks)
+    plain, expected = logits(model, []), logits(model, hooks)
+    assert (expected - plain).abs().max() > 0.1
+    with torch.no_grad():
+        assert torch.equal(model.run_with_hooks(TOKENS, fwd_hooks=hooks), expected)
+        with model.hooks(fwd_hooks=hooks):
+            assert torch.equal(model(TOKENS), expected)
+            assert torch.equal(model.run_with_cache(TOKENS)[0], expected)
+            assert torch.equal(model(TOKENS), expected)  # hooks can be used again
+    assert torch.equal(logits(model, hooks[::1]), expected)
+    assert torch.equal(logits(model, []), plain)
+
+
+@EVERY_LIE
+@pytest.mark.parametrize(("kind", "name"), FEW)
+def test_nothing_is_held_after_the_run(kind: str, name: str, lie: Any, shared_model: Any) -> None:
+    model, seen = shared_model(kind, name), []
+
+    def watch(x: Tensor, hook: Any) -> None:
+        seen.append(weakref.ref(x))
+
+    hooks = lie(model)
+    names = {hook for hook, _ in hooks} | {f"blocks.0.attn.{x}" for x in ("hook_q", "hook_k", "hook_v", "hook_pattern")}
+    logits(model, [*hooks, *((hook, watch) for hook in names)])
+    assert len(seen) >= len(names)
+    assert [ref for ref in seen if ref() is not None] == []
+
+
+@EVERY_LIE
+@pytest.mark.parametrize(("kind", "name"), FEW)
+def test_gradients_flow(kind: str, name: str, lie: Any) -> None:
+    """The gradient through the hooks is that of finite differences."""
+    model = zoo.load(kind, name)
+    parameter = next(p for p in model.parameters() if p.shape[0] == zoo.VOCAB)  # the embedding
+    with applied(model, lie(model)):
+        loss = model(TOKENS).double().pow(2).mean()
+        (gradient,) = torch.autograd.grad(loss, parameter)
+        assert gradient.abs().max() > 0
+        step = 1e-3 * gradient / gradient.norm()
+        with torch.no_grad():
+            parameter.add_(step)
+            up = model(TOKENS).double().pow(2).mean()
+            parameter.sub_(2 * step)
+            down = model(TOKENS).double().pow(2).mean()
+    slope = (up - down) / (2 * step.norm())
+    torch.testing.assert_close(slope, gradient.norm().double(), rtol=2e-2, atol=0)
+
+
+# --- refusals at once -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m: swap_positions(m, torch.zeros(2, 2, 12)),
+            r"positions must have shape \(pos,\) or .* got \(2, 2, 12\)",
+        ),
+        (lambda m: swap_positions(m, torch.tensor(3)), r"positions must have shape .* got \(\)"),
+        (lambda m: swap_positions(m, []), r"positions must have shape .* got \(0,\)"),
+        (lambda m: swap_positions(m, [0, 1, float("nan")]), "positions must be finite real numbers, got .*nan"),
+        (lambda m: swap_positions(m, [0, float("inf")]), "positions must be finite real numbers, got .*inf"),
+        (lambda m: swap_positions(m, REAL * 1j), "positions must be finite real numbers, got"),
+        (lambda m: swap_positions(m, REAL > 3), "positions must be finite real numbers, got"),
+        (lambda m: swap_positions(m, "0123"), "positions must be real numbers, got '0123'"),
+        (lambda m: swap_positions(m, None), "positions must be real numbers, got None"),
+        (lambda m: dummy_distance(m, float("nan")), "distance must be a finite number, got nan"),
+        (lambda m: dummy_distance(m, float("inf")), "distance must be a finite number, got inf"),
+        (lambda m: dummy_distance(m, True), "distance must be a finite number, got True"),
+        (lambda m: dummy_distance(m, "3"), "distance must be a finite number, got '3'"),
+        (lambda m: dummy_distance(m, REAL), "distance must be a finite number, got tensor"),
+        (lambda m: remap_distance(m, 3), "distances must be a function or a tensor, got int"),
+        (lambda m: remap_distance(m, None), "distances must be a function or a tensor, got NoneType"),
+        (lambda m: remap_distance(m, torch.zeros(12)), r"distances must have shape \(query, key\), .*got \(12,\)"),
+        (lambda m: remap_distance(m, torch.zeros(0, 0)), r"distances must have shape .* got \(0, 0\)"),
+        (lambda m: remap_distance(m, torch.zeros(1, 1, 1, 12, 12)), r"distances must have shape .*\(1, 1, 1, 12, 12\)"),
+        (lambda m: remap_distance(m, torch.zeros(12, 12) * 1j), "distances must be finite real numbers, got"),
+        (lambda m: remap_distance(m, lambda d: 5), r"same shape \(.*\), got int"),
+        (lambda m: remap_distance(m, lambda d: d[:-1]), r"same shape \(.*\), got shape \(\d+,\)"),
+        (lambda m: remap_distance(m, lambda d: 1 / d), "got values that are not finite"),
+        (lambda m: remap_distance(m, torch.log), "got values that are not finite"),
+    ],
+)
+def test_what_is_no_position_and_no_distance(call: Any, message: str, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    with pytest.raises(ValueError, match=message):
+        call(model)
