@@ -20,6 +20,7 @@ from tl_posdisent import (
     interaction_bound,
     positional_symbolic,
     random_control,
+    read_layers,
     subspace_patterns,
     subspace_patterns_qk,
     trained_vs_random,
@@ -195,3 +196,13 @@ def test_bad_inputs_beside_chance(change: dict, message: str, shared_model: Mode
     arguments = {"tokens": TOKENS, "progress": False} | change
     with pytest.raises(ValueError, match=message):
         trained_vs_random(shared_model("bridge", "llama-gqa"), **arguments)
+
+
+def test_layers_that_do_not_rotate_are_passed_over(shared_model: Any) -> None:
+    """By default all that rotate; a layer that does not is refused when it is asked for."""
+    model, tokens = shared_model("bridge", "smollm3"), zoo.random_tokens()
+    table = trained_vs_random(model, tokens, seeds=[0], progress=False)
+    rotating = [spec.layer for spec in read_layers(model) if spec.rotary is not None]
+    assert sorted(table["layer"].unique()) == rotating != list(range(model.cfg.n_layers))
+    with pytest.raises(ValueError, match=r"trained_vs_random needs rotary .* layer 1 of SmolLM3ForCausalLM"):
+        trained_vs_random(model, tokens, layers=[1], seeds=[0], progress=False)

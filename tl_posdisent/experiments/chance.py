@@ -11,7 +11,6 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.lens.attention import n_layers, select
 from tl_posdisent.lens.control import random_control
 from tl_posdisent.lens.run import check_tokens
 from tl_posdisent.maths.interactions import INTERACTIONS
@@ -19,7 +18,7 @@ from tl_posdisent.maths.variance import Numbers
 
 from .additivity import additivity
 from .controlled import controlled_distance
-from .layers import check_burn_in
+from .layers import check_burn_in, rotary_specs
 from .patterns import subspace_patterns
 from .plane import positional_symbolic
 
@@ -80,7 +79,7 @@ def trained_vs_random(
     tokens = check_tokens(model, tokens)
     check_burn_in(burn_in, tokens.shape[1], leave=2)
     seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
-    layers = select("layers", layers, n_layers(model))
+    layers = [spec.layer for spec in rotary_specs(model, layers, "trained_vs_random")]
     copies = random_control(model, seeds)
     index = _HEAD if by == "head" else _HEAD[:1]
     results = []

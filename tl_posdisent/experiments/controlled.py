@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
 from typing import Any
 
 import pandas as pd
@@ -21,7 +20,7 @@ from tl_posdisent.maths.moments import Moments
 from tl_posdisent.maths.tables import index_columns
 from tl_posdisent.maths.variance import Numbers, decompose
 
-from .layers import check_burn_in, rotary_layers, rotary_specs
+from .layers import RotaryLayer, measure_layers, rotary_specs
 
 
 def controlled_distance(
@@ -61,17 +60,14 @@ def controlled_distance(
         >>> bool((table["r_two_axis"] >= table["r_three_axis"]).all())  # the two-axis model contains the other
         True
     """
-    specs = rotary_specs(model, layers, "controlled_distance")
-    tokens = check_tokens(model, tokens)
-    check_burn_in(burn_in, tokens.shape[1])
-    at = range(tokens.shape[1]) if distances is None else distances
-    tables = []
-    with closing(rotary_layers(model, tokens, specs, burn_in=burn_in, progress=progress)) as run:
-        for layer, rotary, scale, q, k in run:
-            table = decompose(Moments.from_qk(q, k, rotary), at, scale=scale).to_frame()
-            table.insert(0, "layer", layer)
-            tables.append(table)
-    return pd.concat(tables, ignore_index=True)
+
+    def measure(layer: RotaryLayer) -> pd.DataFrame:
+        at = range(layer.length) if distances is None else distances
+        return decompose(Moments.from_qk(layer.q, layer.k, layer.rotary), at, scale=layer.scale).to_frame()
+
+    return measure_layers(
+        model, tokens, "controlled_distance", measure, layers=layers, burn_in=burn_in, progress=progress
+    )
 
 
 def dummy_distance_check(

@@ -1,26 +1,28 @@
-"""Queries and keys of every rotary layer of a run, ready for the mathematics."""
+"""A measurement of every rotary layer's queries and keys, as one table."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import Any, NamedTuple
 
+import pandas as pd
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.lens.attention import AttentionSpec, read_rotary_layers
 from tl_posdisent.lens.capture import stream
+from tl_posdisent.lens.run import check_tokens
 from tl_posdisent.maths.rotary import Rotary
 
 
 class RotaryLayer(NamedTuple):
     """One layer's vectors before rotation, and how it makes scores of them."""
 
-    layer: int
     rotary: Rotary
     scale: float
+    length: int  # of the texts, with what was left out of q and k
     q: Float[Tensor, "batch pos head d_head"]
     k: Float[Tensor, "batch pos kv d_head"]
 
@@ -39,17 +41,34 @@ def check_burn_in(burn_in: int, length: int, *, leave: int = 1) -> None:
         raise ValueError(f"burn_in must be an integer from 0 to {length - leave}, got {burn_in!r}")
 
 
-def rotary_layers(
-    model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], *, burn_in: int, progress: bool
-) -> Generator[RotaryLayer, None, None]:
-    """One forward pass without score matrices, one layer in memory; the first ``burn_in`` positions left out.
+def measure_layers(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    tool: str,
+    measure: Callable[[RotaryLayer], pd.DataFrame],
+    *,
+    layers: Iterable[int] | None,
+    burn_in: int,
+    progress: bool,
+    leave: int = 1,
+) -> pd.DataFrame:
+    """What ``measure`` says of each rotary layer, in one table with a column ``layer`` before ``head``.
 
-    Close it: the pass waits in a thread of its own until it is used up or closed.
+    One forward pass without score matrices, one layer in memory. The first ``burn_in`` positions of each text are left
+    out, of which at least ``leave`` others must remain.
     """
-    with closing(stream(model, tokens, specs, scores=False)) as run:
+    specs = rotary_specs(model, layers, tool)
+    tokens = check_tokens(model, tokens)
+    check_burn_in(burn_in, tokens.shape[1], leave=leave)
+    tables = []
+    with closing(stream(model, tokens, specs, scores=False)) as run:  # or an error would leave the pass waiting
         for layer in tqdm(run, total=len(specs), desc="layers", disable=not progress):
             assert layer.q is not None
             assert layer.k is not None
             assert layer.spec.rotary is not None
-            scale = layer.spec.require_scale()
-            yield RotaryLayer(layer.layer, layer.spec.rotary, scale, layer.q[:, burn_in:], layer.k[:, burn_in:])
+            scale, length = layer.spec.require_scale(), tokens.shape[1]
+            q, k = layer.q[:, burn_in:], layer.k[:, burn_in:]
+            table = measure(RotaryLayer(layer.spec.rotary, scale, length, q, k))
+            table.insert(list(table.columns).index("head"), "layer", layer.layer)
+            tables.append(table)
+    return pd.concat(tables, ignore_index=True)

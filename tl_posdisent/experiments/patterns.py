@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
 from typing import Any
 
 import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.lens.run import check_tokens
 from tl_posdisent.maths.subspaces import subspace_patterns_qk
 from tl_posdisent.maths.variance import Numbers
 
-from .layers import check_burn_in, rotary_layers, rotary_specs
+from .layers import RotaryLayer, measure_layers
 
 
 def subspace_patterns(
@@ -59,14 +57,11 @@ def subspace_patterns(
         >>> bool(mean["semantic"].idxmax() > 3)  # content sits in slow subspaces
         True
     """
-    specs = rotary_specs(model, layers, "subspace_patterns")
-    tokens = check_tokens(model, tokens)
-    check_burn_in(burn_in, tokens.shape[1])
-    at = range(tokens.shape[1]) if distances is None else distances
-    tables = []
-    with closing(rotary_layers(model, tokens, specs, burn_in=burn_in, progress=progress)) as run:
-        for layer, rotary, scale, q, k in run:
-            table = subspace_patterns_qk(q, k, rotary, at, scale=scale).to_frame()
-            table.insert(0, "layer", layer)
-            tables.append(table)
-    return pd.concat(tables, ignore_index=True)
+
+    def measure(layer: RotaryLayer) -> pd.DataFrame:
+        at = range(layer.length) if distances is None else distances
+        return subspace_patterns_qk(layer.q, layer.k, layer.rotary, at, scale=layer.scale).to_frame()
+
+    return measure_layers(
+        model, tokens, "subspace_patterns", measure, layers=layers, burn_in=burn_in, progress=progress
+    )

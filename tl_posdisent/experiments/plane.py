@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import closing
 from typing import Any
 
 import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.lens.run import check_tokens
 from tl_posdisent.maths.plane import positional_symbolic_qk
 
-from .layers import check_burn_in, rotary_layers, rotary_specs
+from .layers import RotaryLayer, measure_layers
 
 
 def positional_symbolic(
@@ -52,13 +50,10 @@ def positional_symbolic(
         >>> len(table), bool((table["positional"] + table["symbolic"] <= 1).all())
         (16, True)
     """
-    specs = rotary_specs(model, layers, "positional_symbolic")
-    tokens = check_tokens(model, tokens)
-    check_burn_in(burn_in, tokens.shape[1], leave=2)
-    tables = []
-    with closing(rotary_layers(model, tokens, specs, burn_in=burn_in, progress=progress)) as run:
-        for layer, rotary, _, q, k in run:
-            table = positional_symbolic_qk(q, k, rotary).to_frame(by_subspace=by_subspace)
-            table.insert(1, "layer", layer)
-            tables.append(table)
-    return pd.concat(tables, ignore_index=True)
+
+    def measure(layer: RotaryLayer) -> pd.DataFrame:
+        return positional_symbolic_qk(layer.q, layer.k, layer.rotary).to_frame(by_subspace=by_subspace)
+
+    return measure_layers(
+        model, tokens, "positional_symbolic", measure, leave=2, layers=layers, burn_in=burn_in, progress=progress
+    )
