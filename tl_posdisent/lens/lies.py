@@ -17,8 +17,9 @@ from torch import Tensor
 from tl_posdisent.maths.rotary import rotate
 
 from .attention import AttentionSpec, Tap, select
+from .edits import check_whole_text
 from .evidence import is_masked, mismatch
-from .pairs import Distances, check_whole_text, pair_hooks
+from .pairs import Distances, pair_hooks
 from .run import Hook
 from .tables import table_like
 

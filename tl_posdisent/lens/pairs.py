@@ -1,21 +1,19 @@
 """Scores at any pair distances, where rotation of queries and keys cannot express them.
 
 ``W[i, j] = scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c D[i, j])) + content-only part`` for any real matrix D: the
-layer's scores are recomputed in blocks and put in their place; where the model throws edited scores away, the
-attention's result is recomputed too and put in at ``hook_z``.
+layer's scores are recomputed in blocks and put in their place (``edits.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from .attention import AttentionSpec
-from .evidence import is_masked
+from .edits import View, edit_scores
 from .run import Hook
 
 Distances = Callable[[int, torch.device], Tensor]
@@ -59,68 +57,14 @@ def pair_scores(
 def pair_hooks(spec: AttentionSpec, heads: Sequence[int], distances: Distances) -> list[Hook]:
     """Hooks that give these heads of a layer the scores that they would have at other distances."""
     spec.require_rotary("remapped distances")
-    q_tap, k_tap = spec.q, spec.k
-    if q_tap is None or k_tap is None:
-        raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
-    chosen = torch.tensor(list(heads))
-    key_heads = torch.tensor([spec.key_head(h) for h in heads])
-    held: dict[str, Tensor] = {}
 
-    def keep(name: str) -> Hook:
-        def listen(x: Tensor, hook: Any) -> None:
-            held[name] = x
-
-        return name, listen
-
-    def new_scores() -> Tensor:
-        q, k = q_tap.read(held.pop(q_tap.name)), k_tap.read(held.pop(k_tap.name))
-        q, k = q[:, :, chosen.to(q.device)], k[:, :, key_heads.to(k.device)]
+    def at_other_distances(view: View) -> Tensor:
+        q, k = view.vectors()
         wanted = distances(q.shape[1], q.device)
         _check(wanted, spec, len(q), q.shape[1])
         return pair_scores(spec, q, k, _of_heads(wanted, heads, spec.n_heads))
 
-    def replace_scores(x: Tensor, hook: Any) -> Tensor:
-        check_whole_text(spec, x)
-        new, old = new_scores().to(x.dtype), x[:, chosen.to(x.device)]
-        inside = spec.mask(x.shape[-1], x.device) & ~is_masked(old)  # padding stays masked
-        x = x.clone()
-        x[:, chosen.to(x.device)] = torch.where(inside, new, old)
-        return x
-
-    if spec.scores_editable and spec.scores:
-        return [keep(q_tap.name), keep(k_tap.name), (spec.scores, replace_scores)]
-
-    v_tap, seen = spec.v, spec.pattern
-    if v_tap is None or seen is None or spec.z is None:
-        raise ValueError(
-            f"layer {spec.layer} of {spec.architecture} uses neither edited scores nor an edited hook_z: "
-            "pair distances cannot be changed"
-        )
-
-    def replace_z(x: Tensor, hook: Any) -> Tensor:
-        new, v = new_scores(), v_tap.read(held.pop(v_tap.name))
-        pattern = new.masked_fill(~spec.mask(x.shape[1], x.device), -torch.inf).softmax(-1)
-        mixed = torch.einsum("bhqk,bkhd->bqhd", pattern, v[:, :, key_heads.to(v.device)].to(pattern.dtype))
-        x = x.clone()
-        x[:, :, chosen.to(x.device)] = mixed.to(x.dtype)
-        return x
-
-    def whole_and_unpadded(x: Tensor, hook: Any) -> None:
-        check_whole_text(spec, x)
-        _refuse_padding(spec, x)
-
-    kept = [keep(tap.name) for tap in (q_tap, k_tap, v_tap)]
-    return [*kept, (spec.z, replace_z), (seen, whole_and_unpadded)]  # in some models the pattern is the last to fire
-
-
-def check_whole_text(spec: AttentionSpec, cells: Float[Tensor, "batch head query key"]) -> None:
-    """Refuse scores of a part of a text: positions and masks are those of a whole one."""
-    n_query, n_key = cells.shape[-2:]
-    if n_query != n_key:
-        raise ValueError(
-            f"layer {spec.layer} sees {n_query} queries against {n_key} keys: run the model on whole texts, without "
-            "a key/value cache"
-        )
+    return edit_scores(spec, heads, at_other_distances, vectors=True)
 
 
 def _check(distances: Tensor, spec: AttentionSpec, batch: int, length: int) -> None:
@@ -148,13 +92,3 @@ def _planes(x: Tensor, pairing: str, n: int) -> tuple[Tensor, Tensor, Tensor]:
     if pairing == "half":
         return x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
     return x[..., : 2 * n : 2], x[..., 1 : 2 * n : 2], x[..., 2 * n :]
-
-
-def _refuse_padding(spec: AttentionSpec, pattern: Tensor) -> None:
-    """Where a model shows only its pattern: a key that nobody sees is padding, and so is a query that sees behind it
-    (all keys alike, as a softmax of nothing but masked scores does)."""
-    inside = spec.mask(pattern.shape[-1], pattern.device)
-    if bool((pattern == 0).flatten(1, 2).all(1).any()) or bool((pattern[..., ~inside] > 0).any()):
-        raise ValueError(
-            f"layer {spec.layer} of {spec.architecture} discards edited scores, and padded texts are not supported then"
-        )
