@@ -7,7 +7,7 @@ Then disturb what was found (``disturb.py``): which edits take effect?
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,8 @@ def _tokens(model: Any) -> Int[Tensor, "2 pos"]:
     length = min(length, getattr(cfg, "n_ctx", None) or length)
     generator = torch.Generator().manual_seed(0)
     tokenizer = getattr(model, "tokenizer", None)
-    special = set(getattr(tokenizer, "all_special_ids", None) or ())  # padding would change positions and mask
+    # Padding would change positions and mask.
+    special = {*(getattr(tokenizer, "all_special_ids", None) or ()), getattr(cfg, "pad_id", None)}
     ids = torch.tensor([t for t in range(min(cfg.d_vocab, 4096)) if t not in special])
     return ids[torch.randint(0, len(ids), (2, length), generator=generator)].to(device_of(model))
 
@@ -95,14 +96,10 @@ def _explain_scores(
     k = replace(k, n_heads=spec.n_kv_heads)
     positions = torch.arange(len(visible), device=visible.device)
     tried: list[tuple[float, AttentionSpec, tuple[Tensor, Tensor]]] = []
-    for rotary in [*facts.rotaries(model, attn, seen), None]:
-        rotating = replace(spec, rotary=rotary)
-        q_rot, k_rot = (rotating.rotated(x.double(), positions) for x in fits)
-        for scale in dict.fromkeys(facts.scales(attn, spec.d_head)):
-            for cap in dict.fromkeys(facts.soft_caps(model, attn)):
-                candidate = replace(rotating, scale=scale, soft_cap=cap)
-                error = misfit(candidate, q_rot, k_rot, seen, visible)
-                tried.append((error, candidate, (q_rot, k_rot)))
+    for candidate, turned in _candidates(model, attn, spec, fits, seen, positions):
+        tried.append((misfit(candidate, *turned, seen, visible), candidate, turned))
+        if tried[-1][0] < _EXACT:
+            break
     best = min(error for error, *_ in tried)
     if best > 1:
         return replace(
@@ -113,6 +110,21 @@ def _explain_scores(
     # Of those that fit equally well (a high soft cap leaves no trace in 16 bits) the first is the most specific.
     _, chosen, turned = next(t for t in tried if t[0] <= 3 * best)
     return _with_taps(chosen, q, k, turned, seen)
+
+
+_EXACT = 0.02  # of what is taken for rounding: no other candidate can be right where this one is
+
+
+def _candidates(
+    model: Any, attn: Any, spec: AttentionSpec, fits: Sequence[Tensor], seen: Seen, positions: Tensor
+) -> Iterator[tuple[AttentionSpec, tuple[Tensor, Tensor]]]:
+    """Every rotation, scale and soft cap there may be, with the vectors turned; the most specific first."""
+    for rotary in [*facts.rotaries(model, attn, seen), None]:
+        rotating = replace(spec, rotary=rotary)
+        q_rot, k_rot = (rotating.rotated(x.double(), positions) for x in fits)
+        for scale in dict.fromkeys(facts.scales(attn, spec.d_head)):
+            for cap in dict.fromkeys(facts.soft_caps(model, attn)):
+                yield replace(rotating, scale=scale, soft_cap=cap), (q_rot, k_rot)
 
 
 _ROTATED_EARLIER = (

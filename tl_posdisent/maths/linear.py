@@ -24,7 +24,7 @@ from .marginals import Marginals
 from .masks import MaskKind, make_cells
 
 _BLOCK = 256  # queries and keys a side in the blocks of which some cells are masked
-_COLUMNS = 16  # coordinates that are Fourier transformed at a time
+_COLUMNS = 8  # coordinates summed and transformed at a time: what they need stays in cache
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def fit_additive_qk(
     queries, keys = (x.reshape(-1, *x.shape[-3:]) for x in (q_rot, k_rot))
     groups = queries.unflatten(2, (n_kv, -1))
     parts = [
-        _read_group(groups[text, :, head].movedim(1, 0).double() * scale, keys[text, :, head].double(), cells)
+        _read_group(_own(groups[text, :, head].movedim(1, 0)).mul_(scale), _own(keys[text, :, head]), cells)
         for text in range(len(queries))
         for head in range(n_kv)
     ]
@@ -81,12 +81,19 @@ def fit_additive_qk(
     )
 
 
+def _own(x: Tensor) -> Tensor:
+    """A copy in float64."""
+    return x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+
+
 def _read_group(
     q: Float64[Tensor, "head query d"], k: Float64[Tensor, "key d"], cells: Cells
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Pivot, marginal sums and sum of squares for the query heads that share a key head."""
-    v, u = k - k.mean(0), q - q.mean(1, keepdim=True)
-    of_query, of_key = q @ k.mean(0), (q.mean(1, keepdim=True) @ v.T)[:, 0]
+    """Pivot, marginal sums and sum of squares for the query heads that share a key head; changes ``q`` and ``k``."""
+    q_mean, k_mean = q.mean(1, keepdim=True), k.mean(0)
+    of_query = q @ k_mean
+    u, v = q.sub_(q_mean), k.sub_(k_mean)
+    of_key = (q_mean @ v.T)[:, 0]
     pivot = of_query.mean(-1)
     # The components that are known beforehand, as a model: its marginals need no scores either.
     zero = q.new_zeros(len(q), cells.n_distance)
@@ -104,18 +111,22 @@ def _bilinear_sums(
     """Sums of ``u_i·v_j`` over the cells of each distance, query and key, stacked."""
     i = torch.arange(cells.n_query, device=u.device) + cells.offset
     j = torch.arange(cells.n_key, device=u.device) - cells.offset
-    by_query = (u * _run_sums(v, i - cells.high, i - cells.low + 1)).sum(-1)
-    by_key = (v * _run_sums(u, j + cells.low, j + cells.high + 1)).sum(-1)
-    # Σ_i u_i·v_{i + offset - d} for every d is a correlation: a product of Fourier transforms.
     length = 1 << (cells.n_query + cells.n_key - 1).bit_length()
-    spectrum = torch.zeros(len(u), length // 2 + 1, dtype=torch.complex128, device=u.device)
+    by_query, by_key = u.new_zeros(len(u), cells.n_query), u.new_zeros(len(u), cells.n_key)
+    spectrum = torch.zeros(len(u), length, dtype=torch.complex128, device=u.device)
     for column in range(0, u.shape[-1], _COLUMNS):
-        some = slice(column, column + _COLUMNS)
-        spectrum += (
-            torch.fft.rfft(u[..., some], length, dim=1) * torch.fft.rfft(v[..., some], length, dim=0).conj()
-        ).sum(-1)
-    by_distance = torch.fft.irfft(spectrum, length, dim=-1)[:, (cells.distances - cells.offset) % length]
+        x, y = (z[..., column : column + _COLUMNS].contiguous() for z in (u, v))
+        by_query += (x * _run_sums(y, i - cells.high, i - cells.low + 1)).sum(-1)
+        by_key += (y * _run_sums(x, j + cells.low, j + cells.high + 1)).sum(-1)
+        # Σ_i u_i·v_{i + offset - d} for every d is a correlation: a product of Fourier transforms.
+        spectrum += (torch.fft.fft(_pairs(x), length, dim=1) * torch.fft.fft(_pairs(y), length, dim=0).conj()).sum(-1)
+    by_distance = torch.fft.ifft(spectrum, dim=-1).real[:, (cells.distances - cells.offset) % length]
     return torch.cat([by_distance, by_query, by_key], -1)
+
+
+def _pairs(x: Float64[Tensor, "*lead d"]) -> Tensor:
+    """Two coordinates as one complex number: the real part of ``x·conj(y)`` is their inner product."""
+    return torch.view_as_complex(torch.nn.functional.pad(x, (0, x.shape[-1] % 2)).unflatten(-1, (-1, 2)))
 
 
 def _run_sums(x: Float64[Tensor, "*head n d"], start: Tensor, stop: Tensor) -> Float64[Tensor, "*head run d"]:

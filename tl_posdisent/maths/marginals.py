@@ -59,9 +59,7 @@ def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, name
     by_distance, by_query, by_key = cells.split(sums)
     pivot, squares = (flat.new_zeros(n, dtype=torch.float64) for _ in range(2))
 
-    cells_per_block = 2**18 if flat.device.type == "cpu" else 2**24
-    rows = min(n_query, max(1, cells_per_block // n_key))
-    heads = max(1, cells_per_block // (rows * n_key))
+    rows, heads = _block_size(flat)
     for first in range(0, n, heads):
         some = slice(first, first + heads)
         masks = None if which is None else which[some]
@@ -74,19 +72,44 @@ def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, name
             if left >= right:
                 continue
             shift = row + cells.offset - left
-            block = flat[some, row:stop, left:right].to(torch.float64, copy=True)
-            block -= pivot[some, None, None]
-            block.masked_fill_(~cells.inside(slice(row, stop), slice(left, right), masks), 0.0)
             low, high = max(cells.low, shift - (right - left - 1)), min(cells.high, shift + stop - row - 1)
+            block = _centred(flat[some, row:stop, left:right], pivot[some], max(right - left, high - low))
+            _hide(block[..., : right - left], cells.inside(slice(row, stop), slice(left, right), masks))
             diagonals = slice(low - cells.low, high - cells.low + 1)
             by_distance[some, diagonals] += diagonal_sums(block, low - shift, high - shift)
             by_query[some, row:stop] += block.sum(-1)
-            by_key[some, left:right] += block.sum(-2)
-            squares[some] += block.flatten(1).square().sum(-1)
+            by_key[some, left:right] += block.sum(-2)[..., : right - left]
+            squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
     pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
     total = cells.split(sums).query.sum(-1)
     _refuse_unusable(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
     return Marginals(pivot, sums, squares)
+
+
+def _block_size(scores: Float[Tensor, "matrix query key"]) -> tuple[int, int]:
+    """Rows and matrices that are read at a time. A processor keeps them in its cache, and few rows have few keys that
+    only some of them see; a GPU wants much to do."""
+    _, n_query, n_key = scores.shape
+    on_cpu = scores.device.type == "cpu"
+    cells = 2**18 if on_cpu else 2**24
+    rows = min(n_query, max(1, cells // n_key), 64 if on_cpu else n_query)
+    return rows, max(1, cells // (rows * n_key))
+
+
+def _centred(x: Float[Tensor, "matrix row column"], pivot: Tensor, width: int) -> Float64[Tensor, "matrix row width"]:
+    """``x - pivot`` in float64, with columns of zeros up to a width."""
+    block = x.new_empty(*x.shape[:-1], width, dtype=torch.float64)
+    block[..., x.shape[-1] :] = 0.0
+    block[..., : x.shape[-1]].copy_(x).sub_(pivot[:, None, None])
+    return block
+
+
+def _hide(block: Float64[Tensor, "matrix row column"], inside: Tensor) -> None:
+    """Zero the cells that do not count; most columns have none."""
+    touched = (~inside).flatten(0, -2).any(0).nonzero()
+    if len(touched):
+        some = slice(int(touched[0]), int(touched[-1]) + 1)
+        block[..., some].masked_fill_(~inside[..., some], 0.0)
 
 
 def _mask_of_matrix(cells: Cells, batch: torch.Size) -> Int64[Tensor, "matrix"] | None:

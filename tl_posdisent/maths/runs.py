@@ -118,11 +118,9 @@ class Runs(Cells):
     def _run_sums(self, x: Tensor) -> Tensor:
         """Sum of the other two components over the cells of each coefficient."""
         total = torch.nn.functional.pad(x.cumsum(-1), (1, 0))
-        if self.starts.ndim == 1:
-            sums = total.index_select(-1, self.stops) - total.index_select(-1, self.starts)
-        else:
-            sums = total.take_along_dim(self.stops, -1) - total.take_along_dim(self.starts, -1)
-        n = x.shape[-1]
+        n, shape = x.shape[-1], (*x.shape[:-1], self.starts.shape[-1])
+        # Gathering over an expanded index is several times faster than index_select and take_along_dim.
+        sums = total.gather(-1, self.stops.expand(shape)) - total.gather(-1, self.starts.expand(shape))
         return sums[..., :n] + sums[..., n:]
 
 
