@@ -44,7 +44,7 @@ docs: .venv/docs.stamp ## the documentation, into docs/_build/html; a warning is
 	$(OFFLINE) .venv/bin/python -m sphinx -W --keep-going -q docs docs/_build/html
 
 bench: .venv/bench.stamp ## all benchmarks: tables on the screen, JSON in out/bench/
-	for script in dense_fit dense_limit linear_fit controlled plane whole_model; do \
+	for script in dense_fit dense_limit linear_fit controlled plane whole_model head_ablation; do \
 	    $(OFFLINE) .venv/bin/python benchmarks/$$script.py || exit 1; done
 
 clean: ## remove results, builds and caches

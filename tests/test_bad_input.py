@@ -21,10 +21,28 @@ TOKENS = zoo.random_tokens()
 GOOD: dict[str, Any] = {
     "tokens": TOKENS,
     "layer": 0,
-    "positions": torch.arange(12),
+    "positions": torch.arange(12) * 2,
     "distance": 3,
     "distances": lambda d: d,
+    "kind": "order",
+    "fraction": 0.5,
+    "noise": 0.1,
+    "question": tl_posdisent.MultipleChoice(TOKENS[0], [TOKENS[1, :2], TOKENS[1, 2:4]], 1),
+    "clean_tokens": TOKENS,
+    "corrupted_tokens": TOKENS.flip(1),
+    "metric": lambda logits, tokens: logits[:, -1, 5],
+    "q_rot": torch.zeros(2, 12, 8, 8),
+    "k_rot": torch.zeros(2, 12, 4, 8),
+    "scores": torch.zeros(2, 8, 12, 12),
     "hooks": [],
+    "heads": [(0, 1)],
+    "component": "distance",
+    "length": 12,
+    "lengths": [0, 4, 12],
+    "n_sink": 1,
+    "window": 4,
+    "distance_ceiling": 4,
+    "factor": 2,
 }
 
 Function = Callable[..., Any]
@@ -35,8 +53,9 @@ def functions(*parameters: str) -> list[Function]:
     public = [getattr(tl_posdisent, name) for name in tl_posdisent.__all__]
     found = []
     for function in filter(inspect.isfunction, public):
-        names = list(inspect.signature(function).parameters)
-        if names[:1] == ["model"] and set(parameters) <= set(names):
+        named = inspect.signature(function).parameters
+        synthetic = [p.annotation for p in named.values()][:1] == ["SyntheticModel"]  # these take no other models
+        if list(named)[:1] == ["model"] and set(parameters) <= set(named) and not synthetic:
             found.append(function)
     return found
 
@@ -50,6 +69,8 @@ def call(function: Function, model: Any, **changed: Any) -> Any:
             arguments[name] = GOOD[name]
         elif name == "progress":
             arguments[name] = False
+        elif name == "from_tokens":  # or other positions: one of two
+            arguments[name] = TOKENS.flip(1)
     result = function(model, **arguments)
     if isinstance(result, Iterator):
         return next(result)

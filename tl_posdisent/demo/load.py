@@ -62,8 +62,8 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
 def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) -> Int[Tensor, "1 pos"]:
     """``<|endoftext|>`` and the first ``length - 1`` tokens of the demo text, shape ``(1, length)``.
 
-    The model was trained on 512 positions; a longer excerpt asks how it extrapolates (with ``backend="bridge"``: a
-    HookedTransformer has no more positions than its context).
+    The model was trained on 512 positions; a longer excerpt asks how it extrapolates (a HookedTransformer has no
+    more positions than its context, unless within ``longer_context``).
 
     Args:
         length: in tokens, the first one included.

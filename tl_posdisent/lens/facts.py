@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from tl_posdisent.maths.rotary import Rotary, rotary_from_table
 
 from .attention import Tap
+from .tables import table_like
 
 
 def architecture(model: Any) -> str:
@@ -109,6 +111,50 @@ def _tables(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Te
     rotary = getattr(getattr(model, "original_model", None), "rotary", None)  # TransformerLens's own models
     if rotary is not None and isinstance(getattr(rotary, "cos_cached", None), Tensor):
         yield rotary.cos_cached, rotary.sin_cached
+
+
+class TableSlot(NamedTuple):
+    """Where a model keeps a table of rotations with one row per position: ``owner.name``."""
+
+    owner: Any
+    name: str
+    holds: tuple[str, ...]  # "cos" or "sin", or both side by side
+    formula: Callable[[int], Tensor] | None = None  # the model's own, from a length to a table
+
+    @property
+    def table(self) -> Tensor:
+        table: Tensor = getattr(self.owner, self.name)
+        return table
+
+
+def table_slots(attn: Any) -> Iterator[TableSlot]:
+    """The tables that a layer looks its rotations up in, and which end where the model's context does."""
+    for name, which in (("rotary_sin", 0), ("rotary_cos", 1)):  # HookedTransformer
+        if isinstance(attn._buffers.get(name), Tensor):
+            yield TableSlot(attn, name, (name[-3:],), partial(_hooked_table, attn, which))
+    original = getattr(attn, "original_component", None)
+    if isinstance(getattr(original, "embed_positions", None), Tensor):  # GPT-J, CodeGen
+        yield TableSlot(original, "embed_positions", ("sin", "cos"))
+
+
+def longer_tables(slot: TableSlot, rotary: Rotary | None, length: int) -> Iterator[Tensor]:
+    """What the table may look like with ``length`` rows, the likeliest first."""
+    if slot.formula is not None:
+        yield slot.formula(length)
+    if rotary is not None:
+        parts = slot.table.chunk(len(slot.holds), -1)
+        positions = torch.arange(length, device=slot.table.device)
+        layouts = [part[positions % len(part)][None] for part in parts]  # columns as they are, as many rows as wanted
+        tables = [table_like(x, rotary, positions, which) for x, which in zip(layouts, slot.holds, strict=True)]
+        yield torch.cat(tables, -1)[0]
+
+
+def _hooked_table(attn: Any, which: int, length: int) -> Tensor:
+    cfg = attn.cfg
+    table: Tensor = attn.calculate_sin_cos_rotary(cfg.rotary_dim, length, base=attn._rotary_base(), dtype=cfg.dtype)[
+        which
+    ]
+    return table
 
 
 def _exact(model: Any, measured: Rotary, dtype: torch.dtype) -> Rotary:

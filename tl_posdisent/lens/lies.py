@@ -48,7 +48,7 @@ def lie_hooks(specs: Sequence[AttentionSpec], lie: Lie, heads: Iterable[int] | N
         if lie.queries is lie.keys and len(chosen) == spec.n_heads and spec.cos and spec.sin:
             hooks += [_exchange(spec, lie.queries, spec.cos, "cos"), _exchange(spec, lie.queries, spec.sin, "sin")]
         elif whole and spec.turn_q and spec.turn_k:
-            hooks += _known_positions(spec)
+            hooks += known_positions(spec)
             hooks += [_turn(spec, spec.turn_q, lie.queries, chosen), _turn(spec, spec.turn_k, lie.keys, sorted(groups))]
         else:
             hooks += pair_hooks(spec, chosen, _differences(lie))
@@ -101,7 +101,7 @@ def _as_many_texts(name: str, texts: int) -> Hook:
     return name, check
 
 
-def _known_positions(spec: AttentionSpec) -> list[Hook]:
+def known_positions(spec: AttentionSpec) -> list[Hook]:
     """Turning by a difference needs to know where the vectors stand: refuse all but a whole text from position 0."""
     rotary = spec.require_rotary("turning")
 

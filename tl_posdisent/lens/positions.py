@@ -58,7 +58,7 @@ def swap_positions(
         >>> bool(torch.allclose(shifted, model(tokens), atol=1e-3))  # only differences matter
         True
     """
-    given = _real_tensor("positions", positions)
+    given = real_tensor("positions", positions)
     if given.ndim not in (1, 2) or given.numel() == 0:
         raise ValueError(f"positions must have shape (pos,) or (batch, pos), got {tuple(given.shape)}")
 
@@ -146,7 +146,7 @@ def remap_distance(
     """
     specs = read_rotary_layers(model, layers, "remap_distance")
     if isinstance(distances, Tensor):
-        matrix = _real_tensor("distances", distances, finite=False)
+        matrix = real_tensor("distances", distances, finite=False)
         if matrix.ndim not in (2, 3, 4) or matrix.numel() == 0:
             raise ValueError(
                 "distances must have shape (query, key), (head, query, key) or (batch, head, query, key), "
@@ -233,7 +233,7 @@ def _mapped(function: Callable[[Tensor], Tensor], real: Tensor) -> Tensor:
     return values.double()
 
 
-def _real_tensor(name: str, values: Any, *, finite: bool = True) -> Float[Tensor, "*shape"]:
+def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float[Tensor, "*shape"]:
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:

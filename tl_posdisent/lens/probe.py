@@ -25,7 +25,7 @@ from .run import at_rest, device_of, hook_name
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     """An ``AttentionSpec`` for each of these layers."""
     n_layers(model)
-    tokens = _tokens(model)
+    tokens = probe_tokens(model)
     with at_rest(model), torch.no_grad():
         seen = listen(model, tokens, layers)
         specs = [_explain(model, layer, seen[layer]) for layer in layers]
@@ -33,7 +33,7 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         return check_tables_and_scores(model, tokens, specs)
 
 
-def _tokens(model: Any) -> Int[Tensor, "2 pos"]:
+def probe_tokens(model: Any) -> Int[Tensor, "2 pos"]:
     cfg = model.cfg
     heads = {cfg.n_heads, getattr(cfg, "n_key_value_heads", None)}
     length = next(n for n in (11, 10, 13, 12) if n not in heads)  # so that no axis can be taken for another

@@ -1,0 +1,350 @@
+"""Every head ablated alone: the numbers of the plain loop, less work, and a model that is as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.untouched import state
+from torch import Tensor, nn
+from transformer_lens import HookedRootModule
+from transformer_lens.hook_points import HookPoint
+
+from tl_posdisent import SyntheticConfig, SyntheticModel, ablate_heads, head_ablation
+
+TOKENS = zoo.random_tokens(length=9, batch=3)
+UNTOUCHED = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+# The bridge of Bloom does not bear the last shortcut. Bit by bit a HookedTransformer with ALiBi is never what it was:
+# it keeps the longest table of biases that it has needed.
+FEW = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "bloom"))
+
+
+def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """One number for each text."""
+    flat = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return flat.view(len(tokens), -1).mean(1)
+
+
+def mass(output: Tensor, tokens: Tensor) -> Tensor:
+    """For any output."""
+    return output.flatten(1).double().square().mean(1)
+
+
+def loop(model: Any, metric: Any = loss, tokens: Tensor = TOKENS, mode: str = "zero", n_heads: int = 8) -> Tensor:
+    """The plain way."""
+    values = []
+    for layer in range(model.cfg.n_layers):
+        for head in range(n_heads):
+            reference = tokens if mode == "mean" else None
+            hooks = ablate_heads(model, [(layer, head)], mode=mode, reference=reference, seed=4)
+            with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+                values.append(float(metric(model(tokens), tokens).double().mean()))
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def agree(table: pd.DataFrame, values: Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(table["value"].to_numpy()), values, rtol=0, atol=1e-6)
+    assert values.std() > 1e-4  # there is something to agree about
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "bloom", "gemma2", "gpt_oss", "opt"))
+@pytest.mark.parametrize("mode", ["zero", "mean", "resample"])
+@pytest.mark.usefixtures("unchecked")
+def test_the_numbers_of_the_plain_loop(kind: str, name: str, mode: Any, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    table = head_ablation(model, TOKENS, mode=mode, seed=4, progress=False)
+    n = model.cfg.n_layers
+    assert table["layer"].tolist() == [layer for layer in range(n) for _ in range(8)]
+    assert table["head"].tolist() == list(range(8)) * n
+    agree(table, loop(model, mode=mode))
+    with torch.no_grad():
+        baseline = float(loss(model(TOKENS), TOKENS).mean())
+    assert table["baseline"].tolist() == pytest.approx([baseline] * len(table), abs=1e-6)
+    assert (table["effect"] == table["value"] - table["baseline"]).all()
+
+
+@FEW
+def test_a_choice_of_heads_and_layers_in_batches_of_any_size(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    whole = head_ablation(model, TOKENS, progress=False).set_index(["layer", "head"])["value"]
+    for batch_size in (1, 7, 1000):
+        some = head_ablation(model, TOKENS, layers=[1, 0], heads=[6, 1, 3], batch_size=batch_size, progress=False)
+        assert list(zip(some["layer"], some["head"], strict=True)) == [(x, h) for x in (0, 1) for h in (6, 1, 3)]
+        expected = whole.loc[list(zip(some["layer"], some["head"], strict=True))]
+        assert some["value"].tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+# --- less work ------------------------------------------------------------------------------------------------
+
+
+def texts_through(model: Any, parts: dict[str, nn.Module], call: Callable[[], Any]) -> dict[str, list[int]]:
+    """How many texts of our length go through parts of a model in each call."""
+    counts: dict[str, list[int]] = {name: [] for name in parts}
+
+    def counter(name: str) -> Any:
+        def count(module: Any, args: Any, kwargs: Any) -> None:
+            x = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim > 2)
+            if x.shape[1] == TOKENS.shape[1]:  # not those of the probe
+                counts[name].append(len(x))
+
+        return count
+
+    handles = [part.register_forward_pre_hook(counter(name), with_kwargs=True) for name, part in parts.items()]
+    try:
+        call()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return counts
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+def test_what_is_known_is_not_computed_again(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    parts = {f"mlp {i}": model.blocks[i].mlp for i in (0, 1)}
+    parts |= {f"attn {i}": model.hook_dict[f"blocks.{i}.attn.hook_q"] for i in (0, 1)}
+    last = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[1], progress=False))
+    assert last == {"attn 0": [3], "mlp 0": [3], "attn 1": [3, 3], "mlp 1": [3, 25]}  # eight heads, and the proof
+    first = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[0], progress=False))
+    assert first == {"attn 0": [3, 3], "mlp 0": [3, 25], "attn 1": [3, 25], "mlp 1": [3, 25]}
+    small = texts_through(
+        model, parts, lambda: head_ablation(model, TOKENS, layers=[1], heads=[0, 1, 2], batch_size=6, progress=False)
+    )
+    assert small["mlp 1"] == [3, 6, 4]
+    assert small["attn 1"] == [3, 3]
+
+
+@FEW
+def test_hooks_of_the_user_stay_in_force(kind: str, name: str) -> None:
+    """Also those that no shortcut could bear, since they mix the texts of a batch."""
+    model = zoo.load(kind, name)
+    plain = loop(model)
+    point = model.hook_dict["blocks.0.hook_resid_post"]
+    for hook in (lambda x, hook: 0.7 * x + 0.3 * x.flip(0), third_text_halved):
+        point.add_hook(hook)
+        table = head_ablation(model, TOKENS, progress=False)
+        agree(table, loop(model))
+        assert (torch.tensor(table["value"].to_numpy()) - plain).abs().max() > 1e-3
+        model.reset_hooks()
+
+
+def third_text_halved(x: Tensor, hook: Any) -> Tensor:
+    return torch.cat([x[:2], 0.5 * x[2:3], x[3:]])
+
+
+class Attention(nn.Module):
+    def __init__(self, deaf: bool) -> None:
+        super().__init__()
+        self.hook_z, self.deaf = HookPoint(), deaf
+        self.mix = nn.Parameter(torch.randn(4, 3, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.cumsum(1).tanh().unflatten(-1, (4, 3))
+        heard = self.hook_z(z)
+        return torch.einsum("bphd,hdm->bpm", z if self.deaf else heard, self.mix)
+
+
+class Block(nn.Module):
+    def __init__(self, owner: Any) -> None:
+        super().__init__()
+        self.attn, self.owner = Attention(owner.trait == "deaf"), [owner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        (owner,) = self.owner
+        if owner.trait == "full" and len(x) > 5:
+            raise torch.OutOfMemoryError
+        y = self.attn(x)
+        if owner.trait == "proud":
+            y = y - y.mean(0)  # the texts of a batch see each other
+        if owner.trait == "secretive":
+            y, owner.secret = y + owner.secret, y  # what a block hands on past the stream
+        if owner.trait == "noisy":
+            y = nn.functional.dropout(y, 0.5, self.training)
+        return x + y.tanh()
+
+
+class Micro(HookedRootModule):
+    """Two blocks with the names of TransformerLens, four heads, three classes, and a trait."""
+
+    def __init__(self, trait: str) -> None:
+        super().__init__()
+        self.trait, self.secret = trait, 0.0
+        self.cfg = SimpleNamespace(n_layers=2, n_heads=4, d_head=3, d_vocab=61, n_ctx=16)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.embed = nn.Embedding(61, 12)
+            self.blocks = nn.ModuleList(Block(self) for _ in range(2))
+            self.classes = nn.Linear(12, 3)
+        self.setup()
+
+    def forward(self, tokens: Tensor) -> Any:
+        x, self.secret = self.embed(tokens), 0.0
+        for block in self.blocks:
+            x = block(x)
+        x = self.classes(x.mean(1))
+        return {"classes": x} if self.trait == "talkative" else x
+
+
+@pytest.mark.parametrize("trait", ["plain", "proud", "secretive", "full", "noisy"])
+@pytest.mark.usefixtures("unchecked")
+def test_models_that_do_not_bear_shortcuts(trait: str) -> None:
+    model = Micro(trait).eval()
+    agree(head_ablation(model, TOKENS, mass, progress=False), loop(model, mass, n_heads=4))
+    one = TOKENS[:1]
+    if trait != "proud":  # for which a single text is nothing at all
+        agree(head_ablation(model, one, mass, progress=False), loop(model, mass, one, n_heads=4))
+
+
+def test_any_output_for_a_metric_that_knows_it() -> None:
+    def metric(output: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        return mass(output["classes"], tokens)
+
+    reached = head_ablation(Micro("plain"), TOKENS, mass, progress=False)
+    with pytest.raises(ValueError, match="layer 0"):
+        head_ablation(Micro("deaf"), TOKENS, mass, progress=False)
+    assert len(reached) == 8
+
+
+def test_dropout_is_off_meanwhile() -> None:
+    model = Micro("noisy").eval()
+    quiet = head_ablation(model, TOKENS, mass, progress=False)
+    model.train()
+    model.blocks[0].eval()
+    pd.testing.assert_frame_equal(head_ablation(model, TOKENS, mass, progress=False), quiet)
+    assert [model.training, model.blocks[0].training, model.blocks[1].training] == [True, False, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"keys_from": "input", "encoding": "mla"}, {"causal": True}])
+def test_synthetic_models(options: dict[str, Any]) -> None:
+    config = SyntheticConfig(n_layers=3, d_model=32, n_heads=4, d_mlp=64, d_vocab=61, n_ctx=24, n_out=7, **options)
+    model = SyntheticModel(config, seed=1).eval()
+    agree(head_ablation(model, TOKENS, mass, progress=False), loop(model, mass, n_heads=4))
+    with pytest.raises(ValueError, match=r"metric must be given for a model that returns no logits .* got \(3, 7\)"):
+        head_ablation(model, TOKENS, progress=False)
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_metrics_of_every_kind(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    per_text = head_ablation(model, TOKENS, loss, layers=[0], progress=False)["value"].tolist()
+    for metric in (
+        lambda logits, tokens: loss(logits, tokens).mean(),
+        lambda logits, tokens: loss(logits, tokens).mean().item(),
+        lambda logits, tokens: loss(logits, tokens).tolist(),
+        lambda logits, tokens: loss(logits, tokens).numpy(),
+    ):
+        assert head_ablation(model, TOKENS, metric, layers=[0], progress=False)["value"].tolist() == pytest.approx(
+            per_text, abs=1e-6
+        )
+    right = head_ablation(
+        model, TOKENS, lambda x, tokens: x[:, 3].argmax(-1) == x[0, 3].argmax(-1), layers=[0], progress=False
+    )
+    assert right["baseline"].tolist() == pytest.approx([1 / 3] * 8)  # the first text of three
+    seen = []
+    head_ablation(model, TOKENS, lambda x, t: seen.append((x.shape, torch.equal(t, TOKENS))) or 0, progress=False)
+    assert seen == [((3, 9, 61), True)] * (1 + model.cfg.n_layers * 8)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (lambda x, t: x, r"metric must return a number or one per text, .* got torch.float32 of shape \(3, 9"),
+        (lambda x, t: x[:1, 0, 0], r"shape \(\) or \(3,\), got torch.float32 of shape \(1,\)"),
+        (lambda x, t: torch.zeros(3, 1), r"shape \(\) or \(3,\), got torch.float32 of shape \(3, 1\)"),
+        (lambda x, t: 1j, r"shape \(\) or \(3,\), got torch.complex64 of shape \(\)"),
+        (lambda x, t: None, "metric must return a number or one per text, got NoneType"),
+        (lambda x, t: "much", "metric must return a number or one per text, got str"),
+        (lambda x, t: float("nan"), "metric must return finite numbers, got nan"),
+        (
+            lambda x, t: torch.tensor([0.0, float("inf"), 1.0]),
+            r"metric must return finite numbers, got \[0.0, inf, 1.0",
+        ),
+        ("loss", "metric must be a function of .* got 'loss'"),
+        (None, "metric must be a function of .* got None"),
+    ],
+)
+def test_what_is_no_metric(metric: Any, message: str, shared_model: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        head_ablation(shared_model("bridge", "llama-gqa"), TOKENS, metric, progress=False)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "off"}, "mode must be one of zero, mean, resample, got 'off'"),
+        ({"reference": TOKENS}, 'reference must not be given with mode "zero"'),
+        ({"mode": "resample", "tokens": TOKENS[:1]}, 'mode "resample" needs a batch of at least two texts, got 1'),
+        ({"batch_size": 0}, "batch_size must be a positive integer or None, got 0"),
+        ({"batch_size": True}, "batch_size must be a positive integer or None, got True"),
+        ({"heads": [8]}, "heads must be integers from 0 to 7, got 8"),
+        ({"layers": [2]}, "layers must be integers from 0 to 1, got 2"),
+    ],
+)
+def test_bad_input(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    with pytest.raises(ValueError, match=message):
+        head_ablation(model, **{"tokens": TOKENS, "progress": False, **arguments})
+
+
+@UNTOUCHED
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("error", [ZeroDivisionError("mine"), KeyboardInterrupt()], ids=repr)
+def test_errors_inside_a_metric_leave_nothing_behind(kind: str, name: str, error: BaseException) -> None:
+    model = zoo.load(kind, name)
+    model.train()
+    with torch.no_grad():
+        plain = model(TOKENS)
+    for after in (0, 3):
+        before, calls = state(model), []
+
+        def metric(logits: Tensor, tokens: Tensor, after: int = after, calls: list[int] = calls) -> Tensor:
+            calls.append(1)
+            assert torch.equal(model(TOKENS), plain)  # a metric may run the model: it is itself between two heads
+            if len(calls) > after:
+                raise error
+            return logits.mean()
+
+        with pytest.raises(type(error)) as caught:
+            head_ablation(model, TOKENS, metric, progress=False)
+        assert caught.value is error
+        assert state(model) == before
+        assert not any("forward" in vars(part) for part in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), plain)
+
+
+@UNTOUCHED
+@pytest.mark.usefixtures("unchecked")
+def test_an_interrupted_forward_pass_leaves_nothing_behind(kind: str, name: str) -> None:
+    """Ctrl-C at any time: here while shortcuts are in place."""
+    model = zoo.load(kind, name)
+    with torch.no_grad():
+        plain = model(TOKENS)
+    before, calls = state(model), []
+
+    def interrupt(module: Any, args: Any) -> None:
+        calls.append(1)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+
+    handle = model.blocks[1].mlp.register_forward_pre_hook(interrupt)
+    for stop in (1, 2, 3, 4):  # the probe, the untouched run, two layers
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            head_ablation(model, TOKENS, progress=False)
+        assert len(calls) == stop
+        assert state(model) == before
+    handle.remove()
+    assert not any("forward" in vars(part) for part in model.modules())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), plain)

@@ -1,0 +1,212 @@
+"""Ordinary activation patching: TransformerLens's own numbers, and by hand where it has none. Exceptions in all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.lies import TOKENS, UNORDERED, logits
+from support.untouched import state
+from torch import Tensor
+from transformer_lens import patching
+
+from tl_posdisent import patch_component, patch_heads, patch_positions
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
+CORRUPTED = zoo.random_tokens(seed=1)
+ACTIVATIONS = ["z", "q", "k", "v", "pattern"]
+KINDS = [*zoo.cases("llama-gqa", "gptj", "qwen3"), ("bridge", "gpt2"), ("bridge", "bloom"), ("bridge", "falcon")]
+
+
+def difference(logits: Tensor, tokens: Tensor | None = None) -> Tensor:
+    """Of two answers, as patching likes it."""
+    return (logits[:, -1, 7] - logits[:, -1, 9]).mean()
+
+
+def table(model: Any, activation: Any, **options: Any) -> pd.DataFrame:
+    arguments = {"metric": difference, "progress": False} | options
+    return patch_heads(model, TOKENS, CORRUPTED, activation=activation, **arguments)
+
+
+def by_hand(model: Any, hook: str, index: Any, value: Tensor) -> float:
+    def put(x: Tensor, hook: Any) -> Tensor:
+        x = x.clone()
+        x[index] = value
+        return x
+
+    return difference(logits(model, [(hook, put)], CORRUPTED)).item()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("kind", "name"), KINDS)
+def test_the_numbers_of_transformer_lens(kind: str, name: str, activation: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    if (kind, name, activation) == ("bridge", "gptj", "pattern"):
+        pytest.skip("discarded there")
+    which = {"z": "out"}.get(activation, activation)
+    with torch.no_grad():
+        _, cache = model.run_with_cache(TOKENS)
+        theirs = getattr(patching, f"get_act_patch_attn_head_{which}_all_pos")(model, CORRUPTED, cache, difference)
+        clean, corrupted = difference(model(TOKENS)).item(), difference(model(CORRUPTED)).item()
+    theirs = theirs.repeat_interleave(8 // theirs.shape[1], 1)
+    ours = table(model, activation)
+    assert ours[["layer", "head"]].to_numpy().tolist() == [[layer, head] for layer in range(2) for head in range(8)]
+    assert ours["value"].tolist() == pytest.approx(theirs.flatten().tolist(), abs=1e-6)
+    assert ours["effect"].tolist() == pytest.approx(
+        [(x - corrupted) / (clean - corrupted) for x in theirs.flatten().tolist()], abs=1e-4
+    )
+    assert abs(ours["value"] - corrupted).max() > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gptj", "opt"))
+def test_a_pattern_where_edits_are_discarded(kind: str, name: str, shared_model: Any) -> None:
+    """A head attends as in the clean run to the values of the corrupted one."""
+    model = shared_model(kind, name)
+    names = [f"blocks.1.attn.hook_{x}" for x in ("pattern", "v")]
+    with torch.no_grad():
+        pattern = model.run_with_cache(TOKENS, names_filter=names)[1][names[0]]
+        v = model.run_with_cache(CORRUPTED, names_filter=names)[1][names[1]]
+    ours = table(model, "pattern", layers=[1])["value"].tolist()
+    for head in range(8):
+        z = torch.einsum("bqk,bkd->bqd", pattern[:, head], v[:, :, head])
+        expected = by_hand(model, "blocks.1.attn.hook_z", (slice(None), slice(None), head), z)
+        assert ours[head] == pytest.approx(expected, abs=1e-5)
+    assert len({round(x, 5) for x in ours}) == 8
+
+
+def test_keys_that_are_repeated_for_every_head() -> None:
+    """TransformerLens patches half of them."""
+    model = zoo.hooked("llama-gqa")
+    model.set_ungroup_grouped_query_attention(True)
+    for activation in ("k", "v"):
+        name = f"blocks.0.attn.hook_{activation}"
+        held = model.run_with_cache(TOKENS, names_filter=name)[1][name]
+        assert held.shape[2] == 8
+        ours = table(model, activation, layers=[0])["value"].tolist()
+        for head in range(8):
+            expected = by_hand(model, name, (slice(None), slice(None), head), held[:, :, head])
+            assert ours[head] == pytest.approx(expected, abs=1e-5)
+
+
+def test_heads_that_share_keys_have_the_effect_of_their_key_head(shared_model: Any) -> None:
+    model, asked = shared_model("bridge", "llama-gqa"), []
+
+    def metric(logits: Tensor, tokens: Tensor) -> Tensor:
+        assert torch.equal(tokens, TOKENS)
+        asked.append(1)
+        return difference(logits)
+
+    values = table(model, "v", metric=metric, heads=[7, 2, 3], layers=[1])
+    assert values["head"].tolist() == [2, 3, 7]
+    assert values["value"][0] == values["value"][1] != values["value"][2]
+    assert len(asked) == 2 + 2
+
+
+def test_layouts_that_are_not_by_heads(shared_model: Any) -> None:
+    """Also on a text as long as there are heads."""
+    model = shared_model("bridge", "deepseek_v3")
+    for tokens in (TOKENS, TOKENS[:, :8]):
+        for activation in ("z", "q", "k", "v"):
+            with pytest.raises(
+                ValueError, match=rf"activation must be one .*hook_{activation} of .* carries a tensor of"
+            ):
+                patch_heads(model, tokens, tokens.flip(1), difference, activation=activation, progress=False)
+        patch_heads(model, tokens, tokens.flip(1), difference, activation="pattern", layers=[0], progress=False)
+    assert (
+        len(
+            patch_heads(
+                shared_model("bridge", "llama-gqa"), TOKENS[:, :8], CORRUPTED[:, :8], difference, progress=False
+            )
+        )
+        == 16
+    )
+
+
+def test_the_bar_is_ours_alone(shared_model: Any, capsys: Any) -> None:
+    model, bar = shared_model("bridge", "llama-gqa"), patching.tqdm
+    table(model, "z", layers=[0])
+    assert capsys.readouterr().err == ""
+    table(model, "z", layers=[0], progress=True)
+    assert "patches: 100%" in capsys.readouterr().err
+    assert patching.tqdm is bar
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"activation": "result"}, "activation must be one of z, q, k, v, pattern, got 'result'"),
+        (
+            {"corrupted_tokens": CORRUPTED[:, :5]},
+            r"corrupted_tokens must have the shape of clean_tokens, \(2, 12\), got",
+        ),
+        ({"corrupted_tokens": TOKENS}, "clean_tokens must change the metric, but it is"),
+        ({"metric": None}, r"metric must be a function of \(logits, tokens\), got None"),
+        ({"metric": lambda x, t: x}, "metric must return a number or one per text"),
+        ({"clean_tokens": TOKENS.float()}, "tokens must be text or an integer tensor"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
+    good = {"clean_tokens": TOKENS, "corrupted_tokens": CORRUPTED, "metric": difference, "progress": False}
+    with pytest.raises(ValueError, match=message):
+        patch_heads(shared_model("bridge", "llama-gqa"), **{**good, **arguments})
+
+
+# --- exceptions ------------------------------------------------------------------------------------------------
+
+CALLS = {
+    "positions": lambda model, metric: patch_positions(model, TOKENS, UNORDERED, metric, progress=False),
+    "positions, keys alone": lambda model, metric: patch_positions(
+        model, TOKENS, UNORDERED, metric, what="key", keys="head", direction="noise", progress=False
+    ),
+    "component": lambda model, metric: patch_component(
+        model, TOKENS, "key", from_tokens=CORRUPTED, metric=metric, progress=False
+    ),
+    "component of positions": lambda model, metric: patch_component(
+        model, TOKENS, "key", from_positions=UNORDERED, metric=metric, progress=False
+    ),
+    "heads": lambda model, metric: table(model, "k", metric=metric),
+    "heads' patterns": lambda model, metric: table(model, "pattern", metric=metric),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "gptj")])
+def test_exceptions_leave_no_trace(kind: str, name: str, call: Any, shared_model: Any) -> None:
+    """In the metric, of the first run and of later ones, and in the midst of a forward pass."""
+    model = shared_model(kind, name)
+    plain, before = logits(model, []), state(model)
+
+    def failing(after: int, error: Any) -> Any:
+        runs = []
+
+        def metric(logits: Tensor, tokens: Tensor) -> Tensor:
+            assert state(model)[0] == before[0]  # a metric that runs the model sees it without the patch
+            runs.append(1)
+            if len(runs) > after:
+                raise error
+            return difference(logits)
+
+        return metric
+
+    for after, error in ((0, ZeroDivisionError), (1, KeyboardInterrupt), (3, KeyboardInterrupt)):
+        with pytest.raises(error):
+            call(model, failing(after, error))
+        assert state(model) == before
+    seen: list[int] = []
+
+    def break_down(x: Tensor, hook: Any) -> None:
+        seen.append(1)
+        if len(seen) == 4:
+            raise KeyboardInterrupt
+
+    model.hook_dict["blocks.1.hook_resid_post"].add_hook(break_down)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call(model, lambda logits, tokens: difference(logits))
+    finally:
+        model.hook_dict["blocks.1.hook_resid_post"].remove_hooks("fwd")
+    assert state(model) == before
+    assert torch.equal(logits(model, []), plain)

@@ -1,0 +1,268 @@
+"""Synthetic tasks: labels as somebody reading the text would give them, distributions as stated, and splits."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from tl_posdisent import IndexLookup, Retrieval, Split, Task, TriggerCount, TriggerDistance
+
+SMALL: dict[str, Task] = {
+    "distance": TriggerDistance(d_vocab=6, min_gap=0, max_gap=5, min_side=0, max_side=3, n_ctx=15),
+    "distance-one": TriggerDistance(d_vocab=4, min_gap=2, max_gap=3, min_side=1, max_side=1, n_ctx=7),
+    "count": TriggerCount(d_vocab=7, n_triggers=3, min_count=0, max_count=5, min_length=5, max_length=9, n_ctx=12),
+    "count-full": TriggerCount(d_vocab=4, n_triggers=2, min_count=2, max_count=4, min_length=4, max_length=4, n_ctx=4),
+    "index-start": IndexLookup(n_symbols=5, n_places=4, min_length=4, max_length=8),
+    "index-end": IndexLookup(n_symbols=5, n_places=3, min_length=4, max_length=8, count_from="end"),
+    "retrieval": Retrieval(n_keys=5, n_values=4, n_fillers=3, n_pairs=3, min_fill=0, max_fill=4),
+    "retrieval-bare": Retrieval(n_keys=2, n_values=3, n_fillers=0, n_pairs=2, min_fill=0, max_fill=0),
+}
+PAPER: dict[str, Task] = {"distance": TriggerDistance(), "count": TriggerCount()}
+DEFAULT: dict[str, Task] = PAPER | {"index": IndexLookup(), "retrieval": Retrieval()}
+EVERY = [*SMALL.items(), *((f"default-{name}", task) for name, task in DEFAULT.items())]
+every_task = pytest.mark.parametrize("task", [t for _, t in EVERY], ids=[name for name, _ in EVERY])
+
+
+def unpadded(row: list[int], task: Task) -> list[int]:
+    """The text; padding stands behind it and nowhere else."""
+    text = list(itertools.takewhile(lambda t: t != 0, row))
+    assert len(row) == task.n_ctx
+    assert set(row[len(text) :]) <= {0}
+    assert all(1 <= t < task.d_vocab for t in text)
+    return text
+
+
+def read(text: list[int], task: Any) -> int:
+    """The label, by reading the text from left to right; everything else about it is checked on the way."""
+    if isinstance(task, TriggerDistance):
+        assert text.count(1) == 2
+        first = text.index(1)
+        gap = text[first + 1 :].index(1)
+        after = len(text) - first - gap - 2
+        assert task.min_side <= first <= task.max_side
+        assert task.min_side <= after <= task.max_side
+        return gap - task.min_gap
+    if isinstance(task, TriggerCount):
+        assert task.min_length <= len(text) <= task.max_length
+        return sum(1 for t in text if t <= task.n_triggers) - task.min_count
+    if isinstance(task, IndexLookup):
+        *symbols, question = text
+        assert task.min_length <= len(symbols) <= task.max_length
+        assert 1 <= question <= task.n_places
+        assert all(t > task.n_places for t in symbols)
+        if task.count_from == "end":
+            symbols = symbols[::-1]
+        return symbols[question - 1] - task.n_places - 1
+    assert isinstance(task, Retrieval)
+    *text, question = text
+    pairs, fillers, rest = {}, 0, iter(text)
+    for token in rest:
+        if token <= task.n_keys:
+            value = next(rest)
+            assert task.n_keys < value <= task.n_keys + task.n_values
+            assert token not in pairs
+            pairs[token] = value - task.n_keys - 1
+        else:
+            assert token > task.n_keys + task.n_values
+            fillers += 1
+    assert len(pairs) == task.n_pairs
+    assert task.min_fill <= fillers <= task.max_fill
+    return pairs[question]
+
+
+@every_task
+def test_labels_are_what_a_reader_finds(task: Task) -> None:
+    tokens, labels = task.batch(500, seed=3)
+    assert tokens.dtype == labels.dtype == torch.int64
+    assert tokens.shape == (500, task.n_ctx)
+    for row, label in zip(tokens.tolist(), labels.tolist(), strict=True):
+        assert read(unpadded(row, task), task) == label
+        assert 0 <= label < task.n_out
+
+
+def assert_uniform(values: list[Any], kinds: int) -> None:
+    """All kinds occur, and χ² is within five standard deviations of its mean."""
+    counts = Counter(values)
+    assert len(counts) == kinds
+    expected = len(values) / kinds
+    chi2 = sum((n - expected) ** 2 / expected for n in counts.values())
+    assert abs(chi2 - (kinds - 1)) < 5 * (2 * (kinds - 1)) ** 0.5 + 5
+
+
+@every_task
+def test_labels_are_uniform(task: Task) -> None:
+    assert_uniform(task.batch(20_000, seed=5)[1].tolist(), task.n_out)
+
+
+@every_task
+def test_lengths_take_their_whole_range(task: Any) -> None:
+    lengths = (task.batch(20_000, seed=6)[0] != 0).sum(1)
+    least, most = {
+        TriggerDistance: lambda: (task.min_gap + 2 * task.min_side + 2, task.max_gap + 2 * task.max_side + 2),
+        TriggerCount: lambda: (task.min_length, task.max_length),
+        IndexLookup: lambda: (task.min_length + 1, task.max_length + 1),
+        Retrieval: lambda: (2 * task.n_pairs + task.min_fill + 1, 2 * task.n_pairs + task.max_fill + 1),
+    }[type(task)]()
+    assert least <= lengths.min() <= least + 4  # the paper's very shortest text is one in 40 000
+    assert most - 4 <= lengths.max() <= most
+    if not isinstance(task, TriggerDistance):
+        assert_uniform(lengths.tolist(), most - least + 1)
+
+
+def test_distance_places_are_uniform_and_independent() -> None:
+    task = TriggerDistance(d_vocab=6, min_gap=1, max_gap=3, min_side=1, max_side=3, n_ctx=11)
+    tokens, labels = task.batch(20_000, seed=1)
+    first = (tokens == 1).int().argmax(1)
+    after = (tokens != 0).sum(1) - first - labels
+    assert_uniform(list(zip(first.tolist(), labels.tolist(), after.tolist(), strict=True)), 27)
+
+
+def test_count_places_and_kinds_are_uniform_whatever_the_count() -> None:
+    task = TriggerCount(d_vocab=6, n_triggers=2, max_count=3, min_length=4, max_length=4, n_ctx=5)
+    tokens, labels = task.batch(40_000, seed=2)
+    for count, places in ((1, 4), (2, 6), (3, 4)):
+        texts = tokens[labels == count][:, :4]
+        is_trigger = (texts >= 1) & (texts <= 2)
+        assert_uniform([tuple(row) for row in is_trigger.tolist()], places)
+        assert_uniform(texts[is_trigger].tolist(), 2)
+        assert_uniform(texts[~is_trigger].tolist(), 3)
+
+
+def test_count_does_not_show_in_the_length() -> None:
+    task = SMALL["count"]
+    tokens, labels = task.batch(20_000, seed=2)
+    assert_uniform(list(zip((tokens != 0).sum(1).tolist(), labels.tolist(), strict=True)), 5 * 6)
+
+
+def test_questions_and_orders_are_uniform() -> None:
+    tokens, _ = SMALL["index-start"].batch(20_000, seed=2)
+    last = (tokens != 0).sum(1, keepdim=True) - 1
+    assert_uniform(tokens.gather(1, last)[:, 0].tolist(), 4)
+    task = Retrieval(n_keys=3, n_values=2, n_fillers=1, n_pairs=2, min_fill=0, max_fill=1)
+    rows = task.batch(60_000, seed=2)[0].tolist()
+    kinds = [tuple("pkkkvvf"[t] for t in row) for row in rows]
+    assert_uniform([kind for kind in kinds if "f" in kind], 3)  # where the filler may stand
+    assert_uniform([(row[0], row[2], row[4]) for row in rows if row[5] == 0], 3 * 2 * 2)  # keys, and which is asked
+
+
+def test_best_guess_from_the_length() -> None:
+    for task in (TriggerDistance(), *(t for t in SMALL.values() if isinstance(t, TriggerDistance))):
+        sides = range(task.min_side, task.max_side + 1)
+        pairs = Counter(
+            (before + gap + after, gap)
+            for before, after in itertools.product(sides, sides)
+            for gap in range(task.n_out)
+        )
+        best: Counter[int] = Counter()
+        for (length, _), n in pairs.items():
+            best[length] = max(best[length], n)
+        assert task.from_length == pytest.approx(sum(best.values()) / sum(pairs.values()), rel=1e-5)
+
+
+@every_task
+def test_same_seed_same_samples(task: Task) -> None:
+    state = torch.get_rng_state()
+    first, again, other = task.batch(50, seed=1), task.batch(50, seed=1), task.batch(50, seed=2)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], other[0])
+    generator = torch.Generator().manual_seed(1)
+    assert torch.equal(task.batch(50, generator)[0], first[0])
+    assert not torch.equal(task.batch(50, generator)[0], first[0])  # it has moved on
+    assert torch.equal(torch.get_rng_state(), state)  # and nobody else's numbers have
+
+
+@pytest.mark.parametrize("name", ["distance", "count", "index-start", "retrieval", "default-distance"])
+def test_no_sample_twice(name: str) -> None:
+    task = dict(EVERY)[name]
+    split = task.split(600, 300, seed=1)
+    train, test = ([tuple(row) for row in t.tolist()] for t in (split.train_tokens, split.test_tokens))
+    assert (len(train), len(test)) == (600, 300)
+    assert len({*train, *test}) == 900
+    rows, labels = train + test, [*split.train_labels.tolist(), *split.test_labels.tolist()]
+    assert all(read(unpadded(list(row), task), task) == label for row, label in zip(rows, labels, strict=True))
+
+
+def test_splits_are_fixed_by_the_seed() -> None:
+    task = SMALL["distance"]
+    a, b, c = (task.split(30, 20, seed=seed) for seed in (0, 0, 1))
+    assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in a.__dataclass_fields__)
+    assert not torch.equal(a.train_tokens, c.train_tokens)
+
+
+def test_a_split_may_take_all_that_there_is() -> None:
+    """Two pairs of keys in either order, 9 values, 2 questions: 36 samples, each of which may be asked for."""
+    task = SMALL["retrieval-bare"]
+    split = task.split(20, 16, seed=0)
+    assert len({tuple(row) for row in torch.cat([split.train_tokens, split.test_tokens]).tolist()}) == 36
+    with pytest.raises(ValueError, match=r"n_train \+ n_test must be no more than the task has samples, got 21 \+ 16"):
+        task.split(21, 16, seed=0)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_a_million_samples_a_minute(name: str) -> None:
+    PAPER[name].batch(1000)
+    seconds = []
+    for seed in range(3):
+        start = time.perf_counter()
+        PAPER[name].batch(5000, seed)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 5000 * 60 / 1e6
+
+
+def test_repr_of_a_split() -> None:
+    assert isinstance(SMALL["count"].split(3, 2), Split)
+    assert repr(SMALL["count"].split(3, 2)) == "Split of 3 samples to train on and 2 to test with, 12 positions"
+
+
+BAD: list[tuple[type[Task], dict[str, Any], str]] = [
+    (TriggerDistance, {"d_vocab": 2}, "d_vocab must be a whole number, 3 or more"),
+    (TriggerDistance, {"min_gap": -1}, "min_gap must be a whole number, 0 or more, got -1"),
+    (TriggerDistance, {"min_gap": 71}, "max_gap must be a whole number, 71 or more .*got 70"),
+    (TriggerDistance, {"min_side": 26}, "max_side must be a whole number, 26 or more .*got 25"),
+    (TriggerDistance, {"n_ctx": 121}, "n_ctx must be a whole number, 122 or more .*longest text.*got 121"),
+    (TriggerDistance, {"max_gap": 7.5}, "max_gap must be a whole number.*got 7.5"),
+    (TriggerDistance, {"max_gap": True}, "max_gap must be a whole number.*got True"),
+    (TriggerCount, {"max_count": 101}, "min_length must be a whole number, 101 or more .*must have room.*got 100"),
+    (TriggerCount, {"min_count": 101}, "max_count must be a whole number, 101 or more"),
+    (TriggerCount, {"n_triggers": 573}, "d_vocab must be a whole number, 575 or more"),
+    (TriggerCount, {"n_triggers": 0}, "n_triggers must be a whole number, 1 or more"),
+    (TriggerCount, {"max_length": 99}, "max_length must be a whole number, 100 or more"),
+    (TriggerCount, {"n_ctx": 119}, "n_ctx must be a whole number, 120 or more"),
+    (TriggerCount, {"max_count": 0, "min_length": 0}, "min_length must be a whole number, 1 or more"),
+    (IndexLookup, {"n_places": 25}, "min_length must be a whole number, 25 or more .*got 24"),
+    (IndexLookup, {"count_from": "middle"}, 'count_from must be "start" or "end", got \'middle\''),
+    (IndexLookup, {"n_symbols": 1}, "n_symbols must be a whole number, 2 or more"),
+    (Retrieval, {"n_pairs": 33}, "n_keys must be a whole number, 33 or more .*one key each.*got 32"),
+    (Retrieval, {"n_fillers": 0}, "n_fillers must be a whole number, 1 or more"),
+    (Retrieval, {"max_fill": 7}, "max_fill must be a whole number, 8 or more"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("task", "sizes", "message"), BAD, ids=[f"{t.__name__}-{s}" for t, s, _ in BAD])
+def test_sizes_that_do_not_fit(task: type[Task], sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        task(**sizes)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_arguments_of_batch_and_split() -> None:
+    task = SMALL["count"]
+    with pytest.raises(ValueError, match="n must be a whole number, 1 or more, got 0"):
+        task.batch(0)
+    with pytest.raises(ValueError, match="seed must be a whole number, from 0 to 4294967295, got -1"):
+        task.batch(1, seed=-1)
+    with pytest.raises(ValueError, match="seed must be a whole number, from 0 to 4294967295, got 4294967296"):
+        task.split(1, 1, seed=2**32)
+    with pytest.raises(ValueError, match="n_test must be a whole number, 1 or more, got 0"):
+        task.split(1, 0)
+    with pytest.raises(ValueError, match=r"n_train must be a whole number, 1 or more, got 1\.5"):
+        task.split(1.5, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="device must be the generator's, cpu, or None, got meta"):
+        task.batch(1, torch.Generator(), device="meta")

@@ -1,0 +1,158 @@
+"""Attention with HookedTransformer's names: fused where nobody looks at the scores, step by step where someone does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from .config import SyntheticConfig
+from .encodings import Encoding
+
+
+def hooked(*points: HookPoint) -> bool:
+    """Whether anybody looks at, or changes, what passes these points."""
+    return any(point._forward_hooks or point._forward_pre_hooks or point._backward_hooks for point in points)
+
+
+def causal_cells(length: int, device: torch.device) -> Bool[Tensor, "query key"]:
+    """Where a key does not follow the query."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+class Attention(nn.Module):
+    """Attention whose queries, keys and values come from matrices of each head's own.
+
+    Parameters are those of HookedTransformer: ``W_Q, W_K, W_V [head, d_model, d_head]``, ``W_O [head, d_head,
+    d_model]`` and their biases. The encoding is the model's, shared by all layers, and no part of this module's
+    state.
+    """
+
+    def __init__(self, config: SyntheticConfig, encoding: Encoding, cfg: Any) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.causal, self.scale = config.causal, config.head_size**-0.5
+        self.shared = (encoding,)  # in a tuple, so that it is not registered as a part of this module too
+        self._make_projections(config)
+        self.W_O = nn.Parameter(torch.empty(config.n_heads, config.head_size, config.d_model))
+        self.b_O = nn.Parameter(torch.zeros(config.d_model))
+        self.hook_q, self.hook_k, self.hook_v = HookPoint(), HookPoint(), HookPoint()  # [batch, pos, head, d_head]
+        if encoding.rotates:
+            self.hook_rot_q, self.hook_rot_k = HookPoint(), HookPoint()  # [batch, pos, head, d_head]
+        self.hook_attn_scores, self.hook_pattern = HookPoint(), HookPoint()  # [batch, head, query, key]
+        self.hook_z, self.hook_result = HookPoint(), HookPoint()  # [batch, pos, head, d_head or d_model]
+
+    def _make_projections(self, config: SyntheticConfig) -> None:
+        matrix, bias = (config.n_heads, config.d_model, config.head_size), (config.n_heads, config.head_size)
+        self.W_Q, self.W_K, self.W_V = (nn.Parameter(torch.empty(matrix)) for _ in range(3))
+        self.b_Q, self.b_K, self.b_V = (nn.Parameter(torch.zeros(bias)) for _ in range(3))
+
+    @property
+    def rotary_cos(self) -> Float[Tensor, "pos columns"] | None:
+        """The rotation's cosines by position, where HookedTransformer has them; None without rotation."""
+        return getattr(self.shared[0], "rotary_cos", None)
+
+    @property
+    def rotary_sin(self) -> Float[Tensor, "pos columns"] | None:
+        """The rotation's sines."""
+        return getattr(self.shared[0], "rotary_sin", None)
+
+    def forward(
+        self, x: Float[Tensor, "batch pos d_model"], source: Float[Tensor, "batch pos d_model"], mask: Tensor | None
+    ) -> Float[Tensor, "batch pos d_model"]:
+        """``x`` asks, ``source`` is looked at.
+
+        ``mask`` broadcasts to ``[batch, head, query, key]``: True where a query sees a key, or what to add to the
+        scores, with ``-inf`` for hidden keys; causality is in it. None hides nothing but what follows the query.
+        """
+        q, k, v = self.vectors(x, source)
+        q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v)
+        if self.shared[0].rotates:
+            rotate = self.shared[0].rotate
+            q, k = self.hook_rot_q(rotate(q)), self.hook_rot_k(rotate(k))
+        q, k, v = (vectors.transpose(1, 2) for vectors in (q, k, v))
+        # On CPUs the fused kernel has no gradient for what is added to the scores, and torch's way round it is slower.
+        learning = self.shared[0].learns_bias and q.device.type == "cpu" and torch.is_grad_enabled()
+        if learning or hooked(self.hook_attn_scores, self.hook_pattern):
+            z = self._stepwise(q, k, v, mask)
+        else:
+            causal = self.causal and mask is None
+            z = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale)
+        return self._out(self.hook_z(z.transpose(1, 2)))
+
+    def _stepwise(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        scores = q @ k.transpose(-1, -2) * self.scale
+        if mask is None and self.causal:
+            mask = causal_cells(q.shape[2], q.device)
+        if mask is not None:
+            scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        pattern: Tensor = self.hook_pattern(self.hook_attn_scores(scores).softmax(-1))
+        return pattern @ v
+
+    def vectors(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[batch, pos, head, d_head]``."""
+        w = _side_by_side(self.W_Q), _side_by_side(self.W_K), _side_by_side(self.W_V)
+        b = self.b_Q.flatten(), self.b_K.flatten(), self.b_V.flatten()
+        if x is source:
+            flat = torch.addmm(torch.cat(b), x.flatten(0, 1), torch.cat(w, 1)).view(*x.shape[:2], -1).chunk(3, -1)
+        else:
+            keys = torch.addmm(torch.cat(b[1:]), source.flatten(0, 1), torch.cat(w[1:], 1)).view(*x.shape[:2], -1)
+            flat = torch.addmm(b[0], x.flatten(0, 1), w[0]).view(*x.shape[:2], -1), *keys.chunk(2, -1)
+        q, k, v = (part.unflatten(-1, self.b_Q.shape) for part in flat)
+        return q, k, v
+
+    def _out(self, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos d_model"]:
+        if self.cfg.use_attn_result:
+            result: Tensor = self.hook_result(torch.einsum("bphd,hdm->bphm", z, self.W_O))
+            return result.sum(2) + self.b_O
+        return torch.addmm(self.b_O, z.flatten(2).flatten(0, 1), self.W_O.flatten(0, 1)).view(*z.shape[:2], -1)
+
+
+class LatentAttention(Attention):
+    """Multi-head latent attention (arXiv 2405.04434): keys and values share a small latent, queries have another.
+
+    ``q = [RoPE(W_QR c_q), W_QC c_q]``, ``k = [RoPE(W_KR x), W_KC c_kv]``, ``v = W_V c_kv`` with the normalised
+    latents ``c_q = norm(W_DQ x)`` and ``c_kv = norm(W_DKV x)``. The rotated coordinates come first in each head, and
+    those of the keys are the same for all heads. No key matrix acts on the residual stream as a whole, so there is
+    no ``W_K``.
+    """
+
+    def _make_projections(self, config: SyntheticConfig) -> None:
+        heads, size, rotated = config.n_heads, config.head_size, config.rotary_dim
+        self.rotated = rotated
+        self.W_DQ = nn.Parameter(torch.empty(config.d_model, config.query_latent))
+        self.W_DKV = nn.Parameter(torch.empty(config.d_model, config.key_latent))
+        self.W_KR = nn.Parameter(torch.empty(config.d_model, rotated))
+        self.W_UQ = nn.Parameter(torch.empty(heads, config.query_latent, size))
+        self.W_UK = nn.Parameter(torch.empty(heads, config.key_latent, size - rotated))
+        self.W_UV = nn.Parameter(torch.empty(heads, config.key_latent, size))
+        self.norm_q, self.norm_kv = (nn.RMSNorm(n, eps=1e-6) for n in (config.query_latent, config.key_latent))
+        self.hook_q_latent, self.hook_kv_latent = HookPoint(), HookPoint()  # [batch, pos, latent]
+
+    def vectors(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[batch, pos, head, d_head]``, before rotation."""
+        heads, size = len(self.W_UQ), self.W_UQ.shape[-1]
+        rotated = self.rotated
+        of_queries = self.hook_q_latent(_normalised(x @ self.W_DQ, self.norm_q))
+        latent, shared = (source @ torch.cat([self.W_DKV, self.W_KR], 1)).split([len(self.norm_kv.weight), rotated], -1)
+        of_keys = self.hook_kv_latent(_normalised(latent, self.norm_kv))
+        q = (of_queries @ _side_by_side(self.W_UQ)).unflatten(-1, (heads, size))
+        up = torch.cat([_side_by_side(self.W_UK), _side_by_side(self.W_UV)], 1)
+        content, v = (of_keys @ up).split([heads * (size - rotated), heads * size], -1)
+        content, v = content.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, size))
+        k = torch.cat([shared[:, :, None].expand(-1, -1, heads, -1), content], -1)
+        return q, k, v
+
+
+def _side_by_side(w: Float[Tensor, "head rows columns"]) -> Float[Tensor, "rows all_columns"]:
+    """The matrices of all heads as one."""
+    return w.transpose(0, 1).flatten(1)
+
+
+def _normalised(x: Float[Tensor, "*lead size"], norm: nn.RMSNorm) -> Float[Tensor, "*lead size"]:
+    """The norm in the dtype of ``x``, which is not the gain's under autocast."""
+    return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)

@@ -1,0 +1,169 @@
+"""Two look-ups: by place alone, and by content alone. Every encoding stands somewhere between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .sampling import Samples, Task, texts, uniform, whole
+
+
+@dataclass(frozen=True)
+class IndexLookup(Task):
+    """Which token stands at the place that is asked for? A purely positional task.
+
+    A text of ``min_length`` to ``max_length`` symbols, then the question, a token that names a place: for
+    ``count_from="start"`` the place of that number, for ``"end"`` the one so many steps before the last symbol. The
+    label is the symbol there. Absolute positions answer the one, distances from the question the other.
+
+    Symbols, length and place are uniform and independent, so labels are uniform. Question ids are 1 … ``n_places``
+    (for places 0 … ``n_places - 1``), symbols the ``n_symbols`` ids above. All sizes are this package's own.
+
+    Attributes:
+        n_symbols: different symbols, and labels.
+        n_places: places that are asked for, at most ``min_length``.
+        min_length: fewest symbols in a text.
+        max_length: most; the padded length ``n_ctx`` has one more, for the question.
+        count_from: ``"start"`` or ``"end"``.
+
+    Raises:
+        ValueError: sizes that do not fit each other; another ``count_from``.
+
+    Example:
+        >>> from tl_posdisent import IndexLookup
+        >>> task = IndexLookup(n_symbols=5, n_places=3, min_length=4, max_length=6)
+        >>> tokens, labels = task.batch(2, seed=0)
+        >>> for text, label in zip(tokens.tolist(), labels.tolist()):
+        ...     print(text, label)
+        [7, 8, 6, 7, 6, 7, 3] 2
+        [5, 5, 8, 7, 1, 0, 0] 1
+    """
+
+    n_symbols: int = 32
+    n_places: int = 24
+    min_length: int = 24
+    max_length: int = 32
+    count_from: Literal["start", "end"] = "start"
+
+    def __post_init__(self) -> None:
+        whole("n_symbols", self.n_symbols, least=2)
+        whole("n_places", self.n_places, least=1)
+        whole("min_length", self.min_length, least=self.n_places, why="each of the n_places must be there")
+        whole("max_length", self.max_length, least=self.min_length, why="min_length is the least")
+        if self.count_from not in ("start", "end"):
+            raise ValueError(f'count_from must be "start" or "end", got {self.count_from!r}')
+
+    @property
+    def d_vocab(self) -> int:  # type: ignore[override]
+        """Padding, questions, symbols."""
+        return 1 + self.n_places + self.n_symbols
+
+    @property
+    def n_ctx(self) -> int:  # type: ignore[override]
+        """The longest text and the question."""
+        return self.max_length + 1
+
+    @property
+    def n_out(self) -> int:
+        """One label per symbol."""
+        return self.n_symbols
+
+    def _draw(self, n: int, generator: torch.Generator) -> Samples:
+        length = uniform(self.min_length, self.max_length, n, generator)[:, None]
+        asked = uniform(0, self.n_places - 1, n, generator)[:, None]
+        first = 1 + self.n_places
+        tokens = texts(first, self.d_vocab - 1, n, self.n_ctx, generator)
+        there = asked if self.count_from == "start" else length - 1 - asked
+        label = tokens.gather(1, there)[:, 0] - first
+        tokens.scatter_(1, length, 1 + asked)
+        return tokens.masked_fill_(torch.arange(self.n_ctx, device=tokens.device) > length, self.pad_id), label
+
+
+@dataclass(frozen=True)
+class Retrieval(Task):
+    """Which value follows the key that is asked for? A symbolic task: only the order of neighbours matters.
+
+    A text of ``n_pairs`` pairs, a key and then its value, among ``min_fill`` to ``max_fill`` fillers, then the
+    question: one of the keys again. The label is its value. No key occurs in two pairs.
+
+    Keys, values, fillers, the order of pairs and fillers, and the pair that is asked for are uniform, so labels are
+    uniform. Ids are padding 0, then ``n_keys`` keys, ``n_values`` values, ``n_fillers`` fillers. All sizes are this
+    package's own.
+
+    Attributes:
+        n_keys: different keys.
+        n_values: different values, and labels.
+        n_fillers: different fillers.
+        n_pairs: pairs in a text, at most ``n_keys``.
+        min_fill: fewest fillers in a text.
+        max_fill: most; the padded length ``n_ctx`` is ``2 * n_pairs + max_fill + 1``.
+
+    Raises:
+        ValueError: sizes that do not fit each other.
+
+    Example:
+        >>> from tl_posdisent import Retrieval
+        >>> task = Retrieval(n_keys=3, n_values=4, n_fillers=2, n_pairs=2, min_fill=1, max_fill=3)
+        >>> tokens, labels = task.batch(2, seed=0)
+        >>> for text, label in zip(tokens.tolist(), labels.tolist()):
+        ...     print(text, label)
+        [1, 5, 2, 7, 9, 9, 9, 2] 3
+        [2, 5, 9, 1, 6, 2, 0, 0] 1
+    """
+
+    n_keys: int = 32
+    n_values: int = 32
+    n_fillers: int = 32
+    n_pairs: int = 8
+    min_fill: int = 8
+    max_fill: int = 16
+
+    def __post_init__(self) -> None:
+        whole("n_pairs", self.n_pairs, least=1)
+        whole("n_keys", self.n_keys, least=self.n_pairs, why="n_pairs have one key each")
+        whole("n_values", self.n_values, least=2)
+        whole("min_fill", self.min_fill, least=0)
+        whole("max_fill", self.max_fill, least=self.min_fill, why="min_fill is the least")
+        whole("n_fillers", self.n_fillers, least=min(1, self.max_fill))
+
+    @property
+    def d_vocab(self) -> int:  # type: ignore[override]
+        """Padding, keys, values, fillers."""
+        return 1 + self.n_keys + self.n_values + self.n_fillers
+
+    @property
+    def n_ctx(self) -> int:  # type: ignore[override]
+        """The longest text and the question."""
+        return 2 * self.n_pairs + self.max_fill + 1
+
+    @property
+    def n_out(self) -> int:
+        """One label per value."""
+        return self.n_values
+
+    def _draw(self, n: int, generator: torch.Generator) -> Samples:
+        device = generator.device
+        fill = uniform(self.min_fill, self.max_fill, n, generator)[:, None]
+        keys = torch.rand(n, self.n_keys, generator=generator, device=device).argsort(-1)[:, : self.n_pairs]
+        values = texts(0, self.n_values - 1, n, self.n_pairs, generator)
+        # Pieces of a text: pairs, fillers, and behind those the fillers that this text does not have.
+        piece = torch.arange(self.n_pairs + self.max_fill, device=device)
+        lots = torch.rand(n, len(piece), generator=generator, device=device)
+        order = lots.masked_fill_(piece >= self.n_pairs + fill, 2.0).argsort(-1)
+        is_pair = order < self.n_pairs
+        width = torch.where(is_pair, 2, 1)
+        start = width.cumsum(-1) - width
+        which = (is_pair.cumsum(-1) - 1).clamp_(min=0)  # the pairs are numbered as they come
+        first = 1 + self.n_keys + self.n_values
+        filler = texts(first, max(first, self.d_vocab - 1), n, self.n_ctx, generator)  # without fillers it is not seen
+        key, value = 1 + keys, 1 + self.n_keys + values
+        tokens = filler.scatter(1, start, torch.where(is_pair, key.gather(1, which), filler.gather(1, start)))
+        second = start + 1
+        tokens.scatter_(1, second, torch.where(is_pair, value.gather(1, which), tokens.gather(1, second)))
+        asked = uniform(0, self.n_pairs - 1, n, generator)[:, None]
+        length = 2 * self.n_pairs + fill
+        tokens.scatter_(1, length, key.gather(1, asked))
+        tokens.masked_fill_(torch.arange(self.n_ctx, device=device) > length, self.pad_id)
+        return tokens, values.gather(1, asked)[:, 0]
