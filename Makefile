@@ -13,15 +13,18 @@ OFFLINE = HF_HUB_OFFLINE=1
 # One process per core, one thread per process. An ARGS of your own is appended: make test ARGS='-k additive'
 PYTEST = -m pytest -n $(WORKERS) $(ARGS)
 
-.PHONY: help demo test test-tl4 lint format types docs bench clean distclean
+.PHONY: help demo synthetic test test-tl4 lint format types docs bench clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  ARGS= (more for pytest)  TORCH_ARGS= (more for pip, for torch only)"
+	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  ARGS= (more for pytest, or synthetic)  TORCH_ARGS= (more for pip, for torch only)"
 
 demo: .venv/run.stamp ## from nothing: install, then fit the heads of the demo model and save the table in out/
 	mkdir -p out
 	$(OFFLINE) .venv/bin/tl-posdisent fit --model demo --out out/demo.csv
+
+synthetic: .venv/run.stamp ## train five position encodings on two tasks and save the tables in out/synthetic/ (minutes)
+	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)
 
 test: .venv/dev.stamp ## all tests and doctests
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST)

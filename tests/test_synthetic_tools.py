@@ -168,6 +168,8 @@ def test_every_public_function_serves_or_refuses(encoding: str) -> None:
     for function in functions():
         if function.__name__ in OTHER | GROUPED or function is to_hooked_transformer:
             continue
+        if encoding == "mla" and function.__name__ == "content_position_terms":
+            continue  # queries and keys through a norm of their own: refused, which its own tests check
         changed = {dummy_distance_check: {"distances": [1, 2]}, ablate_heads: {"heads": [(0, 1)]}}.get(function, {})
         if not needed(function) <= {*GOOD, *changed}:
             continue  # the tests of bad input insist on a good value

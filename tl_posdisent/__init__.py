@@ -11,13 +11,17 @@ from .experiments.additivity import additivity
 from .experiments.causal import additive_substitution, substitute_additive
 from .experiments.chance import trained_vs_random
 from .experiments.choice import MultipleChoice, choice_scores
+from .experiments.content_position import ContentPosition, content_position_terms
 from .experiments.controlled import controlled_distance, dummy_distance_check
+from .experiments.dynamics import disentanglement
+from .experiments.hadamard import RopeHadamard, rope_hadamard
 from .experiments.length import length_generalization
 from .experiments.patched_heads import patch_heads
 from .experiments.patching import patch_component, patch_positions
 from .experiments.patterns import subspace_patterns
 from .experiments.perturbation import perturbation_curve
 from .experiments.plane import positional_symbolic
+from .experiments.positional_subspace import PositionalSubspace, positional_subspace
 from .experiments.scramble import Perturbed, perturb
 from .lens.ablation import ablate_heads
 from .lens.applied import applied
@@ -43,16 +47,28 @@ from .maths.moments import Moments
 from .maths.plane import Plane, positional_symbolic_qk
 from .maths.rotary import Rotary, from_complex, rotary_from_table, rotate, to_complex, unrotate
 from .maths.subspaces import SubspacePatterns, subspace_patterns_qk
+from .maths.toeplitz import principal_angles, toeplitz_share
 from .maths.variance import EFFECTS, VarianceShares, decompose
+from .show.interventions import show_change, show_interventions
+from .show.offline import Widget
+from .show.plots.bars import plot_deposit, plot_shares, plot_substitution
+from .show.plots.curves import plot_distance, plot_length, plot_perturbation, plot_training
+from .show.plots.heat import plot_heads, plot_subspaces
+from .show.token_widgets import show_key_importance, show_query_bias
+from .show.widgets import show_parts, show_patterns, show_scores
 from .synthetic.checkpoints import load_checkpoint, save_checkpoint
 from .synthetic.config import SyntheticConfig
 from .synthetic.conversion import to_hooked_transformer
+from .synthetic.deposit import DepositReport, deposit, deposit_spread, head_drops
+from .synthetic.dynamics import dynamics
+from .synthetic.gradients import gradient_margins, positional_gradients
 from .synthetic.lookups import IndexLookup, Retrieval
 from .synthetic.model import SyntheticModel
 from .synthetic.presets import Preset, accuracies, preset, train_preset
 from .synthetic.runs import TrainConfig, TrainRun
 from .synthetic.sampling import Split, Task
 from .synthetic.steps import evaluate
+from .synthetic.study import DepositStudy, deposit_study
 from .synthetic.tasks import TriggerCount, TriggerDistance
 from .synthetic.training import TrainingInterrupted, train
 
@@ -62,6 +78,9 @@ __all__ = [
     "AdditiveFit",
     "AttentionSpec",
     "Captured",
+    "ContentPosition",
+    "DepositReport",
+    "DepositStudy",
     "EFFECTS",
     "IndexLookup",
     "InteractionBound",
@@ -69,9 +88,11 @@ __all__ = [
     "MultipleChoice",
     "Perturbed",
     "Plane",
+    "PositionalSubspace",
     "Preset",
     "Retrieval",
     "RopeCapacity",
+    "RopeHadamard",
     "Rotary",
     "Split",
     "SubspacePatterns",
@@ -85,6 +106,7 @@ __all__ = [
     "TriggerCount",
     "TriggerDistance",
     "VarianceShares",
+    "Widget",
     "ablate_heads",
     "accuracies",
     "additive_substitution",
@@ -93,19 +115,27 @@ __all__ = [
     "bridge_from_hf",
     "capture",
     "choice_scores",
+    "content_position_terms",
     "controlled_distance",
     "decompose",
     "demo_text",
     "demo_tokenizer",
     "demo_tokens",
+    "deposit",
+    "deposit_spread",
+    "deposit_study",
+    "disentanglement",
     "drop_component",
     "dummy_distance",
     "dummy_distance_check",
+    "dynamics",
     "evaluate",
     "fit_additive",
     "fit_additive_qk",
     "from_complex",
+    "gradient_margins",
     "head_ablation",
+    "head_drops",
     "hooked_from_hf",
     "interaction_bound",
     "interaction_by_subspace",
@@ -124,25 +154,46 @@ __all__ = [
     "perturb",
     "perturbation_curve",
     "phase_noise",
+    "plot_deposit",
+    "plot_distance",
+    "plot_heads",
+    "plot_length",
+    "plot_perturbation",
+    "plot_shares",
+    "plot_subspaces",
+    "plot_substitution",
+    "plot_training",
     "position_interpolation",
+    "positional_gradients",
+    "positional_subspace",
     "positional_symbolic",
     "positional_symbolic_qk",
     "preset",
+    "principal_angles",
     "random_control",
     "read_attention",
     "read_layers",
     "remap_distance",
     "rope_capacity",
+    "rope_hadamard",
     "rotary_from_table",
     "rotate",
     "save_checkpoint",
     "score_correlation",
+    "show_change",
+    "show_interventions",
+    "show_key_importance",
+    "show_parts",
+    "show_patterns",
+    "show_query_bias",
+    "show_scores",
     "subspace_patterns",
     "subspace_patterns_qk",
     "substitute_additive",
     "swap_positions",
     "to_complex",
     "to_hooked_transformer",
+    "toeplitz_share",
     "train",
     "train_preset",
     "trained_vs_random",

@@ -51,11 +51,91 @@ def fit(
         if out is not None:
             _save(table, out)
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(2) from error
+        raise _refused(error) from error
     _show(table, f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens")
     if out is not None:
         Console().print(f"table: {escape(str(out))} ({len(table)} rows)", soft_wrap=True)
+
+
+@app.command()
+def synthetic(
+    preset: Annotated[str, typer.Option(help="small (a laptop, minutes) or paper (a GPU, hours).")] = "small",
+    encoding: Annotated[list[str] | None, typer.Option(help="rope, alibi, …; may be repeated; default all.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="distance or count; may be repeated; default both.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each, from seeds 0, 1, …")] = 1,
+    rotary_heads: Annotated[
+        int | None, typer.Option(min=0, help="RoPE on the first so many heads of each layer; default all.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for tables and trainings; what is there already is taken up.")] = (
+        Path("out/synthetic")
+    ),
+    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    progress: Annotated[bool, typer.Option(help="Show progress on stderr.")] = True,
+) -> None:
+    """Train small models with several position encodings, and see which heads their skill is deposited in.
+
+    Examples: tl-posdisent synthetic  ·  tl-posdisent synthetic --encoding rope --task distance --seeds 3 --out out/rope
+    """
+    from tl_posdisent.synthetic.presets import preset as named
+    from tl_posdisent.synthetic.study import deposit_study
+
+    changed = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
+    try:
+        study = deposit_study(
+            named(preset),  # type: ignore[arg-type]
+            encodings=encoding or None,
+            tasks=task or None,
+            seeds=range(seeds),
+            folder=out,
+            device=device,
+            progress=progress,
+            **changed,
+        )
+        _save_maps(study, out / "heads.html")
+    except (ValueError, OSError, RuntimeError) as error:
+        raise _refused(error) from error
+    _show_study(study, f"{preset} preset, {seeds} seed{'s' if seeds > 1 else ''}")
+    Console().print(f"tables and heat maps: {escape(str(out))}", soft_wrap=True)
+
+
+def _refused(error: Exception) -> typer.Exit:
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+    return typer.Exit(2)
+
+
+def _save_maps(study: Any, path: Path) -> None:
+    """One page with a heat map for each encoding and task: the drop of accuracy with each head, mean over seeds."""
+    from tl_posdisent.show.plots.heat import plot_heads
+
+    page: list[str] = []
+    for (encoding, task), table in study.drops.groupby(["encoding", "task"], sort=False):
+        heads = table.assign(drop=-table["effect"]).groupby(["layer", "head"], as_index=False)["drop"].mean()
+        figure = plot_heads(heads, "drop", signed=True, limits=(-1.0, 1.0)).update_layout(
+            title=f"{encoding}, {task}: accuracy lost with each head", height=360, width=640
+        )
+        page.append(figure.to_html(full_html=False, include_plotlyjs=not page))  # the library once, inside the page
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What single heads are worth</title></head>'
+    )
+    path.write_text(f"{head}<body>{''.join(page)}</body></html>\n", encoding="utf-8")
+
+
+def _show_study(study: Any, title: str) -> None:
+    """A row for each encoding and task, means over seeds with the spread."""
+    grid = Table(title=f"what single heads are worth: {escape(title)}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    measures = {"accuracy": "accuracy", "drop": "largest drop", "second": "second", "share": "share"}
+    measures |= {"effective_heads": "effective heads"}
+    for name in ("task", "encoding", "chance", *measures.values(), "layer"):
+        grid.add_column(name, justify="left" if name in ("task", "encoding", "layer") else "right", no_wrap=True)
+    for _, row in study.summary().sort_values("task", kind="stable").iterrows():
+        cells = [_with_spread(row[name], row[f"{name}_std"]) for name in measures]
+        grid.add_row(row["task"], row["encoding"], f"{row['chance']:.3f}", *cells, row["layers"])
+    Console().print(grid)
+
+
+def _with_spread(mean: float, std: float) -> str:
+    text = "–" if math.isnan(mean) else f"{mean:.2f}"
+    return text if math.isnan(std) else f"{text} ± {std:.2f}"
 
 
 def _load(model: str, text: Path | None, backend: str, length: int | None, texts: int) -> tuple[Any, Any]:

@@ -23,8 +23,8 @@ from tl_posdisent.lens.ablation import (
 )
 from tl_posdisent.lens.attention import n_layers, select
 from tl_posdisent.lens.evidence import mismatch
-from tl_posdisent.lens.restart import Clean, attention_from, evaluating, of_texts, run_clean, run_from
-from tl_posdisent.lens.run import check_tokens, hook_name
+from tl_posdisent.lens.restart import Clean, attention_from, of_texts, run_clean, run_from
+from tl_posdisent.lens.run import check_tokens, evaluating, hook_name
 
 from .metric import Metric, as_number, check_metric, next_token_loss
 

@@ -14,8 +14,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.lens.attention import AttentionSpec, read_layers, select
 from tl_posdisent.lens.edits import edit_scores
-from tl_posdisent.lens.restart import evaluating
-from tl_posdisent.lens.run import Hook, check_tokens, hook_name, run
+from tl_posdisent.lens.run import Hook, check_tokens, evaluating, hook_name, run
 
 from .effects import as_table, check_apart, measure
 from .metric import Metric, as_number, check_metric

@@ -15,8 +15,7 @@ from tl_posdisent.lens.attention import AttentionSpec, read_layers, read_rotary_
 from tl_posdisent.lens.doors import listen_scores, listen_vectors
 from tl_posdisent.lens.patching import Keys, MovedPart, check_parts, score_hooks, vector_hooks
 from tl_posdisent.lens.positions import swap_positions
-from tl_posdisent.lens.restart import evaluating
-from tl_posdisent.lens.run import Hook, check_tokens, run
+from tl_posdisent.lens.run import Hook, check_tokens, evaluating, run
 
 from .effects import as_table, check_apart, measure
 from .metric import Metric, check_metric, next_token_loss

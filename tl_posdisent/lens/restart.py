@@ -125,17 +125,3 @@ def of_texts(output: Any, texts: Tensor) -> Any:
     if isinstance(output, tuple):
         return (output[0][texts], *output[1:])
     return output[texts]
-
-
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off for the duration; hooks stay."""
-    wholes = (model, getattr(model, "original_model", None))  # a bridge lists only the parts that it knows
-    training = [part for whole in wholes if whole is not None for part in whole.modules() if part.training]
-    try:
-        for part in training:
-            part.training = False
-        yield
-    finally:
-        for part in training:
-            part.training = True

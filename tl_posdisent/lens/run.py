@@ -59,34 +59,37 @@ def _hooked(model: Any, hooks: list[Hook]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Dropout off for the duration; hooks stay."""
+    # A bridge lists the parts that it knows, and not all of the model that it wraps.
+    wholes = (model, getattr(model, "original_model", None))
+    training = [part for whole in wholes if whole is not None for part in whole.modules() if part.training]
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextlib.contextmanager
 def at_rest(model: Any) -> Iterator[None]:
     """The bare model for the duration: evaluation mode, no hooks of the user's, and silence about edits that have no
     effect (that is being found out)."""
-    # A bridge lists the parts that it knows, and not all of the model that it wraps.
-    parts = [
-        part
-        for whole in (model, getattr(model, "original_model", None))
-        if whole is not None
-        for part in whole.modules()
-    ]
-    training = [part for part in parts if part.training]
     hooks = {id(point): (point, OrderedDict(point._forward_hooks)) for point in model.hook_dict.values()}
     try:
-        for m in training:
-            m.training = False
         for point, _ in hooks.values():
             for handle in point.fwd_hooks:
                 if not handle.is_permanent:
                     point._forward_hooks.pop(handle.hook.id, None)
-        with warnings.catch_warnings():
+        with evaluating(model), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*edit is discarded.*")
             yield
     finally:
         for point, before in hooks.values():
             point._forward_hooks.clear()
             point._forward_hooks.update(before)
-        for m in training:
-            m.training = True
 
 
 def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:

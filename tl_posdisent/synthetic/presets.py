@@ -79,7 +79,7 @@ SMALL = Preset(
         "count": TriggerCount(d_vocab=32, n_triggers=4, max_count=16, min_length=24, max_length=32, n_ctx=32),
     },
     encodings=("rope", "alibi", "none", "learned", "mla"),
-    # Wavelengths from 6 to 354: with the usual base half would be longer than 200, and the texts have 34 tokens.
+    # Wavelengths from 6 to 353 positions: with the usual base half would be above 600, in texts of 34 tokens.
     shape={"n_layers": 3, "d_model": 64, "n_heads": 4, "d_mlp": 128, "rope_base": 100.0},
     training=TrainConfig(
         epochs=1, batch_size=128, lr=1e-3, betas=(0.9, 0.98), n_train=38_400, n_test=4_000, log_every=50, pieces=2

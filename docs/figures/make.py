@@ -1,0 +1,126 @@
+"""Draw the figures of the documentation anew, from the embedded demo model: ``python docs/figures/make.py [NAME …]``.
+
+Needs ``pip install kaleido`` and a Chromium or Chrome. The files are committed: building the site needs neither.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import torch
+
+import tl_posdisent as tp
+
+FOLDER = Path(__file__).parent
+MODEL = tp.load_demo_model()
+
+
+def texts(n: int, length: int) -> torch.Tensor:
+    """Cut from the demo text, each behind <|endoftext|>."""
+    text = tp.demo_tokens(length=1 + n * (length - 1))[0, 1:]
+    return torch.cat([torch.zeros(n, 1, dtype=torch.long), text.view(n, length - 1)], 1)
+
+
+def ablation() -> go.Figure:
+    return tp.plot_heads(tp.head_ablation(MODEL, texts(4, 128), mode="resample", progress=False), "effect", signed=True)
+
+
+def substitution() -> go.Figure:
+    return tp.plot_substitution(tp.additive_substitution(MODEL, tp.demo_tokens(length=128), progress=False))
+
+
+def frequencies() -> go.Figure:
+    return tp.plot_subspaces(tp.subspace_patterns(MODEL, texts(7, 450), burn_in=50, progress=False), "distance")
+
+
+def patching() -> go.Figure:
+    order = torch.randperm(128, generator=torch.Generator().manual_seed(0))
+    table = tp.patch_positions(MODEL, tp.demo_tokens(length=128), order, progress=False)
+    return tp.plot_heads(table, "effect", signed=True)
+
+
+def perturbation() -> go.Figure:
+    fractions = (0, 0.05, 0.1, 0.2, 0.35, 0.5)
+    table = tp.perturbation_curve(MODEL, texts(6, 500), fractions=fractions, seeds=3, unit="word", progress=False)
+    return tp.plot_perturbation(table)
+
+
+def length() -> go.Figure:
+    tokens, edges = tp.demo_tokens(length=1537), [64, *range(128, 1537, 128)]
+    ways = {"as it is": None, "Λ-shaped window": tp.lambda_mask(MODEL, 4, 256, 256)}
+    ways["positions / 3"] = tp.position_interpolation(MODEL, 3)
+    tables = {
+        name: tp.length_generalization(MODEL, tokens, edges, hooks, in_range=512, progress=False)
+        for name, hooks in ways.items()
+    }
+    return tp.plot_length(tables, ["loss", "largest_score"], in_range=512)
+
+
+def heads() -> go.Figure:
+    return tp.plot_heads(tp.additivity(MODEL, tp.demo_tokens(length=512), progress=False), "r")
+
+
+def distance() -> go.Figure:
+    _, cache = MODEL.run_with_cache(tp.demo_tokens(length=512))
+    wavelengths = tp.read_attention(MODEL, 3).rotary.wavelengths.tolist()
+    return tp.plot_distance(tp.fit_additive(cache["attn_scores", 3]), wavelengths=wavelengths)
+
+
+def shares() -> go.Figure:
+    return tp.plot_shares(tp.controlled_distance(MODEL, texts(7, 450), burn_in=50, progress=False))
+
+
+def deposit() -> go.Figure:
+    table = tp.head_ablation(MODEL, texts(4, 128), mode="resample", progress=False)
+    return tp.plot_deposit(table, better="lower")
+
+
+def training() -> go.Figure:
+    task = tp.TriggerCount(d_vocab=24, n_triggers=3, max_count=8, min_length=8, max_length=24, n_ctx=24)
+    shape: dict[str, Any] = {name: getattr(task, name) for name in ("d_vocab", "n_ctx", "n_out", "pad_id")}
+    model = tp.SyntheticModel(tp.SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, **shape))
+    config = tp.TrainConfig(epochs=10, batch_size=64, n_train=6400, n_test=1000, lr=2e-3, log_every=20, test_every=100)
+    return tp.plot_training(tp.train(model, task, config, progress=False))
+
+
+SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
+    ablation: (680, 360),
+    substitution: (760, 560),
+    frequencies: (860, 360),
+    patching: (680, 360),
+    perturbation: (680, 380),
+    length: (720, 460),
+    heads: (680, 360),
+    distance: (720, 400),
+    shares: (860, 400),
+    deposit: (860, 360),
+    training: (680, 460),
+}
+
+
+def save(figure: go.Figure, name: str, width: int, height: int, png: Path | None) -> None:
+    """White, so that it reads in a light and in a dark theme. ``png`` is a folder for pictures to look at."""
+    figure.update_layout(template="plotly_white", font={"size": 13}, margin={"l": 70, "r": 20, "t": 30, "b": 60})
+    figure.update_yaxes(automargin=True).update_xaxes(automargin=True)
+    for number, trace in enumerate(figure.data):
+        trace.uid = f"{number:06d}"  # else drawn at random, and every run would write another file
+    svg = figure.to_image("svg", width=width, height=height).decode()
+    drawn = re.search(r'id="defs-([0-9a-f]+)"', svg)  # likewise
+    if drawn:
+        svg = svg.replace(drawn[1], name)
+    (FOLDER / f"{name}.svg").write_text(svg + "\n", encoding="utf-8")
+    if png:
+        (png / f"{name}.png").write_bytes(figure.to_image("png", width=width, height=height, scale=1.5))
+
+
+if __name__ == "__main__":
+    options = [x for x in sys.argv[1:] if x.startswith("--png=")]
+    wanted = [x for x in sys.argv[1:] if x not in options]
+    for draw, (width, height) in SIZES.items():
+        if not wanted or draw.__name__ in wanted:
+            save(draw(), draw.__name__, width, height, Path(options[0][6:]) if options else None)
