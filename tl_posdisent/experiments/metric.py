@@ -15,13 +15,13 @@ text."""
 
 
 def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:
-    """Mean cross-entropy of each text's next tokens, in nats."""
+    """Mean cross-entropy of each text's next tokens, in nats; in float32 or wider for each token, averaged in float64."""
     per_token = isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == tokens.shape
     if not per_token or logits.shape[2] <= int(tokens.max()):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"metric must be given for a model that returns no logits (batch, pos, vocabulary), got {got}")
     log_p = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    return -log_p.gather(-1, tokens[:, 1:, None].to(logits.device)).mean((1, 2))
+    return -log_p.gather(-1, tokens[:, 1:, None].to(logits.device)).double().mean((1, 2))
 
 
 def as_number(value: Any, batch: int) -> float:
