@@ -15,7 +15,7 @@ text."""
 
 
 def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:
-    """Mean cross-entropy of each text's next tokens, in nats; in float32 or wider for each token, averaged in float64."""
+    """Mean cross-entropy of each text's next tokens, in nats; in float32 or wider, averaged in float64."""
     per_token = isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == tokens.shape
     if not per_token or logits.shape[2] <= int(tokens.max()):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
