@@ -20,7 +20,7 @@ from tl_posdisent.lens.attention import AttentionSpec, read_layers, read_rotary_
 from tl_posdisent.lens.capture import Captured, stream
 from tl_posdisent.lens.components import Part, fit_inside, keep_parts
 from tl_posdisent.lens.edits import edit_scores
-from tl_posdisent.lens.run import Hook, check_tokens
+from tl_posdisent.lens.run import Hook, check_seed, check_tokens
 from tl_posdisent.lens.two_axis import keep_two_axis
 from tl_posdisent.maths.additive_fit import AdditiveFit
 
@@ -229,8 +229,7 @@ def _fits_of(
 
 def _shuffled_order(tokens: Int[Tensor, "batch pos"], seed: int) -> Int[Tensor, "batch pos"]:
     """The first token, then the others of each text in an order of its own."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, got {seed!r}")
+    check_seed(seed)
     drawn = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed))
     drawn[:, 0] = -1
     return drawn.argsort(-1).to(tokens.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .attention import n_layers
 from .evidence import mismatch
 from .probe import probe_tokens
-from .run import Hook, at_rest, check_tokens, hook_name, run
+from .run import Hook, at_rest, check_seed, check_tokens, hook_name, run
 
 AblationMode = Literal["zero", "mean", "resample"]
 
@@ -138,8 +138,7 @@ def check_mode(mode: Any, reference: Any, seed: Any) -> None:
         wanted = "must be tokens" if mode == "mean" else "must not be given"
         got = "None" if reference is None else type(reference).__name__
         raise ValueError(f'reference {wanted} with mode "{mode}", got {got}')
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, got {seed!r}")
+    check_seed(seed)
 
 
 def check_reach(model: Any, layers: Sequence[int]) -> None:

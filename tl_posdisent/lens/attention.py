@@ -132,10 +132,9 @@ class AttentionSpec:
     def score(
         self, q_rot: Float[Tensor, "batch query head d_head"], k_rot: Float[Tensor, "batch key kv d_head"]
     ) -> Float[Tensor, "batch head query key"]:
-        """Scores of rotated queries and keys, soft cap applied, mask not."""
-        batch, n_query = q_rot.shape[:2]
+        """Scores of rotated queries and keys (of some heads too, with a key head each); soft cap applied, mask not."""
         grouped = q_rot.unflatten(2, (k_rot.shape[2], -1))  # query heads beside the key head that they share
-        scores = torch.einsum("bqghd,bkgd->bghqk", grouped, k_rot).reshape(batch, self.n_heads, n_query, -1)
+        scores = torch.einsum("bqghd,bkgd->bghqk", grouped, k_rot).flatten(1, 2)
         return self.capped(scores * self.require_scale())
 
     def capped(self, scores: Tensor) -> Tensor:

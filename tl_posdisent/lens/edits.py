@@ -140,7 +140,7 @@ def _recomputed(spec: AttentionSpec, q: Tensor, k: Tensor) -> Tensor:
     """Scores of chosen heads at the real positions; one key head per query head."""
     positions = torch.arange(q.shape[1], device=q.device)
     q_rot, k_rot = (spec.rotated(x, positions) for x in (q, k))
-    return spec.capped(torch.einsum("bqhd,bkhd->bhqk", q_rot, k_rot) * spec.require_scale())
+    return spec.score(q_rot, k_rot)
 
 
 def check_whole_text(spec: AttentionSpec, cells: Float[Tensor, "batch head query key"]) -> None:

@@ -176,12 +176,12 @@ def _edit(tap: Tap, heads: Sequence[int], change: Any) -> Hook:
 
 def _recomputed(spec: AttentionSpec, heads: Sequence[int], rotated: Any) -> list[Hook]:
     """Scores of queries and keys (one key head per query head) that ``rotated`` turns to where they stand."""
-    scale = spec.require_scale()
+    spec.require_scale()  # or an error at once
 
     def scores(view: View) -> Tensor:
         q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in view.vectors())
         q_rot, k_rot = rotated(q, k, torch.arange(q.shape[1], device=q.device))
-        return spec.capped(torch.einsum("bqhd,bkhd->bhqk", q_rot, k_rot) * scale)
+        return spec.score(q_rot, k_rot)
 
     return edit_scores(spec, heads, scores, vectors=True)
 

@@ -197,7 +197,7 @@ def _own_view(
         q, k = held.pop("q") if q_rot is None else q_rot, k_rot.to(view.inside.device)
         q, k = q.to(k)[:, :, heads], k[:, :, key_heads]
         wide = torch.promote_types(k.dtype, torch.float32)
-        return spec.capped(torch.einsum("bqhd,bkhd->bhqk", q.to(wide), k.to(wide)) * spec.require_scale())
+        return spec.score(q.to(wide), k.to(wide))
 
     return [(door_q.tap.name, listen_q), (door_k.tap.name, listen_k), *edit_scores(spec, heads, attend)]
 

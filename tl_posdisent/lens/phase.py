@@ -17,7 +17,7 @@ from tl_posdisent.maths.rotary import Rotary, turn
 
 from .attention import AttentionSpec, Tap, read_rotary_layers, select
 from .edits import View, check_whole_text, edit_scores
-from .run import Hook
+from .run import Hook, check_seed
 
 Phases = Callable[[Rotary, int, torch.device], Tensor]
 """From a layer's rotary and a length to angles in radians, ``(pos, subspace)`` or ``(batch, pos, subspace)``."""
@@ -63,8 +63,7 @@ def phase_noise(
         >>> change(0.0), change(0.01) < change(0.1) < change(1.0)
         (0.0, True)
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, got {seed!r}")
+    check_seed(seed)
     phases = _given(noise) if isinstance(noise, Tensor) else _drawn(noise, seed)
     return phase_hooks(read_rotary_layers(model, layers, "phase_noise"), phases, heads)
 
@@ -106,7 +105,7 @@ def _in_layer(spec: AttentionSpec, phases: Phases, heads: Sequence[int]) -> list
     def rescored(view: View) -> Tensor:  # a key that is shared with other heads would have to stand at two places
         real = torch.arange(view.vectors()[0].shape[1], device=view.vectors()[0].device)
         q, k = (_turned(spec, spec.rotated(_wide(x), real), phases) for x in view.vectors())
-        return spec.capped(torch.einsum("bqhd,bkhd->bhqk", q, k) * spec.require_scale())
+        return spec.score(q, k)
 
     return edit_scores(spec, heads, rescored, vectors=True)
 

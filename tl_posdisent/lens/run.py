@@ -92,6 +92,12 @@ def at_rest(model: Any) -> Iterator[None]:
             point._forward_hooks.update(before)
 
 
+def check_seed(seed: Any) -> None:
+    """Refuse what is no seed."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ValueError(f"seed must be a non-negative integer, got {seed!r}")
+
+
 def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:
     """Token ids on the model's device, from ids or from text.
 
