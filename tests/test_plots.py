@@ -18,6 +18,7 @@ from tl_posdisent import (
     fit_additive,
     plot_deposit,
     plot_distance,
+    plot_dynamics,
     plot_heads,
     plot_length,
     plot_perturbation,
@@ -73,6 +74,9 @@ METRICS = pd.DataFrame(
         "test_accuracy": [NAN, 0.3, 0.8],
     }
 )
+MARGINS = pd.DataFrame(
+    [(20, 1, 0, 4.0), (20, 0, 1, 3.0), (0, 1, 1, 2.0), (0, 0, 0, 1.0)], columns=["step", "layer", "head", "margin"]
+)
 PROFILES = by_head(2, 2).merge(pd.DataFrame({"distance": [3, 0, 1, 2]}), how="cross")
 PROFILES = PROFILES.assign(value=PROFILES["layer"] * 100.0 + PROFILES["head"] * 10 + PROFILES["distance"])
 
@@ -86,8 +90,10 @@ PLOTS: list[tuple[Callable[[Any], go.Figure], pd.DataFrame, list[str]]] = [
     (plot_perturbation, PERTURBATION, ["kind", "fraction", "added_loss", "added_loss_se"]),
     (lambda table: plot_length(table, ["loss"]), LENGTH, ["start", "stop", "loss"]),
     (plot_training, METRICS, ["step", "loss", "accuracy", "test_loss", "test_accuracy"]),
+    (lambda table: plot_dynamics(table, "margin"), MARGINS, ["step", "layer", "margin"]),
 ]
 NAMES = ["heads", "distance", "shares", "subspaces", "deposit", "substitution", "perturbation", "length", "training"]
+NAMES.append("dynamics")
 
 
 # --- what holds for all of them ---------------------------------------------------------------------------------
@@ -382,3 +388,27 @@ def test_training_draws_the_test_only_where_it_was_measured() -> None:
         assert (list(accuracy.y), list(test_accuracy.y)) == ([0.1, 0.4, 0.9], [0.3, 0.8])
         assert [line.yaxis for line in (loss, test_loss, accuracy, test_accuracy)] == ["y", "y", "y2", "y2"]
         assert [line.name for line in (loss, test_loss)] == ["training", "test"]
+
+
+def test_dynamics_has_a_panel_per_layer_and_a_line_per_head() -> None:
+    table = pd.concat([HEADS.assign(step=step, r_two_axis=HEADS["r"] + step / 100) for step in (20, 0, 10)])
+    figure = plot_dynamics(table)
+    assert [a.text for a in figure.layout.annotations] == ["layer 0", "layer 1", "layer 2"]
+    assert len(figure.data) == 6
+    for line, (layer, head) in zip(figure.data, [(n, m) for n in range(3) for m in range(2)], strict=True):
+        assert line.name == f"head {head}"
+        assert line.xaxis == ("x", "x2", "x3")[layer]
+        assert (list(line.x), list(line.y)) == ([0, 10, 20], [10 * layer + head + s for s in (0, 0.1, 0.2)])
+        assert line.showlegend == (layer == 0)
+    assert {axis.matches for axis in figure.select_yaxes()} <= {None, "y"}  # heights compare across panels
+    assert len({(line.line.color, line.line.dash) for line in figure.data}) == 2
+
+
+def test_dynamics_of_layers_is_a_single_panel() -> None:
+    figure = plot_dynamics(MARGINS, "margin")
+    assert [(line.name, list(line.x), list(line.y)) for line in figure.data] == [
+        ("layer 0", [0, 20], [1.0, 3.0]),
+        ("layer 1", [0, 20], [2.0, 4.0]),
+    ]
+    with pytest.raises(ValueError, match="several"):
+        plot_dynamics(pd.concat([HEADS.assign(step=0)] * 2), "r")

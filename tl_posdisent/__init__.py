@@ -52,8 +52,9 @@ from .maths.variance import EFFECTS, VarianceShares, decompose
 from .show.interventions import show_change, show_interventions
 from .show.offline import Widget
 from .show.plots.bars import plot_deposit, plot_shares, plot_substitution
-from .show.plots.curves import plot_distance, plot_length, plot_perturbation, plot_training
+from .show.plots.curves import plot_distance, plot_length, plot_perturbation
 from .show.plots.heat import plot_heads, plot_subspaces
+from .show.plots.training import plot_dynamics, plot_training
 from .show.token_widgets import show_key_importance, show_query_bias
 from .show.widgets import show_parts, show_patterns, show_scores
 from .synthetic.checkpoints import load_checkpoint, save_checkpoint
@@ -163,6 +164,7 @@ __all__ = [
     "plot_subspaces",
     "plot_substitution",
     "plot_training",
+    "plot_dynamics",
     "position_interpolation",
     "positional_gradients",
     "positional_subspace",

@@ -1,4 +1,4 @@
-"""Curves: over distances, over fractions moved, over positions of a text, over training."""
+"""Curves: over distances, over fractions moved, over positions of a text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from tl_posdisent.maths.additive_fit import AdditiveFit
-from tl_posdisent.synthetic.runs import TrainRun
 
-from .style import BLUE, COLOURS, GREY, VERMILION, faint, line_style, title_of
+from .style import COLOURS, GREY, faint, line_style, title_of
 from .tables import check_table, head_index, mean_over_texts
 
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
@@ -210,45 +209,3 @@ def plot_length(
             figure.add_vline(x=in_range, line={"color": GREY, "dash": "dot"}, row=row, col=1, **label)
     figure.update_layout(height=120 + 200 * len(measures))
     return figure.update_xaxes(title="position in the text", row=len(measures), col=1)
-
-
-def plot_training(run: TrainRun | pd.DataFrame) -> go.Figure:
-    """Loss and accuracy over a training, on the samples trained on and on those for the test.
-
-    Args:
-        run: what ``train`` returned, or its ``metrics``.
-
-    Returns:
-        A figure of two panels. In training, a point is the mean since the one before, with dropout; in the test, the
-        model as it was then.
-
-    Raises:
-        ValueError: neither a run nor a table with ``step``, ``loss``, ``accuracy``, ``test_loss`` and
-            ``test_accuracy``; no rows.
-
-    Example:
-        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, plot_training, train
-        >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
-        >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
-        >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, **shape))
-        >>> config = TrainConfig(epochs=1, batch_size=32, n_train=320, n_test=100, lr=1e-2, log_every=5)
-        >>> run = train(model, task, config, progress=False)
-        >>> loss, test_loss, accuracy, test_accuracy = plot_training(run).data
-        >>> loss.x.tolist(), float(test_accuracy.y[-1]) == run.test_accuracy
-        ([5, 10], True)
-    """
-    measures = ("loss", "accuracy")
-    table = run.metrics if isinstance(run, TrainRun) else run
-    numbers = ["step", *measures, *(f"test_{measure}" for measure in measures)]
-    table = check_table(table, [], numbers, "train, in TrainRun.metrics")
-    figure = make_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.06)
-    for row, measure in enumerate(measures, start=1):
-        for name, column, colour in (("training", measure, BLUE), ("test", f"test_{measure}", VERMILION)):
-            there = table.dropna(subset=column)
-            x, y = there["step"].to_numpy(), there[column].to_numpy()
-            mode = "lines" if name == "training" and len(there) > 1 else "lines+markers"
-            figure.add_scatter(x=x, y=y, name=name, mode=mode, line={"color": colour}, row=row, col=1)
-            figure.data[-1].update(legendgroup=name, showlegend=row == 1)
-    figure.update_yaxes(title="loss (nats per answer)", row=1, col=1)
-    figure.update_yaxes(title="accuracy (share)", row=2, col=1)
-    return figure.update_xaxes(title="step", row=2, col=1)

@@ -20,6 +20,7 @@ _SHARE = "share of the variance of the scores"
 _TITLES = {
     "accuracy": "accuracy (share)",
     "added_loss": "added loss (nats per token)",
+    "amplification": "margin over that of the next layer",
     "bound": "bound (share of the variance)",
     "change": "added loss (nats per token)",
     "cosine": "cosine of z with its mean in range",
@@ -34,7 +35,10 @@ _TITLES = {
     "kl": "KL(untouched ‖ this) (nats per token)",
     "largest_score": "largest score",
     "loss": "loss (nats per token)",
+    "margin": "margin of the leading head (gradient)",
     "mahalanobis": "Mahalanobis distance of z / √d_head",
+    "mean_norm": "‖g‖, mean over batches",
+    "norm_of_mean": "‖g‖ of the mean over batches",
     "outside": "z outside its usual range (share of positions)",
     "perplexity": "perplexity",
     "query_concentration": "concentration of queries (0 … 1)",
