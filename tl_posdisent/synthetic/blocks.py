@@ -14,6 +14,8 @@ from .attention import Attention, LatentAttention, hooked
 from .config import SyntheticConfig
 from .encodings import Encoding
 
+_LEVELS = 2**16
+
 
 class LayerNorm(nn.Module):
     """``w · (x - mean) / √(variance + eps) + b``."""
@@ -75,4 +77,20 @@ class Block(nn.Module):
         return resid_post
 
     def _dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        return dropout(x, self.dropout, self.training)
+
+
+def dropout(x: Float[Tensor, "*shape"], p: float, training: bool) -> Float[Tensor, "*shape"]:
+    """Entries become 0 with probability p, and the others grow so that the mean stays.
+
+    On a CPU torch draws a number of 64 bits for every entry, which takes a tenth of a training step. Here four entries
+    share one: p is a multiple of 1/65536, and the scale is that of the p which is used.
+    """
+    if not training or p == 0:
+        return x
+    share = round(p * _LEVELS)
+    if not 0 < share < _LEVELS or x.device.type != "cpu":
+        return F.dropout(x, p)
+    drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= share - _LEVELS // 2
+    return x * kept.to(x.dtype).mul_(_LEVELS / (_LEVELS - share))

@@ -13,7 +13,7 @@ from transformer_lens.config import TransformerLensConfig
 from transformer_lens.hook_points import HookPoint
 
 from .attention import causal_cells, hooked
-from .blocks import Block, LayerNorm
+from .blocks import Block, LayerNorm, dropout
 from .config import SyntheticConfig
 from .encodings import make_encoding
 
@@ -169,7 +169,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         if positions is not None:
             positions = positions.to(x.dtype)
             x = x + (self.hook_pos_embed(positions.expand_as(x)) if hooked(self.hook_pos_embed) else positions)
-        return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
+        return dropout(x, self.config.dropout, self.training)
 
     def _read_out(self, x: Float[Tensor, "batch pos d_model"], real: Bool[Tensor, "batch pos"] | None) -> Tensor:
         if self.config.read_out == "mean":
