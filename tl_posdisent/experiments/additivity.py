@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from typing import Any
 
@@ -13,10 +13,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.lens.attention import AttentionSpec, read_layers
+from tl_posdisent.lens.blocks import read_blocks
 from tl_posdisent.lens.capture import stream
+from tl_posdisent.lens.memory import require_room
 from tl_posdisent.lens.run import check_tokens
-from tl_posdisent.maths.additive import fit_additive
-from tl_posdisent.maths.masks import MaskKind
+from tl_posdisent.maths.additive import fit_additive, fit_marginals
+from tl_posdisent.maths.additive_fit import AdditiveFit
+from tl_posdisent.maths.cells import Cells
+from tl_posdisent.maths.marginals import Marginals
+from tl_posdisent.maths.masks import MaskKind, make_cells
+from tl_posdisent.maths.partial import add_rows, no_marginals
 
 
 def additivity(
@@ -26,6 +32,7 @@ def additivity(
     layers: Iterable[int] | None = None,
     mask: MaskKind | Bool[Tensor, "query key"] | None = None,
     pool: bool = False,
+    block: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Fit the three-axis model to every head's scores: one forward pass, one layer in memory.
@@ -41,6 +48,8 @@ def additivity(
         mask: which cells count; by default each layer's own (causal or full, with its sliding window), which a
             boolean ``[query, key]`` narrows, for instance to leave the first positions out.
         pool: one distance profile per head for all texts, each text with its own query and key part.
+        block: run this many queries at a time, with a cache of keys and values: for texts whose score matrices do not
+            fit (``estimate`` says so). The same numbers, to rounding; the model must have no hooks of yours.
         progress: show a bar.
 
     Returns:
@@ -51,7 +60,9 @@ def additivity(
 
     Raises:
         ValueError: unusable tokens, layers or mask; padded texts; a model whose scores neither show nor can be
-            recomputed from its queries and keys.
+            recomputed from its queries and keys; ``block`` with a model that has hooks, takes no cache, or whose
+            queries see later keys.
+        MemoryError: one layer's scores alone are more than the memory that is free.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model
@@ -67,20 +78,64 @@ def additivity(
             f"mask must be a boolean tensor of shape (query, key) = {(tokens.shape[1],) * 2}, got {mask.dtype} of "
             f"shape {tuple(mask.shape)}"
         )
+    require_room(model, len(tokens) * max(spec.n_heads for spec in specs), tokens.shape[1], block)
+    chosen = [_cells(spec, mask, tokens.shape[1]) for spec in specs]
+    fits = (
+        _whole(model, tokens, specs, chosen, pool)
+        if block is None
+        else _by_block(model, tokens, specs, chosen, pool, block)
+    )
     tables = []
-    with (
-        closing(stream(model, tokens, specs, vectors=False)) as run,
-        tqdm(total=len(specs), desc="layers", disable=not progress) as bar,
-    ):
-        for layer in run:
-            assert layer.scores is not None
-            fit = fit_additive(layer.scores, pool=pool, **_cells(layer.spec, mask, tokens.shape[1]))
+    with closing(fits), tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
+        for layer, fit in fits:
             table = fit.to_frame()
-            table.insert(list(table.columns).index("head"), "layer", layer.layer)
+            table.insert(list(table.columns).index("head"), "layer", layer)
             tables.append(table)
-            del layer  # its scores make room for those of the next
             bar.update()
     return pd.concat(tables, ignore_index=True)
+
+
+Fits = Generator[tuple[int, AdditiveFit], None, None]
+
+
+def _whole(model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: list[dict[str, Any]], pool: bool) -> Fits:
+    """Each layer's fit while the forward pass waits."""
+    cells = {spec.layer: some for spec, some in zip(specs, chosen, strict=True)}
+    with closing(stream(model, tokens, specs, vectors=False)) as run:
+        for layer in run:
+            assert layer.scores is not None
+            fit = fit_additive(layer.scores, pool=pool, **cells[layer.layer])
+            number = layer.layer
+            del layer  # its scores make room for those of the next
+            yield number, fit
+
+
+def _by_block(
+    model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: list[dict[str, Any]], pool: bool, block: int
+) -> Fits:
+    """All layers' fits, from marginals that were added up block by block."""
+    if any(options["mask"] == "full" for options in chosen if isinstance(options["mask"], str)):
+        raise ValueError('block must be None with mask="full": a cache holds the keys before a query')
+    n = tokens.shape[1]
+    of_layer = {spec.layer: some for spec, some in zip(specs, chosen, strict=True)}
+    cells: dict[int, Cells] = {}
+    sums: dict[int, Marginals] = {}
+
+    def add(spec: AttentionSpec, first: int, scores: Tensor) -> None:
+        batch, seen, options = scores.shape[:2], scores.shape[-1], dict(of_layer[spec.layer])
+        if spec.layer not in sums:
+            cells[spec.layer] = make_cells((*batch, n, n), device=scores.device, **options)
+            sums[spec.layer] = no_marginals(batch, cells[spec.layer])
+        if isinstance(options["mask"], Tensor):
+            options["mask"] = options["mask"][first:seen, :seen]
+            if not bool(options["mask"].any()):
+                return
+        part = make_cells(scores.shape, device=scores.device, **options)
+        sums[spec.layer] = add_rows(sums[spec.layer], scores, part, cells[spec.layer], first=first)
+
+    read_blocks(model, tokens, specs, block, add)
+    for spec in sorted(specs, key=lambda spec: spec.layer):
+        yield spec.layer, fit_marginals(sums.pop(spec.layer), cells[spec.layer], pool=pool)
 
 
 def _cells(spec: AttentionSpec, mask: MaskKind | Tensor | None, length: int) -> dict[str, Any]:

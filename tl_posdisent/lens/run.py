@@ -29,12 +29,17 @@ def device_of(model: Any) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def run(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook], *, stop: int | None = None) -> None:
-    """One forward pass without gradients, with hooks for its duration; the layers from ``stop`` on are left out."""
+def run(
+    model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook], *, stop: int | None = None, **more: Any
+) -> None:
+    """One forward pass without gradients or dropout, with hooks for its duration; layers from ``stop`` on are left out.
+
+    ``more`` are arguments of the pass, such as a cache.
+    """
     can_stop = stop is not None and "stop_at_layer" in inspect.signature(model.forward).parameters
     try:
-        with torch.no_grad(), _hooked(model, hooks):
-            model(tokens, **({"stop_at_layer": stop} if can_stop else {}))
+        with torch.no_grad(), evaluating(model), _hooked(model, hooks):
+            model(tokens, **({"stop_at_layer": stop} if can_stop else {}), **more)
     except (RuntimeError, IndexError) as error:
         context = getattr(model.cfg, "n_ctx", None) or tokens.shape[1]
         if tokens.shape[1] <= context or isinstance(error, torch.OutOfMemoryError):
@@ -94,8 +99,8 @@ def at_rest(model: Any) -> Iterator[None]:
 
 def check_seed(seed: Any) -> None:
     """Refuse what is no seed."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed must be a non-negative integer, got {seed!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be a non-negative integer below 2**63, got {seed!r}")
 
 
 def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:
@@ -116,17 +121,27 @@ def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:
             "tokens must have shape (pos,) or (batch, pos) with at least two positions, got "
             f"{tokens.dtype} of shape {tuple(tokens.shape)}"
         )
+    if tokens.is_meta:
+        raise ValueError("tokens must have values, got a meta tensor")
     vocabulary = getattr(model.cfg, "d_vocab", None)
     if isinstance(vocabulary, int) and vocabulary > 0 and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
         raise ValueError(
             f"tokens must be ids from 0 to {vocabulary - 1}, got {int(tokens.min())} … {int(tokens.max())}"
         )
-    return (tokens if tokens.ndim == 2 else tokens[None]).to(device_of(model), torch.int64)
+    device = device_of(model)
+    if device.type == "meta":
+        raise ValueError("model must have weights, but its parameters are meta tensors: load them first")
+    return (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
 
 
 def _encode(model: Any, texts: list[str]) -> Tensor:
     if getattr(model, "tokenizer", None) is None:
         raise ValueError("tokens were given as text, but the model has no tokenizer: pass token ids")
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # half a surrogate pair, as a broken JSON file may hold
+            raise ValueError(f"tokens were given as text that is no UTF-8: {error}") from error
     rows = [model.to_tokens(text, truncate=False) for text in texts]
     lengths = [row.shape[1] for row in rows]
     if len(set(lengths)) != 1:  # padding is no text

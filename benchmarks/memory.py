@@ -1,0 +1,106 @@
+"""How much memory the tools take, by length, heads and layers: one process for each cell of the table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import report
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tl_posdisent as tp
+from tl_posdisent.lens.loading import has_hooked
+
+D_HEAD, VOCABULARY, BLOCK = 32, 1000, 256
+GRID = [(length, heads, layers) for length in (512, 1024, 2048, 4096) for heads in (8, 16) for layers in (2, 6)]
+
+
+def model_of(kind: str, length: int, heads: int, layers: int) -> Any:
+    """A Llama with random weights, and half as many key heads as query heads."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=heads * D_HEAD,
+        intermediate_size=4 * heads * D_HEAD,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        max_position_embeddings=length,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    build = {"bridge": tp.bridge_from_hf, "hooked": tp.hooked_from_hf}[kind]
+    return build(LlamaForCausalLM(config).eval())
+
+
+def linear(model: Any, tokens: torch.Tensor) -> None:
+    """Additive fits from queries and keys, one layer after the other."""
+    for layer in tp.capture(model, tokens, scores=False):
+        tp.fit_additive_qk(layer.q_rot, layer.k_rot, scale=layer.spec.require_scale())
+
+
+TOOLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "forward": lambda model, tokens: model(tokens),
+    "additivity": lambda model, tokens: tp.additivity(model, tokens, progress=False),
+    f"additivity, block={BLOCK}": lambda model, tokens: tp.additivity(model, tokens, block=BLOCK, progress=False),
+    "queries and keys": linear,
+    "controlled_distance": lambda model, tokens: tp.controlled_distance(model, tokens, progress=False),
+    "subspace_patterns": lambda model, tokens: tp.subspace_patterns(model, tokens, progress=False),
+}
+
+
+def resident(name: str) -> float:
+    """A line of /proc/self/status in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+
+def peak(function: Callable[[], Any]) -> float:
+    """MiB by which the process grew while the function ran."""
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark is from now on
+    before = resident("VmRSS")
+    with torch.no_grad():
+        function()
+    return resident("VmHWM") - before
+
+
+def one(kind: str, length: int, heads: int, layers: int, *chosen: str) -> None:
+    """In a process of its own."""
+    model = model_of(kind, length, heads, layers)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, VOCABULARY, (1, length), generator=generator)
+    for tool in TOOLS.values():
+        with torch.no_grad():
+            tool(model, tokens[:, :64])
+    print(json.dumps({name: peak(lambda f=TOOLS[name]: f(model, tokens)) for name in chosen or TOOLS}))
+
+
+def cell(kind: str, length: int, heads: int, layers: int, *chosen: str) -> dict[str, float]:
+    """Peak of every tool above the loaded model, in MiB."""
+    arguments = [sys.executable, __file__, kind, *map(str, (length, heads, layers)), *chosen]
+    # Freed tensors go back to the system, so that one tool's do not hide another's.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    for kind in ["bridge", *(["hooked"] if has_hooked() else [])]:
+        rows: list[dict[str, Any]] = []
+        for length, heads, layers in GRID:
+            peaks = {name: round(mib) for name, mib in cell(kind, length, heads, layers).items()}
+            scores = heads * length**2 * 4 / 2**20
+            rows.append({"length": length, "heads": heads, "layers": layers, "a layer's scores": scores} | peaks)
+        report(f"memory_{kind}", f"MiB at most above the loaded model ({kind}, d_head {D_HEAD}, float32)", rows)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 4:
+        one(sys.argv[1], *map(int, sys.argv[2:5]), *sys.argv[5:])
+    else:
+        main()
