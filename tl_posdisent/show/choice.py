@@ -17,6 +17,8 @@ from .offline import axis_token
 
 CELLS = 200_000
 """Cells that a browser draws in about 20 s."""
+IMAGE_CELLS = 2**24
+"""Cells that are made into images: each takes some 50 bytes while they are."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,14 @@ def choose(
     max_cells: int,
     charts: int = 1,
     more: int = 0,
+    raster: bool = False,
 ) -> Choice:
     """Check what of matrices of shape ``[*batch, query, key]`` is to be shown.
 
     Args:
         charts: matrices drawn for each head.
         more: matrices drawn besides.
+        raster: whether they are drawn as images, which may have many more cells.
 
     Raises:
         ValueError: of every argument that is unusable, and of more cells than a browser draws.
@@ -75,7 +79,9 @@ def choose(
     at = select("positions", positions, n_key)
     if at != sorted(at):
         raise ValueError(f"positions must be ascending, got {at}")
-    check_cells(len(chosen), len(at), max_cells, charts=charts, more=more)
+    if not isinstance(raster, bool):
+        raise ValueError(f"raster must be True or False, got {raster!r}")
+    check_cells(len(chosen), len(at), max_cells, charts=charts, more=0 if raster else more, raster=raster)
     labels = [axis_token(words[i]) for i in at]
     if at != list(range(len(at))):
         labels = [f"{label}@{i}" for label, i in zip(labels, at, strict=True)]
@@ -109,10 +115,12 @@ def check_tokens(tokens: Any, length: int) -> list[str]:
     return words
 
 
-def check_cells(n_heads: int, length: int, max_cells: int, *, charts: int, more: int) -> None:
+def check_cells(n_heads: int, length: int, max_cells: int, *, charts: int, more: int = 0, raster: bool = False) -> None:
     """Refuse what a browser would not draw, and say what it would."""
     if isinstance(max_cells, bool) or not isinstance(max_cells, int) or max_cells < 1:
         raise ValueError(f"max_cells must be a positive integer, got {max_cells!r}")
+    if raster:
+        max_cells = max(max_cells, IMAGE_CELLS)
     matrices = n_heads * charts + more
     cells = matrices * length**2
     if cells <= max_cells:
@@ -123,9 +131,11 @@ def check_cells(n_heads: int, length: int, max_cells: int, *, charts: int, more:
     ways = [f"heads=range({fewer})"] if 0 < fewer < n_heads else []
     ways += [f"positions=range({shorter})"] if shorter >= 2 else []
     ways += [f"heads=[0], positions=range({alone})"] if not fewer > 0 and n_heads > 1 and alone > shorter else []
+    ways += ["raster=True"] if not raster and n_heads * charts * length**2 <= IMAGE_CELLS else []
+    asked = f"{max_cells} at most are made into images" if raster else f"a browser is asked to draw {max_cells} at most"
     raise ValueError(
-        f"{matrices} matrices of {length}×{length} are {cells} cells, and a browser is asked to draw {max_cells} at "
-        f"most: choose fewer heads or positions, for instance {' or '.join(ways)}, or wait with max_cells={cells}"
+        f"{matrices} matrices of {length}×{length} are {cells} cells, and {asked}: choose fewer heads or positions, "
+        f"for instance {' or '.join(ways)}, or wait with max_cells={cells}"
     )
 
 

@@ -35,6 +35,7 @@ def choose_of(
     max_cells: int,
     charts: int = 1,
     more: int = 0,
+    raster: bool = False,
 ) -> Choice:
     """``choose`` for the scores of a fit."""
     return choose(
@@ -46,6 +47,7 @@ def choose_of(
         max_cells=max_cells,
         charts=charts,
         more=more,
+        raster=raster,
     )
 
 

@@ -16,8 +16,8 @@ from tl_posdisent.lens.run import Hook, check_tokens, run
 from tl_posdisent.maths.masks import MaskKind, make_cells
 
 from .choice import CELLS, check_scale, check_title, choose
-from .layout import matrices_beside
 from .offline import Widget
+from .raster import beside
 
 What = Literal["pattern", "scores"]
 
@@ -34,6 +34,7 @@ def show_change(
     scale: float | None = None,
     title: str | None = None,
     max_cells: int = CELLS,
+    raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
     """Two patterns, or two score matrices, and their difference, side by side in one colour scale, head by head.
@@ -46,7 +47,7 @@ def show_change(
         text: which entry of the first axis, if there are four.
         positions: which to show, as queries and as keys, ascending; default all.
         scale: magnitude of the darkest colours; default the largest there is in the chosen heads.
-        title, max_cells, cdn: as in ``show_scores``.
+        title, max_cells, raster, cdn: as in ``show_scores``.
 
     Raises:
         ValueError: unusable arguments; a cell inside the mask that is not finite; more cells than ``max_cells``, with
@@ -65,7 +66,9 @@ def show_change(
             raise ValueError(f"{name} must be a floating point tensor of shape (*batch, query, key), got {got}")
     if before.shape != after.shape:
         raise ValueError(f"after must have the shape of before, {tuple(before.shape)}, got {tuple(after.shape)}")
-    choice = choose(before.shape, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=3)
+    choice = choose(
+        before.shape, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=3, raster=raster
+    )
     cells = make_cells(before.shape[-2:], mask, device=before.device)
     at = torch.tensor(choice.positions, device=before.device)
     inside = cells.to_mask()[at][:, at]
@@ -74,10 +77,10 @@ def show_change(
         if bool(is_masked(x).any()) or not bool(x.isfinite().all()):
             raise ValueError(f"{name} must be finite inside the mask, got NaN, infinite or masking values")
     shown = {"before": old, "after": new, "after − before": new - old}
-    return matrices_beside(
+    return beside(
         shown,
-        [str(head) for head in choice.heads],
-        choice.tokens,
+        choice,
+        raster=raster,
         scale=check_scale(scale, shown.values()),
         causal=cells.low >= 0,
         title=check_title(title, "Before and after"),
@@ -99,6 +102,7 @@ def show_interventions(
     scale: float | None = None,
     title: str | None = None,
     max_cells: int = CELLS,
+    raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
     """Where the heads of a layer look before and under an intervention, such as a dummy distance or swapped positions.
@@ -113,7 +117,7 @@ def show_interventions(
         what: ``"pattern"``, or ``"scores"`` where the model shows them.
         heads: default all.
         text: which of the batch.
-        positions, scale, title, max_cells, cdn: as in ``show_change``, which draws what was seen.
+        positions, scale, title, max_cells, raster, cdn: as in ``show_change``, which draws what was seen.
 
     Raises:
         ValueError: unusable tokens, hooks, layer, heads; a layer that does not show its scores; a layer whose pattern
@@ -132,7 +136,7 @@ def show_interventions(
     ids = check_tokens(model, tokens)
     shape = (len(ids), spec.n_heads, ids.shape[1], ids.shape[1])
     words = [""] * ids.shape[1]  # refuses what cannot be drawn, before the model runs
-    choose(shape, words, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=3)
+    choose(shape, words, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=3, raster=raster)
     tap = spec.pattern if what == "pattern" else spec.scores
     if tap is None:
         raise ValueError(f"layer {layer} of {spec.architecture} does not show its {what}")
@@ -154,6 +158,7 @@ def show_interventions(
         scale=scale,
         title=check_title(title, f"Layer {layer}: {what} before and after"),
         max_cells=max_cells,
+        raster=raster,
         cdn=cdn,
     )
 

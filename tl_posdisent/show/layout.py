@@ -71,8 +71,8 @@ def head_selector(
         "captions": [""],
         **_ONE,
     }
-    note = _with_grey(note, causal)
-    body = _header(title, note, scale, negative=bool((matrices < 0).any())) + _STAGE
+    note = with_grey(note, causal)
+    body = header(title, note, scale, negative=bool((matrices < 0).any())) + _STAGE
     return Widget(body, _DRAW % script_json(data), title=title, cdn=cdn)
 
 
@@ -100,7 +100,7 @@ def matrices_beside(
         "style": "padding:0 16px;max-width:640px",  # or circuitsvis's negative margins would cut the labels
     }
     negative = any(bool((x < 0).any()) for x in matrices.values())
-    body = _header(title, _with_grey(note, causal), scale, negative=negative) + _menu({"": names}) + _STAGE
+    body = header(title, with_grey(note, causal), scale, negative=negative) + menu({"": names}) + _STAGE
     return Widget(body, _DRAW % script_json(data), title=title, cdn=cdn)
 
 
@@ -123,7 +123,7 @@ def coloured_text(
         **_ONE,
     }
     negative = any(bool((x < 0).any()) for x in values.values())
-    body = _header(title, note, scale, negative=negative) + _menu(dict.fromkeys(values, names)) + _STAGE
+    body = header(title, note, scale, negative=negative) + menu(dict.fromkeys(values, names)) + _STAGE
     return Widget(body, _DRAW % script_json(data), title=title, cdn=cdn)
 
 
@@ -135,11 +135,11 @@ def _colours(scale: float) -> dict[str, Any]:
     return {"maxValue": scale, "minValue": -scale, "negativeColor": NEGATIVE, "positiveColor": POSITIVE}
 
 
-def _with_grey(note: str, causal: bool) -> str:
+def with_grey(note: str, causal: bool) -> str:
     return f"{note} {'Grey: after the query.' if causal else ''}".strip()
 
 
-def _header(title: str, note: str, scale: float, *, negative: bool) -> str:
+def header(title: str, note: str, scale: float, *, negative: bool) -> str:
     """Title, explanation, and the colours with their numbers."""
     colours = f"{NEGATIVE},#fff,{POSITIVE}" if negative else f"#fff,{POSITIVE}"
     ends = (f"−{scale:.3g}", "0", f"{scale:.3g}") if negative else ("0", f"{scale:.3g}")
@@ -156,7 +156,7 @@ def _header(title: str, note: str, scale: float, *, negative: bool) -> str:
     )
 
 
-def _menu(groups: Mapping[str, Sequence[str]]) -> str:
+def menu(groups: Mapping[str, Sequence[str]]) -> str:
     """The choices, grouped where there are several groups; none where there is nothing to choose."""
     if sum(map(len, groups.values())) < 2:
         return ""

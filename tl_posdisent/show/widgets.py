@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from tl_posdisent.maths.additive_fit import AdditiveFit
 
-from .choice import CELLS, Choice, check_scale, check_title
+from .choice import CELLS, check_scale, check_title
 from .fits import additive_pattern, causal, check_alike, check_fit, choose_of, parts_of
-from .layout import head_selector, matrices_beside
+from .layout import head_selector
 from .offline import Widget
+from .raster import beside
 
 ScorePart = Literal["scores", "fitted", "distance", "query", "key", "residual"]
 _PARTS = get_args(ScorePart)
@@ -33,6 +34,7 @@ def show_scores(
     scale: float | None = None,
     title: str | None = None,
     max_cells: int = CELLS,
+    raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
     """One part of the scores, for all heads: small, and the one you point at or click in full.
@@ -57,6 +59,8 @@ def show_scores(
             chosen heads.
         title: default says what is shown.
         max_cells: refuse to draw more.
+        raster: draw images instead of charts, a pixel for each cell: for some 4000 positions of a head, or 500 of 64.
+            Beyond 1024 positions a pixel is the mean of a square of cells. A list chooses the head.
         cdn: link to circuitsvis at unpkg.com (a widget of kilobytes that needs a network) instead of including it.
 
     Returns:
@@ -80,19 +84,21 @@ def show_scores(
         raise ValueError(f"scores must be given to show the part {part!r}: the fit does not keep them")
     if scores is not None:
         check_alike(fit, "scores", scores)
-    choice = choose_of(fit, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, more=1)
+    choice = choose_of(
+        fit, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, more=1, raster=raster
+    )
     parts = parts_of(fit, choice, scores, centred=centred)
     what = {"fitted": "The fitted scores", "scores": "The scores", "residual": "What the fit leaves of the scores"}
-    return head_selector(
-        parts[part],
-        _names(choice),
-        choice.tokens,
-        scale=check_scale(scale, parts.values()),
-        causal=causal(fit),
-        title=check_title(title, what.get(part, f"The {part} part of the scores")),
-        note=_mean_note(centred and part in ("scores", "fitted")),
-        cdn=cdn,
-    )
+    layout: dict[str, Any] = {
+        "scale": check_scale(scale, parts.values()),
+        "causal": causal(fit),
+        "title": check_title(title, what.get(part, f"The {part} part of the scores")),
+        "note": _mean_note(centred and part in ("scores", "fitted")),
+        "cdn": cdn,
+    }
+    if raster:
+        return beside({"": parts[part]}, choice, raster=True, **layout)
+    return head_selector(parts[part], [str(head) for head in choice.heads], choice.tokens, **layout)
 
 
 def show_parts(
@@ -107,6 +113,7 @@ def show_parts(
     scale: float | None = None,
     title: str | None = None,
     max_cells: int = CELLS,
+    raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
     """All parts of one head's scores side by side, in one colour scale: distance + query + key = fitted.
@@ -114,7 +121,7 @@ def show_parts(
     With ``scores`` these and the residual are shown too: fitted + residual = scores.
 
     Args:
-        fit, tokens, scores, text, positions, centred, scale, title, max_cells, cdn: as in ``show_scores``.
+        fit, tokens, scores, text, positions, centred, scale, title, max_cells, raster, cdn: as in ``show_scores``.
         head: its number.
 
     Raises:
@@ -135,13 +142,13 @@ def show_parts(
         raise ValueError(f"head must be an integer, got {head!r}")
     shown = _PARTS if scores is not None else tuple(p for p in _PARTS if p not in ("scores", "residual"))
     choice = choose_of(
-        fit, tokens, heads=[head], text=text, positions=positions, max_cells=max_cells, charts=len(shown)
+        fit, tokens, heads=[head], text=text, positions=positions, max_cells=max_cells, charts=len(shown), raster=raster
     )
     parts = parts_of(fit, choice, scores, centred=centred)
-    return matrices_beside(
+    return beside(
         {name: parts[name] for name in shown},
-        _names(choice),
-        choice.tokens,
+        choice,
+        raster=raster,
         scale=check_scale(scale, parts.values()),
         causal=causal(fit),
         title=check_title(title, f"Head {head}: the scores and their parts"),
@@ -161,6 +168,7 @@ def show_patterns(
     scale: float | None = None,
     title: str | None = None,
     max_cells: int = CELLS,
+    raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
     """The model's attention pattern beside that of the additive scores, head by head.
@@ -169,7 +177,7 @@ def show_patterns(
     were exactly a distance, a query and a key part. The query part has no effect on it.
 
     Args:
-        fit, tokens, heads, text, positions, scale, title, max_cells, cdn: as in ``show_scores``.
+        fit, tokens, heads, text, positions, scale, title, max_cells, raster, cdn: as in ``show_scores``.
         pattern: the model's own, of the fit's shape, such as ``cache["pattern", 3]``.
 
     Raises:
@@ -184,26 +192,24 @@ def show_patterns(
         Widget('Attention patterns: the model and its additive scores')
     """
     check_alike(fit, "pattern", pattern)
-    choice = choose_of(fit, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=2)
+    choice = choose_of(
+        fit, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=2, raster=raster
+    )
     additive, inside = additive_pattern(fit, choice)
     own = choice.of(pattern.detach()).to(additive.device)
     if not bool(((own >= 0) & (own <= 1.01))[inside].all()):  # 1.01: bfloat16
         raise ValueError("pattern must be probabilities, from 0 to 1, as the softmax of scores is")
     shown = {"model": torch.where(inside, own, 0.0), "additive scores": additive}
-    return matrices_beside(
+    return beside(
         shown,
-        _names(choice),
-        choice.tokens,
+        choice,
+        raster=raster,
         scale=check_scale(scale, shown.values()),
         causal=causal(fit),
         title=check_title(title, "Attention patterns: the model and its additive scores"),
         note="Rows are queries; those of a whole text add up to 1.",
         cdn=cdn,
     )
-
-
-def _names(choice: Choice) -> list[str]:
-    return [str(head) for head in choice.heads]
 
 
 def _mean_note(centred: bool) -> str:

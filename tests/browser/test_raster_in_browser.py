@@ -1,0 +1,88 @@
+"""Images of scores in a browser: there, in a chart's colours, with the number under the pointer, and silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tl_posdisent as tp
+from tl_posdisent.show.layout import NEGATIVE, POSITIVE
+
+Open = Callable[..., Any]
+PIXEL = """([x, y]) => {
+  const image = document.querySelector("img"), canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+  const context = canvas.getContext("2d");
+  context.drawImage(image, 0, 0);
+  return [...context.getImageData(x, y, 1, 1).data];
+}"""
+
+
+def drawn(page: Any) -> None:
+    page.wait_for_function("() => [...document.images].length && [...document.images].every(x => x.naturalWidth)")
+
+
+def readout(page: Any, x: float, y: float, *, nth: int = 0) -> str:
+    """What stands below the image when one points there, in fractions of its size."""
+    box = page.locator("img").nth(nth).bounding_box()
+    page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
+    line = page.locator("[data-readout]").nth(nth)
+    page.wait_for_function("line => line.textContent.trim()", arg=line.element_handle())
+    return str(line.text_content())
+
+
+def test_image(opened: Open, tmp_path: Path) -> None:
+    n = 300
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    scores = torch.stack([1.0 - distance / (n - 1) * 2, 1.0 * (torch.arange(n) == 40).expand(n, n)])
+    fit = tp.fit_additive(scores)
+    words = ["<s>", *(f" w{i}" for i in range(1, n - 1)), "</script><script>window.pwned = true</script>"]
+    widget = tp.show_scores(fit, words, "scores", scores=scores, centred=False, scale=1.0, raster=True)
+    one = opened(widget.save(tmp_path / "raster.html"))
+    page = one.page
+    drawn(page)
+    assert page.evaluate(PIXEL, [0, n - 1])[:3] == [*bytes.fromhex(NEGATIVE[1:])]  # -1
+    assert page.evaluate(PIXEL, [7, 7])[:3] == [*bytes.fromhex(POSITIVE[1:])]
+    assert page.evaluate(PIXEL, [n - 1, 0])[:3] == [200, 200, 200]
+    assert readout(page, 0.5 / n + 0.001, 0.998).startswith(f"query {n - 1} </script><script>window")
+    middle = float(readout(page, 0.25, 0.75).split(": ")[1])  # half the text away: the middle of the scale
+    assert abs(middle) <= 1 / 127 + 1e-6
+    assert readout(page, 0.9, 0.1).endswith("after the query")
+    one.screenshot("raster")
+    page.select_option("select", index=1)
+    drawn(page)
+    assert "of head 1, 300 queries" in page.locator("img").get_attribute("alt")
+    assert page.evaluate(PIXEL, [40, n - 1])[:3] == [*bytes.fromhex(POSITIVE[1:])]
+    assert readout(page, 40.5 / n, 0.8).endswith("key 40 ·w40: 1")
+    assert page.evaluate("window.pwned") is None
+
+
+def test_colours_are_those_of_a_chart(opened: Open, tmp_path: Path) -> None:
+    """Not only at the ends: as circuitsvis mixes them."""
+    scores = torch.linspace(-1, 1, 12).expand(12, 12)
+    fit = tp.fit_additive(scores, mask="full")
+    chart, image = (
+        tp.show_scores(fit, ["w"] * 12, "scores", scores=scores, centred=False, scale=1.0, raster=r)
+        for r in (False, True)
+    )
+    one = opened(chart.save(tmp_path / "chart.html"))
+    one.settle(2)
+    of_chart = [one.pixel(0, (column + 0.5) / 12, 0.5) for column in range(12)]
+    other = opened(image.save(tmp_path / "image.html"))
+    drawn(other.page)
+    of_image = [other.page.evaluate(PIXEL, [column, 5])[:3] for column in range(12)]
+    assert (torch.tensor(of_chart) - torch.tensor(of_image)).abs().max() <= 3  # of 255: circuitsvis rounds on the way
+
+
+def test_long_text_beside_each_other(opened: Open, tmp_path: Path) -> None:
+    scores = torch.randn(1040, 1040, generator=torch.Generator().manual_seed(0)).cumsum(0) / 10
+    fit = tp.fit_additive(scores)
+    one = opened(tp.show_parts(fit, ["w"] * 1040, 0, scores=scores, raster=True).save(tmp_path / "parts.html"))
+    drawn(one.page)
+    assert one.page.locator("img").count() == 6
+    assert readout(one.page, 0.5, 0.9).startswith("query 93")  # two positions a pixel
+    assert "–" in readout(one.page, 0.5, 0.9)
+    one.screenshot("raster_parts")
