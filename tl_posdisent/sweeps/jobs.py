@@ -1,0 +1,162 @@
+"""What is to be done: one frozen description per job, equal for equal work, and the product of many."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from tl_posdisent.lens.loading import Backend, check_backend
+from tl_posdisent.lens.run import check_seed
+
+from .calls import canonical, check_call, experiment_named, takes_seed
+from .models import Checkpoint, checkpoint_steps, dtype_of, named, step_of
+from .texts import Text
+
+RESULTS = "0.1"  # version of the package whose results these are: later ones may compute something else
+Experiment = str | tuple[str, Mapping[str, Any]]
+Source = str | Path | Text
+
+
+@dataclass(frozen=True)
+class Job:
+    """One experiment on one model and one text. Small, picklable, and made by ``jobs``.
+
+    Attributes:
+        model: ``"demo"``, a model's name, or the path of a folder or file.
+        checkpoint: a step of a training in a folder, or a revision of a named model.
+        weights: a hash of what lies at the path; empty for names.
+        text: what is read.
+        experiment: name of a public function of ``(model, tokens)``.
+        arguments: what else it is given, as JSON.
+        seed: what it takes as ``seed`` or ``seeds``; None if it takes none.
+        backend, dtype: how the model is loaded.
+
+    Example:
+        >>> from tl_posdisent import jobs
+        >>> (job,) = jobs("demo", "additivity", "We hold these truths")
+        >>> job.arguments, len(job.hash), job.hash == jobs("demo", ("additivity", {}), ["We hold these truths"])[0].hash
+        ('{}', 64, True)
+    """
+
+    model: str
+    checkpoint: Checkpoint
+    weights: str
+    text: Text
+    experiment: str
+    arguments: str
+    seed: int | None = None
+    backend: Backend = "auto"
+    dtype: str = "float32"
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 over everything that decides the result. Files count by their content and not by their place, so the
+        hash is the same on every machine."""
+        what = {
+            name: getattr(self, name) for name in ("checkpoint", "weights", "experiment", "seed", "backend", "dtype")
+        }
+        what |= {"model": "" if self.weights else self.model, "text": self.text.described(), "results": RESULTS}
+        what["arguments"] = json.loads(self.arguments)
+        return hashlib.sha256(canonical(what).encode("utf-8")).hexdigest()
+
+    @property
+    def loads(self) -> tuple[str, Checkpoint, str, str, str]:
+        """Jobs with the same value need the same model."""
+        return self.model, self.checkpoint, self.weights, self.backend, self.dtype
+
+    def columns(self) -> dict[str, Any]:
+        """What stands before its results: ``model``, ``checkpoint``, ``step``, ``text``, ``seed``, ``experiment``,
+        ``job``."""
+        place = {"model": self.model, "checkpoint": self.checkpoint, "step": step_of(self.checkpoint)}
+        return place | {"text": self.text.name, "seed": self.seed, "experiment": self.experiment, "job": self.hash}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+def jobs(
+    models: str | Path | Iterable[str | Path],
+    experiments: Experiment | Sequence[Experiment],
+    texts: Source | Sequence[Source],
+    *,
+    checkpoints: Literal["all"] | Iterable[int | str] | None = None,
+    seeds: Iterable[int] | None = None,
+    backend: Backend = "auto",
+    dtype: str = "float32",
+) -> list[Job]:
+    """Every experiment on every model (at every checkpoint), text and seed, those of one model together.
+
+    Weights and texts that lie in files are read once, for a hash: what changes later is refused and not mixed in.
+
+    Args:
+        models: ``"demo"``, names that ``load_model`` takes, folders or safetensors files (of Hugging Face models, of
+            ``save_checkpoint``, of the demo model's training).
+        experiments: names of public functions of ``(model, tokens)`` that answer with a table, or pairs of a name and
+            a dict of further arguments (numbers, words, lists: what JSON can hold).
+        texts: each ``"demo"``, words, a ``Path`` of a UTF-8 file, or a ``Text`` (stretches of any of these).
+        checkpoints: steps of the trainings in the folders ``models``, or ``"all"`` of them; for names, revisions of
+            which an integer ``n`` means ``"stepn"``, as Pythia has it. None: the models as they are.
+        seeds: for experiments that take ``seed`` or ``seeds``; others are done once. None leaves them their default.
+        backend: as in ``load_model``.
+        dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
+
+    Raises:
+        ValueError: nothing to do; a folder, checkpoint or file that is not there; a name that is no experiment, and
+            arguments or seeds that it does not take.
+
+    Example:
+        >>> from tl_posdisent import Text, jobs
+        >>> texts = Text.of("demo", length=64, count=4).split(2)
+        >>> todo = jobs("demo", ["additivity", ("perturb", {"kind": "order", "fraction": 0.5})][:1], texts)
+        >>> [job.text for job in todo]
+        [Text demo[0:2]×64, Text demo[2:4]×64]
+    """
+    check_backend(backend)
+    dtype_of(dtype)
+    asked = [_experiment(x) for x in ([experiments] if isinstance(experiments, str | tuple) else experiments)]
+    read = [x if isinstance(x, Text) else Text.of(x) for x in _listed(texts)]
+    drawn = None if seeds is None else list(seeds)
+    for seed in drawn or []:
+        check_seed(seed)
+    if drawn is not None and not any(takes_seed(experiment_named(name)) for name, _ in asked):
+        raise ValueError(
+            f"seeds must be None, as none of {', '.join(name for name, _ in asked)} takes one, got {drawn}"
+        )
+    found = []
+    for model in _listed(models):
+        for checkpoint in _checkpoints(model, checkpoints):
+            place = named(model, checkpoint)
+            for text in read:
+                for name, arguments in asked:
+                    for one in drawn if drawn is not None and takes_seed(experiment_named(name)) else [None]:
+                        check_call(name, arguments, one)
+                        found.append(Job(*place, text, name, canonical(arguments), one, backend, dtype))
+    if not found:
+        raise ValueError("models, experiments, texts, checkpoints and seeds must name one or more each, got none")
+    return list(dict.fromkeys(found))
+
+
+def _experiment(given: Any) -> tuple[str, dict[str, Any]]:
+    name, arguments = (given, {}) if isinstance(given, str) else (*given, None, None)[:2]
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        raise ValueError(f"experiments must be names, or pairs of a name and a dict of arguments, got {given!r}")
+    return name, dict(arguments)
+
+
+def _listed(given: Any) -> list[Any]:
+    return [given] if isinstance(given, str | Path | Text) else list(given)
+
+
+def _checkpoints(model: str | Path, asked: Literal["all"] | Iterable[int | str] | None) -> list[Checkpoint]:
+    if asked is None:
+        return [None]
+    if asked == "all":
+        return list(checkpoint_steps(model))
+    return [asked] if isinstance(asked, str) else list(asked)
