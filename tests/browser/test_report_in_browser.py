@@ -1,0 +1,202 @@
+"""The report, opened from disk without a network: drawn, legible on a phone and in the dark, silent, and deaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tl_posdisent as tp
+from tl_posdisent.show.report.measure import SECTIONS
+
+Open = Callable[..., Any]
+
+ATTACK = "window.pwned = true"
+HOSTILE = f"</script><script>{ATTACK}</script><img/src='x'onerror={ATTACK.replace(' ', '')}><!--<script> &lt;b&gt; "
+# Two charts of parts, six matrices each; eight small ones and one in full.
+CANVASES = 6 + 6 + 8 + 1
+
+# Boxes of all labels of an SVG that lie over each other, as text.
+_OVERLAPS = """() => [...document.querySelectorAll("figure svg")].flatMap((svg) => {
+  const all = [...svg.querySelectorAll("text")].map((x) => [x.textContent, x.getBoundingClientRect()]);
+  return all.flatMap(([a, p], i) => all.slice(i + 1).filter(([b, q]) =>
+    p.left + 0.5 < q.right && q.left + 0.5 < p.right && p.top + 3 < q.bottom && q.top + 3 < p.bottom
+  ).map(([b]) => `${svg.getAttribute("aria-label")}: ${a} over ${b}`));
+})"""
+# Labels of an SVG that are cut off by its edge.
+_CUT = """() => [...document.querySelectorAll("figure svg")].flatMap((svg) => {
+  const edge = svg.getBoundingClientRect();
+  return [...svg.querySelectorAll("text")].filter((x) => {
+    const box = x.getBoundingClientRect();
+    return box.left < edge.left - 1 || box.right > edge.right + 1 || box.top < edge.top - 1 ||
+      box.bottom > edge.bottom + 1;
+  }).map((x) => `${svg.getAttribute("aria-label")}: ${x.textContent}`);
+})"""
+# The lowest contrast of text with what is behind it, and that text. Widgets are on cards of their own.
+_CONTRAST = """() => {
+  const rgb = (c) => c.match(/[\\d.]+/g).map(Number);
+  const light = (c) => rgb(c).slice(0, 3).map((x) => x / 255)
+    .map((x) => x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, x, i) => sum + [0.2126, 0.7152, 0.0722][i] * x, 0);
+  const behind = (e) => {
+    for (; e; e = e.parentElement) {
+      const c = getComputedStyle(e).backgroundColor;
+      if (rgb(c).length === 3 || rgb(c)[3] === 1) return c;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let lowest = [99, ""];
+  for (let n; (n = walker.nextNode()); ) {
+    const e = n.parentElement;
+    if (!n.data.trim() || e.closest("script, style, .widget, title")) continue;
+    const cell = e.closest("svg g")?.querySelector("rect:not(.part)");
+    const back = cell && e.tagName === "text" ? getComputedStyle(cell).fill : behind(e);
+    const front = e.tagName === "text" ? getComputedStyle(e).fill : getComputedStyle(e).color;
+    const [a, b] = [light(front), light(back)].sort((x, y) => y - x);
+    const ratio = (a + 0.05) / (b + 0.05);
+    if (ratio < lowest[0]) lowest = [ratio, `${n.data} ${front} on ${back}`];
+  }
+  return lowest;
+}"""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A full report of the demo model on two stretches of its text."""
+    target = tmp_path_factory.mktemp("report") / "report.html"
+    return tp.report(tp.load_demo_model(), tp.demo_text()[:2500], target, progress=False)
+
+
+def test_everything_is_drawn(path: Path, opened: Open) -> None:
+    page = opened(path)
+    page.settle(CANVASES)
+    assert page.page.locator("section").evaluate_all("all => all.map(x => x.id)") == [
+        "analysed",
+        "headline",
+        *SECTIONS,
+        "reproduce",
+    ]
+    boxes = page.page.locator("figure svg").evaluate_all(
+        "all => all.map(x => x.getBoundingClientRect()).map(b => [b.width, b.height])"
+    )
+    assert len(boxes) == 2 + 5 + 1 + 1 + 1 + 3 + 1 + 1 + 3  # with those of legends inside captions
+    assert all(width > 10 and height > 5 for width, height in boxes)
+    assert page.page.evaluate("() => document.querySelectorAll('rect, circle, path').length") > 400
+    assert page.page.evaluate(_OVERLAPS) == []
+    assert page.page.evaluate(_CUT) == []
+    ratio, where = page.page.evaluate(_CONTRAST)
+    assert ratio >= 4.5, where
+    assert len({page.picture(n) for n in range(6)}) == 6  # the parts of a head differ
+    page.screenshot("report_desktop")
+
+
+def test_another_head_is_another_picture(path: Path, opened: Open) -> None:
+    page = opened(path)
+    page.settle(CANVASES)
+    last = CANVASES - 1
+    before, small = page.picture(last), [page.picture(n) for n in range(12, 20)]
+    assert len(set(small)) == 8
+    page.page.get_by_text("H5", exact=True).first.click()
+    page.page.mouse.move(0, 0)
+    page.page.wait_for_function("() => [...document.querySelectorAll('h3')].some(x => x.textContent === 'H5 Zoomed')")
+    page.settle(CANVASES)
+    assert page.picture(last) != before
+    words = page.page.locator(".colored-tokens >> visible=true").locator("span > span")
+    colours = "all => all.map(x => getComputedStyle(x).backgroundColor)"
+    first = words.evaluate_all(colours)
+    page.page.locator(".widget select").select_option(index=9)
+    page.page.wait_for_timeout(100)
+    assert words.evaluate_all(colours) != first
+
+
+def test_a_tooltip_says_the_number_of_its_cell(path: Path, opened: Open) -> None:
+    page = opened(path)
+    cell = page.page.locator("#additivity figure svg").first.locator("g").nth(8 * 3 + 4)
+    title = cell.locator("title").text_content()
+    assert title.startswith("layer 3, head 4: ")
+    page.page.locator("#additivity summary").click()
+    row = page.page.locator("#table-heads-r tbody tr").nth(8 * 3 + 4)
+    assert row.locator("th, td").all_inner_texts()[:3] == ["3", "4", title.split(": ")[1]]
+
+
+def test_contents_lead_to_sections(path: Path, opened: Open) -> None:
+    page = opened(path)
+    page.settle(CANVASES)
+    page.page.get_by_role("link", name="Which heads are missed?").click()
+    top = page.page.locator("#ablation").evaluate("x => x.getBoundingClientRect().top")
+    assert abs(top) < 5
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_on_a_phone(dark: bool, path: Path, opened: Open) -> None:
+    page = opened(path, width=390, dark=dark)
+    page.settle(CANVASES)
+    assert page.page.evaluate("() => document.scrollingElement.scrollWidth <= innerWidth")
+    for summary in page.page.locator("summary").all():
+        summary.click()  # what is folded must not be wider either
+    assert page.page.evaluate("() => document.scrollingElement.scrollWidth <= innerWidth")
+    assert page.page.evaluate(_OVERLAPS) == []
+    small = page.page.locator("figure svg text").evaluate_all(
+        "all => Math.min(...all.map(x => x.getCTM().a * parseFloat(getComputedStyle(x).fontSize) || 99))"
+    )
+    assert small >= 10  # pixels: smaller cannot be read
+    for summary in page.page.locator("summary").all():
+        summary.click()
+    page.screenshot(f"report_phone{'_dark' if dark else ''}")
+
+
+def test_in_the_dark(path: Path, opened: Open) -> None:
+    page = opened(path, dark=True)
+    page.settle(CANVASES)
+    background = page.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    assert max(map(int, background.removeprefix("rgb(").removesuffix(")").split(","))) < 60
+    ratio, where = page.page.evaluate(_CONTRAST)
+    assert ratio >= 4.5, where
+    cards = page.page.locator(".widget > div").evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")
+    assert set(cards) == {"rgb(255, 255, 255)"}  # charts write in black
+    page.screenshot("report_dark")
+
+
+def test_on_paper_everything_is_unfolded(path: Path, opened: Open) -> None:
+    page = opened(path, dark=True)
+    page.settle(CANVASES)
+    page.page.emulate_media(media="print")
+    assert page.page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert not page.page.get_by_role("navigation").is_visible()
+    assert page.page.locator("#table-heads-r").bounding_box()["height"] > 300
+    page.page.emulate_media(media="screen")
+    page.settle(CANVASES)
+
+
+def test_hostile_words_are_shown_and_not_run(opened: Open, tmp_path: Path) -> None:
+    target = tmp_path / "hostile.html"
+    model = tp.load_demo_model()
+    tp.report(model, HOSTILE * 2, target, sections=["heads"], title=HOSTILE, command=HOSTILE, progress=False)
+    page = opened(target)
+    page.settle(CANVASES)
+    assert page.page.evaluate("() => window.pwned") is None
+    assert page.page.locator("h1").inner_text() == HOSTILE.strip()
+    assert page.page.locator("pre").inner_text() == HOSTILE
+    assert page.page.locator("img").count() == 0
+    page.page.locator(".colored-tokens >> visible=true").locator("span > span").nth(3).hover()
+    page.screenshot("report_hostile")
+    assert page.page.evaluate("() => window.pwned") is None
+
+
+def test_nothing_runs_that_somebody_adds(path: Path, opened: Open, tmp_path: Path) -> None:
+    """The second line of defence, should the first ever fail."""
+    target = tmp_path / "changed.html"
+    added = f"<script>{ATTACK}</script><img src=x onerror='{ATTACK}'><img src='https://example.org/x.png'></body>"
+    target.write_text(path.read_text(encoding="utf-8").replace("</body>", added), encoding="utf-8")
+    page = opened(target, may_fail=True)
+    page.settle(CANVASES)
+    assert page.page.evaluate("() => window.pwned") is None
+    refused: dict[str, str] = {}
+    page.page.on("requestfailed", lambda request: refused.update({request.url: request.failure}))
+    page.page.reload()
+    page.settle(CANVASES)
+    assert refused == {(tmp_path / "x").as_uri(): "csp", "https://example.org/x.png": "csp"}
+    assert sum("Content Security Policy" in complaint for complaint in page.complaints) >= 2

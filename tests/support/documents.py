@@ -1,0 +1,83 @@
+"""An HTML file as a reader without a browser sees it: tables, scripts, policy, what it would fetch."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+VOID = {"meta", "br", "img", "hr", "input", "link"}
+
+
+class Document(HTMLParser):
+    """A page taken apart. Tags that do not close in the order in which they opened are noted in ``wrong``."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.source = path.read_text(encoding="utf-8")
+        self.tables: dict[str, list[list[str]]] = {}
+        self.scripts: list[str] = []
+        self.attributes: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.wrong: list[str] = []
+        self._open: list[str] = []
+        self._rows: list[list[str]] = []
+        self.feed(self.source)
+        self.close()
+        self.wrong += [f"<{tag}> is never closed" for tag in self._open]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "table":
+            self._rows = self.tables[str(dict(attrs)["id"]).removeprefix("table-")] = []
+        elif tag == "tr":
+            self._rows.append([])
+        elif tag in ("td", "th"):
+            self._rows[-1].append("")
+        elif tag == "script":
+            self.scripts.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open.pop() != tag:
+            self.wrong.append(f"</{tag}> closes what is not open")
+
+    def handle_data(self, data: str) -> None:
+        if "script" in self._open:
+            self.scripts[-1] += data
+        elif "style" not in self._open:
+            self.text += data
+        if {"td", "th"} & set(self._open):
+            self._rows[-1][-1] += data
+
+    @property
+    def policy(self) -> str:
+        """The Content-Security-Policy."""
+        (found,) = [a for tag, a in self.attributes if a.get("http-equiv") == "Content-Security-Policy"]
+        return str(found["content"])
+
+    @property
+    def allowed(self) -> set[str]:
+        """Hashes of the scripts that may run."""
+        return set(re.findall(r"'sha256-([^']+)'", self.policy))
+
+    @property
+    def hashes(self) -> list[str]:
+        """Those of the scripts that are there."""
+        return [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in self.scripts]
+
+    def rows(self, name: str) -> list[dict[str, str]]:
+        """A table as dictionaries from column title to cell."""
+        titles, *rows = self.tables[name]
+        return [dict(zip(titles, row, strict=True)) for row in rows]
+
+
+def as_number(cell: str) -> float:
+    """What a cell says."""
+    return float("nan") if cell == "–" else float(cell.replace("−", "-"))
