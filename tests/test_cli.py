@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from support import zoo
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
-from tl_posdisent import additivity, demo_tokenizer, demo_tokens, load_demo_model
+from tl_posdisent import additivity, demo_tokenizer, demo_tokens, load_demo_model, random_control
 from tl_posdisent.cli import app
 from tl_posdisent.demo.load import demo_hf_model
 from tl_posdisent.lens.loading import has_hooked
@@ -45,8 +44,8 @@ def test_the_table_is_that_of_the_library(backend: Any, tmp_path: Path) -> None:
     r, chance = expected["r"], table[table["weights"] == "random 0"]["r"]
     assert f"mean r {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over 40 heads" in result.stdout
     assert f"at random initialisation {chance.mean():.3f}" in result.stdout
-    assert f"{out} (80 rows)" in result.stdout
-    assert result.stderr == ""
+    assert result.stderr == f"table: {out} (80 rows)\n"
+    assert str(out) not in result.stdout
 
 
 def test_every_layer_has_its_row() -> None:
@@ -60,14 +59,17 @@ def test_every_layer_has_its_row() -> None:
     assert "random initialisation" not in "".join(lines)
 
 
-def test_json(tmp_path: Path) -> None:
-    out = tmp_path / "table.json"
-    fit("--layers", "0,3", "--control", 2, "--out", out)
-    rows = json.loads(out.read_text(encoding="utf-8"))
-    assert len(rows) == 3 * 16
-    assert {row["layer"] for row in rows} == {0, 3}
-    assert {row["weights"] for row in rows} == {"trained", "random 0", "random 1"}
-    assert rows[0].keys() >= {"batch", "head", "r", "r2_adjusted", "share_key"}
+def test_layers_and_controls(tmp_path: Path) -> None:
+    out = tmp_path / "table.csv"
+    fit("--layers", "0,2-3", "--control", 2, "--seed", 5, "--out", out)
+    table = pd.read_csv(out)
+    assert len(table) == 3 * 24
+    assert set(table["layer"]) == {0, 2, 3}
+    chance = next(random_control(load_demo_model(), [6]))
+    expected = additivity(chance, demo_tokens(length=32), layers=[0, 2, 3], progress=False)
+    got = table[table["weights"] == "random 6"].drop(columns="weights").reset_index(drop=True)
+    pd.testing.assert_frame_equal(got, expected, rtol=1e-6)
+    assert set(table["weights"]) == {"trained", "random 5", "random 6"}
 
 
 def test_several_stretches_of_a_text(tmp_path: Path) -> None:
@@ -115,18 +117,27 @@ def small_model(folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--backend", "keras"], "backend must be one of ('auto', 'hooked', 'bridge'), got 'keras'"),
-        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--text", "nowhere.txt"], "--text cannot be read: [Errno 2] No such file or directory: 'nowhere.txt'"),
         (["--text", "{short}"], "tokens, too few for 1 stretches of 32"),
-        (["--text", "{latin}"], "utf-8"),
+        (["--text", "{latin}"], "latin.txt is not (byte 0xe9 at position 3)"),
+        (["--text", "{empty}"], "--text must have words, but"),
         (["--text", "{here}"], "Is a directory"),
-        (["--layers", "0,9"], "layers must be integers from 0 to 4, got 9"),
-        (["--layers", "0,0"], "layers must name at least one and none twice, got [0, 0]"),
-        (["--layers", "first"], "--layers must be numbers with commas between, got 'first'"),
-        (["--layers", "[b]0"], "--layers must be numbers with commas between, got '[b]0'"),
-        (["--layers", ""], "--layers must be numbers with commas between, got ''"),
-        (["--out", "table.xls"], "--out must end in .csv, .json, .parquet, got 'table.xls'"),
+        (["--layers", "0,9"], "--layers must be integers from 0 to 4, got 9"),
+        (["--layers", "3-5"], "--layers must be integers from 0 to 4, got 5"),
+        (["--layers", "0,0-1"], "--layers must name at least one and none twice, got [0, 0, 1]"),
+        (["--layers", "first"], "--layers must be numbers with commas between, or ranges such as 0-3, got 'first'"),
+        (["--layers", "[b]0"], "ranges such as 0-3, got '[b]0'"),
+        (["--layers", "3-1"], "ranges such as 0-3, got '3-1'"),
+        (["--layers", "0-99999"], "ranges such as 0-3, got '0-99999'"),
+        (["--layers", "-1"], "ranges such as 0-3, got '-1'"),
+        (["--layers", ""], "ranges such as 0-3, got ''"),
+        (["--device", "abacus"], "--device must be one that torch can use here, got 'abacus'"),
+        (["--device", "meta"], "--device must be one that torch can use here, got 'meta'"),
+        (["--device", "cuda:77"], "--device must be one that torch can use here, got 'cuda:77'"),
+        (["--out", "table.xls"], "--out must end in .csv, .parquet, .json, .html, got 'table.xls'"),
+        (["--out", "{folder}"], "--out must be a file, but"),
         (["--out", "{here}/short.txt/table.csv"], "short.txt"),
+        (["--model", "{here}/none", "--text", "{short}"], "none: no such directory"),
         (["--model", "{here}", "--text", "{short}"], "cannot load a causal language model from"),
         (["--model", "{model}", "--text", "{short}"], "has no tokenizer, so it cannot read text"),
         (["--model", "{model}"], "--text is needed: only the demo model brings its own"),
@@ -138,11 +149,15 @@ def test_errors_are_one_line_and_code_two(arguments: list[str], message: str, tm
     if "hooked" in arguments and not has_hooked():
         pytest.skip("TransformerLens 4")
     (tmp_path / "short.txt").write_text("We the people", encoding="utf-8")
+    (tmp_path / "empty.txt").write_text(" \n", encoding="utf-8")
+    (tmp_path / "folder.csv").mkdir()
     (tmp_path / "latin.txt").write_bytes("café ".encode("latin-1") * 100)
     places = {
         "here": tmp_path,
         "short": tmp_path / "short.txt",
         "latin": tmp_path / "latin.txt",
+        "empty": tmp_path / "empty.txt",
+        "folder": tmp_path / "folder.csv",
         "model": tmp_path / "m",
     }
     if "{model}" in arguments:
@@ -156,17 +171,28 @@ def test_errors_are_one_line_and_code_two(arguments: list[str], message: str, tm
 
 
 def test_a_format_that_nothing_here_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tl_posdisent.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("tl_posdisent.cli.output.find_spec", lambda name: None)
     result = invoke("fit", *QUICK, "--out", tmp_path / "table.parquet")
     assert result.exit_code == 2
     assert "needs pyarrow or fastparquet" in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--length", "1"], ["--texts", "0"], ["--control", "-1"], ["--colour"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--length", "1"],
+        ["--texts", "0"],
+        ["--control", "-1"],
+        ["--colour"],
+        ["--backend", "keras"],
+        ["--dtype", "int8"],
+    ],
+)
 def test_options_out_of_range(arguments: list[str]) -> None:
     result = invoke("fit", *arguments)
     assert result.exit_code == 2
     assert arguments[0] in result.stderr
+    assert result.stdout == ""
 
 
 def test_help_and_the_installed_command() -> None:

@@ -35,7 +35,8 @@ def test_the_tables_are_those_of_the_library(tmp_path: Path) -> None:
     chosen = ("--encoding", "rope", "--encoding", "none", "--task", "count", "--seeds", 2)
     result = invoke(*chosen, "--out", out, "--no-progress")
     assert result.exit_code == 0, result.output
-    assert result.stderr == ""
+    assert result.stderr == f"tables and heat maps: {out}\n"
+    assert str(out) not in result.stdout
     study = deposit_study(brief(), encodings=["rope", "none"], tasks=["count"], seeds=[0, 1], progress=False)
     timed = ["seconds"]
     accuracy = pd.read_csv(out / "accuracy.csv").drop(columns=timed)
@@ -48,7 +49,6 @@ def test_the_tables_are_those_of_the_library(tmp_path: Path) -> None:
         assert row[1:6] == [expected["encoding"], f"{expected['chance']:.3f}", *spread]
         assert f"{expected['drop']:.2f}" == row[6]
         assert row[-2:] == expected["layers"].split()
-    assert f"tables and heat maps: {out}" in result.stdout
     page = (out / "heads.html").read_text(encoding="utf-8")
     assert [f"{encoding}, count: accuracy lost" in page for encoding in ("rope", "none", "alibi")] == [
         True,
@@ -72,8 +72,9 @@ def test_without_options_it_is_the_whole_preset(monkeypatch: pytest.MonkeyPatch,
     assert (asked["encodings"], asked["tasks"], list(asked["seeds"]), asked["device"]) == (None, None, [0], "cpu")
     assert asked["folder"] == Path("out/synthetic")
     assert "rotary_heads" not in asked
-    invoke("--preset", "paper", "--rotary-heads", "2", "--device", "cuda")
-    assert (asked["preset"], asked["rotary_heads"], asked["device"]) == ("paper", 2, "cuda")
+    invoke("--preset", "paper", "--rotary-heads", "2", "--device", "cpu:0", "--seeds", "2", "--seed", "7")
+    assert (asked["preset"], asked["rotary_heads"], asked["device"]) == ("paper", 2, "cpu:0")
+    assert list(asked["seeds"]) == [7, 8]
 
 
 def test_a_second_call_takes_up_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +94,11 @@ def test_progress_goes_to_stderr(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "large"], 'name must be "small" or "paper", got \'large\''),
-        (["--encoding", "rotary"], "encoding must be one of"),
-        (["--task", "sum"], "task must be one of ['distance', 'count'], got 'sum'"),
-        (["--encoding", "none", "--rotary-heads", "1"], "rotary_heads must be left out with encoding='none'"),
-        (["--encoding", "rope", "--rotary-heads", "5"], "rotary_heads must be at most n_heads = 4, got 5"),
-        (["--encoding", "none", "--device", "abacus"], "abacus"),
+        (["--encoding", "rotary"], "--encoding must be one of"),
+        (["--task", "sum"], "--task must be one of ['distance', 'count'], got 'sum'"),
+        (["--encoding", "none", "--rotary-heads", "1"], "--rotary-heads must be left out with encoding='none'"),
+        (["--encoding", "rope", "--rotary-heads", "5"], "--rotary-heads must be at most n_heads = 4, got 5"),
+        (["--encoding", "none", "--device", "abacus"], "--device must be one that torch can use here, got 'abacus'"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
@@ -110,7 +110,17 @@ def test_errors_are_one_line(arguments: list[str], message: str, tmp_path: Path)
     assert result.stdout == ""
 
 
-def test_options_out_of_range() -> None:
-    result = invoke("--seeds", "0")
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine", encoding="utf-8")
+    result = invoke("--out", tmp_path / "out")
     assert result.exit_code == 2
-    assert "--seeds" in result.stderr
+    assert "--out must be a folder" in result.stderr
+    assert (tmp_path / "out").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("arguments", [["--seeds", "0"], ["--preset", "large"], ["--dtype", "float32"]])
+def test_options_out_of_range(arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert arguments[0] in result.stderr
+    assert result.stdout == ""

@@ -5,199 +5,26 @@ Shapes, everywhere: scores are ``[*batch, query, key]``, logits before the softm
 ``[*batch, pos, head, d_head]`` at a model. Heads are query heads unless a shape says ``kv``.
 """
 
-from .demo.load import demo_text, demo_tokenizer, demo_tokens, load_demo_model
-from .experiments.ablation import head_ablation
-from .experiments.additivity import additivity
-from .experiments.causal import additive_substitution, substitute_additive
-from .experiments.chance import trained_vs_random
-from .experiments.choice import MultipleChoice, choice_scores
-from .experiments.content_position import ContentPosition, content_position_terms
-from .experiments.controlled import controlled_distance, dummy_distance_check
-from .experiments.dynamics import disentanglement
-from .experiments.hadamard import RopeHadamard, rope_hadamard
-from .experiments.length import length_generalization
-from .experiments.patched_heads import patch_heads
-from .experiments.patching import patch_component, patch_positions
-from .experiments.patterns import subspace_patterns
-from .experiments.perturbation import perturbation_curve
-from .experiments.plane import positional_symbolic
-from .experiments.positional_subspace import PositionalSubspace, positional_subspace
-from .experiments.scramble import Perturbed, perturb
-from .lens.ablation import ablate_heads
-from .lens.applied import applied
-from .lens.attention import AttentionSpec, read_attention, read_layers
-from .lens.capture import Captured, capture
-from .lens.components import drop_component
-from .lens.control import random_control
-from .lens.frequencies import limit_frequencies
-from .lens.loading import bridge_from_hf, hooked_from_hf, load_model
-from .lens.longer import longer_context
-from .lens.patching import patch_scores, patch_vectors
-from .lens.phase import phase_noise
-from .lens.positions import dummy_distance, remap_distance, swap_positions
-from .lens.windows import lambda_mask, position_interpolation
-from .maths.additive import fit_additive
-from .maths.additive_fit import AdditiveFit
-from .maths.bound import InteractionBound, interaction_bound
-from .maths.capacity import RopeCapacity, rope_capacity
-from .maths.correlation import score_correlation
-from .maths.interactions import SubspaceShares, interaction_by_subspace
-from .maths.linear import fit_additive_qk
-from .maths.moments import Moments
-from .maths.plane import Plane, positional_symbolic_qk
-from .maths.rotary import Rotary, from_complex, rotary_from_table, rotate, to_complex, unrotate
-from .maths.subspaces import SubspacePatterns, subspace_patterns_qk
-from .maths.toeplitz import principal_angles, toeplitz_share
-from .maths.variance import EFFECTS, VarianceShares, decompose
-from .show.interventions import show_change, show_interventions
-from .show.offline import Widget
-from .show.plots.bars import plot_deposit, plot_shares, plot_substitution
-from .show.plots.curves import plot_distance, plot_length, plot_perturbation
-from .show.plots.heat import plot_heads, plot_subspaces
-from .show.plots.training import plot_dynamics, plot_training
-from .show.token_widgets import show_key_importance, show_query_bias
-from .show.widgets import show_parts, show_patterns, show_scores
-from .synthetic.checkpoints import load_checkpoint, save_checkpoint
-from .synthetic.config import SyntheticConfig
-from .synthetic.conversion import to_hooked_transformer
-from .synthetic.deposit import DepositReport, deposit, deposit_spread, head_drops
-from .synthetic.dynamics import dynamics
-from .synthetic.gradients import gradient_margins, positional_gradients
-from .synthetic.lookups import IndexLookup, Retrieval
-from .synthetic.model import SyntheticModel
-from .synthetic.presets import Preset, accuracies, preset, train_preset
-from .synthetic.runs import TrainConfig, TrainRun
-from .synthetic.sampling import Split, Task
-from .synthetic.steps import evaluate
-from .synthetic.study import DepositStudy, deposit_study
-from .synthetic.tasks import TriggerCount, TriggerDistance
-from .synthetic.training import TrainingInterrupted, train
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AdditiveFit",
-    "AttentionSpec",
-    "Captured",
-    "ContentPosition",
-    "DepositReport",
-    "DepositStudy",
-    "EFFECTS",
-    "IndexLookup",
-    "InteractionBound",
-    "Moments",
-    "MultipleChoice",
-    "Perturbed",
-    "Plane",
-    "PositionalSubspace",
-    "Preset",
-    "Retrieval",
-    "RopeCapacity",
-    "RopeHadamard",
-    "Rotary",
-    "Split",
-    "SubspacePatterns",
-    "SubspaceShares",
-    "SyntheticConfig",
-    "SyntheticModel",
-    "Task",
-    "TrainConfig",
-    "TrainRun",
-    "TrainingInterrupted",
-    "TriggerCount",
-    "TriggerDistance",
-    "VarianceShares",
-    "Widget",
-    "ablate_heads",
-    "accuracies",
-    "additive_substitution",
-    "additivity",
-    "applied",
-    "bridge_from_hf",
-    "capture",
-    "choice_scores",
-    "content_position_terms",
-    "controlled_distance",
-    "decompose",
-    "demo_text",
-    "demo_tokenizer",
-    "demo_tokens",
-    "deposit",
-    "deposit_spread",
-    "deposit_study",
-    "disentanglement",
-    "drop_component",
-    "dummy_distance",
-    "dummy_distance_check",
-    "dynamics",
-    "evaluate",
-    "fit_additive",
-    "fit_additive_qk",
-    "from_complex",
-    "gradient_margins",
-    "head_ablation",
-    "head_drops",
-    "hooked_from_hf",
-    "interaction_bound",
-    "interaction_by_subspace",
-    "lambda_mask",
-    "length_generalization",
-    "limit_frequencies",
-    "load_checkpoint",
-    "load_demo_model",
-    "load_model",
-    "longer_context",
-    "patch_component",
-    "patch_heads",
-    "patch_positions",
-    "patch_scores",
-    "patch_vectors",
-    "perturb",
-    "perturbation_curve",
-    "phase_noise",
-    "plot_deposit",
-    "plot_distance",
-    "plot_heads",
-    "plot_length",
-    "plot_perturbation",
-    "plot_shares",
-    "plot_subspaces",
-    "plot_substitution",
-    "plot_training",
-    "plot_dynamics",
-    "position_interpolation",
-    "positional_gradients",
-    "positional_subspace",
-    "positional_symbolic",
-    "positional_symbolic_qk",
-    "preset",
-    "principal_angles",
-    "random_control",
-    "read_attention",
-    "read_layers",
-    "remap_distance",
-    "rope_capacity",
-    "rope_hadamard",
-    "rotary_from_table",
-    "rotate",
-    "save_checkpoint",
-    "score_correlation",
-    "show_change",
-    "show_interventions",
-    "show_key_importance",
-    "show_parts",
-    "show_patterns",
-    "show_query_bias",
-    "show_scores",
-    "subspace_patterns",
-    "subspace_patterns_qk",
-    "substitute_additive",
-    "swap_positions",
-    "to_complex",
-    "to_hooked_transformer",
-    "toeplitz_share",
-    "train",
-    "train_preset",
-    "trained_vs_random",
-    "unrotate",
-]
+if TYPE_CHECKING:
+    from ._public import *
+    from ._public import __all__ as __all__
+else:
+    # The public names are imported when the first of them is asked for: with them comes torch, and whoever wants no
+    # more than the command line's help should not have to wait for it.
+    def __getattr__(name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import import_module
+
+        public = import_module("._public", __name__)
+        globals().update({key: getattr(public, key) for key in ("__all__", *public.__all__)})
+        if name not in globals():  # a part of the package, imported on the way, is there by now
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

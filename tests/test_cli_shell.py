@@ -1,0 +1,142 @@
+"""The installed command in a process of its own: streams, exit codes, help without torch, completion."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from tl_posdisent.cli import app
+
+PROGRAM = "import sys; sys.argv[0] = 'tl-posdisent'; from tl_posdisent.cli import app; app()"
+COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+MODEL_COMMANDS = ("fit", "controlled", "perturb", "length", "ablate", "report")
+
+
+def program(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "60"} | options.pop("env", {})
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], env=environment, **pipes, **options)
+
+
+def test_in_a_pipe(tmp_path: Path) -> None:
+    """Text from stdin; on stdout results alone, whole lines; progress on stderr; the table beside."""
+    out = tmp_path / "table.csv"
+    words = ("ablate", "--text", "-", "--length", "16", "--layers", "0", "--out", str(out))
+    process = program(*words)
+    stdout, stderr = process.communicate(b"We the people of these free and equal states. " * 4)
+    assert process.returncode == 0, stderr
+    lines = stdout.decode().splitlines()
+    assert lines[0] == "change of loss without each head (zero): demo, 1 × 16 tokens"
+    assert [line.split()[0] for line in lines if line.strip()][-4:] == ["0", "DepositReport", "largest", "share"]
+    assert b"heads: 100%" in stderr
+    assert out.exists()
+
+
+def test_interrupted() -> None:
+    process = program("perturb", "--length", "64", "--seeds", "100000")
+    assert process.stderr
+    seen = b""
+    while b"perturbations" not in seen:
+        seen += os.read(process.stderr.fileno(), 4096)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate()
+    assert process.returncode == 130
+    assert stdout == b""
+    assert stderr.endswith(b"interrupted\n")
+    assert b"Traceback" not in stderr
+
+
+def test_help_waits_for_no_library() -> None:
+    """torch takes seconds to import, and pandas half of one; nobody who asks for help, or completes, needs them."""
+    code = f"""
+import sys, typer.testing
+from tl_posdisent.cli import app
+for words in (["--help"], ["--version"], *([name, "--help"] for name in {sorted(COMMANDS)!r})):
+    result = typer.testing.CliRunner().invoke(app, words)
+    assert result.exit_code == 0 and result.stdout, words
+print(sorted({{"torch", "pandas", "numpy", "transformers", "transformer_lens", "plotly"}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_help_has_examples_that_work(name: str) -> None:
+    command = COMMANDS[name]
+    assert name == "report" or "Columns" in command.help
+    examples = re.findall(r"^ +(tl-posdisent .*)$", command.help.split("Examples:")[1], re.MULTILINE)
+    assert len(examples) >= 2
+    for example in examples:
+        words = shlex.split(example)
+        assert words[1] == name
+        command.make_context(name, words[2:])  # refuses options and values that it does not have
+
+
+def test_columns_in_the_help_are_those_of_the_table() -> None:
+    from tl_posdisent import controlled_distance, demo_tokens, head_ablation, length_generalization, load_demo_model
+
+    model, tokens = load_demo_model(), demo_tokens(length=17)
+    options: dict[str, Any] = {"layers": [0], "progress": False}
+    tables = {
+        "controlled": [*controlled_distance(model, tokens, **options).columns, "weights"],
+        "ablate": list(head_ablation(model, tokens, **options).columns),
+        "length": ["way", *length_generalization(model, tokens, [0, 8, 16], **options).columns],
+    }
+    for name, columns in tables.items():
+        explained = COMMANDS[name].help.split("Columns:")[1].split("Examples:")[0]
+        names = re.findall(r"[\w:]+", " ".join(re.findall(r"^ +(.*?)(?:  |$)", explained, re.MULTILINE)))
+        assert [x for x in names if x not in columns] == []
+        missing = [x for x in columns if x not in names]
+        assert missing == ([x for x in columns if ":" in x][1:] if name == "controlled" else [])
+
+
+@pytest.mark.parametrize("name", MODEL_COMMANDS)
+def test_commands_on_models_have_the_same_options(name: str) -> None:
+    options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+    assert options >= {"--model", "--backend", "--text", "--device", "--dtype", "--out", "--progress"}
+    assert ("--layers" in options) == (name != "perturb")  # what is done to a text is done to all of them
+    assert ("--seed" in options) == (name != "length")  # nothing is random there
+    assert ("--length" in options) == (name != "length")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("tl-posdisent ", sorted(COMMANDS)),
+        ("tl-posdisent per", ["perturb"]),
+        ("tl-posdisent fit --backend ", ["auto", "bridge", "hooked"]),
+        ("tl-posdisent ablate --dtype b", ["bfloat16"]),
+        ("tl-posdisent fit --model d", ["demo"]),
+        ("tl-posdisent ablate --mode ", ["mean", "resample", "zero"]),
+        ("tl-posdisent perturb --kind ", ["feature", "index", "order"]),
+        ("tl-posdisent length --way l", ["lambda-mask"]),
+        ("tl-posdisent report --section sh", ["shares"]),
+    ],
+)
+def test_completion(typed: str, offered: list[str]) -> None:
+    words = typed.split()
+    place = len(words) - (0 if typed.endswith(" ") else 1)
+    asked = {"_TL_POSDISENT_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(place)}
+    stdout, stderr = program(env=asked).communicate()
+    assert sorted(stdout.decode().split()) == offered, stderr
+
+
+def test_completion_is_installed(tmp_path: Path) -> None:
+    """The script that the option leaves asks this program, and bash takes it."""
+    told = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    process = program("--install-completion", "bash", env=told)
+    _, stderr = process.communicate()
+    assert process.returncode == 0, stderr
+    (script,) = (tmp_path / ".bash_completions").iterdir()
+    assert "_TL_POSDISENT_COMPLETE=complete_bash" in script.read_text(encoding="utf-8")
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert str(script) in (tmp_path / ".bashrc").read_text(encoding="utf-8")

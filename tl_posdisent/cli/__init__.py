@@ -1,0 +1,64 @@
+"""The command line: ``tl-posdisent fit --model demo --out table.csv``.
+
+Results go to stdout, or whole tables to ``--out``; progress, notes and errors to stderr. Exit codes: 0 all went well, 2
+wrong usage or input, 130 interrupted, 1 anything else. Nothing here imports torch until a command runs.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from .ablate import ablate
+from .controlled import controlled
+from .fit import fit
+from .length import length
+from .models import models
+from .perturb import perturb
+from .report import report
+from .sweep import sweep
+from .synthetic import synthetic
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _version(wanted: bool) -> bool:
+    if wanted:
+        typer.echo(f"tl-posdisent {metadata.version('tl-posdisent')}")
+        raise typer.Exit
+    return False
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Is this attention head looking at where, or at what?
+
+    Results go to stdout, progress and errors to stderr. Every table can be kept with --out.
+
+    Exit codes: 0 all went well, 2 wrong usage or input, 130 interrupted, 1 a defect.
+
+    Examples:
+      tl-posdisent fit --model demo --out table.csv
+      tl-posdisent controlled --help
+      cat book.txt | tl-posdisent ablate --model EleutherAI/pythia-70m --text -
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a ? for a letter that a terminal lacks is better than no result
+            stream.reconfigure(errors="replace")
+
+
+for command in (fit, controlled, perturb, length, ablate, sweep, synthetic, report, models):
+    app.command()(command)

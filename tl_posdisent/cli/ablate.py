@@ -1,0 +1,78 @@
+"""``tl-posdisent ablate``: heads taken away, one at a time."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from . import options as o
+from .errors import answering
+from .inputs import load_and_read
+from .output import check_out, save
+from .screen import by_head, line
+
+
+def ablate(
+    model: o.Model = "demo",
+    text: o.Text = None,
+    out: o.Out = None,
+    backend: o.Backend = "auto",
+    device: o.Device = None,
+    dtype: o.Dtype = "float32",
+    length: o.Length = None,
+    texts: o.Texts = 1,
+    layers: o.Layers = None,
+    heads: o.Heads = None,
+    metric: Annotated[Literal["loss", "accuracy"], typer.Option(help="Of the next token.")] = "loss",
+    mode: Annotated[
+        Literal["zero", "mean", "resample"],
+        typer.Option(help="What stands in for a head's output: nothing, its mean, or another text's (--texts 2 …)."),
+    ] = "zero",
+    seed: o.Seed = 0,
+    progress: o.Progress = True,
+) -> None:
+    """What does the model lose with each head, and is that deposited in one of them?
+
+    Columns:
+      layer, head   which head was taken away
+      baseline      the metric with all heads: loss in nats, or the share of next tokens that are foreseen
+      value         the metric without this head
+      effect        value - baseline
+
+    Examples:
+      tl-posdisent ablate
+      tl-posdisent ablate --metric accuracy --mode mean --layers 0-1 --out heads.html
+      tl-posdisent ablate --model EleutherAI/pythia-70m --text book.txt --texts 4 --mode resample --seed 1
+    """
+    with answering():
+        check_out(out)
+        chosen, some = o.whole_numbers("layers", layers), o.whole_numbers("heads", heads)
+        from tl_posdisent.experiments.ablation import head_ablation
+        from tl_posdisent.experiments.metric import next_token_loss
+        from tl_posdisent.synthetic.deposit import deposit
+
+        loaded, tokens = load_and_read(
+            model, text, backend=backend, device=device, dtype=dtype, length=length, texts=texts
+        )
+        table = head_ablation(
+            loaded,
+            tokens,
+            next_token_loss if metric == "loss" else next_token_accuracy,
+            layers=chosen,
+            heads=some,
+            mode=mode,
+            seed=seed,
+            progress=progress,
+        )
+        what = f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
+        save(table, out, f"{metric} without single heads ({mode}): {what}")
+        report = deposit(table, better="lower" if metric == "loss" else "higher")
+    by_head(table, "effect", f"change of {metric} without each head ({mode}): {what}", digits=3)
+    for text_line in repr(report).splitlines():
+        line(text_line)
+
+
+def next_token_accuracy(logits: Any, tokens: Any) -> Any:
+    """The share of each text's next tokens that are the likeliest one, ``[batch]``."""
+    return (logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)).double().mean(1)

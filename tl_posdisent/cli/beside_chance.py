@@ -1,0 +1,28 @@
+"""A measurement of a model, and the same of its random initialisations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def beside_chance(measure: Callable[[Any], Any], model: Any, control: int, seed: int) -> tuple[Any, Any]:
+    """Both tables, the second with the rows of all random models, each with a column ``weights`` that tells them apart:
+    ``trained``, or ``random`` and the seed."""
+    import pandas as pd
+
+    from tl_posdisent.lens.control import random_control
+
+    trained = measure(model).assign(weights="trained")
+    if not control:
+        return trained, trained.iloc[:0]
+    seeds = range(seed, seed + control)
+    fresh = [measure(m).assign(weights=f"random {s}") for s, m in zip(seeds, random_control(model, seeds), strict=True)]
+    return trained, pd.concat(fresh, ignore_index=True)
+
+
+def together(trained: Any, chance: Any) -> Any:
+    """One table of both."""
+    import pandas as pd
+
+    return pd.concat([trained, chance], ignore_index=True) if len(chance) else trained

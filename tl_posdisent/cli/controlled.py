@@ -1,0 +1,73 @@
+"""``tl-posdisent controlled``: every query at every key and distance."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from . import options as o
+from .beside_chance import beside_chance, together
+from .errors import answering
+from .inputs import load_and_read
+from .output import check_out, save
+from .screen import by_head, line
+
+_SHOWN = {"r_three_axis": "distance + query + key", "r_two_axis": "(query, distance) + (query, key)"}
+
+
+def controlled(
+    model: o.Model = "demo",
+    text: o.Text = None,
+    out: o.Out = None,
+    backend: o.Backend = "auto",
+    device: o.Device = None,
+    dtype: o.Dtype = "float32",
+    length: o.Length = None,
+    texts: o.Texts = 1,
+    layers: o.Layers = None,
+    burn_in: Annotated[int, typer.Option(min=0, help="Positions to leave out at the beginning of each text.")] = 0,
+    control: o.Control = 1,
+    seed: o.Seed = 0,
+    progress: o.Progress = True,
+) -> None:
+    """What are scores made of, if every query meets every key at every distance? By layer and head.
+
+    The variance of the scores over all combinations, in closed form; rotary models only.
+
+    Columns:
+      layer, head             which head
+      mean, total             mean and variance of its scores
+      distance, query, key    shares of the variance that each has alone
+      distance:query …        shares that only a combination explains
+      r_three_axis            correlation of scores with distance + query + key
+      r_two_axis              the same with (query, distance) + (query, key)
+      weights                 trained, or random and the seed
+
+    Examples:
+      tl-posdisent controlled
+      tl-posdisent controlled --layers 0,4 --length 128 --control 3 --out controlled.parquet
+      tl-posdisent controlled --model EleutherAI/pythia-70m --text book.txt --burn-in 4
+    """
+    with answering():
+        check_out(out)
+        chosen = o.whole_numbers("layers", layers)
+        from tl_posdisent.experiments.controlled import controlled_distance
+
+        loaded, tokens = load_and_read(
+            model, text, backend=backend, device=device, dtype=dtype, length=length, texts=texts
+        )
+
+        def measure(m: Any) -> Any:
+            return controlled_distance(m, tokens, layers=chosen, burn_in=burn_in, progress=progress)
+
+        trained, chance = beside_chance(measure, loaded, control, seed)
+        what = f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
+        save(together(trained, chance), out, f"Attention scores at controlled distance: {what}")
+    for column, model_of_scores in _SHOWN.items():
+        by_head(trained, column, f"r of {model_of_scores}, by layer and head: {what}", chance=chance)
+    for column in _SHOWN:
+        r, beside = trained[column], chance[column]
+        at_random = f"; at random initialisation {beside.mean():.3f}" if len(chance) else ""
+        line(f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {len(r)} heads{at_random}")
+    line("shares: " + ", ".join(f"{name} {trained[name].mean():.3f}" for name in ("distance", "query", "key")))

@@ -1,0 +1,72 @@
+"""``tl-posdisent fit``: the scores as they are in a text."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from . import options as o
+from .beside_chance import beside_chance, together
+from .errors import answering
+from .inputs import load_and_read
+from .output import check_out, save
+from .screen import by_head, line
+
+
+def fit(
+    model: o.Model = "demo",
+    text: o.Text = None,
+    out: o.Out = None,
+    backend: o.Backend = "auto",
+    device: o.Device = None,
+    dtype: o.Dtype = "float32",
+    length: o.Length = None,
+    texts: o.Texts = 1,
+    layers: o.Layers = None,
+    pool: Annotated[bool, typer.Option(help="One distance profile for all texts.")] = False,
+    control: o.Control = 1,
+    seed: o.Seed = 0,
+    progress: o.Progress = True,
+) -> None:
+    """How additive are a model's attention scores? r per layer and head, against random initialisation.
+
+    Scores of a text are fitted by a part of the distance, a part of the query and a part of the key.
+
+    Columns:
+      batch, layer, head   which text and which head
+      r, r2, r2_adjusted   correlation of scores and fit, its square, the same less what chance gives
+      share_distance …     share of the variance that one part explains alone
+      cells, parameters    how many scores were fitted, by how many numbers
+      weights              trained, or random and the seed
+
+    Examples:
+      tl-posdisent fit
+      tl-posdisent fit --layers 0-2 --out r.html
+      tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --texts 4 --pool --out r.csv
+    """
+    with answering():
+        check_out(out)
+        chosen = o.whole_numbers("layers", layers)
+        from tl_posdisent.experiments.additivity import additivity
+
+        loaded, tokens = load_and_read(
+            model, text, backend=backend, device=device, dtype=dtype, length=length, texts=texts
+        )
+
+        def measure(m: Any) -> Any:
+            return additivity(m, tokens, layers=chosen, pool=pool, progress=progress)
+
+        trained, chance = beside_chance(measure, loaded, control, seed)
+        what = f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
+        save(together(trained, chance), out, f"Additive fit of attention scores: {what}")
+    by_head(trained, "r", f"r of the three-axis fit, by layer and head: {what}", chance=chance)
+    r = trained["r"]
+    heads = len(trained[["layer", "head"]].drop_duplicates())
+    line(f"mean r {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {heads} heads{_chance(chance, 'r')}")
+    shares = ", ".join(f"{name} {trained[f'share_{name}'].mean():.3f}" for name in ("distance", "query", "key"))
+    line(f"share of the variance that each part explains alone: {shares}")
+
+
+def _chance(chance: Any, column: str) -> str:
+    return f"; at random initialisation {chance[column].mean():.3f}" if len(chance) else ""

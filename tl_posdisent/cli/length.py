@@ -1,0 +1,104 @@
+"""``tl-posdisent length``: texts longer than those of the training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from . import options as o
+from .errors import answering
+from .inputs import cut, load_with_text
+from .output import check_out, save
+from .screen import rows
+
+WAYS = ("plain", "lambda-mask", "interpolation")
+
+
+def length(
+    model: o.Model = "demo",
+    text: o.Text = None,
+    out: o.Out = None,
+    backend: o.Backend = "auto",
+    device: o.Device = None,
+    dtype: o.Dtype = "float32",
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Edges of the buckets of positions; default 1/8, 1/2, 1, 1.5 and 2 contexts."),
+    ] = None,
+    in_range: Annotated[
+        int | None,
+        typer.Option(min=1, help="Where the training texts end; default the context, or the first bucket's end."),
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="plain, lambda-mask or interpolation; may be repeated; default all three.",
+            autocompletion=lambda: list(WAYS),
+        ),
+    ] = None,
+    sinks: Annotated[int, typer.Option(min=0, help="lambda-mask: keys at the beginning that are always seen.")] = 4,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="lambda-mask: how many last keys are seen; default half of --in-range.")
+    ] = None,
+    ceiling: Annotated[
+        int | None, typer.Option(min=1, help="lambda-mask: the largest distance that RoPE sees; default the window.")
+    ] = None,
+    factor: Annotated[
+        float | None, typer.Option(help="interpolation: positions are divided by it; default last length / in range.")
+    ] = None,
+    texts: o.Texts = 1,
+    layers: o.Layers = None,
+    progress: o.Progress = True,
+) -> None:
+    """What becomes of loss and attention as a text grows beyond the training length, and what helps?
+
+    The text is read as it is (plain), with a window and a ceiling on distances (lambda-mask), or at denser positions.
+
+    Columns:
+      way, start, stop       how it was read, and the bucket of positions
+      loss                   cross entropy of the next token, in nats
+      entropy                of the attention, in nats
+      largest_score          that a query gives to any key
+      share_key              of the variance of the scores, what the key alone explains
+      mahalanobis, cosine    of attention outputs, from and with those in range
+      outside                share of outputs further away than 99 % of those in range
+
+    Examples:
+      tl-posdisent length
+      tl-posdisent length --lengths 64,256,512,1024 --way plain --way lambda-mask --window 128 --out length.csv
+      tl-posdisent length --model EleutherAI/pythia-70m --text book.txt --way plain --layers 0,5
+    """
+    with answering():
+        check_out(out)
+        ways = o.one_of("way", way or WAYS, WAYS)
+        chosen, edges = o.whole_numbers("layers", layers), o.whole_numbers("lengths", lengths)
+        import pandas as pd
+
+        from tl_posdisent.experiments.length import length_generalization
+        from tl_posdisent.lens.windows import lambda_mask, position_interpolation
+
+        loaded, words = load_with_text(model, text, backend=backend, device=device, dtype=dtype)
+        context = int(loaded.cfg.n_ctx)
+        edges = edges if edges is not None else [context // 8, context // 2, context, context * 3 // 2, context * 2]
+        tokens = cut(loaded, words, edges[-1] + 1, texts)
+        end = (
+            in_range
+            if in_range is not None
+            else (context if edges[0] + 3 <= context <= edges[-1] else edges[min(1, len(edges) - 1)])
+        )
+        wide = max(1, end // 2) if window is None else window
+        tables = []
+        for name in ways:
+            hooks: Any = None
+            if name == "lambda-mask":
+                hooks = lambda_mask(loaded, sinks, wide, wide if ceiling is None else ceiling)
+            elif name == "interpolation":
+                hooks = position_interpolation(loaded, max(1.0, edges[-1] / end) if factor is None else factor)
+            table = length_generalization(loaded, tokens, edges, hooks, in_range=end, layers=chosen, progress=progress)
+            table.insert(0, "way", name)
+            tables.append(table)
+        measured = pd.concat(tables, ignore_index=True)
+        what = f"{model}, {texts} × {edges[-1]} tokens, {end} in range"
+        save(measured, out, f"Texts longer than those of the training: {what}")
+    rows(measured, f"by position: {what}")

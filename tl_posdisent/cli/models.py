@@ -1,0 +1,88 @@
+"""``tl-posdisent models``: what ``--model`` can be, by TransformerLens's own lists; no network is asked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from . import options as o
+from .errors import answering
+from .output import check_out, save
+from .screen import line, rows
+
+_STATUS = {0: "untested", 1: "tested", 2: "skipped", 3: "fails", 4: "in part"}
+
+# For the eye alone: whatever is computed is read from the running model. Each was tried on a small model of its kind.
+_POSITIONS = {
+    "rotary": """CodeGenForCausalLM CohereForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM GlmForCausalLM
+        GPTJForCausalLM GPTNeoXForCausalLM GptOssForCausalLM LlamaForCausalLM MistralForCausalLM Olmo2ForCausalLM
+        Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM SmolLM3ForCausalLM StableLmForCausalLM""",
+    "rotary (MLA)": "DeepseekV3ForCausalLM",
+    "learned": "GPT2LMHeadModel GPTNeoForCausalLM OPTForCausalLM",
+    "ALiBi": "BloomForCausalLM MptForCausalLM",
+}
+_ENCODING = {architecture: name for name, group in _POSITIONS.items() for architecture in group.split()}
+
+
+def models(
+    search: Annotated[str | None, typer.Option(help="Only names and architectures that contain this.")] = None,
+    backend: Annotated[
+        Literal["any", "hooked", "bridge"], typer.Option(help="Only those that this class can carry.")
+    ] = "any",
+    untested: Annotated[
+        bool, typer.Option("--untested", help="Also names that TransformerLens lists for its bridge without a test.")
+    ] = False,
+    out: o.Out = None,
+) -> None:
+    """Which names can --model have? The demo model, and what the installed TransformerLens knows.
+
+    Columns:
+      name           for --model
+      hooked         yes, if there is a HookedTransformer of it
+      bridge         what TransformerLens says of its TransformerBridge: tested, untested, skipped, fails, in part
+      architecture   the class in transformers, where TransformerLens says it
+      positions      how it tells positions apart, where this package has tried such a model
+
+    Examples:
+      tl-posdisent models --search pythia
+      tl-posdisent models --search llama --backend hooked
+      tl-posdisent models --untested --out models.csv
+    """
+    with answering():
+        check_out(out)
+        table = known_models()
+        if not untested:
+            table = table[(table["bridge"] == "tested") | (table["hooked"] == "yes")]
+        if backend != "any":
+            table = table[table[backend] != "–"]
+        if search is not None:
+            found = [table[name].str.contains(search, case=False, regex=False) for name in ("name", "architecture")]
+            table = table[found[0] | found[1]]
+        if not len(table):
+            hint = "" if untested else "; more are listed with --untested"
+            raise ValueError(f"no model is like that{hint}. A directory with config.json and safetensors works too")
+        save(table, out, "Models that --model can name")
+    rows(table, "models")
+    line(f"{len(table)} model{'s' if len(table) > 1 else ''}")
+
+
+def known_models() -> Any:
+    """One row per name, sorted, the demo model first: ``name``, ``hooked``, ``bridge``, ``architecture``,
+    ``positions``."""
+    import pandas as pd
+    from transformer_lens.supported_models import OFFICIAL_MODEL_NAMES
+    from transformer_lens.tools.model_registry.api import get_supported_models
+
+    from tl_posdisent.lens.loading import has_hooked
+
+    hooked = set(OFFICIAL_MODEL_NAMES) if has_hooked() else set()
+    bridged = {entry.model_id: entry for entry in get_supported_models()}
+    demo = ("demo", "yes" if has_hooked() else "–", "tested", "LlamaForCausalLM", "rotary")
+    found = [demo]
+    for name in sorted(hooked | bridged.keys(), key=str.lower):
+        entry = bridged.get(name)
+        architecture = entry.architecture_id if entry else "–"
+        status = _STATUS.get(entry.status, "–") if entry else "–"
+        found.append((name, "yes" if name in hooked else "–", status, architecture, _ENCODING.get(architecture, "–")))
+    return pd.DataFrame(found, columns=["name", "hooked", "bridge", "architecture", "positions"])

@@ -1,0 +1,76 @@
+"""``tl-posdisent perturb``: words, positions or rotary phases at the wrong place."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from . import options as o
+from .errors import answering
+from .inputs import load_and_read
+from .output import check_out, save
+from .screen import rows
+
+KINDS = ("order", "index", "feature")
+
+
+def perturb(
+    model: o.Model = "demo",
+    text: o.Text = None,
+    out: o.Out = None,
+    backend: o.Backend = "auto",
+    device: o.Device = None,
+    dtype: o.Dtype = "float32",
+    length: o.Length = None,
+    texts: o.Texts = 1,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="order, index or feature; may be repeated; default all three.", autocompletion=lambda: list(KINDS)
+        ),
+    ] = None,
+    fractions: Annotated[str, typer.Option(help="Of the words or tokens that can move.")] = "0,0.02,0.1,0.5",
+    window: Annotated[int, typer.Option(min=1, help="How far apart are those that change places, at most.")] = 1,
+    unit: Annotated[Literal["token", "word"], typer.Option(help="What changes places.")] = "token",
+    seeds: Annotated[int, typer.Option(min=1, help="Perturbations of each kind, from --seed on.")] = 5,
+    seed: o.Seed = 0,
+    progress: o.Progress = True,
+) -> None:
+    """What does a model lose if a fraction of a text, or of its positions, is at the wrong place?
+
+    The order of the text is changed, the index that RoPE is told, or RoPE's phases (feature), at the same places.
+
+    Columns:
+      kind, fraction          what was perturbed, and how much of it
+      moved, intact           shares of positions that are wrong, and that are right and followed by a right one
+      perplexity, accuracy    of the next token, everywhere
+      added_loss, kl          nats lost, and KL divergence from the untouched model, where positions are intact
+      …_se                    standard error over seeds
+
+    Examples:
+      tl-posdisent perturb
+      tl-posdisent perturb --kind order --kind index --fractions 0,0.1,1 --seeds 3 --out perturbed.json
+      tl-posdisent perturb --model EleutherAI/pythia-70m --text book.txt --unit word --window 4
+    """
+    with answering():
+        check_out(out)
+        parts = o.numbers("fractions", fractions)
+        from tl_posdisent.experiments.perturbation import perturbation_curve
+
+        loaded, tokens = load_and_read(
+            model, text, backend=backend, device=device, dtype=dtype, length=length, texts=texts
+        )
+        table = perturbation_curve(
+            loaded,
+            tokens,
+            o.one_of("kind", kind or KINDS, KINDS),  # type: ignore[arg-type]
+            parts,
+            range(seed, seed + seeds),
+            window=window,
+            unit=unit,
+            progress=progress,
+        )
+        what = f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens, {seeds} seed{'s' if seeds > 1 else ''}"
+        save(table, out, f"Words and positions at the wrong place: {what}")
+    rows(table, f"what is lost: {what}", digits=3)

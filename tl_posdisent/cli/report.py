@@ -1,0 +1,78 @@
+"""``tl-posdisent report``: one page with everything."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from . import options as o
+from .errors import answering, say
+from .inputs import load_and_read
+from .output import check_out
+
+SECTIONS = ("additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation")
+
+
+def report(
+    model: o.Model = "demo",
+    text: o.Text = None,
+    out: Annotated[Path, typer.Option("--out", help="The page: .html.")] = Path("report.html"),
+    backend: o.Backend = "auto",
+    device: o.Device = None,
+    dtype: o.Dtype = "float32",
+    length: o.Length = None,
+    texts: o.Texts = 1,
+    layers: o.Layers = None,
+    heads: o.Heads = None,
+    section: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(SECTIONS)}; may be repeated; default all.", autocompletion=lambda: [*SECTIONS]),
+    ] = None,
+    title: Annotated[str | None, typer.Option(help="Of the page.")] = None,
+    control: o.Control = 1,
+    seed: o.Seed = 0,
+    progress: o.Progress = True,
+) -> None:
+    """Everything about a model and a text on one HTML page that needs no network. Its path goes to stdout.
+
+    Each section of the page says what its figures mean, and the page says with which command it was made.
+
+    Examples:
+      tl-posdisent report
+      tl-posdisent report --layers 0,4 --length 128 --title "Layers 0 and 4" --out out/report.html
+      tl-posdisent report --model EleutherAI/pythia-70m --text book.txt --control 3
+    """
+    with answering():
+        check_out(out, (".html",))
+        chosen, some = o.whole_numbers("layers", layers), o.whole_numbers("heads", heads)
+        sections = o.one_of("section", section, SECTIONS) if section else None
+        loaded, tokens = load_and_read(
+            model, text, backend=backend, device=device, dtype=dtype, length=length, texts=texts
+        )
+        from tl_posdisent.show.report.make import report as write_report
+
+        path = write_report(
+            loaded,
+            tokens,
+            out,
+            layers=chosen,
+            control=control,
+            heads=some,
+            sections=sections,  # type: ignore[arg-type]
+            title=title,
+            seed=seed,
+            command=command_line(),
+            progress=progress,
+        )
+        say(f"report: {escape(str(path))}")
+    typer.echo(str(path))
+
+
+def command_line() -> str:
+    """What was typed, such that a shell takes it again."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

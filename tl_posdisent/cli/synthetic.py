@@ -1,0 +1,104 @@
+"""``tl-posdisent synthetic``: small models, trained from nothing, and where their skill is deposited."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.markup import escape
+
+from . import options as o
+from .errors import answering, say
+from .inputs import device_of
+from .output import whole_or_not
+from .screen import grid, number, screen
+
+
+def synthetic(
+    preset: Annotated[
+        Literal["small", "paper"], typer.Option(help="A laptop and minutes, or a GPU and hours.")
+    ] = "small",
+    encoding: Annotated[list[str] | None, typer.Option(help="rope, alibi, …; may be repeated; default all.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="distance or count; may be repeated; default both.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each, from --seed on.")] = 1,
+    seed: o.Seed = 0,
+    rotary_heads: Annotated[
+        int | None, typer.Option(min=0, help="RoPE on the first so many heads of each layer; default all.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for tables and trainings; what is there already is taken up.")] = (
+        Path("out/synthetic")
+    ),
+    device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
+    progress: o.Progress = True,
+) -> None:
+    """Train small models with several position encodings, and see which heads their skill is deposited in.
+
+    Columns:
+      task, encoding    what was learned, with what
+      chance, accuracy  of guessing, and of the trained model on test samples
+      largest drop      of accuracy without one head; second: without the next one
+      share             of the largest drop in all drops
+      effective heads   exp of the entropy of the drops: 1, if one head has it all
+      layer             of the largest drop, seed by seed
+
+    Examples:
+      tl-posdisent synthetic
+      tl-posdisent synthetic --encoding rope --task distance --seeds 3 --out out/rope
+    """
+    changed = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
+    with answering():
+        device_of(device)
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"--out must be a folder, but {out} is a file")
+        from tl_posdisent.synthetic.presets import preset as named
+        from tl_posdisent.synthetic.study import deposit_study
+
+        study = deposit_study(
+            named(preset),
+            encodings=encoding or None,
+            tasks=task or None,
+            seeds=range(seed, seed + seeds),
+            folder=out,
+            device=device,
+            progress=progress,
+            **changed,
+        )
+        whole_or_not(out / "heads.html", lambda path: _save_maps(study, path))
+        say(f"tables and heat maps: {escape(str(out))}")
+    _show_study(study, f"{preset} preset, {seeds} seed{'s' if seeds > 1 else ''}")
+
+
+def _save_maps(study: Any, path: Path) -> None:
+    """One page with a heat map for each encoding and task: the drop of accuracy with each head, mean over seeds."""
+    from tl_posdisent.show.plots.heat import plot_heads
+
+    page: list[str] = []
+    for (encoding, task), table in study.drops.groupby(["encoding", "task"], sort=False):
+        heads = table.assign(drop=-table["effect"]).groupby(["layer", "head"], as_index=False)["drop"].mean()
+        figure = plot_heads(heads, "drop", signed=True, limits=(-1.0, 1.0)).update_layout(
+            title=f"{encoding}, {task}: accuracy lost with each head", height=360, width=640
+        )
+        page.append(figure.to_html(full_html=False, include_plotlyjs=not page))  # the library once, inside the page
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What single heads are worth</title></head>'
+    )
+    path.write_text(f"{head}<body>{''.join(page)}</body></html>\n", encoding="utf-8")
+
+
+def _show_study(study: Any, title: str) -> None:
+    """A row for each encoding and task, means over seeds with the spread."""
+    measures = {"accuracy": "accuracy", "drop": "largest drop", "second": "second", "share": "share"}
+    measures |= {"effective_heads": "effective heads"}
+    words = ("task", "encoding", "layer")
+    names = ("task", "encoding", "chance", *measures.values(), "layer")
+    shown = grid(f"what single heads are worth: {title}", {name: name not in words for name in names})
+    for _, row in study.summary().sort_values("task", kind="stable").iterrows():
+        cells = [_with_spread(row[name], row[f"{name}_std"]) for name in measures]
+        shown.add_row(row["task"], row["encoding"], number(float(row["chance"]), 3), *cells, row["layers"])
+    screen().print(shown)
+
+
+def _with_spread(mean: float, std: float) -> str:
+    return number(float(mean)) + ("" if math.isnan(std) else f" ± {std:.2f}")
