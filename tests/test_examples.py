@@ -14,7 +14,7 @@ from support.pages import ROOT, assert_prints
 from tl_posdisent.lens.loading import has_hooked
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-BRIDGE = 'load_demo_model(backend="bridge")'
+BRIDGE = re.compile(r'(model = load_\w+\((?:folder, )?backend=)"bridge"')
 OWN_MODEL = {"03_single_head_deposit"}  # these train a model of this package, which is of neither class
 
 
@@ -68,12 +68,11 @@ def test_notebook_runs_and_prints_what_it_shows(path: Path, run: Any) -> None:
 def test_notebook_runs_with_a_hooked_transformer(path: Path, run: Any) -> None:
     """The same cells, but for those that are marked as needing a bridge."""
     notebook = read(path)
-    assert any(BRIDGE in cell.source for cell in notebook.cells), f"no cell of {path.name} has {BRIDGE} any more"
     notebook.cells = [cell for cell in notebook.cells if "bridge" not in cell.metadata.get("tags", [])]
-    for cell in notebook.cells:
-        cell.source = cell.source.replace(BRIDGE, 'load_demo_model(backend="hooked")')
-    loads = next(cell for cell in notebook.cells if "load_demo_model(backend" in cell.source)
-    loads.source += "\nassert type(model).__name__ == 'HookedTransformer'"
+    loads = [cell for cell in notebook.cells if BRIDGE.search(cell.source)]
+    assert loads, f"no cell of {path.name} has {BRIDGE.pattern} any more"
+    for cell in loads:
+        cell.source = BRIDGE.sub(r'\1"hooked"', cell.source) + "\nassert type(model).__name__ == 'HookedTransformer'"
     run(notebook)
 
 
