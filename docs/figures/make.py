@@ -5,14 +5,19 @@ Needs ``pip install kaleido`` and a Chromium or Chrome. The files are committed:
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
+import sum_of_parts
 import torch
+from plotly.subplots import make_subplots
 
 import tl_posdisent as tp
 
@@ -80,12 +85,39 @@ def deposit() -> go.Figure:
     return tp.plot_deposit(table, better="lower")
 
 
+def drops() -> go.Figure:
+    """Of the models of ``make synthetic``, which are trained here if they are not there."""
+    study = tp.deposit_study(tp.preset("small"), tasks=["distance"], folder=Path("out/synthetic"), progress=False)
+    names = {"rope": "RoPE", "alibi": "ALiBi", "none": "none", "learned": "learned absolute", "mla": "MLA"}
+    figure = make_subplots(rows=1, cols=len(names), subplot_titles=list(names.values()), shared_yaxes=True)
+    for column, name in enumerate(names, start=1):
+        table = study.drops[(study.drops["encoding"] == name) & (study.drops["task"] == "distance")]
+        heads = tp.plot_heads(table.assign(drop=-table["effect"]), "drop", signed=True, limits=(-0.7, 0.7))
+        trace = heads.data[0].update(showscale=column == len(names), colorbar_title="accuracy lost")
+        figure.add_trace(trace, row=1, col=column)
+    figure.update_yaxes(autorange="reversed").update_xaxes(title="head")
+    return figure.update_yaxes(title="layer", row=1, col=1)
+
+
 def training() -> go.Figure:
     task = tp.TriggerCount(d_vocab=24, n_triggers=3, max_count=8, min_length=8, max_length=24, n_ctx=24)
     shape: dict[str, Any] = {name: getattr(task, name) for name in ("d_vocab", "n_ctx", "n_out", "pad_id")}
     model = tp.SyntheticModel(tp.SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, **shape))
     config = tp.TrainConfig(epochs=10, batch_size=64, n_train=6400, n_test=1000, lr=2e-3, log_every=20, test_every=100)
     return tp.plot_training(tp.train(model, task, config, progress=False))
+
+
+def dynamics() -> go.Figure:
+    small, steps = tp.preset("small"), tuple(range(0, 301, 25))
+    with tempfile.TemporaryDirectory() as folder:
+        how = dataclasses.replace(small.train_config("distance"), checkpoints=steps)
+        run = tp.train(small.model("rope", "distance"), small.tasks["distance"], how, folder=folder, progress=False)
+        return tp.plot_dynamics(tp.dynamics(run, progress=False), "norm_of_mean")
+
+
+def language_dynamics() -> go.Figure:
+    table = pd.read_csv(FOLDER / "language_dynamics.csv")
+    return tp.plot_dynamics(table[table["step"] > 0], "r_two_axis").update_xaxes(type="log", dtick=1)
 
 
 SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
@@ -99,7 +131,10 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     distance: (720, 400),
     shares: (860, 400),
     deposit: (860, 360),
+    drops: (960, 280),
     training: (680, 460),
+    dynamics: (860, 360),
+    language_dynamics: (960, 360),
 }
 
 
@@ -121,6 +156,8 @@ def save(figure: go.Figure, name: str, width: int, height: int, png: Path | None
 if __name__ == "__main__":
     options = [x for x in sys.argv[1:] if x.startswith("--png=")]
     wanted = [x for x in sys.argv[1:] if x not in options]
+    if not wanted or "sum_of_parts" in wanted:
+        (FOLDER / "sum_of_parts.svg").write_text(sum_of_parts.draw(MODEL), encoding="utf-8")
     for draw, (width, height) in SIZES.items():
         if not wanted or draw.__name__ in wanted:
             save(draw(), draw.__name__, width, height, Path(options[0][6:]) if options else None)
