@@ -28,7 +28,8 @@ def drawn(page: Any) -> None:
 def readout(page: Any, x: float, y: float, *, nth: int = 0) -> str:
     """What stands below the image when one points there, in fractions of its size."""
     box = page.locator("img").nth(nth).bounding_box()
-    page.mouse.move(box["x"] + x * box["width"], box["y"] + y * box["height"])
+    width, height = box["width"] - 2, box["height"] - 2  # inside the border
+    page.mouse.move(box["x"] + 1 + x * width, box["y"] + 1 + y * height)
     line = page.locator("[data-readout]").nth(nth)
     page.wait_for_function("line => line.textContent.trim()", arg=line.element_handle())
     return str(line.text_content())
