@@ -7,7 +7,9 @@ below what a good value is. What each of them refuses beyond that is tested besi
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +20,11 @@ from support.untouched import state
 import tl_posdisent
 
 TOKENS = zoo.random_tokens()
+FOLDER = tempfile.TemporaryDirectory()
 GOOD: dict[str, Any] = {
     "tokens": TOKENS,
+    "text": TOKENS,
+    "path": Path(FOLDER.name, "report.html"),
     "layer": 0,
     "positions": torch.arange(12) * 2,
     "distance": 3,
@@ -74,7 +79,8 @@ def call(function: Function, model: Any, **changed: Any) -> Any:
     result = function(model, **arguments)
     if isinstance(result, Iterator):
         return next(result)
-    return result.__enter__() if hasattr(result, "__enter__") else result
+    enters = hasattr(result, "__enter__") and not isinstance(result, Path)
+    return result.__enter__() if enters else result
 
 
 def cases(*parameters: str) -> Any:

@@ -45,7 +45,7 @@ print(json.dumps([plan.needed_bytes / 2**20, peak(lambda: work(length))]))
     [
         ("bridge", 1024, 8, 2, "additivity", None),
         ("hooked", 1024, 8, 2, "additivity", None),
-        ("bridge", 2048, 4, 3, "additivity", 256),
+        ("bridge", 1536, 4, 2, "additivity", 256),
         ("bridge", 1024, 8, 2, "controlled_distance", None),
     ],
 )

@@ -549,7 +549,7 @@ def test_bad_distances_are_refused(
 @pytest.mark.usefixtures("unchecked")
 def test_unknown_names_are_refused() -> None:
     moments = Moments.from_qk(*draw("half"), HALF)
-    known = r"effect must be one of distance, query, key, distance:query, .* got 'place'"
+    known = r"effects? must be one of distance, query, key, distance:query, .* got 'place'"
     shares = decompose(moments, range(3), scale=1.0)
     for call in (shares.share, shares.variance):
         with pytest.raises(ValueError, match=known):

@@ -10,8 +10,9 @@ from jaxtyping import Int
 from safetensors.torch import load
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from tl_posdisent.lens.devices import check_device
 from tl_posdisent.lens.loading import (
     Backend,
     TransformerLensModel,
@@ -20,6 +21,7 @@ from tl_posdisent.lens.loading import (
     has_hooked,
     hooked_from_hf,
 )
+from tl_posdisent.lens.run import check_seed
 
 BOS = "<|endoftext|>"
 
@@ -76,12 +78,14 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
     (torch.Size([1, 3]), 0)
     """
     ids = demo_tokenizer().encode(demo_text())
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise ValueError(f"length must be an integer, got {length!r}")
     if not 1 <= length <= len(ids):
         raise ValueError(f"length must be between 1 and {len(ids)}, the length of the demo text, got {length}")
-    return torch.tensor([ids[:length]], device=device)
+    return torch.tensor([ids[:length]], device=check_device(device))
 
 
-def demo_hf_model(*, trained: bool = True, seed: int = 0) -> LlamaForCausalLM:
+def demo_hf_model(*, trained: bool = True, seed: int = 0) -> PreTrainedModel:
     """The demo model as a plain Hugging Face model, float32, on the CPU, in evaluation mode.
 
     Args:
@@ -91,6 +95,9 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0) -> LlamaForCausalLM:
     >>> sum(p.numel() for p in demo_hf_model().parameters())
     1038720
     """
+    # Not above: its code takes a quarter of a second to import, and most who import the package never need it.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig.from_dict(json.loads(_file("config.json")))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -112,8 +119,8 @@ def load_demo_model(
     """The demo model in TransformerLens, with its tokenizer: 5 layers, 8 query heads on 4 key heads, RoPE.
 
     Args:
-        backend: ``'hooked'`` (HookedTransformer, TransformerLens 3.x only), ``'bridge'`` (TransformerBridge)
-            or ``'auto'``: the first of the two that the installed TransformerLens has.
+        backend: ``'hooked'`` (HookedTransformer, TransformerLens 2 and 3), ``'bridge'`` (TransformerBridge, from 3.4
+            on) or ``'auto'``: the first of the two that the installed TransformerLens has.
         trained: False gives the same architecture at random initialisation.
         seed: of the random initialisation.
         device: where the model goes; the CPU by default.
@@ -123,13 +130,16 @@ def load_demo_model(
         logits ``(batch, pos, 1024)`` out; ``to_tokens`` puts ``<|endoftext|>`` first, as in training.
 
     Raises:
-        ValueError: for an unknown backend, or ``'hooked'`` where TransformerLens has no HookedTransformer.
+        ValueError: for an unknown backend or device, a seed that is none, or a backend that the installed
+            TransformerLens does not have.
 
-    >>> model = load_demo_model(backend="bridge")
+    >>> model = load_demo_model()
     >>> model(model.to_tokens("We the people")).shape[-1]
     1024
     """
     check_backend(backend)
+    check_device(device)
+    check_seed(seed)
     hf_model = demo_hf_model(trained=trained, seed=seed)
     if device is not None:
         hf_model.to(device)

@@ -20,7 +20,7 @@ from tl_posdisent.lens.attention import AttentionSpec, read_layers, read_rotary_
 from tl_posdisent.lens.capture import Captured, stream
 from tl_posdisent.lens.components import Part, fit_inside, keep_parts
 from tl_posdisent.lens.edits import edit_scores
-from tl_posdisent.lens.run import Hook, check_seed, check_tokens
+from tl_posdisent.lens.run import Hook, check_seed, check_tokens, evaluating
 from tl_posdisent.lens.two_axis import keep_two_axis
 from tl_posdisent.maths.additive_fit import AdditiveFit
 
@@ -237,7 +237,7 @@ def _shuffled_order(tokens: Int[Tensor, "batch pos"], seed: int) -> Int[Tensor, 
 
 @torch.no_grad()
 def _log_probabilities(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook]) -> Float[Tensor, "batch pos v"]:
-    with applied(model, hooks):
+    with evaluating(model), applied(model, hooks):
         logits: Tensor = model(tokens)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.lens.applied import applied
 from tl_posdisent.lens.attention import n_layers
-from tl_posdisent.lens.run import check_tokens, device_of
+from tl_posdisent.lens.run import check_tokens, device_of, evaluating
 
 from .scramble import Perturb
 
@@ -97,7 +97,7 @@ def _score(model: Any, question: MultipleChoice, context: Tensor, choice: Tensor
         by = "word" if isinstance(question.context, str) else "token"
         perturbed = perturb(tokens, until=len(context), unit=by)
         tokens, hooks = perturbed.tokens, perturbed.hooks
-    with torch.no_grad(), applied(model, hooks):
+    with torch.no_grad(), evaluating(model), applied(model, hooks):
         logits = model(tokens)[0, len(context) - 1 : -1].double()
     score: Tensor = logits.log_softmax(-1).gather(-1, tokens[0, len(context) :, None]).mean()
     if not bool(score.isfinite()):

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
+from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -15,7 +16,7 @@ from tqdm.auto import tqdm
 from tl_posdisent.lens.applied import applied
 from tl_posdisent.lens.attention import AttentionSpec, read_layers
 from tl_posdisent.lens.longer import longer_context
-from tl_posdisent.lens.run import Hook, check_tokens, run
+from tl_posdisent.lens.run import Hook, check_tokens, evaluating, run
 from tl_posdisent.maths.typical import Typical, fit_typical
 
 from .attention_rows import entropy_by_query, largest_by_query, share_key
@@ -112,7 +113,7 @@ def length_generalization(
                 for spec in specs
                 for hook in _observers(spec, edges, typical[spec.layer], rows, bar, edited=bool(given))
             ]
-            with applied(model, [*given, *observers]):
+            with evaluating(model), applied(model, [*given, *observers]):
                 logits = model(tokens[:, : edges[-1]])
     losses = [_loss(logits, tokens, start, stop) for start, stop in pairwise(edges)]
     return _table(rows, edges, losses, by)
@@ -141,7 +142,7 @@ def _typical(model: Any, tokens: Tensor, specs: list[AttentionSpec], start: int)
         def listen(x: Tensor, hook: Any) -> None:
             if not bool(x.isfinite().all()):
                 raise ValueError(f"the attention outputs of layer {spec.layer} are not finite")
-            found[spec.layer] = fit_typical(x[:, start:].detach().permute(2, 0, 1, 3).flatten(1, 2))
+            found[spec.layer] = fit_typical(rearrange(x[:, start:].detach(), "batch pos head d -> head (batch pos) d"))
 
         assert spec.z
         return spec.z, listen
@@ -173,7 +174,7 @@ def _observers(
     def at_z(x: Tensor, hook: Any) -> None:
         if not bool(x.isfinite().all()):
             raise ValueError(f"the attention outputs of layer {spec.layer} are not finite")
-        distance, cosine, limit = _drift(x.permute(2, 0, 1, 3), typical, edges[0])
+        distance, cosine, limit = _drift(rearrange(x, "batch pos head d -> head batch pos d"), typical, edges[0])
         size = x.shape[-1] ** 0.5
         note("mahalanobis", [distance[..., a:b].mean((1, 2)) / size for a, b in buckets])
         note("cosine", [cosine[..., a:b].mean((1, 2)) for a, b in buckets])

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.lens.applied import applied
 from tl_posdisent.lens.attention import read_layers
-from tl_posdisent.lens.run import check_tokens
+from tl_posdisent.lens.run import check_tokens, evaluating
 
 from .choice import MultipleChoice, share_right
 from .scramble import Kind, Perturb, Perturbed, Unit, check_fraction, perturber
@@ -148,7 +148,7 @@ def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None
 
 
 def _logits(model: Any, perturbed: Perturbed) -> Float[Tensor, "batch pos vocab"]:
-    with torch.no_grad(), applied(model, perturbed.hooks):
+    with torch.no_grad(), evaluating(model), applied(model, perturbed.hooks):
         logits: Tensor = model(perturbed.tokens)
     return logits
 

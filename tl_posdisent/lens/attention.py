@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from einops import rearrange, repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class Tap:
     def read(self, x: Tensor) -> Float[Tensor, "batch pos head d_head"]:
         """The hook's tensor as vectors, QK-norm applied."""
         if self.layout == "flat":
-            x = x.unflatten(-1, (self.n_heads, -1))
+            x = rearrange(x, "... (head d_head) -> ... head d_head", head=self.n_heads)
         elif self.layout == "head pos":
             x = x.transpose(1, 2)
         return x if self.norm is None else self.norm(x)
@@ -123,7 +124,7 @@ class AttentionSpec:
     def per_query_head(self, x: Float[Tensor, "batch pos kv d_head"]) -> Float[Tensor, "batch pos head d_head"]:
         """Keys or values, one for each query head (a view where there is nothing to repeat)."""
         repeats = self.n_heads // x.shape[2]
-        return x if repeats == 1 else x.repeat_interleave(repeats, dim=2)
+        return x if repeats == 1 else repeat(x, "batch pos kv d -> batch pos (kv group) d", group=repeats)
 
     def rotated(self, x: Float[Tensor, "batch pos h d_head"], positions: Tensor) -> Tensor:
         """Queries or keys as the model turns them to these positions (as they are, if it does not)."""
@@ -133,7 +134,8 @@ class AttentionSpec:
         self, q_rot: Float[Tensor, "batch query head d_head"], k_rot: Float[Tensor, "batch key kv d_head"]
     ) -> Float[Tensor, "batch head query key"]:
         """Scores of rotated queries and keys (of some heads too, with a key head each); soft cap applied, mask not."""
-        grouped = q_rot.unflatten(2, (k_rot.shape[2], -1))  # query heads beside the key head that they share
+        # query heads beside the key head that they share
+        grouped = rearrange(q_rot, "batch query (kv group) d -> batch query kv group d", kv=k_rot.shape[2])
         scores = torch.einsum("bqghd,bkgd->bghqk", grouped, k_rot).flatten(1, 2)
         return self.capped(scores * self.require_scale())
 
@@ -172,7 +174,7 @@ def read_attention(model: Any, layer: int) -> AttentionSpec:
         An ``AttentionSpec``. What could not be explained is no error here: ``problem`` and ``no_rotation`` say it.
 
     Raises:
-        ValueError: layer out of range; a model without TransformerLens's attention hooks.
+        ValueError: layer out of range; a model without TransformerLens's attention hooks, or a compiled one.
 
     Example:
         >>> from tl_posdisent import load_demo_model, read_attention
@@ -223,6 +225,11 @@ def n_layers(model: Any) -> int:
         raise ValueError(
             "model must be a HookedTransformer, a TransformerBridge or another model with TransformerLens's hooks, "
             f"got {type(model).__name__}"
+        )
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            "model must not be compiled: torch would compile it anew for every set of hooks. Give the model that "
+            "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded anew)"
         )
     return n
 

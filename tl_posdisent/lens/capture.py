@@ -68,7 +68,7 @@ def capture(
     from the model must equal the model's own, and must be masked where the mask says so.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
+        model: HookedTransformer, TransformerBridge or alike. Dropout is off until the run has ended.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
         layers: which layers, in the model's order; default all. Layers after the last are not run.
         scores: False leaves the score matrices out (and their memory).
@@ -88,6 +88,8 @@ def capture(
         0 (1, 32, 8, 16) (1, 8, 32, 32)
         3 (1, 32, 8, 16) (1, 8, 32, 32)
     """
+    if not isinstance(scores, bool):
+        raise ValueError(f"scores must be True or False, got {scores!r}")
     specs = read_layers(model, layers)
     tokens = check_tokens(model, tokens)
     for spec in specs:
@@ -111,7 +113,7 @@ def stream(
     specs = sorted(specs, key=lambda spec: spec.layer)
     box: queue.Queue[Captured | BaseException | None] = queue.Queue()
     resume = threading.Semaphore(0)
-    stopped = threading.Event()
+    stopped, ended = threading.Event(), threading.Event()
 
     def hand_over(captured: Captured) -> None:
         box.put(captured)
@@ -123,15 +125,18 @@ def stream(
     def work() -> None:
         end: BaseException | None = None
         try:
-            run(model, tokens, _hooks(specs, hand_over, scores, vectors), stop=specs[-1].layer + 1)
+            if not stopped.is_set():
+                run(model, tokens, _hooks(specs, hand_over, scores, vectors), stop=specs[-1].layer + 1)
         except BaseException as error:  # whatever it is, the caller must hear of it
             end = None if isinstance(error, _Stopped) else error
+        finally:
+            ended.set()
         box.put(end)
 
     worker = threading.Thread(target=work, name="capture", daemon=True)
-    worker.start()
     delivered = 0
     try:
+        worker.start()  # Ctrl-C may come while it waits for the thread to begin
         while isinstance(item := box.get(), Captured):
             delivered += 1
             yield item
@@ -144,7 +149,20 @@ def stream(
     finally:  # also when the caller leaves its loop early, or is interrupted
         stopped.set()
         resume.release()
-        worker.join()
+        if worker.ident is not None:  # it has begun; otherwise it finds that it is to stop, and leaves the model alone
+            _wait(ended)
+
+
+def _wait(ended: threading.Event) -> None:
+    """Until the pass has ended, Ctrl-C or not: only then is the model as it was. Then it is Ctrl-C again."""
+    pressed: KeyboardInterrupt | None = None
+    while not ended.is_set():
+        try:
+            ended.wait()
+        except KeyboardInterrupt as error:
+            pressed = error
+    if pressed is not None:
+        raise pressed
 
 
 class _Stopped(BaseException):

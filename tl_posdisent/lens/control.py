@@ -42,8 +42,8 @@ def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
     """
     n_layers(model)
     seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
-    if not seeds or any(isinstance(s, bool) or not isinstance(s, int) or s < 0 for s in seeds):
-        raise ValueError(f"seeds must be non-negative integers, at least one, got {seeds}")
+    if not seeds or any(isinstance(s, bool) or not isinstance(s, int) or not 0 <= s < 2**63 for s in seeds):
+        raise ValueError(f"seeds must be non-negative integers, at least one, got {seeds} (and below 2**63)")
     return (_reinitialised(model, seed) for seed in seeds)
 
 

@@ -1,6 +1,6 @@
 """Hugging Face weights into a HookedTransformer, and the proof that the two compute the same.
 
-Needs TransformerLens 3.x; nothing of it is imported before it is used, so that the rest of the package runs
+Needs TransformerLens 2 or 3; nothing of it is imported before it is used, so that the rest of the package runs
 where HookedTransformer no longer exists.
 """
 

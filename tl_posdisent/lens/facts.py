@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tl_posdisent.maths.rotary import Rotary, rotary_from_table
+from tl_posdisent.maths.rotary import Rotary
+from tl_posdisent.maths.rotary_table import rotary_from_table
 
 from .attention import Tap
 from .tables import table_like
@@ -151,10 +152,9 @@ def longer_tables(slot: TableSlot, rotary: Rotary | None, length: int) -> Iterat
 
 def _hooked_table(attn: Any, which: int, length: int) -> Tensor:
     cfg = attn.cfg
-    table: Tensor = attn.calculate_sin_cos_rotary(cfg.rotary_dim, length, base=attn._rotary_base(), dtype=cfg.dtype)[
-        which
-    ]
-    return table
+    base = attn._rotary_base() if hasattr(attn, "_rotary_base") else cfg.rotary_base  # TransformerLens 2: one for all
+    tables: tuple[Tensor, Tensor] = attn.calculate_sin_cos_rotary(cfg.rotary_dim, length, base=base, dtype=cfg.dtype)
+    return tables[which]
 
 
 def _exact(model: Any, measured: Rotary, dtype: torch.dtype) -> Rotary:

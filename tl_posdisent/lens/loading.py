@@ -10,13 +10,16 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tl_posdisent.lens.conversion import check_same_logits, hf_logits, probe_tokens, quietly, to_hooked
+from tl_posdisent.lens.conversion import check_same_logits, hf_logits, probe_tokens, to_hooked
+from tl_posdisent.lens.devices import check_device
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer
@@ -34,6 +37,7 @@ __all__ = [
     "TransformerLensModel",
     "bridge_from_hf",
     "check_backend",
+    "has_bridge",
     "has_hooked",
     "hooked_from_hf",
     "load_model",
@@ -41,9 +45,18 @@ __all__ = [
 
 
 def has_hooked() -> bool:
-    """Whether the installed TransformerLens has HookedTransformer (3.x has it, 4.x has not)."""
+    """Whether the installed TransformerLens has HookedTransformer (2.x and 3.x have it, 4.x has not)."""
     try:  # TransformerLens 4 raises ImportError even from hasattr, so ask by importing
         from transformer_lens import HookedTransformer  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def has_bridge() -> bool:
+    """Whether the installed TransformerLens has a TransformerBridge for models in memory (from 3.4 on)."""
+    try:
+        from transformer_lens.model_bridge.sources import _bridge_builder  # noqa: F401
     except ImportError:
         return False
     return True
@@ -61,6 +74,11 @@ def check_backend(backend: str, *, allowed: tuple[str, ...] = get_args(Backend))
         raise ValueError(f"backend must be one of {allowed}, got {backend!r}")
     if backend == "hooked" and not has_hooked():
         raise ValueError("the installed TransformerLens has no HookedTransformer, use backend='bridge'")
+    if backend == "bridge" and not has_bridge():
+        raise ValueError(
+            f"backend='bridge' needs TransformerLens 3.4 or newer, {version('transformer-lens')} is installed: "
+            "use backend='hooked' or 'auto', or install a newer one"
+        )
 
 
 def _own_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
@@ -73,6 +91,11 @@ def _own_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedToken
         # whether it really does is found out by encoding something, so the flag decides nothing else.
         tokenizer.init_kwargs |= {"name_or_path": "in-memory", "add_bos_token": True}
     return tokenizer
+
+
+def _check_hf_model(hf_model: Any) -> None:
+    if not isinstance(hf_model, PreTrainedModel):
+        raise ValueError(f"hf_model must be a causal language model of transformers, got {type(hf_model).__name__}")
 
 
 @contextlib.contextmanager
@@ -97,9 +120,10 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         The converted model in evaluation mode: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
 
     Raises:
-        ValueError: if the installed TransformerLens has no HookedTransformer, does not know the
-            architecture, or converts it to a model that computes something else (largest difference of
-            logits on random tokens above 1e-3 of the largest logit, or rotary tables that differ).
+        ValueError: if this is no model of transformers; if the installed TransformerLens has no
+            HookedTransformer, does not know the architecture, or converts it to a model that computes
+            something else (largest difference of logits on random tokens above 1e-3 of the largest logit,
+            or rotary tables that differ).
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
@@ -109,6 +133,7 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     ...     assert model.cfg.n_key_value_heads == 1
     """
     check_backend("hooked")
+    _check_hf_model(hf_model)
     with _evaluating(hf_model):
         model = to_hooked(hf_model)
         if tokenizer is not None:
@@ -128,15 +153,17 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         The bridge in evaluation mode: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
 
     Raises:
-        ValueError: if TransformerLens does not know the architecture, or the bridge computes something else
-            than the model did before it was wrapped.
+        ValueError: if this is no model of transformers; if TransformerLens is older than 3.4 or does not know the
+            architecture, or the bridge computes something else than the model did before it was wrapped.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
     ...                      num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32)
-    >>> bridge_from_hf(LlamaForCausalLM(config))(torch.tensor([[1, 2, 3]])).shape
-    torch.Size([1, 3, 50])
+    >>> if has_bridge():
+    ...     assert bridge_from_hf(LlamaForCausalLM(config))(torch.tensor([[1, 2, 3]])).shape == (1, 3, 50)
     """
+    check_backend("bridge")
+    _check_hf_model(hf_model)
     # A private module, but the only door that takes a model without asking a network for a tokenizer.
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
@@ -171,28 +198,41 @@ def _read_hugging_face(
             trust_remote_code=False,
             use_safetensors=True,  # weights in pickle files are not read
         )
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = None
+        names = ("tokenizer.json", "tokenizer_config.json")
+        if not isinstance(source, Path) or any((source / name).is_file() for name in names):
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"cannot load a causal language model from {source}: {error}") from error
     if device is not None:
         hf_model.to(device)
-    tokenizer = None
-    names = ("tokenizer.json", "tokenizer_config.json")
-    if not isinstance(source, Path) or any((source / name).is_file() for name in names):
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
     return hf_model, tokenizer
 
 
-def _hooked_by_name(name: str, options: dict[str, Any]) -> HookedTransformer:
-    from transformer_lens import HookedTransformer
-    from transformer_lens import loading_from_pretrained as loading
+def _official(name: str) -> str:
+    """The repository that TransformerLens's short names stand for; any other name is one itself."""
+    try:
+        from transformer_lens.supported_models import get_official_model_name
+    except ImportError:  # it lay elsewhere before
+        from transformer_lens.loading_from_pretrained import get_official_model_name
+    try:
+        return str(get_official_model_name(name))
+    except ValueError:
+        return name
 
-    official = loading.get_official_model_name(name)  # ValueError for a name that it does not know
-    if official.startswith(tuple(loading.NEED_REMOTE_CODE_MODELS)):
-        # TransformerLens would by itself allow code from the repository to run; most of these need none
-        hf_model, tokenizer = _read_hugging_face(official, **options)
-        return hooked_from_hf(hf_model, tokenizer=tokenizer)
-    with quietly():
-        return HookedTransformer.from_pretrained_no_processing(name, **options)
+
+def _source(name_or_dir: Any) -> str | Path:
+    """A folder that is there, or what can be a model's name. Whatever looks like a path never asks a network."""
+    if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip() or "\0" in str(name_or_dir):
+        what = repr(name_or_dir) if isinstance(name_or_dir, (str, Path)) else type(name_or_dir).__name__
+        raise ValueError(f"name_or_dir must be the folder of a model, or a model's name, got {what}")
+    folder = Path(name_or_dir)
+    if name_or_dir != "" and folder.is_dir():
+        return folder
+    a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or folder.exists()
+    if a_path or len(folder.parts) > 2 or "\\" in str(name_or_dir):
+        raise ValueError(f"name_or_dir must be the folder of a model, or a model's name, but {folder} is no folder")
+    return str(name_or_dir)
 
 
 def load_model(
@@ -205,8 +245,8 @@ def load_model(
     """Load a model from a directory (as `save_pretrained` writes it) or, by name, from the hub or its cache.
 
     Args:
-        name_or_dir: an existing directory, which is read without any network, or a model name that
-            TransformerLens knows.
+        name_or_dir: an existing directory, which is read without any network, or a model's name: of a
+            repository, or one that TransformerLens has for it.
         backend: ``'hooked'``, ``'bridge'``, or ``'auto'``: HookedTransformer where the installed
             TransformerLens has it and converts this model rightly, otherwise TransformerBridge.
         device: where the model goes; by default the CPU for a directory, TransformerLens' choice for a name.
@@ -216,8 +256,9 @@ def load_model(
         The model with its tokenizer, if it has one: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
 
     Raises:
-        ValueError: for an unknown backend, a directory without a model in safetensors format, or a model that
-            the backend cannot represent truly. Code shipped with a model is never run.
+        ValueError: for an unknown backend, device or dtype; a path where there is no directory; a directory or
+            repository without a whole model in safetensors format; a model that the backend cannot represent
+            truly. Code shipped with a model is never run, and weights in pickles are never read.
 
     >>> import tempfile
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -229,25 +270,22 @@ def load_model(
     torch.Size([1, 3, 50])
     """
     check_backend(backend)
-    folder = Path(name_or_dir)
-    hooked = backend == "hooked" or (backend == "auto" and has_hooked())
-    if folder.is_dir():
-        hf_model, tokenizer = _read_hugging_face(folder, dtype=dtype, device=device)
-        if hooked:
-            try:
-                return hooked_from_hf(hf_model, tokenizer=tokenizer)
-            except ValueError:
-                if backend == "hooked":
-                    raise
-        return bridge_from_hf(hf_model, tokenizer=tokenizer)
-
-    options: dict[str, Any] = {"device": device, "dtype": dtype or torch.float32}
-    if hooked:
+    check_device(device)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
+    source = _source(name_or_dir)
+    if isinstance(source, str):
         try:
-            return _hooked_by_name(str(name_or_dir), options)
-        except ValueError:
-            if backend == "hooked":
-                raise
-    from transformer_lens.model_bridge import TransformerBridge
+            from transformer_lens.utilities.devices import get_device
+        except ImportError:  # TransformerLens 2
+            from transformer_lens.utils import get_device
 
-    return TransformerBridge.boot_transformers(str(name_or_dir), trust_remote_code=False, **options)
+        source, device = _official(source), get_device() if device is None else device
+    hf_model, tokenizer = _read_hugging_face(source, dtype=dtype, device=device)
+    if backend == "hooked" or (backend == "auto" and has_hooked()):
+        try:
+            return hooked_from_hf(hf_model, tokenizer=tokenizer)
+        except ValueError:
+            if backend == "hooked" or not has_bridge():
+                raise
+    return bridge_from_hf(hf_model, tokenizer=tokenizer)

@@ -55,9 +55,9 @@ def patch_vectors(
         rounding where scores are recomputed.
 
     Raises:
-        ValueError: neither queries nor keys; vectors of wrong shape; a layer or heads out of range; a layer without
-            rotary embeddings that hooks can reach; an unknown ``keys``. While running: a text of another shape; a
-            rotation table that is not that of ``positions``.
+        ValueError: neither queries nor keys; vectors of wrong shape or not finite; a layer or heads out of range; a
+            layer without rotary embeddings that hooks can reach; an unknown ``keys``. While running: a text of another
+            shape; a rotation table that is not that of ``positions``.
 
     Example:
         >>> import torch
@@ -81,6 +81,8 @@ def patch_vectors(
         if x is not None and (not isinstance(x, Tensor) or x.ndim != 4 or x.shape[2:] != (n, spec.d_head)):
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must have shape (batch, pos, {n}, {spec.d_head}), got {got}")
+        if x is not None and not bool(x.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
     place = None if positions is None else real_tensor("positions", positions)
     return vector_hooks(spec, chosen, q_rot, k_rot, keys, place)
 
@@ -112,7 +114,7 @@ def patch_scores(
 
     Raises:
         ValueError: unknown components; scores of wrong shape; a layer or heads out of range; a layer whose scores
-            cannot be changed. While running: a text of another shape, padding.
+            cannot be changed. While running: a text of another shape, padding, scores that are not finite.
 
     Example:
         >>> from tl_posdisent import capture, demo_text, demo_tokens, load_demo_model, patch_scores
@@ -228,6 +230,8 @@ def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, parts
         _check_shape("scores", theirs, own)
         if bool((is_masked(theirs) & view.inside).any() | (view.inside != spec.mask(own.shape[-1], own.device)).any()):
             raise ValueError(f"scores of layer {spec.layer} must have the layer's mask: padded texts are not supported")
+        if not bool((theirs.isfinite() | ~view.inside).all()):
+            raise ValueError(f"scores of layer {spec.layer} must be finite inside the mask")
         if set(parts) == set(_ALL):
             return theirs
         before, after = split_scores(own, view.inside), split_scores(theirs, view.inside)

@@ -19,13 +19,13 @@ from . import facts
 from .attention import AttentionSpec, Tap, n_layers
 from .disturb import check_tables_and_scores, check_turns
 from .evidence import Seen, is_mask, listen, misfit, mismatch, visible_cells
-from .run import at_rest, device_of, hook_name
+from .run import at_rest, check_tokens, device_of, hook_name
 
 
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     """An ``AttentionSpec`` for each of these layers."""
     n_layers(model)
-    tokens = probe_tokens(model)
+    tokens = check_tokens(model, probe_tokens(model))
     with at_rest(model), torch.no_grad():
         seen = listen(model, tokens, layers)
         specs = [_explain(model, layer, seen[layer]) for layer in layers]
@@ -72,6 +72,8 @@ def _explain(model: Any, layer: int, seen: Seen) -> AttentionSpec:
         z=named("hook_z"),
         v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
     )
+    if any(x is not None and bool(x.isnan().any()) for x in (scores, pattern)):
+        return replace(spec, scores=None, problem="its scores are NaN: look for NaN or infinity in the weights")
     if visible is None:
         return replace(
             spec,

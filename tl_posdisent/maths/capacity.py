@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
-from .rotary import Rotary
+from .rotary import Rotary, check_rotary
 from .variance import Numbers, numbers
 
 
@@ -139,7 +139,7 @@ def rope_capacity(
         >>> bool(free.r2 > 0.95), bool(free.r2 > cheap.r2 > 0.5), bool(cheap.norm < 1 < free.norm)
         (True, True, True)
     """
-    device = rotary.frequencies.device
+    device = check_rotary(rotary).frequencies.device
     d, y = numbers("distances", distances, device), numbers("target", target, device)
     if d.shape != y.shape:
         raise ValueError(f"target must have one value per distance, got {len(y)} values for {len(d)} distances")

@@ -100,7 +100,9 @@ def interaction_by_subspace(
         >>> bool(parts[0, 0] > 0.9 * parts.sum()), bool(parts[0, 1].abs() < 1e-6)  # all of it is in the fast one
         (True, True)
     """
-    effects = tuple(map(check_effect, effects))
+    if isinstance(effects, str):
+        raise ValueError(f"effects must be a sequence of effects, got the one word {effects!r}")
+    effects = tuple(check_effect(effect, "effects") for effect in effects)
     if not effects:
         raise ValueError("effects must name at least one effect")
     factors = read_factors(moments, *check_distances(moments, distances, weights), check_scale(scale))

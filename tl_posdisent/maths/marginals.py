@@ -39,6 +39,9 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
         raise ValueError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
     if not scores.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {scores.dtype}")
+    if scores.layout != torch.strided or scores.is_meta:
+        what = "a meta tensor, which has no values" if scores.is_meta else f"{scores.layout}: call to_dense()"
+        raise ValueError(f"{name} must be dense and hold values, got {what}")
     if scores.ndim < 2:
         raise ValueError(f"{name} must have shape (..., query, key), got {tuple(scores.shape)}")
     if scores.numel() == 0 or scores.shape[-1] < 2:

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int64
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from .rotary import Rotary, to_complex
+from .files import whole_file
+from .rotary import Rotary, check_rotary, to_complex
 from .spread import Spread, chunks, spread_of, total
 
 _ANGLE_DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -109,7 +110,11 @@ class Moments:
         return Moments(self.query.to(device), self.key.to(device), self.rotary.to(device))
 
     def to_file(self, path: str | os.PathLike[str]) -> None:
-        """Save in safetensors; ``from_file`` gives the same numbers back to the last bit."""
+        """Save in safetensors, whole or not at all; ``from_file`` gives the same numbers back to the last bit.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         about = {
             "kind": "Moments",
             "version": 1,
@@ -127,7 +132,8 @@ class Moments:
             "frequencies": self.rotary.frequencies,
         }
         contiguous = {name: x.cpu().contiguous() for name, x in tensors.items()}
-        save_file(contiguous, path, {"tl_posdisent": json.dumps(about)})
+        with whole_file(path) as file:
+            file.write(save(contiguous, {"tl_posdisent": json.dumps(about)}))
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Moments:
@@ -138,6 +144,8 @@ class Moments:
             ValueError: a file that is no safetensors file, is truncated, or holds something else than moments.
         """
         name = os.fspath(path)
+        if os.path.isdir(path):
+            raise ValueError(f"{name} is no safetensors file, but a folder")
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads((file.metadata() or {}).get("tl_posdisent", "{}"))
@@ -192,6 +200,7 @@ def _check_vectors(q: Tensor, k: Tensor, rotary: Rotary) -> None:
             raise ValueError(f"{name} must be a floating-point torch.Tensor, got {got}")
         if x.ndim < 3 or x.numel() == 0:
             raise ValueError(f"{name} must have shape {axes} and not be empty, got {tuple(x.shape)}")
+    check_rotary(rotary)
     if q.device != k.device:
         raise ValueError(f"q and k must be on the same device, got {q.device} and {k.device}")
     _check_fit(q.shape[-2], k.shape[-2], q.shape[-1], k.shape[-1], rotary)

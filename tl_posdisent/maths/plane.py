@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Complex, Float, Float64
 from torch import Tensor
 
-from .rotary import Rotary, to_complex
+from .rotary import Rotary, check_rotary, to_complex
 from .tables import index_columns
 
 _QUERIES_AT_ONCE = 64
@@ -109,6 +109,7 @@ def positional_symbolic_qk(
         (True, 1.0)
     """
     _check(q, k)
+    check_rotary(rotary)
     *batch, _, n_heads, _ = q.shape
     queries, keys = (_as_subspaces(x, rotary) for x in (q, k))
     queries, keys = (x.reshape(-1, *x.shape[-3:]) for x in (queries, keys))

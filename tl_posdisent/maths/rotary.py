@@ -7,8 +7,10 @@ alone: ``⟨R(p) q, R(s) k⟩ = Σ_c Re(q_c · conj(k_c) · exp(i θ_c (p − s)
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from numbers import Real as RealNumber
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Complex, Float, Float64, Real
@@ -29,7 +31,8 @@ class Rotary:
             angles are rounded the same way. ``torch.float64`` gives exact geometry.
 
     Raises:
-        ValueError: an unknown pairing; frequencies that are not a finite float64 tensor with one axis.
+        ValueError: an unknown pairing; frequencies that are not a finite float64 tensor with one axis; a factor that
+            is not a finite number above 0; an ``angle_dtype`` that is not floating point.
 
     Example:
         >>> import torch
@@ -47,13 +50,17 @@ class Rotary:
     def __post_init__(self) -> None:
         if self.pairing not in get_args(Pairing):
             raise ValueError(f'pairing must be "half" or "adjacent", got {self.pairing!r}')
-        if self.frequencies.ndim != 1 or self.frequencies.dtype != torch.float64:
-            raise ValueError(
-                "frequencies must be a float64 tensor of shape (subspace,), got "
-                f"{self.frequencies.dtype} of shape {tuple(self.frequencies.shape)}"
-            )
-        if not bool(self.frequencies.isfinite().all()):
-            raise ValueError(f"frequencies must be finite, got {self.frequencies.tolist()}")
+        x = self.frequencies
+        if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype != torch.float64:
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"frequencies must be a float64 tensor of shape (subspace,), got {what}")
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"frequencies must be finite, got {x.tolist()}")
+        factor = self.attention_factor
+        if isinstance(factor, bool) or not isinstance(factor, RealNumber) or not 0 < factor < math.inf:
+            raise ValueError(f"attention_factor must be a finite number above 0, got {factor!r}")
+        if not isinstance(self.angle_dtype, torch.dtype) or not self.angle_dtype.is_floating_point:
+            raise ValueError(f"angle_dtype must be a floating point torch.dtype, got {self.angle_dtype!r}")
 
     @property
     def dim(self) -> int:
@@ -194,6 +201,9 @@ def from_complex(
 ) -> Float[Tensor, "*batch d_head"]:
     """The inverse of ``to_complex``: subspaces and the rest as vectors ``[*batch, d_head]``.
 
+    Raises:
+        ValueError: subspaces that are not complex or not those of the rotation; a rest of another batch.
+
     Example:
         >>> import torch
         >>> from tl_posdisent import Rotary, from_complex
@@ -201,57 +211,24 @@ def from_complex(
         >>> from_complex(torch.tensor([1 + 2j, 3 + 4j]), torch.tensor([5.0]), rotary).tolist()
         [1.0, 2.0, 3.0, 4.0, 5.0]
     """
+    n = len(check_rotary(rotary).frequencies)
+    if not isinstance(z, Tensor) or not z.is_complex() or z.shape[-1:] != (n,):
+        what = f"{z.dtype} of shape {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__
+        raise ValueError(f"z must be complex with a last axis of {n}, one per frequency, got {what}")
+    if not isinstance(rest, Tensor) or not rest.is_floating_point() or rest.shape[:-1] != z.shape[:-1]:
+        what = f"{rest.dtype} of shape {tuple(rest.shape)}" if isinstance(rest, Tensor) else type(rest).__name__
+        raise ValueError(f"rest must be floating point of shape {(*z.shape[:-1], 'rest')}, got {what}")
     return torch.cat([_joined(z.real, z.imag, rotary.pairing), rest], -1)
-
-
-def rotary_from_table(
-    cos: Float[Tensor, "pos columns"], sin: Float[Tensor, "pos columns"], *, pairing: Pairing = "half"
-) -> Rotary:
-    """Read frequencies and attention factor off a model's table of cosines and sines for positions 0, 1, 2 ….
-
-    The table may have one column per subspace, or two of them in either order (``c0 c1 c0 c1`` or ``c0 c0 c1 c1``).
-    The first row after 0 gives each angle up to the rounding of the table; doubling the position again and again
-    halves that error without ever losing count of the turns, so long tables give frequencies to float32 precision.
-
-    Args:
-        cos, sin: ``[pos, columns]``, as the model multiplies them.
-        pairing: kept in the result; no table can tell it.
-
-    Returns:
-        A ``Rotary`` whose angles are rounded to float32, as models round them.
-
-    Raises:
-        ValueError: fewer than two rows, or rows that are not the cosines and sines of growing angles.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent import rotary_from_table
-        >>> angle = torch.arange(64.0)[:, None] * torch.tensor([1.0, 0.1])
-        >>> rotary_from_table(1.5 * angle.cos(), 1.5 * angle.sin()).frequencies.tolist()
-        [1.0..., 0.1...]
-    """
-    if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] < 2:
-        raise ValueError(
-            "cos and sin must have the same shape (pos, columns) with at least two positions, got "
-            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    cos, sin = (_one_column_each(x.double()) for x in (cos, sin))
-    radius = torch.hypot(cos, sin)
-    measured = torch.atan2(sin, cos)
-    theta, position = measured[1].clone(), 2
-    while position < cos.shape[0]:
-        theta = theta + _wrapped(measured[position] - theta * position) / position
-        position *= 2
-    error = _wrapped(measured - torch.arange(len(cos), device=cos.device)[:, None].double() * theta).abs()
-    if cos.shape[1] and not (float(error.max()) < 0.05 and float((radius / radius.mean() - 1).abs().max()) < 0.05):
-        raise ValueError("cos and sin are not a rotary table: its angles do not grow linearly with the position")
-    factor = float(radius.mean()) if radius.numel() else 1.0
-    factor = 1.0 if abs(factor - 1) < 1e-2 * torch.finfo(torch.bfloat16).eps else factor
-    return Rotary(theta, pairing, factor, angle_dtype=torch.float32)
 
 
 def check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> Tensor:
     """Refuse positions that do not fit ``x: [*batch, pos, head, d_head]``."""
+    if not isinstance(positions, Tensor):
+        raise ValueError(
+            f"{name} must be a torch.Tensor of shape (pos,) or (batch, pos), got {type(positions).__name__}"
+        )
+    if x.ndim < 3:
+        raise ValueError(f"x must have shape (*batch, pos, head, d_head), got {tuple(x.shape)}")
     length = x.shape[-3]
     fits = positions.shape[-1:] == (length,) and (
         positions.ndim == 1 or (positions.ndim == 2 and x.ndim == 4 and len(positions) in (1, len(x)))
@@ -267,8 +244,18 @@ def check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> Te
     return positions
 
 
-def _check(x: Tensor, rotary: Rotary) -> None:
-    if not x.is_floating_point() or x.shape[-1] < rotary.dim:
+def check_rotary(rotary: Any) -> Rotary:
+    """Refuse what is no rotation."""
+    if not isinstance(rotary, Rotary):
+        raise ValueError(f"rotary must be a Rotary, got {type(rotary).__name__}")
+    return rotary
+
+
+def _check(x: Any, rotary: Rotary) -> None:
+    check_rotary(rotary)
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if x.ndim < 1 or not x.is_floating_point() or x.shape[-1] < rotary.dim:
         raise ValueError(
             f"x must be floating point with a last axis of at least {rotary.dim} (two per frequency), "
             f"got {x.dtype} of shape {tuple(x.shape)}"
@@ -284,17 +271,3 @@ def _planes(x: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
 
 def _joined(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:
     return torch.cat([first, second], -1) if pairing == "half" else torch.stack([first, second], -1).flatten(-2)
-
-
-def _one_column_each(table: Float64[Tensor, "pos columns"]) -> Float64[Tensor, "pos subspace"]:
-    n = table.shape[1]
-    if n % 2 == 0 and n > 0:
-        if torch.equal(table[:, : n // 2], table[:, n // 2 :]):
-            return table[:, : n // 2]
-        if torch.equal(table[:, ::2], table[:, 1::2]):
-            return table[:, ::2]
-    return table
-
-
-def _wrapped(angle: Tensor) -> Tensor:
-    return torch.remainder(angle + torch.pi, 2 * torch.pi) - torch.pi

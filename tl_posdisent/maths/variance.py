@@ -159,6 +159,8 @@ def check_distances(
     moments: Moments, distances: Numbers, weights: Numbers | None
 ) -> tuple[Float64[Tensor, "distance"], Float64[Tensor, "distance"]]:
     """Distances and weights in float64 beside the moments."""
+    if not isinstance(moments, Moments):
+        raise ValueError(f"moments must be Moments (Moments.from_qk makes them), got {type(moments).__name__}")
     device = moments.query.mean.device
     d = numbers("distances", distances, device)
     w = torch.ones_like(d) if weights is None else numbers("weights", weights, device)
@@ -176,17 +178,20 @@ def check_scale(scale: float) -> float:
     return float(scale)
 
 
-def check_effect(effect: str) -> Effect:
+def check_effect(effect: str, name: str = "effect") -> Effect:
     """Refuse what is no effect."""
     for known in EFFECTS:
         if effect == known:
             return known
-    raise ValueError(f"effect must be one of {', '.join(EFFECTS)}, got {effect!r}")
+    raise ValueError(f"{name} must be one of {', '.join(EFFECTS)}, got {effect!r}")
 
 
 def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "distance"]:
     """What a user gave as numbers, checked, in float64."""
-    x = values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=torch.float64)
+    try:
+        x = values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
+        raise ValueError(f"{name} must be finite real numbers, got {values!r}") from error
     if x.ndim != 1 or len(x) == 0:
         raise ValueError(f"{name} must be one-dimensional and not empty, got shape {tuple(x.shape)}")
     if x.is_complex() or x.dtype == torch.bool or not bool(x.double().isfinite().all()):

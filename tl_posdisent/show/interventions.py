@@ -179,4 +179,5 @@ def _words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:
     """The tokens of a text, or their numbers where the model cannot say."""
     if getattr(model, "tokenizer", None) is None:
         return [str(i) for i in ids.tolist()]
-    return list(model.to_str_tokens(ids))
+    # One by one: of several, TransformerLens 2 with transformers 5 makes one word.
+    return [str(model.to_str_tokens(one)[0]) for one in ids.split(1)]

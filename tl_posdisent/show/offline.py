@@ -24,6 +24,8 @@ from circuitsvis.utils.render import RenderedHTML
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_posdisent.maths.files import whole_file
+
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{policy}"><title>{title}</title>
@@ -109,7 +111,8 @@ class Widget(RenderedHTML):  # type: ignore[misc]
         page = _HEAD.format(policy=policy, title=html.escape(self.title)) + element
         page += "".join(f"\n<script{kind}>{script}</script>" for script in scripts) + "\n</body></html>\n"
         path = Path(path)
-        path.write_text(page, encoding="utf-8", newline="\n")
+        with whole_file(path) as file:
+            file.write(page.encode("utf-8"))
         return path
 
     def _parts(self) -> tuple[str, Any]:

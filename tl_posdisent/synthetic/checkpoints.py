@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
+
+from tl_posdisent.lens.devices import check_device
+from tl_posdisent.maths.files import whole_file
 
 from .config import SyntheticConfig
 from .model import SyntheticModel
@@ -33,6 +35,10 @@ def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str,
     Returns:
         The path.
 
+    Raises:
+        ValueError: another model; notes that JSON cannot hold.
+        OSError: the file cannot be written. What was there before still is.
+
     Example:
         >>> import tempfile, torch
         >>> from tl_posdisent import SyntheticConfig, SyntheticModel, load_checkpoint, save_checkpoint
@@ -43,6 +49,8 @@ def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str,
         >>> torch.equal(model(tokens), again(tokens))
         True
     """
+    if not isinstance(model, SyntheticModel):
+        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
     return write(path, {WEIGHTS: model.state_dict()}, {**(notes or {}), "model": dataclasses.asdict(model.config)})
 
 
@@ -51,7 +59,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
 
     Raises:
         ValueError: no such file; a file that is damaged, cut short, or no checkpoint; weights of another shape than
-            the configuration beside them.
+            the configuration beside them; a device that is not there.
 
     Example:
         >>> from tl_posdisent import load_checkpoint
@@ -59,6 +67,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
         Traceback (most recent call last):
         ValueError: path must be a checkpoint, but nowhere.safetensors does not exist
     """
+    device = check_device(device) or "cpu"
     tensors, notes = read(path)
     try:
         model = SyntheticModel(SyntheticConfig(**notes["model"]))
@@ -88,9 +97,13 @@ def write(path: str | Path, groups: Mapping[str, Mapping[str, Tensor]], notes: M
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{g}/{name}": x.detach().cpu().clone() for g, group in groups.items() for name, x in group.items()}
-    unfinished = path.with_name(path.name + ".unfinished")
-    save_file(tensors, unfinished, metadata={"notes": json.dumps(notes)})
-    os.replace(unfinished, path)
+    try:
+        metadata = {"notes": json.dumps(notes)}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"notes must be what JSON can hold: {error}") from error
+    content = save(tensors, metadata=metadata)
+    with whole_file(path) as file:
+        file.write(content)
     return path
 
 
@@ -109,6 +122,8 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]
             for key in file.keys():  # noqa: SIM118 - no dict
                 group, _, name = key.partition("/")
                 groups.setdefault(group, {})[name] = file.get_tensor(key)
+        if not isinstance(notes, dict):
+            raise ValueError(f"its notes are a {type(notes).__name__}")
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise ValueError(f"path must be a whole checkpoint, but {path} cannot be read: {error}") from error
     return groups, notes

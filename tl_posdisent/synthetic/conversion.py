@@ -63,6 +63,8 @@ def to_hooked_transformer(model: SyntheticModel) -> HookedTransformer:
 
 
 def _check_expressible(model: SyntheticModel) -> None:
+    if not isinstance(model, SyntheticModel):
+        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
     c = model.config
     if not has_hooked():
         raise ValueError("the installed TransformerLens has no HookedTransformer, which left it with version 4")

@@ -17,7 +17,7 @@ from tl_posdisent.experiments.ablation import head_ablation
 from tl_posdisent.lens.ablation import AblationMode
 
 from .model import SyntheticModel
-from .steps import answers
+from .steps import answers, check_samples
 
 _NEEDED = ("layer", "head", "baseline", "effect")
 _MEASURES = ("baseline", "drop", "second", "share", "effective_heads", "layer", "head")
@@ -152,9 +152,13 @@ def deposit_spread(reports: Iterable[DepositReport]) -> pd.DataFrame:
         >>> deposit_spread([deposit(one), deposit(two)]).loc["share"].round(3).to_dict()
         {'mean': 0.775, 'std': 0.035, 'least': 0.75, 'most': 0.8, 'n': 2.0}
     """
-    rows = [report.to_frame() for report in reports]
-    if not rows:
+    reports = list(reports)
+    wrong = [type(report).__name__ for report in reports if not isinstance(report, DepositReport)]
+    if not reports:
         raise ValueError("reports must have one report or more, got none")
+    if wrong:
+        raise ValueError(f"reports must be DepositReports, got {wrong[0]}")
+    rows = [report.to_frame() for report in reports]
     table = pd.concat(rows, ignore_index=True).drop(columns="head").astype(float)
     spread = table.agg(["mean", "std", "min", "max", "count"]).T
     spread.columns = pd.Index(["mean", "std", "least", "most", "n"])
@@ -187,7 +191,7 @@ def head_drops(
         ``effect`` (value - baseline, so a drop is negative). ``deposit`` sums it up.
 
     Raises:
-        ValueError: not one label per sample, and as ``head_ablation``.
+        ValueError: as ``evaluate``, and as ``head_ablation``.
 
     Example:
         >>> from tl_posdisent import SyntheticConfig, SyntheticModel, TriggerCount, deposit, head_drops
@@ -198,10 +202,7 @@ def head_drops(
         >>> len(table), bool(table["baseline"][0] < 0.5)  # it has learned nothing yet
         (4, True)
     """
-    if tokens.ndim != 2 or len(tokens) == 0 or labels.shape != tokens.shape[:1]:
-        raise ValueError(
-            f"labels must be one per row of tokens, got {tuple(labels.shape)} for tokens of shape {tuple(tokens.shape)}"
-        )
+    check_samples(model, tokens, labels)
 
     def right(logits: Tensor, tokens: Tensor) -> Tensor:
         logits = answers(lambda *_, **__: logits, tokens, model.config.pad_id)

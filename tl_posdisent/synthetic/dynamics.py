@@ -60,6 +60,8 @@ def dynamics(
         >>> table.groupby("step").size().to_dict()  # 3 layers of 4 heads
         {0: 12, 2: 12}
     """
+    if not isinstance(run, TrainRun):
+        raise ValueError(f"run must be a TrainRun, got {type(run).__name__}")
     if not run.checkpoints:
         raise ValueError("run must have checkpoints: train with TrainConfig(checkpoints=...) and a folder, got none")
     tokens = long_texts(run.task, texts, seed) if tokens is None else tokens

@@ -191,6 +191,8 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
     """
     if by not in get_args(Norm):
         raise ValueError(f"by must be one of {', '.join(get_args(Norm))}, got {by!r}")
+    if not isinstance(table, pd.DataFrame):
+        raise ValueError(f"table must be from positional_gradients or dynamics, got {type(table).__name__}")
     missing = [name for name in ("layer", "head", by) if name not in table.columns]
     if missing:
         raise ValueError(f"table must have the column {missing[0]!r}, got {list(table.columns)}")
@@ -219,6 +221,8 @@ def _batches(
             tokens, labels = task.batch(batch_size, generator)
             yield tokens.to(device), labels.to(device)
         return
+    if not (isinstance(task, tuple) and len(task) == 2 and all(isinstance(x, Tensor) for x in task)):
+        raise ValueError(f"task must be a Task, or a pair of tokens and labels, got {type(task).__name__}")
     tokens, labels = task
     if len(tokens) != len(labels) or len(tokens) < batches * batch_size:
         raise ValueError(

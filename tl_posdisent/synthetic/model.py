@@ -8,14 +8,22 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformer_lens import ActivationCache, HookedRootModule
-from transformer_lens.config import TransformerLensConfig
+from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
+
+from tl_posdisent.lens.run import check_seed
 
 from .attention import causal_cells, hooked
 from .blocks import Block, LayerNorm, dropout
 from .config import SyntheticConfig
 from .encodings import make_encoding
+
+try:
+    from transformer_lens import HookedRootModule
+    from transformer_lens.config import TransformerLensConfig
+except ImportError:  # TransformerLens 2
+    from transformer_lens import HookedTransformerConfig as TransformerLensConfig
+    from transformer_lens.hook_points import HookedRootModule
 
 __all__ = ["SyntheticConfig", "SyntheticModel"]
 
@@ -74,6 +82,9 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
 
     def __init__(self, config: SyntheticConfig, seed: int = 0) -> None:
         super().__init__()
+        if not isinstance(config, SyntheticConfig):
+            raise ValueError(f"config must be a SyntheticConfig, got {type(config).__name__}")
+        check_seed(seed)
         self.config, self.cfg = config, _transformer_lens_config(config, seed)
         self.embed, self.unembed = Embed(config), Unembed(config)
         self.hook_embed = HookPoint()  # [batch, pos, d_model]

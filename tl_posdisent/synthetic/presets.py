@@ -31,6 +31,9 @@ class Preset:
         training: how to train, on every task.
         per_task: task → changes of that.
 
+    Raises:
+        ValueError: a task whose name could be no folder's: each training gets one that is named after it.
+
     Example:
         >>> from tl_posdisent import preset
         >>> small = preset("small")
@@ -46,6 +49,11 @@ class Preset:
     shape: Mapping[str, Any]
     training: TrainConfig
     per_task: Mapping[str, Mapping[str, Any]]
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if not isinstance(task, str) or not task.isprintable() or not task.strip(". ") or {*task} & {*"/\\:"}:
+                raise ValueError(f"tasks must have names that can be a folder's, without / and the like, got {task!r}")
 
     def config(self, encoding: str, task: str, **changed: Any) -> SyntheticConfig:
         """The shape of a model; ``changed`` are other arguments of ``SyntheticConfig``.
@@ -114,7 +122,7 @@ def preset(name: Literal["small", "paper"]) -> Preset:
         (70, 35000)
     """
     presets = {"small": SMALL, "paper": PAPER}
-    if name not in presets:
+    if not isinstance(name, str) or name not in presets:
         raise ValueError(f'name must be "small" or "paper", got {name!r}')
     return presets[name]
 
@@ -159,8 +167,7 @@ def train_preset(
         0     rope  count     0     10
         1     none  count     0     10
     """
-    names = list(tasks) if tasks is not None else list(preset.tasks)
-    chosen = list(encodings) if encodings is not None else list(preset.encodings)
+    names, chosen = chosen_of(preset, tasks, encodings)
     jobs = [(encoding, task, seed) for seed in seeds for task in names for encoding in chosen]
     plans = [
         (preset.config(encoding, task, **changed), preset.train_config(task, seed)) for encoding, task, seed in jobs
@@ -175,6 +182,17 @@ def train_preset(
     return runs
 
 
+def chosen_of(preset: Preset, tasks: Any, encodings: Any) -> tuple[list[str], list[str]]:
+    """Tasks and encodings that were asked for, by default all of the preset's."""
+    if not isinstance(preset, Preset):
+        raise ValueError(f"preset must be a Preset (preset('small') makes one), got {type(preset).__name__}")
+    for name, given in (("tasks", tasks), ("encodings", encodings)):
+        if given is not None and (isinstance(given, (str, bytes)) or not isinstance(given, Iterable)):
+            raise ValueError(f"{name} must be a sequence of names, got {given!r}")
+    names = preset.tasks if tasks is None else tasks
+    return list(names), list(preset.encodings if encodings is None else encodings)
+
+
 def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
     """One row per training: ``encoding``, ``task``, ``seed``, ``accuracy`` (on the test samples), ``chance`` (of the
     best constant guess where labels are uniform, as in all tasks here), ``steps``, ``samples``, ``seconds``.
@@ -184,6 +202,8 @@ def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
         >>> accuracies({}).columns.tolist()
         ['encoding', 'task', 'seed', 'accuracy', 'chance', 'steps', 'samples', 'seconds']
     """
+    if not isinstance(runs, Mapping):
+        raise ValueError(f"runs must be what train_preset returns, got {type(runs).__name__}")
     columns = ["encoding", "task", "seed", "accuracy", "chance", "steps", "samples", "seconds"]
     rows = [
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -95,10 +96,17 @@ class TrainConfig:
         whole("n_train", self.n_train, least=self.batch_size, why="one batch")
         for name in ("seed", "split_seed"):
             whole(name, getattr(self, name), least=0, most=2**32 - 1)
-        object.__setattr__(self, "betas", tuple(self.betas))
-        object.__setattr__(self, "checkpoints", tuple(sorted(set(self.checkpoints))))
+        for name, what in (("betas", "two numbers from 0 to 1 (not included)"), ("checkpoints", "whole numbers")):
+            if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
+                raise ValueError(f"{name} must be {what}, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("lr", "weight_decay", "warmup", "clip"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and not (name == "clip" and value is None):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         for step in self.checkpoints:
             whole("checkpoints", step, least=0, most=self.steps, why="a step of this training")
+        object.__setattr__(self, "checkpoints", tuple(sorted(set(self.checkpoints))))
         number("lr", self.lr, 0 < self.lr < math.inf, "a finite number above 0")
         number("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a finite number, 0 or more")
         number("warmup", self.warmup, 0 <= self.warmup <= 1, "a number from 0 to 1")

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from tl_posdisent.lens.run import evaluating
+
 from .model import SyntheticModel
 from .runs import TrainConfig
 from .sampling import Task, whole
@@ -164,7 +166,7 @@ def evaluate(
         Loss in nats, and the share of labels that got the largest logit.
 
     Raises:
-        ValueError: no samples, or not as many labels.
+        ValueError: another model; no samples, or not as many labels; ids or labels that the model does not know.
 
     Example:
         >>> from tl_posdisent import SyntheticConfig, SyntheticModel, TriggerCount, evaluate
@@ -176,17 +178,12 @@ def evaluate(
         (True, True)
     """
     whole("batch_size", batch_size, least=1)
-    if tokens.ndim != 2 or len(tokens) == 0 or labels.shape != tokens.shape[:1]:
-        raise ValueError(
-            f"labels must be one per row of tokens, got {tuple(labels.shape)} for tokens of shape {tuple(tokens.shape)}"
-        )
+    check_samples(model, tokens, labels)
     pad = model.config.pad_id
     device = next(model.parameters()).device
     lengths = _lengths(tokens, pad).cpu()
     loss = right = torch.zeros((), dtype=torch.float64, device=device)
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for piece in lengths.argsort(stable=True).split(batch_size):
             width = _rounded(int(lengths[piece].max()), tokens.shape[1])
             there = piece.to(tokens.device)
@@ -194,9 +191,27 @@ def evaluate(
             logits = answers(model, tokens[there, :width].to(device), pad).float()
             loss = loss + cross_entropy(logits, wanted, reduction="sum")
             right = right + (logits.argmax(-1) == wanted).sum()
-    finally:
-        model.train(training)
     return loss.item() / len(labels), right.item() / len(labels)
+
+
+def check_samples(model: Any, tokens: Any, labels: Any) -> None:
+    """Refuse samples that are none, or not the model's."""
+    if not isinstance(model, SyntheticModel):
+        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+    for name, x in (("tokens", tokens), ("labels", labels)):
+        if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            what = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be integers, got {what}")
+    if tokens.ndim != 2 or tokens.numel() == 0:
+        raise ValueError(f"tokens must have shape (sample, pos) and not be empty, got {tuple(tokens.shape)}")
+    if labels.shape != tokens.shape[:1]:
+        raise ValueError(
+            f"labels must be one per row of tokens, got {tuple(labels.shape)} for tokens of shape {tuple(tokens.shape)}"
+        )
+    for name, x, n in (("tokens", tokens, model.config.d_vocab), ("labels", labels, model.config.n_out)):
+        least, most = (int(value) for value in x.aminmax())
+        if least < 0 or most >= n:
+            raise ValueError(f"{name} must be from 0 to {n - 1} for this model, got {least} … {most}")
 
 
 def answers(model: Any, tokens: Int[Tensor, "sample pos"], pad: int | None) -> Tensor:

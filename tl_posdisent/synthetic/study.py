@@ -9,8 +9,10 @@ from typing import Any
 
 import pandas as pd
 
+from tl_posdisent.maths.files import whole_file
+
 from .deposit import DepositReport, deposit, deposit_spread, head_drops
-from .presets import Key, Preset, accuracies, train_preset
+from .presets import Key, Preset, accuracies, chosen_of, train_preset
 
 _KEY = ["encoding", "task", "seed"]
 _GROUP = ["encoding", "task"]
@@ -63,13 +65,15 @@ class DepositStudy:
         return pd.DataFrame(rows)
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write ``accuracy.csv``, ``drops.csv``, ``deposit.csv`` and ``summary.csv``; the paths."""
+        """Write ``accuracy.csv``, ``drops.csv``, ``deposit.csv`` and ``summary.csv``, each whole or not at all;
+        the paths."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tables = {"accuracy": self.accuracy, "drops": self.drops, "deposit": self.deposits(), "summary": self.summary()}
         paths = [folder / f"{name}.csv" for name in tables]
         for path, table in zip(paths, tables.values(), strict=True):
-            table.to_csv(path, index=False)
+            with whole_file(path) as file:
+                file.write(table.to_csv(index=False).encode("utf-8"))
         return paths
 
     def __repr__(self) -> str:
@@ -122,8 +126,7 @@ def deposit_study(
     """
     if samples is not None and samples < 1:
         raise ValueError(f"samples must be at least 1, or None for all, got {samples}")
-    names = list(tasks) if tasks is not None else list(preset.tasks)
-    chosen = list(encodings) if encodings is not None else list(preset.encodings)
+    names, chosen = chosen_of(preset, tasks, encodings)
     jobs = list(dict.fromkeys((encoding, task, seed) for seed in seeds for task in names for encoding in chosen))
     if not jobs:
         raise ValueError("encodings, tasks and seeds must name one or more each, got none")

@@ -150,6 +150,8 @@ class _Kept:
     ) -> None:
         if resume and folder is None:
             raise ValueError("folder must be given with resume=True, got None")
+        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+            raise ValueError(f"folder must be that of the training, but {folder} is a file")
         self.model, self.folder = model, None if folder is None else Path(folder)
         self.state = None if self.folder is None else self.folder / STATE
         self.notes = {
@@ -183,6 +185,7 @@ class _Kept:
         groups, notes = read(self.state)
         for part, here in self.notes.items():
             there = notes.get(part, {})
+            there = there if isinstance(there, dict) else {}
             for name in {**here, **there}:
                 if here.get(name) != there.get(name):
                     raise ValueError(
@@ -191,9 +194,15 @@ class _Kept:
                     )
         for group in _MOMENTS:
             check_shapes(group, groups.get(group, {}), training.named, self.state)
+        try:
+            done, rows = int(notes["done"]), list(notes["rows"])
+            # Names alone: whatever the file says, it is the folder that is looked into.
+            kept = {int(step): self.folder / Path(name).name for step, name in notes["kept"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"folder must hold a whole training, but {self.state} is damaged: {error!r}") from error
         put(self.model, groups.get(WEIGHTS, {}), self.state)
-        training.go_on(notes["done"], notes["rows"], *(groups[group] for group in _MOMENTS))
-        self.checkpoints = {int(step): self.folder / name for step, name in notes["kept"].items()}
+        training.go_on(done, rows, *(groups[group] for group in _MOMENTS))
+        self.checkpoints = kept
 
 
 def _check(model: SyntheticModel, task: Task, config: TrainConfig, stop_at: int | None) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from tl_posdisent.maths.additive_fit import AdditiveFit
 
@@ -83,8 +82,11 @@ def _checked_wavelengths(wavelengths: Any) -> list[float]:
     return sorted(set(numbers))
 
 
-def _marks(wavelengths: list[float], distances: pd.Series[float], values: pd.Series[float]) -> go.Scatter:
-    """One dotted upright line each, named where there is room. A trace, so that it follows any type of axis."""
+def _marks(wavelengths: list[float], distances: Any, values: Any) -> go.Scatter:
+    """One dotted upright line each, named where there is room. A trace, so that it follows any type of axis.
+
+    Distances and values are columns (``pd.Series[float]`` can be said from pandas 3 on only).
+    """
     inside = [x for x in wavelengths if distances.min() <= x <= distances.max()]
     span, low, high = float(distances.max() - distances.min()), float(values.min()), float(values.max())
     names, last = [], -np.inf
@@ -190,7 +192,7 @@ def plot_length(
     named = dict(tables) if isinstance(tables, Mapping) else {"": tables}
     if not named:
         raise ValueError("tables must have at least one table, got none")
-    figure = make_subplots(rows=len(measures), shared_xaxes=True, vertical_spacing=0.06)
+    figure = go.Figure().set_subplots(rows=len(measures), shared_xaxes=True, vertical_spacing=0.06)
     for number, (name, table) in enumerate(named.items()):
         table = check_table(table, [], ["start", "stop", *measures], "length_generalization")
         if head_index(table):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from tl_posdisent.synthetic.runs import TrainRun
 
@@ -41,7 +40,7 @@ def plot_training(run: TrainRun | pd.DataFrame) -> go.Figure:
     table = run.metrics if isinstance(run, TrainRun) else run
     numbers = ["step", *measures, *(f"test_{measure}" for measure in measures)]
     table = check_table(table, [], numbers, "train, in TrainRun.metrics")
-    figure = make_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.06)
+    figure = go.Figure().set_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.06)
     for row, measure in enumerate(measures, start=1):
         for name, column, colour in (("training", measure, BLUE), ("test", f"test_{measure}", VERMILION)):
             there = table.dropna(subset=column)
@@ -89,7 +88,7 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis") -> go.Figure:
     layers = sorted(table["layer"].unique())
     titles = [f"layer {int(layer)}" for layer in layers] if by_head else None
     columns = len(layers) if by_head else 1
-    figure = make_subplots(
+    figure = go.Figure().set_subplots(
         rows=1, cols=columns, shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.1 / columns
     )
     line_of, lines = ("head", ["layer", "head"]) if by_head else ("layer", ["layer"])

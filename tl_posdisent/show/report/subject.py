@@ -130,5 +130,5 @@ def _words(model: Any, ids: Int[Tensor, " pos"]) -> list[str]:
     numbers = [str(i) for i in ids.tolist()]
     if getattr(model, "tokenizer", None) is None:
         return numbers
-    words = [str(word) for word in model.to_str_tokens(ids)]
-    return words if len(words) == len(numbers) else numbers
+    # One by one: of several, TransformerLens 2 with transformers 5 makes one word.
+    return [str(model.to_str_tokens(one)[0]) for one in ids.split(1)]

@@ -1,0 +1,203 @@
+"""Ctrl-C anywhere in a long public function: the model is as it was to the last bit, and no file is half.
+
+It comes where it does most harm, inside a forward pass, and where users mostly press it, while a bar moves on. The
+functions are found by their arguments: a new one is tested from its first day.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import tqdm
+from support import zoo
+from support.untouched import state
+from test_bad_input import TOKENS, call, functions
+
+import tl_posdisent
+from tl_posdisent import (
+    SyntheticConfig,
+    SyntheticModel,
+    TriggerCount,
+    additivity,
+    capture,
+    evaluate,
+    head_drops,
+    positional_gradients,
+)
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+# These run no model of yours: copies of it, none but in your block, none to change the order of words.
+LEFT_OUT = ("random_control", "applied", "perturb")
+RUNS_THE_MODEL = [f for f in functions() if f.__name__ not in LEFT_OUT]
+
+
+class Presser:
+    """Presses Ctrl-C at one of its calls."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.calls = at, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return zoo.bridge("llama-gqa")
+
+
+def weights(model: Any) -> list[torch.Tensor]:
+    return [x.detach().clone() for x in model.state_dict().values()]
+
+
+def use(function: Callable[..., Any], model: Any, **changed: Any) -> Any:
+    """As ``call``, with values for what has no default that fits, and the bar on if asked for."""
+    named = inspect.signature(function).parameters
+    if "distances" in named and function is not tl_posdisent.remap_distance:
+        changed = {"distances": [1, 2], **changed}
+    if "layer" not in named and "layers" in named:
+        changed = {"layers": [0, 1], **changed}
+    return call(function, model, **changed)
+
+
+def used_up(function: Callable[..., Any], model: Any) -> None:
+    result = use(function, model)
+    del result
+
+
+@pytest.mark.parametrize("function", RUNS_THE_MODEL, ids=lambda function: function.__name__)
+def test_inside_a_forward_pass(function: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first pass, in the middle and in the last, in the second of two layers."""
+    monkeypatch.setitem(call.__globals__["GOOD"], "path", tmp_path / "report.html")
+    point = model.blocks[1].attn.hook_z
+    with torch.no_grad():
+        plain = model(TOKENS)
+    before, numbers = state(model), weights(model)
+
+    def press(at: int | None) -> int:
+        presser = Presser(at)
+        point.add_hook(presser, is_permanent=True)
+        try:
+            used_up(function, model)
+        finally:
+            point.remove_hooks("fwd", including_permanent=True)
+        return presser.calls
+
+    calls = press(None)
+    (tmp_path / "report.html").unlink(missing_ok=True)
+    assert calls, "it never runs the model: leave it out, with the reason"
+    for at in sorted({1, (calls + 1) // 2, calls}):
+        with pytest.raises(KeyboardInterrupt):
+            press(at)
+        assert state(model) == before, at
+        assert not list(tmp_path.iterdir()), at
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), numbers, strict=True))
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), plain)
+
+
+@pytest.mark.parametrize("function", functions("progress"), ids=lambda function: function.__name__)
+def test_while_the_bar_moves(function: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(call.__globals__["GOOD"], "path", tmp_path / "report.html")
+    before = state(model)
+    presser, update = Presser(1), tqdm.std.tqdm.update
+
+    def pressed(self: Any, n: float | None = 1) -> Any:
+        presser()
+        return update(self, n)
+
+    def iterated(self: Any) -> Iterator[Any]:
+        for x in self.iterable:
+            presser()
+            yield x
+
+    monkeypatch.setattr(tqdm.std.tqdm, "update", pressed)
+    monkeypatch.setattr(tqdm.std.tqdm, "__iter__", iterated)
+    with pytest.raises(KeyboardInterrupt):
+        use(function, model)
+    monkeypatch.undo()
+    assert state(model) == before
+    assert not list(tmp_path.iterdir())
+
+
+def test_while_the_thread_of_a_capture_begins(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the caller waits: nobody would end the pass, which keeps its hooks on the model."""
+    before, start = state(model), threading.Thread.start
+
+    def pressed(self: threading.Thread) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        next(capture(model, TOKENS))
+    monkeypatch.undo()
+    assert state(model) == before
+    assert "capture" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_at_any_moment(model: Any) -> None:
+    """A real signal, at 25 moments of a call: whatever the caller was doing then."""
+    used = functools.partial(additivity, model, TOKENS, progress=False)
+    used()
+    began = time.perf_counter()
+    expected = used()
+    whole, before, interrupted = time.perf_counter() - began, state(model), 0
+    for moment in range(25):
+        timer = threading.Timer(whole * moment / 25, signal.raise_signal, (signal.SIGINT,))
+        try:
+            timer.start()
+            used()
+            timer.join()
+            time.sleep(0.2)  # an answer that came before the signal
+        except KeyboardInterrupt:
+            interrupted += 1
+        timer.join()
+        assert state(model) == before
+    assert interrupted == 25
+    assert used().equals(expected)
+
+
+TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
+X, Y = TASK.batch(16)
+SYNTHETIC: dict[str, Callable[[Any], Any]] = {
+    "evaluate": lambda model: evaluate(model, X, Y, batch_size=4),
+    "head_drops": lambda model: head_drops(model, X, Y, progress=False),
+    "positional_gradients": lambda model: positional_gradients(model, TASK, batches=3, batch_size=4, progress=False),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_synthetic_models(name: str, training: bool) -> None:
+    shape: dict[str, Any] = {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out, "pad_id": TASK.pad_id}
+    model = SyntheticModel(SyntheticConfig(n_layers=2, d_model=16, n_heads=2, d_mlp=16, dropout=0.2, **shape))
+    model.train(training)
+    model.blocks[0].eval()  # a mode of one part alone is kept too
+    point, before, numbers = model.blocks[1].attn.hook_z, state(model), weights(model)
+    counter = Presser()
+    point.add_hook(counter, is_permanent=True)
+    expected = SYNTHETIC[name](model)
+    for at in sorted({1, (counter.calls + 1) // 2, counter.calls}):
+        point.remove_hooks("fwd", including_permanent=True)
+        point.add_hook(Presser(at), is_permanent=True)
+        with pytest.raises(KeyboardInterrupt):
+            SYNTHETIC[name](model)
+        point.remove_hooks("fwd", including_permanent=True)
+        assert state(model) == before
+        assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), numbers, strict=True))
+    again = SYNTHETIC[name](model)
+    assert again.equals(expected) if isinstance(expected, pd.DataFrame) else again == expected

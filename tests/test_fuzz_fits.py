@@ -1,0 +1,191 @@
+"""Laws of additive fits, for any shape, mask, dtype and values that hypothesis comes upon."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fuzzing import Drawn, drawn_heads, drawn_scores, examples, normal
+from torch import Tensor
+
+from tl_posdisent import AdditiveFit, fit_additive, fit_additive_qk, score_correlation, toeplitz_share
+
+FIELDS = ("intercept", "distance", "query", "key", "r", "r2", "r2_adjusted", "share_distance", "n_cells")
+
+
+def distances(n_query: int, n_key: int) -> Tensor:
+    return torch.arange(n_query)[:, None] + (n_key - n_query) - torch.arange(n_key)
+
+
+def least_squares(scores: Tensor, cells: Tensor) -> tuple[Tensor, int]:
+    """By NumPy, of matrices ``[text, query, key]`` that share their distances: fitted scores, rank of the design."""
+    n_text, n_query, n_key = scores.shape
+    text, i, j = cells.nonzero(as_tuple=True)
+    design = torch.zeros(len(i), (n_query + n_key) * (n_text + 1), dtype=torch.float64)
+    row = torch.arange(len(i))
+    own = (n_query + n_key) * (text + 1)
+    for column in (distances(n_query, n_key)[i, j] + n_query - 1, own + i, own + n_query + j):
+        design[row, column] = 1
+    y = scores[cells].double()
+    x, _, rank, _ = np.linalg.lstsq(design.numpy(), (y - y.mean()).numpy(), rcond=None)
+    fitted = torch.zeros(scores.shape, dtype=torch.float64)
+    fitted[cells] = y.mean() + design @ torch.from_numpy(x)
+    return fitted, int(rank)
+
+
+def size(scores: Tensor, cells: Tensor) -> float:
+    """What rounding is measured by."""
+    return max(float(scores[cells].double().abs().max()), 1e-300)
+
+
+def assert_near(a: Tensor, b: Tensor, scale: float, rtol: float = 1e-9) -> None:
+    torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=rtol * scale, equal_nan=True)
+
+
+def assert_same(a: AdditiveFit, b: AdditiveFit, names: tuple[str, ...] = FIELDS) -> None:
+    for name in names:
+        torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+@examples(80)
+@given(drawn_scores())
+def test_parts_and_residual_make_the_scores(drawn: Drawn) -> None:
+    fit, scale = fit_additive(drawn.scores, **drawn.options), size(drawn.scores, drawn.cells)
+    n_query, n_key = drawn.scores.shape[-2:]
+    index = (distances(n_query, n_key) - fit.distances[0]).clamp(0, len(fit.distances) - 1)
+    by_hand = fit.intercept[..., None, None] + fit.distance[..., index] + fit.query[..., None] + fit.key[..., None, :]
+    cells = drawn.cells
+    assert_near(fit.fitted()[cells], by_hand[cells], scale)
+    assert_near((fit.fitted() + fit.residual(drawn.scores))[cells], drawn.scores[cells], scale)
+    assert bool((fit.residual(drawn.scores)[~cells] == 0).all())
+
+
+@examples(80)
+@given(drawn_scores())
+def test_it_is_numpys_least_squares(drawn: Drawn) -> None:
+    n_query, n_key = drawn.scores.shape[-2:]
+    fit = fit_additive(drawn.scores, **drawn.options)
+    one = torch.broadcast_to(fit.n_parameters, fit.r2.shape).flatten()
+    rows = zip(
+        drawn.scores.reshape(-1, n_query, n_key),
+        drawn.cells.reshape(-1, n_query, n_key),
+        fit.fitted().reshape(-1, n_query, n_key),
+        fit.r2.flatten(),
+        one,
+        strict=True,
+    )
+    for scores, cells, fitted, r2, n_parameters in rows:
+        expected, rank = least_squares(scores[None], cells[None])
+        assert_near(fitted[cells], expected[0][cells], size(scores, cells))
+        assert int(n_parameters) == rank
+        y = scores[cells]
+        total = float((y - y.mean()).square().sum())
+        if total > 1e-20 * size(scores, cells) ** 2:
+            left = float((y - expected[0][cells]).square().sum())
+            assert math.isclose(float(r2), 1 - left / total, abs_tol=1e-6)
+
+
+@examples(60)
+@given(drawn_scores(), st.integers(0, 2**31))
+def test_what_is_additive_goes_into_the_fit_and_nowhere_else(drawn: Drawn, seed: int) -> None:
+    """Also along the gauge: constants, and a straight line that moves from the distance to queries and keys."""
+    n_query, n_key = drawn.scores.shape[-2:]
+    scale = size(drawn.scores, drawn.cells)
+    a, b, c = (scale * normal(seed + n, size) for n, size in enumerate((n_query + n_key, n_query, n_key)))
+    more = a[distances(n_query, n_key) + n_query - 1 - (n_key - n_query)] + b[:, None] + c
+    before = fit_additive(drawn.scores, **drawn.options)
+    after = fit_additive(drawn.scores + more, **drawn.options)
+    cells = drawn.cells
+    assert_near((after.fitted() - before.fitted())[cells], more.expand(cells.shape)[cells], 10 * scale)
+    assert_near(after.residual(drawn.scores + more), before.residual(drawn.scores), 10 * scale)
+
+
+@examples(60)
+@given(drawn_scores(), st.sampled_from([math.nan, math.inf, -math.inf, -3.4e38]))
+def test_masked_cells_never_matter(drawn: Drawn, filler: float) -> None:
+    spoilt = drawn.scores.masked_fill(~drawn.cells, filler)
+    fit = fit_additive(spoilt, **drawn.options)
+    assert_same(fit, fit_additive(drawn.scores, **drawn.options))
+    assert torch.equal(fit.residual(spoilt), fit.residual(drawn.scores))
+    r = score_correlation(spoilt, drawn.scores, **drawn.options)
+    torch.testing.assert_close(r[~r.isnan()], torch.ones_like(r[~r.isnan()]))
+
+
+@examples(40)
+@given(drawn_scores(), st.integers(0, 2**31))
+def test_matrices_do_not_know_of_each_other(drawn: Drawn, seed: int) -> None:
+    """Heads and texts in another order, or one by one, give the same in that order."""
+    n_query, n_key = drawn.scores.shape[-2:]
+    flat, cells = (x.reshape(-1, n_query, n_key) for x in (drawn.scores, drawn.cells))
+    order = torch.randperm(len(flat), generator=torch.Generator().manual_seed(seed))
+    whole = fit_additive(flat, mask=cells)
+    shuffled = fit_additive(flat[order], mask=cells[order])
+    for n, at in enumerate(order.tolist()):
+        alone = fit_additive(flat[at], mask=cells[at])
+        scale = size(flat[at], cells[at])
+        for fit in (shuffled.fitted()[n], whole.fitted()[at]):
+            assert_near(fit[cells[at]], alone.fitted()[cells[at]], scale)
+
+
+@examples(40)
+@given(drawn_scores(("plain", "far", "few")), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_the_dtype_rounds_the_scores_and_nothing_else(drawn: Drawn, dtype: torch.dtype) -> None:
+    rounded = drawn.scores.to(dtype)
+    assert_same(fit_additive(rounded, **drawn.options), fit_additive(rounded.double(), **drawn.options))
+
+
+@examples(40)
+@given(drawn_scores(), st.floats(1e-3, 1e3), st.floats(-10, 10))
+def test_r_has_no_unit(drawn: Drawn, factor: float, level: float) -> None:
+    scale = size(drawn.scores, drawn.cells)
+    one = fit_additive(drawn.scores, **drawn.options)
+    other = fit_additive(factor * (drawn.scores + level * scale), **drawn.options)
+    varies = ((drawn.scores - one.intercept[..., None, None]).abs() * drawn.cells).flatten(-2).amax(-1) > 1e-5 * scale
+    assert_near(one.r2[varies], other.r2[varies], 1.0, 1e-5)
+
+
+@examples(30)
+@given(drawn_scores(("plain", "few", "constant")))
+def test_toeplitz_share_and_r_by_other_ways(drawn: Drawn) -> None:
+    fit = fit_additive(drawn.scores, **drawn.options)
+    assert_near(toeplitz_share(drawn.scores, **drawn.options), fit.share_distance, 1.0)
+    r = score_correlation(drawn.scores, fit.fitted(), **drawn.options)
+    both = ~(r.isnan() | fit.r.isnan()) & (fit.r > 1e-4)
+    assert_near(r[both], fit.r[both], 1.0, 1e-6)
+    assert bool(((fit.r2 >= 0) & (fit.r2 <= 1) | fit.r2.isnan()).all())
+
+
+@examples(40)
+@given(drawn_scores(("plain", "far", "few", "uneven")))
+def test_pooled_texts_share_their_distances(drawn: Drawn) -> None:
+    n_query, n_key = drawn.scores.shape[-2:]
+    texts, cells = (x.reshape(-1, n_query, n_key) for x in (drawn.scores, drawn.cells))
+    fit = fit_additive(texts, mask=cells, pool=True)
+    expected, rank = least_squares(texts, cells)
+    assert_near(fit.fitted()[cells], expected[cells], size(texts, cells))
+    assert int(fit.n_parameters) == rank
+
+
+@st.composite
+def bands(draw: Any) -> dict[str, Any]:
+    return {"mask": draw(st.sampled_from(["causal", "full"])), "window": draw(st.none() | st.integers(1, 12))}
+
+
+@examples(60)
+@given(drawn_heads(), bands(), st.integers(0, 3), st.booleans(), st.floats(0.01, 3.0))
+def test_linear_time_is_the_same_fit(heads: Any, options: dict[str, Any], left: int, pool: bool, scale: float) -> None:
+    """Queries of the last positions only, grouped heads, means far from 0."""
+    q, k = heads.q[:, min(left, heads.q.shape[1] - 1) :], heads.k
+    scores = scale * torch.einsum("bihc,bjhc->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
+    dense = fit_additive(scores, pool=pool, **options)
+    linear = fit_additive_qk(q, k, scale=scale, pool=pool, **options)
+    biggest = float(scores.abs().max())
+    assert_near(linear.fitted(), dense.fitted(), biggest, 1e-8)
+    spread = (scores - scores.mean((-2, -1), keepdim=True)).abs().amax((-2, -1))
+    varies = (spread.amin(0) if pool else spread) > 1e-3 * biggest
+    # Squares cancel in float64: where means are far from 0, r² keeps fewer digits.
+    assert_near(linear.r2[varies], dense.r2[varies], 1.0, 1e-5)

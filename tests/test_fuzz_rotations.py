@@ -1,0 +1,181 @@
+"""Laws of rotations and of what is computed of queries and keys, for any frequencies, pairing and grouping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fuzzing import Heads, drawn_heads, examples, normal, rotaries
+from torch import Tensor
+
+from tl_posdisent import (
+    EFFECTS,
+    Moments,
+    Rotary,
+    decompose,
+    from_complex,
+    interaction_bound,
+    interaction_by_subspace,
+    positional_symbolic_qk,
+    principal_angles,
+    rope_capacity,
+    rotary_from_table,
+    rotate,
+    to_complex,
+    unrotate,
+)
+
+SOME = st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=6, unique=True)
+
+
+def places(seed: int, n: int) -> Tensor:
+    return (40 * normal(seed, n)).round() / 4
+
+
+@examples(60)
+@given(drawn_heads(), st.integers(0, 2**31), st.floats(-1000, 1000))
+def test_scores_know_differences_of_positions_only(heads: Heads, seed: int, shift: float) -> None:
+    at = places(seed, heads.q.shape[1])
+
+    def scores(positions: Tensor) -> Tensor:
+        q, k = (rotate(x, positions, heads.rotary) for x in (heads.q, heads.k))
+        return torch.einsum("bihc,bjhc->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
+
+    size = float(heads.q.abs().max() * heads.k.abs().max()) * heads.q.shape[-1]
+    torch.testing.assert_close(scores(at + shift), scores(at), rtol=0, atol=1e-10 * size)
+
+
+@examples(60)
+@given(drawn_heads(), st.integers(0, 2**31))
+def test_rotation_and_subspaces_can_be_undone(heads: Heads, seed: int) -> None:
+    q, at = heads.q, places(seed, heads.q.shape[1])
+    torch.testing.assert_close(unrotate(rotate(q, at, heads.rotary), at, heads.rotary), q, rtol=1e-10, atol=1e-10)
+    planes, rest = to_complex(q, heads.rotary)
+    assert torch.equal(from_complex(planes, rest, heads.rotary), q)
+    turned = planes * heads.rotary.attention_factor * torch.exp(1j * heads.rotary.angles(at))[:, None]
+    expected = from_complex(turned, rest, heads.rotary)
+    torch.testing.assert_close(rotate(q, at, heads.rotary), expected, rtol=1e-10, atol=1e-10)
+    assert torch.equal(rotate(q, at, heads.rotary, start=at), q)
+
+
+@examples(40)
+@given(
+    st.lists(st.floats(0.001, 3.0), min_size=1, max_size=5, unique=True),
+    st.integers(2, 300),
+    st.sampled_from([1.0, 0.5, 1.4]),
+)
+def test_frequencies_are_read_off_a_table(theta: list[float], length: int, factor: float) -> None:
+    """Of equal ones it could not be said in which order the columns stand."""
+    frequencies = torch.tensor(theta, dtype=torch.float64)
+    angle = torch.arange(length)[:, None] * frequencies
+    cos, sin = ((factor * f(angle)).float() for f in (torch.cos, torch.sin))
+    for table in (lambda x: x, lambda x: torch.cat([x, x], -1), lambda x: x.repeat_interleave(2, -1)):
+        found = rotary_from_table(table(cos), table(sin))
+        torch.testing.assert_close(found.frequencies, frequencies, rtol=1e-5, atol=1e-6)
+        assert math.isclose(found.attention_factor, factor, rel_tol=1e-5)
+
+
+def all_scores(heads: Heads, distances: Tensor) -> Tensor:
+    """``[head, distance, query, key]``, of all texts' queries and keys, by rotation."""
+    q, k = (x.flatten(0, 1) for x in (heads.q, heads.k))
+    still = rotate(k, torch.zeros(len(k)), heads.rotary).repeat_interleave(q.shape[1] // k.shape[1], 1)
+    turned = torch.stack([rotate(q, d.expand(len(q)), heads.rotary) for d in distances])
+    return 0.5 * torch.einsum("dihc,jhc->hdij", turned, still)
+
+
+@examples(60)
+@given(drawn_heads(positions=4), SOME)
+def test_shares_are_those_of_the_whole_table(heads: Heads, distances: list[float]) -> None:
+    at = torch.tensor(distances, dtype=torch.float64)
+    moments = Moments.from_qk(heads.q, heads.k, heads.rotary)
+    found, scores = decompose(moments, at, scale=0.5), all_scores(heads, at)
+    total = scores.var((1, 2, 3), correction=0)
+    rounding = 1e-9 * float(scores.abs().max()) ** 2
+    torch.testing.assert_close(found.total, total, rtol=1e-7, atol=rounding)
+    axes = {"distance": 1, "query": 2, "key": 3}
+    left = scores - scores.mean((1, 2, 3), keepdim=True)
+    effects: dict[str, Tensor] = {}
+    for effect in EFFECTS:  # main effects come first, so what is below an effect is already known
+        names = effect.split(":")
+        others = [axis for name, axis in axes.items() if name not in names]
+        term = left.mean(others, keepdim=True) if others else left
+        for lower, known in effects.items():
+            term = term - known if {*lower.split(":")} < {*names} else term
+        effects[effect] = term
+        expected = term.square().mean((1, 2, 3))
+        torch.testing.assert_close(found.variance(effect), expected, rtol=1e-7, atol=rounding)
+    varies = total > 1e3 * rounding
+    shares = sum(found.share(effect) for effect in EFFECTS)
+    torch.testing.assert_close(shares[varies], torch.ones_like(shares[varies]), rtol=0, atol=1e-9)
+
+
+@examples(40)
+@given(drawn_heads(least=1, positions=5), SOME, st.sampled_from(EFFECTS))
+def test_bounds_hold_and_subspaces_add_up(heads: Heads, distances: list[float], effect: Any) -> None:
+    moments = Moments.from_qk(heads.q, heads.k, heads.rotary)
+    bound = interaction_bound(moments, distances, scale=0.5, effect=effect)
+    room = 1 + 1e-9
+    rounding = 1e-9 * float(bound.total.max() + bound.separate.max())
+    assert bool((bound.variance <= bound.pairwise * room + rounding).all())
+    assert bool((bound.pairwise <= bound.separate * room + rounding).all())
+    parts = interaction_by_subspace(moments, distances, scale=0.5, effects=[effect]).variances[0].sum(-1)
+    torch.testing.assert_close(parts, bound.variance, rtol=1e-7, atol=10 * rounding)
+
+
+@examples(40)
+@given(drawn_heads(), st.integers(1, 20))
+def test_moments_of_parts_are_those_of_the_whole(heads: Heads, cut: int) -> None:
+    q, k = (x.flatten(0, 1) for x in (heads.q, heads.k))
+    cut = min(cut, len(q) - 1)
+    parts = [Moments.from_qk(q[some], k[some], heads.rotary) for some in (slice(cut), slice(cut, None))]
+    whole, merged = Moments.from_qk(q, k, heads.rotary), sum(parts)
+    size = float(torch.cat([q.flatten(), k.flatten()]).abs().max())
+    for a, b in ((whole.query, merged.query), (whole.key, merged.key)):
+        assert a.count == b.count
+        torch.testing.assert_close(a.mean, b.mean, rtol=0, atol=1e-11 * size)
+        torch.testing.assert_close(a.cov, b.cov, rtol=0, atol=1e-10 * size**2)
+
+
+@examples(30)
+@given(drawn_heads(positions=6), st.integers(0, 2**31))
+def test_the_plane_does_not_know_the_order_of_heads_and_texts(heads: Heads, seed: int) -> None:
+    plane = positional_symbolic_qk(heads.q, heads.k, heads.rotary)
+    order = torch.randperm(len(heads.q), generator=torch.Generator().manual_seed(seed))
+    moved = positional_symbolic_qk(heads.q[order], heads.k[order], heads.rotary)
+    both = torch.stack([plane.positional, plane.symbolic])
+    torch.testing.assert_close(torch.stack([moved.positional, moved.symbolic]), both[:, order], equal_nan=True)
+    known = both[~both.isnan()]
+    assert bool(((known >= -1e-9) & (known <= 1 + 1e-9)).all())
+
+
+@examples(40)
+@given(rotaries(least=1), SOME, st.integers(0, 2**31), st.sampled_from([1e-3, 1.0]), st.booleans())
+def test_capacity_is_ridge_regression(
+    rotary: Rotary, distances: list[float], seed: int, ridge: float, intercept: bool
+) -> None:
+    d, y = torch.tensor(distances, dtype=torch.float64), normal(seed, len(distances))
+    found = rope_capacity(rotary, d, y, ridge=ridge, intercept=intercept)
+    angle = rotary.angles(d)
+    basis = torch.cat([angle.cos(), -angle.sin()], -1)
+    n = basis.shape[1]
+    free = torch.ones(len(d), 1, dtype=torch.float64) if intercept else torch.zeros(len(d), 0, dtype=torch.float64)
+    table = torch.cat([torch.cat([basis, free], 1) / math.sqrt(len(d)), torch.eye(n + free.shape[1])[:n] * ridge**0.5])
+    wanted = torch.cat([y / math.sqrt(len(d)), torch.zeros(n)])
+    x = torch.from_numpy(np.linalg.lstsq(table.numpy(), wanted.numpy(), rcond=None)[0])
+    torch.testing.assert_close(found.fitted, torch.cat([basis, free], 1) @ x, rtol=1e-6, atol=1e-8)
+
+
+@examples(30)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**31))
+def test_angles_belong_to_spaces_and_not_to_their_bases(d: int, m: int, n: int, seed: int) -> None:
+    a, b = normal(seed, d, m), normal(seed + 1, d, n)
+    angles = principal_angles(a, b)
+    assert bool(((angles >= 0) & (angles <= math.pi / 2 + 1e-9)).all())
+    turn = torch.linalg.qr(normal(seed + 2, d, d))[0]
+    mixed = a @ (normal(seed + 3, m, m) + 5 * torch.eye(m, dtype=torch.float64))
+    torch.testing.assert_close(principal_angles(turn @ mixed, turn @ b), angles, rtol=0, atol=1e-6)
+    torch.testing.assert_close(principal_angles(b, a), angles, rtol=0, atol=1e-6)
