@@ -143,8 +143,8 @@ MODES = [
     ({"reference": TOKENS}, 'reference must not be given with mode "zero", got Tensor'),
     ({"mode": "mean", "reference": TOKENS.float()}, "reference: tokens must be text or an integer tensor"),
     ({"mode": "mean", "reference": "a text"}, "reference: tokens were given as text, but the model has no tokenizer"),
-    ({"mode": "resample", "seed": -1}, "seed must be a non-negative integer, got -1"),
-    ({"mode": "resample", "seed": 1.5}, "seed must be a non-negative integer, got 1.5"),
+    ({"mode": "resample", "seed": -1}, r"seed must be a non-negative integer below 2\*\*63, got -1"),
+    ({"mode": "resample", "seed": 1.5}, r"seed must be a non-negative integer below 2\*\*63, got 1.5"),
 ]
 
 

@@ -322,6 +322,8 @@ BAD = [
     (lambda: sweep(["additivity"], out="nowhere"), "jobs must be a list of Job .* got str"),
     (lambda: sweep(jobs("demo", LAST, "demo"), 4, out="nowhere"), "executor must be .* got int"),
     (lambda: sweep(jobs("demo", LAST, "demo"), out="nowhere", chunk=0), "chunk must be an integer of at least 1"),
+    (lambda: sweep(jobs("demo", LAST, "demo"), out=__file__), "out must be a folder, .* got the file"),
+    (lambda: Text.of(" "), "text must have words, got none"),
     (lambda: failures("nowhere"), "out must be the folder of a sweep"),
 ]
 

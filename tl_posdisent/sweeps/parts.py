@@ -50,7 +50,13 @@ def failures(out: str | Path) -> pd.DataFrame:
 
 
 def prepare(out: Path, todo: list[Job]) -> None:
-    """Make the folders, and sweep up what a process that was killed left of these jobs."""
+    """Make the folders, and sweep up what a process that was killed left of these jobs.
+
+    Raises:
+        ValueError: ``out`` is no folder.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out must be a folder, or a path where one can be made, got the file {out}")
     for folder in ("parts", "failed"):
         Path(out, folder).mkdir(parents=True, exist_ok=True)
         left = {path.name.split(".")[1]: path for path in Path(out, folder).glob(f".*{_UNFINISHED}")}

@@ -59,7 +59,7 @@ def sweep(
         rows: there is a warning, ``attrs["failed"]`` has their hashes, and ``failures(out)`` says more.
 
     Raises:
-        ValueError: no jobs; something that is no job or no executor; numbers out of range.
+        ValueError: no jobs; something that is no job or no executor; numbers out of range; ``out`` is a file.
         OSError: ``out`` cannot be written (a full disk). What was finished is kept.
         RuntimeError: the executor lost its workers, or its workers do not see ``out``. What was finished is kept.
 

@@ -65,10 +65,12 @@ class Text:
             length, count, first, stride: see above.
 
         Raises:
-            ValueError: a file that cannot be read; words that are the name of a file; ids that are no integers or are
-                to be cut; numbers out of range.
+            ValueError: a file that cannot be read; no words; words that are the name of a file; ids that are no
+                integers or are to be cut; numbers out of range.
         """
         kind, kept, content = _content(source)
+        if not content.strip():
+            raise ValueError(f"text must have words, got none in {source!r}")
         text = cls(kind, kept, hashlib.sha256(content.encode("utf-8")).hexdigest(), length, count, first, stride)
         text._check()
         return text
