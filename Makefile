@@ -1,10 +1,12 @@
-# `make` alone says what there is. Everything is installed into .venv and .venv-tl4 beside this file and
-# nowhere else; a stamp in each remembers what was installed, so that only the first call takes a minute.
+# `make` alone says what there is. Everything is installed into .venv, .venv-tl4 and .venv-oldest beside
+# this file and nowhere else; a stamp in each remembers what was installed, so that only the first call takes a minute.
 
 PYTHON     ?= python3
 WORKERS    ?= 2
 ARGS       ?=
 TORCH_ARGS ?=
+# Not the oldest, 2.6.0, of which PyPI has no build for CPUs: see requirements/oldest.txt.
+OLDEST_TORCH ?= 2.13.0
 
 # pip is told what to take by the constraints; torch goes first, alone, so that TORCH_ARGS concern only it.
 PIP = -m pip install --quiet --no-input --disable-pip-version-check
@@ -12,16 +14,22 @@ PIP = -m pip install --quiet --no-input --disable-pip-version-check
 OFFLINE = HF_HUB_OFFLINE=1
 # One process per core, one thread per process. An ARGS of your own is appended: make test ARGS='-k additive'
 PYTEST = -m pytest -n $(WORKERS) $(ARGS)
+# What shows old versions: every tool on every architecture, what asks TransformerLens for something, and what hands
+# numbers to pandas, plotly, rich and typer. Annotations are not checked: TransformerLens 2 pins a beartype too old for it.
+OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/test_%.py, \
+    support docs zoo demo additive_inputs additivity position_hooks ablation patch_heads patch_component blocks \
+    synthetic_model plots widgets cli sweep)
 
-.PHONY: help demo synthetic test test-tl4 lint format types docs bench clean distclean
+.PHONY: help demo synthetic test fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  ARGS= (more for pytest, or synthetic)  TORCH_ARGS= (more for pip, for torch only)"
 
-demo: .venv/run.stamp ## from nothing: install, then fit the heads of the demo model and save the table in out/
+demo: .venv/run.stamp ## from nothing: install, fit the heads of the demo model, and write out/demo.csv and the page out/demo.html
 	mkdir -p out
 	$(OFFLINE) .venv/bin/tl-posdisent fit --model demo --out out/demo.csv
+	$(OFFLINE) .venv/bin/tl-posdisent report --model demo --out out/demo.html
 
 synthetic: .venv/run.stamp ## train five position encodings on two tasks and save the tables in out/synthetic/ (minutes)
 	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)
@@ -29,8 +37,14 @@ synthetic: .venv/run.stamp ## train five position encodings on two tasks and sav
 test: .venv/dev.stamp ## all tests and doctests
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST)
 
+fuzz: .venv/dev.stamp ## laws against 20 000 examples that are drawn anew each time (FUZZ=100000: so many)
+	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --dist worksteal tests/test_fuzz_*.py
+
 test-tl4: .venv-tl4/dev.stamp ## the same with the newest TransformerLens 4
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST)
+
+test-oldest: .venv-oldest/dev.stamp ## what stands on other packages, with the oldest that pyproject.toml allows
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) $(OLDEST_TESTS)
 
 lint: .venv/dev.stamp ## ruff: mistakes and formatting
 	.venv/bin/python -m ruff check .
@@ -50,12 +64,28 @@ bench: .venv/bench.stamp ## all benchmarks: tables on the screen, JSON in out/be
 	for script in dense_fit dense_limit linear_fit controlled plane whole_model head_ablation; do \
 	    $(OFFLINE) .venv/bin/python benchmarks/$$script.py || exit 1; done
 
+coverage: .venv/dev.stamp ## all tests, and which lines and branches of maths/ and lens/ they run: at least 95 %
+	mkdir -p out
+	$(OFFLINE) OMP_NUM_THREADS=1 COVERAGE_FILE=out/.coverage .venv/bin/python $(PYTEST) --cov-branch --cov-fail-under=95 \
+	    --cov=tl_posdisent.maths --cov=tl_posdisent.lens --cov-report=term-missing:skip-covered
+
+mutants: .venv/mutants.stamp ## small errors put into maths/ and how many the tests notice: ARGS='--per-file 3 rotary variance'
+	.venv/bin/python tests/support/mutants.py $(ARGS)
+
+dist: .venv/dev.stamp ## build dist/, and try the wheel alone in a new environment
+	rm -rf dist .venv-dist
+	.venv/bin/python -m build --no-isolation --outdir dist .
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python $(PIP) -c requirements/dev.txt $(TORCH_ARGS) torch
+	.venv-dist/bin/python $(PIP) -c requirements/dev.txt dist/*.whl
+	.venv-dist/bin/python -I tests/support/smoke.py
+
 clean: ## remove results, builds and caches
 	rm -rf out build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean ## the same, and both environments
-	rm -rf .venv .venv-tl4
+distclean: clean ## the same, and all environments
+	rm -rf .venv .venv-tl4 .venv-oldest .venv-dist
 
 # --- the environments ---------------------------------------------------------------------------------------
 
@@ -76,6 +106,11 @@ distclean: clean ## the same, and both environments
 	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[bench]'
 	touch $@
 
+.venv/mutants.stamp: .venv/dev.stamp
+	@echo "Installing cosmic-ray into .venv."
+	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[mutants]'
+	touch $@
+
 .venv/docs.stamp: .venv/run.stamp
 	@echo "Installing Sphinx into .venv."
 	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[docs]'
@@ -86,4 +121,12 @@ distclean: clean ## the same, and both environments
 	test -x .venv-tl4/bin/python || $(PYTHON) -m venv .venv-tl4
 	.venv-tl4/bin/python $(PIP) -c requirements/tl4.txt $(TORCH_ARGS) torch
 	.venv-tl4/bin/python $(PIP) -c requirements/tl4.txt -e '.[dev]'
+	touch $@
+
+.venv-oldest/dev.stamp: pyproject.toml requirements/oldest.txt
+	@echo "Installing the oldest that this package allows, and what the tests need, into .venv-oldest."
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python $(PIP) $(TORCH_ARGS) torch==$(OLDEST_TORCH)
+	.venv-oldest/bin/python $(PIP) -c requirements/oldest.txt -e . \
+	    pytest pytest-xdist hypothesis scipy scikit-learn
 	touch $@
