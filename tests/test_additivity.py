@@ -110,6 +110,7 @@ def test_both_classes_of_models_agree(name: str, shared_model: Any) -> None:
     pd.testing.assert_frame_equal(bridge, hooked, rtol=0, atol=1e-4)
 
 
+@zoo.needs_bridge
 def test_both_classes_agree_on_the_demo() -> None:
     zoo.hooked("llama")  # skips without HookedTransformer
     tokens = demo_tokens(length=128)

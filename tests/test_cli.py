@@ -18,7 +18,8 @@ from tl_posdisent.cli import app
 from tl_posdisent.demo.load import demo_hf_model
 from tl_posdisent.lens.loading import has_hooked
 
-BACKENDS = ["bridge", pytest.param("hooked", marks=pytest.mark.skipif(not has_hooked(), reason="TransformerLens 4"))]
+BACKENDS = [pytest.param("bridge", marks=zoo.needs_bridge)]
+BACKENDS += [pytest.param("hooked", marks=pytest.mark.skipif(not has_hooked(), reason="TransformerLens 4"))]
 QUICK = ("--length", "32", "--no-progress")
 
 

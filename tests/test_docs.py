@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import zoo
-from support.pages import ROOT
+from support.pages import PAGES, ROOT
 
 import tl_posdisent
 
@@ -39,14 +39,6 @@ def test_support_table_has_these_rows_and_no_others() -> None:
     assert support_table.to_markdown(WRITTEN) == text
 
 
-def test_a_tool_that_does_something_else_is_noticed() -> None:
-    def wrong(model: Any, tokens: Any) -> None:
-        support_table._expect(False, "real distances change nothing")
-
-    with pytest.raises(support_table.Wrong, match="real distances"):
-        support_table._outcome(wrong, None, None)
-
-
 def test_api_page_has_every_public_name_once() -> None:
     page = (DOCS / "api.md").read_text(encoding="utf-8")
     named = re.findall(r"^\.\. auto(?:function|class|data):: (\w+)$", page, re.MULTILINE)
@@ -54,7 +46,7 @@ def test_api_page_has_every_public_name_once() -> None:
 
 
 def test_the_documentation_names_no_functions_that_are_gone() -> None:
-    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for name in re.findall(r"~tl_posdisent\.(\w+)", text):
             assert hasattr(tl_posdisent, name), f"{page.name} names {name}"

@@ -257,7 +257,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="differ by nan"):
         check_same_logits(torch.full((1, 1, 2), torch.nan), torch.ones(1, 1, 2), what="it")
     if has_hooked():
-        with pytest.raises(ValueError, match="not found"):
+        with pytest.raises(ValueError, match="cannot load a causal language model from no-such-model"):
             load_model("no-such-model", backend="hooked")
 
 

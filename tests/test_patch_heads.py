@@ -46,6 +46,8 @@ def test_the_numbers_of_transformer_lens(kind: str, name: str, activation: str, 
     model = shared_model(kind, name)
     if (kind, name, activation) == ("bridge", "gptj", "pattern"):
         pytest.skip("discarded there")
+    if zoo.TL_MAJOR < 3 and name in ("llama-gqa", "qwen3") and activation in "kv":
+        pytest.skip("TransformerLens 2 looks for as many keys as queries")
     which = {"z": "out"}.get(activation, activation)
     with torch.no_grad():
         _, cache = model.run_with_cache(TOKENS)

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from support import zoo
 from support.plain_transformer import plain_logits
 from torch import Tensor
 
@@ -183,8 +184,11 @@ def test_hooked_transformer_with_the_same_weights(encoding: str, n_heads: int) -
         (theirs, there), (ours, here) = hooked.run_with_cache(TOKENS), model.run_with_cache(TOKENS)
     assert_close(ours, theirs)
     absolute = {"hook_pos_embed"} if encoding == "none" else set()  # there a table of zeros
-    assert set(here) == set(there) - absolute
-    for name in here:
+    later = {"unembed.hook_in", "unembed.hook_out"} if zoo.TL_MAJOR < 3 else set()
+    assert set(here) - later == set(there) - absolute
+    for name in set(here) & set(there):
+        if zoo.TL_MAJOR < 3 and name.endswith("hook_normalized"):
+            continue  # there behind the weights of the norm
         one, other = here[name], there[name]
         if encoding == "alibi" and name.endswith("scores"):  # there up to a constant for each query
             one, other = one - one[..., :1], other - other[..., :1]

@@ -216,6 +216,7 @@ def test_tokens_are_named_where_the_model_can() -> None:
     assert matrices(widget)[0, 2].abs().max() == 0  # no hook, no change
 
 
+@zoo.needs_bridge
 def test_interventions_that_a_pattern_would_not_show(shared_model: Any) -> None:
     name = next(name for name in zoo.BRIDGE_NAMES if not _editable(shared_model("bridge", name)))
     model = shared_model("bridge", name)

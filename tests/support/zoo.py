@@ -35,14 +35,19 @@ TL_MAJOR = int(importlib.metadata.version("transformer-lens").split(".")[0])
 _WRONG_IN_BRIDGE = {"cohere"} if TL_MAJOR < 4 else set()
 
 NAMES: tuple[str, ...] = tuple(ARCHITECTURES)
-BRIDGE_NAMES: tuple[str, ...] = tuple(name for name in NAMES if name not in _WRONG_IN_BRIDGE)
+# TransformerBridge came with version 3; before there are no names, and `bridge` skips.
+BRIDGE_NAMES: tuple[str, ...] = tuple(name for name in NAMES if TL_MAJOR > 2 and name not in _WRONG_IN_BRIDGE)
 # HookedTransformer left TransformerLens with version 4; then the names stay, and `hooked` skips. Left out,
-# beside the architectures that TransformerLens does not convert: OLMo 2 with grouped queries, since its
-# converter takes every head to have a key of its own.
+# beside the architectures that TransformerLens does not convert:
+# * OLMo 2 with grouped queries, since its converter takes every head to have a key of its own;
+# * with TransformerLens 2, what it did not have yet: YaRN, OLMo 2, Gemma 3 and gpt-oss.
+_NOT_IN_HOOKED = {"olmo2-gqa"} | ({"llama-yarn", "olmo2", "gemma3", "gpt_oss"} if TL_MAJOR < 3 else set())
 HOOKED_NAMES: tuple[str, ...] = tuple(
-    name for name in NAMES if ARCHITECTURES[name].model in CONVERTIBLE and name != "olmo2-gqa"
+    name for name in NAMES if ARCHITECTURES[name].model in CONVERTIBLE and name not in _NOT_IN_HOOKED
 )
 ROTARY_NAMES: tuple[str, ...] = tuple(name for name in NAMES if ARCHITECTURES[name].rotary)
+
+needs_bridge = pytest.mark.skipif(TL_MAJOR < 3, reason=f"TransformerLens {TL_MAJOR} has no TransformerBridge")
 
 
 def hf_model(name: str, attn: str = "eager", **changes: Any) -> transformers.PreTrainedModel:
@@ -118,18 +123,28 @@ def hf_logits(
 
 def bridge(name: str, attn: str = "eager", **changes: Any) -> TransformerBridge:
     """The model of `hf_model` in a fresh `TransformerBridge`, raw: nothing folded, no compatibility mode."""
+    _skip_without_bridge()
     if name in _WRONG_IN_BRIDGE:
         pytest.skip(f"TransformerBridge of TransformerLens {TL_MAJOR} computes {name} wrongly")
     return as_bridge(hf_model(name, attn, **changes))
 
 
 def as_bridge(model: transformers.PreTrainedModel) -> TransformerBridge:
-    """Wrap a Hugging Face model, changing it in place. This door needs neither a tokenizer nor a network."""
+    """Wrap a Hugging Face model, changing it in place. This door needs neither a tokenizer nor a network.
+
+    Skips the test under TransformerLens 2.
+    """
+    _skip_without_bridge()
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
     return build_bridge_from_module(
         model, architecture=type(model).__name__, hf_config=model.config, tokenizer=None
     ).eval()
+
+
+def _skip_without_bridge() -> None:
+    if TL_MAJOR < 3:
+        pytest.skip(f"TransformerLens {TL_MAJOR} has no TransformerBridge")
 
 
 def hooked(name: str, **changes: Any) -> HookedTransformer:
@@ -139,7 +154,7 @@ def hooked(name: str, **changes: Any) -> HookedTransformer:
     express.
     """
     if name not in HOOKED_NAMES:
-        pytest.skip(f"HookedTransformer has no architecture for {name}")
+        pytest.skip(f"HookedTransformer of TransformerLens {TL_MAJOR} has no architecture for {name}")
     return as_hooked(hf_model(name, **changes))
 
 

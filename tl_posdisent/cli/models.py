@@ -71,14 +71,20 @@ def known_models() -> Any:
     """One row per name, sorted, the demo model first: ``name``, ``hooked``, ``bridge``, ``architecture``,
     ``positions``."""
     import pandas as pd
-    from transformer_lens.supported_models import OFFICIAL_MODEL_NAMES
-    from transformer_lens.tools.model_registry.api import get_supported_models
 
-    from tl_posdisent.lens.loading import has_hooked
+    try:
+        from transformer_lens.supported_models import OFFICIAL_MODEL_NAMES
+        from transformer_lens.tools.model_registry.api import get_supported_models
+    except ImportError:  # TransformerLens 2 has no bridge
+        from transformer_lens.loading_from_pretrained import OFFICIAL_MODEL_NAMES
+
+        get_supported_models = list
+
+    from tl_posdisent.lens.loading import has_bridge, has_hooked
 
     hooked = set(OFFICIAL_MODEL_NAMES) if has_hooked() else set()
     bridged = {entry.model_id: entry for entry in get_supported_models()}
-    demo = ("demo", "yes" if has_hooked() else "–", "tested", "LlamaForCausalLM", "rotary")
+    demo = ("demo", "yes" if has_hooked() else "–", "tested" if has_bridge() else "–", "LlamaForCausalLM", "rotary")
     found = [demo]
     for name in sorted(hooked | bridged.keys(), key=str.lower):
         entry = bridged.get(name)
