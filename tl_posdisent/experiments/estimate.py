@@ -36,7 +36,7 @@ class Estimate:
 
     Example:
         >>> from tl_posdisent import estimate, load_demo_model
-        >>> plan = estimate(load_demo_model(), 100_000, available=8 * 10**9)
+        >>> plan = estimate(load_demo_model(), 4096, available=10**9)
         >>> plan.fits, plan.path, plan.advice
         (False, 'whole score matrices', 'block=1024')
     """
