@@ -19,6 +19,10 @@ PYTEST = -m pytest -n $(WORKERS) $(ARGS)
 OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/test_%.py, \
     support docs zoo demo additive_inputs additivity position_hooks ablation patch_heads patch_component blocks \
     synthetic_model plots widgets cli sweep)
+# Alike in every lane, and not quick: what a browser draws, what processes and files survive, what a shell sees. They run
+# in the first.
+ALIKE = --ignore=tests/browser $(addprefix --ignore=tests/test_,sweep.py sweep_cli.py sweep_pools.py faults_training.py \
+    cli_docs.py cli_shell.py fuzz_fits.py fuzz_rotations.py release.py links.py)
 
 .PHONY: help demo synthetic test fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
 
@@ -40,8 +44,8 @@ test: .venv/dev.stamp ## all tests and doctests
 fuzz: .venv/dev.stamp ## laws against 20 000 examples that are drawn anew each time (FUZZ=100000: so many)
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --dist worksteal tests/test_fuzz_*.py
 
-test-tl4: .venv-tl4/dev.stamp ## the same with the newest TransformerLens 4
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST)
+test-tl4: .venv-tl4/dev.stamp ## the same with the newest TransformerLens 4, but for what has nothing to do with it
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) $(ALIKE)
 
 test-oldest: .venv-oldest/dev.stamp ## what stands on other packages, with the oldest that pyproject.toml allows
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) $(OLDEST_TESTS)
