@@ -98,13 +98,13 @@ def test_live_bytes_by_hand() -> None:
 @pytest.mark.parametrize(("tool", "block"), [("additivity", None), ("additivity", 16), ("controlled_distance", None)])
 def test_longer_takes_more(tool: Any, block: int | None) -> None:
     model = tp.load_demo_model()
-    plans = [tp.estimate(model, length, tool=tool, block=block) for length in (32, 100, 1000, 30_000)]
+    plans = [tp.estimate(model, length, tool=tool, block=block) for length in (32, 100, 30_000, 300_000)]
     table = pd.concat([plan.to_frame() for plan in plans])
     for column in ("needed_bytes", "peak_bytes", "flops", "score_bytes", "tool_bytes"):
         assert table[column].is_monotonic_increasing, column
     growth = plans[-1].needed_bytes / plans[-2].needed_bytes
-    assert growth > 800 if block is None else growth < 60  # length², or length
-    more = tp.estimate(model, 1000, batch=3, tool=tool, block=block)
+    assert growth == pytest.approx(100 if block is None else 10, rel=0.05)  # length², or length
+    more = tp.estimate(model, 30_000, batch=3, tool=tool, block=block)
     assert more.flops == pytest.approx(3 * plans[2].flops)
     assert more.needed_bytes == pytest.approx(3 * plans[2].needed_bytes, rel=1e-6)
     assert len(set(table["model_bytes"])) == 1
