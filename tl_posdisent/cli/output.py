@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
+
+from tl_posdisent.maths.files import whole_file
 
 from .errors import say
 from .page import table_page
@@ -43,30 +44,17 @@ def save(table: Any, out: Path | None, title: str) -> None:
     if out is None:
         return
 
-    def write(path: Path) -> None:
-        if out.suffix.lower() == ".csv":
-            table.to_csv(path, index=False)
-        elif out.suffix.lower() == ".parquet":
-            table.to_parquet(path, index=False)
-        elif out.suffix.lower() == ".json":
-            path.write_text(as_json(table), encoding="utf-8")
-        else:
-            path.write_text(table_page(table, title), encoding="utf-8")
-
-    whole_or_not(out, write)
-    say(f"table: {escape(str(out))} ({len(table)} rows)")
-
-
-def whole_or_not(out: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make a file beside ``out`` that takes its place when it is done. The folder is made."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".{out.stem}.{os.getpid()}.unfinished{out.suffix}")
-    try:
-        write(unfinished)
-        os.replace(unfinished, out)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            unfinished.unlink()
+    with whole_file(out, apart=True) as file:
+        if out.suffix.lower() == ".csv":
+            table.to_csv(file, index=False)
+        elif out.suffix.lower() == ".parquet":
+            table.to_parquet(file, index=False)
+        elif out.suffix.lower() == ".json":
+            file.write(as_json(table).encode("utf-8"))
+        else:
+            file.write(table_page(table, title).encode("utf-8"))
+    say(f"table: {escape(str(out))} ({len(table)} rows)")
 
 
 def as_json(table: Any) -> str:

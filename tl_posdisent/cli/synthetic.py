@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
+from tl_posdisent.maths.files import whole_file
+
 from . import options as o
 from .errors import answering, say
 from .inputs import device_of
-from .output import whole_or_not
 from .screen import grid, number, screen
 
 
@@ -65,12 +66,13 @@ def synthetic(
             progress=progress,
             **changed,
         )
-        whole_or_not(out / "heads.html", lambda path: _save_maps(study, path))
+        with whole_file(out / "heads.html", apart=True) as file:
+            file.write(_maps(study).encode("utf-8"))
         say(f"tables and heat maps: {escape(str(out))}")
     _show_study(study, f"{preset} preset, {seeds} seed{'s' if seeds > 1 else ''}")
 
 
-def _save_maps(study: Any, path: Path) -> None:
+def _maps(study: Any) -> str:
     """One page with a heat map for each encoding and task: the drop of accuracy with each head, mean over seeds."""
     from tl_posdisent.show.plots.heat import plot_heads
 
@@ -84,7 +86,7 @@ def _save_maps(study: Any, path: Path) -> None:
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>What single heads are worth</title></head>'
     )
-    path.write_text(f"{head}<body>{''.join(page)}</body></html>\n", encoding="utf-8")
+    return f"{head}<body>{''.join(page)}</body></html>\n"
 
 
 def _show_study(study: Any, title: str) -> None:

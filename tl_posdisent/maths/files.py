@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -12,11 +13,12 @@ UNFINISHED = ".unfinished"
 
 
 @contextlib.contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def whole_file(path: str | os.PathLike[str], *, apart: bool = False) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``path`` once all of it is on the disk.
 
     It is written beside its place. After an exception nothing of it is left, and what was at ``path`` still is; a
-    process that is killed leaves ``path.unfinished``, which the next one overwrites.
+    process that is killed leaves ``path.unfinished``, which the next one overwrites. With ``apart`` several processes
+    may write the same path at once: each has an unfinished file of its own, ``.STEM.RANDOM.unfinished``.
 
     Raises:
         OSError: it cannot be written.
@@ -30,7 +32,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         []
     """
     path = Path(path)
-    unfinished = path.with_name(path.name + UNFINISHED)
+    unfinished = path.with_name((f".{path.stem}.{uuid.uuid4().hex}" if apart else path.name) + UNFINISHED)
     try:
         with unfinished.open("wb") as file:
             yield file

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import traceback
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tl_posdisent.maths.files import UNFINISHED, whole_file
+
 from .jobs import Job
 
 _KEY = b"tl_posdisent"
-_UNFINISHED = ".unfinished"
 
 
 def failures(out: str | Path) -> pd.DataFrame:
@@ -59,7 +56,7 @@ def prepare(out: Path, todo: list[Job]) -> None:
         raise ValueError(f"out must be a folder, or a path where one can be made, got the file {out}")
     for folder in ("parts", "failed"):
         Path(out, folder).mkdir(parents=True, exist_ok=True)
-        left = {path.name.split(".")[1]: path for path in Path(out, folder).glob(f".*{_UNFINISHED}")}
+        left = {path.name.split(".")[1]: path for path in Path(out, folder).glob(f".*{UNFINISHED}")}
         for job in todo:
             if job.hash in left:
                 left[job.hash].unlink(missing_ok=True)
@@ -99,7 +96,7 @@ def write_part(out: Path, job: Job, table: pd.DataFrame) -> None:
     arrow = pa.Table.from_pandas(table, preserve_index=False)
     about = json.dumps({"hash": job.hash, "job": job.to_dict()})
     arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), _KEY: about.encode("utf-8")})
-    with whole(part_of(out, job)) as file:
+    with whole_file(part_of(out, job), apart=True) as file:
         pq.write_table(arrow, file, write_page_checksum=True)
     failure_of(out, job).unlink(missing_ok=True)
 
@@ -112,23 +109,8 @@ def write_failure(out: Path, job: Job, error: BaseException) -> None:
     """
     about = {**job.columns(), "arguments": job.arguments, "error": type(error).__name__, "message": str(error)}
     about["traceback"] = "".join(traceback.format_exception(error))
-    with whole(failure_of(out, job)) as file:
+    with whole_file(failure_of(out, job), apart=True) as file:
         file.write(json.dumps(about, indent=1).encode("utf-8"))
-
-
-@contextlib.contextmanager
-def whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears when all of it is on the disk, and not before."""
-    unfinished = path.with_name(f".{path.stem}.{uuid.uuid4().hex}{_UNFINISHED}")
-    try:
-        with unfinished.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 def with_columns(job: Job, table: pd.DataFrame) -> pd.DataFrame:

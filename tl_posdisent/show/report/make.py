@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.lens.run import check_seed
+from tl_posdisent.maths.files import whole_file
 
 from .exhibits import widgets
 from .headline import analysed, headline, reproduce
@@ -100,7 +99,10 @@ def report(
     exhibits = shown["heads"].trained if "heads" in shown else None
     drawn = [] if exhibits is None else widgets(subject, exhibits)
     name = f"Position and content in {subject.name()}" if title is None else title
-    return _write(target, page(name, parts, contents, drawn))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(target, apart=True) as file:
+        file.write(page(name, parts, contents, drawn).encode("utf-8"))
+    return target
 
 
 def _check_sections(sections: Any) -> list[SectionName]:
@@ -145,15 +147,3 @@ def _call(
     given = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
     what = "text" if isinstance(text, str) else "tokens"
     return f"from tl_posdisent import report\n\nreport(model, {what}, {path.name!r}{given})"
-
-
-def _write(path: Path, content: str) -> Path:
-    """All of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{uuid4().hex[:8]}.tmp")
-    try:
-        unfinished.write_text(content, encoding="utf-8", newline="\n")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
