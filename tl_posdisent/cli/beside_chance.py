@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .screen import line
+
 
 def beside_chance(measure: Callable[[Any], Any], model: Any, control: int, seed: int) -> tuple[Any, Any]:
     """Both tables, the second with the rows of all random models, each with a column ``weights`` that tells them apart:
@@ -26,3 +28,10 @@ def together(trained: Any, chance: Any) -> Any:
     import pandas as pd
 
     return pd.concat([trained, chance], ignore_index=True) if len(chance) else trained
+
+
+def mean_line(column: str, trained: Any, chance: Any) -> None:
+    """The mean of a column over all heads, its lowest and highest, and chance's mean if there is any, on the screen."""
+    r, heads = trained[column], len(trained[["layer", "head"]].drop_duplicates())
+    at_random = f"; at random initialisation {chance[column].mean():.3f}" if len(chance) else ""
+    line(f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {heads} heads{at_random}")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options as o
-from .beside_chance import beside_chance, together
+from .beside_chance import beside_chance, mean_line, together
 from .errors import answering
 from .inputs import load_and_read
 from .output import check_out, save
@@ -67,7 +67,5 @@ def controlled(
     for column, model_of_scores in _SHOWN.items():
         by_head(trained, column, f"r of {model_of_scores}, by layer and head: {what}", chance=chance)
     for column in _SHOWN:
-        r, beside = trained[column], chance[column]
-        at_random = f"; at random initialisation {beside.mean():.3f}" if len(chance) else ""
-        line(f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {len(r)} heads{at_random}")
+        mean_line(column, trained, chance)
     line("shares: " + ", ".join(f"{name} {trained[name].mean():.3f}" for name in ("distance", "query", "key")))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from . import options as o
-from .beside_chance import beside_chance, together
+from .beside_chance import beside_chance, mean_line, together
 from .errors import answering
 from .inputs import load_and_read
 from .output import check_out, save
@@ -61,12 +61,6 @@ def fit(
         what = f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
         save(together(trained, chance), out, f"Additive fit of attention scores: {what}")
     by_head(trained, "r", f"r of the three-axis fit, by layer and head: {what}", chance=chance)
-    r = trained["r"]
-    heads = len(trained[["layer", "head"]].drop_duplicates())
-    line(f"mean r {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {heads} heads{_chance(chance, 'r')}")
+    mean_line("r", trained, chance)
     shares = ", ".join(f"{name} {trained[f'share_{name}'].mean():.3f}" for name in ("distance", "query", "key"))
     line(f"share of the variance that each part explains alone: {shares}")
-
-
-def _chance(chance: Any, column: str) -> str:
-    return f"; at random initialisation {chance[column].mean():.3f}" if len(chance) else ""

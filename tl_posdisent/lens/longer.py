@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import facts
 from .attention import AttentionSpec, n_layers, read_layers
-from .run import at_rest, device_of, run
+from .run import at_rest, device_of, modules, run
 
 
 @contextlib.contextmanager
@@ -108,19 +108,13 @@ Saved = list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]
 
 def _state(model: Any) -> Saved:
     """The buffers of all modules, and the numbers that they keep beside them (such as the longest text so far)."""
-    modules = {
-        id(part): part
-        for whole in (model, getattr(model, "original_model", None))
-        if isinstance(whole, torch.nn.Module)
-        for part in whole.modules()
-    }
     return [
         (
             part,
             dict(part._buffers),
             {name: x for name, x in vars(part).items() if isinstance(x, (int, float, Tensor)) and name != "training"},
         )
-        for part in modules.values()
+        for part in modules(model)
     ]
 
 

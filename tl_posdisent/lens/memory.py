@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .run import modules
+
 _NO_LIMIT = 1 << 60  # control groups say "none" as a huge number
 
 
@@ -64,9 +66,9 @@ def gigabytes(n: int | float) -> str:
 
 
 def _tensors(model: Any) -> list[Tensor]:
-    wholes = (model, getattr(model, "original_model", None))  # a bridge lists the parts that it knows
-    parts = [part for whole in wholes if whole is not None for part in whole.modules()]
-    return [x for part in parts for x in (*part._parameters.values(), *part._buffers.values()) if x is not None]
+    return [
+        x for part in modules(model) for x in (*part._parameters.values(), *part._buffers.values()) if x is not None
+    ]
 
 
 def _of_device(device: torch.device) -> int | None:

@@ -63,12 +63,16 @@ def _hooked(model: Any, hooks: list[Hook]) -> Iterator[None]:
             points[name].remove_hooks("fwd", level=level)
 
 
+def modules(model: Any) -> list[torch.nn.Module]:
+    """All parts of a model, each once. A bridge lists those that it knows, and not all of the model that it wraps."""
+    wholes = [x for x in (model, getattr(model, "original_model", None)) if isinstance(x, torch.nn.Module)]
+    return list({id(part): part for whole in wholes for part in whole.modules()}.values())
+
+
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Dropout off for the duration; hooks stay."""
-    # A bridge lists the parts that it knows, and not all of the model that it wraps.
-    wholes = (model, getattr(model, "original_model", None))
-    training = [part for whole in wholes if whole is not None for part in whole.modules() if part.training]
+    training = [part for part in modules(model) if part.training]
     try:
         for part in training:
             part.training = False
@@ -132,6 +136,14 @@ def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:
     if device.type == "meta":
         raise ValueError("model must have weights, but its parameters are meta tensors: load them first")
     return (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
+
+
+def token_words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:
+    """The tokens of a text, or their numbers where the model cannot say."""
+    if getattr(model, "tokenizer", None) is None:
+        return [str(i) for i in ids.tolist()]
+    # One by one: of several, TransformerLens 2 with transformers 5 makes one word.
+    return [str(model.to_str_tokens(one)[0]) for one in ids.split(1)]
 
 
 def _encode(model: Any, texts: list[str]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tl_posdisent.lens.applied import applied
 from tl_posdisent.lens.attention import read_attention
 from tl_posdisent.lens.evidence import is_masked
-from tl_posdisent.lens.run import Hook, check_tokens, run
+from tl_posdisent.lens.run import Hook, check_tokens, run, token_words
 from tl_posdisent.maths.masks import MaskKind, make_cells
 
 from .choice import CELLS, check_scale, check_title, choose
@@ -150,7 +150,7 @@ def show_interventions(
     return show_change(
         before,
         after,
-        _words(model, ids[text]),
+        token_words(model, ids[text]),
         mask=spec.mask(ids.shape[1], before.device),
         heads=heads,
         text=text,
@@ -173,11 +173,3 @@ def _seen(model: Any, ids: Tensor, tap: str, hooks: Sequence[Hook]) -> Tensor:
     with applied(model, hooks):
         run(model, ids, [(tap, listen)])
     return held[-1]
-
-
-def _words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:
-    """The tokens of a text, or their numbers where the model cannot say."""
-    if getattr(model, "tokenizer", None) is None:
-        return [str(i) for i in ids.tolist()]
-    # One by one: of several, TransformerLens 2 with transformers 5 makes one word.
-    return [str(model.to_str_tokens(one)[0]) for one in ids.split(1)]

@@ -13,6 +13,7 @@ import hashlib
 import html
 import json
 import math
+from collections.abc import Iterable
 from importlib import resources
 from os import PathLike
 from pathlib import Path
@@ -106,7 +107,7 @@ class Widget(RenderedHTML):  # type: ignore[misc]
             scripts, kind, source = [f"{_import()}\n{call('CircuitsVis')}"], ' type="module"', " https://unpkg.com"
         else:
             scripts, kind, source = [library(), call(_GLOBAL)], "", ""
-        allowed = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts) + source
+        allowed = hashes(scripts) + source
         policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
         page = _HEAD.format(policy=policy, title=html.escape(self.title)) + element
         page += "".join(f"\n<script{kind}>{script}</script>" for script in scripts) + "\n</body></html>\n"
@@ -141,8 +142,10 @@ def _import() -> str:
     return f'import * as CircuitsVis from "https://unpkg.com/circuitsvis@{circuitsvis.__version__}/dist/cdn/esm.js";'
 
 
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+def hashes(scripts: Iterable[str]) -> str:
+    """What a page's policy says of the scripts that may run."""
+    digests = (hashlib.sha256(script.encode("utf-8")).digest() for script in scripts)
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
 
 
 def script_json(data: Any) -> str:

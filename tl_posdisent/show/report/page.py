@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 
-from tl_posdisent.show.offline import Widget, library
+from tl_posdisent.show.offline import Widget, hashes, library
 
 from .exhibits import place
 from .markup import escape
@@ -34,7 +32,7 @@ def page(title: str, sections: Sequence[str], contents: Mapping[str, str], widge
         scripts.append(script)
         body = body.replace(place(number), f'<div class="widget">{element}</div>', 1)
     scripts = [library(), *scripts] if scripts else []
-    allowed = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts) or "'none'"
+    allowed = hashes(scripts) or "'none'"
     links = "".join(f'<li><a href="#{name}">{escape(text)}</a></li>' for name, text in contents.items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -55,7 +53,3 @@ def _fragment(widget: Widget, number: int) -> tuple[str, str]:
     found = re.match(r'<div id="(tl-posdisent-\w+)"', element)
     assert found is not None
     return tuple(part.replace(found[1], f"widget-{number}") for part in (element, script))  # type: ignore[return-value]
-
-
-def _sha256(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.lens.attention import AttentionSpec, read_layers, select
-from tl_posdisent.lens.run import check_tokens
+from tl_posdisent.lens.run import check_tokens, token_words
 
 POSITIONS = 1024
 """The longest text that is measured: scores grow with its square."""
@@ -106,7 +106,7 @@ def read_subject(model: Any, text: Any, layers: Iterable[int] | None, heads: Ite
         tokens = whole
     tokens = _fewer(tokens, min(POSITIONS, context), TOKENS)
     asked = None if layers is None else [spec.layer for spec in specs]
-    return Subject(model, tokens, whole.numel(), _words(model, tokens[0]), asked, specs, chosen)
+    return Subject(model, tokens, whole.numel(), token_words(model, tokens[0]), asked, specs, chosen)
 
 
 def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:
@@ -124,11 +124,3 @@ def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) 
 def _fewer(tokens: Int[Tensor, "batch pos"], positions: int, total: int) -> Int[Tensor, "fewer shorter"]:
     tokens = tokens[:, :positions]
     return tokens[: max(1, total // tokens.shape[1])]
-
-
-def _words(model: Any, ids: Int[Tensor, " pos"]) -> list[str]:
-    numbers = [str(i) for i in ids.tolist()]
-    if getattr(model, "tokenizer", None) is None:
-        return numbers
-    # One by one: of several, TransformerLens 2 with transformers 5 makes one word.
-    return [str(model.to_str_tokens(one)[0]) for one in ids.split(1)]
