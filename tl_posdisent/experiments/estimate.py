@@ -12,6 +12,7 @@ from tl_posdisent.lens.attention import n_layers
 from tl_posdisent.lens.blocks import check_block
 from tl_posdisent.lens.costs import measure_costs, measure_rates
 from tl_posdisent.lens.memory import free_memory, gigabytes, model_bytes, model_devices
+from tl_posdisent.maths.checks import check_integer
 
 from .plan import advice, memory, seconds
 
@@ -145,12 +146,12 @@ def estimate(
         True
     """
     layers = n_layers(model)
-    _check("length", length, 2)
-    _check("batch", batch, 1)
+    check_integer("length", length, 2)
+    check_integer("batch", batch, 1)
     if tool not in get_args(Measured):
         raise ValueError(f"tool must be one of {', '.join(get_args(Measured))}, got {tool!r}")
     if available is not None:
-        _check("available", available, 0)
+        check_integer("available", available, 0)
     if block is not None:
         check_block(block)
         if tool != "additivity":
@@ -186,11 +187,6 @@ def estimate(
         available_bytes=free,
         advice="" if fits or free is None else advice(model, costs, tool, length, batch, block, free),
     )
-
-
-def _check(name: str, value: Any, lowest: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ValueError(f"{name} must be an integer of at least {lowest}, got {value!r}")
 
 
 def _duration(time: float) -> str:

@@ -20,6 +20,7 @@ from tl_posdisent.lens.attention import AttentionSpec, n_layers, read_rotary_lay
 from tl_posdisent.lens.lies import Lie, lie_hooks
 from tl_posdisent.lens.phase import phase_hooks
 from tl_posdisent.lens.run import Hook, check_tokens
+from tl_posdisent.maths.checks import check_integer
 from tl_posdisent.maths.rotary import Rotary
 
 Kind = Literal["order", "index", "feature"]
@@ -135,10 +136,10 @@ def perturber(
         tokens: Any, *, kind: Kind, fraction: float | int, seed: int, until: int | None = None, unit: Unit | None = None
     ) -> Perturbed:
         check_fraction("fraction", fraction)
-        _check_whole("seed", seed, 0)
+        check_integer("seed", seed, 0)
         ids, by = check_tokens(model, tokens), own or unit or ("token" if isinstance(tokens, Tensor) else "word")
         if until is not None:
-            _check_whole("until", until, 0)
+            check_integer("until", until, 0)
         generator = torch.Generator().manual_seed(seed)
         stop = ids.shape[1] if until is None else until
         units = [_movable(model, row.tolist(), by, stop) for row in ids]
@@ -269,15 +270,10 @@ def _check_options(kinds: Sequence[Kind], window: int, unit: Unit | None, jitter
             raise ValueError(f'kind must be "order", "index" or "feature", got {kind!r}')
     if unit is not None and unit not in get_args(Unit):
         raise ValueError(f'unit must be "word" or "token", got {unit!r}')
-    _check_whole("window", window, 1)
+    check_integer("window", window, 1)
     number = isinstance(jitter, (int, float)) and not isinstance(jitter, bool)
     if jitter is not None and not (number and 0 < jitter < float("inf")):
         raise ValueError(f"jitter must be a positive number of positions, got {jitter!r}")
-
-
-def _check_whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
 def check_fraction(name: str, value: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tl_posdisent.maths.checks import check_integer
+
 from . import facts
 from .attention import AttentionSpec, n_layers, read_layers
 from .run import at_rest, device_of, modules, run
@@ -49,8 +51,7 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
         (torch.Size([1, 600, 1024]), True)
     """
     n_layers(model)
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"length must be an integer of at least 1, got {length!r}")
+    check_integer("length", length, 1)
     saved = _state(model)
     try:
         grown = [

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tl_posdisent.maths.checks import check_integer
+
 from .attention import AttentionSpec, read_rotary_layers, select
 from .edits import View, edit_scores
 from .evidence import mismatch
@@ -63,8 +65,7 @@ def lambda_mask(
     specs = read_rotary_layers(model, layers, "lambda_mask")
     chosen = select("heads", heads, specs[0].n_heads)
     for name, value, least in (("n_sink", n_sink, 0), ("window", window, 1), ("distance_ceiling", distance_ceiling, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        check_integer(name, value, least)
     hooks: list[Hook] = []
     for spec in specs:
         if not spec.causal:

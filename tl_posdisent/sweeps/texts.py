@@ -15,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.demo.load import demo_text
+from tl_posdisent.maths.checks import check_integer
 
 Kind = Literal["demo", "file", "words", "ids"]
 
@@ -81,7 +82,7 @@ class Text:
         Raises:
             ValueError: ``parts`` below 1.
         """
-        _whole("parts", parts, 1)
+        check_integer("parts", parts, 1)
         cuts = [self.first + self.count * n // parts for n in range(parts + 1)]
         return [replace(self, first=a, count=b - a) for a, b in itertools.pairwise(cuts) if b > a]
 
@@ -140,11 +141,11 @@ class Text:
         if self.kind == "ids" and self.length is not None:
             raise ValueError(f"length must be None for token ids, which are taken as they are, got {self.length}")
         if self.length is not None:
-            _whole("length", self.length, 2)
+            check_integer("length", self.length, 2)
         if self.stride is not None:
-            _whole("stride", self.stride, 1)
-        _whole("count", self.count, 1)
-        _whole("first", self.first, 0)
+            check_integer("stride", self.stride, 1)
+        check_integer("count", self.count, 1)
+        check_integer("first", self.first, 0)
 
 
 def _content(source: Any) -> tuple[Kind, str, str]:
@@ -172,8 +173,3 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"text must be a UTF-8 file that can be read, got {path}: {error}") from error
-
-
-def _whole(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from tl_posdisent.maths.checks import check_integer
+
 EncodingName = Literal["none", "sinusoidal", "learned", "t5", "relative", "alibi", "rope", "absolute_rope", "mla"]
 """How a model is told about positions; see ``encodings.py``."""
 ReadOut = Literal["mean", "last", "token"]
@@ -141,8 +143,7 @@ def _check_integers(config: SyntheticConfig) -> None:
         if not kind.startswith("int") or (value is None and "None" in kind):
             continue
         least = 0 if field.name in ("rotary_heads", "pad_id") else 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{field.name} must be an integer of at least {least}, got {value!r}")
+        check_integer(field.name, value, least)
 
 
 def _is_number(value: object) -> bool:
