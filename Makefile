@@ -16,13 +16,17 @@ OFFLINE = HF_HUB_OFFLINE=1
 PYTEST = -m pytest -n $(WORKERS) $(ARGS)
 # What shows old versions: every tool on every architecture, what asks TransformerLens for something, and what hands
 # numbers to pandas, plotly, rich and typer. Annotations are not checked: TransformerLens 2 pins a beartype too old for it.
-OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/test_%.py, \
-    support docs zoo demo additive_inputs additivity position_hooks ablation patch_heads patch_component blocks \
-    synthetic_model plots widgets cli sweep)
+OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/%.py, \
+    docs/test_support_table docs/test_docs models/test_zoo demo/test_demo \
+    additive/test_fit_inputs experiments/test_additivity hooks/test_position_hooks hooks/test_ablate \
+    experiments/test_head_patching experiments/test_component_patching models/test_chunked_scores synthetic/test_transformer \
+    viz/test_plots viz/test_widgets cli/test_fit_command sweeps/test_sweep)
 # Alike in every lane, and not quick: what a browser draws, what processes and files survive, what a shell sees. They run
 # in the first.
-ALIKE = --ignore=tests/browser $(addprefix --ignore=tests/test_,sweep.py sweep_cli.py sweep_pools.py faults_training.py \
-    cli_docs.py cli_shell.py fuzz_fits.py fuzz_rotations.py release.py links.py)
+ALIKE = --ignore=tests/browser $(addprefix --ignore=tests/, \
+    sweeps/test_sweep.py cli/test_sweep_command.py sweeps/test_process_pools.py synthetic/test_training_faults.py \
+    cli/test_cli_docs.py cli/test_shell.py additive/test_fuzz_fits.py rope/test_fuzz_rotations.py \
+    package/test_release.py docs/test_links.py)
 
 .PHONY: help demo synthetic test fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
 
@@ -42,7 +46,7 @@ test: .venv/dev.stamp ## all tests and doctests
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST)
 
 fuzz: .venv/dev.stamp ## laws against 20 000 examples that are drawn anew each time (FUZZ=100000: so many)
-	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --dist worksteal tests/test_fuzz_*.py
+	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --dist worksteal tests/*/test_fuzz_*.py
 
 test-tl4: .venv-tl4/dev.stamp ## the same with the newest TransformerLens 4, but for what has nothing to do with it
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) $(ALIKE)
@@ -68,12 +72,12 @@ bench: .venv/bench.stamp ## all benchmarks: tables on the screen, JSON in out/be
 	for script in dense_fit dense_limit linear_fit controlled plane whole_model head_ablation; do \
 	    $(OFFLINE) .venv/bin/python benchmarks/$$script.py || exit 1; done
 
-coverage: .venv/dev.stamp ## all tests, and which lines and branches of maths/ and lens/ they run: at least 95 %
+coverage: .venv/dev.stamp ## all tests, and which lines and branches of additive/, rope/, models/ and hooks/ they run: at least 95 %
 	mkdir -p out
 	$(OFFLINE) OMP_NUM_THREADS=1 COVERAGE_FILE=out/.coverage .venv/bin/python $(PYTEST) --cov-branch --cov-fail-under=95 \
-	    --cov=tl_posdisent.maths --cov=tl_posdisent.lens --cov-report=term-missing:skip-covered
+	    $(addprefix --cov=tl_posdisent.,additive rope models hooks) --cov-report=term-missing:skip-covered
 
-mutants: .venv/mutants.stamp ## small errors put into maths/ and how many the tests notice: ARGS='--per-file 3 rotary variance'
+mutants: .venv/mutants.stamp ## small errors put into additive/ and rope/ and how many the tests notice: ARGS='--per-file 3 rope/rotary rope/moments'
 	.venv/bin/python tests/support/mutants.py $(ARGS)
 
 dist: .venv/dev.stamp ## build dist/, and try the wheel alone in a new environment

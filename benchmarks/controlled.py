@@ -6,7 +6,7 @@ import torch
 from common import device, medians, report, seconds
 
 from tl_posdisent import Moments, Rotary, decompose
-from tl_posdisent.maths.rotary import to_complex
+from tl_posdisent.rope.rotary import to_complex
 
 D_HEAD = 64
 BLOCK = 16  # distances of the tensor in memory at a time

@@ -15,7 +15,7 @@ from common import report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_posdisent as tp
-from tl_posdisent.lens.loading import has_hooked
+from tl_posdisent.models.loading.load import has_hooked
 
 D_HEAD, VOCABULARY, BLOCK = 32, 1000, 256
 GRID = [(length, heads, layers) for length in (512, 1024, 2048, 4096) for heads in (8, 16) for layers in (2, 6)]

@@ -6,7 +6,7 @@ import torch
 from common import device, medians, report, seconds
 
 from tl_posdisent import Rotary, positional_symbolic_qk
-from tl_posdisent.maths.rotary import to_complex
+from tl_posdisent.rope.rotary import to_complex
 
 PERMUTATIONS = 1000
 

@@ -28,8 +28,8 @@ from tl_posdisent import (
     TriggerCount,
     TriggerDistance,
 )
-from tl_posdisent.synthetic.presets import preset
-from tl_posdisent.synthetic.steps import Training
+from tl_posdisent.synthetic.training.presets import preset
+from tl_posdisent.synthetic.training.steps import Training
 
 PAPER = preset("paper")
 

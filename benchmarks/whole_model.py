@@ -9,7 +9,7 @@ from common import device, medians, report
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tl_posdisent import additivity, bridge_from_hf, dummy_distance, hooked_from_hf, swap_positions
-from tl_posdisent.lens.loading import has_hooked
+from tl_posdisent.models.loading.load import has_hooked
 
 
 def pythia_70m_shape() -> GPTNeoXForCausalLM:

@@ -1,82 +1,83 @@
 """The public names, from wherever they are; ``tl_posdisent`` hands them on."""
 
-from .demo.load import demo_text, demo_tokenizer, demo_tokens, load_demo_model
-from .experiments.ablation import head_ablation
-from .experiments.additivity import additivity
-from .experiments.causal import additive_substitution, substitute_additive
-from .experiments.chance import trained_vs_random
-from .experiments.choice import MultipleChoice, choice_scores
-from .experiments.content_position import ContentPosition, content_position_terms
-from .experiments.controlled import controlled_distance, dummy_distance_check
-from .experiments.dynamics import disentanglement
-from .experiments.estimate import Estimate, estimate
-from .experiments.hadamard import RopeHadamard, rope_hadamard
-from .experiments.length import length_generalization
-from .experiments.patched_heads import patch_heads
-from .experiments.patching import patch_component, patch_positions
-from .experiments.patterns import subspace_patterns
-from .experiments.perturbation import perturbation_curve
-from .experiments.plane import positional_symbolic
-from .experiments.positional_subspace import PositionalSubspace, positional_subspace
-from .experiments.scramble import Perturbed, perturb
-from .lens.ablation import ablate_heads
-from .lens.applied import applied
-from .lens.attention import AttentionSpec, read_attention, read_layers
-from .lens.capture import Captured, capture
-from .lens.components import drop_component
-from .lens.control import random_control
-from .lens.frequencies import limit_frequencies
-from .lens.loading import bridge_from_hf, hooked_from_hf, load_model
-from .lens.longer import longer_context
-from .lens.patching import patch_scores, patch_vectors
-from .lens.phase import phase_noise
-from .lens.positions import dummy_distance, remap_distance, swap_positions
-from .lens.windows import lambda_mask, position_interpolation
-from .maths.additive import fit_additive
-from .maths.additive_fit import AdditiveFit
-from .maths.bound import InteractionBound, interaction_bound
-from .maths.capacity import RopeCapacity, rope_capacity
-from .maths.correlation import score_correlation
-from .maths.interactions import SubspaceShares, interaction_by_subspace
-from .maths.linear import fit_additive_qk
-from .maths.moments import Moments
-from .maths.plane import Plane, positional_symbolic_qk
-from .maths.rotary import Rotary, from_complex, rotate, to_complex, unrotate
-from .maths.rotary_table import rotary_from_table
-from .maths.subspaces import SubspacePatterns, subspace_patterns_qk
-from .maths.toeplitz import principal_angles, toeplitz_share
-from .maths.variance import EFFECTS, VarianceShares, decompose
-from .show.interventions import show_change, show_interventions
-from .show.offline import Widget
-from .show.plots.bars import plot_deposit, plot_shares, plot_substitution
-from .show.plots.curves import plot_distance, plot_length, plot_perturbation
-from .show.plots.heat import plot_heads, plot_subspaces
-from .show.plots.training import plot_dynamics, plot_training
-from .show.report.make import report
-from .show.token_widgets import show_key_importance, show_query_bias
-from .show.widgets import show_parts, show_patterns, show_scores
+from tl_posdisent.additive.fit import fit_additive
+from tl_posdisent.additive.from_qk import fit_additive_qk
+from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.additive.score_correlation import score_correlation
+from tl_posdisent.demo.demo_model import demo_text, demo_tokenizer, demo_tokens, load_demo_model
+from tl_posdisent.experiments.attention_scores.additivity import additivity
+from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance, dummy_distance_check
+from tl_posdisent.experiments.attention_scores.disentanglement import disentanglement
+from tl_posdisent.experiments.attention_scores.positional_symbolic_plane import positional_symbolic
+from tl_posdisent.experiments.attention_scores.subspace_patterns import subspace_patterns
+from tl_posdisent.experiments.attention_scores.trained_vs_random import trained_vs_random
+from tl_posdisent.experiments.causal.additive_substitution import additive_substitution, substitute_additive
+from tl_posdisent.experiments.causal.head_ablation import head_ablation
+from tl_posdisent.experiments.causal.head_patching import patch_heads
+from tl_posdisent.experiments.causal.position_patching import patch_component, patch_positions
+from tl_posdisent.experiments.cost import Estimate, estimate
+from tl_posdisent.experiments.residual_stream.content_position import ContentPosition, content_position_terms
+from tl_posdisent.experiments.residual_stream.positional_subspace import PositionalSubspace, positional_subspace
+from tl_posdisent.experiments.residual_stream.rope_hadamard import RopeHadamard, rope_hadamard
+from tl_posdisent.experiments.robustness.length_generalization import length_generalization
+from tl_posdisent.experiments.robustness.multiple_choice import MultipleChoice, choice_scores
+from tl_posdisent.experiments.robustness.perturb import Perturbed, perturb
+from tl_posdisent.experiments.robustness.perturbation import perturbation_curve
+from tl_posdisent.hooks.ablate import ablate_heads
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.frequencies import limit_frequencies
+from tl_posdisent.hooks.length_extension import lambda_mask, position_interpolation
+from tl_posdisent.hooks.patch import patch_scores, patch_vectors
+from tl_posdisent.hooks.phase import phase_noise
+from tl_posdisent.hooks.positions import dummy_distance, remap_distance, swap_positions
+from tl_posdisent.hooks.score_components import drop_component
+from tl_posdisent.models.capture import Captured, capture
+from tl_posdisent.models.loading.load import bridge_from_hf, hooked_from_hf, load_model
+from tl_posdisent.models.loading.random_init import random_control
+from tl_posdisent.models.longer_context import longer_context
+from tl_posdisent.models.spec import AttentionSpec, read_attention, read_layers
+from tl_posdisent.report.build import report
+from tl_posdisent.rope.capacity import RopeCapacity, rope_capacity
+from tl_posdisent.rope.interaction_bound import InteractionBound, interaction_bound
+from tl_posdisent.rope.moments import Moments
+from tl_posdisent.rope.positional_symbolic import Plane, positional_symbolic_qk
+from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex, unrotate
+from tl_posdisent.rope.rotary_table import rotary_from_table
+from tl_posdisent.rope.subspace_interactions import SubspaceShares, interaction_by_subspace
+from tl_posdisent.rope.subspaces import SubspacePatterns, subspace_patterns_qk
+from tl_posdisent.rope.toeplitz import principal_angles, toeplitz_share
+from tl_posdisent.rope.variance_decomposition import EFFECTS, VarianceShares, decompose
+from tl_posdisent.sweeps.merge_marginals import marginals_by_layer, merge_additivity
+from tl_posdisent.sweeps.merge_moments import merge_controlled_distance, merge_moments, moments_by_layer
+from tl_posdisent.sweeps.model_sources import checkpoint_steps
+from tl_posdisent.sweeps.runner import sweep
+from tl_posdisent.sweeps.storage import failures
+from tl_posdisent.sweeps.text_sources import Text
+from tl_posdisent.synthetic.analysis.deposit import DepositReport, deposit, deposit_spread, head_drops
+from tl_posdisent.synthetic.analysis.deposit_study import DepositStudy, deposit_study
+from tl_posdisent.synthetic.analysis.gradients import gradient_margins, positional_gradients
+from tl_posdisent.synthetic.analysis.training_dynamics import dynamics
+from tl_posdisent.synthetic.model.config import SyntheticConfig
+from tl_posdisent.synthetic.model.to_hooked import to_hooked_transformer
+from tl_posdisent.synthetic.model.transformer import SyntheticModel
+from tl_posdisent.synthetic.tasks.lookups import IndexLookup, Retrieval
+from tl_posdisent.synthetic.tasks.sampling import Split, Task
+from tl_posdisent.synthetic.tasks.triggers import TriggerCount, TriggerDistance
+from tl_posdisent.synthetic.training.checkpoints import load_checkpoint, save_checkpoint
+from tl_posdisent.synthetic.training.presets import Preset, accuracies, preset, train_preset
+from tl_posdisent.synthetic.training.runs import TrainConfig, TrainRun
+from tl_posdisent.synthetic.training.steps import evaluate
+from tl_posdisent.synthetic.training.train import TrainingInterrupted, train
+from tl_posdisent.viz.plots.bars import plot_deposit, plot_shares, plot_substitution
+from tl_posdisent.viz.plots.curves import plot_distance, plot_length, plot_perturbation
+from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_subspaces
+from tl_posdisent.viz.plots.training_curves import plot_dynamics, plot_training
+from tl_posdisent.viz.widgets.interventions import show_change, show_interventions
+from tl_posdisent.viz.widgets.offline import Widget
+from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns, show_scores
+from tl_posdisent.viz.widgets.token_colours import show_key_importance, show_query_bias
+
 from .sweeps.jobs import Job, jobs
-from .sweeps.marginals import marginals_by_layer, merge_additivity
-from .sweeps.models import checkpoint_steps
-from .sweeps.moments import merge_controlled_distance, merge_moments, moments_by_layer
-from .sweeps.parts import failures
-from .sweeps.sweep import sweep
-from .sweeps.texts import Text
-from .synthetic.checkpoints import load_checkpoint, save_checkpoint
-from .synthetic.config import SyntheticConfig
-from .synthetic.conversion import to_hooked_transformer
-from .synthetic.deposit import DepositReport, deposit, deposit_spread, head_drops
-from .synthetic.dynamics import dynamics
-from .synthetic.gradients import gradient_margins, positional_gradients
-from .synthetic.lookups import IndexLookup, Retrieval
-from .synthetic.model import SyntheticModel
-from .synthetic.presets import Preset, accuracies, preset, train_preset
-from .synthetic.runs import TrainConfig, TrainRun
-from .synthetic.sampling import Split, Task
-from .synthetic.steps import evaluate
-from .synthetic.study import DepositStudy, deposit_study
-from .synthetic.tasks import TriggerCount, TriggerDistance
-from .synthetic.training import TrainingInterrupted, train
 
 __all__ = [
     "AdditiveFit",

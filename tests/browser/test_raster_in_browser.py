@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import tl_posdisent as tp
-from tl_posdisent.show.layout import NEGATIVE, POSITIVE
+from tl_posdisent.viz.widgets.layout import NEGATIVE, POSITIVE
 
 Open = Callable[..., Any]
 PIXEL = """([x, y]) => {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tl_posdisent as tp
-from tl_posdisent.show.report.measure import SECTIONS
+from tl_posdisent.report.measurements import SECTIONS
 
 Open = Callable[..., Any]
 

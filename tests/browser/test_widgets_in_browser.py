@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tl_posdisent as tp
-from tl_posdisent.show.layout import NEGATIVE, POSITIVE
-from tl_posdisent.show.offline import Widget, library
+from tl_posdisent.viz.widgets.layout import NEGATIVE, POSITIVE
+from tl_posdisent.viz.widgets.offline import Widget, library
 
 Open = Callable[..., Any]
 

@@ -24,7 +24,7 @@ from tl_posdisent import (
     sweep,
     train,
 )
-from tl_posdisent.sweeps.parts import failure_of, part_of
+from tl_posdisent.sweeps.storage import failure_of, part_of
 
 from .given import FEW, LINEAR, TASK, moments, synthetic
 from .row import Row, gives, refused

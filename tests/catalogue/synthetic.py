@@ -38,7 +38,7 @@ from tl_posdisent import (
     train,
     train_preset,
 )
-from tl_posdisent.lens.loading import has_hooked
+from tl_posdisent.models.loading.load import has_hooked
 
 from .given import FEW, LINEAR, NAN, TASK, TOKENS, model, synthetic
 from .row import Row, gives, refused

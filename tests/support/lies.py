@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent import applied, capture, dummy_distance, remap_distance, swap_positions
-from tl_posdisent.lens.run import Hook
+from tl_posdisent.models.forward import Hook
 
 from . import zoo
 

@@ -1,6 +1,6 @@
-"""Which small errors in maths/ would the tests notice? A program: ``make mutants``, or with files and numbers:
+"""Which small errors in additive/ and rope/ would the tests notice? A program: ``make mutants``, or with files and numbers:
 
-    python tests/support/mutants.py --per-file 5 --seed 1 rotary variance
+    python tests/support/mutants.py --per-file 5 --seed 1 rope/rotary rope/moments
 
 cosmic-ray says where an operator, number, comparison or condition can be replaced. Of these places some are drawn per
 file (``--per-file 0`` takes all: a night), one replacement each, and the tests of that file are run on the package with
@@ -29,35 +29,32 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # The tests of each file beside those that bear its name and its own examples; those that need no model come first.
 TESTS = {
-    "additive": "additive additive_inputs",
-    "additive_fit": "additive_inputs additive_pool additive",
-    "bound": "subspaces variance more_maths",
-    "capacity": "capacity more_maths",
-    "cells": "cells solver additive_pool additive",
-    "correlation": "correlation more_maths",
-    "files": "variance",
-    "gauge": "additive additive_pool",
-    "interactions": "subspaces variance more_maths",
-    "linear": "more_maths linear",
-    "marginals": "solver additive additive_inputs more_maths",
-    "masks": "cells solver additive_inputs",
-    "moments": "variance subspaces more_maths",
-    "parameters": "additive additive_inputs additive_pool",
-    "partial": "blocks",
-    "plane": "plane positional_symbolic more_maths",
-    "rotary": "rotary more_maths",
-    "rotary_table": "rotary more_maths",
-    "runs": "cells more_maths solver",
-    "scattered": "cells additive",
-    "smooth": "solver additive additive_inputs",
-    "solver": "solver additive additive_pool",
-    "spread": "subspaces variance",
-    "subspaces": "subspaces more_maths patterns",
-    "tables": "additive_inputs variance subspaces",
-    "toeplitz": "toeplitz more_maths",
-    "trilinear": "variance subspaces more_maths",
-    "typical": "more_maths length",
-    "variance": "variance more_maths",
+    "additive/cells": "additive/cells additive/solver additive/pooling additive/fit",
+    "additive/fit": "additive/fit additive/fit_inputs",
+    "additive/from_qk": "rope/corners additive/from_qk",
+    "additive/gauge": "additive/fit additive/pooling",
+    "additive/interval_cells": "additive/cells rope/corners additive/solver",
+    "additive/marginals": "additive/solver additive/fit additive/fit_inputs rope/corners",
+    "additive/masked_cells": "additive/cells additive/fit",
+    "additive/masks": "additive/cells additive/solver additive/fit_inputs",
+    "additive/preconditioner": "additive/solver additive/fit additive/fit_inputs",
+    "additive/rank": "additive/fit additive/fit_inputs additive/pooling",
+    "additive/result": "additive/fit_inputs additive/pooling additive/fit",
+    "additive/score_correlation": "additive/score_correlation rope/corners",
+    "additive/solver": "additive/solver additive/fit additive/pooling",
+    "additive/streamed_marginals": "models/chunked_scores",
+    "rope/capacity": "rope/capacity rope/corners",
+    "rope/interaction_bound": "rope/subspaces rope/variance_decomposition rope/corners",
+    "rope/moment_merging": "rope/subspaces rope/variance_decomposition",
+    "rope/moments": "rope/variance_decomposition rope/subspaces rope/corners",
+    "rope/positional_symbolic": "rope/positional_symbolic experiments/positional_symbolic_plane rope/corners",
+    "rope/rotary": "rope/rotary rope/corners",
+    "rope/rotary_table": "rope/rotary rope/corners",
+    "rope/subspace_interactions": "rope/subspaces rope/variance_decomposition rope/corners",
+    "rope/subspaces": "rope/subspaces rope/corners experiments/subspace_patterns",
+    "rope/toeplitz": "rope/toeplitz rope/corners",
+    "rope/trilinear": "rope/variance_decomposition rope/subspaces rope/corners",
+    "rope/variance_decomposition": "rope/variance_decomposition rope/corners",
 }
 
 
@@ -134,9 +131,9 @@ def seconds_of_tests(tests: list[str], log: Path, limit: float | None) -> tuple[
 
 def try_file(stem: str, number: int, seed: int) -> tuple[int, int]:
     """Killed and tried of one file, in the copy that is the current folder; survivors are printed."""
-    path, log = Path("tl_posdisent/maths") / f"{stem}.py", Path("mutant.log")
+    path, log = Path("tl_posdisent") / f"{stem}.py", Path("mutant.log")
     source = path.read_text(encoding="utf-8")
-    tests = [str(path), *(f"tests/test_{name}.py" for name in TESTS[stem].split())]
+    tests = [str(path), *(f"tests/{name.replace('/', '/test_')}.py" for name in TESTS[stem].split())]
     code, usual = seconds_of_tests(tests, log, None)
     if code:
         sys.stderr.write(f"{stem}: its tests fail as it is\n{log.read_text()[-2000:]}\n")
@@ -160,7 +157,7 @@ def try_file(stem: str, number: int, seed: int) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", default=list(TESTS), help="of maths/, without .py; all of them by default")
+    parser.add_argument("files", nargs="*", default=list(TESTS), help="such as rope/rotary; all by default")
     parser.add_argument("--per-file", type=int, default=8, help="mutants per file, 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     options = parser.parse_args()

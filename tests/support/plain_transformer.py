@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.synthetic.encodings import alibi_slopes, t5_bucket
+from tl_posdisent.synthetic.model.encodings import alibi_slopes, t5_bucket
 
 
 @torch.no_grad()

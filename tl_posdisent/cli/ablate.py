@@ -48,9 +48,9 @@ def ablate(
     with answering():
         check_out(out)
         chosen, some = o.whole_numbers("layers", layers), o.whole_numbers("heads", heads)
-        from tl_posdisent.experiments.ablation import head_ablation
-        from tl_posdisent.experiments.metric import next_token_loss
-        from tl_posdisent.synthetic.deposit import deposit
+        from tl_posdisent.experiments.causal.head_ablation import head_ablation
+        from tl_posdisent.experiments.causal.metrics import next_token_loss
+        from tl_posdisent.synthetic.analysis.deposit import deposit
 
         loaded, tokens = load_and_read(
             model, text, backend=backend, device=device, dtype=dtype, length=length, texts=texts

@@ -13,7 +13,7 @@ def beside_chance(measure: Callable[[Any], Any], model: Any, control: int, seed:
     ``trained``, or ``random`` and the seed."""
     import pandas as pd
 
-    from tl_posdisent.lens.control import random_control
+    from tl_posdisent.models.loading.random_init import random_control
 
     trained = measure(model).assign(weights="trained")
     if not control:

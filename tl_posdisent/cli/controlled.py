@@ -52,7 +52,7 @@ def controlled(
     with answering():
         check_out(out)
         chosen = o.whole_numbers("layers", layers)
-        from tl_posdisent.experiments.controlled import controlled_distance
+        from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
 
         loaded, tokens = load_and_read(
             model, text, backend=backend, device=device, dtype=dtype, length=length, texts=texts

@@ -48,7 +48,7 @@ def fit(
     with answering():
         check_out(out)
         chosen = o.whole_numbers("layers", layers)
-        from tl_posdisent.experiments.additivity import additivity
+        from tl_posdisent.experiments.attention_scores.additivity import additivity
 
         loaded, tokens = load_and_read(
             model, text, backend=backend, device=device, dtype=dtype, length=length, texts=texts

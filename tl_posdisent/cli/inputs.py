@@ -49,7 +49,7 @@ def read_text(text: Path | None, model: str) -> str:
     if text is None:
         if model != "demo":
             raise ValueError("--text is needed: only the demo model brings its own")
-        from tl_posdisent.demo.load import demo_text
+        from tl_posdisent.demo.demo_model import demo_text
 
         return demo_text()
     name = "stdin" if str(text) == "-" else str(text)
@@ -94,8 +94,8 @@ def load(model: str, *, backend: str, device: torch.device | None, dtype: str) -
     """
     import torch
 
-    from tl_posdisent.demo.load import load_demo_model
-    from tl_posdisent.lens.loading import load_model
+    from tl_posdisent.demo.demo_model import load_demo_model
+    from tl_posdisent.models.loading.load import load_model
 
     kind: torch.dtype = getattr(torch, dtype)
     make = load_demo_model if model == "demo" else partial(load_model, model, dtype=kind)

@@ -75,8 +75,8 @@ def length(
         chosen, edges = o.whole_numbers("layers", layers), o.whole_numbers("lengths", lengths)
         import pandas as pd
 
-        from tl_posdisent.experiments.length import length_generalization
-        from tl_posdisent.lens.windows import lambda_mask, position_interpolation
+        from tl_posdisent.experiments.robustness.length_generalization import length_generalization
+        from tl_posdisent.hooks.length_extension import lambda_mask, position_interpolation
 
         loaded, words = load_with_text(model, text, backend=backend, device=device, dtype=dtype)
         context = int(loaded.cfg.n_ctx)

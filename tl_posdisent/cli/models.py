@@ -80,7 +80,7 @@ def known_models() -> Any:
 
         get_supported_models = list
 
-    from tl_posdisent.lens.loading import has_bridge, has_hooked
+    from tl_posdisent.models.loading.load import has_bridge, has_hooked
 
     hooked = set(OFFICIAL_MODEL_NAMES) if has_hooked() else set()
     bridged = {entry.model_id: entry for entry in get_supported_models()}

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from tl_posdisent.maths.files import whole_file
+from tl_posdisent.utils.files import whole_file
 
 from .errors import say
 from .page import table_page

@@ -54,7 +54,7 @@ def report(
         loaded, tokens = load_and_read(
             model, text, backend=backend, device=device, dtype=dtype, length=length, texts=texts
         )
-        from tl_posdisent.show.report.make import report as write_report
+        from tl_posdisent.report.build import report as write_report
 
         path = write_report(
             loaded,

@@ -64,8 +64,8 @@ def sweep(
     with answering():
         check_out(table)
         from tl_posdisent.sweeps.jobs import jobs
-        from tl_posdisent.sweeps.sweep import sweep as do
-        from tl_posdisent.sweeps.texts import Text
+        from tl_posdisent.sweeps.runner import sweep as do
+        from tl_posdisent.sweeps.text_sources import Text
 
         sources: list[Path | str] = [*text] if text else ["demo"]
         read = [Text.of(source, length=length, count=texts) for source in sources]

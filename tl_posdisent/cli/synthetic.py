@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from tl_posdisent.maths.files import whole_file
+from tl_posdisent.utils.files import whole_file
 
 from . import options as o
 from .errors import answering, say
@@ -53,8 +53,8 @@ def synthetic(
         device_of(device)
         if out.exists() and not out.is_dir():
             raise ValueError(f"--out must be a folder, but {out} is a file")
-        from tl_posdisent.synthetic.presets import preset as named
-        from tl_posdisent.synthetic.study import deposit_study
+        from tl_posdisent.synthetic.analysis.deposit_study import deposit_study
+        from tl_posdisent.synthetic.training.presets import preset as named
 
         study = deposit_study(
             named(preset),
@@ -74,7 +74,7 @@ def synthetic(
 
 def _maps(study: Any) -> str:
     """One page with a heat map for each encoding and task: the drop of accuracy with each head, mean over seeds."""
-    from tl_posdisent.show.plots.heat import plot_heads
+    from tl_posdisent.viz.plots.heatmaps import plot_heads
 
     page: list[str] = []
     for (encoding, task), table in study.drops.groupby(["encoding", "task"], sort=False):

@@ -4,6 +4,6 @@ It has about a million parameters, loads without a network and runs on any machi
 the package can be tried, shown and tested on a model that really uses position and content.
 """
 
-from tl_posdisent.demo.load import demo_hf_model, demo_text, demo_tokenizer, demo_tokens, load_demo_model
+from .demo_model import demo_hf_model, demo_text, demo_tokenizer, demo_tokens, load_demo_model
 
 __all__ = ["demo_hf_model", "demo_text", "demo_tokenizer", "demo_tokens", "load_demo_model"]

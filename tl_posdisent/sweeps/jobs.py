@@ -11,12 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from tl_posdisent.lens.loading import Backend, check_backend
-from tl_posdisent.lens.run import check_seed
+from tl_posdisent.models.forward import check_seed
+from tl_posdisent.models.loading.load import Backend, check_backend
 
-from .calls import canonical, check_call, experiment_named, takes_seed
-from .models import Checkpoint, checkpoint_steps, dtype_of, named, step_of
-from .texts import Text
+from .model_sources import Checkpoint, checkpoint_steps, dtype_of, named, step_of
+from .registry import canonical, check_call, experiment_named, takes_seed
+from .text_sources import Text
 
 RESULTS = "0.1"  # version of the package whose results these are: later ones may compute something else
 Experiment = str | tuple[str, Mapping[str, Any]]

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from .calls import ask
 from .jobs import Job
-from .models import load
-from .parts import read_part, write_failure, write_part
+from .model_sources import load
+from .registry import ask
+from .storage import read_part, write_failure, write_part
 
 # A worker keeps the last model for the jobs of the next call, and no more than one. Hooks belong to a model and random
 # numbers to a process, so threads of one process take turns.

@@ -1,0 +1,136 @@
+"""The linear-time fit is the dense fit: same components, same shares, whatever is large, shared or masked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tl_posdisent import fit_additive, fit_additive_qk
+from tl_posdisent.additive import from_qk as linear
+
+MASKS = [
+    {"mask": "causal"},
+    {"mask": "full"},
+    {"window": 1},
+    {"window": 37},
+    {"window": 256},
+    {"window": 300},
+    {"mask": "full", "window": 90},
+]
+
+
+def vectors(length: int, *, heads: int = 4, kv: int = 2, batch: tuple[int, ...] = (2,), d: int = 8, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(*batch, length, heads, d, generator=generator, dtype=torch.float64)
+    return q, torch.randn(*batch, length, kv, d, generator=generator, dtype=torch.float64)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    return scale * torch.einsum("...ihd,...jhd->...hij", q, k.repeat_interleave(q.shape[-2] // k.shape[-2], -2))
+
+
+def assert_same(found, expected, scale: torch.Tensor) -> None:
+    """Components to 1e-8 of the scores' spread, r and shares to 1e-9."""
+    for name in ("intercept", "distance", "query", "key"):
+        error = (getattr(found, name) - getattr(expected, name)).abs().max()
+        assert error <= 1e-8 * scale, f"{name} differs by {error}"
+    for name in ("r", "r2", "share_distance", "share_query", "share_key"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-9, equal_nan=True)
+    assert torch.equal(found.n_cells, expected.n_cells)
+    assert torch.equal(found.n_parameters, expected.n_parameters)
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+@pytest.mark.parametrize("length", [2, 3, 255, 257, 700])
+def test_equals_dense_fit(length: int, options: dict) -> None:
+    q, k = vectors(length)
+    scores = dense(q, k, 0.3)
+    assert_same(fit_additive_qk(q, k, scale=0.3, **options), fit_additive(scores, **options), scores.std())
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_nearly_additive_scores_do_not_cancel(options: dict) -> None:
+    """Vectors that barely vary about a large mean: r above 0.9999, still right to 1e-9."""
+    q, k = vectors(400)
+    q, k = 30 + 0.01 * q, -60 + k
+    scores = dense(q, k, 1.0)
+    expected = fit_additive(scores, **options)
+    assert float(expected.r.nan_to_num(1.0).min()) > 0.9999
+    assert_same(fit_additive_qk(q, k, scale=1.0, **options), expected, scores.std())
+
+
+@pytest.mark.parametrize("options", MASKS[:5], ids=str)
+def test_pooled(options: dict) -> None:
+    q, k = vectors(300, batch=(3,))
+    scores = dense(q, k, 1.0)
+    assert_same(
+        fit_additive_qk(q, k, scale=1.0, pool=True, **options),
+        fit_additive(scores, pool=True, **options),
+        scores.std(),
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 1), (1, 1)])
+def test_shared_keys_and_no_batch(heads: int, kv: int) -> None:
+    q, k = vectors(120, heads=heads, kv=kv, batch=())
+    scores = dense(q, k, 1.0)
+    assert_same(fit_additive_qk(q, k, scale=1.0), fit_additive(scores), scores.std())
+
+
+def test_fewer_queries_than_keys() -> None:
+    q, k = vectors(400)
+    scores = dense(q[:, 370:], k, 1.0)
+    assert_same(fit_additive_qk(q[:, 370:], k, scale=1.0), fit_additive(scores), scores.std())
+
+
+def test_no_tensor_has_two_sequence_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times the length must not need a hundred times the memory: no intermediate may hold length² elements."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            for x in torch.utils._pytree.tree_leaves(out):
+                if isinstance(x, torch.Tensor):
+                    largest = max(largest, x.untyped_storage().nbytes() // x.element_size())
+            return out
+
+    monkeypatch.setattr(linear, "_BLOCK", 64)
+    q, k = vectors(4096, heads=1, kv=1, batch=(), d=8)
+    with Watch():
+        fit_additive_qk(q, k, scale=1.0)
+    assert largest <= 4096 * 8 * 12  # O(length · d); length² would be 42 times that
+
+
+def test_bfloat16_is_read_as_it_is() -> None:
+    q, k = (x.bfloat16() for x in vectors(90))
+    expected = fit_additive(dense(q.double(), k.double(), 0.5))
+    assert_same(fit_additive_qk(q, k, scale=0.5), expected, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_rot": torch.zeros(5, 4, 8)}, r"same batch axes and d_head.*\(5, 4, 8\) and \(2, 5, 2, 8\)"),
+        ({"k_rot": torch.zeros(2, 5, 3, 8)}, "multiple of the key heads"),
+        ({"k_rot": torch.full((2, 5, 2, 8), torch.nan)}, "k_rot must be finite, got 160 values"),
+        ({"q_rot": torch.zeros(2, 5, 4, 8, dtype=torch.int64)}, "q_rot must be a floating point tensor"),
+        ({"scale": float("inf")}, "scale must be a finite number, got inf"),
+        ({"mask": torch.ones(5, 5, dtype=torch.bool)}, 'mask must be "causal" or "full".*use fit_additive'),
+        ({"mask": "diagonal"}, "mask must be .*'diagonal'"),
+        ({"window": 0}, "window must be an integer of at least 1, or None, got 0"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_input(change: dict, message: str) -> None:
+    q, k = vectors(5)
+    given = {"q_rot": q, "k_rot": k, "scale": 1.0} | change
+    with pytest.raises(ValueError, match=message):
+        fit_additive_qk(**given)
+
+
+def test_pool_needs_texts() -> None:
+    q, k = vectors(5, batch=())
+    with pytest.raises(ValueError, match="pool=True needs a leading axis of texts"):
+        fit_additive_qk(q, k, scale=1.0, pool=True)

@@ -1,0 +1,118 @@
+"""The solver reaches the solution, soon, wherever the cells are; and says so when there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.masks import CASES, Case, documents, padding, sinks
+from torch import Tensor
+
+from tl_posdisent.additive.cells import Cells
+from tl_posdisent.additive.interval_cells import Runs
+from tl_posdisent.additive.masks import make_cells
+from tl_posdisent.additive.solver import pooled, solve
+
+
+def marginals_of_noise(n_system: int, length: int, window: int) -> tuple[Cells, Tensor]:
+    """Marginals of unit noise on the cells of a causal window, cell by cell, without a square matrix."""
+    cells = make_cells((n_system, length, length), "causal", window)
+    d = torch.arange(window)[:, None]
+    noise = torch.randn(n_system, window, length, dtype=torch.float64) * (torch.arange(length) >= d)
+    by_key = torch.zeros(n_system, length, dtype=torch.float64)
+    for distance in range(window):
+        by_key[:, : length - distance] += noise[:, distance, distance:]
+    return cells, torch.cat([noise.sum(-1), noise.sum(-2), by_key], -1)
+
+
+class Counter:
+    """Counts products with the normal matrix: the steps, but for one or two."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.products, product = 0, Runs.product
+
+        def counted(cells: Runs, x: Tensor) -> Tensor:
+            self.products += 1
+            return product(cells, x)
+
+        monkeypatch.setattr(Runs, "product", counted)
+
+
+@pytest.mark.parametrize(
+    ("n_system", "length", "window"),
+    [(4, 64, 64), (2, 1024, 2), (8, 1024, 2), (2, 1024, 64), (1, 4096, 3), (1, 16384, 64), (1, 65536, 4096)],
+)
+def test_takes_few_steps_whatever_the_length_and_the_window(
+    n_system: int, length: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if window == 4096:  # too many cells to draw
+        cells = make_cells((n_system, length, length), "causal", window)
+        marginals = cells.product(torch.randn(n_system, cells.counts.shape[-1], dtype=torch.float64))
+    else:
+        cells, marginals = marginals_of_noise(n_system, length, window)
+    counter = Counter(monkeypatch)
+    solution = solve(cells, marginals)
+    assert counter.products <= 90
+    error = cells.product(solution) - marginals
+    assert float(error.abs().max()) < 1e-10 * float(marginals.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("n_query", "n_key", "low", "high"),
+    [(1024, 1024, 3, 4), (1024, 1024, 500, 503), (1024, 1024, -9, -3), (1024, 1024, 0, 0), (400, 1024, 0, 5)],
+)
+def test_takes_few_steps_on_a_band_anywhere(
+    n_query: int, n_key: int, low: int, high: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = Runs.band(n_query, n_key, low, high, "cpu")
+    marginals = cells.product(torch.randn(2, cells.counts.shape[-1], dtype=torch.float64))
+    counter = Counter(monkeypatch)
+    solution = solve(cells, marginals)
+    assert counter.products <= 90
+    torch.testing.assert_close(cells.product(solution), marginals, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("pool", [False, True])
+def test_the_solution_has_the_marginals(case: Case, pool: bool) -> None:
+    if pool and len(case.shape) < 3:
+        return
+    cells = make_cells(case.shape, case.options.get("mask", "causal"), case.options.get("window"))
+    truth = torch.randn(*case.shape[:-2], cells.counts.shape[-1], dtype=torch.float64)
+    if pool:
+        truth = torch.cat([truth[:1, ..., : cells.n_distance].expand_as(truth[..., : cells.n_distance]),
+                           truth[..., cells.n_distance :]], -1)  # fmt: skip
+    marginals = pooled(cells, cells.product(truth)) if pool else cells.product(truth)
+    solution = solve(cells, marginals, pool=pool)
+    product = pooled(cells, cells.product(solution)) if pool else cells.product(solution)
+    torch.testing.assert_close(product, marginals, rtol=0, atol=1e-10)
+
+
+def test_systems_of_very_different_scale_do_not_disturb_each_other() -> None:
+    cells, marginals = marginals_of_noise(5, 200, 200)
+    scale = torch.tensor([1.0, 1e12, 1e-12, 0.0, 1e-150], dtype=torch.float64)[:, None]
+    together = solve(cells, marginals * scale)
+    for n in range(5):
+        alone = solve(cells, marginals[n] * scale[n])
+        residual = cells.product(together[n]) - marginals[n] * scale[n]
+        assert float(residual.abs().max()) <= 1e-10 * float(scale[n]) * float(marginals[n].abs().max())
+        torch.testing.assert_close(cells.product(together[n]), cells.product(alone), rtol=1e-8, atol=0)
+    assert float(together[3].abs().max()) == 0
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [padding(120, (0, 30), (100, 3)), documents(60, 1, 59)[None], sinks(120, 2, 3)[None]],
+    ids=["padding", "documents", "sinks"],
+)
+def test_texts_with_masks_of_their_own(mask: Tensor) -> None:
+    cells = make_cells((2, 3, 120, 120), mask, 5 if mask.ndim == 4 else None)
+    marginals = cells.product(torch.randn(2, 3, cells.counts.shape[-1], dtype=torch.float64))
+    torch.testing.assert_close(cells.product(solve(cells, marginals)), marginals, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("window", [1, 2, 40, 400])
+def test_impossible_marginals_are_refused(window: int) -> None:
+    """Sums over queries and over keys that do not have the same total belong to no scores."""
+    cells = make_cells((400, 400), "causal", window)
+    with pytest.raises(RuntimeError, match=r"has not converged: relative residual .* needed"):
+        solve(cells, torch.randn(1, cells.counts.shape[-1], dtype=torch.float64))

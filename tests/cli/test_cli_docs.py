@@ -1,0 +1,43 @@
+"""What the page about the command line shows is what comes out, and the page leaves out no command and no option."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.pages import ROOT, assert_prints, blocks
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from tl_posdisent.cli import app
+from tl_posdisent.models.loading.load import has_hooked
+
+PAGE = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
+SHOWN = [block for block in blocks(PAGE, "bash") if block.printed is not None]
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=lambda block: shlex.split(block.text)[1])
+def test_it_prints_what_the_page_says(block: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(block.text)
+    if not has_hooked() and ("random" in block.printed or words[1] == "models"):
+        pytest.skip("the page shows TransformerLens 3.9's list, and random weights of a HookedTransformer")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [*words[1:], *([] if words[1] == "models" else ["--no-progress"])])
+    assert result.exit_code == 0, result.output
+    assert_prints(result.stdout, block.printed)
+
+
+def test_every_command_has_its_place() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    assert set(re.findall(r"^## `(\w+)`", PAGE, re.MULTILINE)) == set(commands)
+    assert {shlex.split(block.text)[1] for block in SHOWN} >= set(commands) - {"synthetic", "sweep"}  # minutes
+
+
+def test_options_that_the_page_names_exist() -> None:
+    commands = get_command(app).commands.values()  # type: ignore[attr-defined]
+    known = {option for command in commands for p in command.params for option in (*p.opts, *p.secondary_opts)}
+    known |= {"--help", "--version", "--install-completion", "--show-completion"}
+    assert set(re.findall(r"(--[a-z][a-z-]+)", PAGE)) <= known

@@ -1,0 +1,318 @@
+"""Additive scores in the place of the real ones: by brute force, by algebra, and what the table says of a run."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any, get_args
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.dense import dense_fitted
+from support.lies import TOKENS, L, close, logits, mixed_of
+from support.untouched import state
+from torch import Tensor
+
+from tl_posdisent import (
+    Moments,
+    additive_substitution,
+    capture,
+    decompose,
+    demo_tokens,
+    drop_component,
+    load_demo_model,
+    substitute_additive,
+)
+from tl_posdisent.hooks.ablate import ablate_heads
+from tl_posdisent.hooks.score_components import Part, split_scores
+
+PARTS = get_args(Part)
+ADDITIVE = ("distance", "query", "key")
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+def run(model: Any, **options: Any) -> pd.DataFrame:
+    return additive_substitution(model, TOKENS, progress=False, **options)
+
+
+# --- three axes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", ["three", "two"])
+@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "gptj"), ("bridge", "gemma2")])
+def test_everything_kept_changes_nothing(kind: str, name: str, axes: Any, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    hooks = substitute_additive(model, PARTS, axes=axes)
+    close(logits(model, hooks), logits(model, []), 1e-5)
+    assert len(hooks) >= 2
+
+
+@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "gpt2"), ("bridge", "bloom")])
+def test_three_axes_by_a_dense_fit(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    names = ["blocks.0.attn.hook_attn_scores", "blocks.0.attn.hook_v"]
+    with torch.no_grad():
+        cache = model.run_with_cache(TOKENS, names_filter=names)[1]
+    scores, v = (cache[x].double() for x in names)
+    v = v.repeat_interleave(scores.shape[1] // v.shape[2], 2)
+    inside = torch.ones(L, L, dtype=torch.bool).tril()
+    parts = split_scores(scores, inside)
+    fitted = dense_fitted(scores, inside)
+    for keep, put_in in {
+        ADDITIVE: fitted,
+        ("key", "distance"): fitted - parts["query"],
+        ("key",): parts["key"],
+        ("residual", "distance"): parts["distance"] + parts["residual"],
+        (): torch.zeros_like(fitted),
+    }.items():
+        pattern = put_in.masked_fill(~inside, -torch.inf).softmax(-1)
+        expected = torch.einsum("bhqk,bkhd->bhqd", pattern, v).float()
+        close(mixed_of(model, substitute_additive(model, keep, layers=[0])), expected)
+
+
+def test_less_the_residual_is_the_fit(shared_model: Any) -> None:
+    for kind, name in (("bridge", "llama-gqa"), ("bridge", "gptj"), ("bridge", "gpt2"), ("bridge", "gpt_oss")):
+        model = shared_model(kind, name)
+        got = logits(model, substitute_additive(model, heads=[1, 4]))
+        close(got, logits(model, drop_component(model, "residual", heads=[1, 4])), 1e-5)
+        close(got, logits(model, substitute_additive(model, ["key", "query", "distance"], heads=[4, 1])), 1e-5)
+
+
+@pytest.mark.parametrize("axes", ["three", "two"])
+def test_scores_that_are_additive_stay_as_they_are(axes: Any, shared_model: Any) -> None:
+    """Keys that are all alike leave nothing but a distance and a query part."""
+    model = shared_model("bridge", "llama-gqa")
+
+    def alike(k: Tensor, hook: Any) -> Tensor:
+        return k[:, :1].expand_as(k).clone()
+
+    same = ("blocks.0.attn.hook_k", alike)
+    plain = logits(model, [same])
+    assert (plain - logits(model, [])).abs().max() > 0.1
+    got = logits(model, [same, *substitute_additive(model, axes=axes, layers=[0], keep=ADDITIVE)])
+    # A distance profile of the query's own is additive for two axes, and not for three.
+    assert ((got - plain).abs().max() < 1e-4) == (axes == "two")
+    close(logits(model, [same, *substitute_additive(model, axes="two", layers=[0], keep=["distance"])]), plain)
+
+
+# --- two axes -------------------------------------------------------------------------------------------------
+
+
+def table(model: Any, layer: int) -> tuple[Tensor, Tensor, Any]:
+    """``W[batch, head, d, i, j]`` in float64, before a soft cap, one distance and subspace at a time; the distances."""
+    captured = next(iter(list(capture(model, TOKENS, layers=[layer]))))
+    spec, rotary = captured.spec, captured.spec.rotary
+    q, k = captured.q.double().transpose(1, 2), captured.k.double().transpose(1, 2)
+    k = k.repeat_interleave(spec.n_heads // k.shape[1], 1)
+    distances = torch.arange(L)[spec.sees(torch.arange(L))]
+    n, out = len(rotary.frequencies), []
+    for d in distances.tolist():
+        w = q[..., 2 * n :] @ k[..., 2 * n :].mT
+        for c, theta in enumerate(rotary.frequencies):
+            x, y = (c, c + n) if rotary.pairing == "half" else (2 * c, 2 * c + 1)
+            zq, zk = (torch.complex(v[..., x], v[..., y]) for v in (q, k))
+            turned = zq[..., :, None] * zk.conj()[..., None, :] * torch.exp(1j * theta * d)
+            w = w + turned.real * rotary.attention_factor**2
+        out.append(w * spec.scale)
+    return torch.stack(out, 2), distances, spec
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "layer"),
+    [
+        ("bridge", "llama-gqa", 0),
+        ("hooked", "llama-gqa", 0),
+        ("bridge", "llama-yarn", 1),
+        ("bridge", "neox", 0),
+        ("bridge", "gptj", 1),  # its z is recomputed
+        ("bridge", "gemma2", 0),  # window and soft cap
+        ("bridge", "olmo2-gqa", 1),
+    ],
+)
+def test_two_axes_by_the_whole_table(kind: str, name: str, layer: int, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    w, distances, spec = table(model, layer)
+    i, j = torch.arange(L)[:, None], torch.arange(L)
+    at = (i - j).clamp(0, len(distances) - 1)
+    means = {"f": w.mean(4), "g": w.mean(2), "m": w.mean((2, 4))}  # [d, i], [i, j], [i]
+    f = means["f"].transpose(2, 3)[:, :, i, at]
+    own = w.permute(0, 1, 3, 4, 2)[:, :, i, j, at]
+    m, mean = means["m"][..., None], means["m"].mean(-1)[..., None, None]
+    parts = {"distance": f - m, "query": m - mean, "key": means["g"] - m, "residual": own - f - means["g"] + m}
+    with torch.no_grad():
+        name = f"blocks.{layer}.attn.hook_v"
+        v = model.run_with_cache(TOKENS, names_filter=name)[1][name].double()
+    v = v.repeat_interleave(spec.n_heads // v.shape[2], 2)
+    for keep in (ADDITIVE, ("distance",), ("key",), ("query", "residual"), ("distance", "key", "residual"), ()):
+        scores = mean + sum((parts[x] for x in keep), torch.zeros(1, 1, L, L))
+        pattern = spec.capped(scores).masked_fill(~spec.mask(L), -torch.inf).softmax(-1)
+        expected = torch.einsum("bhqk,bkhd->bhqd", pattern, v).float()
+        close(mixed_of(model, substitute_additive(model, keep, axes="two", layers=[layer]), layer), expected)
+
+
+def test_the_residual_is_what_the_variance_decomposition_calls_so(shared_model: Any) -> None:
+    """Over the table its variance is that of distance:key and distance:query:key, which are computed elsewhere."""
+    model = shared_model("bridge", "llama-gqa")
+    w, _, spec = table(model, 0)
+    w = w[:1]
+    residual = w - w.mean(4, keepdim=True) - w.mean(2, keepdim=True) + w.mean((2, 4), keepdim=True)
+    (layer,) = capture(model, TOKENS[:1], layers=[0])
+    shares = decompose(Moments.from_qk(layer.q, layer.k, spec.rotary), range(L), scale=spec.scale)
+    frame = shares.to_frame()
+    expected = torch.tensor((frame["distance:key"] + frame["distance:query:key"]).to_numpy())
+    got = residual.var((2, 3, 4), correction=0) / w.var((2, 3, 4), correction=0)
+    torch.testing.assert_close(got.flatten(), expected.flatten(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("axes", ["three", "two"])
+def test_a_padded_text_is_fitted_without_its_padding(axes: Any, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    mask = torch.ones(2, L, dtype=torch.int64)
+    mask[0, :4] = 0
+    for keep in (ADDITIVE, ("key", "residual")):
+        hooks = substitute_additive(model, keep, axes=axes)
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            got = model(TOKENS, attention_mask=mask)
+        close(got[0, 4:], logits(model, hooks, TOKENS[:1, 4:])[0])
+        close(got[1], logits(model, hooks)[1])
+
+
+# --- the table ------------------------------------------------------------------------------------------------
+
+
+def figures(model: Any, hooks: list[Any]) -> tuple[float, float]:
+    """Loss and divergence from the untouched model, by other means."""
+    clean, changed = logits(model, []).double(), logits(model, hooks).double()
+    loss = torch.nn.functional.cross_entropy(changed[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+    p, q = (torch.distributions.Categorical(logits=x) for x in (clean, changed))
+    return loss.item(), torch.distributions.kl_divergence(p, q).mean().item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "axes"),
+    [
+        ("bridge", "llama-gqa", "three"),
+        ("hooked", "llama-gqa", "two"),
+        ("bridge", "gpt2", "three"),
+    ],
+)
+def test_every_row_is_the_run_that_it_says(kind: str, name: str, axes: Any, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    before, plain = state(model), figures(model, [])
+    rows = run(model, axes=axes, seed=3)
+    assert state(model) == before
+    assert len(rows) == 3 * (16 + 2 + 1) + 15
+    for row in [*rows.iloc[::13].itertuples(), *rows.iloc[-18::2].itertuples()]:
+        layers = None if row.scope == "all" else [int(row.layer)]
+        heads = [int(row.head)] if row.scope == "head" else None
+        assert pd.isna(row.layer) == (row.scope == "all")
+        assert pd.isna(row.head) == (row.scope != "head")
+        if row.put_in == "shuffled fit":
+            continue
+        if row.put_in == "zero":
+            hooks = ablate_heads(model, [(x, h) for x in layers or (0, 1) for h in heads or range(8)])
+        else:
+            keep = () if row.keep == "mean" else row.keep.split("+")
+            hooks = substitute_additive(model, keep, axes=axes, layers=layers, heads=heads)
+        loss, kl = figures(model, hooks)
+        assert row.loss == pytest.approx(loss, abs=1e-4)
+        assert row.kl == pytest.approx(kl, abs=1e-4)
+        assert row.change == pytest.approx(loss - plain[0], abs=1e-4)
+    everything = rows[rows["keep"] == "+".join(PARTS)]
+    assert len(everything) == 1
+    assert everything[["change", "kl"]].abs().max().max() < 1e-6
+    subsets = rows[(rows["scope"] == "all") & (rows["put_in"] == "fit")]["keep"]
+    expected = {"+".join(keep) or "mean" for n in range(5) for keep in combinations(PARTS, n)}
+    assert len(subsets) == 16
+    assert set(subsets) == expected
+    # Without a sink nobody sees the query part.
+    loss = rows[(rows["scope"] == "all") & (rows["put_in"] == "fit")].set_index("keep")["loss"]
+    assert loss["distance+key"] == pytest.approx(loss["distance+query+key"], abs=1e-4)
+    assert abs(loss["distance"] - loss["key"]) > 1e-3
+
+
+@pytest.mark.parametrize("axes", ["three", "two"])
+def test_the_shuffled_fit_is_that_of_a_shuffled_text(axes: Any, shared_model: Any) -> None:
+    """Of a text of three there are two: the first token stays where it is. Both occur, and no other."""
+    model, text = shared_model("bridge", "llama-gqa"), TOKENS[:1, :3]
+    name, possible = "blocks.0.attn.hook_attn_scores", []
+    for tokens in (text, text[:, [0, 2, 1]]):
+        with torch.no_grad(), model.hooks(fwd_hooks=substitute_additive(model, axes=axes, layers=[0])):
+            fitted = model.run_with_cache(tokens, names_filter=name)[1][name]
+        changed = logits(model, [(name, lambda x, hook, fitted=fitted: fitted)], text).double()
+        possible.append(torch.nn.functional.cross_entropy(changed[0, :-1], text[0, 1:]).item())
+    assert abs(possible[0] - possible[1]) > 1e-3
+    tables = [
+        additive_substitution(model, text, axes=axes, layers=[0], seed=seed, progress=False) for seed in (0, 1, 0)
+    ]
+    pd.testing.assert_frame_equal(tables[0], tables[2])
+    rows = pd.concat(tables)
+    got = rows.query("scope == 'layer' and put_in == 'shuffled fit'")["loss"].tolist()
+    nearest = {min((abs(loss - x), n) for n, x in enumerate(possible)) for loss in got}
+    assert {n for _, n in nearest} == {0, 1}
+    assert max(error for error, _ in nearest) < 1e-5
+    others = rows[rows["put_in"] != "shuffled fit"]  # the seed is none of their business
+    assert others.groupby(["scope", "head", "put_in", "keep"], dropna=False)["loss"].std().max() == 0
+
+
+def test_tokens_that_are_all_alike_are_their_own_shuffle(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    rows = additive_substitution(model, torch.full((1, 10), 7), layers=[0], progress=False)
+    fit, shuffled = (rows[(rows["scope"] != "all") & (rows["put_in"] == x)]["kl"] for x in ("fit", "shuffled fit"))
+    assert len(fit) == 9
+    assert abs(fit.to_numpy() - shuffled.to_numpy()).max() < 1e-6
+
+
+def test_what_the_demo_model_loses() -> None:
+    """Its heads' scores are far from uniform, and additive scores are nearer to them than none."""
+    rows = additive_substitution(load_demo_model(), demo_tokens(length=96), layers=[2, 4], progress=False)
+    loss = rows[rows["scope"] == "all"].set_index(["put_in", "keep"])["loss"]
+    assert loss["fit", "distance+query+key"] < loss["shuffled fit", "distance+query+key"]
+    assert loss["fit", "distance+query+key"] < loss["fit", "mean"]
+    assert rows["kl"].min() > -1e-6
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", ["distance", None, 3, ["mean"], ["distance", "distance"], [0], ["Key"]])
+def test_what_is_no_set_of_parts(keep: Any, shared_model: Any) -> None:
+    with pytest.raises(ValueError, match="keep must be some of distance, query, key, residual, each once, got "):
+        substitute_additive(shared_model("bridge", "llama-gqa"), keep)
+
+
+def test_other_refusals(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    before = state(model)
+    for axes in ("one", None, 3):
+        for tool in (substitute_additive, lambda m, axes: additive_substitution(m, TOKENS, axes=axes)):
+            with pytest.raises(ValueError, match='axes must be "three" or "two", got'):
+                tool(model, axes=axes)
+    for seed in (-1, 0.5, None, True):
+        with pytest.raises(ValueError, match=r"seed must be a non-negative integer below 2\*\*63, got"):
+            run(model, seed=seed)
+    assert state(model) == before
+    for name in ("gpt2", "bloom"):
+        for tool in (substitute_additive, lambda m, axes: additive_substitution(m, TOKENS, axes=axes)):
+            with pytest.raises(ValueError, match="with two axes needs rotary position embeddings"):
+                tool(shared_model("bridge", name), axes="two")
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_after_an_error_the_model_is_as_before(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain, before, calls = logits(model, []), state(model), []
+
+    def interrupt(x: Tensor, hook: Any) -> None:
+        calls.append(1)
+        if len(calls) > 30:
+            raise KeyboardInterrupt
+
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_pattern", interrupt)]):
+        inside = state(model)
+        with pytest.raises(KeyboardInterrupt):
+            run(model)
+        assert state(model) == inside
+    assert state(model) == before
+    assert torch.equal(logits(model, []), plain)

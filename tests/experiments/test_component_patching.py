@@ -1,0 +1,162 @@
+"""Parts of scores moved between runs: own parts change nothing, all parts are the scores, a softmax ignores queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.lies import FEW, REAL, TOKENS, UNORDERED, close, every_way, logits
+from torch import Tensor
+
+from tl_posdisent import capture, fit_additive, patch_component, patch_positions, patch_scores, read_layers
+from tl_posdisent.experiments.causal.metrics import next_token_loss
+from tl_posdisent.models.rotated_qk import listen_scores
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
+OTHER = zoo.random_tokens(seed=1)
+PARTS = ["mean", "distance", "query", "key", "residual"]
+HEAD = 5
+
+
+def scores(model: Any, layer: int, tokens: Tensor = TOKENS) -> Tensor:
+    held: dict[str, Tensor] = {}
+    logits(model, listen_scores(read_layers(model, [layer])[0], None, held), tokens)
+    return held["scores"]
+
+
+def table(model: Any, component: Any, **options: Any) -> pd.DataFrame:
+    return patch_component(model, TOKENS, component, progress=False, **options)
+
+
+@every_way
+def test_scores_are_those_of_capture(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    for captured in capture(model, TOKENS):
+        inside = captured.spec.mask(12)
+        close(scores(model, captured.layer)[..., inside].float(), captured.scores[..., inside], 1e-5)
+
+
+@every_way
+def test_own_parts_change_nothing(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain, own = logits(model, []), scores(model, 1)
+    for component in (*PARTS, PARTS):
+        close(logits(model, patch_scores(model, 1, own, component)), plain, 1e-5)
+
+
+@every_way
+def test_a_softmax_ignores_what_the_query_has_alone(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain, theirs = logits(model, []), scores(model, 0, OTHER)
+    for component in ("query", "mean", ("query", "mean")):
+        change = (logits(model, patch_scores(model, 0, theirs, component)) - plain).abs().max()
+        assert (change > 0.01) if name == "gpt_oss" else (change < 1e-4)  # beside a sink it counts
+    for component in ("distance", "key", "residual"):
+        assert (logits(model, patch_scores(model, 0, theirs, component)) - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("kind", "name"), [case for case in FEW if case.values != ("bridge", "gptj")])
+def test_the_part_that_was_moved_and_no_other_is_the_other_run_s(kind: str, name: str, shared_model: Any) -> None:
+    """By fitting the scores that come out: components add up, so each can be exchanged by itself."""
+    model = shared_model(kind, name)
+    spec, theirs, own = read_layers(model, [0])[0], scores(model, 0, OTHER), scores(model, 0)
+    mask = spec.mask(12)
+    before, after = (fit_additive(x.double(), mask=mask) for x in (own, theirs))
+    for moved in (["distance"], ["key"], ["query", "residual"], ["mean", "key"]):
+        held: dict[str, Tensor] = {}
+        logits(model, patch_scores(model, 0, theirs, moved, heads=[1, HEAD]) + listen_scores(spec, None, held))
+        now = fit_additive(held["scores"].double(), mask=mask)
+        for part in ("distance", "query", "key"):
+            for head in range(8):
+                source = after if part in moved and head in (1, HEAD) else before
+                close(getattr(now, part)[:, head], getattr(source, part)[:, head], 1e-5)
+        source = after if "mean" in moved else before
+        close(now.intercept[:, HEAD], source.intercept[:, HEAD], 1e-5)
+        source, x = (after, theirs) if "residual" in moved else (before, own)
+        left, expected = held["scores"] - now.fitted(), x - source.fitted()
+        close(left[:, HEAD][..., mask].float(), expected[:, HEAD][..., mask].float(), 1e-5)
+
+
+@every_way
+def test_all_parts_of_a_lie_are_its_vectors(kind: str, name: str, shared_model: Any) -> None:
+    """A head's scores at other positions, moved as scores or as rotated queries and keys, do the same."""
+    model = shared_model(kind, name)
+    options = {"layers": [1], "heads": [HEAD]}
+    as_scores = table(model, PARTS, from_positions=UNORDERED, **options)
+    as_vectors = patch_positions(model, TOKENS, UNORDERED, direction="noise", keys="head", progress=False, **options)
+    close(torch.tensor(as_scores["value"]), torch.tensor(as_vectors["value"]), 1e-5)
+    assert as_scores["source"][0] == pytest.approx(as_vectors["corrupted"][0], abs=1e-6)
+    assert as_scores["effect"][0] == pytest.approx(1 - as_vectors["effect"][0], abs=1e-3)
+    assert abs(as_scores["effect"][0]) > 1e-4
+
+
+@pytest.mark.parametrize(("kind", "name"), FEW)
+def test_table_is_a_loop_over_hooks(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    rows = table(model, ["distance", "key"], from_tokens=OTHER, layers=[1, 0], heads=[HEAD, 2]).to_dict("records")
+    assert [(row["layer"], row["head"]) for row in rows] == [(0, 2), (0, HEAD), (1, 2), (1, HEAD)]
+    clean, corrupted = (next_token_loss(logits(model, [], x), TOKENS).mean() for x in (OTHER, TOKENS))
+    for row in rows:
+        theirs = scores(model, row["layer"], OTHER)
+        hooks = patch_scores(model, row["layer"], theirs, ["distance", "key"], heads=[row["head"]])
+        value = next_token_loss(logits(model, hooks), TOKENS).mean()
+        assert row["value"] == pytest.approx(value.item(), abs=1e-5)
+        assert row["effect"] == pytest.approx(((value - corrupted) / (clean - corrupted)).item(), abs=1e-4)
+
+
+def test_models_without_rotation(shared_model: Any) -> None:
+    for name in ("bloom", "opt"):
+        model = shared_model("bridge", name)
+        effects = table(model, "query", from_tokens=OTHER, layers=[0], heads=[0, HEAD])["effect"]
+        assert effects.abs().max() < 1e-4
+        assert table(model, "key", from_tokens=OTHER, layers=[0], heads=[0, HEAD])["effect"].abs().max() > 1e-3
+
+
+def test_next_token_loss_is_that_of_the_model(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    expected = model(TOKENS, return_type="loss").item()
+    assert next_token_loss(logits(model, []), TOKENS).mean().item() == pytest.approx(expected, abs=1e-5)
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "from_tokens or from_positions must be given, and not both"),
+        ({"from_tokens": OTHER, "from_positions": REAL}, "from_tokens or from_positions must be given, and not both"),
+        ({"from_tokens": OTHER[:, :7]}, r"from_tokens must have the shape of tokens, \(2, 12\), got \(2, 7\)"),
+        ({"from_tokens": TOKENS}, "from_tokens must change the metric, but it is"),
+        ({"from_positions": REAL}, "from_positions must change the metric, but it is"),
+        ({"from_positions": [[[1.0]]]}, r"positions must have shape \(pos,\) or"),
+        ({"component": "place", "from_tokens": OTHER}, "component must be one or several of mean, .*, got 'place'"),
+        ({"component": [], "from_tokens": OTHER}, r"component must be one or several of .*, got \[\]"),
+        ({"component": ["key", "key"], "from_tokens": OTHER}, "component must be one or several of"),
+        ({"component": 3, "from_tokens": OTHER}, "component must be one or several of .*, got 3"),
+        ({"metric": "loss", "from_tokens": OTHER}, "metric must be a function of"),
+    ],
+)
+def test_what_the_table_refuses(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        patch_component(shared_model("bridge", "llama-gqa"), TOKENS, **{"progress": False, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.zeros(2, 4, 12, 12), r"scores must have shape \(batch, 8, query, key\), got \(2, 4, 12, 12\)"),
+        (torch.zeros(8, 12, 12), r"scores must have shape .* got \(8, 12, 12\)"),
+        (None, "scores must have shape .* got NoneType"),
+        (torch.zeros(1, 8, 12, 12), r"scores must have the shape of the run's own, .* got \(1, 8, 12, 12\)"),
+        (torch.zeros(2, 8, 7, 7), r"scores must have the shape of the run's own, .* got \(2, 8, 7, 7\)"),
+        (torch.full((2, 8, 12, 12), -torch.inf), "scores of layer 0 must have the layer's mask: padded texts"),
+    ],
+)
+def test_what_are_no_scores(given: Any, message: str, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    with pytest.raises(ValueError, match=message):
+        logits(model, patch_scores(model, 0, given, "key"))

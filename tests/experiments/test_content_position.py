@@ -1,0 +1,347 @@
+"""Terms of content and position add up, are what is written down by hand, and vanish where they must."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from test_transformer import both_directions, small_model
+from torch import Tensor
+
+from tl_posdisent import (
+    SyntheticModel,
+    content_position_terms,
+    dummy_distance,
+    positional_subspace,
+    principal_angles,
+    rope_hadamard,
+    toeplitz_share,
+)
+from tl_posdisent.experiments.residual_stream.content_position import SOURCES, TERMS
+
+ADDITIVE = ("none", "sinusoidal", "learned", "t5", "relative", "alibi", "rope", "absolute_rope")
+TOKENS = torch.randint(1, 20, (5, 9), generator=torch.Generator().manual_seed(3))
+ZOO_TOKENS = zoo.random_tokens(12, 4)
+
+
+def own_scores(model: Any, tokens: Tensor, layer: int) -> Tensor:
+    name = f"blocks.{layer}.attn.hook_attn_scores"
+    with torch.no_grad():
+        return model.run_with_cache(tokens, names_filter=name)[1][name].double()
+
+
+def latin(n: int) -> Tensor:
+    """n texts in which every token stands at every place once."""
+    return (torch.arange(n)[:, None] + torch.arange(n)) % n + 1
+
+
+def assert_close(a: Tensor, b: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(a.double(), b.double(), rtol=0, atol=atol)
+
+
+# --- they add up ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2", "bloom", "llama-gqa", "llama-yarn", "neox-half"))
+def test_terms_add_up_to_the_scores(kind: str, name: str, layer: int, shared_model: Callable[[str, str], Any]) -> None:
+    model = shared_model(kind, name)
+    check_sum(model, ZOO_TOKENS, layer)
+
+
+@pytest.mark.parametrize("keys_from", ["layer", "input"])
+@both_directions
+@pytest.mark.parametrize("encoding", ADDITIVE)
+def test_terms_of_synthetic_models_add_up(encoding: str, causal: bool, keys_from: str) -> None:
+    check_sum(small_model(encoding=encoding, causal=causal, keys_from=keys_from, read_out="token"), TOKENS, 1)
+
+
+def check_sum(model: Any, tokens: Tensor, layer: int) -> None:
+    terms, scores = content_position_terms(model, tokens, layer), own_scores(model, tokens, layer)
+    total = sum(terms.term(name) for name in TERMS)
+    assert isinstance(total, Tensor)
+    assert_close(total[..., terms.mask], scores[..., terms.mask])
+    assert_close(terms.scores(), total, 1e-12)
+    assert bool((total[..., ~terms.mask] == 0).all())
+    table = terms.to_frame()
+    assert table["term"].tolist() == list(TERMS) * scores.shape[1]
+    assert table.groupby("head")["share"].sum().tolist() == pytest.approx([1] * scores.shape[1], abs=1e-9)
+
+
+# --- and are what they are called ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grand_mean", ["content", "bias"])
+@pytest.mark.parametrize("keys_from", ["layer", "input"])
+@pytest.mark.parametrize("encoding", ["learned", "alibi", "absolute_rope"])
+def test_terms_by_hand(encoding: str, keys_from: str, grand_mean: Any) -> None:
+    model = small_model(encoding=encoding, keys_from=keys_from, causal=True).double()
+    terms = content_position_terms(model, TOKENS, 1, grand_mean=grand_mean)
+    with torch.no_grad():
+        cache = model.run_with_cache(TOKENS)[1]
+    block = model.blocks[1]
+    asked = (cache["resid_pre", 1], block.ln1, block.attn.W_Q, block.attn.b_Q)
+    looked_at = (
+        (cache["resid_pre", 0], block.ln_source, block.attn.W_K, block.attn.b_K)
+        if keys_from == "input"
+        else (cache["resid_pre", 1], block.ln1, block.attn.W_K, block.attn.b_K)
+    )
+    query, key = (_parts_by_hand(model, *side, grand_mean) for side in (asked, looked_at))
+    for a, one in enumerate(SOURCES):
+        for b, other in enumerate(SOURCES):
+            expected = torch.einsum("bqhd,bkhd->bhqk", query[a], key[b]) / 8**0.5
+            got = terms.term(f"{one}:{other}")
+            assert_close(got[..., terms.mask], expected[..., terms.mask], 1e-5)
+    bias = model.encoding.bias(9)
+    expected = torch.zeros(3, 9, 9) if bias is None else bias[0]
+    assert_close(terms.attention_bias, expected.tril(), 1e-6)
+    assert_close(terms.position, cache["resid_pre", 1].mean(0) - cache["resid_pre", 1].mean((0, 1)), 1e-12)
+
+
+@torch.no_grad()
+def _parts_by_hand(model: SyntheticModel, x: Tensor, norm: Any, w: Tensor, b: Tensor, grand_mean: str) -> list[Tensor]:
+    mean = x.mean((0, 1))
+    position = (x.mean(0) - mean).expand_as(x)
+    content = x - position - (0 if grand_mean == "content" else mean)
+    constant = torch.zeros_like(x) if grand_mean == "content" else mean.expand_as(x)
+    scale = (x.var(-1, unbiased=False, keepdim=True) + norm.eps).sqrt()
+
+    def through(part: Tensor, bias: Any) -> Tensor:
+        normed = (part - part.mean(-1, keepdim=True)) / scale * norm.w + (norm.b if bias else 0)
+        return model.encoding.rotate(torch.einsum("bpm,hmd->bphd", normed, w) + (b if bias else 0))
+
+    return [through(content, False), through(position, False), through(constant, True)]
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2"))
+def test_gpt2_by_hand(kind: str, name: str, shared_model: Callable[[str, str], Any]) -> None:
+    """From the weights of the Hugging Face model, which the tool has never seen."""
+    block = (hf := zoo.hf_model(name)).transformer.h[1]
+    with torch.no_grad():
+        x = hf(ZOO_TOKENS, output_hidden_states=True).hidden_states[1].double()
+        position = (x.mean(0) - x.mean((0, 1))).expand_as(x)
+        scale = (x.var(-1, unbiased=False, keepdim=True) + block.ln_1.eps).sqrt()
+        gain, w = block.ln_1.weight.double(), block.attn.c_attn.weight.double()
+
+        def through(part: Tensor, columns: slice) -> Tensor:
+            return ((part - part.mean(-1, keepdim=True)) / scale * gain @ w[:, columns]).unflatten(-1, (8, 8))
+
+        q, k = through(x - position, slice(0, 64)), through(position, slice(64, 128))
+        expected = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5
+    terms = content_position_terms(shared_model(kind, name), ZOO_TOKENS, 1)
+    assert_close(terms.term("content:position"), expected.tril())
+
+
+def test_shares_by_hand() -> None:
+    model = small_model(encoding="learned", causal=True)
+    terms = content_position_terms(model, TOKENS, 1)
+    table, scores = terms.to_frame().set_index(["head", "term"]), terms.scores()
+    for name in ("content:content", "position:bias"):
+        for head in range(3):
+            x, w = (t[:, head][:, terms.mask].flatten() for t in (terms.term(name), scores))
+            row = table.loc[(head, name)]
+            assert row["share"] == pytest.approx(torch.cov(torch.stack([x, w]))[0, 1].item() / w.var().item(), abs=1e-9)
+            assert row["size"] == pytest.approx((x.var() / w.var()).item(), abs=1e-9)
+    toeplitz = toeplitz_share(terms.term("content:position"), pool=True)
+    assert table.xs("content:position", level="term")["toeplitz"].tolist() == pytest.approx(toeplitz.tolist(), abs=1e-9)
+
+
+def test_without_positions_there_is_no_position() -> None:
+    terms = content_position_terms(small_model(encoding="none"), latin(9), 0)
+    assert float(terms.position.abs().max()) < 1e-6
+    for name in TERMS:
+        assert (float(terms.term(name).abs().max()) < 1e-5) == ("position" in name or name == "attention bias")
+
+
+def test_without_tokens_there_is_only_position() -> None:
+    model = small_model(encoding="learned")
+    with torch.no_grad():
+        model.embed.W_E.copy_(model.embed.W_E[:1].expand_as(model.embed.W_E))
+    table = content_position_terms(model, latin(9), 0, grand_mean="bias").to_frame()
+    size = table.groupby("term")["size"].max()
+    assert all((size[name] < 1e-9) == ("content" in name or name in ("bias:bias", TERMS[-1])) for name in TERMS[:-2])
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "t5", "relative"])
+def test_biases_are_toeplitz(encoding: str) -> None:
+    model = small_model(encoding=encoding)
+    terms = content_position_terms(model, TOKENS, 1)
+    bias = model.encoding.bias(9)
+    assert_close(terms.attention_bias, bias[-1])
+    table = terms.to_frame()
+    assert table[table["term"] == TERMS[-1]]["toeplitz"].tolist() == pytest.approx([1] * 3, abs=1e-6)
+
+
+REFUSED = [
+    ("qwen3", "queries that are an affine function of the residual stream .*QK-norm"),
+    ("olmo2", "queries that are an affine function of the residual stream"),
+    ("gemma2", "caps its scores, so they are no sum of products"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), REFUSED)
+def test_what_cannot_be_split(name: str, message: str, shared_model: Callable[[str, str], Any]) -> None:
+    with pytest.raises(ValueError, match=message):
+        content_position_terms(shared_model("bridge", name), ZOO_TOKENS, 0)
+
+
+def test_more_that_cannot_be_split() -> None:
+    with pytest.raises(ValueError, match=r"affine function .* latent attention"):
+        content_position_terms(small_model(encoding="mla"), TOKENS, 1)
+    with pytest.raises(ValueError, match=r"must add up to the scores, but in layer 1 .* an unknown rotation"):
+        content_position_terms(small_model(encoding="rope", rotary_heads=1), TOKENS, 1)
+    model = small_model(encoding="learned", pad_id=0)
+    for tokens, message in (
+        (TOKENS[:1], "tokens must be at least two different texts, got 1 that do not differ"),
+        (TOKENS[:1].expand(4, -1), "got 4 that do not differ"),
+        (TOKENS * (torch.arange(9) < 7), "padded or packed texts are not supported"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            content_position_terms(model, tokens, 1)
+
+
+def test_hooks_in_between_are_noticed() -> None:
+    model, noise = small_model(encoding="alibi"), torch.randn(5, 3, 9, 9)
+    for name, message in (
+        ("hook_q", "hooks of your own"),
+        ("hook_attn_scores", "must add up to the scores"),
+    ):
+
+        def change(x: Tensor, hook: Any) -> Tensor:
+            return x + (noise if hook.name.endswith("scores") else noise[:, 0, :, :1, None])
+
+        with model.hooks(fwd_hooks=[(f"blocks.1.attn.{name}", change)]), pytest.raises(ValueError, match=message):
+            content_position_terms(model, TOKENS, 1)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_names() -> None:
+    model = small_model(encoding="learned")
+    with pytest.raises(ValueError, match='grand_mean must be "content" or "bias", got \'position\''):
+        content_position_terms(model, TOKENS, 1, grand_mean="position")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"name must be one of content:content, .* got 'content'"):
+        content_position_terms(model, TOKENS, 1).term("content")
+    for layer in (2, -1, True, "0"):
+        with pytest.raises(ValueError, match="layers must be integers from 0 to 1"):
+            content_position_terms(model, TOKENS, layer)  # type: ignore[arg-type]
+
+
+# --- RoPE as a Hadamard product -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "llama-yarn", "neox-half", "gptj"))
+def test_hadamard_products_add_up(kind: str, name: str, shared_model: Callable[[str, str], Any]) -> None:
+    model = shared_model(kind, name)
+    form = rope_hadamard(model, ZOO_TOKENS, 1)
+    n = len(form.rotary.frequencies)
+    parts = [form.gram(c) * form.kernel(c) for c in range(n)]
+    total = sum(part.real for part in parts) + form.rest()
+    assert_close(total, form.scores(), 1e-10)
+    assert_close(form.content(), sum(form.gram(c).real for c in range(n)) + form.rest(), 1e-10)
+    if name != "gptj":  # the bridge shows its pattern there
+        assert_close(total[..., form.mask], own_scores(model, ZOO_TOKENS, 1)[..., form.mask])
+    whole = form.rest().abs().max() == 0
+    assert whole == (form.rotary.dim == form.query.shape[-1])
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_content_is_what_the_model_scores_at_distance_zero(
+    kind: str, name: str, shared_model: Callable[[str, str], Any]
+) -> None:
+    model = shared_model(kind, name)
+    form = rope_hadamard(model, ZOO_TOKENS, 0)
+    with model.hooks(fwd_hooks=dummy_distance(model, 0, layers=[0])):
+        plain = own_scores(model, ZOO_TOKENS, 0)
+    assert_close(form.content()[..., form.mask], plain[..., form.mask])
+
+
+def test_kernels_are_toeplitz_and_grams_know_no_position() -> None:
+    model = small_model(encoding="rope")
+    form, flipped = (rope_hadamard(model, tokens, 0) for tokens in (TOKENS, TOKENS.flip(1)))
+    d = torch.arange(9)[:, None] - torch.arange(9)
+    for c in range(4):
+        assert_close(form.kernel(c).real, (form.rotary.frequencies[c] * d).cos(), 1e-6)
+        assert_close(form.kernel(c).imag, (form.rotary.frequencies[c] * d).sin(), 1e-6)
+        torch.testing.assert_close(form.gram(c), flipped.gram(c).flip(-1, -2), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="subspace must be an integer from 0 to 3, got 4"):
+        form.gram(4)
+    with pytest.raises(ValueError, match="rope_hadamard needs rotary position embeddings"):
+        rope_hadamard(small_model(encoding="learned"), TOKENS, 0)
+
+
+def test_spectra_are_those_of_the_matrices() -> None:
+    form = rope_hadamard(small_model(encoding="rope"), TOKENS, 1)
+    table = form.to_frame()
+    for when, spectrum, matrix in zip(
+        ("before", "after"), form.spectra(), (form.content(), form.scores()), strict=True
+    ):
+        dense = torch.linalg.svdvals(matrix)
+        assert_close(spectrum, dense[..., :8], 1e-10)
+        assert float(dense[..., 8:].max()) < 1e-10
+        condition = (dense[..., 0] / dense[..., 7]).flatten().tolist()
+        assert table[f"condition_{when}"].tolist() == pytest.approx(condition, rel=1e-6)
+        assert table[f"norm_{when}"].tolist() == pytest.approx(dense[..., 0].flatten().tolist())
+        share = toeplitz_share(matrix, mask="full").flatten().tolist()
+        assert table[f"toeplitz_{when}"].tolist() == pytest.approx(share, abs=1e-12)
+
+
+# --- the positional subspace ----------------------------------------------------------------------------------------
+
+
+def test_before_the_first_layer_it_is_that_of_the_position_vectors() -> None:
+    model = small_model(encoding="learned")
+    space = positional_subspace(model, latin(9), 0, explained=1.0)
+    vectors = model.encoding.W_pos[:9].detach().double()
+    vectors = vectors - vectors.mean(0)
+    assert space.rank == 8
+    assert float(principal_angles(space.basis, vectors.T).max()) < 1e-5
+    assert_close(space.basis.T @ space.basis, torch.eye(8), 1e-12)
+    assert_close(space.variances.sum(), vectors.square().sum(-1).mean(), 1e-5)
+    along = (vectors @ space.basis).var(0, unbiased=False)
+    assert_close(along, space.variances[:8], 1e-5)
+    words = model.embed.W_E[1:10].detach().double()
+    content = words.var(0, unbiased=False).sum()
+    assert space.share == pytest.approx((space.variances.sum() / (space.variances.sum() + content)).item(), abs=1e-6)
+    total = space.variances.cumsum(0) / space.variances.sum()
+    for explained in (0.3, 0.9):
+        rank = positional_subspace(model, latin(9), 0, explained=explained).rank
+        assert total[rank - 1] >= explained > (total[rank - 2] if rank > 1 else 0)
+
+
+def test_noise_is_the_share_of_texts_without_positions() -> None:
+    model, generator = small_model(encoding="none"), torch.Generator().manual_seed(0)
+    found = [
+        positional_subspace(model, torch.randint(1, 20, (6, 9), generator=generator), 0, rank=1) for _ in range(12)
+    ]
+    share, noise = (sum(getattr(space, name) for space in found) / 12 for name in ("share", "noise"))
+    assert share == pytest.approx(noise, rel=0.1)
+    assert noise > 0.1
+
+
+def test_burn_in_leaves_the_first_positions_out() -> None:
+    model = small_model(encoding="learned")
+    space = positional_subspace(model, latin(9), 0, explained=1.0, burn_in=4)
+    vectors = model.encoding.W_pos[4:9].detach().double()
+    assert space.rank == 4
+    assert float(principal_angles(space.basis, (vectors - vectors.mean(0)).T).max()) < 1e-5
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 0}, "rank must be an integer of at least 1, or None, got 0"),
+        ({"rank": 9}, "rank must be at least 1 and at most 8, the directions with variance, got 9"),
+        ({"explained": 0}, "explained must be a number above 0 and up to 1, got 0"),
+        ({"explained": math.nan}, "explained must be a number above 0 and up to 1, got nan"),
+        ({"burn_in": 8}, "burn_in must be an integer from 0 to 7, got 8"),
+        ({"tokens": TOKENS[:1]}, "tokens must be at least two texts, got 1"),
+    ],
+)
+def test_bad_subspace(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        positional_subspace(small_model(encoding="learned"), **({"tokens": TOKENS, "layer": 0} | arguments))

@@ -1,0 +1,202 @@
+"""What is predicted is what happens: memory in a process of its own, operations by count; what is refused has a way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.pages import ROOT
+from torch.utils.flop_counter import FlopCounterMode
+
+import tl_posdisent as tp
+from tl_posdisent.experiments.attention_scores import additivity as additivity_module
+from tl_posdisent.models import memory
+from tl_posdisent.models.allocations import count
+from tl_posdisent.models.forward import run
+
+MEASURE = """
+import json, sys
+sys.path.insert(0, "benchmarks")
+from memory import TOOLS, model_of, peak
+import tl_posdisent as tp
+import torch
+kind, length, heads, layers, tool, block = json.loads(sys.argv[1])
+model = model_of(kind, length, heads, layers)
+tokens = torch.randint(3, 1000, (1, length))
+arguments = {} if tool != "additivity" else {"block": block}
+work = lambda n: getattr(tp, tool)(model, tokens[:, :n], progress=False, **arguments)
+plan = tp.estimate(model, length, tool=tool, block=block)
+work(64)
+print(json.dumps([plan.needed_bytes / 2**20, peak(lambda: work(length))]))
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak is read from /proc")
+@pytest.mark.parametrize(
+    ("kind", "length", "heads", "layers", "tool", "block"),
+    [
+        ("bridge", 1024, 8, 2, "additivity", None),
+        ("hooked", 1024, 8, 2, "additivity", None),
+        ("bridge", 1536, 4, 2, "additivity", 256),
+        ("bridge", 1024, 8, 2, "controlled_distance", None),
+    ],
+)
+def test_predicted_peak(kind: str, length: int, heads: int, layers: int, tool: str, block: int | None) -> None:
+    """Within a factor of two of what the system saw."""
+    if kind == "hooked" and zoo.TL_MAJOR >= 4:
+        pytest.skip("HookedTransformer was removed in TransformerLens 4")
+    cell = json.dumps([kind, length, heads, layers, tool, block])
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, cell], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    predicted, measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured > 10  # MiB, or nothing was measured
+    assert 0.5 < predicted / measured < 2
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gpt2", "gemma2", "gpt_oss"))
+@pytest.mark.usefixtures("unchecked")
+def test_operations_are_those_of_a_brute_count(kind: str, name: str, shared_model: Any) -> None:
+    """At a length that was not among those measured, for two texts; steps and live bytes of that length as well."""
+    model = shared_model(kind, name)
+    tokens, layers = zoo.random_tokens(80), model.cfg.n_layers
+    with FlopCounterMode(display=False) as counter:
+        run(model, tokens, [], stop=layers)
+    plan = tp.estimate(model, 80, batch=2)
+    assert plan.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    counted = count(lambda: None, lambda _: run(model, tokens[:1], [], stop=layers))
+    beside_tool = tp.estimate(model, 80).needed_bytes - tp.estimate(model, 80).tool_bytes
+    assert beside_tool == pytest.approx(max(counted.live), rel=0.02 if name != "gpt_oss" else 0.3)
+
+
+def test_live_bytes_by_hand() -> None:
+    """What is made, kept and freed; views and what was there before are nothing."""
+    old = torch.ones(1000)
+
+    def work(ready: torch.Tensor) -> torch.Tensor:
+        x = ready + old[:500].repeat(2)  # 4000 bytes for the repetition, freed after the sum
+        y = x.view(10, 100)[2:]
+        del ready
+        return y @ y.T
+
+    counted = count(lambda: old * 2, work)
+    assert max(counted.live) == 3 * 4000  # ready, repetition, sum
+    assert counted.flops == 2 * 8 * 100 * 8
+    assert counted.written >= 2 * 4000 + 8 * 8 * 4
+
+
+@pytest.mark.parametrize(("tool", "block"), [("additivity", None), ("additivity", 16), ("controlled_distance", None)])
+def test_longer_takes_more(tool: Any, block: int | None) -> None:
+    model = tp.load_demo_model()
+    plans = [tp.estimate(model, length, tool=tool, block=block) for length in (32, 100, 30_000, 300_000)]
+    table = pd.concat([plan.to_frame() for plan in plans])
+    for column in ("needed_bytes", "peak_bytes", "flops", "score_bytes", "tool_bytes"):
+        assert table[column].is_monotonic_increasing, column
+    growth = plans[-1].needed_bytes / plans[-2].needed_bytes
+    assert growth == pytest.approx(100 if block is None else 10, rel=0.05)  # length², or length
+    more = tp.estimate(model, 30_000, batch=3, tool=tool, block=block)
+    assert more.flops == pytest.approx(3 * plans[2].flops)
+    assert more.needed_bytes == pytest.approx(3 * plans[2].needed_bytes, rel=1e-6)
+    assert len(set(table["model_bytes"])) == 1
+
+
+def test_bytes_add_up_and_the_model_counts_once() -> None:
+    model = tp.load_demo_model()
+    plan = tp.estimate(model, 300)
+    parts = plan.model_bytes + plan.activation_bytes + plan.score_bytes + plan.tool_bytes
+    assert plan.peak_bytes == parts
+    tensors = {x.data_ptr(): x.numel() * x.element_size() for x in [*model.parameters(), *model.buffers()]}
+    assert plan.model_bytes == pytest.approx(sum(tensors.values()), rel=0.01)
+    assert plan.fits
+    assert plan.check() is plan
+    assert plan.seconds > 0
+    fast, slow = (tp.estimate(model, 300, flops_per_second=rate).seconds for rate in (1e12, 1e9))
+    assert slow == pytest.approx(1000 * fast) == pytest.approx(plan.flops / 1e9)
+
+
+@pytest.mark.parametrize("available", [10**9, 10**8, 3 * 10**7])
+def test_what_is_advised_is_accepted(available: int) -> None:
+    """Block after block, and fewer texts or a shorter one where no block helps."""
+    model = tp.load_demo_model()
+    for asked in (
+        {"length": 20_000},
+        {"length": 20_000, "tool": "controlled_distance"},
+        {"length": 1500, "batch": 50, "tool": "subspace_patterns"},
+        {"length": 1500, "batch": 50},
+        {"length": 2_000_000},
+    ):
+        plan = tp.estimate(model, **asked, available=available)
+        assert not plan.fits
+        with pytest.raises(MemoryError, match="are available: use ") as refusal:
+            plan.check()
+        assert plan.advice in str(refusal.value)
+        assert "does not fit" in repr(plan)
+        changed = dict(re.findall(r"(block|batch|length)=(\d+)", plan.advice))
+        again = tp.estimate(model, **asked | {k: int(v) for k, v in changed.items()}, available=available)
+        assert again.check().fits, plan.advice
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(MemoryError, match="not even two tokens fit"):
+        tp.estimate(tp.load_demo_model(), 100, available=0).check()
+
+
+def test_a_model_without_numbers() -> None:
+    """On ``meta`` there are shapes only, and bytes and operations are the same."""
+    real = zoo.bridge("llama-gqa")
+    empty = zoo.as_bridge(zoo.hf_model("llama-gqa").to("meta"))
+    here, there = (tp.estimate(model, 5000, available=10**12) for model in (real, empty))
+    assert there.flops == here.flops
+    assert there.needed_bytes == pytest.approx(here.needed_bytes, rel=0.01)
+    assert there.model_bytes == here.model_bytes
+    assert torch.isnan(torch.tensor(there.seconds))
+    assert tp.estimate(empty, 5000, flops_per_second=1e9).seconds == here.flops / 1e9
+
+
+def test_additivity_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it runs, and only where one layer's scores alone are more than there is."""
+    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=256)
+    scores = 8 * 256**2 * 4
+    monkeypatch.setattr(memory, "free_memory", lambda devices: scores - 1)
+    with pytest.raises(MemoryError, match=r"scores of one layer .* use block="):
+        tp.additivity(model, tokens, progress=False)
+    found = tp.additivity(model, tokens, block=64, progress=False)
+    monkeypatch.setattr(memory, "free_memory", lambda devices: scores)
+    pd.testing.assert_frame_equal(found, tp.additivity(model, tokens, progress=False), atol=1e-6)
+    monkeypatch.setattr(memory, "free_memory", lambda devices: None)  # not known: not refused
+    assert len(additivity_module.additivity(model, tokens, layers=[1], progress=False)) == 8
+
+
+def test_free_memory() -> None:
+    free = memory.free_memory(["cpu"])
+    if free is not None:
+        assert 0 < free < 2**50
+        assert memory.free_memory(["cpu", "cpu"]) <= 1.5 * free
+    assert [memory.gigabytes(n) for n in (2.5e9, 3e13)] == ["2.5 GB", "30,000 GB"]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_arguments() -> None:
+    model = tp.load_demo_model()
+    for arguments, message in (
+        ({"length": 1}, "length must be an integer of at least 2, got 1"),
+        ({"length": 10.0}, "length must be an integer of at least 2, got 10.0"),
+        ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
+        ({"tool": "forward"}, "tool must be one of additivity, controlled_distance"),
+        ({"block": 0}, "block must be a positive integer"),
+        ({"block": 8, "tool": "subspace_patterns"}, "block must be None for subspace_patterns"),
+        ({"available": -1}, "available must be an integer of at least 0"),
+        ({"flops_per_second": 0}, "flops_per_second must be a positive number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tp.estimate(model, **{"length": 100} | arguments)

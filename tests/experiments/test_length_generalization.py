@@ -1,0 +1,350 @@
+"""What grows with the text: every column by its definition, the reference by left-out fits, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from support import stories, zoo
+from support.untouched import state
+from torch import Tensor
+
+from tl_posdisent import fit_additive, lambda_mask, length_generalization, position_interpolation, read_attention
+from tl_posdisent.experiments.robustness import attention_rows
+from tl_posdisent.experiments.robustness.attention_rows import entropy_by_query, largest_by_query, share_key
+from tl_posdisent.experiments.robustness.mahalanobis import fit_typical
+
+TOKENS = zoo.random_tokens(40, batch=3)
+EDGES = [4, 16, 24, 40]
+SOME = zoo.cases("llama-gqa")
+
+
+def table(model: Any, *arguments: Any, **options: Any) -> Any:
+    return length_generalization(model, *arguments, progress=False, **options)
+
+
+def seen(model: Any, tokens: Tensor, hooks: list[Any], layer: int) -> dict[str, Tensor]:
+    names = {short: f"blocks.{layer}.attn.{short}" for short in ("hook_attn_scores", "hook_pattern", "hook_z")}
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        logits, cache = model.run_with_cache(tokens, names_filter=list(names.values()))
+    return {"logits": logits.double(), **{short: cache[name].double() for short, name in names.items()}}
+
+
+# --- the reference ----------------------------------------------------------------------------------------------
+
+
+def sample(n: int, d: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(d, d, generator=generator, dtype=torch.float64)
+    return torch.randn(2, n, d, generator=generator, dtype=torch.float64) @ mixing + 3
+
+
+@pytest.mark.parametrize(("n", "d"), [(400, 4), (30, 8), (9, 16)])
+def test_shrinkage_is_that_of_ledoit_and_wolf(n: int, d: int) -> None:
+    covariance = pytest.importorskip("sklearn.covariance")
+    x = sample(n, d)
+    typical = fit_typical(x)
+    for i in range(2):
+        theirs = covariance.LedoitWolf().fit(x[i].numpy())
+        assert typical.shrinkage[i].item() == pytest.approx(theirs.shrinkage_, rel=1e-9, abs=1e-12)
+        torch.testing.assert_close(typical.covariance()[i], torch.from_numpy(theirs.covariance_))
+        torch.testing.assert_close(typical.mean[i], torch.from_numpy(theirs.location_))
+        squared = torch.from_numpy(theirs.mahalanobis(x[i].numpy()))
+        torch.testing.assert_close(typical.distance(x)[i].square(), squared)
+
+
+def test_shrinkage_by_its_definition() -> None:
+    """The share of ‖S - μI‖² that is noise: the mean of ‖xxᵀ - S‖² over n."""
+    x = sample(30, 5)
+    typical, centred = fit_typical(x), x - x.mean(1, keepdim=True)
+    outer = centred[..., :, None] * centred[..., None, :]
+    covariance = outer.mean(1)
+    level = covariance.diagonal(0, 1, 2).mean(-1)[:, None, None] * torch.eye(5)
+    noise = (outer - covariance[:, None]).square().sum((-2, -1)).mean(1) / 30
+    expected = noise / (covariance - level).square().sum((-2, -1))
+    torch.testing.assert_close(typical.shrinkage, expected)
+    shrunk = (1 - expected)[:, None, None] * covariance + expected[:, None, None] * level
+    torch.testing.assert_close(typical.covariance(), shrunk)
+
+
+@pytest.mark.parametrize(("n", "d"), [(40, 4), (9, 16)])
+def test_leaving_a_member_out_is_a_fit_without_it(n: int, d: int) -> None:
+    """With ρ and μ as they are, of mean and covariance of the others; for the member and for any other vector."""
+    x, other = sample(n, d), sample(n, d, seed=1)
+    typical = fit_typical(x)
+    rho, level = typical.shrinkage[:, None, None], typical.spread.mean(-1)[:, None, None] * torch.eye(d)
+    for y in (x, other):
+        got = typical.distance_without(y, torch.arange(n))
+        for i in range(n):
+            rest = x[:, torch.arange(n) != i]
+            centred = rest - rest.mean(1, keepdim=True)
+            covariance = (1 - rho) * centred.mT @ centred / (n - 1) + rho * level
+            w = y[:, i] - rest.mean(1)
+            expected = torch.einsum("bd,bd->b", w, torch.linalg.solve(covariance, w)).sqrt()
+            torch.testing.assert_close(got[:, i], expected)
+
+
+def test_members_are_judged_as_strangers_are() -> None:
+    """In a small sample a member looks nearer than it is; left out, it does not."""
+    x = sample(60, 16)
+    strangers = (fit_typical(x).distance(_more(x, 5000))).mean()
+    members, left_out = fit_typical(x).distance(x).mean(), fit_typical(x).distance_without(x, torch.arange(60)).mean()
+    assert members < 0.93 * strangers
+    assert abs(left_out / strangers - 1) < 0.05
+
+
+def _more(x: Tensor, n: int) -> Tensor:
+    """Further vectors of the distribution that ``sample`` draws from."""
+    d = x.shape[-1]
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(d, d, generator=generator, dtype=torch.float64)
+    generator.manual_seed(99)
+    return torch.randn(2, n, d, generator=generator, dtype=torch.float64) @ mixing + 3
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_sample_that_does_not_vary() -> None:
+    typical = fit_typical(torch.ones(5, 3))
+    assert typical.distance(torch.ones(1, 3)).tolist() == [0]
+    assert typical.distance(torch.zeros(1, 3)).item() > 1e50
+    for wrong in (torch.ones(1, 3), torch.full((3, 3), torch.nan), torch.ones(3)):
+        with pytest.raises(ValueError, match="x must be at least two finite vectors"):
+            fit_typical(wrong)
+
+
+# --- figures of each query --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral"])
+def test_share_of_the_key_is_that_of_the_fit(
+    hooked: bool, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_rows, "_CELLS_PER_BLOCK", 3 * 8 * 40 * 5)  # five queries at a time
+    model = shared_model("bridge", name)
+    spec = read_attention(model, 1)
+    hooks = lambda_mask(model, 2, 6, 4) if hooked else []
+    scores = seen(model, TOKENS, hooks, 1)["hook_attn_scores"]
+    distance = torch.arange(40)[:, None] - torch.arange(40)
+    inside = spec.sees(distance) & ((torch.arange(40) < 2) | (distance < (6 if hooked else 40)))
+    for start, stop in ((0, 40), (16, 24), (39, 40)):
+        got = share_key(scores, spec, start, stop)
+        if stop - start == 1:  # every key its own mean
+            torch.testing.assert_close(got, torch.ones_like(got))
+            continue
+        fit = fit_additive(scores[:, :, start:stop, :stop], mask=inside[start:stop, :stop])
+        torch.testing.assert_close(got, fit.share_key)
+    largest = torch.where(inside, scores, -torch.inf).amax(-1)
+    torch.testing.assert_close(largest_by_query(scores, spec), largest)
+
+
+def test_entropy_of_patterns_that_are_known() -> None:
+    uniform = torch.tril(torch.ones(5, 5)) / torch.arange(1, 6)[:, None]
+    expected = torch.arange(1, 6).double().log()
+    torch.testing.assert_close(entropy_by_query(uniform[None, None]), expected[None, None], rtol=1e-6, atol=1e-7)
+    assert entropy_by_query(torch.eye(5)[None, None]).abs().max() == 0
+
+
+# --- the table --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(("kind", "name"), SOME)
+def test_every_column_by_its_definition(kind: str, name: str, hooked: bool, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    hooks = lambda_mask(model, 2, 6, 6) if hooked else []
+    got = table(model, TOKENS, EDGES, hooks, in_range=16, by="head")
+    assert len(got) == 3 * 2 * 8
+    for layer in (0, 1):
+        there, plain = seen(model, TOKENS, hooks, layer), seen(model, TOKENS[:, :16], [], layer)
+        surprise = -there["logits"].log_softmax(-1)[:, :-1].gather(-1, TOKENS[:, 1:, None])[..., 0]
+        reference = fit_typical(plain["hook_z"][:, 4:16].permute(2, 0, 1, 3).flatten(1, 2))
+        within = reference.distance_without(
+            plain["hook_z"][:, 4:16].permute(2, 0, 1, 3).flatten(1, 2), torch.arange(36)
+        )
+        z = there["hook_z"].permute(2, 0, 1, 3)
+        for start, stop in pairwise(EDGES):
+            rows = got[(got["start"] == start) & (got["layer"] == layer)].sort_values("head")
+            assert rows["stop"].unique().tolist() == [stop]
+            loss = surprise[:, start:stop].mean().item()
+            assert rows["loss"].tolist() == pytest.approx([loss] * 8, rel=1e-5)
+            pattern = there["hook_pattern"][:, :, start:stop]
+            entropy = -(pattern * pattern.clamp_min(1e-30).log()).sum(-1).mean((0, 2))
+            assert rows["entropy"].tolist() == pytest.approx(entropy.tolist(), rel=1e-4)
+            some = z[:, :, start:stop].flatten(1, 2)
+            distance = reference.distance(some) if start >= 16 else reference.distance_without(some, torch.arange(36))
+            assert rows["mahalanobis"].tolist() == pytest.approx((distance.mean(1) / 8**0.5).tolist(), rel=1e-4)
+            cosine = torch.cosine_similarity(some, reference.mean[:, None], dim=-1).mean(1)
+            assert rows["cosine"].tolist() == pytest.approx(cosine.tolist(), rel=1e-4, abs=1e-5)
+            outside = (distance > within.quantile(0.99, 1)[:, None]).double().mean(1)
+            assert rows["outside"].tolist() == pytest.approx(outside.tolist(), abs=0.03)  # ties at the limit
+
+
+@pytest.mark.parametrize(("kind", "name"), SOME)
+def test_rows_are_means_of_rows(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    head, layer, bucket = (table(model, TOKENS, EDGES, by=by) for by in ("head", "layer", "bucket"))
+    measures = ["loss", "entropy", "largest_score", "share_key", "mahalanobis", "cosine", "outside"]
+    assert list(head.columns) == ["start", "stop", "layer", "head", *measures]
+    assert list(bucket.columns) == ["start", "stop", *measures]
+    for fine, coarse, keys in ((head, layer, ["start", "stop", "layer"]), (layer, bucket, ["start", "stop"])):
+        expected = fine.groupby(keys)[measures].mean().reset_index()
+        torch.testing.assert_close(torch.tensor(coarse[measures].values), torch.tensor(expected[measures].values))
+    one = table(model, TOKENS, EDGES, by="head", layers=[1]).drop(columns="layer")
+    both = head[head["layer"] == 1].drop(columns="layer").reset_index(drop=True)
+    torch.testing.assert_close(torch.tensor(one.values), torch.tensor(both.values))
+
+
+@pytest.mark.parametrize(("kind", "name"), SOME)
+def test_what_follows_the_last_edge_is_not_read(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    changed = TOKENS.clone()
+    changed[:, 25:] = TOKENS[:, 25:].flip(0)
+    first, second = (table(model, x, EDGES[:3]) for x in (TOKENS, changed))
+    assert first.equals(second)
+    assert not first.equals(table(model, changed.roll(1, 1), EDGES[:3]))
+
+
+def test_in_range_positions_lie_in_range(shared_model: Any) -> None:
+    """Of 99 % of the reference, a hundredth is outside; without hooks, and of many positions."""
+    model = shared_model("bridge", "llama-gqa")
+    rows = table(model, zoo.random_tokens(128, batch=12), [0, 100, 128], by="head")
+    within = rows[rows["start"] == 0]["outside"]
+    assert within.min() > 0.008
+    assert within.max() < 0.012
+
+
+def test_layers_that_would_not_use_edited_scores_say_nothing_of_them(shared_model: Any) -> None:
+    model = shared_model("bridge", "gptj")
+    plain, edited = table(model, TOKENS, EDGES), table(model, TOKENS, EDGES, lambda_mask(model, 1, 4, 4))
+    assert plain["entropy"].notna().all()
+    assert edited[["entropy", "largest_score", "share_key"]].isna().all(axis=None)
+    assert edited["mahalanobis"].notna().all()
+    assert (edited["loss"] - plain["loss"]).abs().min() > 1e-3
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+def test_texts_longer_than_the_tables(kind: str, name: str, shared_model: Any) -> None:
+    """Shared models have a context of 128."""
+    model, tokens = shared_model(kind, name), zoo.random_tokens(200, batch=1)
+    before = {name: (id(x), x._version) for name, x in model.named_buffers()}
+    rows = table(model, tokens, [0, 128, 200], in_range=128)
+    with torch.no_grad():
+        logits = _longer(name)(tokens, use_cache=False).logits
+    losses = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="none")
+    assert rows["loss"].tolist() == pytest.approx([x.mean().item() for x in (losses[:128], losses[128:])], rel=1e-3)
+    assert {name: (id(x), x._version) for name, x in model.named_buffers()} == before
+
+
+def _longer(name: str) -> Any:
+    """The plain model of Hugging Face, with a context of 200."""
+    return zoo.hf_model(name, **{"n_positions" if name == "gptj" else "max_position_embeddings": 200})
+
+
+# --- a real model -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def own_stories() -> Tensor:
+    """Eight stories in a row, sampled from the model itself at temperature 0.7."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(logits: Tensor) -> Tensor:
+        return torch.multinomial((logits / 0.7).softmax(-1), 1, generator=generator)[:, 0]
+
+    return stories._continue(torch.full((8, 1), stories.BOS), 320, draw).flatten()[None]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("kind", ["bridge", "hooked"])
+def test_a_window_keeps_a_trained_model_alive(kind: str, shared_model: Any) -> None:
+    """260 thousand parameters, trained on 512 positions: at four times as many it breaks down, and with a window shaped
+    like a Λ it does not."""
+    model, edges = shared_model(kind, "stories"), [256, 512, 2304, 2560]
+    plain = table(model, own_stories(), edges, layers=[4])
+    kept = table(model, own_stories(), edges, lambda_mask(model, 4, 256, 256), layers=[4])
+    assert plain["loss"][2] > plain["loss"][0] + 2
+    assert kept["loss"][0] == pytest.approx(plain["loss"][0], abs=0.05)
+    assert kept["loss"][2] < plain["loss"][0] + 0.5
+    assert plain["outside"][2] > kept["outside"][2]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"lengths": 12}, "lengths must be a sequence of integers, got 12"),
+    ({"lengths": "0,12"}, "lengths must be a sequence of integers, got '0,12'"),
+    ({"lengths": [8]}, r"lengths must be at least two ascending integers, got \[8\]"),
+    ({"lengths": []}, r"lengths must be at least two ascending integers, got \[\]"),
+    ({"lengths": [8, 4]}, r"lengths must be at least two ascending integers, got \[8, 4\]"),
+    ({"lengths": [4, 4, 8]}, r"lengths must be at least two ascending integers, got \[4, 4, 8\]"),
+    ({"lengths": [0, 4.0]}, r"lengths must be at least two ascending integers, got \[0, 4\.0\]"),
+    ({"lengths": [-1, 4]}, r"lengths must lie within the text of 40 tokens.* got \[-1, 4\]"),
+    ({"lengths": [0, 41]}, r"lengths must lie within the text of 40 tokens.* got \[0, 41\]"),
+    ({"lengths": [0, 39, 40]}, r"lengths must lie within .* a token to predict in the last, got \[0, 39, 40\]"),
+    ({"lengths": [0, 2, 4]}, r"lengths must lie within .* three positions or more in the first bucket"),
+    ({"in_range": 6}, "in_range must be an integer from 7 to 40, got 6"),
+    ({"in_range": 41}, "in_range must be an integer from 7 to 40, got 41"),
+    ({"in_range": 16.0}, r"in_range must be an integer from 7 to 40, got 16\.0"),
+    ({"in_range": True}, "in_range must be an integer from 7 to 40, got True"),
+    ({"by": "text"}, "by must be one of bucket, layer, head, got 'text'"),
+    ({"hooks": [("blocks.7.attn.hook_z", print)]}, "hooks names 'blocks.7.attn.hook_z', which the model does not have"),
+    ({"hooks": [3]}, r"hooks must be a list of \(hook name, function\), got 3 in it"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("kind", "name"), SOME)
+def test_bad_input(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    before = state(model)
+    for wrong, message in WRONG:
+        with pytest.raises(ValueError, match=message):
+            table(model, TOKENS, **{"lengths": EDGES, **wrong})
+    assert state(model) == before
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_too_long_for_learned_positions(shared_model: Any) -> None:
+    model = shared_model("bridge", "gpt2")
+    assert table(model, zoo.random_tokens(128), [0, 64, 128])["loss"].notna().all()
+    with pytest.raises(ValueError, match=r"length must be at most 128 for this model, got 130: .*learned \(absolute\)"):
+        table(model, zoo.random_tokens(130), [0, 64, 130])
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+def test_after_an_exception_the_model_is_as_before(kind: str, name: str, error: Any, shared_model: Any) -> None:
+    model, tokens = shared_model(kind, name), zoo.random_tokens(200)
+    with torch.no_grad():
+        plain = model(TOKENS)
+    before, tables = state(model), {name: (id(x), x._version) for name, x in model.named_buffers()}
+
+    def stop(x: Tensor, hook: Any) -> None:
+        raise error("stop")
+
+    hooks = [*position_interpolation(model, 2), ("blocks.1.attn.hook_z", stop)]
+    with pytest.raises(error, match="stop"):
+        table(model, tokens, [0, 100, 200], hooks)
+    assert {name: (id(x), x._version) for name, x in model.named_buffers()} == tables
+    assert state(model) == before
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), plain)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_outputs_that_are_not_finite(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+
+    def spoil(x: Tensor, hook: Any) -> Tensor:
+        return x * torch.nan
+
+    with pytest.raises(ValueError, match="the attention outputs of layer 1 are not finite"):
+        table(model, TOKENS, EDGES, [("blocks.1.attn.hook_z", spoil)])
+    message = "the attention outputs of layer 0 are not finite"
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", spoil)]), pytest.raises(ValueError, match=message):
+        table(model, TOKENS, EDGES)

@@ -1,0 +1,118 @@
+"""Multiple choice: log-likelihoods by hand, and a context that is perturbed while the choices are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+
+from tl_posdisent import MultipleChoice, applied, choice_scores, load_demo_model, perturb
+from tl_posdisent.experiments.robustness.multiple_choice import share_right
+
+CONTEXT = zoo.random_tokens(10, 1)[0]
+CHOICES = [torch.tensor([7, 8, 9]), torch.tensor([20]), torch.tensor([3, 50])]
+
+
+def by_hand(model: Any, context: torch.Tensor, choice: torch.Tensor, hooks: Any = ()) -> float:
+    """One token at a time, each asked for by itself."""
+    whole = torch.cat([context, choice])[None]
+    with torch.no_grad(), applied(model, list(hooks)):
+        chances = model(whole).double().softmax(-1)[0]
+    return sum(float(chances[len(context) + i - 1, t].log()) for i, t in enumerate(choice)) / len(choice)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2"))
+def test_scores_are_mean_log_likelihoods(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    got = choice_scores(model, MultipleChoice(CONTEXT, CHOICES, 0))
+    expected = [by_hand(model, CONTEXT, choice) for choice in CHOICES]
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-5)
+    assert got.max() - got.min() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["order", "index", "feature"])
+def test_the_context_is_perturbed_and_the_choices_are_not(kind: Any, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+
+    def perturbation(tokens: Any, **more: Any) -> Any:
+        return perturb(model, tokens, kind, 1.0, seed=3, **more)
+
+    got = choice_scores(model, MultipleChoice(CONTEXT, CHOICES, 0), perturb=perturbation)
+    for score, choice in zip(got, CHOICES, strict=True):
+        whole = torch.cat([CONTEXT, choice])[None]
+        perturbed = perturb(model, whole, kind, 1.0, seed=3, until=len(CONTEXT))
+        assert perturbed.moved[0, 1:9].all()
+        assert not perturbed.moved[0, 10:].any()
+        assert torch.equal(perturbed.tokens[0, 10:], choice)
+        assert abs(float(score) - by_hand(model, perturbed.tokens[0, :10], choice, perturbed.hooks)) < 1e-5
+        assert abs(float(score) - by_hand(model, CONTEXT, choice)) > 1e-3
+
+
+def test_text_is_tokenised_with_its_beginning_and_perturbed_by_words() -> None:
+    model = load_demo_model()
+    seen = {}
+
+    def perturbation(tokens: Any, **more: Any) -> Any:
+        seen.update(more, text=model.tokenizer.decode(tokens[0]))
+        return perturb(model, tokens, "order", 0.0, **more)
+
+    question = MultipleChoice("We the people of the", [" United States", " nation"], 0)
+    scores = choice_scores(model, question, perturb=perturbation)
+    assert seen == {"text": "<|endoftext|>We the people of the nation", "until": seen["until"], "unit": "word"}
+    ids = [model.tokenizer.encode(x, add_special_tokens=False) for x in (question.context, *question.choices)]
+    assert seen["until"] == 1 + len(ids[0])
+    context = torch.tensor([0, *ids[0]])
+    for score, choice in zip(scores, ids[1:], strict=True):
+        assert abs(float(score) - by_hand(model, context, torch.tensor(choice))) < 1e-5
+
+
+def test_the_share_right_counts_the_likeliest(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    best = int(choice_scores(model, MultipleChoice(CONTEXT, CHOICES, 0)).argmax())
+    questions = [MultipleChoice(CONTEXT, CHOICES, n) for n in (0, 1, 2, best)]
+    assert share_right(model, questions, None) == 2 / 4
+
+
+# --- refusals --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"answer": 3}, "answer must be an integer from 0 to 2, got 3"),
+        ({"answer": -1}, "answer must be .* got -1"),
+        ({"answer": True}, "answer must be .* got True"),
+        ({"answer": "a"}, "answer must be .* got 'a'"),
+        ({"choices": CHOICES[:1]}, "choices must be a sequence of at least two continuations, got"),
+        ({"choices": "ab"}, "choices must be a sequence .* got 'ab'"),
+        ({"choices": torch.zeros(2, 3).long()}, "choices must be a sequence"),
+        ({"choices": [" a", ""]}, r"choices\[1\] must be text or integer token ids .* not empty, got ''"),
+        ({"choices": [" a", torch.zeros(2)]}, r"choices\[1\] must be .* got torch.float32 of shape \(2,\)"),
+        ({"context": ""}, "context must be text or integer token ids .* got ''"),
+        ({"context": CONTEXT[None]}, r"context must be .* got torch.int64 of shape \(1, 10\)"),
+        ({"context": CONTEXT > 3}, r"context must be .* got torch.bool"),
+        ({"context": CONTEXT.tolist()}, "context must be"),
+    ],
+)
+def test_what_is_no_question(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultipleChoice(**({"context": CONTEXT, "choices": CHOICES, "answer": 0} | changed))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_a_model_cannot_answer(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    for question, message in [
+        ("a question", "question must be a MultipleChoice, got str"),
+        (MultipleChoice("a text", CHOICES, 0), "given as text, but the model has no tokenizer"),
+        (MultipleChoice(CONTEXT, [" a", " b"], 0), "given as text, but the model has no tokenizer"),
+        (MultipleChoice(CONTEXT, [torch.tensor([61]), *CHOICES], 0), "tokens must be ids from 0 to 60"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            choice_scores(model, question)
+    broken = [("unembed.hook_out", lambda x, hook: x * torch.nan)]
+    with pytest.raises(ValueError, match="the model gives a choice a log-likelihood of nan"), applied(model, broken):
+        choice_scores(model, MultipleChoice(CONTEXT, CHOICES, 0))

@@ -1,0 +1,442 @@
+"""Scrambling: which places change, what the three kinds have in common, and what the table says of a run."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.untouched import state
+
+from tl_posdisent import (
+    MultipleChoice,
+    applied,
+    choice_scores,
+    demo_tokens,
+    load_demo_model,
+    perturb,
+    perturbation_curve,
+    read_layers,
+)
+from tl_posdisent.experiments.robustness import perturbation
+from tl_posdisent.experiments.robustness.perturb import _exchanged, perturber
+
+TEXT = zoo.random_tokens(24)
+CURVE = partial(perturbation_curve, progress=False)
+KINDS = ("order", "index", "feature")
+WAYS = [*zoo.cases("llama-gqa", "gptj", "gemma3"), ("hooked", "neox")]  # whose keys show what RoPE is told
+
+
+# --- which places change -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 100])
+@pytest.mark.parametrize("n", [2, 3, 9, 40, 41])
+def test_as_many_pairs_as_asked_for_change_places(n: int, window: int) -> None:
+    for seed in range(20):
+        for fraction in (0, 0.02, 0.1, 0.5, 0.9, 1):
+            order = _exchanged(n, fraction, window, torch.Generator().manual_seed(seed))
+            moved = [i for i in range(n) if order[i] != i]
+            assert sorted(order) == list(range(n))
+            assert all(order[order[i]] == i and abs(order[i] - i) <= window for i in moved)
+            assert len(moved) == 2 * min(int(fraction * n / 2 + 0.5), n // 2)
+
+
+def test_all_places_are_as_likely() -> None:
+    """Of 7, each of the 6 neighbouring pairs; in a window of 3, near and far partners."""
+    generator = torch.Generator().manual_seed(0)
+    lefts, distances = Counter(), Counter()
+    for _ in range(3000):
+        order = _exchanged(7, 2 / 7, 1, generator)
+        lefts[next(i for i in range(7) if order[i] != i)] += 1
+        order = _exchanged(31, 0.1, 3, generator)
+        distances[next(order[i] - i for i in range(31) if order[i] != i)] += 1
+    assert set(lefts) == set(range(6))
+    assert max(abs(count / 3000 - 1 / 6) for count in lefts.values()) < 0.03
+    assert set(distances) == {1, 2, 3}
+    assert min(distances.values()) > 500
+
+
+def test_a_smaller_fraction_moves_a_part_of_what_a_larger_one_moves(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    moved = [perturb(model, TEXT, "order", f, seed=1).moved for f in (0.1, 0.3, 0.6, 0.8)]
+    assert all(bool((more | ~less).all()) for less, more in itertools.pairwise(moved))
+    assert [int(m[0].sum()) for m in moved] == [2, 6, 14, 18]  # of 23 that can move
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_all_kinds_move_the_same_positions(window: int, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    for fraction in (0.2, 1.0):
+        kinds = [perturb(model, TEXT, kind, fraction, seed=2, window=window, until=20) for kind in KINDS]
+        order, index, feature = kinds
+        assert torch.equal(order.moved, index.moved)
+        assert torch.equal(order.moved, feature.moved)
+        assert not order.moved[:, [0, 20, 21, 22, 23]].any()  # the first, and those from `until` on
+        assert not torch.equal(order.moved[0], order.moved[1]) or fraction == 1
+        assert torch.equal(index.tokens, TEXT)
+        assert torch.equal(feature.tokens, TEXT)
+        assert torch.equal(order.tokens[~order.moved], TEXT[~order.moved])
+        assert torch.equal(order.tokens.sort(1).values, TEXT.sort(1).values)
+        for kind in kinds:
+            pairs = [(bool(a), bool(b)) for a, b in itertools.pairwise(kind.moved[0])]
+            assert kind.intact[0].tolist() == [not (a or b) for a, b in pairs]
+
+
+def test_fraction_zero_is_the_text_without_hooks(shared_model: Any) -> None:
+    for kind in KINDS:
+        same = perturb(shared_model("bridge", "llama-gqa"), TEXT, kind, 0)
+        assert torch.equal(same.tokens, TEXT)
+        assert same.hooks == []
+        assert not same.moved.any()
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+SPEECH = (
+    "Fellow citizens:\n\n  We, the people of these United States — naïve, unconquerable —\tform a more perfect Union."
+)
+
+
+def test_words_move_as_a_whole() -> None:
+    model, words = load_demo_model(), SPEECH.split()
+    for seed, window in ((0, 1), (1, 4), (2, 4)):
+        for fraction, moved in ((0.25, 4), (1, 16)):
+            told = perturb(model, SPEECH, "order", fraction, seed=seed, window=window)
+            got = model.tokenizer.decode(told.tokens[0]).removeprefix("<|endoftext|>").split()
+            assert got[0] == words[0]
+            assert sorted(got) == sorted(words)
+            assert sum(a != b for a, b in zip(got, words, strict=True)) == moved
+
+
+def test_a_text_without_beginning_of_text_keeps_its_first_word() -> None:
+    model = load_demo_model()
+    ids = model.to_tokens("We the people of", prepend_bos=False)
+    got = perturb(model, ids, "order", 1, unit="word").tokens
+    assert model.tokenizer.decode(got[0]) == "We people the of"
+
+
+def test_ids_are_read_as_words_too() -> None:
+    model = load_demo_model()
+    ids = model.to_tokens(SPEECH)
+    for kind in KINDS[:2]:
+        by_text, by_ids = (perturb(model, x, kind, 0.5, unit="word") for x in (SPEECH, ids))
+        assert torch.equal(by_text.tokens, by_ids.tokens)
+        assert torch.equal(by_text.moved, by_ids.moved)
+    assert not torch.equal(perturb(model, ids, "order", 0.5).moved, by_ids.moved)
+
+
+# --- order and index, index and feature ---------------------------------------------------------------------------
+
+
+def seen_at(model: Any, tokens: torch.Tensor, hooks: Any, name: str) -> torch.Tensor:
+    held: dict[str, torch.Tensor] = {}
+    with torch.no_grad(), applied(model, [*hooks, (name, lambda x, hook: held.update(x=x.detach().clone()))]):
+        held["logits"] = model(tokens)
+    return held["x"]
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gemma3"))
+@pytest.mark.parametrize("window", [1, 6])
+def test_index_gives_every_pair_of_tokens_the_score_that_order_gives_it(
+    kind: str, name: str, window: int, shared_model: Any
+) -> None:
+    """In the first layer, as far as both masks let the pair be seen."""
+    model = shared_model(kind, name)
+    tokens = torch.randperm(zoo.VOCAB - 3, generator=torch.Generator().manual_seed(1))[None, :24] + 3  # all different
+    order, index = (perturb(model, tokens, which, 0.7, seed=5, window=window) for which in KINDS[:2])
+    spec = read_layers(model, [0])[0]
+    there, here = (seen_at(model, p.tokens, p.hooks, spec.scores)[0] for p in (order, index))
+    place = torch.tensor([order.tokens[0].tolist().index(t) for t in tokens[0].tolist()])
+    there = there[:, place][:, :, place]
+    both = spec.mask(24) & spec.mask(24)[place][:, place]
+    torch.testing.assert_close(here[:, both], there[:, both], rtol=0, atol=2e-5)
+    plain = seen_at(model, tokens, [], spec.scores)[0]
+    assert (here - plain)[:, both].abs().max() > 0.1
+
+
+def test_in_one_layer_order_and_index_are_one_where_the_text_is_intact() -> None:
+    """Neighbours that change places are both behind a position or both before it; only their own mask differs."""
+    for layers in (1, 2):
+        model = zoo.bridge("llama-gqa", num_hidden_layers=layers)
+        order, index = (perturb(model, TEXT, kind, 0.4, seed=1) for kind in KINDS[:2])
+        with torch.no_grad():
+            one = model(order.tokens)
+            with applied(model, index.hooks):
+                other = model(index.tokens)
+        apart = (one - other)[~order.moved].abs().max()
+        assert (apart < 1e-4) if layers == 1 else (apart > 1e-2)
+
+
+def phase_errors(model: Any, perturbed: Any, spec: Any) -> torch.Tensor:
+    """By what factor of length 1 the keys of head 0 are turned too far, ``[batch, pos, subspace]``."""
+    n, tap = len(spec.rotary.frequencies), spec.turn_k
+
+    def complexes(hooks: Any) -> torch.Tensor:
+        x = tap.read(seen_at(model, TEXT, hooks, tap.name)).double()[:, :, 0, : 2 * n]
+        half = spec.rotary.pairing == "half"
+        return torch.view_as_complex((x.unflatten(-1, (2, n)).mT if half else x.unflatten(-1, (n, 2))).contiguous())
+
+    return complexes(perturbed.hooks) / complexes([])
+
+
+@pytest.mark.parametrize("jitter", [None, 2.5])
+@pytest.mark.parametrize(("kind", "name"), WAYS)
+def test_feature_has_the_phase_errors_of_index_dealt_out_anew(
+    kind: str, name: str, jitter: Any, shared_model: Any
+) -> None:
+    """At each frequency the same errors over the positions that moved; with index those of a token belong together."""
+    model = shared_model(kind, name)
+    spec = read_layers(model, [0])[0]
+    frequencies = spec.rotary.frequencies
+    index, feature = (perturb(model, TEXT, k, 0.8, seed=7, window=5, jitter=jitter) for k in KINDS[1:])
+    told, dealt = (phase_errors(model, p, spec) for p in (index, feature))
+    shifts = told[..., frequencies.argmin()].angle() / frequencies.min()
+    belonging = torch.exp(1j * shifts[..., None] * frequencies)
+    torch.testing.assert_close(told, belonging, rtol=0, atol=2e-3)
+    assert (dealt - torch.exp(1j * shifts[..., None] * frequencies)).abs().max() > 0.5
+    assert torch.equal((shifts.abs() > 1e-2), index.moved)
+    assert 1 < shifts[index.moved].std() < 4
+    if jitter is None:
+        torch.testing.assert_close(shifts, shifts.round(), rtol=0, atol=1e-2)
+    for row in range(2):
+        at = index.moved[row]
+        assert (dealt[row, ~at] - 1).abs().max() < 1e-5
+        apart = (dealt[row, at][:, None] - told[row, at]).abs()  # [one, other, subspace]
+        assert max(apart.amin(0).max(), apart.amin(1).max()) < 2e-3
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_measures_by_hand(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    table = CURVE(model, TEXT, fractions=[0.3], seeds=[4]).set_index("kind")
+    with torch.no_grad():
+        clean = model(TEXT).double().softmax(-1)
+    for which in KINDS:
+        told = perturb(model, TEXT, which, 0.3, seed=4)
+        with torch.no_grad(), applied(model, told.hooks):
+            now = model(told.tokens).double().softmax(-1)
+        losses, hits, added, kl = [], [], [], []
+        for row in range(2):
+            for p in range(23):
+                chances, target = now[row, p], told.tokens[row, p + 1]
+                losses.append(-chances[target].log())
+                hits.append(bool(chances.argmax() == target))
+                if not told.moved[row, p] and not told.moved[row, p + 1]:
+                    assert target == TEXT[row, p + 1]
+                    added.append(losses[-1] + clean[row, p, target].log())
+                    kl.append((clean[row, p] * (clean[row, p] / chances).log()).sum())
+        row = table.loc[which]
+        assert row["perplexity"] == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
+        assert row["accuracy"] == pytest.approx(sum(hits) / 46)
+        assert row["added_loss"] == pytest.approx(float(torch.stack(added).mean()), abs=1e-5)
+        assert row["kl"] == pytest.approx(float(torch.stack(kl).mean()), abs=1e-5)
+        assert row["kl"] > 1e-3
+        assert row["moved"] == pytest.approx(float(told.moved.double().mean()))
+        assert row["intact"] == pytest.approx(len(kl) / 46)
+        assert pd.isna(row["perplexity_se"])
+
+
+def test_rows_are_means_over_seeds_with_their_error(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    options: dict[str, Any] = {"kinds": ["order", "feature"], "fractions": [0, 0.4, 1], "window": 3, "jitter": 1.5}
+    table = CURVE(model, TEXT, seeds=3, **options)
+    single = [CURVE(model, TEXT, seeds=[seed], **options) for seed in range(3)]
+    assert list(zip(table["kind"], table["fraction"], strict=True)) == [
+        (kind, fraction) for kind in options["kinds"] for fraction in options["fractions"]
+    ]
+    for name in ("perplexity", "accuracy", "added_loss", "kl"):
+        runs = pd.concat([one[name] for one in single], axis=1)
+        pd.testing.assert_series_equal(table[name], runs.mean(axis=1), check_names=False)
+        pd.testing.assert_series_equal(table[f"{name}_se"], runs.std(axis=1) / 3**0.5, check_names=False)
+    zero = table[table["fraction"] == 0]
+    assert (zero[["moved", "added_loss", "kl", "perplexity_se"]] == 0).all(axis=None)
+    assert (zero["intact"] == 1).all()
+    assert zero["perplexity"].iloc[0] == zero["perplexity"].iloc[1]
+    whole = table[table["fraction"] == 1]
+    assert (whole["moved"] == 22 / 24).all()
+    assert whole[["perplexity", "accuracy"]].notna().all(axis=None)
+
+
+def test_a_model_without_rotary_has_an_order() -> None:
+    model = zoo.bridge("gpt2")
+    table = CURVE(model, TEXT, ["order"], [0, 0.5], seeds=2)
+    assert table["kl"].iloc[1] > 0.01
+    for kind in KINDS[1:]:
+        with pytest.raises(ValueError, match=r"perturb needs rotary position embeddings .* layer 0 of GPT2"):
+            CURVE(model, TEXT, [kind])
+
+
+def test_text_moves_by_words_unless_told_otherwise() -> None:
+    model = load_demo_model()
+    fit = {"kinds": ["order"], "fractions": [0.5], "seeds": [0]}
+    by_text, by_word, by_token = (
+        CURVE(model, text, unit=unit, **fit)
+        for text, unit in ((SPEECH, None), (model.to_tokens(SPEECH), "word"), (model.to_tokens(SPEECH), None))
+    )
+    pd.testing.assert_frame_equal(by_text, by_word)
+    assert by_text["perplexity"].item() < by_token["perplexity"].item()  # pieces of words are worse than words
+
+
+# --- downstream ------------------------------------------------------------------------------------------------------
+
+
+def test_downstream_functions_see_what_the_text_sees(shared_model: Any) -> None:
+    model, seen = shared_model("bridge", "llama-gqa"), []
+
+    def downstream(given: Any, perturbation: Any) -> float:
+        assert given is model
+        seen.append(perturbation(TEXT))
+        return float(len(seen))
+
+    table = CURVE(model, TEXT, fractions=[0, 0.5], seeds=[3, 8], downstream=downstream)
+    assert table["downstream"].tolist() == [1, 2.5, 1, 4.5, 1, 6.5]  # the untouched model is asked once
+    assert table["downstream_se"].tolist() == [0, 0.5, 0, 0.5, 0, 0.5]
+    expected = [perturb(model, TEXT, kind, 0.5, seed=seed) for kind in KINDS for seed in (3, 8)]
+    for got, wanted in zip(seen[1:], expected, strict=True):
+        assert torch.equal(got.tokens, wanted.tokens)
+        assert torch.equal(got.moved, wanted.moved)
+        assert [name for name, _ in got.hooks] == [name for name, _ in wanted.hooks]
+
+
+def test_questions_are_a_downstream(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    questions = [MultipleChoice(TEXT[0, :9], [TEXT[1, :2], TEXT[1, 4:5]], n) for n in (0, 1)]
+    questions += [MultipleChoice(TEXT[0, i : i + 9], [TEXT[1, :2], TEXT[1, 4:6]], 0) for i in range(2)]
+    table = CURVE(model, TEXT, fractions=[0, 1], seeds=[2], downstream=questions).set_index(["kind", "fraction"])
+    ready = perturber(model, KINDS, window=1, unit=None, jitter=None)
+    for kind in KINDS:
+        for fraction in (0, 1):
+            perturbation = partial(ready, kind=kind, fraction=fraction, seed=2)
+            scores = [choice_scores(model, q, perturb=perturbation) for q in questions]
+            right = [int(s.argmax()) == q.answer for s, q in zip(scores, questions, strict=True)]
+            assert table.loc[(kind, fraction), "downstream"] == sum(right) / 4
+    one = CURVE(model, TEXT, ["order"], [0], seeds=1, downstream=questions[0])
+    assert one["downstream"].item() in (0, 1)
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C."""
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_the_model_is_as_before_whatever_happens(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    with torch.no_grad():
+        plain = model(TEXT)
+    before = state(model)
+
+    def fail(given: Any, perturbation: Any) -> float:
+        with applied(given, perturbation(TEXT).hooks):
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        CURVE(model, TEXT, ["index"], [0.5], seeds=1, downstream=fail)
+    runs = iter(range(3))
+
+    def stop(x: Any, hook: Any) -> None:
+        if next(runs) == 2:
+            raise Interrupted
+
+    with pytest.raises(Interrupted), model.hooks(fwd_hooks=[("blocks.1.attn.hook_v", stop)]):
+        CURVE(model, TEXT, ["feature"], [0.2, 0.5], seeds=5)
+    assert state(model) == before
+    with torch.no_grad():
+        assert torch.equal(model(TEXT), plain)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kind": "words"}, 'kind must be "order", "index" or "feature", got \'words\''),
+        ({"kind": None}, "kind must be .* got None"),
+        ({"fraction": 1.01}, "fraction must be a number from 0 to 1, got 1.01"),
+        ({"fraction": -0.1}, "fraction must be a number from 0 to 1, got -0.1"),
+        ({"fraction": float("nan")}, "fraction must be a number from 0 to 1, got nan"),
+        ({"fraction": True}, "fraction must be a number from 0 to 1, got True"),
+        ({"fraction": "all"}, "fraction must be a number from 0 to 1, got 'all'"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"window": 0}, "window must be an integer of at least 1, got 0"),
+        ({"window": 1.5}, "window must be an integer of at least 1, got 1.5"),
+        ({"unit": "letter"}, 'unit must be "word" or "token", got \'letter\''),
+        ({"unit": "word"}, 'unit must be "token" for a model without a tokenizer, got "word"'),
+        ({"jitter": 0}, "jitter must be a positive number of positions, got 0"),
+        ({"jitter": float("inf")}, "jitter must be a positive number of positions, got inf"),
+        ({"until": -1}, "until must be an integer of at least 0, got -1"),
+        ({"until": 2}, "tokens must have at least two tokens that can move .* got 1"),
+        ({"tokens": TEXT[:, :2]}, "tokens must have at least two tokens that can move .* got 1"),
+    ],
+)
+def test_what_cannot_be_perturbed(changed: dict[str, Any], message: str, shared_model: Any) -> None:
+    arguments = {"tokens": TEXT, "kind": "index", "fraction": 0.5} | changed
+    with pytest.raises(ValueError, match=message):
+        perturb(shared_model("bridge", "llama-gqa"), **arguments)
+
+
+def test_short_texts_are_refused() -> None:
+    model = load_demo_model()
+    for text, n in (("", 0), ("We the", 1)):
+        with pytest.raises(ValueError, match=f"at least two (words that can move .* got {n}|positions)"):
+            CURVE(model, text)
+    with pytest.raises(ValueError, match=r"at least two words that can move .* got 0"):
+        perturb(model, demo_tokens(length=2), "order", 0.5, unit="word")
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"kinds": []}, "kinds must have at least one and none twice"),
+        ({"kinds": ["order", "order"]}, "kinds must have at least one and none twice"),
+        ({"kinds": "order"}, "kinds must be a sequence, got 'order'"),
+        ({"kinds": ["order", "chaos"]}, "kind must be .* got 'chaos'"),
+        ({"fractions": []}, "fractions must have at least one and none twice"),
+        ({"fractions": [0, 1, 0.0]}, "fractions must have at least one and none twice"),
+        ({"fractions": 0.5}, "fractions must be a sequence, got 0.5"),
+        ({"fractions": [0.5, 2]}, "fractions must be a number from 0 to 1, got 2"),
+        ({"seeds": 0}, "seeds must be a positive number of seeds or .* got 0"),
+        ({"seeds": [1, 1]}, r"seeds must be .* got \[1, 1\]"),
+        ({"seeds": [-1]}, "seeds must be"),
+        ({"seeds": True}, "seeds must be"),
+        ({"seeds": 1.5}, "seeds must be"),
+        ({"downstream": 3}, "downstream must be a function, a MultipleChoice or some of them, got 3"),
+        ({"downstream": []}, "downstream must be a function"),
+        ({"downstream": lambda model, perturb: None}, "downstream must return a number, got None"),
+        ({"downstream": lambda model, perturb: float("nan")}, "downstream must return a finite number, got nan"),
+        ({"downstream": lambda model, perturb: torch.zeros(2)}, "downstream must return a number"),
+    ],
+)
+def test_what_makes_no_curve(changed: dict[str, Any], message: str, shared_model: Any) -> None:
+    arguments = {"kinds": ["order"], "fractions": [0, 0.5], "seeds": 1} | changed
+    with pytest.raises(ValueError, match=message):
+        CURVE(shared_model("bridge", "llama-gqa"), TEXT, **arguments)
+
+
+def test_logits_that_are_no_numbers_are_refused(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    broken = [("unembed.hook_out", lambda x, hook: x * torch.nan)]
+    with pytest.raises(ValueError, match="the model's logits are not finite"), applied(model, broken):
+        CURVE(model, TEXT, ["order"], [0.5], seeds=1)
+
+
+def test_models_that_see_what_follows_are_refused(shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    uncovered = read_layers(model)
+    for spec in uncovered:
+        object.__setattr__(spec, "causal", False)
+    monkeypatch.setattr(perturbation, "read_layers", lambda model: uncovered)
+    with pytest.raises(ValueError, match="model must be causal"):
+        CURVE(model, TEXT, ["order"])

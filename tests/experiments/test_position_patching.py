@@ -1,0 +1,283 @@
+"""Rotated vectors moved between runs: brute force over distances, everything and nothing moved, both classes alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.lies import REAL, TOKENS, UNORDERED, WAYS, by_brute_force, close, every_way, logits, mixed_of
+from torch import Tensor
+
+from tl_posdisent import capture, patch_positions, patch_vectors, read_layers, swap_positions
+from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.rotated_qk import listen_vectors
+from tl_posdisent.models.spec import read_rotary_layers
+
+pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
+HEAD = 5
+
+
+def vectors(model: Any, positions: Tensor | None = None) -> dict[int, dict[str, Tensor]]:
+    """Rotated queries and keys of every rotary layer, at these positions."""
+    specs = read_rotary_layers(model, None, "test")
+    held: dict[int, dict[str, Tensor]] = {spec.layer: {} for spec in specs}
+    hooks = [] if positions is None else swap_positions(model, positions)
+    logits(model, hooks + [hook for spec in specs for hook in listen_vectors(spec, positions, held[spec.layer])])
+    return held
+
+
+def patched(model: Any, layer: int, source: dict[str, Tensor], which: str = "qk", **options: Any) -> list[Hook]:
+    """``patch_vectors`` with the queries, the keys or both of another run."""
+    return patch_vectors(model, layer, *(source[x] if x in which else None for x in "qk"), **options)
+
+
+@every_way
+def test_vectors_are_those_of_capture(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    for captured in capture(model, TOKENS, scores=False):
+        held = vectors(model)[captured.layer]
+        close(held["q"].float(), captured.q_rot, 1e-6)
+        close(held["k"].float(), captured.k_rot, 1e-6)
+
+
+@every_way
+def test_own_vectors_change_nothing_and_clean_ones_undo_every_lie(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain, lying = logits(model, []), logits(model, swap_positions(model, UNORDERED))
+    clean, other = vectors(model), vectors(model, UNORDERED)
+    own = [hook for layer in clean for hook in patched(model, layer, clean[layer], heads=[2, layer])]
+    assert torch.equal(logits(model, own), plain)
+    into_lie = {"positions": UNORDERED}
+    swap = swap_positions(model, UNORDERED)
+    back = [hook for layer in clean for hook in patched(model, layer, clean[layer], **into_lie)]
+    nothing = [hook for layer in clean for hook in patched(model, layer, other[layer], **into_lie)]
+    there = [hook for layer in clean for hook in patched(model, layer, other[layer])]
+    assert (lying - plain).abs().max() > 0.1
+    for hooks, expected in ((swap + back, plain), (swap + nothing, lying), (there, lying)):
+        close(logits(model, hooks), expected, 2e-5)
+    if read_layers(model, [0])[0].turn_q.name.endswith("rot_q"):  # vectors are put in as they are
+        assert torch.equal(logits(model, swap + back), plain)
+
+
+@every_way
+@pytest.mark.parametrize("which", ["q", "k", "qk"])
+def test_one_head_by_brute_force(kind: str, name: str, which: str, shared_model: Any) -> None:
+    """In the first layer tokens are the same in both runs, and each side stands where it stood in its run."""
+    model = shared_model(kind, name)
+    clean, spec = vectors(model)[0], read_layers(model, [0])[0]
+    lie, real = UNORDERED.double(), REAL.double().expand(2, -1)
+    for keys in ("group", "head"):
+        queries, seen = (x[:, None].repeat(1, 8, 1) for x in (lie, lie))
+        if "q" in which:
+            queries[:, HEAD] = real
+        if "k" in which:
+            shared = [h for h in range(8) if spec.key_head(h) == spec.key_head(HEAD)]
+            seen[:, [HEAD] if keys == "head" else shared] = real[:, None]
+        expected = by_brute_force(model, queries[..., :, None] - seen[..., None, :])
+        hooks = patched(model, 0, clean, which, heads=[HEAD], keys=keys, positions=UNORDERED)
+        close(mixed_of(model, swap_positions(model, UNORDERED) + hooks), expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "neox", "gptj"])
+def test_sixteen_bits(name: str) -> None:
+    model = zoo.bridge(name).to(torch.bfloat16)
+    plain, lying = logits(model, []), logits(model, swap_positions(model, UNORDERED))
+    clean = vectors(model)
+    assert torch.equal(logits(model, [h for layer in clean for h in patched(model, layer, clean[layer])]), plain)
+    back = [h for layer in clean for h in patched(model, layer, clean[layer], positions=UNORDERED)]
+    error = (logits(model, swap_positions(model, UNORDERED) + back) - plain).abs().mean()
+    assert error < 0.02 * (lying - plain).abs().mean()
+
+
+def test_several_texts_and_positions_by_text(shared_model: Any) -> None:
+    """A text alone gives what it gives among others."""
+    model = shared_model("bridge", "neox")
+    both = logits(model, swap_positions(model, UNORDERED) + one_head(model, TOKENS, UNORDERED))
+    for row in range(2):
+        text, place = TOKENS[row : row + 1], UNORDERED[row]
+        alone = logits(model, swap_positions(model, place) + one_head(model, text, place), text)
+        close(both[row], alone[0], 1e-5)
+
+
+def one_head(model: Any, tokens: Tensor, positions: Tensor) -> list[Hook]:
+    clean = next(capture(model, tokens, layers=[1], scores=False))
+    return patch_vectors(model, 1, clean.q_rot, clean.k_rot, heads=[HEAD], positions=positions)
+
+
+# --- the table ------------------------------------------------------------------------------------------------
+
+
+def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none").mean(1)
+
+
+def table(model: Any, positions: Tensor = UNORDERED, **options: Any) -> pd.DataFrame:
+    return patch_positions(model, TOKENS, positions, progress=False, **options)
+
+
+@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa", "gptj"), ("bridge", "neox")])
+def test_table_is_a_loop_over_hooks(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    clean, corrupted = vectors(model), vectors(model, UNORDERED)
+    swap = swap_positions(model, UNORDERED)
+    good, bad = (loss(logits(model, hooks), TOKENS).mean().item() for hooks in ([], swap))
+    for what, which, direction in (("head", "qk", "denoise"), ("query", "q", "noise"), ("key", "k", "denoise")):
+        rows = table(model, what=what, direction=direction, layers=[1], heads=[HEAD, 0]).to_dict("records")
+        assert [(row["layer"], row["head"]) for row in rows] == [(1, 0), (1, HEAD)]
+        for row in rows:
+            if direction == "denoise":
+                hooks = swap + patched(model, 1, clean[1], which, heads=[row["head"]], positions=UNORDERED)
+            else:
+                hooks = patched(model, 1, corrupted[1], which, heads=[row["head"]])
+            value = loss(logits(model, hooks), TOKENS).mean().item()
+            assert row["clean"] == pytest.approx(good, abs=1e-6)
+            assert row["corrupted"] == pytest.approx(bad, abs=1e-6)
+            assert row["value"] == pytest.approx(value, abs=1e-5)
+            assert row["effect"] == pytest.approx((row["value"] - bad) / (good - bad), abs=1e-4)
+
+
+def test_where_one_layer_rotates_it_carries_everything(shared_model: Any) -> None:
+    model = shared_model("bridge", "smollm3")
+    assert table(model, what="layer")["effect"].tolist() == pytest.approx([1], abs=1e-5)
+    assert table(model, what="layer", direction="noise")["effect"].tolist() == pytest.approx([0], abs=1e-5)
+    assert table(model, what="layer")["layer"].tolist() == [0]
+    together = table(model, what="layer", heads=[HEAD])
+    assert together["value"].tolist() == table(model, heads=[HEAD])["value"].tolist()
+
+
+def test_key_heads_are_patched_once_and_reported_for_all_who_read_them(shared_model: Any) -> None:
+    model, asked = shared_model("bridge", "llama-gqa"), []
+
+    def metric(logits: Tensor, tokens: Tensor) -> Tensor:
+        asked.append(1)
+        return loss(logits, tokens)
+
+    keys = table(model, what="key", metric=metric)
+    assert len(asked) == 2 + 2 * 4
+    assert len(keys) == 16
+    pairs = keys["effect"].to_numpy().reshape(-1, 2)
+    assert (pairs[:, 0] == pairs[:, 1]).all()
+    assert len(set(pairs[:, 0])) == 8
+    alone = table(model, what="key", keys="head")["effect"].to_numpy().reshape(-1, 2)
+    assert (abs(alone[:, 0] - alone[:, 1]) > 1e-4).all()
+
+
+@pytest.mark.parametrize("what", ["head", "query", "key", "layer"])
+@pytest.mark.parametrize("name", ["llama-gqa", "gptj", "gemma2"])
+def test_both_classes_agree(name: str, what: str, shared_model: Any) -> None:
+    if zoo.TL_MAJOR > 3:
+        pytest.skip("HookedTransformer was removed in TransformerLens 4")
+    options = {"what": what, "keys": "head" if what == "head" else "group", "heads": [1, 4, 5]}
+    ours, theirs = (table(shared_model(kind, name), **options) for kind in ("bridge", "hooked"))
+    pd.testing.assert_frame_equal(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("positions", [REAL, REAL + 1000, UNORDERED * 0], ids=["real", "shifted", "all at one"])
+def test_runs_that_are_the_same(positions: Tensor, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    if bool((positions == 0).all()):  # which is another run
+        assert table(model, positions, layers=[0], heads=[0])["effect"].isna().sum() == 0
+        return
+    with pytest.raises(
+        ValueError, match=r"positions must change the metric, but it is .* there is no effect to divide"
+    ):
+        table(model, positions)
+
+
+def test_hooks_of_the_user_act_in_every_run() -> None:
+    model = zoo.bridge("llama-gqa")
+    model.hook_dict["blocks.0.attn.hook_z"].add_hook(lambda x, hook: 2 * x)
+    assert table(model, layers=[0], heads=[0])["clean"][0] == pytest.approx(
+        loss(logits(model, []), TOKENS).mean().item(), abs=1e-6
+    )
+    assert len(model.hook_dict["blocks.0.attn.hook_z"].fwd_hooks) == 1
+
+
+def test_dropout_is_off_meanwhile() -> None:
+    model = zoo.bridge("gptj", attn_pdrop=0.3, resid_pdrop=0.3)
+    resting = table(model, layers=[0])
+    model.train()
+    pd.testing.assert_frame_equal(table(model, layers=[0]), resting)
+    assert model.training
+
+
+# --- refusals -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"what": "tail"}, "what must be one of head, query, key, layer, got 'tail'"),
+        ({"keys": "all"}, "keys must be one of group, head, got 'all'"),
+        ({"direction": "up"}, "direction must be one of denoise, noise, got 'up'"),
+        ({"metric": 3}, r"metric must be a function of \(logits, tokens\), got 3"),
+        ({"metric": lambda x, t: x}, r"metric must return a number or one per text, a tensor of shape \(\) or \(2,\)"),
+        ({"metric": lambda x, t: x[0, :3, 0]}, r"metric must return a number .* of shape \(3,\)"),
+        ({"metric": lambda x, t: None}, "metric must return a number or one per text, got NoneType"),
+        ({"metric": lambda x, t: float("nan")}, "metric must return finite numbers, got nan"),
+        ({"metric": lambda x, t: 3}, "positions must change the metric, but it is 3 in the clean run and 3 in the"),
+        ({"positions": torch.arange(11) * 2}, "positions were given for 11 tokens, and the model runs on 12"),
+        ({"positions": UNORDERED[[0, 0, 1]]}, "positions were given for 3 texts, and the model runs on 2"),
+        ({"positions": [0, float("inf")]}, "positions must be finite real numbers"),
+    ],
+)
+def test_what_the_table_refuses(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        table(shared_model("bridge", "llama-gqa"), **arguments)
+
+
+Q, K = torch.zeros(2, 12, 8, 8), torch.zeros(2, 12, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, None), "q_rot or k_rot must be given, got neither"),
+        ((K, K), r"q_rot must have shape \(batch, pos, 8, 8\), got \(2, 12, 4, 8\)"),
+        ((Q, Q), r"k_rot must have shape \(batch, pos, 4, 8\), got \(2, 12, 8, 8\)"),
+        ((Q[0], K), r"q_rot must have shape .* got \(12, 8, 8\)"),
+        (("q", K), r"q_rot must have shape .* got str"),
+        ((Q[:1], None), r"q_rot must have the shape of the run's own, \(2, 12, 8, 8\), got \(1, 12, 8, 8\)"),
+        ((None, K[:, :5]), r"k_rot must have the shape of the run's own, \(2, 12, 4, 8\), got \(2, 5, 4, 8\)"),
+    ],
+)
+@pytest.mark.parametrize("keys", ["group", "head"])
+def test_what_are_no_vectors(arguments: Any, message: str, keys: Any, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    with pytest.raises(ValueError, match=message):
+        logits(model, patch_vectors(model, 0, *arguments, heads=[1], keys=keys))
+
+
+def test_positions_that_are_not_those_of_the_run(shared_model: Any) -> None:
+    """Where vectors have to be turned back, one must know from where."""
+    model = shared_model("bridge", "neox")
+    clean, swap = vectors(model)[0], swap_positions(model, UNORDERED)
+    message = "positions must be those of the run, but the rotation table of layer 0 is of others"
+    for hooks in (
+        swap + patched(model, 0, clean),
+        patched(model, 0, clean, positions=UNORDERED),
+        swap + patched(model, 0, clean, positions=UNORDERED.flip(0)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            logits(model, hooks)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "deepseek_v3"])
+def test_models_without_rotation_in_reach(name: str, shared_model: Any) -> None:
+    for call in (lambda m: table(m), lambda m: patch_vectors(m, 0, Q, None)):
+        with pytest.raises(ValueError, match=r"needs rotary position embeddings \(RoPE\) that hooks can reach"):
+            call(shared_model("bridge", name))
+
+
+def test_ways_cover_both_kinds_of_doors(shared_model: Any) -> None:
+    """Of hooks behind the rotation and before it, with a table that is exchanged and without."""
+    seen = set()
+    for case in WAYS:
+        kind, name = case.values if hasattr(case, "values") else case
+        if kind == "bridge":
+            spec = read_layers(shared_model(kind, name), [0])[0]
+            seen.add((spec.turn_q.name == spec.q.name, spec.cos is not None))
+    assert seen >= {(True, True), (True, False), (False, True)}

@@ -1,0 +1,169 @@
+"""Heads taken away: against weights without them, and against what they are replaced by."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.untouched import state
+from torch import Tensor
+
+from tl_posdisent import ablate_heads, applied
+from tl_posdisent.hooks.ablate import derangement
+
+TOKENS = zoo.random_tokens(batch=3)
+OTHERS = zoo.random_tokens(length=7, batch=2, seed=1)
+CASES = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "olmo2"))
+# Where Hugging Face keeps the matrix that mixes heads.
+OUTPUT = {
+    "llama-gqa": "model.layers.{}.self_attn.o_proj",
+    "qwen3": "model.layers.{}.self_attn.o_proj",
+    "neox": "gpt_neox.layers.{}.attention.dense",
+    "gptj": "transformer.h.{}.attn.out_proj",
+    "opt": "model.decoder.layers.{}.self_attn.out_proj",
+    "bloom": "transformer.h.{}.self_attention.dense",
+}
+
+
+def run(model: Any, hooks: Any = (), tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad(), applied(model, hooks):
+        return model(tokens)
+
+
+def z_of(model: Any, hooks: Any = (), tokens: Tensor = TOKENS, layer: int = 0) -> Tensor:
+    name = f"blocks.{layer}.attn.hook_z"
+    with torch.no_grad(), applied(model, hooks):
+        return model.run_with_cache(tokens, names_filter=name)[1][name]
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*OUTPUT))
+def test_zero_is_a_model_whose_output_matrix_leaves_the_head_out(kind: str, name: str, shared_model: Any) -> None:
+    hf = zoo.hf_model(name)
+    heads = [(1, 3), (0, 0), (1, 6)]
+    with torch.no_grad():
+        for layer, head in heads:
+            weight = hf.get_submodule(OUTPUT[name].format(layer)).weight  # [out, head and d_head]
+            weight.view(len(weight), 8, -1)[:, head] = 0.0
+        without = hf(TOKENS, use_cache=False).logits
+    model = shared_model(kind, name)
+    torch.testing.assert_close(run(model, ablate_heads(model, heads)), without, rtol=0, atol=2e-4)
+    assert (run(model) - without).abs().max() > 0.1
+
+
+@CASES
+def test_mean_is_that_of_the_reference(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    before = z_of(model)
+    after = z_of(model, ablate_heads(model, [(0, 5), (0, 2)], mode="mean", reference=OTHERS))
+    mean = z_of(model, tokens=OTHERS).double().mean((0, 1))
+    for head in range(8):
+        expected = mean[head].float().expand_as(before[:, :, head]) if head in (2, 5) else before[:, :, head]
+        torch.testing.assert_close(after[:, :, head], expected, rtol=0, atol=1e-6)
+    assert (before - before.mean((0, 1))).abs().max() > 0.1
+
+
+def test_mean_is_taken_under_the_hooks_of_the_user(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    plain = z_of(model, ablate_heads(model, [(1, 4)], mode="mean", reference=OTHERS), layer=1)
+    with applied(model, ablate_heads(model, [(0, 1)])):
+        hooks = ablate_heads(model, [(1, 4)], mode="mean", reference=OTHERS)
+        run(model)
+        mean = z_of(model, tokens=OTHERS, layer=1)[:, :, 4].mean((0, 1))
+    torch.testing.assert_close(z_of(model, hooks, layer=1)[0, 0, 4], mean)
+    assert (plain[0, 0, 4] - mean).abs().max() > 1e-3
+
+
+@CASES
+def test_resample_takes_another_text(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    before = z_of(model)
+    orders = set()
+    for seed in range(6):
+        after = z_of(model, ablate_heads(model, [(0, 5), (0, 2)], mode="resample", seed=seed))
+        order = derangement(3, seed)
+        assert torch.equal(after[:, :, [2, 5]], before[order][:, :, [2, 5]])
+        rest = [head for head in range(8) if head not in (2, 5)]
+        assert torch.equal(after[:, :, rest], before[:, :, rest])
+        orders.add(tuple(order.tolist()))
+    assert orders == {(1, 2, 0), (2, 0, 1)}
+
+
+def test_every_derangement_is_as_likely_and_seeds_repeat() -> None:
+    drawn = [tuple(derangement(4, seed).tolist()) for seed in range(1800)]
+    counts = collections.Counter(drawn)
+    assert len(counts) == 9  # all that there are of four
+    assert all(sorted(x) == [0, 1, 2, 3] and all(i != p for i, p in enumerate(x)) for x in counts)
+    assert sum((n - 200) ** 2 / 200 for n in counts.values()) < 26  # chi squared of 8 degrees, 99.9 %
+    assert drawn[:9] == [tuple(derangement(4, seed).tolist()) for seed in range(9)]
+    assert derangement(2, 7).tolist() == [1, 0]
+
+
+def test_one_text_has_no_other(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    plain = run(model)
+    hooks = ablate_heads(model, [(0, 1)], mode="resample")
+    with pytest.raises(ValueError, match='mode "resample" needs a batch of at least two texts, got 1'):
+        run(model, hooks, TOKENS[:1])
+    assert torch.equal(run(model), plain)
+
+
+def test_a_reference_of_text(demo: Any) -> None:
+    text = "Alice was beginning to get very tired of sitting"
+    hooks = ablate_heads(demo, [(0, 1)], mode="mean", reference=text)
+    same = ablate_heads(demo, [(0, 1)], mode="mean", reference=demo.to_tokens(text))
+    tokens = demo.to_tokens(text)
+    assert torch.equal(run(demo, hooks, tokens), run(demo, same, tokens))
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    from tl_posdisent import load_demo_model
+
+    return load_demo_model()
+
+
+PAIRS = [
+    ([(0, 8)], r"heads must be pairs \(layer, head\) with layers from 0 to 1 and heads from 0 to 7, got \(0, 8\)"),
+    ([(2, 0)], r"layers from 0 to 1 .*got \(2, 0\)"),
+    ([(-1, 0)], r"layers from 0 to 1 .*got \(-1, 0\)"),
+    ([(0, True)], r"heads must be pairs of integers \(layer, head\), got \(0, True\)"),
+    ([(0, 1.0)], r"heads must be pairs of integers \(layer, head\), got \(0, 1.0\)"),
+    ([(0, 1, 2)], r"heads must be pairs of integers \(layer, head\), got \(0, 1, 2\)"),
+    ([(0, 1), (0, 1)], "heads must name at least one and none twice, got"),
+    ([], r"heads must name at least one and none twice, got \[\]"),
+    ((0, 1), r"heads must be pairs of integers \(layer, head\), got 0"),
+]
+MODES = [
+    ({"mode": "median"}, "mode must be one of zero, mean, resample, got 'median'"),
+    ({"mode": None}, "mode must be one of zero, mean, resample, got None"),
+    ({"mode": "mean"}, 'reference must be tokens with mode "mean", got None'),
+    ({"reference": TOKENS}, 'reference must not be given with mode "zero", got Tensor'),
+    ({"mode": "mean", "reference": TOKENS.float()}, "reference: tokens must be text or an integer tensor"),
+    ({"mode": "mean", "reference": "a text"}, "reference: tokens were given as text, but the model has no tokenizer"),
+    ({"mode": "resample", "seed": -1}, r"seed must be a non-negative integer below 2\*\*63, got -1"),
+    ({"mode": "resample", "seed": 1.5}, r"seed must be a non-negative integer below 2\*\*63, got 1.5"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_input(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    before = state(model)
+    for heads, message in PAIRS:
+        with pytest.raises(ValueError, match=message):
+            ablate_heads(model, heads)
+    for arguments, message in MODES:
+        with pytest.raises(ValueError, match=message):
+            ablate_heads(model, [(0, 0)], **arguments)
+    assert state(model) == before
+
+
+def test_heads_that_cannot_be_told_apart_are_refused(shared_model: Any) -> None:
+    model = shared_model("bridge", "deepseek_v3")  # its z comes in 16 pieces of 8 heads
+    with pytest.raises(
+        ValueError, match=r"layer 0: hook_z must carry \(batch, pos, head, d_head\) .* got \(2, 11, 16, 8"
+    ):
+        ablate_heads(model, [(0, 0)])

@@ -1,0 +1,142 @@
+"""What hooks for positions refuse when the model runs: texts that do not fit, caches, padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.lies import (
+    BROKEN,
+    EVERY_LIE,
+    TOKENS,
+    UNORDERED,
+    L,
+    close,
+    distances,
+    every_way,
+    logits,
+)
+
+from tl_posdisent import applied, dummy_distance, read_layers, remap_distance, swap_positions
+from tl_posdisent.models.forward import Hook
+
+
+def refused(model: Any, hooks: list[Hook], message: str, **arguments: Any) -> None:
+    """The run fails with this message, and the model is as before."""
+    plain = logits(model, [])
+    tokens = arguments.pop("tokens", TOKENS)
+    with torch.no_grad(), pytest.raises(ValueError, match=message), model.hooks(fwd_hooks=hooks):
+        model(tokens, **arguments)
+    assert torch.equal(logits(model, []), plain)
+
+
+@every_way
+def test_a_text_of_another_length_is_refused(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    ten = zoo.random_tokens(10)
+    for heads in (None, [1], list(range(4))):
+        hooks = swap_positions(model, UNORDERED, heads=heads)
+        refused(model, hooks, "positions were given for 12 tokens, and the model runs on 10", tokens=ten)
+    straight = remap_distance(model, distances(BROKEN))
+    refused(model, straight, "distances were given for 12 tokens, and the model runs on 10", tokens=ten)
+    bent = remap_distance(model, distances(BROKEN) ** 2)
+    refused(model, bent, r"distances must have shape \(query, key\) = \(10, 10\).* got \(12, 12\)", tokens=ten)
+
+
+@every_way
+def test_another_number_of_texts_is_refused(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    for heads in (None, [1]):
+        for texts in (1, 3):
+            tokens = zoo.random_tokens(batch=texts)
+            hooks = swap_positions(model, UNORDERED, heads=heads)
+            refused(model, hooks, f"positions were given for 2 texts, and the model runs on {texts}", tokens=tokens)
+    matrix = torch.randn(2, 1, L, L)
+    refused(
+        model, remap_distance(model, matrix), r"distances must have shape .* 3 texts", tokens=zoo.random_tokens(batch=3)
+    )
+    refused(
+        model, remap_distance(model, torch.randn(3, L, L)), r"distances must have shape .* 8 heads .*got \(3, 12, 12\)"
+    )
+    hole = torch.zeros(8, L, L)
+    hole[3, 5, 5] = torch.inf
+    refused(model, remap_distance(model, hole), "distances must be finite inside the mask")
+
+
+@EVERY_LIE
+@every_way
+def test_a_key_value_cache_is_refused(kind: str, name: str, lie: Any, shared_model: Any) -> None:
+    """The new token's query stands at position 0 for the hooks, and at 12 for the model."""
+    model = shared_model(kind, name)
+    after = TOKENS[:, :1]
+    message = (
+        r"queries against \d+ keys|12 tokens, and the model runs on 1|not that line|is not that of positions 0, 1, 2"
+    )
+    if kind == "bridge":
+        with torch.no_grad():
+            _, cache = model(TOKENS, return_type="logits_and_cache", use_cache=True)
+        refused(model, lie(model), message, tokens=after, past_key_values=cache, use_cache=True)
+    else:
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
+        with torch.no_grad():
+            model(TOKENS, past_kv_cache=cache, attention_mask=torch.ones_like(TOKENS))
+        refused(model, lie(model), message, tokens=after, past_kv_cache=cache, attention_mask=torch.ones_like(after))
+
+
+@every_way
+def test_generating_without_a_cache_works(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    prompt = TOKENS[:1, :4]
+    with torch.no_grad(), model.hooks(fwd_hooks=dummy_distance(model, 3)):
+        text = prompt
+        for _ in range(3):
+            text = torch.cat([text, model(text)[:, -1:].argmax(-1)], 1)
+        if kind == "hooked":
+            options = {"do_sample": False, "use_past_kv_cache": False, "verbose": False, "stop_at_eos": False}
+            assert torch.equal(model.generate(prompt, max_new_tokens=3, **options), text)
+    with torch.no_grad(), model.hooks(fwd_hooks=dummy_distance(model, 3)):
+        if kind == "hooked":
+            with pytest.raises(ValueError, match="queries against 5 keys"):
+                model.generate(prompt, max_new_tokens=3, do_sample=False, verbose=False, stop_at_eos=False)
+
+
+@every_way
+def test_padding_on_the_left_is_right_or_refused(kind: str, name: str, shared_model: Any) -> None:
+    """The model then counts from the first real token: turning from 0, 1, 2 … would be off."""
+    model = shared_model(kind, name)
+    mask = torch.ones(2, L, dtype=torch.int64)
+    mask[0, :4] = 0
+    with torch.no_grad():
+        model(TOKENS, attention_mask=mask)
+    lies = {
+        "swap": lambda kept: swap_positions(model, BROKEN[-kept:]),
+        "dummy": lambda kept: dummy_distance(model, 4),
+        "remap": lambda kept: remap_distance(model, lambda d: d.clamp(max=2)),
+    }
+    right = []
+    for lie, tool in lies.items():
+        try:
+            with torch.no_grad(), applied(model, tool(L)):
+                got = model(TOKENS, attention_mask=mask)
+        except ValueError as error:
+            assert "padding" in str(error) or "padded texts are not supported" in str(error)  # noqa: PT017 - or right
+            continue
+        close(got[0, 4:], logits(model, tool(L - 4), TOKENS[:1, 4:])[0])
+        close(got[1], logits(model, tool(L))[1])
+        right.append(lie)
+    # Tables are exchanged and scores recomputed whatever the model's own positions are.
+    exchanged = ["swap"] if read_layers(model, [0])[0].cos else []
+    assert right == ([*exchanged, "remap"] if name != "gptj" or kind == "hooked" else [])
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "neox", "falcon", "qwen3"])
+def test_position_ids_of_the_users_own_are_refused(name: str, shared_model: Any) -> None:
+    model = shared_model("bridge", name)
+    own = {"position_ids": UNORDERED, "attention_mask": torch.ones(2, L, dtype=torch.int64)}
+    refused(model, dummy_distance(model, 3), "rotation table of layer 0 is not that of positions 0, 1, 2", **own)
+    twice = swap_positions(model, UNORDERED) + dummy_distance(model, 3)
+    refused(model, twice, "rotation table of layer 0 .* lie to each head once")

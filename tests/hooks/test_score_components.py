@@ -1,0 +1,202 @@
+"""Parts of scores inside a forward pass: they add up, each is what it is called, and dropping one drops that one."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any, get_args
+
+import pytest
+import torch
+from support import zoo
+from support.dense import dense_fitted
+from support.lies import TOKENS, L, close, logits, mixed_of
+from support.untouched import state
+from torch import Tensor
+
+from tl_posdisent import drop_component, fit_additive
+from tl_posdisent.hooks.score_components import Part, keep_parts, split_scores
+
+PARTS = get_args(Part)
+# Scores edited; z recomputed; no rotation: learned, ALiBi; soft cap and window; multi-head latent attention.
+ALL_KINDS = [
+    *zoo.cases("llama-gqa"),
+    *(("bridge", name) for name in ("gpt2", "gptj", "bloom", "gemma2", "opt", "deepseek_v3")),
+]
+each_kind = pytest.mark.parametrize(("kind", "name"), ALL_KINDS)
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+def masks(length: int) -> dict[str, Tensor]:
+    """As models have them: shared, of a window, and of texts of which some are padded."""
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    padded = torch.stack([causal, causal.clone(), causal.clone()])[:, None].expand(3, 4, length, length).clone()
+    padded[1, :, :, :5] = False  # on the left: its first queries see nothing
+    padded[2, :, 9:] = False  # on the right
+    return {"causal": causal, "full": torch.ones_like(causal), "window": causal.triu(-3), "padded": padded}
+
+
+def random_scores(length: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(3, 4, length, length, generator=generator, dtype=torch.float64).to(dtype) * 3 + 7
+
+
+@pytest.mark.parametrize("which", ["causal", "full", "window", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_parts_add_up_and_are_what_they_are_called(which: str, dtype: torch.dtype) -> None:
+    inside = masks(13)[which]
+    scores = random_scores(13, dtype).masked_fill(~inside, torch.finfo(dtype).min)
+    parts = split_scores(scores, inside)
+    assert all(part.dtype == torch.float64 and part.shape == scores.shape for part in parts.values())
+    total = sum(parts.values())
+    assert (total - scores.double())[inside.expand(scores.shape)].abs().max() < 1e-12
+    assert all(bool((part[~inside.expand(scores.shape)] == 0).all()) for part in parts.values())
+    cells = inside.expand(scores.shape)
+    for text in range(3):
+        for head in range(4):
+            i, j = cells[text, head].nonzero(as_tuple=True)
+            for name, group in (("distance", i - j), ("query", i), ("key", j), ("mean", 0 * i)):
+                values = parts[name][text, head, i, j]
+                for g in group.unique():
+                    assert values[group == g].std(correction=0) < 1e-12, name
+                assert name == "mean" or abs(values.mean()) < 1e-12
+    # What the fit leaves has no distance, query or key part of its own: the fit is one by least squares.
+    expected = dense_fitted(torch.where(cells, scores.double(), 0.0), cells)
+    assert (parts["residual"] - torch.where(cells, scores.double() - expected, 0.0)).abs().max() < 1e-8
+
+
+@pytest.mark.parametrize("which", ["causal", "padded"])
+@pytest.mark.parametrize("keep", [keep for n in range(5) for keep in combinations(PARTS, n)], ids="+".join)
+def test_kept_parts_are_their_sum(which: str, keep: tuple[Part, ...]) -> None:
+    inside = masks(13)[which]
+    scores = random_scores(13).masked_fill(~inside, -torch.inf)
+    parts = split_scores(scores, inside)
+    expected = parts["mean"] + sum((parts[name] for name in keep), torch.zeros(()))
+    cells = inside.expand(scores.shape)
+    assert (keep_parts(scores, inside, keep) - expected)[cells].abs().max() < 1e-12
+    if len(keep) == 4:
+        assert keep_parts(scores, inside, keep) is scores
+
+
+def test_gradients_take_the_fit_for_constant() -> None:
+    inside = masks(7)["causal"]
+    scores = random_scores(7).requires_grad_()
+    (gradient,) = torch.autograd.grad(keep_parts(scores, inside, ("query", "residual"))[..., inside].sum(), scores)
+    assert torch.equal(gradient, inside.double().expand(gradient.shape))
+
+
+def expected_mixed(model: Any, part: str, layer: int = 0) -> Tensor:
+    """What heads take along by scores less a part: from scores that the model shows, in float64, by a dense fit."""
+    names = [f"blocks.{layer}.attn.{x}" for x in ("hook_attn_scores", "hook_v")]
+    with torch.no_grad():
+        cache = model.run_with_cache(TOKENS, names_filter=names)[1]
+    scores, v = (cache[name].double() for name in names)
+    inside = scores[0, 0] > -1e30
+    parts = split_scores(scores, inside)
+    assert torch.allclose(sum(parts[x] for x in ("mean", "distance", "query", "key")), dense_fitted(scores, inside))
+    pattern = (scores - parts[part]).masked_fill(~inside, -torch.inf).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bhqd", pattern, v.repeat_interleave(scores.shape[1] // v.shape[2], 2)).float()
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "bloom"), ("bridge", "gemma2")])
+def test_one_part_is_gone_in_the_heads_that_were_named(kind: str, name: str, part: Part, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain, expected = mixed_of(model, []), expected_mixed(model, part)
+    got = mixed_of(model, drop_component(model, part, layers=[0]))
+    close(got, expected)
+    some = mixed_of(model, drop_component(model, part, layers=[0], heads=[6, 1]))
+    close(some[:, [1, 6]], expected[:, [1, 6]])
+    assert torch.equal(some[:, [0, 2, 3, 4, 5, 7]], plain[:, [0, 2, 3, 4, 5, 7]])
+    assert part == "query" or (got - plain).abs().max() > 0.05
+
+
+@each_kind
+def test_a_softmax_does_not_see_the_query_part(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain = logits(model, [])
+    close(logits(model, drop_component(model, "query")), plain, 3e-5)
+    for part in ("distance", "key", "residual"):
+        assert (logits(model, drop_component(model, part)) - plain).abs().max() > 0.1, part
+
+
+def test_a_sink_sees_it(shared_model: Any) -> None:
+    model = shared_model("bridge", "gpt_oss")
+    assert (logits(model, drop_component(model, "query")) - logits(model, [])).abs().max() > 0.1
+
+
+def test_without_its_distance_part_a_head_has_none(shared_model: Any) -> None:
+    """The fit of what is put in has no such part any more, in the residual's gauge too."""
+    model = shared_model("bridge", "llama-gqa")
+    name = "blocks.1.attn.hook_attn_scores"
+    for part in ("distance", "key"):
+        with torch.no_grad(), model.hooks(fwd_hooks=drop_component(model, part, layers=[1])):
+            fit = fit_additive(model.run_with_cache(TOKENS, names_filter=name)[1][name])
+        assert getattr(fit, part).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_a_padded_text_is_fitted_without_its_padding(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    mask = torch.ones(2, L, dtype=torch.int64)
+    mask[0, :4] = 0
+    for part in PARTS:
+        hooks = drop_component(model, part)
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            got = model(TOKENS, attention_mask=mask)
+        close(got[0, 4:], logits(model, hooks, TOKENS[:1, 4:])[0])
+        close(got[1], logits(model, hooks)[1])
+
+
+def test_bfloat16(shared_model: Any) -> None:
+    """Scores are fitted in float64 and rounded once."""
+    model = zoo.bridge("llama-gqa").to(torch.bfloat16)
+    scores = "blocks.0.attn.hook_attn_scores"
+    with torch.no_grad():
+        before = model.run_with_cache(TOKENS, names_filter=scores)[1][scores]
+        inside = before > -1e30
+        with model.hooks(fwd_hooks=drop_component(model, "distance")):
+            after = model.run_with_cache(TOKENS, names_filter=scores)[1][scores]
+    expected = (before.double() - split_scores(before, inside)["distance"]).to(torch.bfloat16)
+    assert after.dtype == torch.bfloat16
+    assert torch.equal(after[inside], expected[inside])
+    assert torch.equal(after[~inside], before[~inside])
+
+
+@pytest.mark.parametrize("component", ["mean", "Distance", "", None, 3, ("query",)])
+def test_what_is_no_component(component: Any, shared_model: Any) -> None:
+    with pytest.raises(ValueError, match="component must be one of distance, query, key, residual, got "):
+        drop_component(shared_model("bridge", "llama-gqa"), component)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_after_an_error_the_model_is_as_before(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain, before = logits(model, []), state(model)
+
+    def interrupt(x: Tensor, hook: Any) -> None:
+        raise KeyboardInterrupt
+
+    hooks = [*drop_component(model, "key"), ("blocks.1.attn.hook_pattern", interrupt)]
+    with pytest.raises(KeyboardInterrupt):
+        logits(model, hooks)
+
+    def broken(x: Tensor, hook: Any) -> Tensor:
+        x = x.clone()
+        x[0, 3, 5, 2] = torch.nan
+        return x
+
+    with pytest.raises(ValueError, match=r"scores must be finite inside the mask, got nan at index \(0, 3, 5, 2\)"):
+        logits(model, [("blocks.1.attn.hook_attn_scores", broken), *drop_component(model, "key")])
+    assert state(model) == before
+    assert torch.equal(logits(model, []), plain)
+
+
+def test_a_part_of_a_text_is_refused(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    with torch.no_grad():
+        _, cache = model(TOKENS, return_type="logits_and_cache", use_cache=True)
+        with (
+            pytest.raises(ValueError, match="1 queries against 13 keys"),
+            model.hooks(fwd_hooks=drop_component(model, "key")),
+        ):
+            model(TOKENS[:, :1], past_key_values=cache, use_cache=True)

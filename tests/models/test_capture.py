@@ -1,0 +1,226 @@
+"""What is captured is what the model computed, in one pass, one layer at a time, and nothing stays behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from torch import Tensor
+
+from tl_posdisent import additivity, capture, load_demo_model, rotate, swap_positions
+from tl_posdisent.models.capture import stream
+from tl_posdisent.models.spec import read_layers
+
+TOKENS = zoo.random_tokens()
+NOT_BY_QUERIES_AND_KEYS = ("bloom", "mpt", "deepseek_v3")
+PLAIN = [case for case in zoo.cases() if case.values[1] not in NOT_BY_QUERIES_AND_KEYS]
+SOME = ("llama-gqa", "neox", "gptj", "gemma2")
+
+
+def cached(model: Any) -> Any:
+    with torch.no_grad():
+        return model.run_with_cache(TOKENS)[1]
+
+
+def close(got: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=atol)
+
+
+# --- the right numbers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), PLAIN)
+def test_tensors_are_those_of_the_cache_and_of_each_other(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    cache = cached(model)
+    layers = []
+    for layer in capture(model, TOKENS):
+        layers.append(layer.layer)
+        spec, hook = layer.spec, f"blocks.{layer.layer}.attn.hook_"
+        inside = spec.mask(12)
+        if layer.q.shape == cache[f"{hook}q"].shape and name not in ("qwen3", "gemma3", "olmo2", "olmo2-gqa"):
+            assert torch.equal(layer.q, cache[f"{hook}q"])
+            assert torch.equal(layer.k, cache[f"{hook}k"])
+        if spec.rotary is not None:
+            close(rotate(layer.q, torch.arange(12), spec.rotary), layer.q_rot)
+            close(rotate(layer.k, torch.arange(12), spec.rotary), layer.k_rot)
+            if f"{hook}rot_q" in cache:
+                assert torch.equal(layer.q_rot, cache[f"{hook}rot_q"])
+                assert torch.equal(layer.k_rot, cache[f"{hook}rot_k"])
+        else:
+            assert torch.equal(layer.q_rot, layer.q)
+        keys = layer.k_rot.repeat_interleave(8 // layer.k_rot.shape[2], 2)
+        scores = spec.scale * torch.einsum("bqhd,bkhd->bhqk", layer.q_rot, keys)
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        close(layer.scores[..., inside], scores[..., inside])
+        if name != "gpt_oss":  # whose sinks take a part of every row
+            close(layer.scores.masked_fill(~inside, -torch.inf).softmax(-1), cache[f"{hook}pattern"])
+        if spec.scores is not None:
+            assert torch.equal(layer.scores, cache[f"{hook}attn_scores"])
+    assert layers == list(range(model.cfg.n_layers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "gemma3"))
+def test_long_texts_in_other_dtypes(kind: str, name: str, dtype: torch.dtype) -> None:
+    """The self-check must not take rounding for an error, as far as the context goes."""
+    model = zoo.load(kind, name).to(dtype)
+    model.cfg.dtype = dtype
+    tokens = zoo.random_tokens(120)
+    for layer in capture(model, tokens):
+        assert {x.dtype for x in (layer.q, layer.k, layer.q_rot, layer.k_rot, layer.scores)} == {dtype}
+        assert layer.scores[..., layer.spec.mask(120)].isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("qwen3", "olmo2"))
+def test_queries_come_after_their_norm(kind: str, name: str, shared_model: Any) -> None:
+    """By the norm's definition, with the weights of Hugging Face."""
+    source = zoo.hf_model(name)
+    weights, eps = dict(source.named_parameters()), source.config.rms_norm_eps
+    cache = cached(shared_model(kind, name))
+    for layer in capture(shared_model(kind, name), TOKENS):
+        bare = cache["q", layer.layer]
+        weight = weights[f"model.layers.{layer.layer}.self_attn.q_norm.weight"]
+        flat = bare if name == "qwen3" else bare.flatten(2)  # OLMo 2 norms all heads together
+        normed = weight * flat / (flat.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+        close(layer.q, normed.view_as(bare))
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*NOT_BY_QUERIES_AND_KEYS))
+def test_scores_of_other_kinds_are_streamed_and_not_captured(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    with pytest.raises(ValueError, match=r"layer 0 of \w+: "):
+        capture(model, TOKENS)
+    cache = cached(model)
+    for layer in stream(model, TOKENS, read_layers(model)):
+        assert (layer.q, layer.k, layer.q_rot, layer.k_rot) == (None,) * 4
+        assert torch.equal(layer.scores, cache["attn_scores", layer.layer])
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME))
+def test_layers_come_in_the_order_of_the_model_and_the_rest_is_not_run(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    reached: list[int] = []
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_q", lambda x, hook: reached.append(1))]):
+        assert [layer.layer for layer in capture(model, TOKENS, layers=[0])] == [0]
+        assert reached == []
+        assert [layer.layer for layer in capture(model, TOKENS, layers=[1, 0])] == [0, 1]
+        assert reached == [1]
+
+
+def test_without_scores(shared_model: Any) -> None:
+    for kind, name in (("bridge", "llama-gqa"), ("bridge", "gptj")):
+        model = shared_model(kind, name)
+        for with_scores, without in zip(
+            list(capture(model, TOKENS)), capture(model, TOKENS, scores=False), strict=True
+        ):
+            assert without.scores is None
+            assert torch.equal(without.k_rot, with_scores.k_rot)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_text_is_encoded_as_the_model_does() -> None:
+    model = load_demo_model()
+    text = "We the people"
+    for by_text, by_ids in zip(list(capture(model, text)), capture(model, model.to_tokens(text)), strict=True):
+        assert torch.equal(by_text.scores, by_ids.scores)
+    for same in (model.to_tokens(text)[0], model.to_tokens(text).short()):
+        assert torch.equal(next(capture(model, same)).q, next(capture(model, text)).q)
+
+
+def test_repr_is_short() -> None:
+    layer = next(capture(zoo.bridge("llama"), TOKENS))
+    assert repr(layer).startswith("Captured(layer 0: q (2, 12, 8, 8), k (2, 12, 8, 8)")
+    assert len(repr(layer)) < 150
+
+
+# --- checks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:A hook on attn")  # TransformerLens 4 says where an edit is in vain
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME, "qwen3"))
+@pytest.mark.parametrize("hook", ["hook_attn_scores", "hook_q", "hook_rot_k"])
+def test_tampering_is_noticed_or_harmless(kind: str, name: str, hook: str, shared_model: Any) -> None:
+    """Scores that do not follow from the queries and keys that are handed out are refused."""
+    model = shared_model(kind, name)
+    tampered = f"blocks.1.attn.{hook}"
+    fired: list[int] = []
+
+    def tamper(x: Tensor, hook: Any) -> Tensor:
+        fired.append(1)
+        x = x.clone()
+        x[..., 3, 1] += 1  # one score; one coordinate of one head
+        return x
+
+    with model.hooks(fwd_hooks=[(tampered, tamper)] if tampered in model.hook_dict else []):
+        if fires_and_matters(model, tampered, fired):
+            with pytest.raises(ValueError, match=r"layer 1 of .* differ from its own by"):
+                list(capture(model, TOKENS))
+        else:  # what happens to queries before they are read is part of what they are
+            assert len(list(capture(model, TOKENS))) == 2
+
+
+def fires_and_matters(model: Any, name: str, fired: list[int]) -> bool:
+    with torch.no_grad():
+        model(TOKENS)
+    short = name.rsplit(".", 1)[-1]
+    editable = short != "hook_attn_scores" or read_layers(model, [1])[0].scores is not None
+    return bool(fired) and short != "hook_q" and editable
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gemma2"))  # by edits after the reading
+def test_lies_about_position_are_noticed(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    with (
+        model.hooks(fwd_hooks=swap_positions(model, torch.arange(12).flip(0))),
+        pytest.raises(ValueError, match=r"layer 0 of .* differ from its own by .* other hooks act on its attention"),
+    ):
+        list(capture(model, TOKENS))
+
+
+@pytest.mark.parametrize("name", [*SOME, "opt", "bloom", "gemma3"])
+def test_padding_is_refused(name: str, shared_model: Any) -> None:
+    """On either side, as an attention mask tells the model."""
+    model = shared_model("bridge", name)
+
+    class Padded(torch.nn.Module):
+        """The model, given a mask at every call."""
+
+        def __init__(self, mask: Tensor) -> None:
+            super().__init__()
+            self.mask = mask
+
+        def __getattr__(self, key: str) -> Any:
+            return super().__getattr__(key) if key in ("_modules", "_parameters", "_buffers") else getattr(model, key)
+
+        def forward(self, tokens: Tensor, stop_at_layer: int | None = None) -> Tensor:
+            mask = self.mask if tokens.shape == self.mask.shape else None
+            return model(tokens, stop_at_layer=stop_at_layer, attention_mask=mask)
+
+    for padding in (slice(0, 3), slice(9, 12)):
+        mask = torch.ones(2, 12, dtype=torch.int64)
+        list(stream(Padded(mask), TOKENS, read_layers(model)))
+        mask[1, padding] = 0
+        for function in (capture, lambda m, t: additivity(m, t, progress=False)):
+            if name == "bloom" and function is capture:
+                continue
+            with pytest.raises(ValueError, match=r"padded or packed texts|padding|masking value"):
+                list(function(Padded(mask), TOKENS))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_padding_by_a_tokenizer_is_refused() -> None:
+    """HookedTransformer masks padding by itself, and counts positions from the first real token, where the tokenizer
+    pads on the left."""
+    zoo.hooked("llama")  # skips without HookedTransformer
+    model = load_demo_model(backend="hooked")
+    model.tokenizer.padding_side = "left"
+    texts = ["We the people of the United States", "We the people"]
+    with pytest.raises(ValueError, match=r"texts of unequal length \(\[\d+, \d+\] tokens\): pass them one by one"):
+        capture(model, texts)
+    with pytest.raises(ValueError, match="the model's mask is not the one that was read from it"):
+        list(capture(model, model.to_tokens(texts)))
+    assert len(list(capture(model, texts[:1] * 2))) == 5

@@ -1,0 +1,276 @@
+"""Laws of loading: what comes out computes what went in, and what would not is refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tl_posdisent.demo import demo_tokenizer
+from tl_posdisent.models.loading import convert as conversion
+from tl_posdisent.models.loading.convert import check_same_logits, hf_logits
+from tl_posdisent.models.loading.load import bridge_from_hf, check_backend, has_hooked, hooked_from_hf, load_model
+
+needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
+BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
+CONVERT = {"hooked": hooked_from_hf, "bridge": bridge_from_hf}
+
+
+def llama(**changes: Any) -> LlamaForCausalLM:
+    """A small random Llama whose weights are large enough for positions to matter to the logits."""
+    options: dict[str, Any] = {
+        "vocab_size": 1024,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        **changes,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**options)).eval()
+
+
+def neox(**rope: Any) -> GPTNeoXForCausalLM:
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, **rope}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return GPTNeoXForCausalLM(
+            GPTNeoXConfig(
+                vocab_size=100,
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=256,
+                rope_parameters=parameters,
+                initializer_range=0.3,
+            )
+        ).eval()
+
+
+def some_tokens(*, vocabulary: int = 100, length: int = 200) -> torch.Tensor:
+    return torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+LLAMAS = {
+    "plain": {},
+    "multi-head": {"num_key_value_heads": 4},
+    "multi-query": {"num_key_value_heads": 1},
+    "head_dim": {"head_dim": 16},
+    "base": rope("default", rope_theta=500.0),
+    "linear": rope("linear", factor=4.0),
+    "llama3": rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    ),
+    "yarn": rope("yarn", factor=4.0, original_max_position_embeddings=64),
+    "untied": {"tie_word_embeddings": False},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", LLAMAS)
+def test_llama_computes_the_same_on_tokens_that_the_self_check_has_not_seen(name: str, backend: str) -> None:
+    hf_model = llama(**LLAMAS[name])
+    tokens = some_tokens()
+    expected = hf_logits(hf_model, tokens)
+    with torch.no_grad():
+        got = CONVERT[backend](hf_model)(tokens)
+    assert relative_error(got, expected) < 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("base", [10000.0, 500.0])
+def test_neox_rotary_base_is_read(base: float, backend: str) -> None:
+    """TransformerLens' converter takes 10000 whatever the model says."""
+    hf_model = neox(rope_theta=base)
+    tokens = some_tokens()
+    expected = hf_logits(hf_model, tokens)
+    with torch.no_grad():
+        assert relative_error(CONVERT[backend](hf_model)(tokens), expected) < 1e-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_other_architectures(family: str, backend: str) -> None:
+    hf_model: Any
+    if family == "gpt2":
+        hf_model = GPT2LMHeadModel(
+            GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=256, n_ctx=256)
+        )
+    else:
+        hf_model = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=100,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=8,
+                max_position_embeddings=256,
+            )
+        )
+    hf_model.eval()
+    tokens = some_tokens()
+    expected = hf_logits(hf_model, tokens)
+    with torch.no_grad():
+        assert relative_error(CONVERT[backend](hf_model)(tokens), expected) < 1e-4
+
+
+@needs_hooked
+def test_a_scaling_that_the_converter_ignores_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not compute what the original does"):
+        hooked_from_hf(neox(rope_type="linear", factor=8.0))
+
+
+@needs_hooked
+def test_a_wrong_slow_frequency_is_refused_even_where_logits_hide_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With these weights positions hardly reach the logits, so only the rotary tables can tell."""
+    hf_model = llama(initializer_range=1e-3, **LLAMAS["llama3"])
+    hooked_from_hf(hf_model)  # right, hence accepted
+    monkeypatch.setattr(conversion, "_rope_scaling", lambda rope, model: {})
+    with pytest.raises(ValueError, match="rotary frequencies differ"):
+        hooked_from_hf(hf_model)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_unknown_architecture_is_refused_with_its_name(backend: str) -> None:
+    class Unheard(LlamaForCausalLM):
+        pass
+
+    with pytest.raises(ValueError, match=r"cannot (convert|wrap) Unheard"):
+        CONVERT[backend](Unheard(llama().config))
+
+
+@needs_hooked
+def test_code_from_a_repository_is_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TransformerLens would by itself trust the code of this model."""
+    asked: list[dict[str, Any]] = []
+
+    def from_pretrained(source: str, **options: Any) -> None:
+        asked.append(options)
+        raise OSError(f"{source} is not here")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
+    with pytest.raises(ValueError, match="Qwen/Qwen-7B is not here"):
+        load_model("Qwen/Qwen-7B", backend="hooked")
+    assert [options["trust_remote_code"] for options in asked] == [False]
+
+
+@needs_hooked
+def test_conversion_leaves_the_original_and_the_warning_filters_alone() -> None:
+    hf_model = llama().train()
+    before = {name: value.clone() for name, value in hf_model.state_dict().items()}
+    filters = list(warnings.filters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        model = hooked_from_hf(hf_model)
+    assert hf_model.training
+    assert not model.training
+    assert warnings.filters == filters
+    with torch.no_grad():
+        model.embed.W_E.zero_()  # a copy, not a view
+    assert all(torch.equal(value, before[name]) for name, value in hf_model.state_dict().items())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sixteen_bit_models_keep_their_type(backend: str) -> None:
+    hf_model = llama().to(torch.bfloat16)
+    with torch.no_grad():
+        assert CONVERT[backend](hf_model)(some_tokens()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("with_tokenizer", [False, True])
+def test_directory_gives_the_logits_of_hugging_face(tmp_path: Path, backend: Any, with_tokenizer: bool) -> None:
+    hf_model = llama(head_dim=16)
+    folder = tmp_path / "a-llama"  # TransformerLens' own loader takes such a path for a model name
+    hf_model.save_pretrained(folder)
+    if with_tokenizer:
+        demo_tokenizer().save_pretrained(folder)
+    model = load_model(folder, backend=backend)
+    tokens = some_tokens()
+    with torch.no_grad():
+        assert relative_error(model(tokens), hf_logits(hf_model, tokens)) < 1e-4
+    if with_tokenizer:
+        ids = model.to_tokens("We the people")[0].tolist()
+        assert ids == demo_tokenizer().encode("We the people")
+        assert ids[0] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_directory_in_another_type(tmp_path: Path, backend: Any) -> None:
+    llama().save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert load_model(str(tmp_path), backend=backend)(some_tokens()).dtype == torch.float32
+        double = load_model(str(tmp_path), backend=backend, dtype=torch.float64, device="cpu")
+        assert double(some_tokens()).dtype == torch.float64
+
+
+def test_auto_takes_hooked_where_it_is_right_and_the_bridge_where_it_is_not(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    llama().save_pretrained(good)
+    neox(rope_type="linear", factor=8.0).save_pretrained(bad)
+    assert type(load_model(good)).__name__ == ("HookedTransformer" if has_hooked() else "TransformerBridge")
+    model = load_model(bad)
+    assert type(model).__name__ == "TransformerBridge"
+    with torch.no_grad():
+        got = model(some_tokens())
+    assert relative_error(got, hf_logits(neox(rope_type="linear", factor=8.0), some_tokens())) < 1e-4
+
+
+def test_refusals(tmp_path: Path) -> None:
+    message = r"backend must be one of \('auto', 'hooked', 'bridge'\), got 'keras'"
+    with pytest.raises(ValueError, match=message):
+        check_backend("keras")
+    with pytest.raises((ValueError, TypeCheckError), match="keras"):
+        load_model(tmp_path, backend="keras")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot load a causal language model from"):
+        load_model(tmp_path)
+    with pytest.raises(ValueError, match="differ by nan"):
+        check_same_logits(torch.full((1, 1, 2), torch.nan), torch.ones(1, 1, 2), what="it")
+    if has_hooked():
+        with pytest.raises(ValueError, match="cannot load a causal language model from no-such-model"):
+            load_model("no-such-model", backend="hooked")
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    hf_model = llama()
+    hf_model.config.save_pretrained(tmp_path)
+    torch.save(hf_model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="cannot load a causal language model from"):
+        load_model(tmp_path)
+
+
+def test_hooked_without_hooked_transformer_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tl_posdisent.models.loading.load.has_hooked", lambda: False)
+    with pytest.raises(ValueError, match="has no HookedTransformer, use backend='bridge'"):
+        hooked_from_hf(llama())
+    check_backend("auto")

@@ -1,0 +1,168 @@
+"""Tables of positions made longer for a while: the same model with a longer context, and none of it left behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.untouched import state
+from torch import Tensor
+
+from tl_posdisent import capture, longer_context, read_attention, swap_positions
+from tl_posdisent.models import longer_context as longer
+from tl_posdisent.models.probe import attributes as facts
+
+LONG = zoo.random_tokens(128)
+
+
+def with_tables(test: Any) -> Any:
+    """On the models that look rotations up in a table which ends where their context does."""
+    cases = [*zoo.cases("gptj", "codegen"), *zoo.cases("llama-gqa", "llama3", "llama-yarn", "gemma3", "neox")]
+    kept = [case for case in cases if case.values[0] == "hooked" or case.values[1] in ("gptj", "codegen")]
+    return pytest.mark.parametrize(("kind", "name"), kept)(test)
+
+
+def short(kind: str, name: str) -> Any:
+    """The model with a context of 64 instead of 128, all else the same."""
+    changes: dict[str, Any] = {"n_positions" if name in ("gptj", "codegen") else "max_position_embeddings": 64}
+    if name == "codegen":
+        changes["n_ctx"] = 64
+    build = zoo.bridge if kind == "bridge" else zoo.hooked
+    return build(name, **changes)
+
+
+def run(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(tokens)
+
+
+def buffers(model: Any) -> dict[str, tuple[int, int, bytes]]:
+    """Which tensor each buffer is, whether it was written to, and what it holds."""
+    whole = [model, *([model.original_model] if hasattr(model, "original_model") else [])]
+    named = {f"{n}.{name}": x for n, part in enumerate(whole) for name, x in part.named_buffers()}
+    return {name: (id(x), x._version, x.numpy().tobytes()) for name, x in named.items()}
+
+
+@with_tables
+def test_extended_is_built_longer(kind: str, name: str) -> None:
+    model, built = short(kind, name), zoo.load(kind, name)
+    with pytest.raises((RuntimeError, IndexError)):
+        run(model, LONG)
+    with longer_context(model, 128) as same:
+        assert same is model
+        got = run(model, LONG)
+        captured = [x.scores for x in capture(model, LONG)]
+    torch.testing.assert_close(got, run(built, LONG), rtol=0, atol=1e-5)
+    for ours, theirs in zip(captured, capture(built, LONG), strict=True):
+        torch.testing.assert_close(ours, theirs.scores, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("unchecked")
+@with_tables
+def test_everything_is_restored(kind: str, name: str) -> None:
+    model = short(kind, name)
+    plain, before, untouched = run(model, LONG[:, :64]), buffers(model), state(model)
+    with longer_context(model, 100):
+        run(model, LONG[:, :100])
+        assert torch.equal(run(model, LONG[:, :64]), plain)  # rows within the context are the same ones
+    assert buffers(model) == before
+    with longer_context(model, 100), longer_context(model, 128):
+        run(model, LONG)
+    for error in (KeyboardInterrupt, ValueError):
+        with pytest.raises(error, match="stop"), longer_context(model, 128):
+            raise error("stop")
+    assert buffers(model) == before
+    assert state(model) == untouched
+    assert torch.equal(run(model, LONG[:, :64]), plain)
+    with pytest.raises((RuntimeError, IndexError)):
+        run(model, LONG)
+
+
+@with_tables
+def test_both_formulas_continue_the_table(kind: str, name: str) -> None:
+    """The frequencies read from the model alone would do as well."""
+    model = short(kind, name)
+    for layer in range(model.cfg.n_layers):
+        spec = read_attention(model, layer)
+        slots = list(facts.table_slots(model.blocks[layer].attn))
+        assert len(slots) == (2 if kind == "hooked" else 1)
+        for slot in slots:
+            first, *others = [x.double() for x in facts.longer_tables(slot, spec.rotary, 512)]
+            assert len(others) == (1 if kind == "hooked" else 0)
+            assert first.shape == (512, slot.table.shape[1])
+            torch.testing.assert_close(first[:64], slot.table.double(), rtol=0, atol=1e-5)
+            for other in others:
+                torch.testing.assert_close(other, first, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_it_reads_what_no_table_is_needed_for(kind: str, name: str, shared_model: Any) -> None:
+    """The two classes agree beyond the context; positions moved by a constant still change nothing there."""
+    model, tokens = shared_model(kind, name), zoo.random_tokens(160)
+    with torch.no_grad():
+        expected = zoo.hf_model("llama-gqa")(tokens, use_cache=False).logits
+    with longer_context(model, 160):
+        torch.testing.assert_close(run(model, tokens), expected, rtol=0, atol=1e-3)
+        with model.hooks(fwd_hooks=swap_positions(model, torch.arange(160) + 3)):
+            torch.testing.assert_close(run(model, tokens), expected, rtol=0, atol=2e-3)
+
+
+def test_what_a_model_keeps_of_the_longest_text_is_forgotten() -> None:
+    """Frequencies that grow with the text so far, as NTK scaling has them."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    model = zoo.bridge("llama-gqa", max_position_embeddings=64, rope_parameters=dynamic)
+    exactly = LONG[:, :64]
+    plain, before = run(model, exactly), buffers(model)
+    with longer_context(model, 128):
+        run(model, LONG)
+        assert not torch.equal(run(model, exactly), plain)  # this length does not make the model start afresh
+    assert torch.equal(run(model, exactly), plain)
+    assert buffers(model) == before
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2", "opt", "gpt_neo"))
+def test_learned_positions_end(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    before = state(model)
+    message = (
+        r"length must be at most 128 for this model, got 200: .*learned \(absolute\) positions cannot be continued"
+    )
+    with pytest.raises(ValueError, match=message), longer_context(model, 200):
+        pass
+    with longer_context(model, 128):
+        run(model, LONG)
+    assert state(model) == before
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_length(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    for length in (0, -3, 2.0, True, "200", None):
+        with (
+            pytest.raises(ValueError, match="length must be an integer of at least 1, got"),
+            longer_context(model, length),
+        ):
+            pass
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gptj"))
+def test_a_table_that_follows_no_formula_is_refused(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A formula that differs at the end of the table only, as a rescaled one might."""
+    model, real = short(kind, name), facts.longer_tables
+    before = buffers(model)
+
+    def other(*arguments: Any) -> Any:
+        for table in real(*arguments):
+            changed = table.clone()
+            changed[60:] = table[61 : len(table) + 1].mean(0)
+            yield changed
+
+    monkeypatch.setattr(longer.facts, "longer_tables", other)
+    message = r"length must be at most 64 for layer 0 of \w+: its table of rotations \(\w+\) follows no formula"
+    with pytest.raises(ValueError, match=message), longer_context(model, 128):
+        pass
+    assert buffers(model) == before

@@ -1,0 +1,143 @@
+"""Corners of lens/ that no other test turns: models that are odd in one way, and refusals that name it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+
+import tl_posdisent as tp
+from tl_posdisent.hooks.frequencies import _drop
+from tl_posdisent.hooks.score_edits import edit_scores
+from tl_posdisent.models.forward import check_tokens
+from tl_posdisent.models.loading.devices import check_device
+from tl_posdisent.models.memory import _of_device
+from tl_posdisent.models.probe.attributes import _number
+from tl_posdisent.models.probe.edit_checks import _judge_turns
+from tl_posdisent.models.probe.observe import listen, misfit, mismatch, visible_cells
+
+TOKENS = zoo.random_tokens(10)
+Shared = Callable[[str, str], Any]
+
+
+@pytest.fixture
+def llama(shared_model: Shared) -> Any:
+    return shared_model("bridge", "llama-gqa")
+
+
+def test_a_band_is_dropped_alike_at_a_hook_and_by_recomputed_scores(llama: Any) -> None:
+    """Of a model that has no hook for turned queries, the same scores are computed anew."""
+    spec = tp.read_layers(llama)[1]
+    assert spec.rotary is not None
+    assert spec.turn_q is not None
+    outside = torch.arange(len(spec.rotary.frequencies)) % 2 == 0
+    with torch.no_grad():
+        untouched = llama(TOKENS)
+        both = [
+            llama.run_with_hooks(TOKENS, fwd_hooks=_drop(s, [0, 1], outside))
+            for s in (spec, replace(spec, turn_q=None))
+        ]
+    torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-5)
+    assert float((both[0] - untouched).abs().max()) > 1e-3
+
+
+def test_scores_say_which_cells_are_visible_as_the_pattern_does(llama: Any) -> None:
+    seen = listen(llama, TOKENS, [0])[0]
+    by_pattern = visible_cells(seen)
+    by_scores = visible_cells({"hook_attn_scores": seen["hook_attn_scores"]})
+    assert by_pattern is not None
+    assert by_scores is not None
+    assert torch.equal(by_pattern, by_scores)
+    assert torch.equal(by_pattern, torch.ones(10, 10, dtype=torch.bool).tril())
+    assert visible_cells({}) is None
+
+
+def test_what_cannot_be_compared_is_no_evidence(llama: Any) -> None:
+    spec = tp.read_layers(llama)[0]
+    captured = next(tp.capture(llama, TOKENS, layers=[0]))
+    seen = listen(llama, TOKENS, [0])[0]
+    visible = torch.ones(10, 10, dtype=torch.bool).tril()
+    assert misfit(spec, captured.q_rot, captured.k_rot, seen, visible) <= 1
+    by_pattern = {"hook_q": seen["hook_q"], "hook_pattern": seen["hook_pattern"]}
+    assert misfit(replace(spec, scores=None), captured.q_rot, captured.k_rot, by_pattern, visible) <= 1
+    assert misfit(replace(spec, scores=None), captured.q_rot, captured.k_rot.flip(1), by_pattern, visible) > 1
+    silent = {"hook_q": seen["hook_q"]}
+    assert misfit(replace(spec, scores=None), captured.q_rot, captured.k_rot, silent, visible) == float("inf")
+    assert mismatch(torch.empty(0), torch.empty(0)) == 0
+
+
+def test_a_layer_that_discards_turned_vectors_is_found_out(llama: Any) -> None:
+    """What is seen at the hooks where vectors are turned must be what the scores are made of."""
+    spec = tp.read_layers(llama)[0]
+    assert spec.turn_q is not None
+    seen = listen(llama, TOKENS, [0])[0]
+    assert _judge_turns(spec, seen) == spec
+    short = spec.turn_q.name.rsplit(".", 1)[-1]
+    ignored = {**seen, short: seen[short] + torch.randn_like(seen[short])}
+    judged = _judge_turns(spec, ignored)
+    assert judged.turn_q is None
+    assert judged.turn_k is None
+    assert judged.no_rotation is not None
+    assert "discards edits at" in judged.no_rotation
+    without = _judge_turns(replace(spec, turn_q=None), seen)
+    assert without.no_rotation == "has no hook at which turned queries and keys can be set"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_layer_that_takes_no_edit_is_refused(llama: Any) -> None:
+    spec = tp.read_layers(llama)[0]
+    closed = replace(spec, scores_editable=False, z=None)
+    with pytest.raises(ValueError, match="uses neither edited scores nor an edited hook_z"):
+        edit_scores(closed, [0], lambda view: view.scores(), scores=True)
+    unread = replace(spec, q=None, problem="hook_q does not fire")
+    with pytest.raises(ValueError, match="hook_q does not fire"):
+        edit_scores(unread, [0], lambda view: view.scores(), vectors=True)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_refusals_say_what_is_needed(llama: Any, tmp_path: Path) -> None:
+    clean = next(tp.capture(llama, TOKENS, layers=[0]))
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: next(tp.capture(llama, TOKENS, scores="yes")), "scores must be True or False, got 'yes'"),
+        (
+            lambda: tp.patch_vectors(llama, 0, clean.q_rot, None, keys="all"),
+            'keys must be "group" or "head", got \'all\'',
+        ),
+        (lambda: tp.patch_vectors(llama, 0, clean.q_rot / 0, None), "q_rot must be finite"),
+        (lambda: check_tokens(llama, TOKENS.to("meta")), "tokens must have values, got a meta tensor"),
+        (lambda: tp.bridge_from_hf(llama), "hf_model must be a causal language model of transformers, got Transf"),
+        (lambda: tp.load_model(3), "name_or_dir must be the folder of a model, or a model's name, got int"),
+        (lambda: tp.load_model(tmp_path / "gone"), "but .*gone is no folder"),
+        (
+            lambda: tp.load_model(tmp_path, dtype=torch.int64),
+            "dtype must be a floating point torch.dtype or None",
+        ),
+        (lambda: check_device("cuda:99"), "device must be there, got 'cuda:99', and torch sees"),
+    ]
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    model = tp.load_demo_model(backend="bridge")
+    with pytest.raises(ValueError, match="text that is no UTF-8"):
+        check_tokens(model, "broken \ud800 text")
+    with pytest.raises(ValueError, match="parameters are meta tensors"):
+        check_tokens(model.to("meta"), torch.tensor([1, 2]))
+
+
+def test_numbers_are_read_from_whatever_holds_one() -> None:
+    assert [_number(x) for x in (torch.tensor([2.5]), 3, None, True, "4", torch.ones(2))] == [2.5, 3.0, *[None] * 4]
+
+
+def test_a_device_of_which_nothing_is_known_has_no_known_memory() -> None:
+    assert _of_device(torch.device("mps")) is None
+    here = _of_device(torch.device("cpu"))
+    assert here is None or here > 0

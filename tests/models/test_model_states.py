@@ -1,0 +1,204 @@
+"""Models in other states, from fused attention to 16 bits, are read as well, and all are left as they were."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.untouched import state
+from torch import Tensor
+
+from tl_posdisent import applied, capture, read_layers, remap_distance, swap_positions
+from tl_posdisent.models.probe.observe import is_masked
+
+TOKENS = zoo.random_tokens()
+
+
+# --- other states ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "neox", "qwen3", "gemma3", "opt"])
+def test_fused_attention_works_or_says_what_to_do(name: str) -> None:
+    model = zoo.bridge(name, "sdpa")
+    for spec in read_layers(model):
+        if name == "opt":
+            assert 'attn_implementation="eager"' in str(spec.problem)
+        else:
+            assert spec.problem is None
+    if name == "opt":
+        with pytest.raises(ValueError, match=r"OPTForCausalLM: neither hook_attn_scores nor hook_pattern fires"):
+            capture(model, TOKENS)
+    else:
+        positions = torch.randint(100, (2, 12))
+        assert_swaps_as_hugging_face(model, name, positions)
+
+
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("name", ["llama-gqa", "neox", "gptj"])
+def test_compatibility_mode(name: str, processed: bool) -> None:
+    """Aliases of hooks must not let a function act twice."""
+    model = zoo.bridge(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.enable_compatibility_mode(no_processing=not processed)
+    assert [s.problem for s in read_layers(model)] == [None, None]
+    assert_swaps_as_hugging_face(model, name, torch.randint(100, (2, 12)))
+    everything = [layer.layer for layer in capture(model, TOKENS)]
+    assert everything == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "llama-mqa"])
+def test_ungrouped_keys(name: str) -> None:
+    model = zoo.hooked(name)
+    model.set_ungroup_grouped_query_attention(True)
+    assert [s.n_kv_heads for s in read_layers(model)] == [8, 8]
+    assert_swaps_as_hugging_face(model, name, torch.randint(100, (2, 12)))
+
+
+def test_split_inputs() -> None:
+    model = zoo.hooked("llama-gqa")
+    model.set_use_split_qkv_input(True)
+    model.set_use_attn_result(True)
+    assert [s.problem for s in read_layers(model)] == [None, None]
+    assert_swaps_as_hugging_face(model, "llama-gqa", torch.randint(100, (2, 12)))
+
+
+def assert_swaps_as_hugging_face(model: Any, name: str, positions: Tensor) -> None:
+    """Both ways to the same logits (up to a constant, which processed weights may move): rotation and recomputation."""
+    expected = zoo.hf_logits(name, TOKENS, position_ids=positions).log_softmax(-1)
+    untouched = zoo.hf_logits(name, TOKENS).log_softmax(-1)
+    assert (expected - untouched).abs().max() > 0.5
+    pairs = (positions[:, :, None] - positions[:, None]).double()[:, None]
+    for hooks in (swap_positions(model, positions), remap_distance(model, pairs)):
+        with torch.no_grad(), applied(model, hooks):
+            torch.testing.assert_close(model(TOKENS).log_softmax(-1), expected, rtol=0, atol=1e-4)
+
+
+SIXTEEN = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def narrow(kind: str, name: str, dtype: torch.dtype, small: float = 1.0) -> Any:
+    """A model in 16 bits, its weights shrunk."""
+    source = zoo.hf_model(name)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(small if parameter.ndim > 1 else 1.0)
+    if kind == "hooked" and name not in zoo.HOOKED_NAMES:
+        pytest.skip(f"HookedTransformer has no architecture for {name}")
+    model = {"bridge": zoo.as_bridge, "hooked": zoo.as_hooked}[kind](source)
+    model.to(dtype)
+    model.cfg.dtype = dtype
+    return model
+
+
+@pytest.mark.parametrize(("small", "dtype"), [(0.1, torch.bfloat16), (1.0, torch.float16)], ids=["initial", "trained"])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "qwen3", "gptj", "codegen", "gemma2", "opt"))
+def test_facts_in_sixteen_bits(kind: str, name: str, small: float, dtype: torch.dtype, shared_model: Any) -> None:
+    """At initialisation scores are within 0.03 of 0, and 16 bits leave little to tell explanations apart by."""
+    exact = read_layers(shared_model(kind, name))
+    for spec, wide in zip(read_layers(narrow(kind, name, dtype, small)), exact, strict=True):
+        assert (spec.problem, spec.no_rotation, spec.scores_editable) == (None, None, wide.scores_editable)
+        assert (spec.scale, spec.soft_cap, spec.window) == (pytest.approx(wide.scale), wide.soft_cap, wide.window)
+        if wide.rotary is None:
+            assert spec.rotary is None
+        else:
+            assert spec.rotary.pairing == wide.rotary.pairing
+            torch.testing.assert_close(spec.rotary.frequencies, wide.rotary.frequencies, rtol=4e-3, atol=1e-4)
+
+
+@SIXTEEN
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "qwen3", "gptj", "gemma2"))
+def test_swaps_in_sixteen_bits(kind: str, name: str, dtype: torch.dtype) -> None:
+    model = narrow(kind, name, dtype)
+    positions = torch.tensor([[0, 2, 4, 9, 10, 14, 15, 27, 28, 40, 41, 60]]).expand(2, -1)
+    expected, untouched = zoo.hf_logits(name, TOKENS, position_ids=positions), zoo.hf_logits(name, TOKENS)
+    pairs = (positions[:, :, None] - positions[:, None])[:, None]
+    for hooks in (swap_positions(model, positions), remap_distance(model, pairs)):
+        with torch.no_grad(), applied(model, hooks):
+            got = model(TOKENS).float()
+        with torch.no_grad():
+            rounding = (model(TOKENS).float() - untouched).abs().max()
+        assert (got - expected).abs().max() < 3 * rounding < (expected - untouched).abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_masked_scores_are_told_from_scores(dtype: torch.dtype) -> None:
+    """In 16 bits the most negative number and a large score add up to something above that number."""
+    least = torch.finfo(dtype).min
+    scores = torch.tensor([-300.0, -0.5, 0.0, 40.0, 300.0], dtype=dtype)
+    assert not is_masked(scores).any()
+    assert is_masked(scores + least).all()
+    assert is_masked(torch.tensor([-torch.inf, least, least / 3], dtype=dtype)).all()
+
+
+def test_large_scores_in_sixteen_bits() -> None:
+    model = narrow("bridge", "llama-gqa", torch.float16, 3.0)
+    largest = max(layer.scores.masked_fill(~layer.spec.mask(12), 0).amax().item() for layer in capture(model, TOKENS))
+    assert largest > 32
+
+
+# --- the model is left alone ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")  # the checks of lists draw random numbers themselves
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "gemma3", "opt", "gpt2"))
+def test_looking_changes_nothing(kind: str, name: str, training: bool) -> None:
+    model = zoo.load(kind, name)
+    for module in model.modules():  # what dropout there is bites when the model trains
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    model.train(training)
+    list(model.modules())[3].eval()  # a part that a user has frozen stays so
+    calls: list[int] = []
+    model.hook_dict["blocks.0.attn.hook_q"].add_hook(lambda x, hook: calls.append(1))
+
+    def logits() -> Tensor:
+        torch.manual_seed(1)
+        return model(TOKENS)
+
+    plain, before = logits(), state(model)
+    specs = read_layers(model)
+    assert state(model) == before
+    assert calls == [1]  # by the run of the user's own
+    assert torch.equal(logits(), plain)
+    assert calls == [1, 1]
+    assert [s.problem for s in specs] == [None] * len(specs)
+
+
+@pytest.mark.filterwarnings("ignore:A hook on attn")  # TransformerLens 4 says where an edit is in vain
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gptj"))
+def test_hooks_of_the_user_do_not_disturb_the_look(kind: str, name: str, shared_model: Any) -> None:
+    """A patch made for the user's text would fail on the probe's, and an edit would be taken for the model."""
+    model = shared_model(kind, name)
+
+    def patch(x: Tensor, hook: Any) -> Tensor:
+        x = x.clone()
+        x[:, 11] = 0  # the probe's text is shorter
+        return x
+
+    def bend(x: Tensor, hook: Any) -> Tensor:
+        return x / 2
+
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_q", patch), ("blocks.1.attn.hook_attn_scores", bend)]):
+        plain = model(TOKENS)
+        inside = read_layers(model)
+        assert torch.equal(model(TOKENS), plain)
+    for spec, bare in zip(inside, read_layers(model), strict=True):
+        assert (spec.problem, spec.scale, spec.scores, spec.turn_q) == (None, bare.scale, bare.scores, bare.turn_q)
+
+
+def test_permanent_hooks_stay_in_order(shared_model: Any) -> None:
+    model = zoo.bridge("llama")
+    order: list[str] = []
+    point = model.hook_dict["blocks.0.attn.hook_q"]
+    point.add_hook(lambda x, hook: order.append("first"))
+    point.add_perma_hook(lambda x, hook: order.append("permanent"))
+    point.add_hook(lambda x, hook: order.append("last"))
+    read_layers(model)
+    order.clear()
+    model(TOKENS)
+    assert order == ["first", "permanent", "last"]

@@ -1,0 +1,286 @@
+"""The report says what the experiments say, and is one file that is valid, small, closed to the outside and whole."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.documents import Document, as_number
+
+import tl_posdisent as tp
+from tl_posdisent.report.measurements import FRACTIONS, SECTIONS
+
+TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
+BACKENDS = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]
+HEAD = ["layer", "head"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Document]]:
+    """A model of each class and its full report, made once."""
+    kept: dict[str, tuple[Any, Document]] = {}
+
+    def make(backend: str) -> tuple[Any, Document]:
+        if backend not in kept:
+            model = tp.load_demo_model(backend=backend)
+            path = tmp_path_factory.mktemp("report") / "new" / "report.html"
+            assert tp.report(model, TOKENS, path, control=2, seed=5, progress=False) == path
+            assert path.stat().st_size < 3_000_000
+            kept[backend] = model, Document(path)
+        return kept[backend]
+
+    return make
+
+
+def column(document: Document, table: str, title: str) -> list[float]:
+    return [as_number(row[title]) for row in document.rows(table)]
+
+
+def agrees(document: Document, table: str, titles: dict[str, str], frame: pd.DataFrame, digits: int = 3) -> None:
+    """All numbers of these columns are those of the frame, to the digits shown."""
+    for title, name in titles.items():
+        shown = column(document, table, title)
+        assert shown == pytest.approx(frame[name].tolist(), abs=0.51 * 10**-digits, nan_ok=True), (table, title)
+        assert any(shown), (table, title)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str], tuple[Any, Document]]) -> None:
+    model, document = made(backend)
+    copies = list(tp.random_control(model, [5, 6]))
+
+    def over_texts(m: Any) -> pd.DataFrame:
+        return tp.additivity(m, TOKENS, progress=False).groupby(HEAD, as_index=False).mean()
+
+    r, chance = over_texts(model), sum(over_texts(m)["r"] for m in copies) / 2
+    r["chance"] = chance
+    columns = {"layer": "layer", "head": "head", "r": "r", "adjusted r²": "r2_adjusted", "random r": "chance"}
+    columns |= {f"{part} alone": f"share_{part}" for part in ("distance", "query", "key")}
+    agrees(document, "heads-r", columns, r)
+    by_layer = r.groupby("layer").agg(
+        mean=("r", "mean"), low=("r", "min"), high=("r", "max"), chance=("chance", "mean")
+    )
+    titles = {"mean r": "mean", "lowest": "low", "highest": "high", "random": "chance"}
+    agrees(document, "layers-r", titles, by_layer)
+    ends = r.sort_values("r", ascending=False, kind="stable")
+    agrees(document, "ends", {"layer": "layer", "head": "head", "r": "r"}, pd.concat([ends.head(3), ends.tail(3)]))
+
+    shares = tp.controlled_distance(model, TOKENS, progress=False)
+    titles = {"r two axis": "r_two_axis", "r three axis": "r_three_axis"}
+    titles |= {effect.replace(":", " × "): effect for effect in tp.EFFECTS}
+    agrees(document, "heads-shares", titles, shares)
+    random_shares = [tp.controlled_distance(m, TOKENS, progress=False) for m in copies]
+    agrees(
+        document,
+        "layers-shares",
+        {"random r two axis": "r_two_axis"},
+        pd.concat(random_shares).groupby("layer").mean(),
+    )
+
+    patterns = tp.subspace_patterns(model, TOKENS, progress=False).groupby("subspace").mean()
+    titles = {"turn": "turn", "concentration of keys": "key_concentration", "distance": "distance"}
+    agrees(document, "subspaces", titles | {"semantic": "semantic", "interaction": "interaction"}, patterns)
+
+    curve = tp.perturbation_curve(model, TOKENS, fractions=FRACTIONS, seeds=[5, 6], progress=False)
+    assert [row["kind"] for row in document.rows("perturbation")] == curve["kind"].tolist()
+    titles = {"added loss": "added_loss", "standard error": "added_loss_se", "KL": "kl"}
+    agrees(document, "perturbation", titles, curve, 4)
+    agrees(document, "perturbation", {"accuracy": "accuracy", "tokens moved": "moved"}, curve)
+
+    drops = tp.head_ablation(model, TOKENS, progress=False)
+    agrees(document, "heads-ablation", {"loss without it": "value", "added loss": "effect"}, drops, 4)
+    worst = drops.sort_values("effect", ascending=False).head(8)
+    agrees(document, "ablation", {"layer": "layer", "head": "head", "added loss": "effect"}, worst, 4)
+
+    headline = {row["measure"]: row for row in document.rows("headline")}
+    two_axis, three_axis, own, disorder, missed = headline.values()
+    for row, here, random in (
+        (two_axis, shares["r_two_axis"], pd.concat(random_shares)["r_two_axis"]),
+        (three_axis, shares["r_three_axis"], pd.concat(random_shares)["r_three_axis"]),
+        (own, r["r"], chance),
+    ):
+        assert row["this model"] == f"{here.mean():.3f} ({here.min():.3f} to {here.max():.3f})"
+        assert as_number(row["random"]) == pytest.approx(random.mean(), abs=6e-4)
+    assert "0.959" in two_axis["the papers"]
+    few = curve[curve["fraction"] == 0.05].set_index("kind")["added_loss"]
+    said = {kind: as_number(x) for kind, x in (part.split() for part in disorder["this model"].split(", "))}
+    assert said == pytest.approx(few.to_dict(), abs=6e-4)
+    first = worst.iloc[0]
+    assert missed["this model"].startswith(f"layer {first['layer']:.0f}, head {first['head']:.0f}: +")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_distance_profiles_are_those_of_pooled_fits(backend: str, made: Callable[[str], tuple[Any, Document]]) -> None:
+    model, document = made(backend)
+    rows = document.rows("distance")
+    assert [row["layer"] for row in rows] == ["0", "1", "2", "3", "4"]
+    for row, layer in zip(rows, tp.capture(model, TOKENS), strict=True):
+        profile = tp.fit_additive(layer.scores, pool=True).distance.mean(0)
+        for d in (0, 1, 2, 4, 8, 16, 32):
+            assert as_number(row[f"d = {d}"]) == pytest.approx(profile[d].item(), abs=6e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_file_is_valid_and_closed(backend: str, made: Callable[[str], tuple[Any, Document]]) -> None:
+    _, document = made(backend)
+    assert document.wrong == []
+    assert set(document.hashes) == document.allowed
+    assert len(document.hashes) == 1 + 4  # the library once, and four widgets
+    assert "default-src 'none'" in document.policy
+    assert "http" not in document.policy
+    assert "unsafe" not in document.policy.split("script-src")[1].split(";")[0]
+    for tag, attributes in document.attributes:
+        assert tag not in ("link", "img", "iframe", "object", "base", "form")
+        for name, value in attributes.items():
+            if name in ("src", "srcset", "data", "action", "poster") or not name.islower():
+                assert name == "viewbox", f"<{tag} {name}={value!r}>"  # the parser writes all names small
+            if name == "href":
+                assert str(value).startswith(("#", "https://arxiv.org/abs/")), value
+            assert not name.startswith("on")
+    assert "url(" not in re.sub(r"<script>.*?</script>", "", document.source, flags=re.DOTALL)
+    ids = [attributes["id"] for _, attributes in document.attributes if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    targets = [str(a["href"])[1:] for tag, a in document.attributes if tag == "a" and str(a["href"]).startswith("#")]
+    assert targets == ["analysed", "headline", *SECTIONS, "reproduce"]
+    assert set(targets) <= set(ids)
+    pictures = [attributes for tag, attributes in document.attributes if tag == "svg"]
+    assert all(a.get("aria-hidden") == "true" or (a["role"] == "img" and a["aria-label"]) for a in pictures)
+    headings = [int(tag[1]) for tag, _ in document.attributes if re.fullmatch(r"h\d", tag)]
+    assert headings[0] == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
+
+
+def test_what_was_analysed_and_how_to_do_it_again(made: Callable[[str], tuple[Any, Document]]) -> None:
+    model, document = made(BACKENDS[0])
+    assert f"tl_posdisent-demo ({type(model).__name__}" in document.text
+    assert "2 texts of 48 tokens" in document.text
+    assert "tokens given" not in document.text
+    assert "report(model, tokens, 'report.html', control=2, seed=5)" in document.text
+    assert f"tl_posdisent {tp.__version__}" in document.text
+    assert f"torch {torch.__version__}" in document.text
+    assert re.search(r"transformer_lens \d+\.\d+", document.text)
+    assert "seed 5 (random initialisations: 5, 6)" in document.text
+
+
+def test_the_same_again_byte_for_byte(tmp_path: Path) -> None:
+    model = tp.load_demo_model()
+    options: dict[str, Any] = {"layers": [3], "heads": [5, 2], "progress": False, "command": "tl-posdisent <b>&"}
+    names = ["additivity", "heads", "perturbation"]
+    pages = [tp.report(model, TOKENS, tmp_path / f"{n}.html", sections=names, **options) for n in range(2)]
+    assert pages[0].read_bytes() == pages[1].read_bytes()
+    document = Document(pages[0])
+    assert [(row["layer"], row["head"]) for row in document.rows("heads-r")] == [("3", "2"), ("3", "5")]
+    assert "tl-posdisent <b>&" in document.text
+    assert [row["this model"] for row in document.rows("headline")].count("not asked for") == 3
+    assert not {"shares", "distance", "ablation"} & {a.get("id") for _, a in document.attributes}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.html", "1.html"]
+
+
+def test_without_control_or_widgets(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    tp.report(tp.load_demo_model(), TOKENS, path, control=0, sections=["additivity"], progress=False)
+    document = Document(path)
+    assert document.scripts == []
+    assert "script-src 'none'" in document.policy
+    assert path.stat().st_size < 60_000
+    assert "random" not in document.tables["layers-r"][0]
+    assert {row["random"] for row in document.rows("headline")} == {"–"}
+
+
+def test_long_texts_are_cut_and_it_is_said(tmp_path: Path) -> None:
+    model, text = tp.load_demo_model(), tp.demo_text()
+    options: dict[str, Any] = {"sections": ["additivity"], "layers": [4], "control": 0, "progress": False}
+    document = Document(tp.report(model, text, tmp_path / "string.html", **options))
+    given = model.to_tokens(text, truncate=False).shape[1]
+    body = -(-(given - 1) // 511)  # stretches of at most 512, each behind <|endoftext|>
+    length = (given - 1) // body
+    assert f"{body} texts of {length + 1} tokens, of {given} tokens given" in document.text
+    rows = model.to_tokens(text, truncate=False)[0, 1 : 1 + body * length].view(body, length)
+    tokens = torch.cat([torch.zeros(body, 1, dtype=torch.long), rows], 1)
+    table = tp.additivity(model, tokens, layers=[4], progress=False).groupby(HEAD, as_index=False).mean()
+    agrees(document, "heads-r", {"r": "r"}, table)
+
+    ids = tp.demo_tokens(length=520)
+    document = Document(tp.report(model, ids, tmp_path / "ids.html", **options))
+    assert "1 text of 512 tokens, of 520 tokens given" in document.text
+    agrees(document, "heads-r", {"r": "r"}, tp.additivity(model, ids[:, :512], layers=[4], progress=False))
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2"))
+def test_without_rotary_embeddings_there_are_reasons(
+    kind: str, name: str, shared_model: Callable[[str, str], Any], tmp_path: Path
+) -> None:
+    model, tokens = shared_model(kind, name), zoo.random_tokens(length=24)
+    document = Document(tp.report(model, tokens, tmp_path / "report.html", progress=False))
+    assert document.wrong == []
+    assert "Traceback" not in document.source
+    assert document.text.count("Not for this model.") == 2
+    for tool in ("controlled_distance", "subspace_patterns"):
+        assert f"{tool} needs rotary position embeddings (RoPE)" in document.text
+    assert "rotary embeddings: none" in document.text
+    assert {row["kind"] for row in document.rows("perturbation")} == {"order"}
+    assert "Only the order of the text: " in document.text
+    assert [row["this model"] for row in document.rows("headline")][:2] == ["not for this model"] * 2
+    table = tp.additivity(model, tokens, progress=False).groupby(HEAD, as_index=False).mean()
+    agrees(document, "heads-r", {"r": "r", "key alone": "share_key"}, table)
+    with pytest.raises(ValueError, match="nothing of this can be measured: controlled_distance needs rotary"):
+        tp.report(model, tokens, tmp_path / "none.html", sections=["shares", "subspaces"], progress=False)
+    assert not (tmp_path / "none.html").exists()
+
+
+@pytest.mark.skipif(zoo.TL_MAJOR >= 4, reason="HookedTransformer was removed in TransformerLens 4")
+def test_in_both_directions(tmp_path: Path) -> None:
+    """Distances below 0, and no next token to foresee."""
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    sizes = {"n_layers": 2, "n_heads": 3, "d_model": 24, "d_head": 8, "d_mlp": 32, "n_ctx": 32, "d_vocab": 61}
+    config = HookedTransformerConfig(**sizes, act_fn="relu", attention_dir="bidirectional", seed=0)
+    model = HookedTransformer(config).eval()
+    tokens = zoo.random_tokens()
+    document = Document(tp.report(model, tokens, tmp_path / "r.html", progress=False))
+    assert document.wrong == []
+    assert "in both directions" in document.text
+    assert "model must be causal" in document.text
+    (first, *_), layers = document.rows("distance"), tp.capture(model, tokens)
+    fit = tp.fit_additive(next(layers).scores, mask="full", pool=True)
+    layers.close()
+    profile = dict(zip(fit.distances.tolist(), fit.distance.mean(0).tolist(), strict=True))
+    assert as_number(first["d = -4"]) == pytest.approx(profile[-4], abs=6e-4)
+    assert as_number(first["d = 8"]) == pytest.approx(profile[8], abs=6e-4)
+
+
+def test_hooks_of_the_user_are_measured(tmp_path: Path) -> None:
+    model = tp.load_demo_model()
+    with model.hooks(fwd_hooks=tp.dummy_distance(model, 3, layers=[4])):
+        path = tp.report(model, TOKENS, tmp_path / "r.html", sections=["additivity"], control=0, progress=False)
+        table = tp.additivity(model, TOKENS, progress=False).groupby(HEAD, as_index=False).mean()
+    agrees(Document(path), "heads-r", {"r": "r", "distance alone": "share_distance"}, table)
+    plain = tp.additivity(model, TOKENS, progress=False).groupby(HEAD, as_index=False).mean()
+    assert (plain["r"] - table["r"]).abs().max() > 0.01
+
+
+def test_what_has_no_answer_is_not_given_one(tmp_path: Path) -> None:
+    """Scores that do not vary, a text in which 5 % is less than one token, a head without which nothing is worse."""
+    model = tp.load_demo_model()
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if re.search(r"W_Q|\bq(_proj)?\b.*weight", name):
+                weights.zero_()
+    names = ["additivity", "heads", "perturbation", "ablation"]
+    options: dict[str, Any] = {"sections": names, "layers": [2], "heads": [3], "progress": False}
+    document = Document(tp.report(model, TOKENS[:, :12], tmp_path / "report.html", **options))
+    assert document.wrong == []
+    own, disorder, missed = [row["this model"] for row in document.rows("headline")][2:]
+    assert own == "undefined: no head’s scores vary"
+    assert disorder == "no token moves in so short a text"
+    effect = tp.head_ablation(model, TOKENS[:, :12], layers=[2], heads=[3], progress=False)["effect"].item()
+    assert ("none: " in missed) == (effect <= 0)
+    assert as_number(document.rows("heads-r")[0]["r"]) != as_number(document.rows("heads-r")[0]["r"])  # NaN
+    assert "no head has scores that vary" in document.text

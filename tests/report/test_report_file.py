@@ -1,0 +1,139 @@
+"""A report is whole or not there, runs nothing that a text says, and stays small where a model is large."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support.documents import Document
+from support.untouched import state
+
+import tl_posdisent as tp
+from tl_posdisent.report.measurements import Found
+from tl_posdisent.report.sections import section
+from tl_posdisent.report.subject import read_subject
+from tl_posdisent.report.svg_charts import nice_ticks
+from tl_posdisent.report.svg_heatmaps import heat_map
+from tl_posdisent.viz.widgets.offline import library
+
+TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
+HEAD = ["layer", "head"]
+
+
+def test_hostile_words_are_text(tmp_path: Path) -> None:
+    hostile = "</script><script>alert(1)</script><img src=x onerror=alert(1)><!--widget 0--> &lt;b&gt; \u202e"
+    model = tp.load_demo_model()
+    path = tmp_path / "report.html"
+    tp.report(model, hostile * 2, path, title=hostile, command=hostile, sections=["heads"], control=0, progress=False)
+    document = Document(path)
+    assert document.wrong == []
+    assert set(document.hashes) == document.allowed
+    assert len(document.scripts) == 5
+    assert not [tag for tag, _ in document.attributes if tag == "img"]
+    assert not [name for _, attributes in document.attributes for name in attributes if name.startswith("on")]
+    assert "alert(1)" in document.text
+    for script in document.scripts[1:]:
+        assert "</script" not in script.lower()
+        assert "<!--" not in script
+
+
+def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
+    """80 layers of 64 heads of 64 subspaces; what is random is their numbers, not their tables."""
+    subject, drawn = read_subject(tp.load_demo_model(), TOKENS, None, None), 0
+    index = pd.MultiIndex.from_product([range(80), range(64)], names=HEAD).to_frame(index=False)
+    columns = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key", "r_two_axis", "r_three_axis"]
+    columns += [*tp.EFFECTS, "baseline", "value", "effect"]
+    numbers = torch.rand(len(index), len(columns), generator=torch.Generator().manual_seed(0)).double()
+    table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
+    path = tmp_path / "section.html"
+    for name in ("additivity", "shares", "ablation"):
+        path.write_text(section(name, subject, Found(table, table.assign(seed=0))))
+        document = Document(path)
+        assert document.wrong == []
+        assert "the first 512 of 5120 rows" in document.text
+        drawn += path.stat().st_size
+    by_subspace = index.merge(pd.DataFrame({"subspace": range(64), "frequency": 0.9, "wavelength": 7.0}), how="cross")
+    for column in ("turn", "key_concentration", "distance", "semantic", "interaction"):
+        by_subspace[column] = 0.01
+    path.write_text(section("subspaces", subject, Found(by_subspace)))
+    assert drawn + path.stat().st_size + len(library()) < 2_400_000
+
+
+def test_heat_maps_have_all_colours_also_where_they_are_large() -> None:
+    """A cell that is one of many has the colour that it has as one of few, to one of 64 shades."""
+
+    def colours(values: torch.Tensor) -> list[str]:
+        drawn = heat_map(pd.DataFrame(values.numpy()), label="x", rows="r", columns="c", low=0, high=1)
+        return re.findall(r'fill="(#\w{6})"', drawn)
+
+    shades = torch.arange(64.0, dtype=torch.float64)[:, None] / 63
+    few, many = colours(shades), colours(shades.expand(64, 20))
+    assert len(few) == 64
+    assert few == many
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_refusals_leave_no_file_and_no_trace(tmp_path: Path) -> None:
+    model = tp.load_demo_model()
+    before = state(model)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"sections": ["additivity", "heat"]}, r"sections must be some of additivity, .*ablation.* got .*'heat'"),
+        ({"sections": []}, "sections must be some of"),
+        ({"sections": ["heads", "heads"]}, "none twice"),
+        ({"sections": "heads"}, "sections must be a sequence of additivity"),
+        ({"control": -1}, "control must be a non-negative integer, got -1"),
+        ({"control": True}, "control must be a non-negative integer"),
+        ({"seed": 0.5}, "seed must be a non-negative integer"),
+        ({"title": 3}, "title must be text, got 3"),
+        ({"command": b"x"}, "command must be text"),
+        ({"text": TOKENS.float()}, "text cannot be used: tokens must be text or an integer tensor"),
+        ({"path": tmp_path}, "path must be that of the HTML file, but .* is a folder"),
+        ({"path": 3}, "path must be that of the HTML file, got 3"),
+        ({"layers": [9]}, "layers must be integers from 0 to 4"),
+        ({"heads": [9]}, "heads must be integers from 0 to 7"),
+    ]
+    for changed, message in wrong:
+        arguments = {"text": TOKENS, "path": tmp_path / "report.html", "progress": False, **changed}
+        with pytest.raises(ValueError, match=message):
+            tp.report(model, arguments.pop("text"), arguments.pop("path"), **arguments)
+    assert list(tmp_path.iterdir()) == []
+    assert state(model) == before
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_error_on_the_way_leaves_what_was_there(tmp_path: Path) -> None:
+    """A hook of the user's that fails in the middle, behind half of the sections."""
+    model, path = tp.load_demo_model(), tmp_path / "report.html"
+    path.write_text("an older report")
+    calls = []
+
+    def fail_later(x: torch.Tensor, hook: Any) -> None:
+        calls.append(hook.name)
+        if len(calls) > 12:
+            raise KeyError("mine")
+
+    before = state(model)
+    hooks = model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", fail_later)])
+    with hooks, pytest.raises(KeyError, match="mine"):
+        tp.report(model, TOKENS, path, progress=False)
+    assert len(calls) == 13
+    assert path.read_text() == "an older report"
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+    assert state(model) == before
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (-0.4, 0.6), (0, 0), (-3e-5, 0), (0, 1234.5), (-7, 13)])
+def test_ticks_hold_all_values_and_zero(low: float, high: float) -> None:
+    ticks = nice_ticks(low, high)
+    steps = [b - a for a, b in itertools.pairwise(ticks)]
+    assert ticks[0] <= low
+    assert ticks[-1] >= high
+    assert all(math.isclose(step, steps[0]) for step in steps)
+    assert len(ticks) <= 8
+    assert min(abs(tick) for tick in ticks) < 1e-12

@@ -1,0 +1,132 @@
+"""The positional–symbolic plane against tables that are really formed, and keys that are really shuffled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tl_posdisent import Rotary, positional_symbolic_qk
+from tl_posdisent.rope import positional_symbolic as module
+from tl_posdisent.rope.rotary import to_complex
+
+
+def case(*, length: int = 20, heads: int = 4, kv: int = 2, rest: int = 3, pairing: str = "half", shift: float = 0.0):
+    generator = torch.Generator().manual_seed(0)
+    rotary = Rotary(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64), pairing)
+    q, k = (torch.randn(2, length, n, 6 + rest, generator=generator, dtype=torch.float64) for n in (heads, kv))
+    return q + shift, k + 3 * shift, rotary
+
+
+def table(q: torch.Tensor, k: torch.Tensor, rotary: Rotary, only: int | None = None) -> torch.Tensor:
+    """``x[p, j]`` of the last query: every key at every place, for one head."""
+    (zq, q_rest), (zk, k_rest) = to_complex(q, rotary), to_complex(k, rotary)
+    i = len(k) - 1
+    distance = i - torch.arange(len(k), dtype=torch.float64)
+    turn = torch.exp(1j * distance[:, None] * rotary.frequencies)
+    each = (zq[None, None] * zk.conj()[None] * turn[:, None]).real
+    if only is not None:
+        return each[..., only]
+    return each.sum(-1) + (k_rest @ q_rest)[None]
+
+
+def brute_force(q, k, rotary, only=None) -> torch.Tensor:
+    """[batch, head, 2] from tables, with textbook variances."""
+    out = torch.zeros(len(q), q.shape[2], 2, dtype=torch.float64)
+    repeats = q.shape[2] // k.shape[2]
+    for b in range(len(q)):
+        for h in range(q.shape[2]):
+            points = []
+            for i in range(1, q.shape[1]):
+                x = table(q[b, i, h], k[b, : i + 1, h // repeats], rotary, only)
+                total = x.var(correction=0)
+                points.append(torch.stack([x.mean(1).var(correction=0), x.mean(0).var(correction=0)]) / total)
+            out[b, h] = torch.stack(points).mean(0)
+    return out
+
+
+@pytest.mark.parametrize("pairing", ["half", "adjacent"])
+@pytest.mark.parametrize(("heads", "kv", "rest", "shift"), [(4, 2, 3, 0.0), (2, 2, 0, 0.0), (3, 1, 2, 50.0)])
+def test_equals_tables(pairing: str, heads: int, kv: int, rest: int, shift: float, monkeypatch) -> None:
+    monkeypatch.setattr(module, "_QUERIES_AT_ONCE", 7)  # several blocks
+    q, k, rotary = case(heads=heads, kv=kv, rest=rest, pairing=pairing, shift=shift)
+    found = positional_symbolic_qk(q, k, rotary)
+    expected = brute_force(q, k, rotary)
+    torch.testing.assert_close(torch.stack([found.positional, found.symbolic], -1), expected, rtol=1e-9, atol=1e-11)
+    for c in range(3):
+        alone = torch.stack([found.positional_by_subspace[..., c], found.symbolic_by_subspace[..., c]], -1)
+        torch.testing.assert_close(alone, brute_force(q, k, rotary, c), rtol=1e-8, atol=1e-10)
+
+
+def test_equals_sampled_permutations() -> None:
+    """The definition: shuffle keys among places twice, correlate what stands at a place, and what a key gets."""
+    q, k, rotary = case(length=12)
+    x = table(q[0, -1, 0], k[0, :, 0], rotary)
+    n, generator = len(x), torch.Generator().manual_seed(1)
+    first, second = (torch.rand(40_000, n, generator=generator).argsort(-1) for _ in range(2))  # key at each place
+    places = torch.arange(n)
+    centred = x - x.mean()
+    stay = (centred[places, first] * centred[places, second]).mean(-1) / x.var(correction=0)
+    travel = (centred[first.argsort(-1), places] * centred[second.argsort(-1), places]).mean(-1) / x.var(correction=0)
+    for sampled, exact in ((stay, x.mean(1)), (travel, x.mean(0))):
+        error = sampled.mean() - exact.var(correction=0) / x.var(correction=0)
+        assert abs(error) < 4 * sampled.std() / len(sampled) ** 0.5
+
+
+def test_the_two_shares_exclude_each_other() -> None:
+    q, k, rotary = case(length=90)
+    found = positional_symbolic_qk(q, k, rotary)
+    assert bool((found.positional + found.symbolic <= 1 + 1e-12).all())
+    assert bool((found.positional > 0).all())
+    assert bool((found.symbolic > 0).all())
+
+
+def test_equal_keys_are_positional_and_unturned_scores_symbolic() -> None:
+    q, k, rotary = case()
+    same = positional_symbolic_qk(q, k[:, :1].expand_as(k), rotary)
+    torch.testing.assert_close(same.positional, torch.ones(2, 4, dtype=torch.float64))
+    assert float(same.symbolic.abs().max()) < 1e-12
+    still = positional_symbolic_qk(q, k, Rotary(torch.zeros(3, dtype=torch.float64)))
+    torch.testing.assert_close(still.symbolic, torch.ones(2, 4, dtype=torch.float64))
+    assert float(still.positional.abs().max()) < 1e-12
+
+
+def test_scores_that_do_not_vary_are_nan() -> None:
+    q, k, rotary = case()
+    assert bool(positional_symbolic_qk(torch.zeros_like(q), k, rotary).positional.isnan().all())
+
+
+def test_scale_and_dtype_do_not_matter() -> None:
+    q, k, rotary = case()
+    expected = positional_symbolic_qk(q.bfloat16().double(), k.bfloat16().double(), rotary)
+    found = positional_symbolic_qk(q.bfloat16(), k.bfloat16(), rotary)
+    assert torch.equal(found.positional, expected.positional)
+    louder = positional_symbolic_qk(q.bfloat16().double() * 1e-3, k.bfloat16().double(), rotary)
+    torch.testing.assert_close(louder.symbolic, expected.symbolic, rtol=1e-9, atol=1e-12)
+
+
+def test_tables_of_results() -> None:
+    found = positional_symbolic_qk(*case())
+    frame = found.to_frame()
+    assert frame["positional"].tolist() == found.positional.flatten().tolist()
+    by_subspace = found.to_frame(by_subspace=True)
+    one = by_subspace.query("batch == 1 and head == 2 and subspace == 1")
+    assert one["symbolic"].item() == found.symbolic_by_subspace[1, 2, 1].item()
+    assert one["frequency"].item() == 0.3
+    assert f"({found.positional[0, 0]:.2f}, {found.symbolic[0, 0]:.2f})" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 20, 3, 9)}, r"multiple of the key heads, got \(2, 20, 3, 9\)"),
+        ({"k": torch.full((2, 20, 2, 9), torch.inf)}, "k must be finite, got 720 values"),
+        ({"q": torch.zeros(2, 20, 4, 9, dtype=torch.int64)}, "q must be a floating point tensor"),
+        ({"q": torch.zeros(2, 1, 4, 9), "k": torch.zeros(2, 1, 2, 9)}, "at least two positions"),
+        ({"rotary": Rotary(torch.ones(5, dtype=torch.float64))}, "last axis of at least 10"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_input(change: dict, message: str) -> None:
+    q, k, rotary = case()
+    with pytest.raises(ValueError, match=message):
+        positional_symbolic_qk(**({"q": q, "k": k, "rotary": rotary} | change))

@@ -1,0 +1,275 @@
+"""Distance patterns: against complex numbers written out, against the bound, and against what symmetry demands."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+import torch
+from support.every_distance import all_scores, complex_subspaces, effects
+from torch import Tensor
+
+from tl_posdisent import (
+    Moments,
+    Rotary,
+    SubspacePatterns,
+    decompose,
+    interaction_bound,
+    interaction_by_subspace,
+    subspace_patterns_qk,
+)
+from tl_posdisent.rope import moment_merging as spread_module
+
+SCALE = 0.3
+DISTANCES = range(40)
+FREQUENCIES = torch.tensor([1.2, 0.2, 0.003], dtype=torch.float64)
+SHARES = ("distance", "semantic", "interaction")
+
+LAYERS: dict[str, tuple[Rotary, int, int, int]] = {  # rotation, heads, key heads, d_head
+    "half": (Rotary(FREQUENCIES), 2, 2, 6),
+    "adjacent": (Rotary(FREQUENCIES, "adjacent"), 2, 2, 6),
+    "grouped": (Rotary(FREQUENCIES), 6, 2, 6),
+    "multi-query": (Rotary(FREQUENCIES, "adjacent"), 3, 1, 6),
+    "partial": (Rotary(FREQUENCIES), 2, 2, 10),
+    "odd rest": (Rotary(FREQUENCIES, "adjacent"), 2, 1, 9),
+    "yarn": (Rotary(FREQUENCIES, attention_factor=1.3), 2, 2, 6),
+}
+
+
+def draw(layer: str = "half", n: int = 60) -> tuple[Tensor, Tensor, Rotary]:
+    """Two texts of queries and keys, with means of their own and a spread that differs between coordinates."""
+    rotary, heads, kv, d = LAYERS[layer]
+
+    def side(h: int) -> Tensor:
+        spread = torch.rand(h, d, dtype=torch.float64) + 0.2
+        return torch.randn(h, d, dtype=torch.float64) + spread * torch.randn(2, n, h, d, dtype=torch.float64)
+
+    return side(heads), side(kv), rotary
+
+
+def patterns(q: Tensor, k: Tensor, rotary: Rotary, scale: float = SCALE) -> SubspacePatterns:
+    return subspace_patterns_qk(q, k, rotary, DISTANCES, scale=scale)
+
+
+def angle_between(a: Tensor, b: Tensor) -> float:
+    """Largest difference of angles, whole turns aside."""
+    return float(torch.polar(torch.ones_like(a), a - b).angle().abs().max())
+
+
+# --- what it says it is -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_sizes_and_phases_are_those_of_the_complex_numbers(layer: str) -> None:
+    q, k, rotary = draw(layer)
+    found, n = patterns(q, k, rotary), len(FREQUENCIES)
+    for side, x, repeats in (("query", q, 1), ("key", k, q.shape[2] // k.shape[2])):
+        z = complex_subspaces(x, rotary).flatten(0, 1).repeat_interleave(repeats, 1)
+        size = z.abs().mean(0)
+        expected = {
+            "size": size,
+            "variation": z.abs().std(0, correction=0) / size,
+            "concentration": z.mean(0).abs() / size,
+            "phase": z.mean(0).angle(),
+        }
+        for name, value in expected.items():
+            torch.testing.assert_close(getattr(found, f"{side}_{name}")[:, :n], value, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_relative_phase_is_that_of_all_pairs(layer: str) -> None:
+    q, k, rotary = draw(layer, n=20)
+    found, n = patterns(q, k, rotary), len(FREQUENCIES)
+    zq, zk = (complex_subspaces(x, rotary).flatten(0, 1) for x in (q, k))
+    pairs = zq[:, None] * zk.conj().repeat_interleave(q.shape[2] // k.shape[2], 1)[None]
+    assert angle_between(found.relative_phase[:, :n], pairs.mean((0, 1)).angle()) < 1e-12
+    resultant = pairs.mean((0, 1)).abs() / pairs.abs().mean((0, 1))
+    torch.testing.assert_close(found.relative_concentration[:, :n], resultant)
+    assert float(found.relative_phase[:, :n].abs().max()) <= math.pi
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_shares_over_subspaces_are_those_of_the_dense_tensor(layer: str) -> None:
+    q, k, rotary = draw(layer, n=6)
+    found = patterns(q, k, rotary)
+    dense = effects(all_scores(q, k, rotary, DISTANCES, SCALE))
+    total = torch.stack(list(dense.values())).sum(0)
+    expected = {
+        "distance": dense["distance"],
+        "semantic": dense["query"] + dense["key"] + dense["query:key"],
+        "interaction": dense["distance:query"] + dense["distance:key"] + dense["distance:query:key"],
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(found, name).sum(-1), value / total, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(torch.stack([getattr(found, x) for x in SHARES]).sum((0, -1)), torch.ones(()).double())
+
+
+def test_distance_parts_are_those_of_interaction_by_subspace() -> None:
+    q, k, rotary = draw()
+    parts = interaction_by_subspace(Moments.from_qk(q, k, rotary), DISTANCES, scale=SCALE, effects=["distance"])
+    torch.testing.assert_close(patterns(q, k, rotary).distance, parts.share("distance"))
+
+
+# --- the theorem: what turns, and what varies -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", ["half", "grouped", "yarn"])
+def test_spread_is_made_of_the_patterns(layer: str) -> None:
+    """``|E q| · sd(k) · turn``, where ``sd² = size² (1 + variation² - concentration²)``."""
+    q, k, rotary = draw(layer)
+    found, moments = patterns(q, k, rotary), Moments.from_qk(q, k, rotary)
+    mean_query = found.query_size * found.query_concentration
+    sd_key = found.key_size * (1 + found.key_variation**2 - found.key_concentration**2).sqrt()
+    z = complex_subspaces(k, rotary).flatten(0, 1).repeat_interleave(q.shape[2] // k.shape[2], 1)
+    torch.testing.assert_close(sd_key, (z - z.mean(0)).abs().square().mean(0).sqrt())
+    total = decompose(moments, DISTANCES, scale=SCALE).total
+    size = SCALE * rotary.attention_factor**2 * mean_query * sd_key * found.turn
+    torch.testing.assert_close(found.spread, size / total.sqrt()[:, None])
+    bound = interaction_bound(moments, DISTANCES, scale=SCALE)
+    torch.testing.assert_close(found.spread.sum(-1) ** 2, bound.separate / total)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_spread_bounds_the_interaction_with_the_key(layer: str) -> None:
+    q, k, rotary = draw(layer)
+    share = decompose(Moments.from_qk(q, k, rotary), DISTANCES, scale=SCALE).share("distance:key")
+    assert bool((share <= patterns(q, k, rotary).spread.sum(-1) ** 2).all())
+
+
+def test_turn_is_how_much_the_rotation_spreads() -> None:
+    q, k, _ = draw()
+    slow = Rotary(torch.tensor([math.pi, 1e-9, 0.0], dtype=torch.float64))
+    found = subspace_patterns_qk(q, k, slow, DISTANCES, scale=SCALE)
+    torch.testing.assert_close(found.turn[0], torch.tensor(1.0, dtype=torch.float64))  # half a turn at each step
+    spread = torch.tensor(DISTANCES, dtype=torch.float64).std(correction=0)  # exp(i θ d) ≈ 1 + i θ d
+    torch.testing.assert_close(found.turn[1], 1e-9 * spread)
+    assert found.turn[2] == 0
+    weighted = subspace_patterns_qk(q, k, slow, [0, 7], scale=SCALE, weights=[3, 1])  # at 1 and at -1
+    torch.testing.assert_close(weighted.turn[0], torch.tensor(2 * math.sqrt(3) / 4, dtype=torch.float64))
+
+
+def test_slow_content_and_fast_constants_are_additive() -> None:
+    """Theorem 2's two ways out at once; and neither: fast subspaces with keys that vary."""
+    rotary = Rotary(torch.tensor([2 * math.pi / 8, 0.0], dtype=torch.float64), "adjacent")
+    constant, content = torch.ones(50, 1, 2, dtype=torch.float64), torch.randn(50, 1, 2, dtype=torch.float64)
+    good = patterns(*[torch.cat([constant, content], -1)] * 2, rotary)
+    assert float(good.interaction.abs().max()) < 1e-12
+    assert float(good.spread.max()) < 1e-12
+    assert bool((good.distance[0, 0] > 0.1) & (good.semantic[0, 1] > 0.1))
+    torch.testing.assert_close(good.key_concentration[0, 0], torch.tensor(1.0, dtype=torch.float64))
+    bad = patterns(*[torch.cat([content, constant], -1)] * 2, rotary)
+    assert float(bad.interaction[0, 0]) > 0.5
+    assert float(bad.semantic.sum()) < 0.1
+
+
+# --- symmetries -------------------------------------------------------------------------------------------------------
+
+
+def test_turning_all_queries_turns_their_phase_alone() -> None:
+    q, k, rotary = draw("adjacent")
+    by = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
+    z = torch.view_as_complex(q.unflatten(-1, (-1, 2))) * torch.exp(1j * by)
+    before, after = patterns(q, k, rotary), patterns(torch.view_as_real(z).flatten(-2), k, rotary)
+    assert angle_between(after.query_phase, before.query_phase + by) < 1e-12
+    assert angle_between(after.relative_phase, before.relative_phase + by) < 1e-12
+    for name in ("query_size", "query_variation", "query_concentration", "key_phase", "turn"):
+        torch.testing.assert_close(getattr(after, name), getattr(before, name))
+
+
+def test_turning_queries_and_keys_alike_leaves_the_shares() -> None:
+    q, k, rotary = draw("adjacent")
+    by = torch.exp(1j * torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64))
+    turned = (torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * by).flatten(-2) for x in (q, k))
+    before, after = patterns(q, k, rotary), patterns(*turned, rotary)
+    for name in (*SHARES, "relative_phase"):
+        torch.testing.assert_close(getattr(after, name), getattr(before, name))
+
+
+def test_size_is_the_only_thing_that_grows_with_the_vectors() -> None:
+    q, k, rotary = draw()
+    before, after = patterns(q, k, rotary), patterns(7 * q, 1e-3 * k, rotary, scale=50.0)
+    torch.testing.assert_close(after.query_size, 7 * before.query_size)
+    torch.testing.assert_close(after.key_size, 1e-3 * before.key_size)
+    for name in ("query_variation", "key_variation", "key_concentration", "query_phase", *SHARES, "spread"):
+        torch.testing.assert_close(getattr(after, name), getattr(before, name))
+
+
+def test_vectors_next_to_zero_have_no_say_in_the_phases() -> None:
+    """Weighted phases: a thousand directions of noise do not hide that all keys of any size agree."""
+    rotary = Rotary(FREQUENCIES[:1])
+    k = torch.cat([torch.ones(10, 1, 2), 1e-6 * torch.randn(1000, 1, 2)]).double()
+    found = patterns(k[:10], k, rotary)
+    assert found.key_concentration.item() > 0.999
+    assert found.key_phase.item() == pytest.approx(math.pi / 4, abs=1e-3)
+
+
+# --- edges ------------------------------------------------------------------------------------------------------------
+
+
+def test_many_chunks_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, rotary = draw("grouped")
+    whole = patterns(q, k, rotary)
+    monkeypatch.setattr(spread_module, "_CHUNK", 100)
+    parts = patterns(q, k, rotary)
+    for name, x in vars(whole).items():
+        torch.testing.assert_close(getattr(parts, name), x)
+
+
+def test_equal_keys_do_not_vary() -> None:
+    """Far from zero, and in float32: exactly 0, and concentrated to rounding."""
+    q, _, rotary = draw()
+    found = patterns(q, torch.full((2, 70, 2, 6), 1234.567), rotary)
+    assert float(found.key_variation.max()) == 0
+    assert float((1 - found.key_concentration).abs().max()) < 1e-15
+    assert float(found.spread.max()) == 0
+
+
+def test_what_is_not_there_is_nan() -> None:
+    q, k, rotary = draw("odd rest")
+    found = patterns(q, k, rotary)
+    assert found.frequencies.tolist() == [*FREQUENCIES.tolist(), 0.0, 0.0]  # three coordinates more: two subspaces
+    for name in ("query_phase", "key_phase", "query_concentration", "key_concentration", "relative_phase"):
+        assert getattr(found, name).isnan().tolist() == [[False] * 3 + [True] * 2] * 2, name
+    assert not found.key_size.isnan().any()
+    assert found.turn[3:].tolist() == [0, 0]
+    silent = patterns(q, torch.zeros_like(k), rotary)  # scores that do not vary have no shares, keys no direction
+    for name in (*SHARES, "spread", "key_phase", "key_concentration", "key_variation"):
+        assert getattr(silent, name).isnan().all(), name
+
+
+def test_frame_and_repr() -> None:
+    q, k, rotary = draw("partial")
+    found = patterns(q, k, rotary)
+    table = found.to_frame()
+    assert table.columns[:5].tolist() == ["head", "subspace", "frequency", "wavelength", "turn"]
+    assert len(table) == 2 * 5
+    assert table["wavelength"].tolist()[3:5] == [math.inf] * 2
+    row = table[(table["head"] == 1) & (table["subspace"] == 2)].iloc[0]
+    for name in ("key_size", "query_variation", "relative_phase", "relative_concentration", "interaction", "spread"):
+        assert row[name] == getattr(found, name)[1, 2].item(), name
+    assert row["turn"] == found.turn[2].item()
+    assert not pd.isna(row).any()
+    text = repr(found)
+    assert text.startswith("SubspacePatterns of 2 heads, 5 subspaces")
+    assert f"distance {found.distance[:, :2].sum(-1).mean().item():.3f}" in text  # the two fastest of five
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"distances": []}, r"distances must be one-dimensional and not empty, got shape \(0,\)"),
+        ({"distances": [0.0, math.nan]}, "distances must be finite real numbers"),
+        ({"scale": math.inf}, "scale must be a finite number, got inf"),
+        ({"weights": [1.0]}, "weights must be one per distance, got 1 weights for 40 distances"),
+        ({"q": torch.ones(5, 6)}, r"q must have shape \(\*n_q, head, d_head\) and not be empty, got \(5, 6\)"),
+        ({"k": torch.full((5, 1, 6), math.nan)}, "k must be finite"),
+        ({"k": torch.ones(5, 3, 6)}, "the number of key heads must divide that of heads, got 3 and 2"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_inputs(change: dict, message: str) -> None:
+    q, k, rotary = draw()
+    arguments = {"q": q, "k": k, "rotary": rotary, "distances": DISTANCES, "scale": SCALE} | change
+    with pytest.raises(ValueError, match=message):
+        subspace_patterns_qk(**arguments)

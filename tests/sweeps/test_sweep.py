@@ -1,0 +1,346 @@
+"""Sweeps in one process: equal work has equal names, results are those of direct calls, what was done stays done."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+import tl_posdisent
+from tl_posdisent import Job, Text, additivity, demo_text, demo_tokens, failures, jobs, load_demo_model, sweep
+from tl_posdisent.sweeps import jobs as jobs_module
+from tl_posdisent.sweeps import worker
+
+LAST = ("additivity", {"layers": [4]})
+SLOW = ("trained_vs_random", {"layers": [4], "seeds": [0]})  # long enough to be caught in the middle
+JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "job"]
+
+
+def inodes(out: Path) -> dict[str, tuple[int, int]]:
+    """Which file each part is, and when it was written: done again would be another."""
+    return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in (out / "parts").glob("*.parquet")}
+
+
+def measured(table: pd.DataFrame) -> pd.DataFrame:
+    return table.drop(columns=JOB_COLUMNS).reset_index(drop=True)
+
+
+def test_hash_is_the_same_in_every_process_and_version_of_python() -> None:
+    """A stored one. When results change on purpose, RESULTS changes with them, and this figure too."""
+    text = Text.of("We hold these truths to be self-evident", length=8)
+    job = jobs("EleutherAI/pythia-70m", [("controlled_distance", {"burn_in": 1})], text, checkpoints=[1000])[0]
+    assert job.hash == "fdb2ac00846c29203b8d76e3b8d06e954297aaa500b502c79d9c287e107cb505"
+    assert tl_posdisent.__version__.startswith(f"{jobs_module.RESULTS}.")
+
+
+def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
+    base = Job("m", "step1", "", Text.of("some words"), "additivity", "{}")
+    others = [
+        dataclasses.replace(base, **change)
+        for change in (
+            {"model": "n"},
+            {"checkpoint": "step2"},
+            {"weights": "0" * 64},
+            {"text": Text.of("other words")},
+            {"text": Text.of("some words", length=3)},
+            {"experiment": "disentanglement"},
+            {"arguments": '{"layers":[0]}'},
+            {"seed": 0},
+            {"backend": "bridge"},
+            {"dtype": "bfloat16"},
+        )
+    ]
+    assert len({job.hash for job in [base, *others]}) == 11
+    forward, backward = {"burn_in": 2, "layers": range(2)}, {"layers": [0, 1], "burn_in": 2}
+    one, two = (jobs("demo", ("controlled_distance", x), "demo")[0] for x in (forward, backward))
+    assert one == two
+    assert one.hash == two.hash == pickle.loads(pickle.dumps(one)).hash
+    for name in ("a.txt", "b.txt"):  # the same words elsewhere are the same text, also when not in a file
+        (tmp_path / name).write_text("some words", encoding="utf-8")
+    found = {jobs("demo", "additivity", x)[0].hash for x in (tmp_path / "a.txt", tmp_path / "b.txt", "some words")}
+    assert len(found) == 1
+    ids, words = Text.of([[1, 2]]), Text.of("[[1, 2]]")
+    assert (ids.sha256, ids.described()) != (words.sha256, words.described())  # same bytes, not the same text
+
+
+def test_product_is_complete_and_seeds_go_where_they_are_taken() -> None:
+    todo = jobs("demo", [LAST, ("perturbation_curve", {"fractions": [0.5]})], ["demo", "words"], seeds=[3, 5])
+    assert [(job.text.kind, job.experiment, job.seed) for job in todo] == [
+        (kind, name, seed)
+        for kind in ("demo", "words")
+        for name, seed in (("additivity", None), ("perturbation_curve", 3), ("perturbation_curve", 5))
+    ]
+
+
+def test_results_are_those_of_direct_calls_to_the_last_bit(tmp_path: Path) -> None:
+    texts = Text.of("demo", length=64, count=2).split(2)
+    curve = ("perturbation_curve", {"fractions": [0.5], "kinds": ["order"]})
+    todo = jobs("demo", ["controlled_distance", curve], texts, seeds=[7])
+    table = sweep(todo[::-1], out=tmp_path, progress=False)
+    assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo[::-1]]
+    assert list(table.columns[:7]) == JOB_COLUMNS
+    model = load_demo_model()
+    ids = model.to_tokens(demo_text(), truncate=False)[0, 1:]
+    for n, text in enumerate(texts):
+        tokens = torch.cat([torch.zeros(1, dtype=torch.int64), ids[63 * n : 63 * (n + 1)]])[None]
+        assert torch.equal(text.tokens(model), tokens)
+        mine = table[table["text"] == text.name]
+        direct = tl_posdisent.controlled_distance(model, tokens, progress=False)
+        shown = measured(mine[mine["experiment"] == "controlled_distance"])[direct.columns]
+        pd.testing.assert_frame_equal(shown.astype(direct.dtypes), direct, check_exact=True)
+        direct = tl_posdisent.perturbation_curve(model, tokens, **curve[1], seeds=[7], progress=False)
+        of_curve = mine[mine["experiment"] == "perturbation_curve"]
+        assert set(of_curve["seed"]) == {7}
+        shared = [name for name in direct.columns if name != "seed"]
+        shown = measured(of_curve)[shared].astype(direct[shared].dtypes)
+        pd.testing.assert_frame_equal(shown, direct[shared], check_exact=True)
+
+
+def test_beginnings_of_the_demo_text_are_demo_tokens() -> None:
+    assert torch.equal(Text.of("demo", length=100).tokens(load_demo_model()), demo_tokens(length=100))
+    overlap = Text.of("demo", length=101, count=3, first=1, stride=50).tokens(load_demo_model())
+    assert torch.equal(overlap[0, 51:], overlap[1, 1:51])
+    assert torch.equal(overlap[0, 1:], demo_tokens(length=151)[0, 51:])
+
+
+def test_finished_jobs_are_not_done_again_and_new_ones_are(tmp_path: Path) -> None:
+    texts = Text.of("demo", length=32, count=4).split(4)
+    first = sweep(jobs("demo", LAST, texts[:3]), out=tmp_path, progress=False)
+    before = inodes(tmp_path)
+    whole = sweep(jobs("demo", LAST, texts), out=tmp_path, progress=False)
+    after = inodes(tmp_path)
+    assert len(before) == 3
+    assert len(after) == 4
+    assert {name: after[name] for name in before} == before
+    pd.testing.assert_frame_equal(whole[: len(first)], first, check_exact=True)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "of another job"])
+def test_damaged_parts_are_noticed_and_done_again(tmp_path: Path, damage: str) -> None:
+    todo = jobs("demo", LAST, Text.of("demo", length=32, count=2).split(2))
+    whole = sweep(todo, out=tmp_path, progress=False)
+    parts = [tmp_path / "parts" / f"{job.hash}.parquet" for job in todo]
+    kept, content = inodes(tmp_path)[parts[1].name], bytearray(parts[0].read_bytes())
+    if damage == "flipped":
+        content[40] ^= 16  # in the first page of numbers
+    parts[0].write_bytes({"cut": content[: len(content) * 2 // 3], "empty": b""}.get(damage, bytes(content)))
+    if damage == "of another job":
+        shutil.copy(parts[1], parts[0])
+    pd.testing.assert_frame_equal(sweep(todo, out=tmp_path, progress=False), whole, check_exact=True)
+    assert inodes(tmp_path)[parts[1].name] == kept
+
+
+def test_failed_jobs_are_written_down_and_retried_on_request(tmp_path: Path) -> None:
+    file, out = tmp_path / "text.txt", tmp_path / "out"
+    file.write_text(demo_text(), encoding="utf-8")
+    todo = jobs("demo", LAST, [Text.of(file, length=32), Text.of("demo", length=32, first=3)])
+    file.write_text("changed", encoding="utf-8")
+    with pytest.warns(UserWarning, match="1 of 2 jobs failed"):
+        table = sweep(todo, out=out, progress=False)
+    assert table.attrs["failed"] == [todo[0].hash]
+    assert set(table["job"]) == {todo[1].hash}  # the other did not suffer
+    (row,) = failures(out).to_dict("records")
+    assert (row["job"], row["error"], row["experiment"]) == (todo[0].hash, "ValueError", "additivity")
+    assert "has changed since this job was made" in row["message"]
+    assert "texts.py" in row["traceback"]
+    file.write_text(demo_text(), encoding="utf-8")  # what was wrong is put right, but nobody asks for a retry
+    with pytest.warns(UserWarning, match="1 of 2 jobs failed"):
+        sweep(todo, out=out, progress=False)
+    kept = inodes(out)
+    table = sweep(todo, out=out, retry=True, progress=False)
+    assert set(table["job"]) == {job.hash for job in todo}
+    assert failures(out).empty
+    assert table.attrs["failed"] == []
+    assert kept.items() <= inodes(out).items()
+
+
+def test_one_model_at_a_time_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[weakref.ref[Any]] = []
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        gc.collect()
+        assert not [model for model in models if model() is not None]
+        model = loads(*arguments, **options)
+        models.append(weakref.ref(model))
+        return model
+
+    loads = worker.load
+    monkeypatch.setattr(worker, "load", load)
+    texts = Text.of("demo", length=16, count=2).split(2)
+    backends = [jobs("demo", LAST, text, dtype=dtype) for text in texts for dtype in ("float32", "float64")]
+    table = sweep(
+        [*itertools.chain(*backends)], out=tmp_path, progress=False
+    )  # asked for in turns, and done model by model
+    assert len(models) == 2
+    assert table["job"].drop_duplicates().tolist() == [job.hash for pair in backends for job in pair]
+    gc.collect()
+    assert not [model for model in models if model() is not None]
+
+
+SCRIPT = """
+from tl_posdisent import Text, jobs, sweep
+sweep(jobs("demo", {slow!r}, Text.of("demo", length=32, count=6).split(6)), out={out!r})
+"""
+
+
+def wait_for_parts(out: Path, count: int, running: subprocess.Popen[bytes] | None = None) -> None:
+    until = time.monotonic() + 300
+    while len(list((out / "parts").glob("*.parquet"))) < count:
+        assert time.monotonic() < until, "no job was finished"
+        assert running is None or running.poll() is None, "the sweep ended before it could be killed"
+        time.sleep(0.01)
+
+
+def test_a_killed_sweep_goes_on_where_it_was(python_process: Any, tmp_path: Path) -> None:
+    process = python_process(SCRIPT.format(slow=SLOW, out=os.fspath(tmp_path)))
+    wait_for_parts(tmp_path, 2, process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    before = inodes(tmp_path)
+    todo = jobs("demo", SLOW, Text.of("demo", length=32, count=6).split(6))
+    assert 2 <= len(before) < 6, "killed too late to mean anything"
+    assert all(tl_posdisent.sweeps.storage.read_part(tmp_path, job) is not None for job in todo[: len(before)])
+    (tmp_path / "parts" / f".{todo[-1].hash}.0123.unfinished").write_bytes(b"PAR1")  # killed while writing
+    table = sweep(todo, out=tmp_path, progress=False)
+    assert before.items() <= inodes(tmp_path).items()
+    assert sorted(os.listdir(tmp_path / "parts")) == sorted(f"{job.hash}.parquet" for job in todo)
+    assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo]
+    direct = tl_posdisent.trained_vs_random(load_demo_model(), demo_tokens(length=32), **SLOW[1], progress=False)
+    mine = table[table["job"] == todo[0].hash]
+    pd.testing.assert_frame_equal(measured(mine).astype(direct.dtypes), direct, check_exact=True)
+
+
+@pytest.fixture
+def python_process() -> Any:
+    """Another Python that runs some code, and is gone when the test is."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(code: str) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        started.append(subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_ctrl_c_leaves_whole_parts_and_nothing_else(tmp_path: Path) -> None:
+    todo = jobs("demo", LAST, Text.of("demo", length=32, count=60).split(60))
+
+    def interrupt() -> None:
+        wait_for_parts(tmp_path, 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        sweep(todo, out=tmp_path, progress=False)
+    thread.join()
+    before = inodes(tmp_path)
+    assert 3 <= len(before) < 60
+    assert set(os.listdir(tmp_path / "parts")) == set(before)
+    assert not os.listdir(tmp_path / "failed")
+    few = todo[: len(before) + 1]
+    assert sweep(few, out=tmp_path, progress=False)["job"].nunique() == len(few)
+    assert before.items() <= inodes(tmp_path).items()
+
+
+def test_a_full_disk_stops_the_sweep_and_leaves_no_half_part(tmp_path: Path) -> None:
+    """A file system of 40 kB, of which three parts take less and ten take more."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system takes root; the limit of file sizes is tried in test_sweep_pools.py")
+    try:
+        todo = jobs("demo", "additivity", Text.of("demo", length=32, count=10).split(10))
+        with pytest.raises(OSError, match="No space left"):
+            sweep(todo, out=tmp_path, progress=False)
+        kept = os.listdir(tmp_path / "parts")
+        assert 1 <= len(kept) < 10
+        assert all(name.endswith(".parquet") for name in kept)
+        done = [job for job in todo if f"{job.hash}.parquet" in kept]
+        assert sweep(done, out=tmp_path, progress=False)["job"].nunique() == len(done)  # all of them can be read
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_several_experiments_share_a_table(tmp_path: Path) -> None:
+    table = sweep(jobs("demo", [LAST, ("positional_symbolic", {"layers": [4]})], "demo words"), out=tmp_path / "a")
+    of_one = table[table["experiment"] == "additivity"].dropna(axis=1, how="all")
+    direct = additivity(load_demo_model(), "demo words", layers=[4], progress=False)
+    pd.testing.assert_frame_equal(of_one[direct.columns].astype(direct.dtypes), direct, check_exact=True)
+
+
+BAD = [
+    (lambda: jobs("demo", "nothing", "demo"), "experiment must be a public function .* got 'nothing'"),
+    (lambda: jobs("demo", "load_model", "demo"), "experiment must be a public function .* got 'load_model'"),
+    (lambda: jobs("demo", "perturb", "demo"), "experiment must answer with a table, but perturb"),
+    (lambda: jobs("demo", ("additivity", {"layer": 3}), "demo"), "arguments of additivity must be its own"),
+    (lambda: jobs("demo", "content_position_terms", "demo"), "arguments of content_position_terms .* 'layer'"),
+    (lambda: jobs("demo", ("additivity", {"mask": torch.ones(2)}), "demo"), "arguments must be numbers, words"),
+    (
+        lambda: jobs("demo", ("controlled_distance", {"burn_in": float("nan")}), "demo"),
+        "arguments must be numbers, words",
+    ),
+    (lambda: jobs("demo", ("additivity", 3), "demo"), "experiments must be names, or pairs"),
+    (lambda: jobs("demo", "additivity", "demo", seeds=[1]), "seeds must be None, as none of additivity takes one"),
+    (lambda: jobs("demo", "trained_vs_random", "demo", seeds=[-1]), "seed must be a non-negative integer"),
+    (lambda: jobs("demo", ("trained_vs_random", {"seeds": [1]}), "demo", seeds=[1]), "seeds must be given once"),
+    (lambda: jobs("demo", "additivity", "demo", checkpoints=[3]), "checkpoint must be None for the demo model"),
+    (lambda: jobs("demo", "additivity", "demo", checkpoints="all"), "folder must hold checkpoints .* got demo"),
+    (lambda: jobs("./nowhere", "additivity", "demo"), "model must be a name, or a file or folder that exists"),
+    (lambda: jobs([], "additivity", "demo"), "must name one or more each, got none"),
+    (lambda: jobs("demo", "additivity", "demo", dtype="int8"), "dtype must be one of float32"),
+    (lambda: jobs("demo", "additivity", "demo", backend="keras"), "backend must be one of"),
+    (lambda: Text.of(Path("nowhere.txt")), "text must be a UTF-8 file that can be read"),
+    (lambda: Text.of(__file__), r"got the name of a file: write Path\("),
+    (lambda: Text.of([1.5]), "text must be .* token ids"),
+    (lambda: Text.of("demo", count=2), "length must be given with count"),
+    (lambda: Text.of("demo", length=1), "length must be an integer of at least 2, got 1"),
+    (lambda: Text.of("demo", length=8, count=0), "count must be an integer of at least 1, got 0"),
+    (lambda: Text.of([1, 2], length=8), "length must be None for token ids"),
+    (lambda: Text.of("demo", length=8).split(0), "parts must be an integer of at least 1, got 0"),
+    (lambda: Text.of("demo", length=4000).tokens(load_demo_model()), "needs 3999 tokens, and demo has"),
+    (lambda: sweep([], out="nowhere"), "jobs must be a list of Job .* got none"),
+    (lambda: sweep(["additivity"], out="nowhere"), "jobs must be a list of Job .* got str"),
+    (lambda: sweep(jobs("demo", LAST, "demo"), 4, out="nowhere"), "executor must be .* got int"),
+    (lambda: sweep(jobs("demo", LAST, "demo"), out="nowhere", chunk=0), "chunk must be an integer of at least 1"),
+    (lambda: sweep(jobs("demo", LAST, "demo"), out=__file__), "out must be a folder, .* got the file"),
+    (lambda: Text.of(" "), "text must have words, got none"),
+    (lambda: failures("nowhere"), "out must be the folder of a sweep"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("call", "message"), BAD, ids=[message[:30] for _, message in BAD])
+def test_what_cannot_be_done_is_refused_before_anything_is_loaded(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert not Path("nowhere").exists()
+
+
+def test_failures_are_json_that_others_can_read(tmp_path: Path) -> None:
+    (job,) = jobs("demo", LAST, Text.of("demo", length=32, first=500))
+    with pytest.warns(UserWarning, match="1 of 1 jobs failed"):
+        table = sweep([job], out=tmp_path, progress=False)
+    assert table.empty
+    assert list(table.columns) == JOB_COLUMNS
+    written = json.loads((tmp_path / "failed" / f"{job.hash}.json").read_text(encoding="utf-8"))
+    assert written["arguments"] == '{"layers":[4]}'

@@ -1,0 +1,267 @@
+"""Gradients of the positional part against finite differences, margins by hand, tables over checkpoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from test_transformer import small_model
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from tl_posdisent import (
+    SyntheticModel,
+    TrainRun,
+    additivity,
+    controlled_distance,
+    disentanglement,
+    dynamics,
+    gradient_margins,
+    positional_gradients,
+    preset,
+    train,
+)
+from tl_posdisent.synthetic.analysis.gradients import _vectors
+from tl_posdisent.synthetic.analysis.training_dynamics import long_texts
+
+TOKENS = torch.randint(1, 20, (12, 9), generator=torch.Generator().manual_seed(3))
+TOKENS[::3, 6:] = 0
+LABELS = torch.arange(12) % 5
+NAMES = ["mean_norm", "norm_of_mean", "ratio", "expected_norm"]
+
+
+def model_of(**changed: Any) -> SyntheticModel:
+    return small_model(**({"pad_id": 0} | changed)).double()
+
+
+def slope(model: SyntheticModel, layer: int, head: int, change: Tensor) -> float:
+    """How the loss grows as this is added to a head's scores, from two losses."""
+    losses = []
+    for step in (1e-4, -1e-4):
+
+        def add(x: Tensor, hook: Any, step: float = step) -> Tensor:
+            x = x.clone()
+            x[:, head] += step * change
+            return x
+
+        with torch.no_grad():
+            logits = model.run_with_hooks(TOKENS, fwd_hooks=[(f"blocks.{layer}.attn.hook_attn_scores", add)])
+        losses.append(cross_entropy(logits, LABELS).item())
+    return (losses[0] - losses[1]) / 2e-4
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("encoding", ["rope", "learned", "alibi"])
+def test_gradient_of_a_distance_profile_by_differences(encoding: str, causal: bool) -> None:
+    model = model_of(encoding=encoding, causal=causal)
+    got = _vectors(model, TOKENS, LABELS, "distance")
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    assert got.shape == (2, 3, 17)
+    for layer, head, d in ((0, 0, 0), (0, 2, 3), (1, 1, 1), (1, 0, -2), (0, 1, 8)):
+        expected = slope(model, layer, head, (distance == d).double())
+        assert got[layer, head, d + 8].item() == pytest.approx(expected, abs=2e-7)
+        assert (expected == 0) == (causal and d < 0)
+    assert float(got.sum(-1).abs().max()) < 1e-6 * float(got.abs().max())  # no softmax sees a constant
+
+
+@pytest.mark.parametrize("encoding", ["rope", "mla", "absolute_rope"])
+def test_gradient_of_a_rotation_by_differences(encoding: str) -> None:
+    model = model_of(encoding=encoding)
+    got = _vectors(model, TOKENS, LABELS, "encoding")
+    with torch.no_grad():
+        cache = model.run_with_cache(TOKENS)[1]
+    n = model.config.rotary_dim // 2
+    place, every = torch.arange(9.0).double(), torch.arange(-8.0, 9.0).double()
+    assert got.shape == (2, 3, n)
+    for layer, head, c in ((0, 0, 0), (1, 2, n - 1), (1, 0, 0)):
+        q, k = (torch.complex(x[:, :, head, c], x[:, :, head, c + n]) for x in (cache["q", layer], cache["k", layer]))
+        theta = 10000.0 ** (-c / n)
+        products = q[:, :, None] * k[:, None].conj()
+        turning = torch.exp(1j * theta * (place[:, None] - place)) - torch.exp(1j * theta * every).mean()
+        positional = (products * turning).real / model.config.head_size**0.5
+        assert got[layer, head, c].item() == pytest.approx(slope(model, layer, head, positional), abs=2e-7)
+
+
+@pytest.mark.parametrize("encoding", ["alibi", "t5", "relative"])
+def test_gradient_of_a_bias_by_differences(encoding: str) -> None:
+    model = model_of(encoding=encoding)
+    got = _vectors(model, TOKENS, LABELS, "encoding")
+    bias = model.encoding.bias(9).detach()
+    for layer, head in ((0, 0), (1, 2)):
+        expected = slope(model, layer, head, bias[layer % len(bias), head])
+        assert got[layer, head, 0].item() == pytest.approx(expected, abs=2e-7)
+
+
+def test_heads_that_do_not_rotate_have_no_rotation_to_learn() -> None:
+    model = model_of(encoding="rope", rotary_heads=2)
+    got = _vectors(model, TOKENS, LABELS, "encoding").norm(dim=-1)
+    assert torch.equal(got > 0, torch.tensor([True, True, False]).expand(2, 3))
+    table = positional_gradients(model, (TOKENS, LABELS), part="encoding", batches=2, batch_size=3, progress=False)
+    assert table["ratio"].isna().tolist() == [False, False, True] * 2
+
+
+def test_columns_by_hand() -> None:
+    model = model_of(encoding="rope")
+    table = positional_gradients(model, (TOKENS, LABELS), batches=3, batch_size=4, progress=False)
+    assert table[["layer", "head"]].to_numpy().tolist() == [[layer, head] for layer in (0, 1) for head in range(3)]
+    g = [_vectors(model, TOKENS[n : n + 4], LABELS[n : n + 4], "distance").flatten(0, 1) for n in (0, 4, 8)]
+    for row in range(6):
+        one = [x[row] for x in g]
+        mean = sum(one) / 3
+        norms = sum(x.norm() for x in one) / 3
+        # Products of different batches have no noise in common.
+        pairs = sum(one[a] @ one[b] for a in range(3) for b in range(3) if a != b) / 6
+        expected = [norms, mean.norm(), mean.norm() / norms, pairs.clamp_min(0).sqrt()]
+        assert table.loc[row, NAMES].tolist() == pytest.approx([float(x) for x in expected], rel=1e-5, abs=1e-12)
+
+
+def test_batches_that_agree() -> None:
+    same = (TOKENS[:4].repeat(3, 1), LABELS[:4].repeat(3))
+    table = positional_gradients(model_of(encoding="alibi"), same, batches=3, batch_size=4, progress=False)
+    assert table["ratio"].tolist() == pytest.approx([1] * 6, abs=1e-6)
+    assert table["expected_norm"].tolist() == pytest.approx(table["mean_norm"].tolist(), rel=1e-6)
+
+
+def test_batches_that_have_nothing_to_do_with_each_other() -> None:
+    """Of labels that a coin decides nothing is left but 1/√batches."""
+    small = preset("small")
+    generator = torch.Generator().manual_seed(0)
+    tokens, _ = small.tasks["distance"].batch(48 * 16, generator)
+    labels = torch.randint(0, 16, (len(tokens),), generator=generator)
+    model = small.model("rope", "distance", n_layers=1)
+    with torch.no_grad():  # by default the answers of a new model are unequally likely, which batches agree about
+        model.unembed.W_U.mul_(1e-3)
+    table = positional_gradients(model, (tokens, labels), batches=48, batch_size=16, progress=False)
+    assert table["ratio"].mean() == pytest.approx(48**-0.5, rel=0.25)
+
+
+def test_the_model_is_left_alone_and_dropout_is_off() -> None:
+    model = model_of(encoding="rope", dropout=0.5).train()
+    model.blocks[0].ln1.eval()
+    flags = [part.training for part in model.modules()]
+    state = torch.get_rng_state()
+    plain = positional_gradients(model.eval(), (TOKENS, LABELS), batches=2, batch_size=6, progress=False)
+    model.train()
+    model.blocks[0].ln1.eval()
+    again = positional_gradients(model, (TOKENS, LABELS), batches=2, batch_size=6, progress=False)
+    pd.testing.assert_frame_equal(plain, again)
+    assert [part.training for part in model.modules()] == flags
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(point.fwd_hooks for point in model.hook_dict.values())
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    frozen = positional_gradients(model, (TOKENS, LABELS), batches=2, batch_size=6, progress=False)
+    pd.testing.assert_frame_equal(plain, frozen)
+
+
+def test_margins_by_hand() -> None:
+    rows = [(0, 0, 0, 1.0), (0, 0, 1, 4.0), (0, 0, 2, 3.5), (0, 1, 0, 2.0), (0, 1, 1, 1.0), (0, 1, 2, 0.0)]
+    rows += [(5, layer, head, 2 * value + layer) for _, layer, head, value in rows]
+    table = pd.DataFrame(rows, columns=["step", "layer", "head", "norm_of_mean"])
+    margins = gradient_margins(table.sample(frac=1, random_state=0))
+    expected = [(0, 0, 1, 4, 3.5, 0.5, 0.5), (0, 1, 0, 2, 1, 1, math.nan)]
+    expected += [(5, 0, 1, 8, 7, 1, 0.5), (5, 1, 0, 5, 3, 2, math.nan)]
+    for got, row in zip(margins.to_numpy().tolist(), expected, strict=True):
+        assert got == pytest.approx(row, nan_ok=True)
+    assert margins.columns.tolist() == ["step", "layer", "head", "largest", "second", "margin", "amplification"]
+
+
+def test_disentanglement_is_that_of_the_tools() -> None:
+    tokens = TOKENS[1:3]
+    for encoding in ("rope", "learned"):
+        model = small_model(encoding=encoding, pad_id=0)
+        table = disentanglement(model, tokens, progress=False)
+        fitted = additivity(model, tokens, pool=True, progress=False)
+        assert table["r"].tolist() == fitted["r"].tolist()
+        if encoding == "learned":
+            assert bool(table[["r_three_axis", "r_two_axis"]].isna().all(axis=None))
+            continue
+        controlled = controlled_distance(model, tokens, distances=range(-8, 9), progress=False)  # it sees both ways
+        for name in ("r_three_axis", "r_two_axis"):
+            assert table[name].tolist() == pytest.approx(controlled[name].tolist(), abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> TrainRun:
+    small = preset("small")
+    how = replace(small.training, n_train=512, n_test=64, checkpoints=(0, 3))
+    model, task = small.model("rope", "distance", n_layers=2), small.tasks["distance"]
+    return train(model, task, how, folder=tmp_path_factory.mktemp("run"), progress=False)
+
+
+def test_dynamics_are_the_measures_of_every_checkpoint(run: TrainRun) -> None:
+    table = dynamics(run, texts=4, batches=2, batch_size=8, seed=1, progress=False)
+    assert table.groupby("step").size().to_dict() == {0: 8, 3: 8, 4: 8}
+    tokens = long_texts(run.task, 4, seed=1)
+    for step in (0, 4):
+        rows, model = table[table["step"] == step].reset_index(drop=True), run.at(step)
+        gradients = positional_gradients(model, run.task, batches=2, batch_size=8, seed=1, progress=False)
+        pd.testing.assert_frame_equal(rows[NAMES], gradients[NAMES])
+        pd.testing.assert_frame_equal(rows[["r"]], disentanglement(model, tokens, progress=False)[["r"]])
+    assert bool((table[table["step"] == 0]["r"].to_numpy() != table[table["step"] == 4]["r"].to_numpy()).all())
+    margins = gradient_margins(table)
+    assert margins["amplification"].isna().tolist() == [False, True] * 3
+
+
+def test_long_texts_are_whole() -> None:
+    for task in preset("small").tasks.values():
+        tokens = long_texts(task, 8)
+        assert bool((tokens != 0).all())
+        assert len(tokens) == 8
+        assert tokens.shape[1] > 28
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batches": 1}, "batches must be a whole number, 2 or more, got 1"),
+        ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
+        ({"part": "query"}, "part must be one of distance, encoding, got 'query'"),
+        ({"batches": 4, "batch_size": 4}, r"at least batches · batch_size = 16 texts, got 12 texts and 12 labels"),
+        ({"task": (TOKENS, LABELS[:3])}, "got 12 texts and 3 labels"),
+        ({"model": torch.nn.Linear(1, 1)}, "model must be a SyntheticModel, got Linear"),
+        ({"model": model_of(read_out="token")}, 'model must have one answer per text .* got "token"'),
+        (
+            {"model": model_of(encoding="learned"), "part": "encoding"},
+            "part must be \"distance\" with encoding='learned'",
+        ),
+    ],
+)
+def test_bad_gradients(arguments: dict[str, Any], message: str) -> None:
+    usual = {"model": model_of(), "task": (TOKENS, LABELS), "batches": 2, "batch_size": 4, "progress": False}
+    with pytest.raises(ValueError, match=message):
+        positional_gradients(**(usual | arguments))
+
+
+def test_a_model_with_nan_is_noticed_and_left_alone() -> None:
+    model = model_of()
+    with torch.no_grad():
+        model.unembed.W_U[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="model must have a finite loss and gradient on the task, got a loss of nan"):
+        positional_gradients(model.train(), (TOKENS, LABELS), batches=2, batch_size=4, progress=False)
+    assert all(part.training for part in model.modules())
+    assert not any(point.fwd_hooks for point in model.hook_dict.values())
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_margins_and_runs(run: TrainRun) -> None:
+    one = pd.DataFrame({"layer": [0], "head": [0], "norm_of_mean": [1.0]})
+    for arguments, message in (
+        ({"table": one}, r"table must have at least two heads in every layer, got 1"),
+        ({"table": one, "by": "ratio"}, "by must be one of mean_norm, norm_of_mean, expected_norm, got 'ratio'"),
+        ({"table": one, "by": "mean_norm"}, "table must have the column 'mean_norm', got"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gradient_margins(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="run must have checkpoints"):
+        dynamics(replace(run, checkpoints={}), progress=False)
+    gone = replace(run, checkpoints={0: Path("nowhere.safetensors")})
+    with pytest.raises(ValueError, match="nowhere"):
+        dynamics(gone, progress=False)

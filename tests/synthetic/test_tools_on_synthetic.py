@@ -1,0 +1,211 @@
+"""Every tool of the package on models with every encoding: exact where it can be, refused where it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from test_bad_input import GOOD, call, functions
+from test_transformer import both_directions, every_encoding, small_model
+from torch import Tensor
+
+from tl_posdisent import (
+    Rotary,
+    ablate_heads,
+    additivity,
+    applied,
+    capture,
+    controlled_distance,
+    dummy_distance,
+    dummy_distance_check,
+    fit_additive,
+    random_control,
+    read_attention,
+    read_layers,
+    remap_distance,
+    rotate,
+    swap_positions,
+    to_hooked_transformer,
+)
+
+ROTARY = ("rope", "absolute_rope", "mla")
+TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
+rotary_encodings = pytest.mark.parametrize("encoding", ROTARY)
+
+
+def scores_of(model: Any, layer: int, hooks: Any = ()) -> Tensor:
+    name = f"blocks.{layer}.attn.hook_attn_scores"
+    with torch.no_grad(), applied(model, list(hooks)):
+        return model.run_with_cache(TOKENS, names_filter=name)[1][name]
+
+
+def rotary_of(model: Any) -> Rotary:
+    n = model.config.rotary_dim // 2
+    return Rotary(10000.0 ** -(torch.arange(n, dtype=torch.float64) / n))
+
+
+def at_distances(model: Any, layer: int, distances: Tensor) -> Tensor:
+    """Scores with query i and key j at ``distances[i, j]``, from the cached vectors, one distance at a time."""
+    with torch.no_grad():
+        cache = model.run_with_cache(TOKENS)[1]
+    q, k, rotary = cache["q", layer].double(), cache["k", layer].double(), rotary_of(model)
+    scores = torch.empty(3, 3, 9, 9, dtype=torch.float64)
+    for i in range(9):
+        for j in range(9):
+            turned = rotate(q[:, i : i + 1], distances[i, j].reshape(1), rotary)[:, 0]
+            scores[:, :, i, j] = (turned * k[:, j]).sum(-1) * model.config.head_size**-0.5
+    hidden = torch.ones(9, 9).triu(1).bool() if model.config.causal else torch.zeros(9, 9).bool()
+    return scores.masked_fill(hidden, -torch.inf).float()
+
+
+@both_directions
+@every_encoding
+def test_read_and_captured(encoding: str, causal: bool) -> None:
+    model = small_model(encoding=encoding, causal=causal)
+    spec = read_attention(model, 1)
+    assert (spec.causal, spec.window, spec.scores_editable) == (causal, None, True)
+    if encoding in ("t5", "relative", "alibi"):
+        assert spec.problem is not None
+        with pytest.raises(ValueError, match="an additive bias"):
+            next(capture(model, TOKENS))
+        return
+    assert (spec.problem, spec.scale, spec.no_rotation) == (None, 8**-0.5, None)
+    assert (spec.rotary.dim if spec.rotary else 0) == model.config.rotary_dim
+    if spec.rotary is not None:
+        torch.testing.assert_close(spec.rotary.frequencies, rotary_of(model).frequencies, rtol=1e-5, atol=1e-9)
+    with torch.no_grad():
+        cache = model.run_with_cache(TOKENS)[1]
+        for layer in capture(model, TOKENS):
+            torch.testing.assert_close(layer.q, cache["q", layer.layer])
+            torch.testing.assert_close(layer.k, cache["k", layer.layer])
+            torch.testing.assert_close(layer.scores, cache["attn_scores", layer.layer])
+
+
+@both_directions
+@every_encoding
+def test_additivity_is_the_fit_of_the_cached_scores(encoding: str, causal: bool) -> None:
+    model = small_model(encoding=encoding, causal=causal)
+    table = additivity(model, TOKENS, progress=False)
+    for layer in (0, 1):
+        fit = fit_additive(scores_of(model, layer), mask="causal" if causal else "full")
+        got = torch.tensor(table[table.layer == layer]["r"].to_numpy()).view(3, 3)
+        torch.testing.assert_close(got, fit.r.double(), rtol=0, atol=1e-6)
+
+
+@both_directions
+@rotary_encodings
+def test_swapped_positions_are_other_tables(encoding: str, causal: bool) -> None:
+    positions = torch.tensor([0.0, 3, 4, 9, 1, 0.5, 30, 7, -2])
+    model = small_model(encoding=encoding, causal=causal)
+    with torch.no_grad():
+        plain = model(TOKENS)
+        swapped = model.run_with_hooks(TOKENS, fwd_hooks=swap_positions(model, positions))
+        angle = rotary_of(model).angles(positions).repeat(1, 2)
+        model.encoding.rotary_cos[:9], model.encoding.rotary_sin[:9] = angle.cos(), angle.sin()
+        torch.testing.assert_close(swapped, model(TOKENS), rtol=0, atol=1e-5)
+    assert (swapped - plain).abs().max() > 1e-3
+
+
+@both_directions
+@rotary_encodings
+def test_distances_by_hand(encoding: str, causal: bool) -> None:
+    model = small_model(encoding=encoding, causal=causal)
+    real = torch.arange(9)[:, None] - torch.arange(9)
+    for hooks, distances in (
+        (dummy_distance(model, 4, layers=[0]), torch.full((9, 9), 4)),
+        (remap_distance(model, lambda d: d.clamp(-2, 3), layers=[0]), real.clamp(-2, 3)),
+        (remap_distance(model, lambda d: 0.5 * d, layers=[0]), real * 0.5),
+    ):
+        torch.testing.assert_close(scores_of(model, 0, hooks), at_distances(model, 0, distances), rtol=0, atol=2e-5)
+    assert (scores_of(model, 0) - at_distances(model, 0, real)).nan_to_num().abs().max() < 2e-5
+
+
+@rotary_encodings
+def test_controlled_distance_by_brute_force(encoding: str) -> None:
+    model = small_model(encoding=encoding)
+    table = controlled_distance(model, TOKENS, progress=False)
+    every = torch.stack([at_distances(model, 1, torch.full((9, 9), d)) for d in range(9)]).double()
+    with torch.no_grad():
+        cache = model.run_with_cache(TOKENS)[1]
+    q, k = cache["q", 1].double().flatten(0, 1), cache["k", 1].double().flatten(0, 1)
+    turned = torch.stack([rotate(q, torch.full((27,), d), rotary_of(model)) for d in range(9)])
+    cells = torch.einsum("dqhx,khx->hdqk", turned, k) * 8**-0.5  # all texts meet all
+    total = cells.var((1, 2, 3), unbiased=False)
+    torch.testing.assert_close(cells[:, 3, :9, :9], every[3, 0], rtol=0, atol=1e-5)
+    rows = table[table.layer == 1]
+    torch.testing.assert_close(torch.tensor(rows["total"].to_numpy()), total, rtol=1e-4, atol=0)
+    for name, over in (("distance", (2, 3)), ("query", (1, 3)), ("key", (1, 2))):
+        share = cells.mean(over).var(1, unbiased=False) / total
+        torch.testing.assert_close(torch.tensor(rows[name].to_numpy()), share, rtol=0, atol=1e-5)
+
+
+@every_encoding
+def test_random_control_keeps_the_encoding(encoding: str) -> None:
+    model = small_model(encoding=encoding)
+    for chance in random_control(model, (0, 1)):
+        assert type(chance.encoding) is type(model.encoding)
+        for (name, buffer), (_, kept) in zip(chance.named_buffers(), model.named_buffers(), strict=True):
+            assert torch.equal(buffer, kept), name
+        assert bool((chance.embed.W_E != model.embed.W_E).all())
+
+
+LIKE_THE_ZOO = {"d_vocab": zoo.VOCAB, "n_out": zoo.VOCAB, "n_heads": 8, "d_model": 64, "n_ctx": 64, "n_layers": 1}
+OTHER = {"evaluate", "save_checkpoint", "train"}  # not of any TransformerLens model
+GROUPED = {"patch_vectors"}  # is given keys of grouped heads there
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("encoding", ["rope", "mla", "alibi", "learned"])
+def test_every_public_function_serves_or_refuses(encoding: str) -> None:
+    """Those that are found by the tests of bad input, with the arguments of those."""
+    model = small_model(encoding=encoding, causal=True, read_out="token", **LIKE_THE_ZOO)
+    served = set()
+    for function in functions():
+        if function.__name__ in OTHER | GROUPED or function is to_hooked_transformer:
+            continue
+        if encoding == "mla" and function.__name__ == "content_position_terms":
+            continue  # queries and keys through a norm of their own: refused, which its own tests check
+        changed = {dummy_distance_check: {"distances": [1, 2]}, ablate_heads: {"heads": [(0, 1)]}}.get(function, {})
+        if not needed(function) <= {*GOOD, *changed}:
+            continue  # the tests of bad input insist on a good value
+        if encoding in ROTARY or function in (additivity, read_attention, read_layers, random_control):
+            call(function, model, **changed)
+            served.add(function)
+            continue
+        with contextlib.suppress(Refused), refusals():
+            call(function, model, **changed)
+            served.add(function)
+    assert encoding in ROTARY or not served & {swap_positions, dummy_distance, controlled_distance}
+
+
+def needed(function: Any) -> set[str]:
+    """Arguments without a default, beside the model."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    return {parameter.name for parameter in parameters if parameter.default is parameter.empty}
+
+
+class Refused(Exception):
+    """With a reason that says what the model lacks."""
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Let a good reason to refuse pass, and nothing else."""
+    try:
+        yield
+    except ValueError as error:
+        if "rotary position embeddings" in str(error) or "an additive bias" in str(error):
+            raise Refused from error
+        raise
+
+
+def test_first_heads_alone_are_refused_clearly() -> None:
+    model = small_model(rotary_heads=2)
+    additivity(model, TOKENS, progress=False)
+    with pytest.raises(ValueError, match=r"swap_positions needs rotary position embeddings .* an unknown rotation"):
+        swap_positions(model, torch.arange(9))

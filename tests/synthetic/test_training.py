@@ -1,0 +1,484 @@
+"""Training: the plain loop's weights, the same bits after a stop, and files that are whole or refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from tl_posdisent import (
+    SyntheticConfig,
+    SyntheticModel,
+    TrainConfig,
+    TrainingInterrupted,
+    TrainRun,
+    TriggerCount,
+    TriggerDistance,
+    evaluate,
+    load_checkpoint,
+    save_checkpoint,
+    train,
+)
+from tl_posdisent.synthetic.training import steps
+
+TASK = TriggerDistance(d_vocab=8, min_gap=0, max_gap=3, min_side=0, max_side=12, n_ctx=32)
+FEW = TrainConfig(epochs=2, batch_size=16, n_train=100, n_test=60, lr=3e-3, log_every=5)  # 12 steps
+
+
+def small(seed: int = 0, **changed: Any) -> SyntheticModel:
+    shape: dict[str, Any] = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_mlp": 16, "pad_id": 0}
+    shape |= {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out}
+    return SyntheticModel(SyntheticConfig(**shape | changed), seed=seed)
+
+
+def changed(config: TrainConfig, **fields: Any) -> TrainConfig:
+    return TrainConfig(**{name: getattr(config, name) for name in config.__dataclass_fields__} | fields)
+
+
+def go(model: SyntheticModel, config: TrainConfig = FEW, **more: Any) -> TrainRun:
+    return train(model, TASK, config, progress=False, **more)
+
+
+def weights(model: SyntheticModel) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# --- what a step does -------------------------------------------------------------------------------------------
+
+
+def plain_loop(model: SyntheticModel, config: TrainConfig) -> tuple[list[float], list[float]]:
+    """Whole-batch training as anybody would write it: losses and norms of the gradients."""
+    split = TASK.split(config.n_train, config.n_test)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1.0, betas=config.betas, weight_decay=config.weight_decay, foreach=False
+    )
+    warm, losses, norms = round(config.warmup * config.epochs), [], []
+    for step in range(config.epochs):
+        up, down = (step + 1) / max(warm, 1), (step - warm) / (config.epochs - warm)
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * (up if step < warm else (1 + math.cos(math.pi * down)) / 2)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(split.train_tokens), split.train_labels)
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+        if config.clip is not None and norm > config.clip:
+            for p in model.parameters():
+                assert p.grad is not None
+                p.grad *= config.clip / norm
+        optimizer.step()
+        losses.append(loss.item())
+        norms.append(norm.item())
+    return losses, norms
+
+
+@pytest.mark.parametrize("pieces", [None, 1, 3, 20])
+@pytest.mark.parametrize("clip", [0.1, None])
+def test_is_the_plain_loop(pieces: int | None, clip: float | None) -> None:
+    """With one batch per epoch the order does not matter. Pieces are as long as their texts, and change nothing."""
+    config = TrainConfig(
+        epochs=8, batch_size=12, n_train=12, n_test=9, lr=1e-3, warmup=0.3, weight_decay=0.1, log_every=1, clip=clip
+    )
+    expected, model = small(3, encoding="relative"), small(3, encoding="relative")
+    losses, norms = plain_loop(expected, config)
+    run = go(model, changed(config, pieces=pieces))
+    torch.testing.assert_close(run.metrics["loss"].tolist(), losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(run.metrics["grad_norm"].tolist(), norms, rtol=1e-3, atol=1e-5)
+    assert max(norms) > 0.1
+    assert run.metrics["step"].tolist() == list(range(1, 9))
+    for name, x in expected.state_dict().items():
+        if name.endswith("b_K"):
+            continue  # no softmax sees it: its gradient is rounding, which Adam makes a step of
+        torch.testing.assert_close(model.state_dict()[name], x, rtol=1e-3, atol=2e-5)
+
+
+def test_learning_rate() -> None:
+    config = TrainConfig(epochs=10, batch_size=10, n_train=109, lr=2.0, warmup=0.06)
+    assert config.steps == 100
+    rates = [config.learning_rate(step) for step in range(100)]
+    assert rates[:7] == pytest.approx([2 * n / 6 for n in range(1, 7)] + [2.0])
+    assert rates[6 + 47] == pytest.approx(1.0)
+    assert rates[7:] == sorted(rates[7:], reverse=True)
+    assert 0 < rates[-1] < 0.01
+    assert TrainConfig(warmup=0.0, epochs=1).learning_rate(0) == 1e-4
+
+
+def test_the_paper_is_the_default() -> None:
+    paper = TrainConfig()
+    assert (paper.lr, paper.betas, paper.weight_decay, paper.warmup) == (1e-4, (0.98, 0.9), 1e-5, 0.06)
+    assert (paper.batch_size, paper.epochs, paper.n_train, paper.n_test) == (512, 100, 70_000, 30_000)
+
+
+def test_an_epoch_sees_every_sample_once_in_a_new_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    answers = steps.answers
+
+    def listen(model: Any, tokens: Tensor, pad: int | None) -> Tensor:
+        seen.extend(tuple(row) for row in torch.nn.functional.pad(tokens, (0, 32 - tokens.shape[1])).tolist())
+        return answers(model, tokens, pad)
+
+    monkeypatch.setattr(steps, "answers", listen)
+    go(small(), changed(FEW, n_train=96, pieces=2, n_test=1))
+    expected = sorted(map(tuple, TASK.split(96, 1).train_tokens.tolist()))
+    first, second = seen[:96], seen[96:192]
+    assert sorted(first) == sorted(second) == expected
+    assert {*first[:16]} != {*second[:16]}
+
+
+def test_metrics_are_means_since_the_row_before() -> None:
+    every, some = (go(small(1), changed(FEW, log_every=n)).metrics for n in (1, 5))
+    assert some["step"].tolist() == [5, 10, 12]
+    assert some["samples"].tolist() == [80, 160, 192]
+    for column in ("loss", "accuracy", "grad_norm"):
+        values = every[column]
+        expected = [values[:5].mean(), values[5:10].mean(), values[10:].mean()]
+        assert some[column].tolist() == pytest.approx(expected, rel=1e-6)
+    assert some["lr"].tolist() == [FEW.learning_rate(step) for step in (4, 9, 11)]
+    assert some["test_accuracy"].isna().tolist() == [True, True, False]
+    assert some["seconds"].is_monotonic_increasing
+
+
+def test_it_learns() -> None:
+    task = TriggerCount(d_vocab=6, n_triggers=1, max_count=2, min_length=4, max_length=4, n_ctx=4)
+    model = small(d_vocab=6, n_ctx=4, n_out=3)
+    config = TrainConfig(epochs=5, batch_size=16, n_train=320, n_test=60, lr=2e-2)
+    run = train(model, task, config, progress=False)
+    assert run.test_accuracy > 0.95
+    assert not model.training
+    split = run.split()
+    assert evaluate(model, split.test_tokens, split.test_labels)[1] == run.test_accuracy
+
+
+@pytest.mark.parametrize("options", [{"precision": "bfloat16"}, {"compile": True}])
+def test_other_ways_to_compute(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    usual, other = (go(small(2), changed(FEW, **more)).metrics for more in ({}, options))
+    assert len(compiled) == ("compile" in options)
+    assert other["loss"].tolist() == pytest.approx(usual["loss"].tolist(), rel=0.02)
+    assert (other["loss"].tolist() == usual["loss"].tolist()) == ("compile" in options)
+
+
+# --- seeds ------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_settle_everything_and_nobody_elses_numbers() -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = weights(go(small(dropout=0.2)).model)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert same(first, weights(go(small(dropout=0.2)).model))
+    assert not same(first, weights(go(small(dropout=0.2), changed(FEW, seed=1)).model))
+    assert not same(first, weights(go(small(dropout=0.2), changed(FEW, split_seed=1)).model))
+    assert not same(first, weights(go(small(dropout=0.1)).model))
+
+
+# --- stopping and going on --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stops", [[1], [6], [5, 7, 11]])
+def test_a_stop_leaves_no_trace_in_the_weights(stops: list[int], tmp_path: Path) -> None:
+    """Six steps make an epoch; dropout draws in every step; the model that goes on began elsewhere."""
+    whole = go(small(dropout=0.2))
+    for n, stop in enumerate(stops):
+        part = go(small(n, dropout=0.2), folder=tmp_path, resume=n > 0, stop_at=stop)
+        assert part.steps == stop
+    run = go(small(9, dropout=0.2), folder=tmp_path, resume=True)
+    assert same(weights(whole.model), weights(run.model))
+    assert run.metrics["step"].tolist() == sorted({5, 10, 12, *stops})
+    assert run.metrics["seconds"].is_monotonic_increasing
+    columns = ["test_loss", "test_accuracy"]
+    assert run.metrics[columns].iloc[-1].tolist() == whole.metrics[columns].iloc[-1].tolist()
+    again = go(small(9, dropout=0.2), folder=tmp_path, resume=True)  # there is nothing left to do
+    assert same(weights(whole.model), weights(again.model))
+    pd.testing.assert_frame_equal(again.metrics, run.metrics)
+
+
+def test_without_a_state_resume_begins(tmp_path: Path) -> None:
+    assert same(weights(go(small(1)).model), weights(go(small(1), folder=tmp_path / "new", resume=True).model))
+
+
+def press(times: int = 1, at: int = 7) -> Any:
+    """What the keyboard does after a step."""
+
+    def on_step(step: int, model: SyntheticModel) -> None:
+        for _ in range(times * (step == at)):
+            signal.raise_signal(signal.SIGINT)
+
+    return on_step
+
+
+def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
+    model, handler = small(dropout=0.2), signal.getsignal(signal.SIGINT)
+    with pytest.raises(TrainingInterrupted, match="interrupted after 7 of 12 steps") as caught:
+        go(model, folder=tmp_path, on_step=press())
+    assert signal.getsignal(signal.SIGINT) is handler
+    run = caught.value.run
+    assert run.metrics["step"].tolist() == [5, 7]
+    assert same(weights(run.at(7)), weights(model))
+    assert not model.training
+    resumed = go(small(5, dropout=0.2), folder=tmp_path, resume=True)
+    assert same(weights(resumed.model), weights(go(small(dropout=0.2)).model))
+
+
+def test_ctrl_c_inside_a_step_waits_for_its_end(tmp_path: Path) -> None:
+    model = small()
+    model.blocks[0].hook_resid_mid.add_hook(lambda x, hook: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(TrainingInterrupted) as caught:
+        go(model, changed(FEW, pieces=1), folder=tmp_path)
+    assert caught.value.run.steps == 1
+    assert same(weights(caught.value.run.at(1)), weights(go(small(), changed(FEW, pieces=1), stop_at=1).model))
+
+
+def test_ctrl_c_without_a_folder_still_gives_the_metrics() -> None:
+    with pytest.raises(TrainingInterrupted) as caught:
+        go(small(), on_step=press())
+    assert caught.value.run.steps == 7
+    assert caught.value.run.checkpoints == {}
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    model = small().eval()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        go(model, on_step=press(2))
+    assert type(caught.value) is KeyboardInterrupt
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not model.training
+
+
+def test_another_handler_of_ctrl_c_is_left_in_place() -> None:
+    got: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: got.append(number))
+    try:
+        assert go(small(), on_step=press()).steps == 12
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert got == [signal.SIGINT]
+
+
+def test_training_in_a_thread() -> None:
+    runs: list[TrainRun] = []
+    thread = threading.Thread(target=lambda: runs.append(go(small(1))))
+    thread.start()
+    thread.join()
+    assert same(weights(runs[0].model), weights(go(small(1)).model))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_after_an_error_modes_and_random_state_are_as_before(error: type[BaseException]) -> None:
+    def fail(step: int, model: SyntheticModel) -> None:
+        raise error("of the user's")
+
+    model = small(dropout=0.2).eval()
+    model.blocks[0].train()
+    modes, state = [m.training for m in model.modules()], torch.get_rng_state()
+    with pytest.raises(error, match="of the user's"):
+        go(model, on_step=fail)
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_nan_is_an_error() -> None:
+    model = small().eval()
+
+    def spoil(step: int, model: SyntheticModel) -> None:
+        if step == 7:
+            with torch.no_grad():
+                model.unembed.b_U[0] = torch.nan
+
+    with pytest.raises(ValueError, match=r"loss must be finite, got nan in step 8 of 12, at learning rate .* lower lr"):
+        go(model, on_step=spoil)
+    assert not model.training
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_the_weights_of_their_steps(tmp_path: Path) -> None:
+    then: dict[int, dict[str, Tensor]] = {}
+    model = small(4)
+    then[0] = weights(model)
+    config = changed(FEW, checkpoints=(7, 0, 3))
+    run = go(model, config, folder=tmp_path, on_step=lambda step, m: then.update({step: weights(m)}))
+    assert sorted(run.checkpoints) == [0, 3, 7, 12]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["state.safetensors", *(f"step-{step:06d}.safetensors" for step in (0, 3, 7, 12))]
+    for step in run.checkpoints:
+        there = run.at(step)
+        assert same(weights(there), then[step])
+        assert there.config == model.config
+        assert not there.training
+    measured = run.metrics.set_index("step")["test_accuracy"].dropna()
+    split = run.split()
+    assert measured.index.tolist() == [3, 7, 12]
+    assert measured[7] == evaluate(run.at(7), split.test_tokens, split.test_labels)[1]
+    with pytest.raises(ValueError, match=r"step must be one of the checkpoints \[0, 3, 7, 12\], got 4"):
+        run.at(4)
+
+
+@pytest.mark.parametrize("encoding", ["learned", "relative", "t5", "rope", "mla"])
+def test_saved_and_loaded(encoding: str, tmp_path: Path) -> None:
+    model = small(2, encoding=encoding, causal=True, read_out="last")
+    tokens, _ = TASK.batch(20)
+    again = load_checkpoint(save_checkpoint(model, tmp_path / "deep" / "x.safetensors", {"anything": [1, "two"]}))
+    assert again.config == model.config
+    assert torch.equal(again(tokens), model.eval()(tokens))
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["x.safetensors"]  # nothing unfinished beside it
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    path = save_checkpoint(small(), tmp_path / "good.safetensors")
+    whole = path.read_bytes()
+    for name, content in {"cut": whole[:-20], "head": whole[:50], "empty": b"", "other": b"PK\x03\x04" * 100}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"path must be a whole checkpoint, but .*{name} cannot be read"):
+            load_checkpoint(tmp_path / name)
+    with pytest.raises(ValueError, match=r"path must be a checkpoint, but .* does not exist"):
+        load_checkpoint(tmp_path / "nowhere")
+    size = int.from_bytes(whole[:8], "little")
+    head = json.loads(whole[8 : 8 + size])
+    head["__metadata__"]["notes"] = head["__metadata__"]["notes"].replace('"d_model": 16', '"d_model": 32')
+    text = json.dumps(head).encode()
+    (tmp_path / "shape").write_bytes(len(text).to_bytes(8, "little") + text + whole[8 + size :])
+    with pytest.raises(ValueError, match=r"weights in .*shape must fit the model: .* must be \(.*32.*\), got \(.*16"):
+        load_checkpoint(tmp_path / "shape")
+
+
+def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
+    go(small(), folder=tmp_path, stop_at=3)
+    refusals: list[tuple[SyntheticModel, TrainConfig, str]] = [
+        (small(d_mlp=17), FEW, r"has model d_mlp=16, not 17"),
+        (small(), changed(FEW, lr=1e-3), r"has training lr=0.003, not 0.001"),
+        (small(), changed(FEW, checkpoints=(1,)), r"has training checkpoints=\[\], not \[1\]"),
+    ]
+    for model, config, message in refusals:
+        before = weights(model)
+        with pytest.raises(ValueError, match=f"folder must hold this training to be resumed, but .*{message}"):
+            go(model, config, folder=tmp_path, resume=True)
+        assert same(weights(model), before)
+    other = TriggerDistance(d_vocab=8, min_gap=0, max_gap=3, min_side=0, max_side=11, n_ctx=32)
+    with pytest.raises(ValueError, match="has task max_side=12, not 11"):
+        train(small(), other, FEW, folder=tmp_path, resume=True, progress=False)
+    with pytest.raises(ValueError, match="folder must hold no training unless resume=True, but there is"):
+        go(small(), folder=tmp_path)
+    with pytest.raises(ValueError, match="folder must be given with resume=True"):
+        go(small(), resume=True)
+    state = tmp_path / "state.safetensors"
+    state.write_bytes(state.read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"path must be a whole checkpoint, but .*state.safetensors cannot be read"):
+        go(small(), folder=tmp_path, resume=True)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("read_out", ["mean", "last", "token"])
+@pytest.mark.parametrize("batch_size", [1, 7, 1000])
+def test_evaluate_is_one_text_after_the_other(read_out: str, batch_size: int) -> None:
+    model = small(read_out=read_out, dropout=0.3).train()
+    tokens, labels = TASK.batch(30)
+    losses, right = [], 0
+    with torch.no_grad():
+        model.eval()
+        for row, label in zip(tokens, labels, strict=True):
+            logits = model(row[row != 0][None])[0]
+            logits = (logits[-1] if read_out == "token" else logits).double()
+            losses.append(-logits.log_softmax(-1)[label].item())
+            right += int(logits.argmax() == label)
+        model.train()
+    loss, accuracy = evaluate(model, tokens, labels, batch_size=batch_size)
+    assert loss == pytest.approx(sum(losses) / 30, rel=1e-5)
+    assert accuracy == right / 30
+    assert model.training
+
+
+def test_evaluate_sees_hooks_and_survives_them() -> None:
+    model = small()
+    tokens, labels = TASK.batch(64)
+
+    def answer_two(x: Tensor, hook: Any) -> Tensor:
+        return torch.zeros_like(x)
+
+    def fail(x: Tensor, hook: Any) -> Tensor:
+        raise RuntimeError("of the user's")
+
+    with torch.no_grad():
+        model.unembed.b_U[2] = 5.0
+    with model.hooks(fwd_hooks=[("ln_final.hook_normalized", answer_two)]):
+        assert evaluate(model, tokens, labels)[1] == (labels == 2).float().mean().item()
+    model.train()
+    with (
+        model.hooks(fwd_hooks=[("ln_final.hook_normalized", fail)]),
+        pytest.raises(RuntimeError, match="of the user's"),
+    ):
+        evaluate(model, tokens, labels)
+    assert model.training
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"epochs": 0}, "epochs must be a whole number, 1 or more, got 0"),
+    ({"n_train": 511}, "n_train must be a whole number, 512 or more .one batch., got 511"),
+    ({"lr": 0.0}, "lr must be a finite number above 0, got 0.0"),
+    ({"lr": math.nan}, "lr must be a finite number above 0, got nan"),
+    ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to 1 .not included., got 1.0"),
+    ({"betas": (0.9,)}, "betas must be two numbers"),
+    ({"weight_decay": -1.0}, "weight_decay must be a finite number, 0 or more, got -1.0"),
+    ({"warmup": 1.5}, "warmup must be a number from 0 to 1, got 1.5"),
+    ({"clip": 0.0}, "clip must be a number above 0, or None, got 0.0"),
+    ({"checkpoints": (3, 13_700)}, "checkpoints must be a whole number, from 0 to 13600 .*got 13700"),
+    ({"precision": "float16"}, 'precision must be "auto", "float32" or "bfloat16", got \'float16\''),
+    ({"seed": -1}, "seed must be a whole number, from 0 to 4294967295, got -1"),
+    ({"pieces": 0}, "pieces must be a whole number, 1 or more, got 0"),
+    ({"test_every": 0}, "test_every must be a whole number, 1 or more, got 0"),
+]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("fields", "message"), BAD, ids=[str(fields) for fields, _ in BAD])
+def test_bad_config(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**fields)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_bad_arguments() -> None:
+    for model, message in [
+        (small(d_vocab=7), "model must have d_vocab of 8 or more for this task, got 7"),
+        (small(n_ctx=31), "model must have n_ctx of 32 or more for this task, got 31"),
+        (small(n_out=3), "model must have n_out of 4 or more for this task, got 3"),
+        (small(pad_id=None), "model must have pad_id=0, the task's, got None"),
+        (torch.nn.Linear(2, 2), "model must be a SyntheticModel, got Linear"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            go(model)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="task must be a Task, got str"):
+        train(small(), "distance")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stop_at must be a whole number, 1 or more, got 0"):
+        go(small(), stop_at=0)
+    tokens, labels = TASK.batch(5)
+    with pytest.raises(ValueError, match=r"labels must be one per row of tokens, got \(4,\) for .* \(5, 32\)"):
+        evaluate(small(), tokens, labels[:4])
+    with pytest.raises(ValueError, match="batch_size must be a whole number, 1 or more, got 0"):
+        evaluate(small(), tokens, labels, batch_size=0)
+
+
+def test_repr() -> None:
+    text = repr(go(small()))
+    assert text.startswith("TrainRun of rope on TriggerDistance(d_vocab=8, ")
+    assert "12 of 12 steps\n  test accuracy 0." in text

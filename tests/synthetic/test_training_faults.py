@@ -1,0 +1,225 @@
+"""Trainings that are killed, interrupted, or out of disk: what was finished is whole, and the end is the same.
+
+For real: other processes, signals, limits of the operating system.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tl_posdisent import (
+    SyntheticConfig,
+    SyntheticModel,
+    TrainConfig,
+    TriggerCount,
+    deposit_study,
+    load_checkpoint,
+    save_checkpoint,
+    train,
+)
+from tl_posdisent.synthetic.training.presets import Preset
+from tl_posdisent.utils.files import UNFINISHED
+
+TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
+STEPS = 24
+HOW = TrainConfig(epochs=STEPS, batch_size=16, n_train=16, n_test=8, pieces=1, checkpoints=tuple(range(STEPS + 1)))
+SHAPE: dict[str, Any] = {"n_layers": 2, "d_model": 96, "n_heads": 2, "d_mlp": 192, "dropout": 0.1}
+SHAPE |= {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out, "pad_id": TASK.pad_id}
+SCRIPT = """
+import torch; torch.set_num_threads(1)
+from test_training_faults import HOW, TASK, fresh
+from tl_posdisent import train
+train(fresh(), TASK, HOW, folder={folder!r}, resume=True, progress=False)
+"""
+
+Start = Callable[[Path], "subprocess.Popen[bytes]"]
+
+
+def fresh() -> SyntheticModel:
+    return SyntheticModel(SyntheticConfig(**SHAPE), seed=3)
+
+
+def weights(model: SyntheticModel) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Tensor]:
+    return weights(train(fresh(), TASK, HOW, progress=False).model)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Another process that trains in a folder, or goes on there."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def begin(folder: Path) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        code = SCRIPT.format(folder=os.fspath(folder))
+        running.append(subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE))
+        return running[-1]
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.wait()
+        assert process.stderr
+        process.stderr.close()
+
+
+def wait_for(there: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + 120
+    while not there():
+        assert process.poll() is None, process.communicate()[1].decode()
+        assert time.monotonic() < until
+
+
+def kept(folder: Path) -> list[int]:
+    """Steps of the checkpoints; each of them can be read."""
+    paths = sorted(folder.glob("step-*.safetensors"))
+    for path in paths:
+        load_checkpoint(path)
+    return [int(path.stem.removeprefix("step-")) for path in paths]
+
+
+def finish(folder: Path, undisturbed: dict[str, Tensor]) -> None:
+    """Gone on with, it ends where the undisturbed training ended, to the last bit."""
+    model = train(fresh(), TASK, HOW, folder=folder, resume=True, progress=False).model
+    assert all(torch.equal(x, undisturbed[name]) for name, x in model.state_dict().items())
+    assert kept(folder) == list(range(STEPS + 1))
+    assert all(torch.equal(x, undisturbed[name]) for name, x in _last(folder).items())
+    assert not list(folder.glob(f"*{UNFINISHED}"))
+
+
+def _last(folder: Path) -> dict[str, Tensor]:
+    return weights(load_checkpoint(folder / f"step-{STEPS:06d}.safetensors"))
+
+
+@pytest.mark.parametrize("what", ["step-*", "state.*"])
+def test_killed_while_a_file_is_written(
+    what: str, start: Start, undisturbed: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """Killed as soon as there is an unfinished file of the kind; whatever was finished before is whole."""
+    process = start(tmp_path)
+    wait_for((tmp_path / "step-000002.safetensors").exists, process)
+    wait_for(lambda: bool(list(tmp_path.glob(f"{what}{UNFINISHED}"))), process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    done = kept(tmp_path)
+    assert 3 <= len(done) <= STEPS, "killed too late to mean anything"
+    assert done == list(range(len(done)))
+    finish(tmp_path, undisturbed)
+
+
+def test_killed_at_any_moment(start: Start, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
+    """None of the steps is lost that were finished."""
+    process = start(tmp_path)
+    wait_for((tmp_path / "step-000009.safetensors").exists, process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert kept(tmp_path)[-1] >= 9
+    finish(tmp_path, undisturbed)
+
+
+def test_ctrl_c_for_a_process(start: Start, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
+    process = start(tmp_path)
+    wait_for((tmp_path / "step-000003.safetensors").exists, process)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[1].decode()
+    assert process.returncode != 0
+    assert "TrainingInterrupted: training interrupted after" in said
+    done = kept(tmp_path)
+    assert f"after {done[-1]} of {STEPS} steps" in said
+    assert not list(tmp_path.glob(f"*{UNFINISHED}"))
+    finish(tmp_path, undisturbed)
+
+
+@pytest.fixture
+def largest_file() -> Iterator[Callable[[int], None]]:
+    """Sets how many bytes a file of this process may have: beyond, writing fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_files_that_cannot_grow(
+    largest_file: Callable[[int], None], undisturbed: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """A state is three times as large as a checkpoint: the one fits, the other does not."""
+    train(fresh(), TASK, HOW, folder=tmp_path, stop_at=2, progress=False)
+    state = (tmp_path / "state.safetensors").read_bytes()
+    largest_file(len(state) // 2)
+    model = fresh()
+    model.eval()
+    with pytest.raises(OSError, match="File too large"):
+        train(model, TASK, HOW, folder=tmp_path, resume=True, progress=False)
+    assert not model.training
+    assert (tmp_path / "state.safetensors").read_bytes() == state
+    assert kept(tmp_path) == [0, 1, 2, 3]
+    assert not list(tmp_path.glob(f"*{UNFINISHED}"))
+    largest_file(10_000)
+    before = (tmp_path / "step-000003.safetensors").read_bytes()
+    with pytest.raises(OSError, match="File too large"):
+        save_checkpoint(model, tmp_path / "step-000003.safetensors")
+    assert (tmp_path / "step-000003.safetensors").read_bytes() == before
+    largest_file(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    finish(tmp_path, undisturbed)
+
+
+def test_a_full_disk(undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
+    """A file system for the state and a few checkpoints; with more room the training goes on."""
+    size = save_checkpoint(fresh(), tmp_path / "one.safetensors").stat().st_size
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    room = f"size={size * 12 // 1024}k"
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", room, "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a small file system takes root")
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            train(fresh(), TASK, HOW, folder=disk, progress=False)
+        assert 2 <= len(kept(disk)) <= 8
+        assert not list(disk.glob(f"*{UNFINISHED}"))
+        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True, capture_output=True)
+        finish(disk, undisturbed)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_study_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the second of two trainings: the first is not done again, tables are whole, the end is the same."""
+    how = TrainConfig(epochs=2, batch_size=8, n_train=16, n_test=8, pieces=1)
+    shape = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_mlp": 16}
+    preset = Preset("tiny", {"count": TASK}, ("rope", "none"), shape, how, {})
+    options: dict[str, Any] = {"samples": 8, "progress": False}
+    expected = deposit_study(preset, **options)
+    forward, calls = SyntheticModel.forward, []
+
+    def pressed(self: SyntheticModel, *args: Any, **kwargs: Any) -> Tensor:
+        if self.config.encoding == "none":
+            calls.append(1)
+            if len(calls) == 3:
+                signal.raise_signal(signal.SIGINT)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(SyntheticModel, "forward", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        deposit_study(preset, folder=tmp_path, **options)
+    first = tmp_path / "trainings" / "count-rope-seed0" / "state.safetensors"
+    written = first.stat().st_mtime_ns
+    assert not list(tmp_path.rglob(f"*{UNFINISHED}"))
+    again = deposit_study(preset, folder=tmp_path, **options)
+    assert first.stat().st_mtime_ns == written or again.accuracy.shape == expected.accuracy.shape
+    assert again.drops.equals(expected.drops)
+    assert (tmp_path / "drops.csv").read_text() == expected.drops.to_csv(index=False)

@@ -1,0 +1,349 @@
+"""The small transformer computes what is written on it, however one looks at it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, get_args
+
+import pytest
+import torch
+from support import zoo
+from support.plain_transformer import plain_logits
+from torch import Tensor
+
+from tl_posdisent import SyntheticConfig, SyntheticModel, read_attention, to_hooked_transformer
+from tl_posdisent.models.loading.load import has_hooked
+from tl_posdisent.synthetic.model.blocks import dropout
+from tl_posdisent.synthetic.model.config import EncodingName
+
+ENCODINGS = get_args(EncodingName)
+TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
+PADDED = TOKENS.clone()
+PADDED[0, 5:] = 0
+PADDED[2, 8:] = 0
+every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
+both_directions = pytest.mark.parametrize("causal", [True, False])
+
+
+def small_model(seed: int = 0, **changed: Any) -> SyntheticModel:
+    """With every parameter at a value that shows."""
+    small = {"n_layers": 2, "d_model": 24, "n_heads": 3, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 5}
+    model = SyntheticModel(SyntheticConfig(**(small | changed)), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            size = 1.0 if name in ("encoding.table",) else 0.3
+            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def look(x: Tensor, hook: Any) -> None:
+    """A hook that changes nothing."""
+
+
+def stepwise(model: SyntheticModel) -> list[tuple[str, Any]]:
+    """Hooks under which nothing is fused."""
+    return [(name, look) for name in model.hook_dict]
+
+
+def assert_close(a: Tensor, b: Tensor, atol: float = 1e-5) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+# --- what it computes ---------------------------------------------------------------------------------------------
+
+
+@both_directions
+@every_encoding
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"read_out": "last", "keys_from": "input"}, {"read_out": "token", "pad_id": None, "d_head": 6}],
+    ids=["mean", "last-input", "token"],
+)
+def test_the_same_as_written_down_naively(encoding: str, causal: bool, changed: dict[str, Any]) -> None:
+    model = small_model(encoding=encoding, causal=causal, **({"pad_id": 0} | changed)).double()
+    tokens = (TOKENS if model.config.pad_id is None else PADDED)[:2]
+    with torch.no_grad():
+        assert_close(model(tokens), plain_logits(model, tokens), 2e-6)  # tables are rounded to float32
+        assert_close(model.run_with_hooks(tokens, fwd_hooks=stepwise(model)), plain_logits(model, tokens), 2e-6)
+
+
+def test_the_first_heads_alone_turn() -> None:
+    model = small_model(rotary_heads=2).double()
+    assert_close(model(TOKENS[:2]).detach(), plain_logits(model, TOKENS[:2]), 2e-6)
+
+
+@pytest.mark.parametrize("keys_from", ["layer", "input"])
+@both_directions
+@every_encoding
+def test_fused_and_stepwise_agree_and_so_do_their_gradients(encoding: str, causal: bool, keys_from: str) -> None:
+    model = small_model(encoding=encoding, causal=causal, keys_from=keys_from, pad_id=0)
+    weights = torch.randn(3, 5)
+    fused, explicit = model(PADDED), model.run_with_hooks(PADDED, fwd_hooks=stepwise(model))
+    assert_close(fused, explicit)
+    gradients = [torch.autograd.grad((x * weights).sum(), list(model.parameters())) for x in (fused, explicit)]
+    for (name, _), one, other in zip(model.named_parameters(), *gradients, strict=True):
+        scale = other.abs().max().item()
+        assert scale > 0 or name.endswith(("b_K", "ln2.b")) or (encoding, name) == ("t5", "encoding.table"), name
+        assert_close(one, other, 1e-4 * scale + 1e-6)
+
+
+@both_directions
+@every_encoding
+def test_padding_is_as_if_it_were_not_there(encoding: str, causal: bool) -> None:
+    for read_out in ("mean", "last"):
+        model = small_model(encoding=encoding, causal=causal, read_out=read_out, pad_id=0)
+        longer = torch.cat([TOKENS, torch.zeros(3, 5, dtype=torch.int64)], 1)
+        with torch.no_grad():
+            plain = model(TOKENS)
+            assert_close(model(longer), plain)
+            assert_close(model.run_with_cache(longer)[0], plain)
+            assert_close(model(PADDED)[:1], model(PADDED[:1, :5]))
+            assert (model(PADDED)[:1] - plain[:1]).abs().max() > 1e-3
+
+
+@both_directions
+@pytest.mark.parametrize("encoding", ["rope", "alibi"])
+def test_nothing_but_padding_is_finite_and_so_are_gradients(encoding: str, causal: bool) -> None:
+    model = small_model(encoding=encoding, causal=causal, pad_id=0)
+    tokens = torch.cat([TOKENS, torch.zeros_like(TOKENS)])
+    for hooks in ([], stepwise(model)):
+        logits = model.run_with_hooks(tokens, fwd_hooks=hooks)
+        assert_close(logits[:3], model(TOKENS))
+        gradients = torch.autograd.grad(logits.sum(), list(model.parameters()))
+        assert all(bool(g.isfinite().all()) for g in (logits, *gradients))
+
+
+@pytest.mark.parametrize("keys_from", ["layer", "input"])
+@every_encoding
+def test_causal_models_do_not_look_ahead(encoding: str, keys_from: str) -> None:
+    other = TOKENS.clone()
+    other[:, 6] = TOKENS[:, 6] % 19 + 1
+    for causal in (True, False):
+        model = small_model(encoding=encoding, causal=causal, read_out="token", keys_from=keys_from)
+        for hooks in ([], stepwise(model)):
+            with torch.no_grad():
+                moved = [model.run_with_hooks(x, fwd_hooks=hooks) for x in (TOKENS, other)]
+            change = (moved[0] - moved[1]).abs().amax((0, 2))
+            assert bool((change[6:] > 1e-4).any())
+            assert torch.equal(change[:6] > 1e-5, torch.full((6,), not causal))
+
+
+def test_keys_from_the_input_are_the_same_in_the_first_layer_only() -> None:
+    model = small_model(keys_from="input")
+    with torch.no_grad():
+        before = model.run_with_cache(TOKENS)[1]
+        after = {}
+
+        def shift(x: Tensor, hook: Any) -> Tensor:
+            return x + 1.0 * torch.arange(24)
+
+        with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", shift)]):
+            _, after = model.run_with_cache(TOKENS)
+    assert torch.equal(before["k", 1], after["k", 1])
+    assert torch.equal(before["v", 1], after["v", 1])
+    assert not torch.equal(before["q", 1], after["q", 1])
+
+
+def test_seeds_make_the_weights_and_nothing_else() -> None:
+    config = small_model(encoding="learned").config
+    state = torch.get_rng_state()
+    one, same, other = SyntheticModel(config, 1), SyntheticModel(config, seed=1), SyntheticModel(config, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in one.named_parameters():
+        assert torch.equal(parameter, same.get_parameter(name))
+        assert torch.equal(parameter, other.get_parameter(name)) == (parameter.unique().numel() == 1)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model = small_model(dropout=0.5)
+    assert torch.equal(model(TOKENS), model(TOKENS))
+    twin = small_model(dropout=0.0)
+    assert torch.equal(model(TOKENS), twin(TOKENS))
+    model.train()
+    assert (model(TOKENS) - model(TOKENS)).abs().max() > 0.01
+    assert torch.equal(twin.train()(TOKENS), twin(TOKENS))
+
+
+# --- HookedTransformer --------------------------------------------------------------------------------------------
+
+
+EXPRESSIBLE = {"causal": True, "read_out": "token"}
+
+
+@pytest.mark.skipif(not has_hooked(), reason="HookedTransformer was removed in TransformerLens 4")
+@pytest.mark.parametrize("n_heads", [3, 4])
+@pytest.mark.parametrize("encoding", ["none", "sinusoidal", "learned", "rope", "alibi"])
+def test_hooked_transformer_with_the_same_weights(encoding: str, n_heads: int) -> None:
+    model = small_model(encoding=encoding, n_heads=n_heads, **EXPRESSIBLE)
+    hooked = to_hooked_transformer(model)
+    for m in (model, hooked):
+        m.set_use_attn_result(True)
+    with torch.no_grad():
+        assert_close(hooked(TOKENS), model(TOKENS))
+        (theirs, there), (ours, here) = hooked.run_with_cache(TOKENS), model.run_with_cache(TOKENS)
+    assert_close(ours, theirs)
+    absolute = {"hook_pos_embed"} if encoding == "none" else set()  # there a table of zeros
+    later = {"unembed.hook_in", "unembed.hook_out"} if zoo.TL_MAJOR < 3 else set()
+    assert set(here) - later == set(there) - absolute
+    for name in set(here) & set(there):
+        if zoo.TL_MAJOR < 3 and name.endswith("hook_normalized"):
+            continue  # there behind the weights of the norm
+        one, other = here[name], there[name]
+        if encoding == "alibi" and name.endswith("scores"):  # there up to a constant for each query
+            one, other = one - one[..., :1], other - other[..., :1]
+        assert_close(one, other, 1e-5 * max(1.0, other[other.isfinite()].abs().max().item()))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"encoding": "t5"}, r"encoding must be one of \('none', .*\) .* got 't5'"),
+        ({"encoding": "mla"}, "encoding must be one of .* got 'mla'"),
+        ({"encoding": "absolute_rope"}, "encoding must be one of .* got 'absolute_rope'"),
+        ({"causal": False}, "causal must be True .* got False"),
+        ({"read_out": "mean"}, "read_out must be 'token' .* got 'mean'"),
+        ({"keys_from": "input"}, "keys_from must be 'layer' .* got 'input'"),
+        ({"rotary_heads": 1}, "rotary_heads must be None or all heads .* got 1"),
+    ],
+)
+def test_what_hooked_transformer_cannot_express(changed: dict[str, Any], message: str) -> None:
+    message = message if has_hooked() else "the installed TransformerLens has no HookedTransformer"
+    with pytest.raises(ValueError, match=message):
+        to_hooked_transformer(small_model(**(EXPRESSIBLE | changed)))
+
+
+# --- a TransformerLens model ----------------------------------------------------------------------------------------
+
+
+@every_encoding
+def test_what_the_cache_holds_adds_up(encoding: str) -> None:
+    model = small_model(encoding=encoding, read_out="token", causal=True)
+    model.set_use_attn_result(True)
+    logits, cache = model.run_with_cache(TOKENS)
+    x = cache["embed"] + cache.cache_dict.get("hook_pos_embed", 0)
+    for n, block in enumerate(model.blocks):
+        assert_close(cache["resid_pre", n], x)
+        q, k = (cache[name, n] for name in (("rot_q", "rot_k") if model.encoding.rotates else ("q", "k")))
+        bias = model.encoding.bias(9)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5 + (0 if bias is None else bias[n % len(bias)])
+        inside = torch.ones(9, 9).tril().bool()
+        assert_close(cache["attn_scores", n], scores.masked_fill(~inside, -torch.inf))
+        assert_close(cache["pattern", n], cache["attn_scores", n].softmax(-1))
+        assert_close(cache["z", n], torch.einsum("bhqk,bkhd->bqhd", cache["pattern", n], cache["v", n]))
+        assert_close(cache["result", n].sum(2) + block.attn.b_O, cache["attn_out", n])
+        assert_close(cache["resid_mid", n], x + cache["attn_out", n])
+        x = cache["resid_mid", n] + cache["mlp_out", n]
+        assert_close(cache["resid_post", n], x)
+    assert_close(cache["ln_final.hook_normalized"].var(-1, unbiased=False), torch.ones(3, 9), 1e-3)
+    assert_close(cache["ln_final.hook_normalized"] * model.ln_final.w + model.ln_final.b, model.ln_final(x))
+    assert_close(model(TOKENS), logits)
+
+
+def test_result_fires_only_when_asked_for() -> None:
+    model = small_model()
+    assert "blocks.0.attn.hook_result" not in model.run_with_cache(TOKENS)[1]
+
+
+@pytest.mark.parametrize("encoding", ["learned", "mla"])
+def test_every_hook_has_its_say(encoding: str) -> None:
+    """An edit at any hook reaches the logits, and gradients come by."""
+    model, passed = small_model(encoding=encoding, n_layers=1), {}
+    model.set_use_attn_result(True)
+
+    def edit(x: Tensor, hook: Any) -> Tensor:
+        return x + torch.linspace(0, 1, x.numel()).view_as(x)
+
+    def note(x: Tensor, hook: Any) -> None:
+        passed[hook.name] = bool((x != 0).any())
+
+    with torch.no_grad():
+        plain = model(TOKENS)
+        for name in model.hook_dict:
+            assert (model.run_with_hooks(TOKENS, fwd_hooks=[(name, edit)]) - plain).abs().max() > 1e-5, name
+    with model.hooks(bwd_hooks=[(name, note) for name in model.hook_dict]):
+        model(TOKENS).square().sum().backward()
+    assert passed == dict.fromkeys(model.hook_dict, True)
+
+
+def test_stopping_at_a_layer() -> None:
+    model = small_model(n_layers=3)
+    _, cache = model.run_with_cache(TOKENS)
+    for n in range(3):
+        assert_close(model(TOKENS, stop_at_layer=n), cache["resid_pre", n])
+    assert_close(model(TOKENS, stop_at_layer=-1), cache["resid_pre", 2])
+
+
+def test_copies_are_independent_and_whole() -> None:
+    for encoding in ("rope", "t5", "learned"):
+        model = small_model(encoding=encoding)
+        twin = copy.deepcopy(model)
+        assert twin.blocks[0].attn.shared[0] is twin.encoding
+        before = model(TOKENS)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.mul_(2)
+        assert torch.equal(model(TOKENS), before)
+        twin.load_state_dict(model.state_dict())
+        assert torch.equal(twin(TOKENS), before)
+
+
+def test_other_dtypes() -> None:
+    for encoding in ENCODINGS:
+        model = small_model(encoding=encoding, pad_id=0)
+        wanted = model(PADDED)
+        rounded = copy.deepcopy(model).bfloat16()(PADDED)
+        assert rounded.dtype == torch.bfloat16
+        assert (rounded - wanted).abs().max() < 0.1 * wanted.abs().max()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert (model(PADDED) - wanted).abs().max() < 0.1 * wanted.abs().max()
+
+
+def test_the_probe_leaves_padding_out() -> None:
+    """With three tokens it could not help meeting it."""
+    model = small_model(d_vocab=3, pad_id=1)
+    spec = read_attention(model, 0)
+    assert spec.problem is None
+    assert spec.rotary is not None
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_text() -> None:
+    model = small_model()
+    for tokens, message in (
+        (TOKENS + 15, r"tokens must be ids from 0 to 19, got 16 … \d+"),
+        (TOKENS - 3, r"tokens must be ids from 0 to 19, got -\d … \d+"),
+        (TOKENS.float(), r"tokens must be integers of shape \(batch, pos\), got torch.float32"),
+        (TOKENS > 3, r"tokens must be integers of shape \(batch, pos\), got torch.bool"),
+        (TOKENS[None], r"tokens must be integers of shape \(batch, pos\), got torch.int64 of shape \(1, 3, 9\)"),
+        (TOKENS[:0], r"tokens must be integers of shape \(batch, pos\), got torch.int64 of shape \(0, 9\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(tokens)
+    with pytest.raises(ValueError, match="return_type must be \"logits\", got 'loss'"):
+        model(TOKENS, return_type="loss")
+    assert torch.equal(model(TOKENS[0]), model(TOKENS[:1]))
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_drops_that_share_and_keeps_the_mean(p: float, dtype: torch.dtype) -> None:
+    n = 1_000_003  # no multiple of four
+    x = torch.ones(n, dtype=dtype, requires_grad=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        y = dropout(x, p, True)
+        torch.manual_seed(0)
+        assert torch.equal(y, dropout(x, p, True))
+        assert not torch.equal(y, dropout(x, p, True))
+    zero = (y == 0).double()
+    deviation = (p * (1 - p) / n) ** 0.5
+    assert abs(zero.mean().item() - p) < 5 * deviation
+    assert y.double().mean().item() == pytest.approx(1, abs=5 * deviation / (1 - p) + (dtype == torch.bfloat16) * 0.004)
+    assert len(y.unique()) == 2
+    for lag in range(1, 9):  # entries that share a number of 64 bits know nothing of each other
+        both = (zero[lag:] * zero[:-lag]).mean().item()
+        assert abs(both - p * p) < 8 * p * deviation
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, y)
+    assert dropout(x, p, False) is x

@@ -1,0 +1,414 @@
+"""Figures draw the numbers of their tables, where and as they should, and leave everything else alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import plotly.io as pio
+import pytest
+import torch
+
+from tl_posdisent import (
+    EFFECTS,
+    fit_additive,
+    plot_deposit,
+    plot_distance,
+    plot_dynamics,
+    plot_heads,
+    plot_length,
+    plot_perturbation,
+    plot_shares,
+    plot_subspaces,
+    plot_substitution,
+    plot_training,
+)
+from tl_posdisent.synthetic.training.runs import TrainRun
+
+NAN = float("nan")
+
+
+def by_head(layers: int, heads: int, **columns: Any) -> pd.DataFrame:
+    """One row per layer and head, in disorder, with columns computed of both."""
+    rows = [(layer, head) for layer in range(layers) for head in range(heads)]
+    table = pd.DataFrame(rows, columns=["layer", "head"])
+    for name, f in columns.items():
+        table[name] = [float(f(layer, head)) for layer, head in rows]
+    return table.sample(frac=1, random_state=0, ignore_index=True)
+
+
+HEADS = by_head(3, 2, r=lambda layer, head: 10 * layer + head, effect=lambda layer, head: layer - 1 + head / 10)
+SHARES = by_head(2, 3, **{e: lambda layer, head, n=n: (n + layer) / (21 + 7 * layer) for n, e in enumerate(EFFECTS)})
+SUBSPACES = pd.concat(
+    [
+        HEADS.assign(subspace=c, frequency=2 * np.pi / 10.0**c, key_size=HEADS["r"] + 100 * c, distance=HEADS["effect"])
+        for c in (2, 0, 1)
+    ]
+)
+SUBSTITUTION = pd.DataFrame(
+    [
+        ("all", pd.NA, pd.NA, "fit", "distance+query+key", 4.0, 1.0, 0.9),
+        ("all", pd.NA, pd.NA, "shuffled fit", "distance+query+key", 4.5, 1.5, 1.4),
+        ("all", pd.NA, pd.NA, "zero", "", 4.2, 1.2, 1.9),
+        ("all", pd.NA, pd.NA, "fit", "mean", 5.0, 2.0, 1.1),
+        ("all", pd.NA, pd.NA, "fit", "distance+residual", 2.9, -0.1, 0.2),
+        *(("layer", n, pd.NA, put_in, "", 3.0, n + m, 0.0) for n in (2, 0) for m, put_in in enumerate(["fit", "zero"])),
+    ],
+    columns=["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"],
+).astype({"layer": "Int64", "head": "Int64"})
+PERTURBATION = pd.DataFrame(
+    [("order", 0.5, 0.3, 0.1), ("order", 0.0, 0.0, 0.0), ("order", 1.0, NAN, NAN), ("index", 0.1, 0.2, NAN)],
+    columns=["kind", "fraction", "added_loss", "added_loss_se"],
+)
+LENGTH = pd.DataFrame({"start": [100, 0], "stop": [300, 100], "loss": [5.0, 3.0], "entropy": [2.0, 1.0]})
+METRICS = pd.DataFrame(
+    {
+        "step": [10, 20, 30],
+        "loss": [3.0, 2.0, 1.0],
+        "accuracy": [0.1, 0.4, 0.9],
+        "test_loss": [NAN, 2.5, 1.5],
+        "test_accuracy": [NAN, 0.3, 0.8],
+    }
+)
+MARGINS = pd.DataFrame(
+    [(20, 1, 0, 4.0), (20, 0, 1, 3.0), (0, 1, 1, 2.0), (0, 0, 0, 1.0)], columns=["step", "layer", "head", "margin"]
+)
+PROFILES = by_head(2, 2).merge(pd.DataFrame({"distance": [3, 0, 1, 2]}), how="cross")
+PROFILES = PROFILES.assign(value=PROFILES["layer"] * 100.0 + PROFILES["head"] * 10 + PROFILES["distance"])
+
+PLOTS: list[tuple[Callable[[Any], go.Figure], pd.DataFrame, list[str]]] = [
+    (lambda table: plot_heads(table, "r"), HEADS, ["layer", "head", "r"]),
+    (plot_distance, PROFILES, ["distance", "value"]),
+    (plot_shares, SHARES, ["head", *EFFECTS]),
+    (lambda table: plot_subspaces(table, "key_size"), SUBSPACES, ["head", "subspace", "frequency", "key_size"]),
+    (lambda table: plot_deposit(table, better="lower"), HEADS, ["layer", "head", "effect"]),
+    (plot_substitution, SUBSTITUTION, ["scope", "layer", "put_in", "keep", "change"]),
+    (plot_perturbation, PERTURBATION, ["kind", "fraction", "added_loss", "added_loss_se"]),
+    (lambda table: plot_length(table, ["loss"]), LENGTH, ["start", "stop", "loss"]),
+    (plot_training, METRICS, ["step", "loss", "accuracy", "test_loss", "test_accuracy"]),
+    (lambda table: plot_dynamics(table, "margin"), MARGINS, ["step", "layer", "margin"]),
+]
+NAMES = ["heads", "distance", "shares", "subspaces", "deposit", "substitution", "perturbation", "length", "training"]
+NAMES.append("dynamics")
+
+
+# --- what holds for all of them ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("plot", "table", "columns"), PLOTS, ids=NAMES)
+def test_every_axis_says_what_it_is_and_nothing_else_changes(plot: Any, table: pd.DataFrame, columns: Any) -> None:
+    template, before = pio.templates.default, pio.templates[pio.templates.default].to_plotly_json()
+    same = table.copy(deep=True)
+    figure = plot(table)
+    assert isinstance(figure, go.Figure)
+    axes = [*figure.select_yaxes(), list(figure.select_xaxes())[-1]]  # panels share the last x axis
+    named = [axis for axis in axes if plot is not plot_substitution or axis.plotly_name == "xaxis"]  # bars have names
+    assert all(axis.title.text for axis in named)
+    pd.testing.assert_frame_equal(table, same)
+    assert pio.templates.default == template
+    assert pio.templates[template].to_plotly_json() == before
+    assert figure.layout.template == go.Figure().layout.template  # the user's own
+
+
+@pytest.mark.parametrize(("plot", "table", "columns"), PLOTS, ids=NAMES)
+@pytest.mark.usefixtures("unchecked")
+def test_refusals(plot: Any, table: pd.DataFrame, columns: list[str]) -> None:
+    for column in columns:
+        with pytest.raises(
+            ValueError, match=rf"columns {', '.join(columns)}, as made by \w.*got one without {column}$"
+        ):
+            plot(table.drop(columns=column))
+    with pytest.raises(ValueError, match=r"pandas table as made by \w.*got dict"):
+        plot({"": {}} if plot is PLOTS[7][0] else {"loss": [1.0]})
+    with pytest.raises(ValueError, match="must have rows"):
+        plot(table[:0])
+    number = columns[-1]
+    words = table.astype({number: object}).assign(**{number: "many"})
+    with pytest.raises(ValueError, match=f"column {number} must be numbers"):
+        plot(words)
+
+
+@pytest.mark.parametrize("n", [0, 2, 3, 4])
+def test_rows_that_are_no_texts_are_not_averaged(n: int) -> None:
+    plot, table, _ = PLOTS[n] if n != 1 else PLOTS[0]
+    with pytest.raises(ValueError, match=r"one row for each .*got several: select rows first"):
+        plot(pd.concat([table, table]))
+    texts = pd.concat([table.assign(batch=0), table.assign(batch=1)])
+    assert plot(texts).to_dict()["data"] == plot(table).to_dict()["data"]
+    with pytest.raises(ValueError, match=r"one row for each .*batch, got several"):
+        plot(pd.concat([texts, texts]))
+
+
+# --- one by one -------------------------------------------------------------------------------------------------
+
+
+def test_heads_has_layers_on_y_from_the_top_and_heads_on_x() -> None:
+    figure = plot_heads(HEADS, "r")
+    (heat,) = figure.data
+    assert np.array_equal(heat.z, [[0, 1], [10, 11], [20, 21]])
+    assert (list(heat.y), list(heat.x)) == (["0", "1", "2"], ["0", "1"])
+    assert figure.layout.yaxis.autorange == "reversed"
+    assert (figure.layout.xaxis.title.text, figure.layout.yaxis.title.text) == ("head", "layer")
+    assert (heat.zmin, heat.zmax) == (0, 21)
+
+
+def test_heads_takes_the_mean_over_texts_and_leaves_blank_what_is_unknown() -> None:
+    other = HEADS.assign(batch=1, r=HEADS["r"] + 4)
+    table = pd.concat([HEADS.assign(batch=0), other])
+    table.loc[(table["layer"] == 1) & (table["head"] == 0), "r"] = NAN
+    (heat,) = plot_heads(table, "r").data
+    np.testing.assert_array_equal(heat.z, [[2, 3], [NAN, 13], [22, 23]])
+    (heat,) = plot_heads(HEADS[HEADS.index != HEADS.query("layer == 2 and head == 1").index[0]], "r").data
+    assert np.isnan(heat.z[2][1])
+
+
+def test_colours_are_symmetric_where_numbers_are_signed() -> None:
+    (heat,) = plot_heads(HEADS, "effect").data
+    assert (heat.zmin, heat.zmax) == (-1.1, 1.1)
+    middle = [colour for at, colour in heat.colorscale if at == 0.5]
+    assert middle == ["rgb(247,247,247)"]
+    assert heat.colorscale[0][1] == "rgb(5,48,97)"  # blue below 0
+    (forced,) = plot_heads(HEADS, "r", signed=True).data
+    assert (forced.zmin, forced.zmax) == (-21, 21)
+    (plain,) = plot_heads(HEADS, "effect", signed=False).data
+    assert (plain.zmin, plain.zmax) == (-1, 1.1)
+    assert plain.colorscale != heat.colorscale
+    (given,) = plot_heads(HEADS, "r", limits=(-5, 50)).data
+    assert (given.zmin, given.zmax) == (-5, 50)
+    (zero,) = plot_heads(HEADS.assign(r=0.0), "r").data
+    assert zero.zmin < zero.zmax
+
+
+@pytest.mark.parametrize("limits", [(1, 0), (0, NAN), (1,), "01", 3])
+@pytest.mark.usefixtures("unchecked")
+def test_limits_must_be_two_ascending_numbers(limits: Any) -> None:
+    with pytest.raises(ValueError, match="limits must be two ascending numbers, got "):
+        plot_heads(HEADS, "r", limits=limits)
+
+
+def test_rows_that_name_no_head_are_refused() -> None:
+    with pytest.raises(ValueError, match="table must name layer and head in every row"):
+        plot_heads(SUBSTITUTION, "change")
+
+
+def test_what_an_effect_is_called_follows_from_its_table() -> None:
+    def title(**columns: float) -> str:
+        return plot_heads(HEADS.assign(**columns), "effect").data[0].colorbar.title.text
+
+    assert "untouched" in title(baseline=1.0)
+    assert "clean" in title(clean=1.0, corrupted=2.0)
+    assert "other" in title(source=1.0, baseline=2.0)
+
+
+def test_subspaces_has_wavelengths_on_y_and_heads_on_x() -> None:
+    figure = plot_subspaces(SUBSPACES, "key_size")
+    (heat,) = figure.data
+    r = np.array([0, 1, 10, 11, 20, 21])
+    assert np.array_equal(heat.z, [r, 100 + r, 200 + r])
+    assert [list(x) for x in heat.x] == [["layer 0"] * 2 + ["layer 1"] * 2 + ["layer 2"] * 2, ["0", "1"] * 3]
+    assert list(figure.layout.yaxis.ticktext) == ["1", "10", "100"]
+    assert figure.layout.yaxis.autorange == "reversed"
+    assert list(heat.customdata[2][3]) == ["layer 1, head 1", "100"]
+    (signed,) = plot_subspaces(SUBSPACES, "distance").data
+    assert (signed.zmin, signed.zmax) == (-1.1, 1.1)
+
+
+def test_subspaces_are_numbered_where_layers_differ_in_frequencies() -> None:
+    faster = SUBSPACES.assign(frequency=SUBSPACES["frequency"] * (1 + SUBSPACES["layer"]))
+    axis = plot_subspaces(faster, "key_size").layout.yaxis
+    assert (list(axis.ticktext), axis.title.text) == (["0", "1", "2"], "subspace")
+    still = SUBSPACES.assign(frequency=SUBSPACES["frequency"].where(SUBSPACES["subspace"] < 2, 0.0))
+    assert list(plot_subspaces(still, "key_size").layout.yaxis.ticktext) == ["1", "10", "∞"]
+
+
+def test_one_layer_needs_no_layer() -> None:
+    table = SHARES[SHARES["layer"] == 0].drop(columns="layer")
+    assert list(plot_shares(table).data[0].x) == ["0", "1", "2"]
+
+
+def test_shares_are_stacked_to_one_with_what_breaks_additivity_on_top() -> None:
+    figure = plot_shares(SHARES)
+    ordered = SHARES.sort_values(["layer", "head"])
+    for bar in figure.data:
+        assert np.array_equal(bar.y, ordered[bar.name.replace(" × ", ":")])
+        assert [list(x) for x in bar.x] == [["layer 0"] * 3 + ["layer 1"] * 3, ["0", "1", "2"] * 2]
+    assert np.allclose(sum(np.array(bar.y) for bar in figure.data), 1)
+    assert figure.layout.barmode == "relative"
+    names = [bar.name for bar in figure.data]
+    assert sorted(names) == sorted(effect.replace(":", " × ") for effect in EFFECTS)
+    assert [name.startswith("distance ×") for name in names] == [False] * 4 + [True] * 3
+    assert len({bar.marker.color for bar in figure.data}) == 7
+
+
+@pytest.mark.parametrize(("better", "sign", "most"), [("lower", 1, 5), ("higher", -1, 0)])
+def test_deposit_points_up_where_the_model_is_worse(better: Any, sign: int, most: int) -> None:
+    figure = plot_deposit(HEADS, better=better)
+    (bars,) = figure.data
+    ordered = HEADS.sort_values(["layer", "head"])
+    assert np.array_equal(bars.y, sign * ordered["effect"])
+    (note,) = figure.layout.annotations
+    assert (note.text, note.x) == (f"layer {most // 2}, head {most % 2}", most)
+    others = {colour for n, colour in enumerate(bars.marker.color) if n != most}
+    assert len(others) == 1
+    assert bars.marker.color[most] not in others
+
+
+def test_many_heads_are_named_by_layer() -> None:
+    many = by_head(9, 20, effect=lambda layer, head: layer + head / 100)
+    figure = plot_deposit(many, better="lower")
+    assert np.array_equal(figure.data[0].y, many.sort_values(["layer", "head"])["effect"])
+    assert np.array_equal(figure.data[0].x, range(180))
+    assert list(figure.layout.xaxis.tickvals) == [9.5 + 20 * n for n in range(9)]
+    assert list(figure.layout.xaxis.ticktext) == list("012345678")
+    assert figure.data[0].customdata[25] == "layer 1, head 5"
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_unknown_options() -> None:
+    with pytest.raises(ValueError, match='better must be "lower" or "higher", got \'more\''):
+        plot_deposit(HEADS, better="more")
+    with pytest.raises(ValueError, match='measure must be "change", "kl" or "loss", got \'gain\''):
+        plot_substitution(SUBSTITUTION, "gain")
+    with pytest.raises(ValueError, match='scope must be "all" or "layer", got \'head\''):
+        plot_substitution(SUBSTITUTION, scope="head")
+    with pytest.raises(ValueError, match='rows of scope "layer"'):
+        plot_substitution(SUBSTITUTION[:3], scope="layer")
+    with pytest.raises(ValueError, match="measures must be a sequence of columns, got 'loss'"):
+        plot_length(LENGTH, "loss")
+    with pytest.raises(ValueError, match="tables must have at least one table"):
+        plot_length({})
+    with pytest.raises(ValueError, match="one row per bucket"):
+        plot_length(LENGTH.assign(layer=0), ["loss"])
+    for wavelengths in ([0.0], [NAN], 3, ["long"]):
+        with pytest.raises(ValueError, match="wavelengths must be numbers above 0"):
+            plot_distance(PROFILES, wavelengths=wavelengths)
+
+
+@pytest.mark.parametrize("measure", ["change", "kl", "loss"])
+def test_substitution_ranks_everything_with_the_worst_on_top(measure: Any) -> None:
+    figure = plot_substitution(SUBSTITUTION, measure)
+    names = [
+        "distance + query + key",
+        "distance + query + key, shuffled text",
+        "no attention output",
+        "uniform attention",
+        "distance + residual",
+    ]
+    values = dict(zip(names, SUBSTITUTION[measure], strict=False))
+    drawn = {name: value for bar in figure.data for name, value in zip(bar.y, bar.x, strict=True)}
+    assert drawn == values
+    assert list(figure.layout.yaxis.categoryarray) == sorted(values, key=lambda name: values[name])  # upwards
+    assert {bar.name: len(bar.y) for bar in figure.data} == {"fit": 3, "shuffled fit": 1, "zero": 1}
+    low, high = figure.layout.xaxis.range
+    assert low <= min(values.values()) < max(values.values()) < high
+
+
+def test_substitution_layer_by_layer() -> None:
+    bars = {bar.name: bar for bar in plot_substitution(SUBSTITUTION, scope="layer").data}
+    assert {name: (list(bar.x), list(bar.y)) for name, bar in bars.items() if len(bar.x)} == {
+        "fit": (["0", "2"], [0, 2]),
+        "zero": (["0", "2"], [1, 3]),
+    }
+
+
+def test_distance_draws_each_profile_of_a_fit() -> None:
+    scores = torch.randn(1, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    fit = fit_additive(scores)
+    lines = plot_distance(fit).data
+    assert [line.name for line in lines] == ["head 0", "head 1", "head 2"]
+    for head, line in enumerate(lines):
+        assert np.array_equal(line.y, fit.distance[0, head].numpy())
+        assert np.array_equal(line.x, np.arange(12))
+    (alone,) = plot_distance(fit_additive(scores[0, 1])).data
+    assert np.allclose(alone.y, lines[1].y)
+    two = plot_distance(fit_additive(torch.cat([scores, -scores])))
+    assert np.allclose(two.data[0].y, 0)  # the mean over texts
+
+
+def test_distance_of_many_heads_tells_all_apart_in_order() -> None:
+    figure = plot_distance(PROFILES)
+    assert [line.name for line in figure.data] == [f"layer {n}, head {m}" for n in (0, 1) for m in (0, 1)]
+    assert np.array_equal(figure.data[3].y, [110, 111, 112, 113])
+    assert np.array_equal(figure.data[3].x, [0, 1, 2, 3])
+    many = plot_distance(by_head(5, 8, value=lambda layer, head: 0).assign(distance=1)).data
+    assert len({(line.line.color, line.line.dash) for line in many}) == 40
+
+
+def test_distance_marks_the_wavelengths_that_occur() -> None:
+    table = pd.DataFrame({"distance": range(201), "value": np.linspace(3, -1, 201)})
+    marks = plot_distance(table, wavelengths=[500.0, 6.283, 100.0, 8.0, float("inf")]).data[-1]
+    assert marks.name == "wavelengths"
+    assert list(marks.x) == [6.283, 6.283, None, 8.0, 8.0, None, 100.0, 100.0, None]
+    assert list(marks.y) == [-1, 3, None] * 3
+    assert list(marks.text)[1::3] == ["6", "", "100"]  # no room for the 8
+
+
+def test_perturbation_bands_are_mean_and_standard_error() -> None:
+    figure = plot_perturbation(PERTURBATION)
+    order_band, order, index_band, index = figure.data
+    assert (order.name, list(order.x), list(order.y)) == ("order", [0, 0.5], [0, 0.3])  # sorted; nothing at 1
+    assert list(order_band.x) == [0, 0.5, 0.5, 0]
+    assert np.allclose(order_band.y, [0, 0.4, 0.2, 0])
+    assert (order_band.fill, order_band.hoverinfo, order_band.showlegend) == ("toself", "skip", False)
+    assert (index.name, list(index.y), len(index_band.x)) == ("index", [0.2], 0)  # a single seed has no error
+    assert order_band.fillcolor == "rgba(0, 114, 178, 0.2)"
+    assert order.line.color == "#0072B2" != index.line.color
+    assert order.marker.symbol != index.marker.symbol
+
+
+def test_length_is_level_over_each_bucket() -> None:
+    other = LENGTH.assign(loss=[3.5, 3.0])
+    figure = plot_length({"as it is": LENGTH, "window": other}, ["loss", "entropy"], in_range=100)
+    lines = {(line.name, line.yaxis): line for line in figure.data}
+    assert list(lines["as it is", "y"].x) == [0, 100, 100, 300]
+    assert list(lines["as it is", "y"].y) == [3, 3, 5, 5]
+    assert list(lines["window", "y"].y) == [3, 3, 3.5, 3.5]
+    assert list(lines["window", "y2"].y) == [1, 1, 2, 2]
+    assert [line.showlegend for line in figure.data] == [True, False, True, False]
+    assert [(line.x0, line.x1) for line in figure.layout.shapes] == [(100, 100)] * 2
+    assert [axis.title.text for axis in figure.select_yaxes()] == [
+        "loss (nats per token)",
+        "entropy of attention (nats)",
+    ]
+    assert not plot_length(LENGTH, ["loss"]).layout.shapes
+
+
+def test_training_draws_the_test_only_where_it_was_measured() -> None:
+    run = object.__new__(TrainRun)
+    for field in dataclasses.fields(TrainRun):
+        object.__setattr__(run, field.name, METRICS if field.name == "metrics" else None)
+    for source in (METRICS, run):
+        loss, test_loss, accuracy, test_accuracy = plot_training(source).data
+        assert (list(loss.x), list(loss.y)) == ([10, 20, 30], [3, 2, 1])
+        assert (list(test_loss.x), list(test_loss.y)) == ([20, 30], [2.5, 1.5])
+        assert (list(accuracy.y), list(test_accuracy.y)) == ([0.1, 0.4, 0.9], [0.3, 0.8])
+        assert [line.yaxis for line in (loss, test_loss, accuracy, test_accuracy)] == ["y", "y", "y2", "y2"]
+        assert [line.name for line in (loss, test_loss)] == ["training", "test"]
+
+
+def test_dynamics_has_a_panel_per_layer_and_a_line_per_head() -> None:
+    table = pd.concat([HEADS.assign(step=step, r_two_axis=HEADS["r"] + step / 100) for step in (20, 0, 10)])
+    figure = plot_dynamics(table)
+    assert [a.text for a in figure.layout.annotations] == ["layer 0", "layer 1", "layer 2"]
+    assert len(figure.data) == 6
+    for line, (layer, head) in zip(figure.data, [(n, m) for n in range(3) for m in range(2)], strict=True):
+        assert line.name == f"head {head}"
+        assert line.xaxis == ("x", "x2", "x3")[layer]
+        assert (list(line.x), list(line.y)) == ([0, 10, 20], [10 * layer + head + s for s in (0, 0.1, 0.2)])
+        assert line.showlegend == (layer == 0)
+    assert {axis.matches for axis in figure.select_yaxes()} <= {None, "y"}  # heights compare across panels
+    assert len({(line.line.color, line.line.dash) for line in figure.data}) == 2
+
+
+def test_dynamics_of_layers_is_a_single_panel() -> None:
+    figure = plot_dynamics(MARGINS, "margin")
+    assert [(line.name, list(line.x), list(line.y)) for line in figure.data] == [
+        ("layer 0", [0, 20], [1.0, 3.0]),
+        ("layer 1", [0, 20], [2.0, 4.0]),
+    ]
+    with pytest.raises(ValueError, match="several"):
+        plot_dynamics(pd.concat([HEADS.assign(step=0)] * 2), "r")

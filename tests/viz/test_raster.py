@@ -1,0 +1,163 @@
+"""Images of score matrices: their pixels are the values, and what is refused as a chart is drawn as an image."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import struct
+import zlib
+
+import pytest
+import torch
+from torch import Tensor
+
+import tl_posdisent as tp
+from tl_posdisent.viz.widgets import raster
+from tl_posdisent.viz.widgets.layout import NEGATIVE, POSITIVE
+from tl_posdisent.viz.widgets.offline import Widget
+from tl_posdisent.viz.widgets.selection import CELLS, IMAGE_CELLS
+
+GREY = (200, 200, 200)
+
+
+def decoded(uri: str) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """Palette numbers and palette of a PNG, every check sum verified."""
+    content = base64.b64decode(uri.removeprefix("data:image/png;base64,"), validate=True)
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, at = {}, 8
+    while at < len(content):
+        (size,) = struct.unpack(">I", content[at : at + 4])
+        kind, body = content[at + 4 : at + 8], content[at + 8 : at + 8 + size]
+        assert struct.unpack(">I", content[at + 8 + size : at + 12 + size]) == (zlib.crc32(kind + body),)
+        chunks[kind], at = body, at + 12 + size
+    assert list(chunks) == [b"IHDR", b"PLTE", b"IDAT", b"IEND"]
+    width, height, *kind = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
+    assert kind == [8, 3, 0, 0, 0]  # eight bits, a palette
+    rows = torch.tensor(list(zlib.decompress(chunks[b"IDAT"])), dtype=torch.uint8).view(height, width + 1)
+    assert not rows[:, 0].any()  # no filters
+    return rows[:, 1:], [tuple(chunks[b"PLTE"][i : i + 3]) for i in range(0, len(chunks[b"PLTE"]), 3)]
+
+
+def data_of(widget: Widget) -> dict:
+    (found,) = re.findall(r"const data = (\{.*\});\n", widget.fragment())
+    return json.loads(found)
+
+
+def values(number: Tensor, scale: float) -> Tensor:
+    return torch.where(number == 0, torch.nan, (number.double() - 128) / 127 * scale)
+
+
+def fitted(heads: int, length: int) -> tuple[Tensor, tp.AdditiveFit, list[str]]:
+    scores = torch.randn(heads, length, length, generator=torch.Generator().manual_seed(0))
+    return scores, tp.fit_additive(scores), [f" w{i}" for i in range(length)]
+
+
+def test_pixels_are_the_values() -> None:
+    """Of every head and part, to half a step of the scale; grey after the query, and nowhere else."""
+    scores, fit, words = fitted(3, 20)
+    widget = tp.show_scores(fit, words, "residual", scores=scores, heads=[2, 0], raster=True)
+    data = data_of(widget)
+    residual = fit.residual(scores)
+    for picture, head in zip(data["choices"], (2, 0), strict=True):
+        numbers, _ = decoded(picture[0]["src"])
+        seen = values(numbers, data["scale"])
+        causal = torch.ones(20, 20, dtype=torch.bool).tril()
+        assert torch.equal(seen.isnan(), ~causal)
+        assert (seen - residual[head])[causal].abs().max() <= 0.5001 * data["scale"] / 127
+        lowest = torch.where(causal, residual[head], 0.0).argmin().item()
+        assert f"at query {lowest // 20}, key {lowest % 20}, highest" in picture[0]["alt"]
+
+
+def test_colours_are_those_of_the_charts() -> None:
+    """White is 0, the ends are the two colours, and both ways the colours only get darker."""
+    palette = raster.palette()
+    red, blue = (tuple(bytes.fromhex(colour[1:])) for colour in (NEGATIVE, POSITIVE))
+    assert (palette[0], palette[1], palette[128], palette[255]) == (GREY, red, (255, 255, 255), blue)
+    assert len(palette) == 256
+    luminance = torch.tensor(palette, dtype=torch.float64) @ torch.tensor([0.2126, 0.7152, 0.0722], dtype=torch.float64)
+    assert bool((luminance[1:129].diff() > 0).all() and (luminance[128:].diff() < 0).all())
+
+
+def test_an_image_has_this_palette() -> None:
+    numbers, palette = decoded(raster.png(torch.arange(256, dtype=torch.uint8).view(8, 32)))
+    assert torch.equal(numbers.flatten(), torch.arange(256, dtype=torch.uint8))
+    assert palette == raster.palette()
+
+
+@pytest.mark.parametrize(("length", "factor"), [(12, 3), (13, 3), (5, 5)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_pixel_of_many_cells_is_their_mean(length: int, factor: int, causal: bool) -> None:
+    """Of those that are not grey in a chart; ragged blocks at the end too."""
+    x = torch.randn(length, length, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    numbers = raster.levels(x, 4.0, factor=factor, causal=causal)
+    side = -(-length // factor)
+    assert numbers.shape == (side, side)
+    for row in range(side):
+        for column in range(side):
+            cells = [
+                x[i, j].item()
+                for i in range(row * factor, min((row + 1) * factor, length))
+                for j in range(column * factor, min((column + 1) * factor, length))
+                if j <= i or not causal
+            ]
+            expected = round(sum(cells) / len(cells) / 4.0 * 127) + 128 if cells else 0
+            assert numbers[row, column] == expected
+
+
+def test_long_texts_have_images_of_bounded_size() -> None:
+    scores, fit, words = fitted(1, 1100)
+    widget = tp.show_scores(fit, words, "scores", scores=scores, raster=True, scale=3.0)
+    data = data_of(widget)
+    numbers, _ = decoded(data["choices"][0][0]["src"])
+    assert data["factor"] == 2
+    assert numbers.shape == (550, 550)
+    own = (scores - fit.intercept[:, None, None].float())[0]
+    assert abs(values(numbers, 3.0)[30, 7].item() - own[60:62, 14:16].mean().item()) <= 0.51 * 3 / 127
+    assert "mean of 2×2 cells" in widget.fragment()
+
+
+def test_what_is_refused_as_a_chart_is_drawn_as_an_image() -> None:
+    """The refusal says how, and what it says is accepted; there is a limit to images as well."""
+    _, fit, words = fitted(2, 400)
+    assert CELLS < 2 * 400**2
+    with pytest.raises(ValueError, match=" or raster=True, or wait"):
+        tp.show_scores(fit, words)
+    with pytest.raises(ValueError, match=" or raster=True, or wait"):
+        tp.show_parts(fit, words, 0)
+    assert len(data_of(tp.show_scores(fit, words, raster=True))["choices"]) == 2
+    assert data_of(tp.show_parts(fit, words, 0, raster=True))["captions"] == ["fitted", "distance", "query", "key"]
+    length = 8 + int(IMAGE_CELLS**0.5)
+    large = tp.fit_additive_qk(torch.randn(length, 1, 2), torch.randn(length, 1, 2), scale=1.0)
+    with pytest.raises(ValueError, match=f"{IMAGE_CELLS} at most are made into images: choose fewer") as refusal:
+        tp.show_scores(large, [""] * length, raster=True)
+    assert "raster" not in str(refusal.value)
+
+
+def test_other_widgets_too() -> None:
+    """Patterns and differences: the same numbers as the charts of the same call."""
+    scores, fit, words = fitted(2, 10)
+    pattern = scores.masked_fill(torch.ones(10, 10, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    for make in (
+        lambda r: tp.show_patterns(fit, words, pattern, raster=r),
+        lambda r: tp.show_change(pattern, pattern.flip(0), words, positions=[2, 5, 9], raster=r),
+        lambda r: tp.show_parts(fit, words, 1, scores=scores, raster=r),
+    ):
+        chart, images = data_of(make(False)), data_of(make(True))
+        assert images["captions"] == chart["captions"]
+        assert images["scale"] == chart["common"]["maxValue"]
+        for of_chart, of_image in zip(chart["choices"], images["choices"], strict=True):
+            for one, image in zip(of_chart, of_image, strict=True):
+                seen = values(decoded(image["src"])[0], images["scale"])
+                known = torch.tensor(one["attention"], dtype=torch.float64)
+                inside = torch.ones_like(known, dtype=torch.bool).tril()
+                error = (seen - known)[inside].abs().max()
+                assert error <= (0.5 / 127 + 0.001) * images["scale"]  # half a step, and the chart's rounding
+    assert data_of(tp.show_change(pattern, pattern, words, positions=[2, 5, 9], raster=True))["positions"] == [2, 5, 9]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_raster_is_true_or_false() -> None:
+    _, fit, words = fitted(1, 6)
+    with pytest.raises(ValueError, match="raster must be True or False, got 'yes'"):
+        tp.show_scores(fit, words, raster="yes")

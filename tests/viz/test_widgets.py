@@ -1,0 +1,392 @@
+"""Widgets without a browser: the numbers that a page carries, what is refused, and that nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import zoo
+
+import tl_posdisent as tp
+from tl_posdisent.viz.widgets import offline
+from tl_posdisent.viz.widgets import selection as choice
+from tl_posdisent.viz.widgets.offline import Widget
+
+WORDS = [f" {word}" for word in ["one", "two", "three", "four", "five", "six", "seven", "eight"]]
+N = len(WORDS)
+PARTS = ("fitted", "distance", "query", "key", "scores", "residual")
+
+
+def data(widget: Widget) -> dict[str, Any]:
+    """What the widget hands to circuitsvis."""
+    line = next(line for line in widget.fragment().splitlines() if "const data = " in line)
+    return json.loads(line.split("const data = ")[1].removesuffix(";"))
+
+
+def matrices(widget: Widget) -> torch.Tensor:
+    """``[choice, chart, …]``."""
+    choices = data(widget)["choices"]
+    key = "values" if "values" in choices[0][0] else "attention"
+    return torch.tensor([[props[key] for props in charts] for charts in choices], dtype=torch.float64)
+
+
+def random_scores(*batch: int, length: int = N, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(*batch, length, length, generator=torch.Generator().manual_seed(seed)) + 2
+
+
+def near(a: torch.Tensor, b: torch.Tensor, scale: float) -> bool:
+    """Equal to the fourth digit of the scale."""
+    return a.shape == b.shape and bool((a - b).abs().max() <= 0.00051 * scale * 1.01)
+
+
+def band() -> torch.Tensor:
+    distance = torch.arange(N)[:, None] - torch.arange(N)
+    return (distance >= 0) & (distance < 3)
+
+
+def holes() -> torch.Tensor:
+    mask = torch.ones(2, 1, N, N, dtype=torch.bool).tril()
+    mask[0, :, 5, 2] = mask[1, :, 7, 0] = False
+    return mask
+
+
+FITS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"mask": "full"},
+    "window": {"window": 3},
+    "pooled": {"pool": True},
+    "band": {"mask": band()},
+    "holes": {"mask": holes()},
+}
+
+
+# --- the numbers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FITS)
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_are_those_of_the_fit(part: str, kind: str) -> None:
+    scores = random_scores(2, 3)
+    fit = tp.fit_additive(scores, **FITS[kind])
+    heads, positions = [2, 0], [0, 1, 4, 5, 7]
+    inside = fit.mask.expand(scores.shape)
+    full = {
+        "fitted": lambda: fit.fitted(),
+        "scores": lambda: torch.where(inside, scores.double(), 0.0),
+        "residual": lambda: fit.residual(scores),
+    }.get(part, lambda: fit.component(part))()
+    expected = full[1, heads][:, positions][:, :, positions]
+    widget = tp.show_scores(
+        fit, WORDS, part, scores=scores, heads=heads, text=1, positions=positions, centred=False, scale=20.0
+    )
+    assert near(matrices(widget)[0, 0], expected, 20.0)
+    props = data(widget)["choices"][0][0]
+    assert props["attentionHeadNames"] == ["H2", "H0"]
+    assert props["tokens"] == [f"·{WORDS[i].strip()}@{i}" for i in positions]
+    assert (props["maxValue"], props["minValue"]) == (20.0, -20.0)
+    assert props["maskUpperTri"] is (kind != "full")
+
+
+def test_side_by_side_they_add_up() -> None:
+    scores = random_scores(2)
+    widget = tp.show_parts(tp.fit_additive(scores), WORDS, 1, scores=scores)
+    shown = dict(zip(data(widget)["captions"], matrices(widget)[0], strict=True))
+    scale = data(widget)["common"]["maxValue"]
+    assert near(shown["distance"] + shown["query"] + shown["key"], shown["fitted"], 4 * scale)
+    assert near(shown["fitted"] + shown["residual"], shown["scores"], 3 * scale)
+    mean = scores[1].double()[torch.ones(N, N).tril().bool()].mean()
+    assert near(shown["scores"] + mean * torch.ones(N, N).tril(), scores[1].double().tril(), scale)
+    assert near(torch.stack([x.abs().max() for x in shown.values()]).max(), torch.tensor(scale).double(), scale)
+
+
+def test_all_parts_have_one_scale() -> None:
+    fit = tp.fit_additive(random_scores(2))
+    scales = {data(tp.show_scores(fit, WORDS, p))["choices"][0][0]["maxValue"] for p in PARTS[:4]}
+    assert len(scales) == 1
+    assert scales == {data(tp.show_scores(fit, WORDS, heads=[0, 1]))["choices"][0][0]["maxValue"]}
+
+
+@pytest.mark.parametrize("kind", FITS)
+def test_additive_pattern_is_the_softmax_of_the_fit(kind: str) -> None:
+    scores = random_scores(2, 3)
+    fit = tp.fit_additive(scores, **FITS[kind])
+    own = scores.masked_fill(~fit.mask, -torch.inf).softmax(-1)
+    positions = [1, 2, 6]
+    widget = tp.show_patterns(fit, WORDS, own, text=1, positions=positions)
+    expected = torch.stack([own.double()[1], fit.fitted(fill=-torch.inf).softmax(-1)[1]], 1)
+    assert near(matrices(widget), expected[:, :, positions][..., positions], 1.0)
+
+
+def test_a_query_that_sees_nothing_has_no_pattern() -> None:
+    mask = torch.ones(N, N).tril().bool()
+    mask[3] = False
+    scores = random_scores(1)
+    fit = tp.fit_additive(scores, mask=mask)
+    own = scores.masked_fill(~mask, -torch.inf).softmax(-1)  # NaN in its row, as in some models
+    assert matrices(tp.show_patterns(fit, WORDS, own))[0, :, 3].abs().max() == 0
+
+
+@pytest.mark.parametrize(("show", "part"), [(tp.show_key_importance, "key"), (tp.show_query_bias, "query")])
+def test_token_values(show: Any, part: str) -> None:
+    fits = {4: tp.fit_additive(random_scores(2, 3)), 9: tp.fit_additive(random_scores(2, 3, seed=1), pool=True)}
+    widget = show(fits, WORDS, heads=[1, 2], text=1)
+    expected = torch.cat([getattr(fit, part)[1, 1:] for fit in fits.values()])
+    assert data(widget)["common"]["maxValue"] == expected.abs().max()
+    assert near(matrices(widget)[:, 0], expected, float(expected.abs().max()))
+    assert re.findall(r"<option>([^<]*)", str(widget)) == [
+        f"layer {layer}, head {head}" for layer in (4, 9) for head in (1, 2)
+    ]
+    alone = matrices(show(fits[4], WORDS, text=1))[:, 0]
+    assert near(alone, getattr(fits[4], part)[1], float(alone.abs().max()))
+
+
+def test_fewer_queries_than_keys() -> None:
+    fit = tp.fit_additive(random_scores(2)[:, -3:])
+    assert matrices(tp.show_query_bias(fit, WORDS)).shape == (2, 1, 3)
+    assert data(tp.show_query_bias(fit, WORDS))["common"]["tokens"] == ["·six", "·seven", "·eight"]
+    assert matrices(tp.show_key_importance(fit, WORDS)).shape == (2, 1, N)
+    with pytest.raises(ValueError, match="must be square, as a whole text's are, got 3 queries × 8 keys"):
+        tp.show_scores(fit, WORDS)
+
+
+def test_only_what_is_shown_is_computed() -> None:
+    """All cells of this fit would take 3 TB."""
+    length = 200_000
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, length, 2, 4, generator=generator) for _ in range(2))
+    fit = tp.fit_additive_qk(q, k, scale=0.5)
+    widget = tp.show_scores(fit, [" a"] * length, "key", positions=range(1000, 1004))
+    at = fit.key[0, :, 1000:1004]
+    expected = at[:, None, :].expand(2, 4, 4).tril()
+    assert near(matrices(widget)[0, 0], expected, data(widget)["choices"][0][0]["maxValue"])
+
+
+def test_scores_that_do_not_vary_have_a_scale() -> None:
+    """circuitsvis divides by it."""
+    widget = tp.show_scores(tp.fit_additive(torch.zeros(1, N, N)), WORDS)
+    assert data(widget)["choices"][0][0]["maxValue"] == 1e-9
+    assert matrices(widget).abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_masked_cells_may_hold_anything(dtype: torch.dtype) -> None:
+    scores = random_scores(2).to(dtype)
+    upper = torch.ones(N, N).triu(1).bool()
+    masked = scores.masked_fill(upper, -torch.inf)
+    widgets = [tp.show_parts(tp.fit_additive(x), WORDS, 0, scores=x) for x in (scores, masked)]
+    assert torch.equal(*map(matrices, widgets))
+    assert matrices(widgets[0])[..., upper].abs().max() == 0
+    patterns = [x.masked_fill(upper, fill) for x, fill in ((scores.sigmoid(), 0), (scores.sigmoid(), torch.nan))]
+    assert torch.equal(*(matrices(tp.show_change(x, x / 2, WORDS)) for x in patterns))
+
+
+# --- interventions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["pattern", "scores"])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
+def test_before_and_after_are_the_models_own(kind: str, name: str, what: Any, shared_model: Any) -> None:
+    model, tokens, layer = shared_model(kind, name), zoo.random_tokens(), 1
+    hooks = tp.swap_positions(model, torch.arange(12).flip(0))
+    spec = tp.read_attention(model, layer)
+    tap = {"pattern": spec.pattern, "scores": spec.scores}[what]
+    seen: list[torch.Tensor] = []
+    inside = spec.mask(12)
+    for active in ([], hooks):
+        with torch.no_grad(), model.hooks(fwd_hooks=[*active, (tap, lambda x, hook: seen.append(x.double()))]):
+            model(tokens)
+    before, after = (torch.where(inside, x[1], 0.0) for x in seen)
+    widget = tp.show_interventions(model, tokens, hooks, layer=layer, what=what, text=1)
+    scale = data(widget)["common"]["maxValue"]
+    assert near(matrices(widget), torch.stack([before, after, after - before], 1), scale)
+    assert (after - before).abs().max() > 0.01 * scale
+    assert data(widget)["common"]["tokens"] == [str(i) for i in tokens[1].tolist()]
+
+
+def test_tokens_are_named_where_the_model_can() -> None:
+    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=6)
+    widget = tp.show_interventions(model, tokens, [], layer=0, heads=[1])
+    assert data(widget)["common"]["tokens"] == ["<|endoftext|>", "M", "y", "·f", "ri", "end"]
+    assert matrices(widget)[0, 2].abs().max() == 0  # no hook, no change
+
+
+@zoo.needs_bridge
+def test_interventions_that_a_pattern_would_not_show(shared_model: Any) -> None:
+    name = next(name for name in zoo.BRIDGE_NAMES if not _editable(shared_model("bridge", name)))
+    model = shared_model("bridge", name)
+    tokens, hooks = zoo.random_tokens(), tp.ablate_heads(model, [(0, 0)])
+    with pytest.raises(ValueError, match="discards edited scores"):
+        tp.show_interventions(model, tokens, hooks, layer=0)
+
+
+def _editable(model: Any) -> bool:
+    return tp.read_attention(model, 0).scores_editable
+
+
+def test_hooks_that_do_not_fire(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    with pytest.raises(ValueError, match="does not have"):
+        tp.show_interventions(model, zoo.random_tokens(), [("no.hook", lambda x, hook: x)], layer=0)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+def shown(**changed: Any) -> Widget:
+    scores = random_scores(2, 3)
+    arguments = {"fit": tp.fit_additive(scores), "tokens": WORDS, **changed}
+    return tp.show_scores(arguments.pop("fit"), arguments.pop("tokens"), arguments.pop("part", "key"), **arguments)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"fit": random_scores(2)}, "fit must be an AdditiveFit, got Tensor"),
+        ({"fit": tp.fit_additive(random_scores(1, 1, 2))}, r"to be shown, got 3 leading axes: \(1, 1, 2\)"),
+        ({"tokens": "one two"}, "tokens must be a list of strings, .* got str"),
+        ({"tokens": torch.arange(N)}, "tokens must be a list of strings, .* got Tensor"),
+        ({"tokens": 3}, "tokens must be a list of strings, .* got int"),
+        ({"tokens": [*WORDS[:-1], 3]}, "tokens must be a list of strings, .* got 3 in it"),
+        ({"tokens": WORDS[:-1]}, "tokens must be as many as the keys, 8, got 7"),
+        ({"part": "value"}, "part must be one of scores, .* got 'value'"),
+        ({"part": "scores"}, "scores must be given to show the part 'scores'"),
+        ({"part": "residual"}, "scores must be given to show the part 'residual'"),
+        ({"scores": random_scores(3)}, r"scores must have the fitted shape \(2, 3, 8, 8\), got \(3, 8, 8\)"),
+        ({"scores": WORDS}, r"scores must have the fitted shape \(2, 3, 8, 8\), got list"),
+        ({"heads": [3]}, "heads must be integers from 0 to 2, got 3"),
+        ({"text": 2}, "text must be an integer from 0 to 1, got 2"),
+        ({"text": True}, "text must be an integer from 0 to 1, got True"),
+        ({"positions": [3, 2]}, r"positions must be ascending, got \[3, 2\]"),
+        ({"positions": [8]}, "positions must be integers from 0 to 7, got 8"),
+        ({"centred": 1}, "centred must be True or False, got 1"),
+        ({"scale": 0}, "scale must be a positive number, got 0"),
+        ({"scale": torch.inf}, "scale must be a positive number, got inf"),
+        ({"title": 3}, "title must be a string, got int"),
+        ({"cdn": "yes"}, "cdn must be True or False, got 'yes'"),
+        ({"max_cells": 0}, "max_cells must be a positive integer, got 0"),
+    ],
+)
+def test_refusals(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shown(**wrong)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_other_refusals() -> None:
+    scores = random_scores(2)
+    fit = tp.fit_additive(scores)
+    with pytest.raises(ValueError, match="pattern must be probabilities"):
+        tp.show_patterns(fit, WORDS, scores)
+    with pytest.raises(ValueError, match="pattern must have the fitted shape"):
+        tp.show_patterns(fit, WORDS, scores[0])
+    with pytest.raises(ValueError, match="head must be an integer, got '0'"):
+        tp.show_parts(fit, WORDS, "0")
+    with pytest.raises(ValueError, match="heads must be integers from 0 to 1, got 5"):
+        tp.show_parts(fit, WORDS, 5)
+    with pytest.raises(ValueError, match="before must be finite inside the mask"):
+        tp.show_change(scores.masked_fill(torch.eye(N).bool(), -torch.inf), scores, WORDS)
+    with pytest.raises(ValueError, match="after must be finite inside the mask"):
+        tp.show_change(scores, scores.masked_fill(torch.eye(N).bool(), torch.finfo(torch.float32).min), WORDS)
+    with pytest.raises(ValueError, match="after must have the shape of before"):
+        tp.show_change(scores, scores[:1], WORDS)
+    with pytest.raises(ValueError, match="before must be a floating point tensor"):
+        tp.show_change(scores.long(), scores, WORDS)
+    with pytest.raises(ValueError, match="one of the same shape for each layer"):
+        tp.show_key_importance({0: fit, 1: tp.fit_additive(scores[:1])}, WORDS)
+    with pytest.raises(ValueError, match="one of the same shape for each layer"):
+        tp.show_key_importance({}, WORDS)
+    with pytest.raises(ValueError, match="16 values, and 15 are allowed: choose fewer heads or layers"):
+        tp.show_key_importance(fit, WORDS, max_values=15)
+    with pytest.raises(ValueError, match='what must be "pattern" or "scores"'):
+        tp.show_interventions(tp.load_demo_model(), tp.demo_tokens(length=4), [], layer=0, what="z")
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("charts", [1, 3])
+@pytest.mark.parametrize(("n_heads", "length"), [(8, 512), (32, 128), (1, 700), (12, 60), (40, 64), (3, 4000)])
+def test_what_is_suggested_is_allowed(n_heads: int, length: int, charts: int, more: int) -> None:
+    arguments = {"heads": None, "text": 0, "positions": None, "max_cells": choice.CELLS}
+    tokens = ["a"] * length
+
+    def attempt(**changed: Any) -> None:
+        choice.choose((n_heads, length, length), tokens, charts=charts, more=more, **{**arguments, **changed})
+
+    cells = (n_heads * charts + more) * length**2
+    if cells <= choice.CELLS:
+        return attempt()
+    with pytest.raises(ValueError, match=f"are {cells} cells, .* choose fewer heads or positions") as refusal:
+        attempt()
+    ways = re.split(", or wait with | or ", str(refusal.value).split("for instance ")[1])
+    assert len(ways) > 1
+    for way in ways:
+        attempt(**eval(f"dict({way})"))
+    return None
+
+
+# --- the page -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_asks_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """circuitsvis's own asks google.com whether there is one, at every display."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a request")
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    fit = tp.fit_additive(random_scores(2))
+    for cdn in (False, True):
+        widget = tp.show_scores(fit, WORDS, cdn=cdn)
+        pages = [str(widget), widget.show_code(), widget._repr_html_(), widget.__html__()]
+        pages.append(widget.save(tmp_path / "page.html").read_text(encoding="utf-8"))
+        for page in pages:
+            assert page.isascii() or page == pages[-1] or "−" in page
+            assert ("unpkg.com" in page) is cdn
+            assert (len(page) < 20_000) if cdn else (1_250_000 < len(page) < 1_400_000)
+
+
+def test_it_is_circuitsviss_own_kind_of_result() -> None:
+    from circuitsvis.utils.render import RenderedHTML
+
+    widget = tp.show_scores(tp.fit_additive(random_scores(2)), WORDS)
+    assert isinstance(widget, RenderedHTML)
+    assert "unpkg.com" in widget.cdn_src
+    assert "unpkg.com" not in widget.local_src
+
+
+def test_the_library_is_where_it_was() -> None:
+    """An undocumented place in circuitsvis, and what is taken out of it."""
+    script = offline.library()
+    assert "</script" not in script.lower()
+    assert "<!--" not in script
+    assert "sourceMappingURL" not in script
+    for name in ("AttentionHeads", "AttentionPattern", "ColoredTokens", "render"):
+        assert re.search(rf"\b{name}:\(\)=>", script)
+
+
+@given(st.text(st.characters(), max_size=12))
+def test_tokens_are_visible_and_harmless(token: str) -> None:
+    seen = offline.visible(token)
+    assert seen
+    assert seen.isprintable()
+    assert not any(c.isspace() for c in seen)
+    assert len(offline.axis_token(token)) <= 24
+    text = offline.text_token(token)
+    assert not re.search(r"<[^\u2060]|&[^\u2060]|[<&]$", text)
+    assert text.replace("\u2060", "").replace(seen, "", 1).strip() == "" or "\u2060" in token
+    script = offline.script_json({"tokens": [token]})
+    assert script.isascii()
+    assert not set("<>&") & set(script)
+    assert json.loads(script) == {"tokens": [token]}
+
+
+def test_plain_words_stay_as_they_are() -> None:
+    for word in ("the", "λόγος", "日本", "naïve", "🙂", "<|endoftext|>", "Ġcat"):
+        assert offline.visible(word) == word

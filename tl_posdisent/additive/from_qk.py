@@ -1,0 +1,190 @@
+"""The additive fit of scores that are never formed: time O(length · d²), memory O(length · d).
+
+Plain scores are inner products of rotated queries and keys, and all that the fit needs of them (``Marginals``) can be
+had from the vectors: row and column sums from cumulative sums, sums along diagonals by a Fourier transform, the sum of
+squares from Gram matrices of blocks of keys.
+
+Means first leave the vectors. With ``u = q - q̄`` and ``v = k - k̄`` the score is ``u_i·v_j + q_i·k̄ + q̄·v_j``, whose
+last two terms are a query and a key component already: their marginals are known exactly, and nothing large is left to
+cancel in the squares however nearly additive the scores are.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from .cells import Cells
+from .fit import fit_marginals
+from .marginals import Marginals
+from .masks import MaskKind, make_cells
+from .result import AdditiveFit
+
+_BLOCK = 256  # queries and keys a side in the blocks of which some cells are masked
+_COLUMNS = 8  # coordinates summed and transformed at a time: what they need stays in cache
+
+
+@torch.no_grad()
+def fit_additive_qk(
+    q_rot: Float[Tensor, "*batch query head d_head"],
+    k_rot: Float[Tensor, "*batch key kv d_head"],
+    *,
+    scale: float,
+    mask: MaskKind = "causal",
+    window: int | None = None,
+    pool: bool = False,
+) -> AdditiveFit:
+    """``fit_additive`` of the scores ``scale · ⟨q_rot[i], k_rot[j]⟩`` without the scores.
+
+    The same numbers, to rounding, where scores would not fit: at 131 072 tokens one head's scores take 64 GiB, its
+    queries and keys 128 MiB. Scores with a bias or a soft cap are not inner products and need ``fit_additive``.
+
+    Args:
+        q_rot: rotated queries ``[*batch, query, head, d_head]``, as ``capture`` yields them.
+        k_rot: rotated keys ``[*batch, key, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
+        scale: what the inner products are multiplied by, usually ``d_head ** -0.5`` (``AttentionSpec.scale``).
+        mask: ``"causal"`` or ``"full"``.
+        window, pool: as in ``fit_additive``; pooling is over the first batch axis.
+
+    Returns:
+        An ``AdditiveFit`` with leading axes ``*batch head``.
+
+    Raises:
+        ValueError: shapes that do not belong together, vectors that are not finite, a boolean mask.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import fit_additive, fit_additive_qk
+        >>> q, k = torch.randn(2, 64, 4, 8), torch.randn(2, 64, 2, 8)  # two texts, four heads on two key heads
+        >>> scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 8**0.5
+        >>> bool(torch.allclose(fit_additive_qk(q, k, scale=8**-0.5).r, fit_additive(scores).r, atol=1e-6))
+        True
+    """
+    _check(q_rot, k_rot, scale, mask, pool)
+    *batch, n_query, n_heads, _ = q_rot.shape
+    n_key, n_kv = k_rot.shape[-3:-1]
+    cells = make_cells((*batch, n_heads, n_query, n_key), mask, window, device=q_rot.device)
+    queries, keys = (x.reshape(-1, *x.shape[-3:]) for x in (q_rot, k_rot))
+    groups = queries.unflatten(2, (n_kv, -1))
+    parts = [
+        _read_group(_own(groups[text, :, head].movedim(1, 0)).mul_(scale), _own(keys[text, :, head]), cells)
+        for text in range(len(queries))
+        for head in range(n_kv)
+    ]
+    pivot, sums, squares = (torch.cat(x) for x in zip(*parts, strict=True))
+    shape = (*batch, n_heads)
+    return fit_marginals(
+        Marginals(pivot.reshape(shape), sums.reshape(*shape, -1), squares.reshape(shape)), cells, pool=pool
+    )
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy in float64."""
+    return x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+
+
+def _read_group(
+    q: Float64[Tensor, "head query d"], k: Float64[Tensor, "key d"], cells: Cells
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Pivot, marginal sums and sum of squares for the query heads that share a key head; changes ``q`` and ``k``."""
+    q_mean, k_mean = q.mean(1, keepdim=True), k.mean(0)
+    of_query = q @ k_mean
+    u, v = q.sub_(q_mean), k.sub_(k_mean)
+    of_key = (q_mean @ v.T)[:, 0]
+    pivot = of_query.mean(-1)
+    # The components that are known beforehand, as a model: its marginals need no scores either.
+    zero = q.new_zeros(len(q), cells.n_distance)
+    known = torch.cat([zero, of_query - pivot[:, None], of_key], -1)
+    sums = _bilinear_sums(u, v, cells)
+    squares = _bilinear_squares(u, v, cells)
+    known_sums = cells.product(known)
+    squares = squares + (known * (2 * sums + known_sums)).sum(-1)
+    return pivot, sums + known_sums, squares
+
+
+def _bilinear_sums(
+    u: Float64[Tensor, "head query d"], v: Float64[Tensor, "key d"], cells: Cells
+) -> Float64[Tensor, "head coefficient"]:
+    """Sums of ``u_i·v_j`` over the cells of each distance, query and key, stacked."""
+    i = torch.arange(cells.n_query, device=u.device) + cells.offset
+    j = torch.arange(cells.n_key, device=u.device) - cells.offset
+    length = 1 << (cells.n_query + cells.n_key - 1).bit_length()
+    by_query, by_key = u.new_zeros(len(u), cells.n_query), u.new_zeros(len(u), cells.n_key)
+    spectrum = torch.zeros(len(u), length, dtype=torch.complex128, device=u.device)
+    for column in range(0, u.shape[-1], _COLUMNS):
+        x, y = (z[..., column : column + _COLUMNS].contiguous() for z in (u, v))
+        by_query += (x * _run_sums(y, i - cells.high, i - cells.low + 1)).sum(-1)
+        by_key += (y * _run_sums(x, j + cells.low, j + cells.high + 1)).sum(-1)
+        # Σ_i u_i·v_{i + offset - d} for every d is a correlation: a product of Fourier transforms.
+        spectrum += (torch.fft.fft(_pairs(x), length, dim=1) * torch.fft.fft(_pairs(y), length, dim=0).conj()).sum(-1)
+    by_distance = torch.fft.ifft(spectrum, dim=-1).real[:, (cells.distances - cells.offset) % length]
+    return torch.cat([by_distance, by_query, by_key], -1)
+
+
+def _pairs(x: Float64[Tensor, "*lead d"]) -> Tensor:
+    """Two coordinates as one complex number: the real part of ``x·conj(y)`` is their inner product."""
+    return torch.view_as_complex(torch.nn.functional.pad(x, (0, x.shape[-1] % 2)).unflatten(-1, (-1, 2)))
+
+
+def _run_sums(x: Float64[Tensor, "*head n d"], start: Tensor, stop: Tensor) -> Float64[Tensor, "*head run d"]:
+    """Sums over the half-open runs ``start … stop``, cut to what exists."""
+    n = x.shape[-2]
+    total = torch.nn.functional.pad(x.cumsum(-2), (0, 0, 1, 0))
+    start = start.clamp(0, n)
+    return total[..., torch.maximum(stop.clamp(0, n), start), :] - total[..., start, :]
+
+
+def _bilinear_squares(
+    u: Float64[Tensor, "head query d"], v: Float64[Tensor, "key d"], cells: Cells
+) -> Float64[Tensor, "head"]:
+    """Sum of ``(u_i·v_j)²``: blocks of keys that a block of queries sees whole enter by their Gram matrix."""
+    starts = range(0, cells.n_key, _BLOCK)
+    grams = torch.stack([v[s : s + _BLOCK].T @ v[s : s + _BLOCK] for s in starts])
+    total = torch.nn.functional.pad(grams.cumsum(0), (0, 0, 0, 0, 1, 0))
+    squares = u.new_zeros(len(u))
+    for row in range(0, cells.n_query, _BLOCK):
+        stop = min(row + _BLOCK, cells.n_query)
+        block = u[:, row:stop]
+        whole, partial = _key_blocks(cells, row, stop)
+        if whole.stop > whole.start:
+            squares += (block @ (total[whole.stop] - total[whole.start]) * block).sum((-2, -1))
+        for key in partial:
+            columns = slice(key * _BLOCK, min((key + 1) * _BLOCK, cells.n_key))
+            scores = block @ v[columns].T
+            squares += scores.square().mul_(cells.inside(slice(row, stop), columns)).sum((-2, -1))
+    return squares
+
+
+def _key_blocks(cells: Cells, row: int, stop: int) -> tuple[range, list[int]]:
+    """Blocks of keys that all queries ``row … stop`` see whole, and those of which they see some cells."""
+    first, last = row + cells.offset, stop - 1 + cells.offset
+    seen = range(max(0, first - cells.high), min(cells.n_key, last - cells.low + 1))
+    by_all = range(max(0, last - cells.high), min(cells.n_key, first - cells.low + 1))
+    if len(seen) == 0:
+        return range(0), []
+    touched = range(seen.start // _BLOCK, math.ceil(seen.stop / _BLOCK))
+    inner_stop = math.ceil(by_all.stop / _BLOCK) if by_all.stop == cells.n_key else by_all.stop // _BLOCK
+    whole = range(math.ceil(by_all.start / _BLOCK), inner_stop)
+    return whole, [b for b in touched if b not in whole]
+
+
+def _check(q: Tensor, k: Tensor, scale: float, mask: object, pool: bool) -> None:
+    if not isinstance(mask, str):
+        raise ValueError('mask must be "causal" or "full"; fits to other masks need scores: use fit_additive')
+    for name, x in (("q_rot", q), ("k_rot", k)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
+            raise ValueError(f"{name} must be a floating point tensor of shape (*batch, pos, head, d_head)")
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
+    if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-3] < 2:
+        raise ValueError(
+            "q_rot and k_rot must have the same batch axes and d_head, at least two keys, and a number of query heads "
+            f"that is a multiple of the key heads, got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    if pool and q.ndim < 4:
+        raise ValueError(f"pool=True needs a leading axis of texts, got q_rot of shape {tuple(q.shape)}")

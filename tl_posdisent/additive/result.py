@@ -1,0 +1,164 @@
+"""The result of an additive fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+from tl_posdisent.utils.tables import index_columns
+
+from .cells import Cells, cell_distances
+from .marginals import check_scores
+
+Component = Literal["distance", "query", "key"]
+TablePart = Literal["summary", "distance", "query", "key"]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AdditiveFit:
+    """Least-squares fit ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]``.
+
+    All tensors are float64 and in the units of the scores. ``*batch`` are the leading axes of the scores; ``*fit``
+    are the same, less the first (the texts) if the fit is pooled.
+
+    **Gauge.** Fitted values, residuals, ``r`` and ``r2`` are unique; the components are not: constants can move
+    between them, and so can a straight line (``+t·d`` in the distance, ``-t·i`` in the query, ``+t·j`` in the key).
+    The convention is that every component has mean 0 over the cells and ``key`` has no linear trend over
+    positions, so that a trend is always the distance's. With pooled texts the trend is that of all texts together.
+    A mask that falls into pieces (packed documents) leaves further freedoms, in which the components are what the
+    solver found: compare them within a piece.
+
+    Attributes:
+        intercept: ``[*batch]``, the mean of the scores; of each text, if texts with equal masks are pooled.
+        distance: ``[*fit, distance]``, entry ``n`` belongs to ``distances[n]``; 0 for a distance without cells.
+        query: ``[*batch, query]``; 0 for a query without cells.
+        key: ``[*batch, key]``; 0 for a key without cells.
+        distances: ``[distance]``, query position minus key position, ascending.
+        r: ``[*fit]``, Pearson correlation of scores and fitted scores; NaN where the scores do not vary.
+        r2: ``[*fit]``, its square, the share of the scores' variance that the fit explains.
+        r2_adjusted: ``[*fit]``, ``1 - (1 - r2)·(n_cells - 1)/(n_cells - n_parameters)``: about 0 for noise. NaN
+            where there are no more cells than parameters.
+        share_distance, share_query, share_key: ``[*fit]``, the share of the variance that this axis explains when it
+            is alone. They need not add up to ``r2``, as the axes overlap under a causal mask.
+        n_cells: number of cells in each fit.
+        n_parameters: rank of the design, intercept included.
+        pooled: whether all entries of the first axis share one distance component.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import fit_additive
+        >>> distance = torch.arange(8.0)[:, None] - torch.arange(8.0)
+        >>> fit = fit_additive(torch.stack([-distance, distance**2]))  # two heads that read the distance alone
+        >>> fit
+        AdditiveFit of 2 score matrices, 8 queries × 8 keys, 36 cells, 21 parameters
+          r 1.000   r² 1.000   adjusted r² 1.000
+          alone: distance 1.000   query ...   key ...
+        >>> fit.to_frame("distance").query("head == 0")["value"].diff().round(6).unique().tolist()[1:]
+        [-1.0]
+    """
+
+    intercept: Float64[Tensor, "*batch"]
+    distance: Float64[Tensor, "*fit distance"]
+    query: Float64[Tensor, "*batch query"]
+    key: Float64[Tensor, "*batch key"]
+    distances: Int64[Tensor, "distance"]
+    r: Float64[Tensor, "*fit"]
+    r2: Float64[Tensor, "*fit"]
+    r2_adjusted: Float64[Tensor, "*fit"]
+    share_distance: Float64[Tensor, "*fit"]
+    share_query: Float64[Tensor, "*fit"]
+    share_key: Float64[Tensor, "*fit"]
+    n_cells: Int64[Tensor, "*fit"]
+    n_parameters: Int64[Tensor, "*fit"]
+    cells: Cells
+    pooled: bool = False
+
+    @property
+    def mask(self) -> Bool[Tensor, "*mask query key"]:
+        """True where a cell took part in the fit."""
+        return self.cells.to_mask()
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (*self.intercept.shape, self.cells.n_query, self.cells.n_key)
+
+    def component(self, name: Component) -> Float64[Tensor, "*batch query key"]:
+        """One component laid out like the scores; 0 outside the mask."""
+        if name not in get_args(Component):
+            raise ValueError(f"name must be one of {', '.join(get_args(Component))}, got {name!r}")
+        return torch.where(self.mask, self._laid_out(name).expand(self._shape), 0.0)
+
+    def _laid_out(self, name: Component) -> Tensor:
+        """One component in a shape that broadcasts to that of the scores."""
+        if name == "query":
+            return self.query[..., :, None]
+        if name == "key":
+            return self.key[..., None, :]
+        cells = self.cells
+        distance = cell_distances(cells.n_query, cells.n_key, self.distance.device)
+        return self.distance[..., distance.clamp(cells.low, cells.high) - cells.low]
+
+    def fitted(self, *, fill: float = 0.0) -> Float64[Tensor, "*batch query key"]:
+        """The fitted scores; ``fill`` outside the mask (``-inf`` makes them ready for a softmax)."""
+        by_token = (self.intercept[..., None] + self.query)[..., :, None] + self._laid_out("key")
+        return torch.where(self.mask, by_token + self._laid_out("distance"), fill)
+
+    def residual(self, scores: Float[Tensor, "*batch query key"]) -> Float64[Tensor, "*batch query key"]:
+        """What the fit leaves of the scores; 0 outside the mask.
+
+        Raises:
+            ValueError: no floating point tensor, or one of another shape than the scores that were fitted.
+        """
+        if tuple(check_scores(scores).shape) != self._shape:
+            raise ValueError(f"scores must have the fitted shape {self._shape}, got {tuple(scores.shape)}")
+        return torch.where(self.mask, scores.detach().to(self.query.device).double() - self.fitted(), 0.0)
+
+    def to(self, device: torch.device | str) -> AdditiveFit:
+        """The same fit on another device."""
+        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, (Tensor, Cells))}
+        return replace(self, **moved)
+
+    def to_frame(self, part: TablePart = "summary") -> pd.DataFrame:
+        """The fit as a table.
+
+        ``"summary"`` has one row per fit: its leading index (``head``, or ``batch`` and ``head``, as TransformerLens
+        lays scores out), ``r``, ``r2``, ``r2_adjusted`` and the shares. ``"distance"``, ``"query"`` and ``"key"``
+        have one row per coefficient of that component.
+        """
+        if part not in get_args(TablePart):
+            raise ValueError(f"part must be one of {', '.join(get_args(TablePart))}, got {part!r}")
+        if part == "summary":
+            names = ("r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key")
+            columns = {name: getattr(self, name).flatten().tolist() for name in names}
+            return pd.DataFrame({**index_columns(self.r.shape, pooled=self.pooled), **columns})
+        values = getattr(self, part)
+        axis = self.distances if part == "distance" else torch.arange(values.shape[-1])
+        pooled = self.pooled and part == "distance"
+        index = index_columns(values.shape[:-1], pooled=pooled, repeat=len(axis))
+        return pd.DataFrame({**index, part: axis.tolist() * values[..., 0].numel(), "value": values.flatten().tolist()})
+
+    def __repr__(self) -> str:
+        batch = "×".join(map(str, self.intercept.shape)) or "one"
+        kind = "pooled over the first axis, " if self.pooled else ""
+        lines = [
+            f"AdditiveFit of {batch} score matrices, {self.cells.n_query} queries × {self.cells.n_key} keys, {kind}"
+            f"{_range(self.n_cells, '.0f')} cells, {_range(self.n_parameters, '.0f')} parameters",
+            f"  r {_range(self.r)}   r² {_range(self.r2)}   adjusted r² {_range(self.r2_adjusted)}",
+            f"  alone: distance {_range(self.share_distance)}   query {_range(self.share_query)}   "
+            f"key {_range(self.share_key)}",
+        ]
+        return "\n".join(lines)
+
+
+def _range(x: Tensor, spec: str = ".3f") -> str:
+    """``mean (lowest…highest)``, or the one number."""
+    x = x.double()[~x.double().isnan()]
+    if x.numel() == 0:
+        return "undefined"
+    low, mean, high = (format(v, spec) for v in (x.min().item(), x.mean().item(), x.max().item()))
+    return mean if low == high else f"{mean} ({low}…{high})"

@@ -1,0 +1,151 @@
+"""Load the demo model, its tokenizer and its text from the package's own files; no network is ever asked."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+
+import torch
+from jaxtyping import Int
+from safetensors.torch import load
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tl_posdisent.models.forward import check_seed
+from tl_posdisent.models.loading.devices import check_device
+from tl_posdisent.models.loading.load import (
+    Backend,
+    TransformerLensModel,
+    bridge_from_hf,
+    check_backend,
+    has_hooked,
+    hooked_from_hf,
+)
+
+BOS = "<|endoftext|>"
+
+
+def _file(name: str) -> bytes:
+    """The content of a file of this package, wherever and however the package is installed."""
+    return (resources.files("tl_posdisent.demo") / name).read_bytes()
+
+
+def demo_text() -> str:
+    """An original English text, about three thousand tokens long, in the register that the demo model knows.
+
+    >>> demo_text()[:21]
+    'My friends and fellow'
+    """
+    return _file("text.txt").decode("utf-8")
+
+
+def demo_tokenizer() -> PreTrainedTokenizerFast:
+    """The byte-level BPE tokenizer of the demo model: 1024 tokens, any text round-trips.
+
+    Encoding puts ``<|endoftext|>`` (token 0) first unless ``add_special_tokens=False``; TransformerLens is
+    told so.
+
+    >>> demo_tokenizer().decode(demo_tokenizer().encode("the people", add_special_tokens=False))
+    'the people'
+    """
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_file("tokenizer.json").decode("utf-8")),
+        bos_token=BOS,
+        eos_token=BOS,
+        pad_token=BOS,
+        # TransformerLens would otherwise reload the tokenizer under this name, from a network
+        name_or_path="tl_posdisent-demo",
+        add_bos_token=True,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) -> Int[Tensor, "1 pos"]:
+    """``<|endoftext|>`` and the first ``length - 1`` tokens of the demo text, shape ``(1, length)``.
+
+    The model was trained on 512 positions; a longer excerpt asks how it extrapolates (a HookedTransformer has no
+    more positions than its context, unless within ``longer_context``).
+
+    Args:
+        length: in tokens, the first one included.
+        device: where the ids go; the CPU by default.
+
+    Raises:
+        ValueError: if ``length`` is below 1 or the text is shorter.
+
+    >>> demo_tokens(length=3).shape, int(demo_tokens(length=3)[0, 0])
+    (torch.Size([1, 3]), 0)
+    """
+    ids = demo_tokenizer().encode(demo_text())
+    if isinstance(length, bool) or not isinstance(length, int):
+        raise ValueError(f"length must be an integer, got {length!r}")
+    if not 1 <= length <= len(ids):
+        raise ValueError(f"length must be between 1 and {len(ids)}, the length of the demo text, got {length}")
+    return torch.tensor([ids[:length]], device=check_device(device))
+
+
+def demo_hf_model(*, trained: bool = True, seed: int = 0) -> PreTrainedModel:
+    """The demo model as a plain Hugging Face model, float32, on the CPU, in evaluation mode.
+
+    Args:
+        trained: False gives the same architecture at its random initialisation, the control of every claim.
+        seed: of the random initialisation; the global random state is left as it was.
+
+    >>> sum(p.numel() for p in demo_hf_model().parameters())
+    1038720
+    """
+    # Not above: its code takes a quarter of a second to import, and most who import the package never need it.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig.from_dict(json.loads(_file("config.json")))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    if trained:
+        state = {name: value.float() for name, value in load(_file("weights.safetensors")).items()}
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied, so stored once
+        model.load_state_dict(state, strict=True)
+    return model.eval()
+
+
+def load_demo_model(
+    *,
+    backend: Backend = "auto",
+    trained: bool = True,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+) -> TransformerLensModel:
+    """The demo model in TransformerLens, with its tokenizer: 5 layers, 8 query heads on 4 key heads, RoPE.
+
+    Args:
+        backend: ``'hooked'`` (HookedTransformer, TransformerLens 2 and 3), ``'bridge'`` (TransformerBridge, from 3.4
+            on) or ``'auto'``: the first of the two that the installed TransformerLens has.
+        trained: False gives the same architecture at random initialisation.
+        seed: of the random initialisation.
+        device: where the model goes; the CPU by default.
+
+    Returns:
+        A model in evaluation mode, float32, weights unprocessed. Token ids ``(batch, pos)`` or a text in,
+        logits ``(batch, pos, 1024)`` out; ``to_tokens`` puts ``<|endoftext|>`` first, as in training.
+
+    Raises:
+        ValueError: for an unknown backend or device, a seed that is none, or a backend that the installed
+            TransformerLens does not have.
+
+    >>> model = load_demo_model()
+    >>> model(model.to_tokens("We the people")).shape[-1]
+    1024
+    """
+    check_backend(backend)
+    check_device(device)
+    check_seed(seed)
+    hf_model = demo_hf_model(trained=trained, seed=seed)
+    if device is not None:
+        hf_model.to(device)
+    hooked = backend == "hooked" or (backend == "auto" and has_hooked())
+    # Building a TransformerLens model draws random numbers that are then overwritten
+    with torch.random.fork_rng(devices=[]):
+        if hooked:
+            return hooked_from_hf(hf_model, tokenizer=demo_tokenizer())
+        return bridge_from_hf(hf_model, tokenizer=demo_tokenizer())

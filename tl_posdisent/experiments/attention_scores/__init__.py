@@ -1,0 +1,1 @@
+"""What attention scores are made of."""

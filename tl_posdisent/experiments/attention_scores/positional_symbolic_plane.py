@@ -1,0 +1,59 @@
+"""Where the heads of a model lie in the positional–symbolic plane of arXiv 2511.11579."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
+
+from .rotary_layers import RotaryLayer, measure_layers
+
+
+def positional_symbolic(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    *,
+    layers: Iterable[int] | None = None,
+    by_subspace: bool = False,
+    burn_in: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """How far each head's scores stay with the place (*positional*) or travel with the keys (*symbolic*).
+
+    Exact, where the paper samples permutations: see ``positional_symbolic_qk``. One forward pass, no score matrix.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike, with rotary embeddings.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        layers: default all.
+        by_subspace: one row per rotary subspace besides, for the scores of that subspace alone.
+        burn_in: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
+            unlike all other keys.
+        progress: show a bar.
+
+    Returns:
+        One row per text, layer and head (and subspace): ``batch``, ``layer``, ``head``, (``subspace``, ``frequency``,)
+        ``positional`` and ``symbolic``, each 0 … 1, their sum at most 1.
+
+    Raises:
+        ValueError: unusable tokens or layers; ``burn_in`` that leaves fewer than two positions; a layer without
+            rotary embeddings.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, positional_symbolic
+        >>> table = positional_symbolic(load_demo_model(), demo_tokens(length=64), layers=[0, 4], progress=False)
+        >>> len(table), bool((table["positional"] + table["symbolic"] <= 1).all())
+        (16, True)
+    """
+
+    def measure(layer: RotaryLayer) -> pd.DataFrame:
+        return positional_symbolic_qk(layer.q, layer.k, layer.rotary).to_frame(by_subspace=by_subspace)
+
+    return measure_layers(
+        model, tokens, "positional_symbolic", measure, leave=2, layers=layers, burn_in=burn_in, progress=progress
+    )

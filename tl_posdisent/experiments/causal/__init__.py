@@ -1,0 +1,1 @@
+"""What the output owes to heads, positions and parts of scores."""

@@ -1,0 +1,242 @@
+"""What does the model lose with each head? All heads, one at a time, at the price of a fraction of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_posdisent.hooks.ablate import (
+    AblationMode,
+    StandIn,
+    check_mode,
+    check_reach,
+    derangement,
+    replace_heads,
+    stand_in,
+)
+from tl_posdisent.models.forward import check_tokens, evaluating, hook_name
+from tl_posdisent.models.partial_forward import Clean, attention_from, of_texts, run_clean, run_from
+from tl_posdisent.models.probe.observe import mismatch
+from tl_posdisent.models.spec import n_layers, select
+
+from .metrics import Metric, as_number, check_metric, next_token_loss
+
+_BYTES_HELD = 2**28
+_BYTES_PER_TENSOR = 2**22
+
+
+def head_ablation(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    metric: Metric = next_token_loss,
+    *,
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+    mode: AblationMode = "zero",
+    reference: Int[Tensor, "batch pos"] | str | None = None,
+    seed: int = 0,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Ablate each head alone and see what becomes of a metric.
+
+    The same numbers as a loop over ``ablate_heads``, faster: layers before the ablated one are not run again (their
+    output is that of the untouched run), its attention runs once for many heads, and heads run side by side in one
+    batch. An untouched text runs along in every batch; should it not come out as it did before, the shortcuts that this
+    model does not bear are given up. Hooks of your own on the model stay in force; since they may count on the batch
+    as it is, the plain loop is run then.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike. Dropout is off meanwhile.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        metric: ``f(logits, tokens)``, called with what the model returns for ``tokens``, once for every head: a number,
+            or one for each text, of which the mean is taken. Default: the loss of the next token, in nats.
+        layers: default all.
+        heads: which heads of these layers, default all.
+        mode: "zero", "mean" or "resample", see ``ablate_heads``.
+        reference: texts for the mean; default ``tokens``.
+        seed: of "resample".
+        batch_size: texts in one forward pass at most (but all of ``tokens``, where it must be); default by a rough
+            estimate of what is fast on a processor and fits on a GPU.
+        progress: show a bar.
+
+    Returns:
+        One row per layer and head: ``layer``, ``head``, ``baseline`` (the metric untouched), ``value`` (without the
+        head), ``effect`` (value − baseline).
+
+    Raises:
+        ValueError: unusable tokens, layers, heads or mode; what ``ablate_heads`` refuses; a metric that returns neither
+            a number nor one for each text, or one that is not finite; no ``metric`` for a model that returns no
+            logits per token.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
+        >>> table = head_ablation(load_demo_model(), demo_tokens(length=64), layers=[1, 4], progress=False)
+        >>> effect = table.groupby("layer")["effect"].max()  # the head that is missed most
+        >>> len(table), bool(effect[4] > 0.05 > effect[1])
+        (16, True)
+    """
+    chosen_layers = sorted(select("layers", layers, n_layers(model)))
+    chosen_heads = select("heads", heads, model.cfg.n_heads)
+    tokens = check_tokens(model, tokens)
+    reference = tokens if reference is None and mode == "mean" else reference
+    check_mode(mode, reference, seed)
+    check_metric(metric)
+    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    if batch_size is not None and not (whole and batch_size >= 1):
+        raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}")
+    if mode == "resample":
+        derangement(len(tokens), seed)
+    check_reach(model, chosen_layers)
+    with torch.no_grad(), evaluating(model):
+        replace = stand_in(model, chosen_layers, mode, reference, seed)
+        clean = run_clean(model, tokens, chosen_layers)
+        baseline = as_number(metric(clean.output, tokens), len(tokens))
+        rows = []
+        with tqdm(total=len(chosen_layers) * len(chosen_heads), desc="heads", disable=not progress) as bar:
+            task = _Task(model, tokens, replace, clean, batch_size or _texts_at_once(model, tokens, clean.output))
+            ways = _ways(task)
+            for layer in chosen_layers:
+                for head, output in _without_each(task, ways, layer, chosen_heads):
+                    value = as_number(metric(output, tokens), len(tokens))
+                    rows.append((layer, head, baseline, value, value - baseline))
+                    bar.update()
+    return pd.DataFrame(rows, columns=["layer", "head", "baseline", "value", "effect"])
+
+
+@dataclass(frozen=True)
+class _Task:
+    model: Any
+    tokens: Int[Tensor, "batch pos"]
+    replace: StandIn
+    clean: Clean
+    at_once: int  # texts in one pass
+
+
+Way = Callable[[_Task, int, Sequence[int]], Any]
+"""From a layer and some heads to outputs: all texts without the first head, without the second, …, and text 0 whole."""
+
+
+def _attention_once(task: _Task, layer: int, heads: Sequence[int]) -> Any:
+    """From the layer on, and its attention once for all heads: only what follows z differs between them."""
+    hooks, texts = [_side_by_side(task, layer, heads)], _texts(task, heads)
+    attention = attention_from(task.model, task.tokens, layer, task.clean, hooks)
+    outputs = []
+    for rows in torch.arange(len(texts), device=texts.device).split(task.at_once):
+        part = of_texts(attention, rows)
+        outputs.append(run_from(task.model, task.tokens, layer, task.clean, texts[rows], [], attention=part))
+    return torch.cat(outputs)
+
+
+def _from_the_layer(task: _Task, layer: int, heads: Sequence[int]) -> Any:
+    """From the layer on."""
+    hooks = [_side_by_side(task, layer, heads)]
+    return run_from(task.model, task.tokens, layer, task.clean, _texts(task, heads), hooks)
+
+
+def _from_the_start(task: _Task, layer: int, heads: Sequence[int]) -> Any:
+    """Whole forward passes, heads side by side."""
+    hooks = [_side_by_side(task, layer, heads)]
+    return run_from(task.model, task.tokens, 0, task.clean, _texts(task, heads), hooks)
+
+
+def _alone(task: _Task, layer: int, heads: Sequence[int]) -> Any:
+    """What the model returns without these heads, in a plain forward pass."""
+    with task.model.hooks(fwd_hooks=[replace_heads(layer, heads, task.replace)]):
+        return task.model(task.tokens)
+
+
+def _ways(task: _Task) -> list[Way]:
+    """The shortcuts to try, fastest first; none where others than this function may count on the batch as it is."""
+    points = task.model.hook_dict.values()
+    hooked = any(not handle.is_permanent for point in points for handle in point.fwd_hooks)
+    if hooked or not isinstance(task.clean.output, Tensor) or len(task.clean.output) != len(task.tokens):
+        return []
+    return [_attention_once, _from_the_layer, _from_the_start]
+
+
+def _without_each(task: _Task, ways: list[Way], layer: int, heads: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    """Each head of a layer and what the model returns without it. Ways that prove wrong are struck from the list."""
+    heads, limit = list(heads), len(heads)
+    while heads:
+        some = heads[: min(limit, _heads_at_once(task, ways))]
+        try:
+            outputs = _proved(task, ways[0], layer, some) if ways else [_alone(task, layer, some)]
+        except torch.OutOfMemoryError:
+            if not ways:
+                raise
+            limit = len(some) // 2
+            if limit == 0:
+                ways.clear()
+            continue
+        if outputs is None:
+            del ways[0]
+            continue
+        yield from zip(some, outputs, strict=True)
+        heads = heads[len(some) :]
+
+
+def _proved(task: _Task, way: Way, layer: int, heads: Sequence[int]) -> list[Tensor] | None:
+    """Outputs without each of the heads, if the text that ran along untouched came out as in the untouched run."""
+    try:
+        output = way(task, layer, heads)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever the model has against being cut short; if it is something else, it will come again
+        return None
+    same = output[-1].shape == task.clean.output[0].shape and mismatch(output[-1], task.clean.output[0]) <= 1
+    return list(output[:-1].unflatten(0, (len(heads), -1))) if same else None
+
+
+def _texts(task: _Task, heads: Sequence[int]) -> Int[Tensor, "row"]:
+    """The texts in a batch: all for each head, and the first once more, as the proof."""
+    n = len(task.tokens)
+    return torch.tensor([*range(n)] * len(heads) + [0], device=task.tokens.device)
+
+
+def _side_by_side(task: _Task, layer: int, heads: Sequence[int]) -> Any:
+    """The hook that ablates each head in its own copy of the texts. It makes the copies, if the batch has none yet."""
+    n = len(task.tokens)
+
+    def edit(z: Tensor, hook: Any) -> Tensor:
+        z = z[_texts(task, heads).to(z.device)] if len(z) == n else z.clone()
+        for i, head in enumerate(heads):
+            own = z[i * n : (i + 1) * n, :, head : head + 1]
+            own.copy_(task.replace(layer, [head], own))
+        return z
+
+    return hook_name(layer, "hook_z"), edit
+
+
+def _heads_at_once(task: _Task, ways: list[Way]) -> int:
+    """How many heads to take together: for the fastest way, as many as what it holds of them leaves room for."""
+    if not ways:
+        return 1
+    n = len(task.tokens)
+    if ways[0] is not _attention_once:
+        return max(1, task.at_once // n)
+    output = task.clean.output
+    numbers: int = 3 * output[0].numel() + task.tokens.shape[1] * 2 * getattr(task.model.cfg, "d_model", 0)
+    size: int = output.element_size()
+    return max(1, _room(output, _BYTES_HELD) // (n * numbers * size))
+
+
+def _texts_at_once(model: Any, tokens: Int[Tensor, "batch pos"], output: Any) -> int:
+    """How many texts to run in one pass, by a rough estimate of what it makes of each."""
+    length, cfg = tokens.shape[1], model.cfg
+    numbers: int = length * max(cfg.n_heads * length, 4 * getattr(cfg, "d_model", 0))
+    return max(1, _room(output, _BYTES_PER_TENSOR) // (4 * numbers))
+
+
+def _room(output: Any, on_cpu: int) -> int:
+    """Bytes that may be taken. A processor is slower with tensors beyond its cache, a GPU faster with large ones."""
+    if isinstance(output, Tensor) and output.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(output.device)[0]) // 16
+    return on_cpu

@@ -1,0 +1,196 @@
+"""Ordinary activation patching of heads, by TransformerLens wherever its own does what it says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, get_args
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_posdisent.hooks.score_edits import edit_scores
+from tl_posdisent.models.forward import Hook, check_tokens, evaluating, hook_name, run
+from tl_posdisent.models.spec import AttentionSpec, read_layers, select
+
+from .effects import as_table, check_apart, measure
+from .metrics import Metric, as_number, check_metric
+
+Activation = Literal["z", "q", "k", "v", "pattern"]
+
+
+def patch_heads(
+    model: Any,
+    clean_tokens: Int[Tensor, "batch pos"] | str,
+    corrupted_tokens: Int[Tensor, "batch pos"] | str,
+    metric: Metric,
+    *,
+    activation: Activation = "z",
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Activation patching of heads at all positions: in a run on one text, a head does what it did on another.
+
+    This is ``transformer_lens.patching.generic_activation_patch`` with one table for every model; the values are those
+    of ``get_act_patch_attn_head_{out,q,k,v,pattern}_all_pos``, where these are right. What they lack (3.9 and 4.3
+    alike, without an error):
+
+    * Grouped heads: keys and values come as a column per key head, and as columns of zeros in the ``..._every``
+      functions. Here each query head has a row, with the effect of the key head that it reads. Of a HookedTransformer
+      that repeats keys for every head (``ungroup_grouped_query_attention``) they patch only as many as there are key
+      heads; here all are.
+    * Bridges that hand attention to Hugging Face whole (GPT-J, GPT-Neo, OPT): a patched pattern is discarded, and every
+      effect is 0. Here the attention's result is recomputed from the pattern.
+    * Multi-head latent attention (DeepSeek): its hooks are not laid out by heads, and positions are patched in their
+      stead. Here that is an error.
+
+    One forward pass for each row (one per key head for keys and values), and for each layer a part of one. The
+    activations of one layer are held meanwhile.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike. Dropout is off meanwhile.
+        clean_tokens, corrupted_tokens: ids ``[batch, pos]`` of the same shape, or text: the run that is patched from,
+            and the one that is patched.
+        metric: a function of ``(logits [batch, pos, vocab], clean_tokens)`` that returns a number or one for each
+            text, of which the mean counts.
+        activation: ``"z"`` (a head's result), ``"q"``, ``"k"``, ``"v"`` (before rotation and norm) or ``"pattern"``.
+        layers: default all.
+        heads: query heads, default all.
+        progress: show a bar.
+
+    Returns:
+        One row per layer and head: ``layer``, ``head``; ``clean``, ``corrupted`` and ``value``, the metric of the two
+        runs and of the patched one; ``effect``, ``(value - corrupted) / (clean - corrupted)``.
+
+    Raises:
+        ValueError: tokens of different shape, or with the same metric; layers or heads out of range; an unknown
+            activation, or one that the model does not show by heads; a metric that returns anything else.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, patch_heads
+        >>> model, clean = load_demo_model(), demo_tokens(length=32)
+        >>> corrupted = clean.clone()
+        >>> corrupted[0, 20] = 5  # another token
+        >>> def log_p(logits, tokens):
+        ...     return logits[:, 20].log_softmax(-1)[:, tokens[0, 21]]
+        >>> table = patch_heads(model, clean, corrupted, log_p, layers=[0], progress=False)
+        >>> list(table.columns)
+        ['layer', 'head', 'clean', 'corrupted', 'value', 'effect']
+    """
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation must be one of {', '.join(get_args(Activation))}, got {activation!r}")
+    check_metric(metric)
+    specs = read_layers(model, layers)
+    clean, corrupted = check_tokens(model, clean_tokens), check_tokens(model, corrupted_tokens)
+    if clean.shape != corrupted.shape:
+        raise ValueError(
+            f"corrupted_tokens must have the shape of clean_tokens, {tuple(clean.shape)}, got {tuple(corrupted.shape)}"
+        )
+    chosen = select("heads", heads, specs[0].n_heads)
+    rows: list[tuple[int, int, float]] = []
+    with evaluating(model), tqdm(total=len(specs) * len(chosen), desc="patches", disable=not progress) as bar:
+        measured = {
+            "clean": measure(model, clean, [], metric, clean),
+            "corrupted": measure(model, corrupted, [], metric, clean),
+        }
+        check_apart(model, measured, "clean_tokens")
+        for spec in specs:
+            held = _held(model, clean, spec, activation)
+            for there, members in _at_hook(spec, chosen, activation).items():
+                if activation == "pattern" and not spec.scores_editable:
+                    hooks = _attend_by(spec, there, held)
+                    value = measure(model, corrupted, hooks, metric, clean)
+                else:
+                    value = _by_transformer_lens(model, corrupted, held, (spec.layer, there), activation, metric, clean)
+                rows += [(spec.layer, head, value) for head in members]
+                bar.update(len(members))
+    return as_table(rows, measured)
+
+
+def _at_hook(spec: AttentionSpec, heads: list[int], activation: Activation) -> dict[int, list[int]]:
+    """The head's number at the hook, and the query heads that share it."""
+    shared: dict[int, list[int]] = {}
+    for head in heads:
+        shared.setdefault(spec.key_head(head) if activation in ("k", "v") else head, []).append(head)
+    return shared
+
+
+def _held(
+    model: Any, tokens: Int[Tensor, "batch pos"], spec: AttentionSpec, activation: Activation
+) -> dict[str, Tensor]:
+    """One layer's activation in a run on these tokens, by the hook's name."""
+    name = hook_name(spec.layer, f"hook_{activation}")
+    held: dict[str, Tensor] = {}
+
+    def keep(x: Tensor, hook: Any) -> None:
+        held[name] = x.detach().clone()
+
+    n = spec.n_kv_heads if activation in ("k", "v") else spec.n_heads
+    length = tokens.shape[1]
+    if name in model.hook_dict and length == n:  # by which axes cannot be told apart
+        run(model, tokens[:, :-1], [(name, keep)], stop=spec.layer + 1)
+        _check_layout(spec, name, held, length - 1, n)
+    if name in model.hook_dict:
+        run(model, tokens, [(name, keep)], stop=spec.layer + 1)
+    if length != n:
+        _check_layout(spec, name, held, length, n)
+    return held
+
+
+def _check_layout(spec: AttentionSpec, name: str, held: dict[str, Tensor], length: int, n: int) -> None:
+    """Refuse what is not laid out by heads, of which TransformerLens would patch something else."""
+    shape = tuple(held[name].shape) if name in held else ()
+    if shape[1:] != (n, length, length) if name.endswith("pattern") else shape[1:3] != (length, n):
+        missing = f"carries a tensor of shape {shape} on {length} tokens" if shape else "does not fire"
+        raise ValueError(
+            f"activation must be one that the model shows by heads, but {name} of {spec.architecture} {missing}, and "
+            f"there are {n} heads"
+        )
+
+
+def _attend_by(spec: AttentionSpec, head: int, held: dict[str, Tensor]) -> list[Hook]:
+    """A head's pattern put in where the model discards edits of it: as scores of which it is the softmax."""
+    (pattern,) = held.values()
+    scores = pattern[:, [head]].log()
+    return edit_scores(spec, [head], lambda view: scores)
+
+
+def _by_transformer_lens(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    held: dict[str, Tensor],
+    where: tuple[int, int],
+    activation: Activation,
+    metric: Metric,
+    target: Int[Tensor, "batch pos"],
+) -> float:
+    """The metric with one head's activation from another run."""
+    from transformer_lens import patching  # takes seconds
+
+    setter = (
+        patching.layer_head_pattern_patch_setter if activation == "pattern" else patching.layer_head_vector_patch_setter
+    )
+    values: list[float] = []
+
+    def keep(logits: Tensor) -> Tensor:
+        values.append(as_number(metric(logits, target), len(tokens)))
+        return torch.tensor(values[-1])
+
+    index = pd.DataFrame([where], columns=["layer", "head"])
+    with torch.no_grad(), _without_its_bar(patching):
+        patching.generic_activation_patch(model, tokens, held, keep, setter, activation, index_df=index)
+    return values[0]
+
+
+@contextlib.contextmanager
+def _without_its_bar(patching: Any) -> Iterator[None]:
+    """TransformerLens's patching shows a bar for every call, which no argument switches off."""
+    bar, patching.tqdm = patching.tqdm, lambda rows: rows
+    try:
+        yield
+    finally:
+        patching.tqdm = bar

@@ -1,0 +1,196 @@
+"""What a measurement of a long text will take, before it is begun."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import pandas as pd
+
+from tl_posdisent.models.chunked_scores import check_block
+from tl_posdisent.models.forward_costs import measure_costs, measure_rates
+from tl_posdisent.models.memory import free_memory, gigabytes, model_bytes, model_devices
+from tl_posdisent.models.spec import n_layers
+from tl_posdisent.utils.validation import check_integer
+
+from .cost_advice import advice, memory, seconds
+
+Measured = Literal["additivity", "controlled_distance", "subspace_patterns"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a measurement takes; bytes are above those of other programs and other tensors of yours.
+
+    Attributes:
+        tool, length, batch, block: what was asked about.
+        model_bytes: parameters and buffers.
+        activation_bytes: the forward pass at its worst step, without what has the size of score matrices.
+        score_bytes: score matrices, patterns and masks at that step.
+        tool_bytes: what the measurement needs besides.
+        peak_bytes: all of these.
+        flops: operations of matrix products, two for each multiply and add.
+        seconds: roughly; NaN for a model on ``meta`` unless a rate was given.
+        available_bytes: free beside the model; None where it is not known, and then everything fits.
+        advice: what would fit, where this does not; else empty.
+
+    Example:
+        >>> from tl_posdisent import estimate, load_demo_model
+        >>> plan = estimate(load_demo_model(), 4096, available=10**9)
+        >>> plan.fits, plan.path, plan.advice
+        (False, 'whole score matrices', 'block=1024')
+    """
+
+    tool: str
+    length: int
+    batch: int
+    block: int | None
+    model_bytes: int
+    activation_bytes: int
+    score_bytes: int
+    tool_bytes: int
+    peak_bytes: int
+    flops: float
+    seconds: float
+    available_bytes: int | None
+    advice: str
+
+    @property
+    def path(self) -> str:
+        """How the model runs."""
+        return "whole score matrices" if self.block is None else f"blocks of {self.block} queries"
+
+    @property
+    def needed_bytes(self) -> int:
+        """Beside the model."""
+        return self.peak_bytes - self.model_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether what is needed beside the model is there."""
+        return self.available_bytes is None or self.needed_bytes <= self.available_bytes
+
+    def check(self) -> Estimate:
+        """Itself, if it fits.
+
+        Raises:
+            MemoryError: it does not; says what is needed, what is there, and what would fit.
+        """
+        if not self.fits:
+            assert self.available_bytes is not None
+            raise MemoryError(
+                f"{self.tool} of {self.batch}×{self.length} tokens needs {gigabytes(self.needed_bytes)} beside the "
+                f"model, of which {gigabytes(self.score_bytes)} for scores, and {gigabytes(self.available_bytes)} are "
+                f"available: use {self.advice}"
+            )
+        return self
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row, with ``path``, ``needed_bytes`` and ``fits``."""
+        derived = {"path": self.path, "needed_bytes": self.needed_bytes, "fits": self.fits}
+        return pd.DataFrame([asdict(self) | derived])
+
+    def __repr__(self) -> str:
+        time = "" if math.isnan(self.seconds) else f", about {_duration(self.seconds)}"
+        there = "" if self.available_bytes is None else f" of {gigabytes(self.available_bytes)} available"
+        return (
+            f"Estimate: {self.tool} of {self.batch}×{self.length} tokens in {self.path}\n"
+            f"  model {gigabytes(self.model_bytes)}, beside it {gigabytes(self.needed_bytes)}{there}: activations "
+            f"{gigabytes(self.activation_bytes)}, scores {gigabytes(self.score_bytes)}, "
+            f"measurement {gigabytes(self.tool_bytes)}\n"
+            f"  {self.flops:.2g} FLOPs{time}; {'fits' if self.fits else f'does not fit: use {self.advice}'}"
+        )
+
+
+def estimate(
+    model: Any,
+    length: int,
+    *,
+    batch: int = 1,
+    tool: Measured = "additivity",
+    block: int | None = None,
+    available: int | None = None,
+    flops_per_second: float | None = None,
+) -> Estimate:
+    """How much memory, how many operations and roughly how much time a measurement of a text takes.
+
+    Nothing is looked up. The model runs on a few texts of at most 48 tokens while its tensors are counted; as their
+    sizes are polynomials of the length, what it holds at each step of a long text is then known. A model on ``meta``
+    (shapes without numbers) can be asked about too. What matrix routines use internally is not counted.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike.
+        length: tokens of a text, at least 2.
+        batch: texts that run at once.
+        tool: ``"additivity"``, ``"controlled_distance"`` or ``"subspace_patterns"``; others that go through a text
+            once, layer by layer, need about as much as the second.
+        block: as in ``additivity``, which alone has it.
+        available: bytes that may be used beside the model; default what is free where the model is (RAM or the limit of
+            the process's control group; memory of the fullest GPU).
+        flops_per_second: rate for ``seconds``, of this model on other hardware; default measured here with a matrix
+            product, an exponential and a small sum.
+
+    Returns:
+        An ``Estimate``. ``estimate(...).check()`` raises a ``MemoryError`` if it does not fit.
+
+    Raises:
+        ValueError: unusable arguments; ``block`` for another tool, or a model that takes no cache.
+
+    Example:
+        >>> from tl_posdisent import estimate, load_demo_model
+        >>> plan = estimate(load_demo_model(), 4096, available=10**9)
+        >>> plan.fits, plan.advice
+        (False, 'block=1024')
+        >>> estimate(load_demo_model(), 4096, available=10**9, block=1024).check().fits
+        True
+    """
+    layers = n_layers(model)
+    check_integer("length", length, 2)
+    check_integer("batch", batch, 1)
+    if tool not in get_args(Measured):
+        raise ValueError(f"tool must be one of {', '.join(get_args(Measured))}, got {tool!r}")
+    if available is not None:
+        check_integer("available", available, 0)
+    if block is not None:
+        check_block(block)
+        if tool != "additivity":
+            raise ValueError(f"block must be None for {tool}: only additivity runs in blocks")
+    if flops_per_second is not None and not 0 < flops_per_second < math.inf:
+        raise ValueError(f"flops_per_second must be a positive number, got {flops_per_second!r}")
+    costs = measure_costs(model, stop=layers, cached=block is not None)
+    devices, weights = model_devices(model), model_bytes(model)
+    on_meta = all(device.type == "meta" for device in devices)
+    free = free_memory(devices) if available is None else available
+    if available is None and on_meta and free is not None:
+        free = max(0, free - weights)  # the model is still to come
+    activations, scores, extra = memory(model, costs, tool, length, batch, block)
+    _, flops = costs.total(length, length if block is None else min(block, length))
+    if flops_per_second is not None:
+        time = batch * flops / flops_per_second
+    else:
+        time = math.nan if on_meta else seconds(model, costs, measure_rates(model), tool, length, batch, block)
+    needed = activations + scores + extra
+    fits = free is None or needed <= free
+    return Estimate(
+        tool=tool,
+        length=length,
+        batch=batch,
+        block=block,
+        model_bytes=weights,
+        activation_bytes=activations,
+        score_bytes=scores,
+        tool_bytes=extra,
+        peak_bytes=weights + needed,
+        flops=batch * flops,
+        seconds=time,
+        available_bytes=free,
+        advice="" if fits or free is None else advice(model, costs, tool, length, batch, block, free),
+    )
+
+
+def _duration(time: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if time >= 2 * size:
+            return f"{time / size:.2g} {unit}"
+    return f"{time:.2g} s"

@@ -1,0 +1,1 @@
+"""Content and position in the residual stream."""

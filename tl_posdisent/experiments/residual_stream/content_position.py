@@ -1,0 +1,224 @@
+"""Scores taken apart by what they are made of: what queries and keys know of their place, and what of their token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float64, Int
+from torch import Tensor
+
+from tl_posdisent.models.forward import check_tokens
+from tl_posdisent.models.probe.observe import score_tolerance
+from tl_posdisent.models.spec import AttentionSpec, read_attention
+from tl_posdisent.rope.toeplitz import toeplitz_share
+from tl_posdisent.utils.tables import index_columns
+
+from .qk_readout import Reading, measure_readings, watch
+
+Source = Literal["content", "position", "bias"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+TERMS = (*(f"{query}:{key}" for query in SOURCES for key in SOURCES), "attention bias")
+"""What a query carries, met by what a key carries; and what the layer adds to its scores (ALiBi, T5)."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ContentPosition:
+    """The scores of a layer as a sum of ten terms: nine products of parts of queries and keys, and a bias.
+
+    All tensors are float64.
+
+    Attributes:
+        layer: its number.
+        query, key: ``[source, batch, pos, head, d_head]``, the parts of queries and of keys in the order of
+            ``SOURCES`` (content, position, bias), scale and rotation included; one key head per query head.
+        attention_bias: ``[head, query, key]``, what is added to the products; 0 where nothing is, and outside the mask.
+        position: ``[pos, d_model]``, the positional part of the residual stream that queries read.
+        mask: ``[query, key]``, where a query sees a key.
+
+    Example:
+        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, content_position_terms
+        >>> import torch
+        >>> sizes = {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 3}
+        >>> tokens = torch.randint(1, 20, (8, 16), generator=torch.Generator().manual_seed(0))
+        >>> terms = content_position_terms(SyntheticModel(SyntheticConfig(encoding="learned", **sizes)), tokens, 0)
+        >>> terms
+        ContentPosition of layer 0: 2 heads, 8 texts of 16 tokens
+        >>> terms.term("position:position").shape
+        torch.Size([8, 2, 16, 16])
+    """
+
+    layer: int
+    query: Float64[Tensor, "source batch pos head d_head"]
+    key: Float64[Tensor, "source batch pos head d_head"]
+    attention_bias: Float64[Tensor, "head query key"]
+    position: Float64[Tensor, "pos d_model"]
+    mask: Bool[Tensor, "query key"]
+
+    def term(self, name: str) -> Float64[Tensor, "batch head query key"]:
+        """One of ``TERMS``, laid out like the scores; 0 outside the mask."""
+        if name not in TERMS:
+            raise ValueError(f"name must be one of {', '.join(TERMS)}, got {name!r}")
+        if name == TERMS[-1]:
+            return self.attention_bias.expand(self.query.shape[1], -1, -1, -1)
+        query, key = name.split(":")
+        return self._product(self.query[_index(query)], self.key[_index(key)])
+
+    def scores(self) -> Float64[Tensor, "batch head query key"]:
+        """The sum of all terms: the layer's scores before any soft cap, 0 outside the mask."""
+        return self._product(self.query.sum(0), self.key.sum(0)) + self.attention_bias
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head and term, over the cells of all texts.
+
+        ``share`` is the covariance of the term with the scores over the variance of the scores: shares add up to 1 and
+        may be negative, where terms cancel. ``size`` is the term's own variance over that of the scores; sizes add up
+        to 1 only where terms are uncorrelated. ``toeplitz`` is the ``toeplitz_share`` of the term, with one function of
+        the distance for all texts; NaN for a term that does not vary.
+        """
+        return pd.concat(list(self._rows()), ignore_index=True).sort_values("head", kind="stable", ignore_index=True)
+
+    def _rows(self) -> Iterator[pd.DataFrame]:
+        scores = self._centred(self.scores())
+        total = scores.square().mean((0, 2))
+        heads = index_columns(total.shape)
+        for name in TERMS:
+            term = self.term(name)
+            centred = self._centred(term)
+            columns = {
+                "share": (centred * scores).mean((0, 2)) / total,
+                "size": centred.square().mean((0, 2)) / total,
+                "toeplitz": toeplitz_share(term, mask=self.mask, pool=True),
+            }
+            yield pd.DataFrame({**heads, "term": name, **{key: x.tolist() for key, x in columns.items()}})
+
+    def _product(self, query: Tensor, key: Tensor) -> Float64[Tensor, "batch head query key"]:
+        return torch.where(self.mask, torch.einsum("bqhd,bkhd->bhqk", query, key), 0.0)
+
+    def _centred(self, x: Tensor) -> Float64[Tensor, "batch head cell"]:
+        """The cells inside the mask, less the mean of all texts."""
+        cells = x[..., self.mask]
+        return cells - cells.mean((0, 2), keepdim=True)
+
+    def __repr__(self) -> str:
+        texts, length, heads = self.query.shape[1:4]
+        return f"ContentPosition of layer {self.layer}: {heads} heads, {texts} texts of {length} tokens"
+
+
+def content_position_terms(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    layer: int,
+    *,
+    grand_mean: Literal["content", "bias"] = "content",
+) -> ContentPosition:
+    """Split a layer's scores by what the residual stream says about positions and about tokens (arXiv 2505.13027).
+
+    The positional part of the stream is its mean over the texts at each position less the mean of all; content is what
+    is left. With M the map from stream to query at the norm's actual scale s (see ``reading.py``), a query is
+    ``s·M content + s·M position + bias``, a key likewise, and a score the sum of nine products and of what the layer
+    adds (ALiBi, T5). Rotary layers too: their rotation acts on each part. The map is measured, and whether the parts
+    add up to the model's own scores is checked.
+
+    With T texts a T-th of the content's variance at each position is taken for position: use many, and different ones.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike, with a norm before its attention.
+        tokens: ids ``[batch, pos]`` of at least two different texts without padding, or texts of equal length.
+        layer: 0 … n_layers - 1.
+        grand_mean: where the mean of the whole stream goes, which is neither: ``"content"`` as in the paper, or
+            ``"bias"``, so that a term with ``content`` has nothing that is the same for all tokens.
+
+    Returns:
+        ``ContentPosition``: ``term(name)``, ``scores()``, and ``to_frame()`` with shares and Toeplitz shares.
+
+    Raises:
+        ValueError: unusable tokens or layer; texts that are all the same; queries or keys that are no affine function
+            of the stream (QK-norm, latent attention, post-norm); scores that are capped, or to which something is
+            added that depends on the text.
+
+    Example:
+        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, content_position_terms
+        >>> import torch
+        >>> sizes = {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 3}
+        >>> tokens = torch.randint(1, 20, (8, 16), generator=torch.Generator().manual_seed(0))
+        >>> model = SyntheticModel(SyntheticConfig(encoding="alibi", **sizes))
+        >>> table = content_position_terms(model, tokens, 0).to_frame()
+        >>> bias = table[table["term"] == "attention bias"]
+        >>> bias["toeplitz"].round(6).tolist()
+        [1.0, 1.0]
+        >>> bool(table.groupby("head")["share"].sum().round(6).eq(1).all())
+        True
+    """
+    spec = read_attention(model, layer)
+    tokens = check_tokens(model, tokens)
+    if grand_mean not in ("content", "bias"):
+        raise ValueError(f'grand_mean must be "content" or "bias", got {grand_mean!r}')
+    if bool((tokens == tokens[:1]).all()):
+        raise ValueError(f"tokens must be at least two different texts, got {len(tokens)} that do not differ")
+    if spec.soft_cap is not None:
+        raise ValueError(f"layer {layer} of {spec.architecture} caps its scores, so they are no sum of products")
+    readings = measure_readings(model, spec, tokens)
+    names = [name for reading in readings for name in (reading.source, reading.tap.name)]
+    seen, scores, mask = watch(model, tokens, spec, names)
+    (query, position), (key, _) = (_parts(spec, reading, seen, grand_mean) for reading in readings)
+    products = torch.einsum("bqhd,bkhd->bhqk", query.sum(0), key.sum(0))
+    scale, bias = _explained(spec, products[..., mask], scores[..., mask].double(), scores.dtype)
+    attention_bias = torch.zeros(products.shape[1:], dtype=torch.float64, device=products.device)
+    attention_bias[:, mask] = bias
+    return ContentPosition(layer, query * scale, key, attention_bias, position, mask)
+
+
+def split_stream(
+    x: Float64[Tensor, "batch pos d_model"],
+) -> tuple[Float64[Tensor, "batch pos d_model"], Float64[Tensor, "pos d_model"], Float64[Tensor, "d_model"]]:
+    """Content (without the grand mean), position and grand mean of a residual stream; they add up to it."""
+    at_position = x.mean(0)
+    mean = at_position.mean(0)
+    return x - at_position, at_position - mean, mean
+
+
+def _parts(
+    spec: AttentionSpec, reading: Reading, seen: dict[str, Tensor], grand_mean: str
+) -> tuple[Float64[Tensor, "source batch pos head d_head"], Float64[Tensor, "pos d_model"]]:
+    """Queries or keys by source, rotated if the layer rotates; and the positional part of what they read."""
+    stream = seen[reading.source].double()
+    scale = reading.scales(spec, stream, reading.tap.read(seen[reading.tap.name]))
+    content, position, mean = split_stream(stream)
+    parts = [scale * reading.linear(x) for x in (content, position.expand_as(stream))]
+    constant = scale * reading.linear(mean)
+    bias = reading.bias.expand_as(constant)
+    parts = [parts[0] + constant, parts[1], bias] if grand_mean == "content" else [*parts, constant + bias]
+    places = torch.arange(stream.shape[1], device=stream.device)
+    return torch.stack([spec.per_query_head(spec.rotated(part, places)) for part in parts]), position
+
+
+def _explained(
+    spec: AttentionSpec, products: Tensor, scores: Tensor, dtype: torch.dtype
+) -> tuple[float, Float64[Tensor, "head cell"]]:
+    """The scale, and what is added to the scores: both from how scores change from text to text.
+
+    Raises:
+        ValueError: what is added differs between texts.
+    """
+    moves = products - products.mean(0)
+    scale = spec.scale if spec.scale is not None else float((moves * scores).sum() / moves.square().sum())
+    added = scores - scale * products
+    bias = added.mean(0)
+    error, allowed = (added - bias).abs().amax(), score_tolerance(dtype) * scores.abs().amax()
+    if not bool(error <= allowed):
+        raise ValueError(
+            f"the parts of queries and keys must add up to the scores, but in layer {spec.layer} of "
+            f"{spec.architecture} they miss them by {error.item():.1e}, where {allowed.item():.1e} is rounding"
+            + (f": {spec.problem}" if spec.problem else "")
+        )
+    if bool(bias.abs().amax() <= allowed):
+        bias = torch.zeros_like(bias)  # rounding
+    return scale, bias
+
+
+def _index(source: str) -> int:
+    return [*SOURCES].index(source)  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""The directions of the residual stream in which positions stand, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from jaxtyping import Float64, Int
+from torch import Tensor
+
+from tl_posdisent.experiments.attention_scores.rotary_layers import check_burn_in
+from tl_posdisent.models.forward import check_tokens
+from tl_posdisent.models.spec import read_attention
+
+from .content_position import split_stream
+from .qk_readout import residual_hook, watch
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PositionalSubspace:
+    """Where positions stand in the residual stream before a layer. All tensors are float64.
+
+    Attributes:
+        layer: its number.
+        basis: ``[d_model, rank]``, orthonormal columns, the one of most variance first, as ``principal_angles`` takes
+            them.
+        variances: ``[min(pos, d_model)]``, variance of the positional part along all of its principal directions,
+            descending; the first ``rank`` belong to the basis.
+        share: the positional part's share of the variance of the residual stream.
+        noise: the share that it would have on average in texts of this number in which positions mean nothing: the
+            part of ``share`` that may be content which did not average out.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, positional_subspace, principal_angles
+        >>> model, tokens = load_demo_model(), demo_tokens(length=512).view(16, 32)
+        >>> first, last = (positional_subspace(model, tokens, layer, rank=2) for layer in (1, 4))
+        >>> first
+        PositionalSubspace of layer 1: 2 of 128 dimensions, 0.055 of the stream is positional (0.061 by chance)
+        >>> principal_angles(first.basis, last.basis).shape
+        torch.Size([2])
+    """
+
+    layer: int
+    basis: Float64[Tensor, "d_model rank"]
+    variances: Float64[Tensor, "direction"]
+    share: float
+    noise: float
+
+    @property
+    def rank(self) -> int:
+        """Number of dimensions."""
+        return self.basis.shape[1]
+
+    def __repr__(self) -> str:
+        return (
+            f"PositionalSubspace of layer {self.layer}: {self.rank} of {len(self.basis)} dimensions, "
+            f"{self.share:.3f} of the stream is positional ({self.noise:.3f} by chance)"
+        )
+
+
+def positional_subspace(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    layer: int,
+    *,
+    rank: int | None = None,
+    explained: float = 0.95,
+    burn_in: int = 0,
+) -> PositionalSubspace:
+    """Principal directions of the positional part of the residual stream before a layer.
+
+    The positional part is the mean over the texts at each position less the mean of all (arXiv 2505.13027). Two layers,
+    or two models that share an embedding, are compared by ``principal_angles`` of their bases.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike.
+        tokens: ids ``[batch, pos]`` of at least two texts without padding.
+        layer: 0 … n_layers - 1.
+        rank: number of directions; None for as many as it takes to have the share ``explained``.
+        explained: of the positional part's variance, above 0 and up to 1; used without ``rank``.
+        burn_in: positions to leave out at the beginning (the first token's vector is often unlike all others).
+
+    Returns:
+        ``PositionalSubspace``.
+
+    Raises:
+        ValueError: unusable tokens or layer; a single text; a ``rank`` beyond the directions in which the positional
+            part varies, or no such direction; ``explained`` or ``burn_in`` out of range; padded texts.
+
+    Example:
+        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, positional_subspace
+        >>> import torch
+        >>> sizes = {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_mlp": 32, "d_vocab": 20, "n_ctx": 8, "n_out": 3}
+        >>> model = SyntheticModel(SyntheticConfig(encoding="learned", **sizes))
+        >>> tokens = torch.randint(1, 20, (500, 8), generator=torch.Generator().manual_seed(0))
+        >>> space = positional_subspace(model, tokens, 0, explained=1.0)  # before layer 0: the position vectors
+        >>> space.rank, 0.4 < space.share < 0.6
+        (7, True)
+    """
+    spec = read_attention(model, layer)
+    tokens = check_tokens(model, tokens)
+    _check(rank, explained, len(tokens))
+    check_burn_in(burn_in, tokens.shape[1], leave=2)
+    seen, _, _ = watch(model, tokens, spec, [residual_hook(layer)])
+    content, position, _ = split_stream(seen[residual_hook(layer)][:, burn_in:].double())
+    _, singular, directions = torch.linalg.svd(position, full_matrices=False)
+    variances = singular.square() / len(position)
+    varying = int((singular > singular[0] * 1e-6).sum()) if float(singular[0]) > 0 else 0
+    if rank is None:
+        so_far = variances.cumsum(0) / variances.sum()
+        rank = min(int((so_far < explained).sum()) + 1, varying)
+    if not 1 <= rank <= varying:
+        raise ValueError(f"rank must be at least 1 and at most {varying}, the directions with variance, got {rank}")
+    within, between = content.square().sum(-1).mean(), variances.sum()
+    chance = within / (len(content) - 1) * (len(position) - 1) / len(position)
+    total = within + between
+    return PositionalSubspace(layer, directions[:rank].T, variances, float(between / total), float(chance / total))
+
+
+def _check(rank: int | None, explained: float, texts: int) -> None:
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        raise ValueError(f"rank must be an integer of at least 1, or None, got {rank!r}")
+    if isinstance(explained, bool) or not isinstance(explained, Real) or not 0 < explained <= 1:
+        raise ValueError(f"explained must be a number above 0 and up to 1, got {explained!r}")
+    if texts < 2:
+        raise ValueError(f"tokens must be at least two texts, got {texts}")

@@ -1,0 +1,161 @@
+"""Rotary scores as a Hadamard product: what queries and keys say, times a Toeplitz kernel, in every subspace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Complex128, Float64, Int
+from torch import Tensor
+
+from tl_posdisent.models.capture import stream
+from tl_posdisent.models.forward import check_tokens
+from tl_posdisent.models.spec import read_rotary_layers
+from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
+from tl_posdisent.rope.toeplitz import condition_number, effective_rank, product_spectrum, toeplitz_share
+from tl_posdisent.utils.tables import index_columns
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RopeHadamard:
+    """The scores of a rotary layer, ``Σ_c Re(gram_c ∘ kernel_c) + rest``, with ∘ the product cell by cell.
+
+    ``gram_c[i, j] = scale · q_ic · conj(k_jc)`` knows no position, and ``kernel_c[i, j] = exp(i θ_c (i - j))`` knows
+    nothing else; with ``gram = a + ib``, the real part is ``a ∘ cos(θ_c (i - j)) - b ∘ sin(θ_c (i - j))``. All tensors
+    are float64 or complex128.
+
+    Attributes:
+        layer: its number.
+        rotary: frequencies θ_c and pairing.
+        query, key: ``[batch, pos, head, d_head]``, before rotation; scale and YaRN's factor are in the query; one key
+            head per query head.
+        mask: ``[query, key]``, where a query sees a key. Grams, kernels and spectra are those of all cells.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, rope_hadamard
+        >>> form = rope_hadamard(load_demo_model(), demo_tokens(length=32), 1)
+        >>> form
+        RopeHadamard of layer 1: 8 subspaces and 0 coordinates without rotation, 1 texts of 32 tokens
+        >>> total = sum((form.gram(c) * form.kernel(c)).real for c in range(8)) + form.rest()
+        >>> bool((total - form.scores()).abs().max() < 1e-10)
+        True
+    """
+
+    layer: int
+    rotary: Rotary
+    query: Float64[Tensor, "batch pos head d_head"]
+    key: Float64[Tensor, "batch pos head d_head"]
+    mask: Bool[Tensor, "query key"]
+
+    def gram(self, subspace: int) -> Complex128[Tensor, "batch head query key"]:
+        """``scale · q_ic · conj(k_jc)`` of all pairs."""
+        c = self._checked(subspace)
+        q, k = (to_complex(x, self.rotary)[0][..., c].transpose(1, 2) for x in (self.query, self.key))
+        return q[..., :, None] * k[..., None, :].conj()
+
+    def kernel(self, subspace: int) -> Complex128[Tensor, "query key"]:
+        """``exp(i θ_c (i - j))``, with angles rounded as the model rounds them."""
+        angle = self.rotary.angles(self._places())[:, self._checked(subspace)]
+        return torch.exp(1j * (angle[:, None] - angle))
+
+    def rest(self) -> Float64[Tensor, "batch head query key"]:
+        """The scores of the coordinates that are not rotated."""
+        q, k = (to_complex(x, self.rotary)[1] for x in (self.query, self.key))
+        return torch.einsum("bqhd,bkhd->bhqk", q, k)
+
+    def content(self) -> Float64[Tensor, "batch head query key"]:
+        """What the scores would be without rotation, all pairs at distance 0: ``Σ_c Re gram_c + rest``."""
+        return torch.einsum("bqhd,bkhd->bhqk", self.query, self.key)
+
+    def scores(self) -> Float64[Tensor, "batch head query key"]:
+        """The layer's scores before any soft cap, of all cells, also outside the mask."""
+        return torch.einsum("bqhd,bkhd->bhqk", *self._rotated())
+
+    def spectra(self) -> tuple[Float64[Tensor, "batch head rank"], Float64[Tensor, "batch head rank"]]:
+        """Singular values of ``content()`` and of ``scores()``, descending; those beyond d_head are 0 and left out."""
+        plain = (self.query.transpose(1, 2), self.key.transpose(1, 2))
+        turned = tuple(x.transpose(1, 2) for x in self._rotated())
+        return product_spectrum(*plain), product_spectrum(*turned)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per text and head, with each measure before (``content()``) and after the rotation (``scores()``).
+
+        ``norm`` is the largest singular value, ``condition`` the largest over the smallest (of ``min(pos, d_head)``),
+        ``effective_rank`` the exponential of the entropy of the singular values over their sum; all of the whole
+        matrix. ``toeplitz`` is the ``toeplitz_share`` inside the mask.
+        """
+        before, after = self.spectra()
+        columns: dict[str, Tensor] = {}
+        for when, spectrum, scores in (("before", before, self.content()), ("after", after, self.scores())):
+            columns[f"norm_{when}"] = spectrum[..., 0]
+            columns[f"condition_{when}"] = condition_number(spectrum)
+            columns[f"effective_rank_{when}"] = effective_rank(spectrum)
+            columns[f"toeplitz_{when}"] = toeplitz_share(scores, mask=self.mask)
+        return pd.DataFrame(
+            {
+                **index_columns(before.shape[:-1]),
+                **{
+                    name: columns[name].flatten().tolist()
+                    for name in sorted(columns, key=lambda n: n.rsplit("_", 1)[0])
+                },
+            }
+        )
+
+    def _rotated(self) -> tuple[Tensor, Tensor]:
+        places, plain = (
+            self._places(),
+            Rotary(self.rotary.frequencies, self.rotary.pairing, 1.0, self.rotary.angle_dtype),
+        )
+        return rotate(self.query, places, plain), rotate(self.key, places, plain)
+
+    def _places(self) -> Tensor:
+        return torch.arange(self.query.shape[1], device=self.query.device)
+
+    def _checked(self, subspace: int) -> int:
+        n = len(self.rotary.frequencies)
+        if isinstance(subspace, bool) or not isinstance(subspace, int) or not 0 <= subspace < n:
+            raise ValueError(f"subspace must be an integer from 0 to {n - 1}, got {subspace!r}")
+        return subspace
+
+    def __repr__(self) -> str:
+        texts, length, _, size = self.query.shape
+        return (
+            f"RopeHadamard of layer {self.layer}: {len(self.rotary.frequencies)} subspaces and "
+            f"{size - self.rotary.dim} coordinates without rotation, {texts} texts of {length} tokens"
+        )
+
+
+def rope_hadamard(model: Any, tokens: Int[Tensor, "batch pos"] | str, layer: int) -> RopeHadamard:
+    """Write a rotary layer's scores as content Gram matrices times Toeplitz kernels (arXiv 2505.13027).
+
+    The scores that this is about are compared with the model's own on the way (see ``capture``).
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike, with rotary embeddings in this layer.
+        tokens: ids ``[batch, pos]`` without padding, or text if the model has a tokenizer.
+        layer: 0 … n_layers - 1.
+
+    Returns:
+        ``RopeHadamard``: ``gram(c)``, ``kernel(c)``, ``rest()``, ``scores()``, and the spectrum before and after.
+
+    Raises:
+        ValueError: unusable tokens or layer; a layer without rotary embeddings; padded texts.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, rope_hadamard
+        >>> table = rope_hadamard(load_demo_model(), demo_tokens(length=64), 3).to_frame()
+        >>> bool((table["toeplitz_before"] < table["toeplitz_after"]).mean() > 0.5)
+        True
+    """
+    (spec,) = read_rotary_layers(model, [layer], "rope_hadamard")
+    scale, rotary = spec.require_scale(), spec.require_rotary("rope_hadamard")
+    tokens = check_tokens(model, tokens)
+    (seen,) = stream(model, tokens, [spec], scores=False)
+    assert seen.q is not None
+    assert seen.k is not None
+    q, k = scale * seen.q.double(), spec.per_query_head(seen.k).double()
+    z, rest = to_complex(q, rotary)
+    q = from_complex(rotary.attention_factor**2 * z, rest, rotary)  # YaRN stretches what it rotates, and no more
+    return RopeHadamard(seen.layer, rotary, q, k, spec.mask(tokens.shape[1], q.device))

@@ -1,0 +1,1 @@
+"""Perturbed order and positions, and longer texts."""

@@ -1,0 +1,226 @@
+"""What happens to a model's attention, and to its loss, as texts grow beyond those of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import pandas as pd
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.forward import Hook, check_tokens, evaluating, run
+from tl_posdisent.models.longer_context import longer_context
+from tl_posdisent.models.spec import AttentionSpec, read_layers
+
+from .attention_rows import entropy_by_query, largest_by_query, share_key
+from .mahalanobis import Typical, fit_typical
+
+By = Literal["bucket", "layer", "head"]
+_QUANTILE = 0.99
+
+
+def length_generalization(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    lengths: Sequence[int],
+    hooks: Sequence[Hook] | None = None,
+    *,
+    in_range: int | None = None,
+    by: By = "bucket",
+    layers: Iterable[int] | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Loss, attention and attention outputs by position, in texts that may be longer than the model's context.
+
+    Attention that has never seen a distance can fail in several ways: scores may explode, attention may spread over
+    ever more keys, and what heads take along (``z``) may be nothing that later layers know. Each has a column, beside
+    the loss that they shall explain. The text is one pass; tables of positions are continued where the model has them
+    (``longer_context``).
+
+    **The drift of z.** The reference of each head is its z at positions ``lengths[0] … in_range - 1`` of the same
+    texts, read in a pass of their own that ends there, without ``hooks``: what the layers behind were trained on. Its
+    covariance is shrunk (Ledoit and Wolf). A position of the reference is compared with all others but itself, so that
+    positions in and out of range are judged alike.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        lengths: edges of the buckets, ascending: bucket n holds the queries ``lengths[n] … lengths[n + 1] - 1``. What
+            lies before the first and after the last is not counted.
+        hooks: an intervention, such as ``lambda_mask`` or ``position_interpolation``. Default none.
+        in_range: where the reference ends, usually the length of the training texts; default ``lengths[1]``.
+        by: one row per bucket (mean over layers and heads), per bucket and layer, or per bucket, layer and head.
+        layers: default all.
+        progress: show a bar over the layers.
+
+    Returns:
+        Columns ``start`` and ``stop``; ``layer`` and ``head`` where asked for; then, as means over queries and texts,
+
+        * ``loss``: cross entropy of the next token in nats (of the bucket, the same in all its rows);
+        * ``entropy``: of the attention, in nats;
+        * ``largest_score``: the largest score that a query gives to any key that it sees;
+        * ``share_key``: the share of the variance of the bucket's scores that the key alone explains, as in
+          ``fit_additive`` of these queries: the rest is what the distance and the query bring in;
+        * ``mahalanobis``: Mahalanobis distance of z from the reference, divided by √d_head: about 1 in range;
+        * ``cosine``: of z with the mean of the reference;
+        * ``outside``: share of positions further from the reference than 99 % of its own: 0.01 in range.
+
+        NaN in ``largest_score`` and ``share_key`` where a layer does not show its scores, and under hooks also in
+        ``entropy`` where it would not use edited ones.
+
+    Raises:
+        ValueError: unusable tokens, layers or hooks; lengths that are no ascending integers within the text, or that
+            leave nothing to predict; ``in_range`` with fewer than three positions; a model that cannot read so far
+            (``longer_context``); a layer without ``hook_z`` and ``hook_pattern``; attention outputs that are not
+            finite.
+        RuntimeError: hooks that never fired.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, lambda_mask, length_generalization, load_demo_model
+        >>> model, tokens, edges = load_demo_model(), demo_tokens(length=1280), [256, 512, 1024, 1280]
+        >>> plain = length_generalization(model, tokens, edges, layers=[4], progress=False)
+        >>> plain[["start", "stop"]].values.tolist()
+        [[256, 512], [512, 1024], [1024, 1280]]
+        >>> hooks = lambda_mask(model, 4, 256, 256)
+        >>> kept = length_generalization(model, tokens, edges, hooks, layers=[4], progress=False)
+        >>> bool(plain["loss"][2] > plain["loss"][0] + 0.5), bool(kept["loss"][2] < plain["loss"][2] - 0.5)
+        (True, True)
+    """
+    specs = read_layers(model, layers)
+    tokens = check_tokens(model, tokens)
+    if by not in get_args(By):
+        raise ValueError(f"by must be one of {', '.join(get_args(By))}, got {by!r}")
+    edges = _check_lengths(lengths, tokens.shape[1])
+    end = edges[1] if in_range is None else in_range
+    if isinstance(end, bool) or not isinstance(end, int) or not edges[0] + 3 <= end <= edges[-1]:
+        raise ValueError(f"in_range must be an integer from {edges[0] + 3} to {edges[-1]}, got {in_range!r}")
+    for spec in specs:
+        if spec.z is None or spec.pattern is None:
+            raise ValueError(f"layer {spec.layer} of {spec.architecture} shows no hook_z or no hook_pattern")
+    given = list(hooks or [])
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad(), longer_context(model, max(edges[-1], end)):
+        typical = _typical(model, tokens[:, :end], specs, edges[0])
+        with tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
+            observers = [
+                hook
+                for spec in specs
+                for hook in _observers(spec, edges, typical[spec.layer], rows, bar, edited=bool(given))
+            ]
+            with evaluating(model), applied(model, [*given, *observers]):
+                logits = model(tokens[:, : edges[-1]])
+    losses = [_loss(logits, tokens, start, stop) for start, stop in pairwise(edges)]
+    return _table(rows, edges, losses, by)
+
+
+def _check_lengths(lengths: Any, length: int) -> list[int]:
+    if isinstance(lengths, (str, bytes)) or not isinstance(lengths, Iterable):
+        raise ValueError(f"lengths must be a sequence of integers, got {lengths!r}")
+    edges = list(lengths)
+    whole = all(isinstance(x, int) and not isinstance(x, bool) for x in edges)
+    if not whole or len(edges) < 2 or any(b <= a for a, b in pairwise(edges)):
+        raise ValueError(f"lengths must be at least two ascending integers, got {edges}")
+    if edges[0] < 0 or edges[-1] > length or edges[-2] > length - 2 or edges[1] < edges[0] + 3:
+        raise ValueError(
+            f"lengths must lie within the text of {length} tokens, with three positions or more in the first bucket "
+            f"and a token to predict in the last, got {edges}"
+        )
+    return edges
+
+
+def _typical(model: Any, tokens: Tensor, specs: list[AttentionSpec], start: int) -> dict[int, Typical]:
+    """Each head's z in range: a Gaussian per layer and head, of all texts together, text after text."""
+    found: dict[int, Typical] = {}
+
+    def listener(spec: AttentionSpec) -> Hook:
+        def listen(x: Tensor, hook: Any) -> None:
+            if not bool(x.isfinite().all()):
+                raise ValueError(f"the attention outputs of layer {spec.layer} are not finite")
+            found[spec.layer] = fit_typical(rearrange(x[:, start:].detach(), "batch pos head d -> head (batch pos) d"))
+
+        assert spec.z
+        return spec.z, listen
+
+    run(model, tokens, [listener(spec) for spec in specs], stop=max(spec.layer for spec in specs) + 1)
+    return found
+
+
+def _observers(
+    spec: AttentionSpec, edges: list[int], typical: Typical, rows: list[dict[str, Any]], bar: Any, *, edited: bool
+) -> list[Hook]:
+    """Hooks that add to ``rows`` what one layer shows: a value per bucket and head for each measure."""
+    buckets = list(pairwise(edges))
+
+    def note(measure: str, by_head: Sequence[Tensor]) -> None:
+        for (start, stop), values in zip(buckets, by_head, strict=True):
+            where = {"start": start, "stop": stop, "layer": spec.layer, "measure": measure}
+            rows.extend({**where, "head": head, "value": x} for head, x in enumerate(values.tolist()))
+
+    def at_scores(x: Tensor, hook: Any) -> None:
+        largest = largest_by_query(x, spec)
+        note("largest_score", [largest[..., a:b].mean((0, 2)) for a, b in buckets])
+        note("share_key", [share_key(x, spec, a, b).mean(0) for a, b in buckets])
+
+    def at_pattern(x: Tensor, hook: Any) -> None:
+        entropy = entropy_by_query(x)
+        note("entropy", [entropy[..., a:b].mean((0, 2)) for a, b in buckets])
+
+    def at_z(x: Tensor, hook: Any) -> None:
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"the attention outputs of layer {spec.layer} are not finite")
+        distance, cosine, limit = _drift(rearrange(x, "batch pos head d -> head batch pos d"), typical, edges[0])
+        size = x.shape[-1] ** 0.5
+        note("mahalanobis", [distance[..., a:b].mean((1, 2)) / size for a, b in buckets])
+        note("cosine", [cosine[..., a:b].mean((1, 2)) for a, b in buckets])
+        outside = distance > limit[:, None, None]
+        note("outside", [outside[..., a:b].double().mean((1, 2)) for a, b in buckets])
+        bar.update()
+
+    assert spec.z
+    assert spec.pattern
+    believed = spec.scores_editable or not edited
+    hooks: list[Hook] = [(spec.scores, at_scores)] if spec.scores and believed else []
+    return [*hooks, *([(spec.pattern, at_pattern)] if believed else []), (spec.z, at_z)]
+
+
+def _drift(
+    z: Float[Tensor, "head batch pos d_head"], typical: Typical, start: int
+) -> tuple[Float[Tensor, "head batch pos"], Float[Tensor, "head batch pos"], Float[Tensor, "head"]]:
+    """Distance and cosine of each position, and the distance that 99 % of the reference stay within."""
+    batch, n = z.shape[1], typical.sample.shape[1]
+    end = start + n // batch
+    every = torch.arange(n, device=z.device)
+    known = typical.mean[:, None] + typical.sample @ typical.axes.mT
+    limit = torch.quantile(typical.distance_without(known, every), _QUANTILE, dim=1)
+    distance, cosine = (f(z.flatten(1, 2)).unflatten(1, (batch, -1)) for f in (typical.distance, typical.cosine))
+    inside = z[:, :, start:end].flatten(1, 2)
+    distance[:, :, start:end] = typical.distance_without(inside, every).unflatten(1, (batch, -1))
+    return distance, cosine, limit
+
+
+def _loss(logits: Tensor, tokens: Tensor, start: int, stop: int) -> float:
+    """Mean cross entropy of what follows the queries of a bucket."""
+    targets = tokens[:, start + 1 : stop + 1]
+    given = logits[:, start : start + targets.shape[1]]
+    losses = [  # text by text: a vocabulary is large
+        torch.nn.functional.cross_entropy(x.float(), y.to(x.device), reduction="sum")
+        for x, y in zip(given, targets, strict=True)
+    ]
+    return float(torch.stack(losses).double().sum()) / targets.numel()
+
+
+_MEASURES = ["entropy", "largest_score", "share_key", "mahalanobis", "cosine", "outside"]
+
+
+def _table(rows: list[dict[str, Any]], edges: list[int], losses: list[float], by: By) -> pd.DataFrame:
+    index = ["start", "stop", *{"bucket": [], "layer": ["layer"], "head": ["layer", "head"]}[by]]
+    measured = pd.DataFrame(rows).pivot_table("value", ["start", "stop", "layer", "head"], "measure")
+    table = measured.reindex(columns=_MEASURES).groupby(level=index).mean().reset_index()
+    table.insert(len(index), "loss", table["start"].map(dict(zip(edges, losses, strict=False))))
+    return table.rename_axis(columns=None)

@@ -1,0 +1,121 @@
+"""Multiple choice: which continuation does the model find likeliest, and is it the right one?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float64, Int
+from torch import Tensor
+
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.forward import check_tokens, device_of, evaluating
+from tl_posdisent.models.spec import n_layers
+
+from .perturb import Perturb
+
+Text = str | Int[Tensor, "_pos"]
+
+
+@dataclass(frozen=True)
+class MultipleChoice:
+    """A context, what might follow it, and which of that is right: one question for ``perturbation_curve``.
+
+    Attributes:
+        context: text, or token ids ``(pos,)`` with the beginning-of-text token that the model expects.
+        choices: at least two continuations, as text or token ids ``(pos,)`` without such a token. Each is tokenised on
+            its own: let it begin with a space where the tokenizer has spaces before words.
+        answer: which choice is right, from 0.
+
+    Raises:
+        ValueError: fewer than two choices; an answer that is none of them; neither text nor ids, or empty ones.
+
+    Example:
+        >>> from tl_posdisent import MultipleChoice, choice_scores, load_demo_model
+        >>> question = MultipleChoice("We the people of the", [" United States", " people the"], 0)
+        >>> int(choice_scores(load_demo_model(), question).argmax()) == question.answer
+        True
+    """
+
+    context: Text
+    choices: Sequence[Text]
+    answer: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choices, (str, Tensor)) or not isinstance(self.choices, Sequence) or len(self.choices) < 2:
+            raise ValueError(f"choices must be a sequence of at least two continuations, got {self.choices!r}")
+        answer, n = self.answer, len(self.choices)
+        if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < n:
+            raise ValueError(f"answer must be an integer from 0 to {n - 1}, got {answer!r}")
+        _check_text("context", self.context)
+        for n, choice in enumerate(self.choices):
+            _check_text(f"choices[{n}]", choice)
+
+
+def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | None = None) -> Float64[Tensor, "choice"]:
+    """How likely the model finds each choice: its mean log-likelihood per token, given the context.
+
+    Args:
+        model: a causal HookedTransformer, TransformerBridge or alike.
+        question: context and choices.
+        perturb: what ``perturbation_curve`` hands to its ``downstream``: the context is then perturbed, and the choice
+            stays as it is, right behind it.
+
+    Returns:
+        Nats per token, one number for each choice; the likeliest is the model's answer.
+
+    Raises:
+        ValueError: no ``MultipleChoice``; text for a model without tokenizer; ids outside the vocabulary; scores that
+            are not finite.
+
+    Example:
+        >>> from tl_posdisent import MultipleChoice, choice_scores, load_demo_model
+        >>> question = MultipleChoice("In order to form a more perfect", [" Union", " of"], 0)
+        >>> bool(choice_scores(load_demo_model(), question).max() < 0)
+        True
+    """
+    if not isinstance(question, MultipleChoice):
+        raise ValueError(f"question must be a MultipleChoice, got {type(question).__name__}")
+    n_layers(model)  # or it is no model
+    context = _ids(model, question.context, begins=True)
+    choices = [_ids(model, choice, begins=False) for choice in question.choices]
+    scores = [_score(model, question, context, choice, perturb) for choice in choices]
+    return torch.stack(scores).cpu()
+
+
+def share_right(model: Any, questions: Sequence[MultipleChoice], perturb: Perturb | None) -> float:
+    """The share of questions in which the right choice is the likeliest; of equals, the first counts."""
+    right = [int(choice_scores(model, q, perturb=perturb).argmax()) == q.answer for q in questions]
+    return sum(right) / len(right)
+
+
+def _score(model: Any, question: MultipleChoice, context: Tensor, choice: Tensor, perturb: Perturb | None) -> Tensor:
+    tokens, hooks = check_tokens(model, torch.cat([context, choice])), []
+    if perturb is not None:
+        by = "word" if isinstance(question.context, str) else "token"
+        perturbed = perturb(tokens, until=len(context), unit=by)
+        tokens, hooks = perturbed.tokens, perturbed.hooks
+    with torch.no_grad(), evaluating(model), applied(model, hooks):
+        logits = model(tokens)[0, len(context) - 1 : -1].double()
+    score: Tensor = logits.log_softmax(-1).gather(-1, tokens[0, len(context) :, None]).mean()
+    if not bool(score.isfinite()):
+        raise ValueError(f"the model gives a choice a log-likelihood of {float(score)}")
+    return score
+
+
+def _ids(model: Any, text: Text, *, begins: bool) -> Int[Tensor, " pos"]:
+    if isinstance(text, Tensor):
+        return text.to(device_of(model), torch.int64)
+    if getattr(model, "tokenizer", None) is None:
+        raise ValueError("context and choices were given as text, but the model has no tokenizer: pass token ids")
+    row: Tensor = model.to_tokens(text, truncate=False, **({} if begins else {"prepend_bos": False}))[0]
+    return row.to(device_of(model))
+
+
+def _check_text(name: str, text: Any) -> None:
+    ids = isinstance(text, Tensor) and text.ndim == 1 and not (text.is_floating_point() or text.is_complex())
+    if not (isinstance(text, str) or (ids and text.dtype != torch.bool)) or len(text) == 0:
+        got = f"{text.dtype} of shape {tuple(text.shape)}" if isinstance(text, Tensor) else repr(text)
+        raise ValueError(f"{name} must be text or integer token ids of shape (pos,), not empty, got {got}")

@@ -1,0 +1,282 @@
+"""The wrong place, in three ways that can be set side by side: told by the text, by RoPE, or by RoPE's features.
+
+One drawing of places serves all three. Pairs of units (words or tokens) change places; then either the text is put in
+that order, or the text stays and RoPE is told those positions, or each subspace of RoPE is told displacements of the
+same sizes that agree on no position.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tl_posdisent.hooks.phase import phase_hooks
+from tl_posdisent.hooks.rotation_edits import Lie, lie_hooks
+from tl_posdisent.models.forward import Hook, check_tokens
+from tl_posdisent.models.spec import AttentionSpec, n_layers, read_rotary_layers
+from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.utils.validation import check_integer
+
+Kind = Literal["order", "index", "feature"]
+Unit = Literal["word", "token"]
+
+
+@dataclass(frozen=True)
+class Perturbed:
+    """A text and hooks in which some positions are wrong.
+
+    Attributes:
+        tokens: ``[batch, pos]``, in another order if that is what was perturbed, else as they were.
+        hooks: for ``model.hooks(fwd_hooks=...)`` or ``applied``; none if only the order is another.
+        moved: ``[batch, pos]``, True at the positions that are wrong: where another token stands than before, or
+            whose token is told another position (the same positions in all three kinds).
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, perturb
+        >>> perturbed = perturb(load_demo_model(), demo_tokens(length=101), "index", 0.1)
+        >>> int(perturbed.moved.sum()), int(perturbed.intact.sum()) < 90
+        (10, True)
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    hooks: list[Hook]
+    moved: Bool[Tensor, "batch pos"]
+
+    @property
+    def intact(self) -> Bool[Tensor, "batch _"]:
+        """``[batch, pos - 1]``, True where a position and the next are right: there the same token is to be foreseen
+        as before, after the same token, in all three kinds alike; only what went before is perturbed."""
+        return ~(self.moved[:, :-1] | self.moved[:, 1:])
+
+
+Perturb = Callable[..., Perturbed]
+"""``perturb(tokens, until=None, unit=None)``, what kind, fraction and seed are left to be said of ``perturb``."""
+
+
+def perturb(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    kind: Kind,
+    fraction: float | int,
+    *,
+    seed: int = 0,
+    window: int = 1,
+    unit: Unit | None = None,
+    jitter: float | int | None = None,
+    until: int | None = None,
+) -> Perturbed:
+    """Let a fraction of a text's words or tokens be at the wrong place, in one of three ways (arXiv 2503.13305).
+
+    Of the n units that can move, ``round(fraction · n / 2)`` disjoint pairs change places, at most n // 2. The first
+    position never moves (attention sinks are another subject), nor do special tokens of the model's tokenizer, nor the
+    word behind one. Then
+
+    * ``"order"``: the tokens are put in the new order;
+    * ``"index"``: tokens and mask stay, and RoPE sees each token at the place where ``"order"`` puts it. Each position
+      then holds the same token and position as there; what a causal mask hides is all that differs (see
+      ``perturbation_curve``);
+    * ``"feature"``: tokens and mask stay, and in each of RoPE's subspaces the displacements of ``"index"`` are dealt
+      out anew among the positions that moved. So each frequency sees the same phase errors at the same positions as
+      with ``"index"``, but those of one token do not belong together.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike; with rotary embeddings unless ``kind`` is ``"order"``.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer. Each text is perturbed on its own.
+        kind: what is perturbed.
+        fraction: of the units that can move, from 0 (the model and the text as they are, no hooks) to 1.
+        seed: the same seed draws the same pairs for every kind; those of a smaller fraction are, nearly, a part of
+            those of a larger one.
+        window: how far apart the places of a pair are at most, in units: 1 exchanges neighbours.
+        unit: ``"word"`` moves whole words, a word being what a tokenizer's decoding puts between white space, with
+            the space before it; ``"token"`` moves single tokens. Default words for text and tokens for ids.
+        jitter: instead of exchanging them, let RoPE see the moved positions off by normal displacements of this
+            standard deviation, in positions (``"index"`` and ``"feature"``).
+        until: positions from here on stay; default none.
+
+    Returns:
+        A ``Perturbed``.
+
+    Raises:
+        ValueError: an unknown kind or unit; a fraction outside 0 … 1; a seed, window, jitter or ``until`` that is
+            none; unusable tokens or fewer than two units that can move; words of a model without tokenizer; positions
+            of a model without rotary embeddings.
+
+    Example:
+        >>> from tl_posdisent import applied, load_demo_model, perturb
+        >>> model = load_demo_model()
+        >>> scrambled = perturb(model, "We the people of the United States, in order", "order", 0.5)
+        >>> model.tokenizer.decode(scrambled.tokens[0])
+        '<|endoftext|>We people the of the United States, order in'
+        >>> told = perturb(model, "We the people of the United States, in order", "index", 0.5)
+        >>> with applied(model, told.hooks):
+        ...     logits = model(told.tokens)
+        >>> bool((told.moved == scrambled.moved).all())
+        True
+    """
+    ready = perturber(model, [kind], window=window, unit=unit, jitter=jitter)
+    return ready(tokens, kind=kind, fraction=fraction, seed=seed, until=until)
+
+
+def perturber(
+    model: Any, kinds: Sequence[Kind], *, window: int, unit: Unit | None, jitter: float | int | None
+) -> Callable[..., Perturbed]:
+    """``perturb`` for a model that is looked at once: ``(tokens, kind, fraction, seed, until=None, unit=None)``."""
+    _check_options(kinds, window, unit, jitter)
+    n_layers(model)  # or it is no model
+    specs = read_rotary_layers(model, None, "perturb") if set(kinds) - {"order"} else []
+    own = unit
+
+    def ready(
+        tokens: Any, *, kind: Kind, fraction: float | int, seed: int, until: int | None = None, unit: Unit | None = None
+    ) -> Perturbed:
+        check_fraction("fraction", fraction)
+        check_integer("seed", seed, 0)
+        ids, by = check_tokens(model, tokens), own or unit or ("token" if isinstance(tokens, Tensor) else "word")
+        if until is not None:
+            check_integer("until", until, 0)
+        generator = torch.Generator().manual_seed(seed)
+        stop = ids.shape[1] if until is None else until
+        units = [_movable(model, row.tolist(), by, stop) for row in ids]
+        source = torch.stack([_reordered(row, ids.shape[1], fraction, window, generator) for row in units])
+        moved = (source != torch.arange(ids.shape[1])).to(ids.device)
+        if kind == "order":
+            return Perturbed(ids.gather(1, source.to(ids.device)), [], moved)
+        shifts = source.argsort(1).double() - torch.arange(ids.shape[1])
+        if jitter is not None:
+            shifts = torch.randn(shifts.shape, generator=generator, dtype=torch.float64) * jitter * (shifts != 0)
+        hooks = (_told if kind == "index" else _dealt_out)(specs, shifts, generator) if bool(moved.any()) else []
+        return Perturbed(ids, hooks, moved)
+
+    return ready
+
+
+def _told(specs: Sequence[AttentionSpec], shifts: Tensor, generator: torch.Generator) -> list[Hook]:
+    """RoPE sees each token at another position."""
+
+    def place(length: int, device: torch.device) -> Tensor:
+        if length != shifts.shape[1]:
+            raise ValueError(f"positions were perturbed for {shifts.shape[1]} tokens, and the model runs on {length}")
+        return (shifts + torch.arange(length)).to(device)
+
+    return lie_hooks(specs, Lie(place, place, len(shifts)), None)
+
+
+def _dealt_out(specs: Sequence[AttentionSpec], shifts: Tensor, generator: torch.Generator) -> list[Hook]:
+    """Each subspace sees the displacements in another order; all layers see the same."""
+    subspaces = max(len(spec.require_rotary("perturb").frequencies) for spec in specs)
+    dealt = torch.zeros(*shifts.shape, subspaces, dtype=torch.float64)
+    for row, shift in zip(dealt, shifts, strict=True):
+        at = shift.nonzero()[:, 0]
+        hands = torch.rand(len(at), subspaces, generator=generator).argsort(0)
+        row[at] = shift[at][hands]
+
+    def phases(rotary: Rotary, length: int, device: torch.device) -> Tensor:
+        n = len(rotary.frequencies)
+        return dealt[..., :n].to(device) * rotary.frequencies.to(device)
+
+    return phase_hooks(specs, phases)
+
+
+# --- what moves, and where to --------------------------------------------------------------------------------
+
+
+def _reordered(
+    units: Sequence[range], length: int, fraction: float | int, window: int, generator: torch.Generator
+) -> Int[Tensor, " pos"]:
+    """Which old position stands at each new one: pairs of units change places, what lies between stays between."""
+    order = _exchanged(len(units), fraction, window, generator)
+    old, at, pieces = torch.arange(length), 0, []
+    for slot, n in zip(units, order, strict=True):
+        pieces += [old[at : slot.start], old[units[n].start : units[n].stop]]
+        at = slot.stop
+    return torch.cat([*pieces, old[at:]])
+
+
+def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Generator) -> list[int]:
+    """0 … n - 1 with ``round(fraction · n / 2)`` disjoint pairs exchanged.
+
+    All are paired from the left on, each with a free one in its window, and some of the pairs are then kept. (Who
+    is left of all that are free was passed over by all, so the far end of its window is free too: none is left over,
+    but the last where n is odd.) Where there is room, whether to begin with 0 or with 1 is up to chance.
+    """
+    wanted = min(int(fraction * n / 2 + 0.5), n // 2)
+    first = int(torch.randint(2, (), generator=generator))
+    free = list(range(first if wanted < n // 2 else 0, n))
+    luck = torch.rand(len(free), generator=generator).tolist()
+    pairs = []
+    while len(free) > 1:
+        left = free.pop(0)
+        near = [x for x in free[:window] if x - left <= window]
+        right = near[int(luck.pop() * len(near))]
+        free.remove(right)
+        pairs.append((left, right))
+    order = list(range(n))
+    for pair in torch.randperm(len(pairs), generator=generator)[:wanted].tolist():
+        left, right = pairs[pair]
+        order[left], order[right] = right, left
+    return order
+
+
+def _movable(model: Any, ids: list[int], by: Unit, until: int) -> list[range]:
+    """Units that can move, as ranges of positions."""
+    tokenizer = getattr(model, "tokenizer", None)
+    if by == "word" and tokenizer is None:
+        raise ValueError('unit must be "token" for a model without a tokenizer, got "word"')
+    special = set(getattr(tokenizer, "all_special_ids", None) or ())
+    begins = _word_begins(tokenizer, ids, special) if by == "word" else [True] * len(ids)
+    starts = [0, *(i for i in range(1, len(ids)) if begins[i]), len(ids)]
+    units = [range(a, b) for a, b in itertools.pairwise(starts)]
+    # A word right behind a special token has no space before it: elsewhere it would be a part of its neighbour.
+    stays = {
+        i + behind for i, token in enumerate(ids) if token in special for behind in range(2 if by == "word" else 1)
+    }
+    movable = [unit for unit in units[1:] if unit.stop <= until and unit.start not in stays]
+    if len(movable) < 2:
+        raise ValueError(
+            f"tokens must have at least two {by}s that can move (the first one and special tokens stay), "
+            f"got {len(movable)}"
+        )
+    return movable
+
+
+def _word_begins(tokenizer: Any, ids: list[int], special: set[int]) -> list[bool]:
+    """Whether a word begins at each token. White space belongs to the word after it."""
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+    begins, before = [True], decode(ids[:1])
+    for last, token in itertools.pairwise(ids):
+        # Beside its neighbour: alone, tokens of some tokenizers lose their space, or are but a part of a character.
+        piece = decode([last, token])[len(decode([last])) :]
+        parted = (piece[:1].isspace() or before[-1:].isspace()) and not before.isspace()
+        begins.append(parted or token in special or last in special)
+        before = piece
+    return begins
+
+
+# --- refusals ------------------------------------------------------------------------------------------------
+
+
+def _check_options(kinds: Sequence[Kind], window: int, unit: Unit | None, jitter: float | int | None) -> None:
+    for kind in kinds:
+        if kind not in get_args(Kind):
+            raise ValueError(f'kind must be "order", "index" or "feature", got {kind!r}')
+    if unit is not None and unit not in get_args(Unit):
+        raise ValueError(f'unit must be "word" or "token", got {unit!r}')
+    check_integer("window", window, 1)
+    number = isinstance(jitter, (int, float)) and not isinstance(jitter, bool)
+    if jitter is not None and not (number and 0 < jitter < float("inf")):
+        raise ValueError(f"jitter must be a positive number of positions, got {jitter!r}")
+
+
+def check_fraction(name: str, value: Any) -> None:
+    """Refuse what is no share."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}")

@@ -1,0 +1,189 @@
+"""What does it cost a model if words, or positions, or positional features, are at the wrong place?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.forward import check_tokens, evaluating
+from tl_posdisent.models.spec import read_layers
+
+from .multiple_choice import MultipleChoice, share_right
+from .perturb import Kind, Perturb, Perturbed, Unit, check_fraction, perturber
+
+Downstream = Callable[[Any, Perturb], float | int] | MultipleChoice | Sequence[MultipleChoice]
+
+_MEASURES = ["perplexity", "accuracy", "added_loss", "kl"]
+
+
+def perturbation_curve(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    kinds: Sequence[Kind] = ("order", "index", "feature"),
+    fractions: Sequence[float | int] = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
+    seeds: int | Iterable[int] = 5,
+    *,
+    window: int = 1,
+    unit: Unit | None = None,
+    jitter: float | int | None = None,
+    downstream: Downstream | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Put a fraction of a text's words or tokens at the wrong place in three ways, and see what the model loses.
+
+    What is done is that of ``perturb``, with the same pairs in all kinds: the ``order`` of the text, the position
+    ``index`` that RoPE is told, or RoPE's phases (``feature``) as far off as with ``index``, but in disagreement.
+
+    Two things make a scrambled text harder: its context is in disorder, and the next token may be one that does not
+    follow. ``perplexity`` and ``accuracy`` take in both; they are of all positions, so ``order`` is asked for the next
+    token of the scrambled text, the other kinds for that of the text. ``added_loss`` and ``kl`` tell the first from the
+    second: they are taken where position and next position are *intact* (``Perturbed.intact``), where every kind and
+    the untouched model have the same token and the same token to foresee. Only these compare kinds fairly. In a model
+    of one layer ``order`` and ``index`` are there the same computation, as far as pairs do not reach across.
+
+    Args:
+        model: a causal HookedTransformer, TransformerBridge or alike; with rotary embeddings, unless ``kinds`` is
+            ``["order"]``.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer. Each text is perturbed on its own.
+        kinds: what to perturb.
+        fractions: of the units that can move. At 0 model and text are as they are.
+        seeds: how many perturbations (seeds 0, 1, 2 …), or the seeds themselves.
+        window, unit, jitter: as in ``perturb``: how far apart a pair is at most (1: neighbours); words, the default for
+            text, or tokens, for ids; displacements of another kind.
+        downstream: what else to measure: questions, of which the share answered right counts (the likeliest choice per
+            token, the context perturbed; see ``MultipleChoice``), or any ``downstream(model, perturb) -> number`` that
+            applies what ``perturb(its_tokens)`` returns, a ``Perturbed``, by itself.
+        progress: show a bar over the runs.
+
+    Returns:
+        One row per kind and fraction: ``kind``, ``fraction``; ``moved`` and ``intact``, the shares of all positions
+        that moved, and of those with a next token that are intact; ``perplexity`` and ``accuracy`` of the next
+        token, at all positions; ``added_loss`` (nats per token over the untouched model) and ``kl`` (nats, of the
+        untouched model's prediction from this one, KL(untouched ‖ perturbed)), means over intact positions, NaN where
+        there are none, as at fraction 1; and ``downstream``, if asked for. Each is a mean over seeds, followed
+        by its standard error, such as ``perplexity_se`` (NaN for a single seed).
+
+    Raises:
+        ValueError: unusable tokens, kinds, fractions or seeds; what ``perturb`` refuses; a model that sees what
+            follows; logits that are not finite; ``downstream`` that is neither questions nor a function to a finite
+            number.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve
+        >>> table = perturbation_curve(
+        ...     load_demo_model(), demo_tokens(length=128), ["order", "index"], [0, 0.1, 0.5], seeds=2, progress=False
+        ... )
+        >>> loss = table.pivot(index="fraction", columns="kind", values="added_loss")
+        >>> bool((loss.loc[0] == 0).all()), bool((loss.loc[0.5] > loss.loc[0.1]).all())
+        (True, True)
+    """
+    kinds, fractions, seeds = _checked(kinds, fractions, seeds)
+    ready = perturber(model, kinds, window=window, unit=unit, jitter=jitter)
+    own_unit: Unit = "token" if isinstance(tokens, Tensor) else "word"
+    tokens = check_tokens(model, tokens)
+    if not read_layers(model)[0].causal:
+        raise ValueError("model must be causal: one that sees the next token need not foresee it")
+    score = _downstream(downstream)
+    clean = _logits(model, Perturbed(tokens, [], torch.zeros_like(tokens, dtype=torch.bool)))
+    untouched: dict[str, float] = {}  # what is the same for all kinds and seeds
+    runs = [(kind, fraction, seed) for kind in kinds for fraction in fractions for seed in seeds]
+    rows = []
+    for kind, fraction, seed in tqdm(runs, desc="perturbations", disable=not progress):
+        perturbation = partial(ready, kind=kind, fraction=fraction, seed=seed)
+        perturbed = perturbation(tokens, unit=own_unit)
+        row = _measured(perturbed, clean, clean if fraction == 0 else _logits(model, perturbed), tokens)
+        if score is not None:
+            row["downstream"] = untouched["score"] if fraction == 0 and untouched else score(model, perturbation)
+            untouched |= {"score": row["downstream"]} if fraction == 0 else {}
+        rows.append({"kind": kind, "fraction": fraction, **row})
+    return _over_seeds(pd.DataFrame(rows))
+
+
+def _checked(kinds: Any, fractions: Any, seeds: Any) -> tuple[list[Kind], list[float | int], list[int]]:
+    for name, values in (("kinds", kinds), ("fractions", fractions)):
+        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+            raise ValueError(f"{name} must be a sequence, got {values!r}")
+    kinds, fractions = list(kinds), list(fractions)
+    for fraction in fractions:
+        check_fraction("fractions", fraction)
+    for name, values in (("kinds", kinds), ("fractions", fractions)):
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"{name} must have at least one and none twice, got {values}")
+    whole = isinstance(seeds, int) and not isinstance(seeds, bool)
+    drawn = list(range(seeds)) if whole else list(seeds) if isinstance(seeds, Iterable) else []
+    if not drawn or len(set(drawn)) < len(drawn) or any(type(seed) is not int or seed < 0 for seed in drawn):
+        raise ValueError(f"seeds must be a positive number of seeds or different non-negative integers, got {seeds!r}")
+    return kinds, fractions, drawn
+
+
+def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None:
+    """Any of what ``downstream`` may be, as a function to a finite number."""
+    if downstream is None:
+        return None
+    questions = [downstream] if isinstance(downstream, MultipleChoice) else downstream
+    if isinstance(questions, Sequence) and questions and all(isinstance(q, MultipleChoice) for q in questions):
+        return lambda model, perturb: share_right(model, questions, perturb)
+    if not callable(downstream):
+        raise ValueError(f"downstream must be a function, a MultipleChoice or some of them, got {downstream!r}")
+
+    def score(model: Any, perturb: Perturb) -> float:
+        value = downstream(model, perturb)
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"downstream must return a number, got {value!r}") from error
+        if number - number != 0:
+            raise ValueError(f"downstream must return a finite number, got {number}")
+        return number
+
+    return score
+
+
+def _logits(model: Any, perturbed: Perturbed) -> Float[Tensor, "batch pos vocab"]:
+    with torch.no_grad(), evaluating(model), applied(model, perturbed.hooks):
+        logits: Tensor = model(perturbed.tokens)
+    return logits
+
+
+def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tensor) -> dict[str, float]:
+    """All measures of one run. Texts one by one: predictions of a vocabulary take room."""
+    per_text = [_of_text(*each) for each in zip(clean, logits, tokens, perturbed.tokens, strict=True)]
+    loss, right, added, kl = (torch.stack(values) for values in zip(*per_text, strict=True))
+    if not bool(loss.isfinite().all() and added.isfinite().all()):
+        raise ValueError("the model's logits are not finite")
+    intact = perturbed.intact
+    return {
+        "moved": float(perturbed.moved.double().mean()),
+        "intact": float(intact.double().mean()),
+        "perplexity": float(loss.mean().exp()),
+        "accuracy": float(right.mean()),
+        "added_loss": float(added[intact].mean()),
+        "kl": float(kl[intact].mean()),
+    }
+
+
+def _of_text(clean: Tensor, logits: Tensor, tokens: Tensor, perturbed: Tensor) -> tuple[Tensor, ...]:
+    """Loss, hit, loss beyond that of the untouched model on its own text, and KL, at each position but the last."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    before, now = (x[:-1].to(wide).log_softmax(-1) for x in (clean, logits))
+    loss = -now.gather(-1, perturbed[1:, None])[:, 0].double()
+    added = loss + before.gather(-1, tokens[1:, None])[:, 0].double()
+    right = (now.argmax(-1) == perturbed[1:]).double()
+    return loss, right, added, (before.exp() * (before - now)).sum(-1).double()
+
+
+def _over_seeds(runs: pd.DataFrame) -> pd.DataFrame:
+    by_setting = runs.groupby(["kind", "fraction"], sort=False)
+    mean, error = by_setting.mean(), by_setting.sem()
+    table = mean[["moved", "intact"]].copy()
+    for name in [*_MEASURES, *(["downstream"] if "downstream" in runs else [])]:
+        table[name], table[f"{name}_se"] = mean[name], error[name]
+    return table.reset_index()

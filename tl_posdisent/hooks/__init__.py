@@ -1,0 +1,1 @@
+"""Everything that returns fwd_hooks."""

@@ -1,0 +1,196 @@
+"""Taking heads away: what they hand on is replaced at ``hook_z``, before the output projection mixes heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_posdisent.models.forward import Hook, at_rest, check_seed, check_tokens, hook_name, run
+from tl_posdisent.models.probe.explain import probe_tokens
+from tl_posdisent.models.probe.observe import mismatch
+from tl_posdisent.models.spec import n_layers
+
+AblationMode = Literal["zero", "mean", "resample"]
+
+StandIn = Callable[[int, Sequence[int], Tensor], Tensor]
+"""From a layer, some of its heads and their z ``[batch, pos, head, d_head]`` to what they shall hand on instead."""
+
+
+def ablate_heads(
+    model: Any,
+    heads: Iterable[tuple[int, int]],
+    *,
+    mode: AblationMode = "zero",
+    reference: Int[Tensor, "batch pos"] | str | None = None,
+    seed: int = 0,
+) -> list[Hook]:
+    """Hooks under which some heads hand on nothing, or nothing of their own.
+
+    ``z[b, i, h]``, the values that head h gathers for position i, is replaced by
+
+    * ``"zero"``: 0;
+    * ``"mean"``: its mean over all texts and positions of a reference, so that neither content nor position is left of
+      what the head says, only what it always says;
+    * ``"resample"``: ``z[σ(b), i, h]``, what the head says at the same position of another text of the batch. σ is
+      drawn evenly from the permutations that leave no text in its place; it is the same for all heads and follows from
+      the seed and the number of texts.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike.
+        heads: pairs ``(layer, head)``, query heads.
+        mode: as above.
+        reference: for ``"mean"`` only: ids ``[batch, pos]``, or text if the model has a tokenizer. It is run now, with
+            the hooks that the model has.
+        seed: for ``"resample"``: of σ.
+
+    Returns:
+        ``[(hook name, function), ...]``, one for each layer.
+
+    Raises:
+        ValueError: pairs out of range, twice or none; an unknown mode; a reference where none is needed, none where one
+            is, or unusable tokens; a layer whose heads cannot be told apart at ``hook_z``, or whose ``hook_z`` has no
+            effect on the output. While running: ``"resample"`` in a batch of one text.
+
+    Example:
+        >>> from tl_posdisent import ablate_heads, applied, demo_tokens, load_demo_model
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> hooks = ablate_heads(model, [(0, 3), (0, 5), (2, 1)])
+        >>> [name for name, _ in hooks]
+        ['blocks.0.attn.hook_z', 'blocks.2.attn.hook_z']
+        >>> with applied(model, hooks):
+        ...     _, cache = model.run_with_cache(tokens)
+        >>> cache["z", 0].abs().sum((0, 1, 3)).bool().tolist()  # head by head
+        [True, True, True, False, True, False, True, True]
+    """
+    by_layer = _by_layer(model, heads)
+    check_mode(mode, reference, seed)
+    check_reach(model, list(by_layer))
+    replace = stand_in(model, list(by_layer), mode, reference, seed)
+    return [replace_heads(layer, chosen, replace) for layer, chosen in by_layer.items()]
+
+
+def replace_heads(layer: int, heads: Sequence[int], replace: StandIn) -> Hook:
+    """The hook that puts something else in the place of these heads' z."""
+
+    def edit(z: Tensor, hook: Any) -> Tensor:
+        chosen = torch.tensor(list(heads), device=z.device)
+        new = replace(layer, heads, z[:, :, chosen])
+        return z.index_copy(2, chosen, new.to(z.dtype))
+
+    return hook_name(layer, "hook_z"), edit
+
+
+def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: Any, seed: int) -> StandIn:
+    """What replaces a head's z in this mode; for ``"mean"`` the reference is run for these layers."""
+    means: dict[int, Tensor] = {}
+    if mode == "mean":
+        try:
+            means = mean_z(model, check_tokens(model, reference), layers)
+        except ValueError as error:
+            raise ValueError(f"reference: {error}") from error
+
+    def replace(layer: int, heads: Sequence[int], z: Tensor) -> Tensor:
+        if mode == "zero":
+            return torch.zeros_like(z)
+        if mode == "mean":
+            return means[layer][list(heads)].expand_as(z)
+        return z[derangement(len(z), seed).to(z.device)]
+
+    return replace
+
+
+def mean_z(
+    model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int]
+) -> dict[int, Float[Tensor, "head d_head"]]:
+    """Each layer's z averaged over texts and positions, summed in float64."""
+    means: dict[int, Tensor] = {}
+
+    def average(layer: int) -> Hook:
+        def listen(z: Tensor, hook: Any) -> None:
+            means[layer] = z.double().mean((0, 1))
+
+        return hook_name(layer, "hook_z"), listen
+
+    run(model, tokens, [average(layer) for layer in layers], stop=max(layers) + 1)
+    return means
+
+
+def derangement(n: int, seed: int) -> Int[Tensor, "text"]:
+    """A permutation of n texts that leaves none in its place, each such permutation equally likely."""
+    if n < 2:
+        raise ValueError(f'mode "resample" needs a batch of at least two texts, got {n}')
+    generator, places = torch.Generator().manual_seed(seed), torch.arange(n)
+    while True:  # e = 2.7 draws on average, whatever n
+        order = torch.randperm(n, generator=generator)
+        if not bool((order == places).any()):
+            return order
+
+
+def check_mode(mode: Any, reference: Any, seed: Any) -> None:
+    """Refuse modes that there are not, and arguments that do not go with the mode."""
+    if mode not in get_args(AblationMode):
+        raise ValueError(f"mode must be one of {', '.join(get_args(AblationMode))}, got {mode!r}")
+    if (mode == "mean") != (reference is not None):
+        wanted = "must be tokens" if mode == "mean" else "must not be given"
+        got = "None" if reference is None else type(reference).__name__
+        raise ValueError(f'reference {wanted} with mode "{mode}", got {got}')
+    check_seed(seed)
+
+
+def check_reach(model: Any, layers: Sequence[int]) -> None:
+    """Refuse layers in which another z makes no other output, or in which z does not come head by head.
+
+    One pass over copies of a few tokens: each of the layers is disturbed in a copy of its own, and one copy in none.
+    """
+    seen: dict[int, tuple[int, ...]] = {}
+    tokens = probe_tokens(model)[:1].expand(len(layers) + 1, -1)
+    generator = torch.Generator().manual_seed(3)
+
+    def disturb(copy: int, layer: int) -> Hook:
+        def edit(z: Tensor, hook: Any) -> Tensor:
+            seen[layer] = tuple(z.shape)
+            z = z.clone()
+            noise = torch.randn(z[copy].shape, generator=generator).to(z)
+            z[copy] += noise * z.detach().double().square().mean().sqrt().clamp_min(1e-3).to(z)
+            return z
+
+        return hook_name(layer, "hook_z"), edit
+
+    with torch.no_grad(), at_rest(model), model.hooks(fwd_hooks=[disturb(*x) for x in enumerate(layers)]):
+        output = model(tokens)
+    for copy, layer in enumerate(layers):
+        wanted = (*tokens.shape, model.cfg.n_heads)
+        if layer not in seen or seen[layer][:3] != wanted or len(seen[layer]) != 4:
+            raise ValueError(
+                f"layer {layer}: hook_z must carry (batch, pos, head, d_head) = {(*wanted, 'd_head')} for heads to be "
+                f"ablated, got {seen.get(layer, 'nothing: it does not fire')}"
+            )
+        if mismatch(output[copy], output[-1]) <= 1:
+            raise ValueError(
+                f"layer {layer}: another z at hook_z does not change the output, so no head can be ablated"
+            )
+
+
+def _by_layer(model: Any, heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Pairs as given by a user, checked; heads of each layer in the model's order of layers."""
+    shape = n_layers(model), model.cfg.n_heads
+    if isinstance(heads, (str, bytes)) or not isinstance(heads, Iterable):
+        raise ValueError(f"heads must be a sequence of pairs (layer, head), got {heads!r}")
+    by_layer: dict[int, list[int]] = {}
+    for pair in (pairs := list(heads)):
+        good = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not good or any(isinstance(x, bool) or not isinstance(x, int) for x in pair):
+            raise ValueError(f"heads must be pairs of integers (layer, head), got {pair!r}")
+        if not all(0 <= x < n for x, n in zip(pair, shape, strict=True)):
+            raise ValueError(
+                f"heads must be pairs (layer, head) with layers from 0 to {shape[0] - 1} and heads from 0 to "
+                f"{shape[1] - 1}, got {pair!r}"
+            )
+        by_layer.setdefault(pair[0], []).append(pair[1])
+    if not pairs or any(len(set(x)) < len(x) for x in by_layer.values()):
+        raise ValueError(f"heads must name at least one and none twice, got {pairs}")
+    return dict(sorted(by_layer.items()))

@@ -1,0 +1,70 @@
+"""``with applied(model, hooks)``: interventions that are known to have happened, and a model that is as before."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.spec import n_layers
+
+
+@contextlib.contextmanager
+def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
+    """Run a block with hooks on the model; on exit check that every one of them fired, and take them off.
+
+    A hook that is accepted and never called is the commonest way to measure nothing: TransformerLens ignores or
+    skips some names without a word. Other hooks that the model has are left alone. The lists work without this
+    context too, in ``model.hooks(fwd_hooks=...)`` and ``model.run_with_hooks(...)``.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike.
+        hooks: ``[(hook name, function), ...]`` as every intervention of this package returns them. Concatenate lists
+            to combine interventions.
+
+    Yields:
+        The model itself.
+
+    Raises:
+        ValueError: hooks that are no such list; names that the model does not have; a model that is not
+            TransformerLens's.
+        RuntimeError: at the end of the block, names of hooks that never fired (unless an exception is on its way).
+
+    Example:
+        >>> from tl_posdisent import applied, demo_tokens, dummy_distance, load_demo_model
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> plain = model(tokens)
+        >>> with applied(model, dummy_distance(model, 3)) as m:
+        ...     lying = m(tokens)
+        >>> bool((plain - lying).abs().max() > 0.1), bool((model(tokens) == plain).all())
+        (True, True)
+    """
+    n_layers(model)
+    if not isinstance(hooks, Iterable):
+        raise ValueError(f"hooks must be a list of (hook name, function), got {hooks!r}")
+    hooks, there = list(hooks), model.hook_dict
+    for hook in hooks:
+        if not (isinstance(hook, tuple) and len(hook) == 2 and isinstance(hook[0], str) and callable(hook[1])):
+            raise ValueError(f"hooks must be a list of (hook name, function), got {hook!r} in it")
+        if hook[0] not in there:
+            raise ValueError(f"hooks names {hook[0]!r}, which the model does not have")
+    fired = [0] * len(hooks)
+
+    def counted(n: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def count(x: Any, hook: Any) -> Any:
+            fired[n] += 1
+            return function(x, hook=hook)
+
+        return count
+
+    with model.hooks(fwd_hooks=[(name, counted(n, function)) for n, (name, function) in enumerate(hooks)]):
+        yield model
+    idle = [name for n, (name, _) in enumerate(hooks) if not fired[n]]
+    if idle:
+        raise RuntimeError(
+            f"these hooks never fired, so nothing was changed there: {', '.join(idle)}"
+            + ("; was the model run inside the block?" if len(idle) == len(hooks) else "")
+        )

@@ -1,0 +1,130 @@
+"""Scores of a long text, a block of queries at a time: keys and values stay in a cache, score matrices are never whole.
+
+With eager attention a model's own forward pass holds all scores of a layer several times over. Block by block it holds
+``[batch, head, block, pos]``, whatever the length, and the keys and values of all layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_posdisent.models.probe.observe import is_masked, score_tolerance
+
+from .forward import Hook, run
+from .spec import AttentionSpec
+
+Rows = Callable[[AttentionSpec, int, Float[Tensor, "batch head row seen"]], None]
+"""What is done with a layer's scores of some queries: ``(spec, first query, scores)``."""
+
+_TRIED = 24  # tokens on which blocks must give what one pass gives
+
+
+def read_blocks(
+    model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], block: int, rows: Rows
+) -> None:
+    """Run the model on ``block`` queries at a time, and hand every layer's scores to ``rows``.
+
+    Raises:
+        ValueError: a block below 1; a model that shows no scores or takes no cache, in which queries see later keys, or
+            that has hooks (of which it is not known what they do to a part of a text); one whose scores in blocks are
+            not those of one pass, which is tried on a few tokens.
+    """
+    check_block(block)
+    check_blocks(model, tokens[:, :_TRIED], specs)
+    _run_blocks(model, tokens, specs, block, rows)
+
+
+def check_block(block: Any) -> None:
+    """Refuse what is no number of queries."""
+    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+        raise ValueError(f"block must be a positive integer, a number of queries, or None, got {block!r}")
+
+
+def check_blocks(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec]) -> None:
+    """Refuse a model that cannot be run in blocks; tries it on these tokens."""
+    for spec in specs:
+        if spec.scores is None or not spec.causal:
+            what = "does not show its scores" if spec.causal else "lets queries see later keys"
+            raise ValueError(f"block must be None: layer {spec.layer} of {spec.architecture} {what}")
+    hooked = sorted(name for name, point in model.hook_dict.items() if point.fwd_hooks)
+    if hooked:
+        raise ValueError(f"block must be None, or the model without hooks, which would see parts of the text: {hooked}")
+    _try_out(model, tokens, specs)
+
+
+def _run_blocks(model: Any, tokens: Tensor, specs: list[AttentionSpec], block: int, rows: Rows) -> None:
+    stop, cache = max(spec.layer for spec in specs) + 1, empty_cache(model, tokens)
+    for first in range(0, tokens.shape[1], block):
+        hooks = [_listener(spec, first, rows) for spec in specs]
+        part = tokens[:, first : first + block]
+        if "past_kv_cache" in cache:  # or HookedTransformer would ask a tokenizer what padding is
+            cache["attention_mask"] = torch.ones_like(part)
+        run(model, part, hooks, stop=stop, **cache)
+
+
+def _listener(spec: AttentionSpec, first: int, rows: Rows) -> Hook:
+    assert spec.scores is not None
+
+    def listen(scores: Tensor, hook: Any) -> None:
+        _check(spec, first, scores)
+        rows(spec, first, scores.detach())
+
+    return spec.scores, listen
+
+
+def _check(spec: AttentionSpec, first: int, scores: Tensor) -> None:
+    """Refuse scores of other keys than those before, or another mask than the layer's; looks at a few rows."""
+    n_row, n_seen = scores.shape[-2:]
+    some = torch.linspace(0, n_row - 1, min(n_row, 4), device=scores.device).round().long()
+    distance = (some + first)[:, None] - torch.arange(n_seen, device=scores.device)
+    if n_seen != first + n_row or bool((is_masked(scores[:, :, some]) == spec.sees(distance)).any()):
+        raise ValueError(
+            f"block must be None: with a cache, layer {spec.layer} of {spec.architecture} gives queries {first} … "
+            f"{first + n_row - 1} other keys or another mask than without; padded texts are not supported either"
+        )
+
+
+def _try_out(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> None:
+    """Compare scores of a short text in blocks with those of one pass."""
+    n = tokens.shape[1]
+    once: dict[int, Tensor] = {}
+    parts: dict[int, list[Tensor]] = {spec.layer: [] for spec in specs}
+
+    def listener(spec: AttentionSpec) -> Hook:
+        assert spec.scores is not None
+        return spec.scores, lambda x, hook: once.__setitem__(spec.layer, x.detach())
+
+    run(model, tokens, [listener(spec) for spec in specs])
+    _run_blocks(model, tokens, specs, -(-n // 3), lambda spec, first, x: parts[spec.layer].append(x.double()))
+    for spec in specs:
+        full = once[spec.layer].double()
+        inside = spec.mask(n, full.device)
+        found = torch.cat([torch.nn.functional.pad(x, (0, n - x.shape[-1])) for x in parts[spec.layer]], -2)
+        error, largest = (torch.where(inside, x, 0.0).abs().amax() for x in (found - full, full))
+        if not bool(error <= (allowed := score_tolerance(once[spec.layer].dtype) * largest)):
+            raise ValueError(
+                f"block must be None: with a cache, scores of layer {spec.layer} of {spec.architecture} differ from "
+                f"those of one pass by {error.item():.1e}, where {allowed.item():.1e} is rounding"
+            )
+
+
+def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
+    """An empty cache of keys and values, as an argument of the model's forward pass."""
+    if hasattr(model, "original_model"):
+        from transformers import DynamicCache
+
+        return {"use_cache": True, "past_key_values": DynamicCache()}  # of all keys, also behind a sliding window
+    if "past_kv_cache" in inspect.signature(model.forward).parameters:
+        try:
+            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
+        except ImportError:  # TransformerLens 2
+            from transformer_lens import HookedTransformerKeyValueCache as Cache
+
+        return {"past_kv_cache": Cache.init_cache(model.cfg, tokens.device, len(tokens))}
+    raise ValueError(f"block must be None: {type(model).__name__} takes no cache of keys and values")

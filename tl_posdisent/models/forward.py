@@ -1,0 +1,161 @@
+"""Running a model with hooks for a look, and leaving it as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from .spec import n_layers
+
+Hook = tuple[str, Callable[..., Any]]
+"""What ``model.hooks(fwd_hooks=[...])`` takes: a hook's name and a function of ``(tensor, hook)``."""
+
+
+def hook_name(layer: int, short: str) -> str:
+    """Full name of an attention hook: ``hook_name(3, "hook_q")`` is ``"blocks.3.attn.hook_q"``."""
+    return f"blocks.{layer}.attn.{short}"
+
+
+def device_of(model: Any) -> torch.device:
+    """Where the model takes its tokens."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def run(
+    model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook], *, stop: int | None = None, **more: Any
+) -> None:
+    """One forward pass without gradients or dropout, with hooks for its duration; layers from ``stop`` on are left out.
+
+    ``more`` are arguments of the pass, such as a cache.
+    """
+    can_stop = stop is not None and "stop_at_layer" in inspect.signature(model.forward).parameters
+    try:
+        with torch.no_grad(), evaluating(model), _hooked(model, hooks):
+            model(tokens, **({"stop_at_layer": stop} if can_stop else {}), **more)
+    except (RuntimeError, IndexError) as error:
+        context = getattr(model.cfg, "n_ctx", None) or tokens.shape[1]
+        if tokens.shape[1] <= context or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(
+            f"tokens are {tokens.shape[1]} long, and the model fails beyond its context of {context}: {error}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _hooked(model: Any, hooks: list[Hook]) -> Iterator[None]:
+    """``model.hooks``, but independent of other such contexts: ours may begin inside one and end outside."""
+    points = model.hook_dict
+    level = id(hooks)  # contexts of TransformerLens count 1, 2, 3 …, and each removes the hooks of its number
+    try:
+        for name, function in hooks:
+            points[name].add_hook(function, level=level)
+        yield
+    finally:
+        for name, _ in hooks:
+            points[name].remove_hooks("fwd", level=level)
+
+
+def modules(model: Any) -> list[torch.nn.Module]:
+    """All parts of a model, each once. A bridge lists those that it knows, and not all of the model that it wraps."""
+    wholes = [x for x in (model, getattr(model, "original_model", None)) if isinstance(x, torch.nn.Module)]
+    return list({id(part): part for whole in wholes for part in whole.modules()}.values())
+
+
+@contextlib.contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Dropout off for the duration; hooks stay."""
+    training = [part for part in modules(model) if part.training]
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextlib.contextmanager
+def at_rest(model: Any) -> Iterator[None]:
+    """The bare model for the duration: evaluation mode, no hooks of the user's, and silence about edits that have no
+    effect (that is being found out)."""
+    hooks = {id(point): (point, OrderedDict(point._forward_hooks)) for point in model.hook_dict.values()}
+    try:
+        for point, _ in hooks.values():
+            for handle in point.fwd_hooks:
+                if not handle.is_permanent:
+                    point._forward_hooks.pop(handle.hook.id, None)
+        with evaluating(model), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*edit is discarded.*")
+            yield
+    finally:
+        for point, before in hooks.values():
+            point._forward_hooks.clear()
+            point._forward_hooks.update(before)
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse what is no seed."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be a non-negative integer below 2**63, got {seed!r}")
+
+
+def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:
+    """Token ids on the model's device, from ids or from text.
+
+    Raises:
+        ValueError: not text, nor integers of shape ``(pos,)`` or ``(batch, pos)`` within the vocabulary; fewer than
+            two positions.
+    """
+    n_layers(model)
+    if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
+        tokens = _encode(model, [tokens] if isinstance(tokens, str) else tokens)
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():
+        kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens must be text or an integer tensor of shape (batch, pos), got {kind}")
+    if tokens.dtype == torch.bool or tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.shape[-1] < 2:
+        raise ValueError(
+            "tokens must have shape (pos,) or (batch, pos) with at least two positions, got "
+            f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+        )
+    if tokens.is_meta:
+        raise ValueError("tokens must have values, got a meta tensor")
+    vocabulary = getattr(model.cfg, "d_vocab", None)
+    if isinstance(vocabulary, int) and vocabulary > 0 and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+        raise ValueError(
+            f"tokens must be ids from 0 to {vocabulary - 1}, got {int(tokens.min())} … {int(tokens.max())}"
+        )
+    device = device_of(model)
+    if device.type == "meta":
+        raise ValueError("model must have weights, but its parameters are meta tensors: load them first")
+    return (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
+
+
+def token_words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:
+    """The tokens of a text, or their numbers where the model cannot say."""
+    if getattr(model, "tokenizer", None) is None:
+        return [str(i) for i in ids.tolist()]
+    # One by one: of several, TransformerLens 2 with transformers 5 makes one word.
+    return [str(model.to_str_tokens(one)[0]) for one in ids.split(1)]
+
+
+def _encode(model: Any, texts: list[str]) -> Tensor:
+    if getattr(model, "tokenizer", None) is None:
+        raise ValueError("tokens were given as text, but the model has no tokenizer: pass token ids")
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # half a surrogate pair, as a broken JSON file may hold
+            raise ValueError(f"tokens were given as text that is no UTF-8: {error}") from error
+    rows = [model.to_tokens(text, truncate=False) for text in texts]
+    lengths = [row.shape[1] for row in rows]
+    if len(set(lengths)) != 1:  # padding is no text
+        raise ValueError(f"tokens were given as texts of unequal length ({lengths} tokens): pass them one by one")
+    return torch.cat(rows)

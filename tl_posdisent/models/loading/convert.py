@@ -1,0 +1,227 @@
+"""Hugging Face weights into a HookedTransformer, and the proof that the two compute the same.
+
+Needs TransformerLens 2 or 3; nothing of it is imported before it is used, so that the rest of the package runs
+where HookedTransformer no longer exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+else:  # what a run-time type checker can know of them
+    HookedTransformer, HookedTransformerConfig = torch.nn.Module, Any
+
+__all__ = ["check_same_logits", "hf_logits", "probe_tokens", "quietly", "to_hooked"]
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Silence the one notice that HookedTransformer is deprecated; every other warning passes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="HookedTransformer", category=DeprecationWarning)
+        yield
+
+
+def probe_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
+    """Seeded random token ids to compare models on: 128, or a little more than a short sliding window."""
+    config = hf_model.config.get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or 128
+    window = getattr(config, "sliding_window", None) or 0
+    length = min(longest, max(128, window + 16 if window <= 1024 else 0))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
+    return tokens.to(next(hf_model.parameters()).device)
+
+
+@torch.no_grad()
+def hf_logits(hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
+    """The logits of a Hugging Face causal language model."""
+    logits: Tensor = hf_model(tokens, use_cache=False).logits
+    return logits
+
+
+def check_same_logits(
+    got: Float[Tensor, "batch pos vocab"], expected: Float[Tensor, "batch pos vocab"], *, what: str
+) -> None:
+    """Raise ValueError unless the logits agree: largest difference at most 1e-3 of the largest logit.
+
+    In a 16-bit type, where rounding alone makes larger single differences, the root mean square of the
+    difference must be at most a tenth of that of the logits.
+
+    >>> check_same_logits(torch.tensor([[[1.0, 2.0]]]), torch.tensor([[[1.0, 3.0]]]), what="the copy")
+    Traceback (most recent call last):
+        ...
+    ValueError: the copy does not compute what the original does: its logits differ by 1 (allowed 0.003)
+    """
+    if got.shape != expected.shape:
+        raise ValueError(
+            f"{what} does not compute what the original does: its logits have shape {tuple(got.shape)} "
+            f"instead of {tuple(expected.shape)}"
+        )
+    precise = expected.dtype in (torch.float32, torch.float64)
+    expected, difference = expected.double(), got.double() - expected.double()
+    if precise:
+        error, allowed = float(difference.abs().max()), 1e-3 * float(expected.abs().max())
+    else:
+        error, allowed = (
+            float(difference.square().mean().sqrt()),
+            0.1 * float(expected.square().mean().sqrt()),
+        )
+    if not error <= allowed:  # written so that NaN is refused too
+        raise ValueError(
+            f"{what} does not compute what the original does: its logits differ by {error:.3g} (allowed {allowed:.3g})"
+        )
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """The rotary parameters; empty where there are none, or where they differ between layers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return dict(rope) if "rope_theta" in rope else {}
+
+
+def _rope_scaling(rope: dict[str, Any], hf_model: PreTrainedModel) -> dict[str, Any]:
+    """HookedTransformerConfig fields for the frequency scalings that HookedTransformer has."""
+    kind = rope.get("rope_type", "default")
+    if kind == "linear":
+        return {"rotary_scaling_factor": rope["factor"]}
+    if kind == "llama3":
+        return {
+            "use_NTK_by_parts_rope": True,
+            "NTK_by_parts_factor": rope["factor"],
+            "NTK_by_parts_low_freq_factor": rope["low_freq_factor"],
+            "NTK_by_parts_high_freq_factor": rope["high_freq_factor"],
+            "NTK_original_ctx_len": rope["original_max_position_embeddings"],
+        }
+    if kind == "yarn":
+        # The factor that multiplies cos and sin is often implied; the model knows what it works with.
+        scaling = next((m.attention_scaling for m in hf_model.modules() if hasattr(m, "attention_scaling")), 1.0)
+        return {
+            "use_yarn_rope": True,
+            "yarn_factor": rope["factor"],
+            "yarn_attention_factor": scaling,
+            "yarn_beta_fast": rope.get("beta_fast") or 32.0,
+            "yarn_beta_slow": rope.get("beta_slow") or 1.0,
+            "yarn_truncate": rope.get("truncate", True),
+            "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings")
+            or hf_model.config.max_position_embeddings,
+        }
+    return {}
+
+
+def _llama_config(hf_model: PreTrainedModel) -> HookedTransformerConfig:
+    """Written out by hand, because TransformerLens' own reading ignores ``head_dim`` and yarn."""
+    from transformer_lens import HookedTransformerConfig
+
+    c = hf_model.config
+    rope = _rope(c)
+    d_head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    grouped = c.num_key_value_heads != c.num_attention_heads
+    return HookedTransformerConfig(
+        d_model=c.hidden_size,
+        d_head=d_head,
+        n_heads=c.num_attention_heads,
+        n_key_value_heads=c.num_key_value_heads if grouped else None,
+        d_mlp=c.intermediate_size,
+        n_layers=c.num_hidden_layers,
+        n_ctx=c.max_position_embeddings,
+        eps=c.rms_norm_eps,
+        d_vocab=c.vocab_size,
+        act_fn=c.hidden_act,
+        normalization_type="RMS",
+        positional_embedding_type="rotary",
+        rotary_adjacent_pairs=False,
+        rotary_dim=d_head,
+        rotary_base=rope["rope_theta"],
+        final_rms=True,
+        gated_mlp=True,
+        original_architecture="LlamaForCausalLM",
+        init_weights=False,
+        device=str(next(hf_model.parameters()).device),
+        dtype=next(hf_model.parameters()).dtype,
+        **_rope_scaling(rope, hf_model),
+    )
+
+
+def _converted(hf_model: PreTrainedModel) -> tuple[HookedTransformerConfig, dict[str, Tensor]]:
+    """Configuration and state dict for any architecture that TransformerLens converts."""
+    from transformer_lens import loading_from_pretrained as loading
+    from transformer_lens.pretrained.weight_conversions.llama import convert_llama_weights
+
+    if type(hf_model).__name__ == "LlamaForCausalLM":
+        config = _llama_config(hf_model)
+        return config, convert_llama_weights(hf_model, config)
+    # TransformerLens reads the architecture from a directory (the configuration is enough), unless the path
+    # contains one of two words, which it takes for the name of the model.
+    with tempfile.TemporaryDirectory(prefix="posdisent-") as folder:
+        if any(word in folder.lower() for word in ("llama", "gemma")):
+            raise ValueError(f"the path of the temporary directory must not name a model: {folder}")
+        hf_config = copy.deepcopy(hf_model.config).to_dict()
+        hf_config["architectures"] = [type(hf_model).__name__]
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config, default=str))
+        parameter = next(hf_model.parameters())
+        config = loading.get_pretrained_model_config(
+            folder, hf_cfg=hf_config, fold_ln=False, device=str(parameter.device), dtype=parameter.dtype
+        )
+        config.tokenizer_name = None
+        rope = _rope(hf_model.config)
+        if config.positional_embedding_type == "rotary" and rope:
+            config.rotary_base = rope["rope_theta"]  # not read for every architecture
+        return config, loading.get_pretrained_state_dict(folder, config, hf_model=hf_model, dtype=parameter.dtype)
+
+
+def _check_rotary_tables(model: HookedTransformer, hf_model: PreTrainedModel, *, what: str) -> None:
+    """Compare the rotation angles over the whole context: a short text cannot tell slow frequencies apart."""
+    modules = [m for m in hf_model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+    attention: Any = model.blocks[0].attn
+    if len(modules) != 1 or not hasattr(attention, "rotary_cos"):
+        return  # none, or several kinds of layer: the logits have to do
+    frequency: Any = modules[0].inv_freq
+    cos = attention.rotary_cos.float()
+    half = cos.shape[-1] // 2
+    columns = cos[:, ::2] if model.cfg.rotary_adjacent_pairs else cos[:, :half]
+    rows = min(len(columns), model.cfg.n_ctx)
+    scaling = float(getattr(modules[0], "attention_scaling", 1.0))
+    angle = torch.arange(rows, device=cos.device)[:, None] * frequency.float().to(cos.device)
+    tolerance = 5e-3 if attention.rotary_cos.dtype == torch.float32 else 5e-2
+    if angle.shape != columns[:rows].shape or not torch.allclose(
+        angle.cos() * scaling, columns[:rows], atol=tolerance, rtol=0.0
+    ):
+        raise ValueError(f"{what} does not compute what the original does: its rotary frequencies differ")
+
+
+def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
+    """Convert and compare; see `tl_posdisent.models.loading.load.hooked_from_hf` for the contract."""
+    from transformer_lens import HookedTransformer
+
+    name = type(hf_model).__name__
+    tokens = probe_tokens(hf_model)
+    try:
+        config, state = _converted(hf_model)
+        with quietly():
+            model = HookedTransformer(config)
+        model.load_and_process_state_dict(
+            state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
+        )
+        model.eval()
+        with torch.no_grad():
+            got = model(tokens)
+    except Exception as error:  # the converter fails in many ways on a model that it was not written for
+        raise ValueError(f"TransformerLens cannot convert {name} to a HookedTransformer: {error}") from error
+    what = f"the HookedTransformer made of {name}"
+    check_same_logits(got, hf_logits(hf_model, tokens), what=what)
+    _check_rotary_tables(model, hf_model, what=what)
+    return model

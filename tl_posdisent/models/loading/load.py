@@ -1,0 +1,291 @@
+"""From a Hugging Face model, a directory or a name to a TransformerLens model with the original's logits.
+
+Converting a model can fail silently: a head size, a rotary base or a frequency scaling that the converter
+does not read gives a model that runs and is wrong. So every conversion made here is compared with the
+original before it is handed out, and one that disagrees is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .convert import check_same_logits, hf_logits, probe_tokens, to_hooked
+from .devices import check_device
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformer
+    from transformer_lens.model_bridge import TransformerBridge
+
+    TransformerLensModel: TypeAlias = HookedTransformer | TransformerBridge
+else:  # what a run-time type checker can know: importing them costs seconds, and 4.x lacks the first
+    HookedTransformer = TransformerBridge = TransformerLensModel = torch.nn.Module
+
+Backend = Literal["auto", "hooked", "bridge"]
+"""HookedTransformer, TransformerBridge, or the first of the two that is there and right."""
+
+__all__ = [
+    "Backend",
+    "TransformerLensModel",
+    "bridge_from_hf",
+    "check_backend",
+    "has_bridge",
+    "has_hooked",
+    "hooked_from_hf",
+    "load_model",
+]
+
+
+def has_hooked() -> bool:
+    """Whether the installed TransformerLens has HookedTransformer (2.x and 3.x have it, 4.x has not)."""
+    try:  # TransformerLens 4 raises ImportError even from hasattr, so ask by importing
+        from transformer_lens import HookedTransformer  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def has_bridge() -> bool:
+    """Whether the installed TransformerLens has a TransformerBridge for models in memory (from 3.4 on)."""
+    try:
+        from transformer_lens.model_bridge.sources import _bridge_builder  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def check_backend(backend: str, *, allowed: tuple[str, ...] = get_args(Backend)) -> None:
+    """Raise ValueError unless ``backend`` is an allowed one and the installed TransformerLens has it.
+
+    >>> check_backend("keras")
+    Traceback (most recent call last):
+        ...
+    ValueError: backend must be one of ('auto', 'hooked', 'bridge'), got 'keras'
+    """
+    if backend not in allowed:
+        raise ValueError(f"backend must be one of {allowed}, got {backend!r}")
+    if backend == "hooked" and not has_hooked():
+        raise ValueError("the installed TransformerLens has no HookedTransformer, use backend='bridge'")
+    if backend == "bridge" and not has_bridge():
+        raise ValueError(
+            f"backend='bridge' needs TransformerLens 3.4 or newer, {version('transformer-lens')} is installed: "
+            "use backend='hooked' or 'auto', or install a newer one"
+        )
+
+
+def _own_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
+    """A copy that TransformerLens may change, and need not reload from a name or path that does not exist."""
+    if tokenizer is None:
+        return None
+    tokenizer = copy.deepcopy(tokenizer)
+    if not tokenizer.init_kwargs.get("name_or_path"):
+        # TransformerLens reloads a tokenizer by name unless this flag says that it adds the token by itself;
+        # whether it really does is found out by encoding something, so the flag decides nothing else.
+        tokenizer.init_kwargs |= {"name_or_path": "in-memory", "add_bos_token": True}
+    return tokenizer
+
+
+def _check_hf_model(hf_model: Any) -> None:
+    if not isinstance(hf_model, PreTrainedModel):
+        raise ValueError(f"hf_model must be a causal language model of transformers, got {type(hf_model).__name__}")
+
+
+@contextlib.contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while: dropout would spoil the comparison of two models."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None) -> HookedTransformer:
+    """A HookedTransformer with the weights of ``hf_model``, unprocessed (nothing folded, nothing centred).
+
+    Args:
+        hf_model: a causal language model; it is read, not changed. Its device and dtype are kept.
+        tokenizer: given to the model (as a copy), so that ``to_tokens`` works without a network.
+
+    Returns:
+        The converted model in evaluation mode: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
+
+    Raises:
+        ValueError: if this is no model of transformers; if the installed TransformerLens has no
+            HookedTransformer, does not know the architecture, or converts it to a model that computes
+            something else (largest difference of logits on random tokens above 1e-3 of the largest logit,
+            or rotary tables that differ).
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+    ...                      num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32)
+    >>> if has_hooked():
+    ...     model = hooked_from_hf(LlamaForCausalLM(config))
+    ...     assert model.cfg.n_key_value_heads == 1
+    """
+    check_backend("hooked")
+    _check_hf_model(hf_model)
+    with _evaluating(hf_model):
+        model = to_hooked(hf_model)
+        if tokenizer is not None:
+            model.set_tokenizer(_own_tokenizer(tokenizer))
+    return model
+
+
+def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None) -> TransformerBridge:
+    """A TransformerBridge around ``hf_model``, with eager attention so that every hook can fire.
+
+    Args:
+        hf_model: a causal language model. The bridge *wraps* it: its submodules are replaced by hooked ones
+            in place (it still computes the same), and it is put in evaluation mode.
+        tokenizer: given to the bridge (as a copy), so that ``to_tokens`` works without a network.
+
+    Returns:
+        The bridge in evaluation mode: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
+
+    Raises:
+        ValueError: if this is no model of transformers; if TransformerLens is older than 3.4 or does not know the
+            architecture, or the bridge computes something else than the model did before it was wrapped.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+    ...                      num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32)
+    >>> if has_bridge():
+    ...     assert bridge_from_hf(LlamaForCausalLM(config))(torch.tensor([[1, 2, 3]])).shape == (1, 3, 50)
+    """
+    check_backend("bridge")
+    _check_hf_model(hf_model)
+    # A private module, but the only door that takes a model without asking a network for a tokenizer.
+    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
+
+    hf_model.eval()
+    tokens = probe_tokens(hf_model)
+    expected = hf_logits(hf_model, tokens)  # before wrapping, with the model's own attention
+    name = type(hf_model).__name__
+    try:
+        hf_model.set_attn_implementation("eager")
+        bridge: TransformerBridge = build_bridge_from_module(
+            hf_model, architecture=name, hf_config=hf_model.config, tokenizer=_own_tokenizer(tokenizer)
+        )
+        bridge.eval()
+        with torch.no_grad():
+            got = bridge(tokens)
+    except Exception as error:
+        raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {error}") from error
+    check_same_logits(got, expected, what=f"the TransformerBridge of {name}")
+    return bridge
+
+
+def _read_hugging_face(
+    source: str | Path, *, dtype: torch.dtype | None, device: str | torch.device | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """The model and tokenizer (if it has one) of a directory, or of a name. Never runs code from there."""
+    local = isinstance(source, Path)
+    try:
+        hf_model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype or torch.float32,
+            local_files_only=local,
+            trust_remote_code=False,
+            use_safetensors=True,  # weights in pickle files are not read
+        )
+        tokenizer = None
+        names = ("tokenizer.json", "tokenizer_config.json")
+        if not isinstance(source, Path) or any((source / name).is_file() for name in names):
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"cannot load a causal language model from {source}: {error}") from error
+    if device is not None:
+        hf_model.to(device)
+    return hf_model, tokenizer
+
+
+def _official(name: str) -> str:
+    """The repository that TransformerLens's short names stand for; any other name is one itself."""
+    try:
+        from transformer_lens.supported_models import get_official_model_name
+    except ImportError:  # it lay elsewhere before
+        from transformer_lens.loading_from_pretrained import get_official_model_name
+    try:
+        return str(get_official_model_name(name))
+    except ValueError:
+        return name
+
+
+def _source(name_or_dir: Any) -> str | Path:
+    """A folder that is there, or what can be a model's name. Whatever looks like a path never asks a network."""
+    if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip() or "\0" in str(name_or_dir):
+        what = repr(name_or_dir) if isinstance(name_or_dir, (str, Path)) else type(name_or_dir).__name__
+        raise ValueError(f"name_or_dir must be the folder of a model, or a model's name, got {what}")
+    folder = Path(name_or_dir)
+    if name_or_dir != "" and folder.is_dir():
+        return folder
+    a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or folder.exists()
+    if a_path or len(folder.parts) > 2 or "\\" in str(name_or_dir):
+        raise ValueError(f"name_or_dir must be the folder of a model, or a model's name, but {folder} is no folder")
+    return str(name_or_dir)
+
+
+def load_model(
+    name_or_dir: str | Path,
+    *,
+    backend: Backend = "auto",
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> TransformerLensModel:
+    """Load a model from a directory (as `save_pretrained` writes it) or, by name, from the hub or its cache.
+
+    Args:
+        name_or_dir: an existing directory, which is read without any network, or a model's name: of a
+            repository, or one that TransformerLens has for it.
+        backend: ``'hooked'``, ``'bridge'``, or ``'auto'``: HookedTransformer where the installed
+            TransformerLens has it and converts this model rightly, otherwise TransformerBridge.
+        device: where the model goes; by default the CPU for a directory, TransformerLens' choice for a name.
+        dtype: of the weights; float32 by default.
+
+    Returns:
+        The model with its tokenizer, if it has one: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
+
+    Raises:
+        ValueError: for an unknown backend, device or dtype; a path where there is no directory; a directory or
+            repository without a whole model in safetensors format; a model that the backend cannot represent
+            truly. Code shipped with a model is never run, and weights in pickles are never read.
+
+    >>> import tempfile
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+    ...                      num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     LlamaForCausalLM(config).save_pretrained(folder)
+    ...     load_model(folder)(torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3, 50])
+    """
+    check_backend(backend)
+    check_device(device)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
+    source = _source(name_or_dir)
+    if isinstance(source, str):
+        try:
+            from transformer_lens.utilities.devices import get_device
+        except ImportError:  # TransformerLens 2
+            from transformer_lens.utils import get_device
+
+        source, device = _official(source), get_device() if device is None else device
+    hf_model, tokenizer = _read_hugging_face(source, dtype=dtype, device=device)
+    if backend == "hooked" or (backend == "auto" and has_hooked()):
+        try:
+            return hooked_from_hf(hf_model, tokenizer=tokenizer)
+        except ValueError:
+            if backend == "hooked" or not has_bridge():
+                raise
+    return bridge_from_hf(hf_model, tokenizer=tokenizer)

@@ -1,0 +1,78 @@
+"""The same architecture at random initialisation: what chance gives."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tl_posdisent.models.forward import device_of
+from tl_posdisent.models.spec import n_layers
+
+from .load import bridge_from_hf
+
+_STD = 0.02  # Hugging Face's usual initializer_range, so that both model classes start alike
+
+
+def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
+    """Copies of a model with new random weights, one per seed, one in memory at a time.
+
+    Whatever a trained model shows is worth as much as it exceeds this. A TransformerBridge is built anew with the
+    initialisation of its Hugging Face class; any other model is copied, its weights drawn from N(0, 0.02²), its
+    norms' gains set to 1 and its biases to 0. Hooks that hang on the model do not come along.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike; read, not changed.
+        seeds: one integer per copy; the global random state is left as it was.
+
+    Yields:
+        A model of the same class, device and dtype, in evaluation mode.
+
+    Raises:
+        ValueError: seeds that are not integers, or none; a model that is not TransformerLens's.
+
+    Example:
+        >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, random_control
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> chance = next(random_control(model))
+        >>> r = [additivity(m, tokens, layers=[0], progress=False)["r"].mean() for m in (model, chance)]
+        >>> bool(r[0] > r[1])
+        True
+    """
+    n_layers(model)
+    seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
+    if not seeds or any(isinstance(s, bool) or not isinstance(s, int) or not 0 <= s < 2**63 for s in seeds):
+        raise ValueError(f"seeds must be non-negative integers, at least one, got {seeds} (and below 2**63)")
+    return (_reinitialised(model, seed) for seed in seeds)
+
+
+def _reinitialised(model: Any, seed: int) -> Any:
+    original = getattr(model, "original_model", None)
+    if original is not None and hasattr(original, "config"):
+        return _built_anew(model, original, seed)
+    fresh = copy.deepcopy(model)
+    fresh.reset_hooks()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in fresh.named_parameters():
+            last = name.rsplit(".", 1)[-1]
+            if last.lstrip("_").startswith("b_") or last in ("b", "bias"):  # grouped keys have `_b_K`
+                parameter.zero_()
+            elif parameter.ndim == 1 and last in ("w", "weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * _STD)
+    return fresh.eval()
+
+
+def _built_anew(model: Any, original: Any, seed: int) -> Any:
+    state = torch.random.get_rng_state()
+    try:
+        torch.default_generator.manual_seed(seed)  # of the CPU alone: torch.manual_seed would touch those of all GPUs
+        fresh = type(original)(copy.deepcopy(original.config))
+        fresh = fresh.to(device_of(model), next(original.parameters()).dtype)
+        return bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
+    finally:
+        torch.random.set_rng_state(state)

@@ -1,0 +1,125 @@
+"""Texts beyond a model's tables of positions: the tables made longer for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tl_posdisent.models.probe import attributes as facts
+from tl_posdisent.utils.validation import check_integer
+
+from .forward import at_rest, device_of, modules, run
+from .spec import AttentionSpec, n_layers, read_layers
+
+
+@contextlib.contextmanager
+def longer_context(model: Any, length: int) -> Iterator[Any]:
+    """Within the block, a model whose positions are rotary takes texts of ``length`` tokens.
+
+    Some models keep their rotation as a table with a row for each position of their context (HookedTransformer,
+    GPT-J) and fail on longer texts. The table is continued: by the model's own formula where it has one, otherwise by
+    the frequencies and the factor that were read from it, and only if that reproduces the rows that are there. These
+    stay to the last bit, so texts within the context give what they always gave. Models that compute their rotation
+    for any length are left as they are. Whether the model makes sense of what it reads there is another question
+    (``length_generalization``).
+
+    On exit, also by an exception, every buffer and number of the model's modules is again the very object that it was,
+    what models keep of the longest text so far included.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike.
+        length: in tokens. Up to the model's context there is nothing to do.
+
+    Yields:
+        The model itself.
+
+    Raises:
+        ValueError: a length that is no positive integer; a table that neither formula reproduces; a model that fails
+            beyond its context all the same, as one with learned (absolute) positions must: there are no more of them.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import demo_tokens, load_demo_model, longer_context
+        >>> model, tokens = load_demo_model(), demo_tokens(length=600)  # trained on 512
+        >>> with longer_context(model, 600):
+        ...     logits = model(tokens)
+        >>> logits.shape, bool(torch.allclose(logits[:, :512], model(tokens[:, :512]), atol=1e-3))
+        (torch.Size([1, 600, 1024]), True)
+    """
+    n_layers(model)
+    check_integer("length", length, 1)
+    saved = _state(model)
+    try:
+        grown = [
+            (slot, _grown(spec, slot, length))
+            for spec in read_layers(model)
+            for slot in facts.table_slots(model.blocks[spec.layer].attn)
+            if len(slot.table) < length
+        ]
+        for slot, table in grown:
+            setattr(slot.owner, slot.name, table)
+        _check_that_it_runs(model, length)
+        yield model
+    finally:
+        _restore(saved)
+
+
+def _grown(spec: AttentionSpec, slot: facts.TableSlot, length: int) -> Tensor:
+    """The table with further rows, by the first formula that gives those that it has."""
+    n = len(slot.table)
+    for table in facts.longer_tables(slot, spec.rotary, length):
+        table = table.to(slot.table)
+        if table.shape != (length, *slot.table.shape[1:]):
+            continue
+        error = (table[:n].double() - slot.table.double()).abs()
+        # Angles are rounded in float32: the further, the more.
+        allowed = 4 * (n * torch.finfo(torch.float32).eps + torch.finfo(slot.table.dtype).eps)
+        if not error.numel() or float(error.max()) <= allowed:
+            return torch.cat([slot.table, table[n:]])
+    raise ValueError(
+        f"length must be at most {n} for layer {spec.layer} of {spec.architecture}: its table of rotations "
+        f"({slot.name}) follows no formula that was found, so it cannot be continued"
+    )
+
+
+def _check_that_it_runs(model: Any, length: int) -> None:
+    """One layer on one token more than the context holds: better to fail now than in the middle of the block."""
+    context = getattr(model.cfg, "n_ctx", None)
+    if not isinstance(context, int) or length <= context:
+        return
+    special = set(getattr(getattr(model, "tokenizer", None), "all_special_ids", None) or ())
+    plain = next(t for t in range(len(special) + 1) if t not in special)  # padding would be masked
+    tokens = torch.full((1, context + 1), plain, device=device_of(model))
+    try:
+        with at_rest(model):
+            run(model, tokens, [], stop=1)
+    except ValueError as error:
+        raise ValueError(
+            f"length must be at most {context} for this model, got {length}: it fails beyond its context, and for want "
+            f"of something else than a rotary table; learned (absolute) positions cannot be continued ({error})"
+        ) from error
+
+
+Saved = list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]
+
+
+def _state(model: Any) -> Saved:
+    """The buffers of all modules, and the numbers that they keep beside them (such as the longest text so far)."""
+    return [
+        (
+            part,
+            dict(part._buffers),
+            {name: x for name, x in vars(part).items() if isinstance(x, (int, float, Tensor)) and name != "training"},
+        )
+        for part in modules(model)
+    ]
+
+
+def _restore(saved: Saved) -> None:
+    for part, buffers, numbers in saved:
+        part._buffers.update(buffers)
+        vars(part).update(numbers)

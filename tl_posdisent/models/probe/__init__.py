@@ -1,0 +1,1 @@
+"""What a model's attention layers do, found by running the model."""

@@ -1,0 +1,187 @@
+"""Where the two model classes and their architectures keep what cannot be measured: candidates, never answers.
+
+``probe.py`` accepts a candidate only if it explains what the model computes. All the names of attributes are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tl_posdisent.models.rotation_tables import table_like
+from tl_posdisent.models.spec import Tap
+from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.rope.rotary_table import rotary_from_table
+
+
+def architecture(model: Any) -> str:
+    """The architecture's name, for messages."""
+    for name in ("original_architecture", "architecture"):
+        value = getattr(model.cfg, name, None)
+        if isinstance(value, str) and value:
+            return value
+    return type(model).__name__
+
+
+def query_or_key(attn: Any, which: str, seen: dict[str, Tensor], n_heads: int) -> Tap | None:
+    """The last hook that carries queries or keys before rotation."""
+    if f"hook_{which}_normed" in seen:
+        flat = seen[f"hook_{which}_normed"].ndim == 3
+        return Tap(f"hook_{which}_normed", "flat" if flat else "head pos", n_heads)
+    if f"hook_{which}" not in seen:
+        return None
+    norm = getattr(attn, f"{which}_norm", None)
+    if hasattr(attn, "_apply_qk_norm") and norm is not None:  # HookedTransformer: no hook after the norm
+        return Tap(f"hook_{which}", "pos head", n_heads, _hooked_norm(attn, norm))
+    return Tap(f"hook_{which}", "pos head", n_heads)
+
+
+def scales(attn: Any, d_head: int) -> Iterator[float]:
+    """What ``⟨q, k⟩`` may be multiplied by."""
+    original = getattr(attn, "original_component", None)
+    if original is None and getattr(attn, "attn_scale", None) is not None:
+        yield 1 / float(attn.attn_scale)
+    for name, divides in (
+        ("scaling", False),
+        ("softmax_scale", False),
+        ("inv_norm_factor", False),
+        ("scale_attn", True),
+    ):
+        value = _number(getattr(original, name, None))
+        if value:
+            yield 1 / value if divides else value
+    yield d_head**-0.5
+    yield 1.0
+
+
+def soft_caps(model: Any, attn: Any) -> Iterator[float | None]:
+    """The constant in ``c * tanh(scores / c)``."""
+    original = getattr(attn, "original_component", None)
+    for value in (getattr(original, "attn_logit_softcapping", None), getattr(model.cfg, "attn_scores_soft_cap", None)):
+        number = _number(value)
+        if number is not None and number > 0:
+            yield number
+    yield None
+
+
+def windows(model: Any, attn: Any) -> Iterator[int | None]:
+    """How many keys a query may see, most specific source first."""
+    original = getattr(attn, "original_component", None)
+    if original is None:
+        local = getattr(attn, "attn_type", None) == "local"
+        yield getattr(model.cfg, "window_size", None) if local else None
+        return
+    config = getattr(original, "config", None)
+    if hasattr(original, "sliding_window"):
+        yield original.sliding_window
+    elif hasattr(original, "attention_type"):  # GPT-Neo
+        yield getattr(config, "window_size", None) if original.attention_type == "local" else None
+    elif getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None):
+        yield getattr(config, "sliding_window", None)
+    yield None
+
+
+def rotaries(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[Rotary]:
+    """Frequencies from every table that the layer may be using, in both pairings."""
+    for cos, sin in _tables(model, attn, seen):
+        if cos.shape[-1] == 0 or cos.shape[0] < 2:
+            continue
+        try:
+            rotary = _exact(model, rotary_from_table(cos, sin), cos.dtype)
+        except ValueError:
+            continue
+        for pairing in ("half", "adjacent"):
+            yield replace(rotary, pairing=pairing)
+
+
+def _tables(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    if isinstance(getattr(attn, "rotary_cos", None), Tensor):  # HookedTransformer
+        yield attn.rotary_cos, attn.rotary_sin
+    if "hook_cos" in seen and "hook_sin" in seen:
+        yield seen["hook_cos"][0], seen["hook_sin"][0]
+    table = getattr(getattr(attn, "original_component", None), "embed_positions", None)  # GPT-J: sines, then cosines
+    if isinstance(table, Tensor):
+        sin, cos = table.chunk(2, -1)
+        yield cos, sin
+    rotary = getattr(getattr(model, "original_model", None), "rotary", None)  # TransformerLens's own models
+    if rotary is not None and isinstance(getattr(rotary, "cos_cached", None), Tensor):
+        yield rotary.cos_cached, rotary.sin_cached
+
+
+class TableSlot(NamedTuple):
+    """Where a model keeps a table of rotations with one row per position: ``owner.name``."""
+
+    owner: Any
+    name: str
+    holds: tuple[str, ...]  # "cos" or "sin", or both side by side
+    formula: Callable[[int], Tensor] | None = None  # the model's own, from a length to a table
+
+    @property
+    def table(self) -> Tensor:
+        table: Tensor = getattr(self.owner, self.name)
+        return table
+
+
+def table_slots(attn: Any) -> Iterator[TableSlot]:
+    """The tables that a layer looks its rotations up in, and which end where the model's context does."""
+    for name, which in (("rotary_sin", 0), ("rotary_cos", 1)):  # HookedTransformer
+        if isinstance(attn._buffers.get(name), Tensor):
+            yield TableSlot(attn, name, (name[-3:],), partial(_hooked_table, attn, which))
+    original = getattr(attn, "original_component", None)
+    if isinstance(getattr(original, "embed_positions", None), Tensor):  # GPT-J, CodeGen
+        yield TableSlot(original, "embed_positions", ("sin", "cos"))
+
+
+def longer_tables(slot: TableSlot, rotary: Rotary | None, length: int) -> Iterator[Tensor]:
+    """What the table may look like with ``length`` rows, the likeliest first."""
+    if slot.formula is not None:
+        yield slot.formula(length)
+    if rotary is not None:
+        parts = slot.table.chunk(len(slot.holds), -1)
+        positions = torch.arange(length, device=slot.table.device)
+        layouts = [part[positions % len(part)][None] for part in parts]  # columns as they are, as many rows as wanted
+        tables = [table_like(x, rotary, positions, which) for x, which in zip(layouts, slot.holds, strict=True)]
+        yield torch.cat(tables, -1)[0]
+
+
+def _hooked_table(attn: Any, which: int, length: int) -> Tensor:
+    cfg = attn.cfg
+    base = attn._rotary_base() if hasattr(attn, "_rotary_base") else cfg.rotary_base  # TransformerLens 2: one for all
+    tables: tuple[Tensor, Tensor] = attn.calculate_sin_cos_rotary(cfg.rotary_dim, length, base=base, dtype=cfg.dtype)
+    return tables[which]
+
+
+def _exact(model: Any, measured: Rotary, dtype: torch.dtype) -> Rotary:
+    """The model's own float32 frequencies, if it keeps them and the table confirms them: a table is rounded."""
+    close = 4 * torch.finfo(dtype).eps + 1e-5
+    frequencies, factor = measured.frequencies, measured.attention_factor
+    nearest = close
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.shape == frequencies.shape:
+            own = buffer.detach().to(frequencies.device).double()
+            error = float(((own - measured.frequencies).abs() / measured.frequencies.abs().clamp_min(1e-9)).max())
+            if error < nearest:
+                frequencies, nearest = own, error
+    for module in model.modules():
+        for name, value in vars(module).items():
+            number = _number(value) if name.endswith("attention_scaling") else None
+            if number is not None and abs(number - measured.attention_factor) < close:
+                factor = number
+    return replace(measured, frequencies=frequencies, attention_factor=factor)
+
+
+def _hooked_norm(attn: Any, norm: Any) -> Any:
+    if norm.w.numel() == attn.cfg.d_head:
+        return lambda x: attn._apply_qk_norm(x, norm)
+    return lambda x: norm(x.flatten(2)).view_as(x)  # OLMo 2 normalises all heads together
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else None
+    return None if value is None or isinstance(value, bool) or not hasattr(value, "__float__") else float(value)

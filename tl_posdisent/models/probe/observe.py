@@ -1,0 +1,99 @@
+"""What one forward pass shows of attention layers, and how well an explanation fits it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from tl_posdisent.models.forward import Hook, hook_name, run
+from tl_posdisent.models.spec import AttentionSpec, Tap
+
+_LISTEN = (
+    *("hook_q", "hook_k", "hook_v", "hook_q_normed", "hook_k_normed", "hook_rot_q", "hook_rot_k"),
+    *("hook_cos", "hook_sin", "hook_attn_scores", "hook_pattern", "hook_z"),
+)
+
+Seen = dict[str, Tensor]
+"""What fired in one layer during one pass, by short hook name."""
+
+
+def listen(model: Any, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = ()) -> dict[int, Seen]:
+    """One forward pass, with edits if there are any: what fired in each of the layers, after the edits."""
+    seen: dict[int, Seen] = {layer: {} for layer in layers}
+    there = model.hook_dict
+    recorders = [
+        (name, partial(_record, seen[layer], short))
+        for layer in layers
+        for short in _LISTEN
+        if (name := hook_name(layer, short)) in there
+    ]
+    run(model, tokens, [*edits, *recorders])
+    return seen
+
+
+def _record(seen: Seen, short: str, x: Any, hook: Any) -> None:
+    if isinstance(x, Tensor):
+        seen[short] = x.detach().clone()
+
+
+def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
+    """Cells that any head of any text attends to: the probe's own look at the mask, never used for a fit."""
+    if "hook_pattern" in seen:
+        return (seen["hook_pattern"] > 0).flatten(0, -3).any(0)
+    if "hook_attn_scores" in seen:
+        return (~is_masked(seen["hook_attn_scores"])).flatten(0, -3).any(0)
+    return None
+
+
+def is_masked(scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
+    """Cells that hold no score: models mask with -inf or add the most negative number of their dtype (or of half
+    of it) to the score, which in 16 bits leaves something a little above that number."""
+    return scores <= max(-1e30, torch.finfo(scores.dtype).min / 4)
+
+
+def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:
+    """Whether these visible cells are what such a mask leaves."""
+    if visible is None:
+        return True
+    layer = AttentionSpec(0, "", 1, 1, 1, causal, window)
+    return torch.equal(visible, layer.mask(len(visible), visible.device))
+
+
+def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]) -> float:
+    """Largest error of the scores (of the pattern, if that is all that fires) that rotated queries and keys predict.
+
+    In units of what rounding explains: an explanation is acceptable up to 1.
+    """
+    predicted, dtype = spec.score(q_rot, k_rot), seen["hook_q"].dtype  # scores may be wider than what they are made of
+    if spec.scores is not None:
+        observed = seen["hook_attn_scores"]
+        if predicted.shape == observed.shape:
+            return mismatch(observed[..., visible], predicted[..., visible], dtype)
+    elif "hook_pattern" in seen and seen["hook_pattern"].shape == predicted.shape:
+        return mismatch(seen["hook_pattern"], predicted.masked_fill(~visible, -torch.inf).softmax(-1), dtype)
+    return float("inf")
+
+
+def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = None) -> float:
+    """Largest error in units of what rounding (of the observed or of a coarser dtype) explains."""
+    if observed.numel() == 0:
+        return 0.0
+    error = (observed.double() - predicted.double()).abs().amax()
+    allowed = score_tolerance(observed.dtype, dtype) * observed.double().abs().amax()
+    return float(torch.where(error == 0, 0.0, error / allowed).nan_to_num(nan=torch.inf))
+
+
+def score_tolerance(*dtypes: torch.dtype | None) -> float:
+    """How nearly recomputed scores must agree, relative to the largest, if numbers of these dtypes went into them."""
+    known = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2}  # rotation tables are float32 at best
+    return max(known.get(dtype, 6e-2) for dtype in dtypes if dtype)
+
+
+def short_name(tap: Tap) -> str:
+    """The hook's name without layer: ``"hook_q"``."""
+    return tap.name.rsplit(".", 1)[-1]

@@ -1,0 +1,26 @@
+"""A model's own tables of cosines and sines, for other positions."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_posdisent.rope.rotary import Rotary
+
+
+def table_like(
+    seen: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, positions: Tensor, which: str
+) -> Float[Tensor, "batch pos columns"]:
+    """The table (``which`` is ``"cos"`` or ``"sin"``) that the model would have made for ``positions``.
+
+    Computed in the precision and laid out in the columns of ``seen``, the table that it made: one column per subspace,
+    or two in either order. At the model's own positions the result is that table to the last bit.
+    """
+    angle = rotary.angles(positions.to(seen.device)).to(rotary.angle_dtype)
+    values = (angle.cos() if which == "cos" else angle.sin()) * rotary.attention_factor
+    n = values.shape[-1]
+    if seen.shape[-1] == 2 * n:
+        halves = torch.equal(seen[..., :n], seen[..., n:])
+        values = torch.cat([values, values], -1) if halves else values.repeat_interleave(2, -1)
+    return (values if values.ndim == 3 else values[None]).to(seen.dtype)

@@ -1,0 +1,249 @@
+"""What one attention layer of a TransformerLens model does, found out by asking the model.
+
+This is the only door to the model: nothing above it knows whether it is a HookedTransformer or a TransformerBridge,
+or which architecture. ``probe.py`` runs the model on a few tokens and returns, per layer, the ``AttentionSpec``
+defined here; hooks that exist but never fire, configuration fields that are stale and edits that the model throws
+away are thereby seen for what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from einops import rearrange, repeat
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tl_posdisent.additive.cells import cell_distances
+from tl_posdisent.rope.rotary import Rotary, rotate
+
+Layout = Literal["pos head", "head pos", "flat"]
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A hook at which queries or keys can be read, and how they lie there.
+
+    Attributes:
+        name: the hook's name, as ``model.hooks`` takes it.
+        layout: ``[batch, pos, head, d_head]``, ``[batch, head, pos, d_head]`` or ``[batch, pos, head * d_head]``.
+        n_heads: heads at this hook (key heads for keys).
+        norm: the QK-norm that the model applies between this hook and the rotation, if any.
+    """
+
+    name: str
+    layout: Layout
+    n_heads: int
+    norm: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
+
+    def read(self, x: Tensor) -> Float[Tensor, "batch pos head d_head"]:
+        """The hook's tensor as vectors, QK-norm applied."""
+        if self.layout == "flat":
+            x = rearrange(x, "... (head d_head) -> ... head d_head", head=self.n_heads)
+        elif self.layout == "head pos":
+            x = x.transpose(1, 2)
+        return x if self.norm is None else self.norm(x)
+
+    def write(self, x: Float[Tensor, "batch pos head d_head"]) -> Tensor:
+        """Vectors as the hook's tensor; only where no norm lies between."""
+        if self.layout == "flat":
+            return x.flatten(-2)
+        return x.transpose(1, 2) if self.layout == "head pos" else x
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention, as measured.
+
+    Attributes:
+        layer: its number.
+        architecture: the model's architecture, for messages.
+        n_heads, n_kv_heads, d_head: query heads, key/value heads, size; query head h reads key head
+            ``h // (n_heads // n_kv_heads)``.
+        causal: whether keys after the query are hidden.
+        window: number of keys that a query sees, itself included; None for all.
+        rotary: frequencies and pairing as the layer uses them; None if it does not rotate.
+        scale: scores are ``scale * ⟨q, k⟩`` of the rotated vectors, before the soft cap. None if they are not.
+        soft_cap: ``c`` in ``c * tanh(scores / c)``; None without.
+        q, k: where vectors before rotation and after any QK-norm are read; None where nothing fires.
+        turn_q, turn_k: where a turned vector takes effect; None where no such edit does.
+        cos, sin: hooks of the rotation tables in which an edit takes effect; None without.
+        scores: the hook of the scores; None if it does not fire or does not carry scores.
+        scores_editable: whether an edit at ``scores`` reaches the output.
+        pattern, z, v: the hooks that fire, else None.
+        problem: why scores cannot be recomputed from q and k; None if they can.
+        no_rotation: why the layer's rotation cannot be read or changed; None if it can.
+
+    Example:
+        >>> from tl_posdisent import load_demo_model, read_attention
+        >>> spec = read_attention(load_demo_model(), 2)
+        >>> spec.key_head(7), spec.mask(3).tolist()
+        (3, [[True, False, False], [True, True, False], [True, True, True]])
+    """
+
+    layer: int
+    architecture: str
+    n_heads: int
+    n_kv_heads: int
+    d_head: int
+    causal: bool
+    window: int | None
+    rotary: Rotary | None = None
+    scale: float | None = None
+    soft_cap: float | None = None
+    q: Tap | None = None
+    k: Tap | None = None
+    turn_q: Tap | None = None
+    turn_k: Tap | None = None
+    cos: str | None = None
+    sin: str | None = None
+    scores: str | None = None
+    scores_editable: bool = False
+    pattern: str | None = None
+    z: str | None = None
+    v: Tap | None = None
+    problem: str | None = None
+    no_rotation: str | None = None
+
+    def sees(self, distance: Int[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
+        """Whether the layer's mask leaves a query and a key at this distance."""
+        near = distance.abs() < (self.window or torch.iinfo(torch.int64).max)
+        return near & (distance >= 0) if self.causal else near
+
+    def mask(self, length: int, device: torch.device | str = "cpu") -> Bool[Tensor, "query key"]:
+        """The layer's mask for a text without padding: True where a query sees a key."""
+        return self.sees(cell_distances(length, length, device))
+
+    def key_head(self, head: int) -> int:
+        """The key head that a query head reads."""
+        return head // (self.n_heads // self.n_kv_heads)
+
+    def per_query_head(self, x: Float[Tensor, "batch pos kv d_head"]) -> Float[Tensor, "batch pos head d_head"]:
+        """Keys or values, one for each query head (a view where there is nothing to repeat)."""
+        repeats = self.n_heads // x.shape[2]
+        return x if repeats == 1 else repeat(x, "batch pos kv d -> batch pos (kv group) d", group=repeats)
+
+    def rotated(self, x: Float[Tensor, "batch pos h d_head"], positions: Tensor) -> Tensor:
+        """Queries or keys as the model turns them to these positions (as they are, if it does not)."""
+        return x if self.rotary is None else rotate(x, positions, self.rotary)
+
+    def score(
+        self, q_rot: Float[Tensor, "batch query head d_head"], k_rot: Float[Tensor, "batch key kv d_head"]
+    ) -> Float[Tensor, "batch head query key"]:
+        """Scores of rotated queries and keys (of some heads too, with a key head each); soft cap applied, mask not."""
+        # query heads beside the key head that they share
+        grouped = rearrange(q_rot, "batch query (kv group) d -> batch query kv group d", kv=k_rot.shape[2])
+        scores = torch.einsum("bqghd,bkgd->bghqk", grouped, k_rot).flatten(1, 2)
+        return self.capped(scores * self.require_scale())
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """The soft cap, if the layer has one."""
+        return scores if self.soft_cap is None else self.soft_cap * torch.tanh(scores / self.soft_cap)
+
+    def require_scale(self) -> float:
+        """The scale, or a clear error."""
+        if self.problem is not None or self.scale is None:
+            raise ValueError(f"layer {self.layer} of {self.architecture}: {self.problem}")
+        return self.scale
+
+    def require_rotary(self, tool: str) -> Rotary:
+        """The rotary of a layer in which rotations can be changed, or a ``ValueError`` that says what is missing."""
+        if self.rotary is None or self.no_rotation is not None:
+            missing = "has no rotary position embedding" + (f": {self.problem}" if self.problem else "")
+            raise ValueError(
+                f"{tool} needs rotary position embeddings (RoPE) that hooks can reach, but layer {self.layer} of "
+                f"{self.architecture} {self.no_rotation or missing}"
+            )
+        return self.rotary
+
+
+def read_attention(model: Any, layer: int) -> AttentionSpec:
+    """What one layer's attention is: rotary, scale, mask, grouping, and which hooks work.
+
+    Nothing is taken from a list of architectures. The model runs a few times on some ten tokens; the answer is what
+    explains its own scores. Dropout is off meanwhile and the model is left as it was.
+
+    Args:
+        model: a HookedTransformer, a TransformerBridge, or any model with TransformerLens's hook names.
+        layer: 0 … n_layers - 1.
+
+    Returns:
+        An ``AttentionSpec``. What could not be explained is no error here: ``problem`` and ``no_rotation`` say it.
+
+    Raises:
+        ValueError: layer out of range; a model without TransformerLens's attention hooks, or a compiled one.
+
+    Example:
+        >>> from tl_posdisent import load_demo_model, read_attention
+        >>> spec = read_attention(load_demo_model(), 0)
+        >>> spec.n_heads, spec.n_kv_heads, spec.causal, spec.rotary.pairing, spec.rotary.dim
+        (8, 4, True, 'half', 16)
+    """
+    return read_layers(model, [layer])[0]
+
+
+def read_layers(model: Any, layers: Iterable[int] | None = None) -> list[AttentionSpec]:
+    """``read_attention`` for several layers at the price of one.
+
+    Args:
+        model: as in ``read_attention``.
+        layers: default all.
+
+    Returns:
+        An ``AttentionSpec`` for each layer, in the order given.
+
+    Raises:
+        ValueError: layers out of range or repeated, or what ``read_attention`` refuses.
+
+    Example:
+        >>> from tl_posdisent import load_demo_model, read_layers
+        >>> [(spec.layer, spec.scale, spec.problem) for spec in read_layers(load_demo_model(), [4, 0])]
+        [(4, 0.25, None), (0, 0.25, None)]
+    """
+    from tl_posdisent.models.probe.explain import probe
+
+    return probe(model, select("layers", layers, n_layers(model)))
+
+
+def read_rotary_layers(model: Any, layers: Iterable[int] | None, tool: str) -> list[AttentionSpec]:
+    """The layers asked for, in which ``tool`` must find a rotation that it can change; by default all that rotate."""
+    specs = read_layers(model, layers)
+    if layers is None:  # some models leave positions out of some layers
+        specs = [s for s in specs if s.rotary is not None or s.no_rotation or s.problem] or specs[:1]
+    for spec in specs:
+        spec.require_rotary(tool)
+    return specs
+
+
+def n_layers(model: Any) -> int:
+    """Number of attention layers, or a clear error if this is no TransformerLens model."""
+    n = getattr(getattr(model, "cfg", None), "n_layers", None)
+    if not isinstance(n, int) or not hasattr(model, "hook_dict"):
+        raise ValueError(
+            "model must be a HookedTransformer, a TransformerBridge or another model with TransformerLens's hooks, "
+            f"got {type(model).__name__}"
+        )
+    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            "model must not be compiled: torch would compile it anew for every set of hooks. Give the model that "
+            "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded anew)"
+        )
+    return n
+
+
+def select(name: str, chosen: Iterable[int] | None, n: int) -> list[int]:
+    """A list of layers or heads that was given by a user, checked; all of them for None."""
+    if chosen is None:
+        return list(range(n))
+    if isinstance(chosen, (str, bytes)) or not isinstance(chosen, Iterable):
+        raise ValueError(f"{name} must be a sequence of integers, got {chosen!r}")
+    picked = list(chosen)
+    for x in picked:
+        if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < n:
+            raise ValueError(f"{name} must be integers from 0 to {n - 1}, got {x!r}")
+    if not picked or len(set(picked)) < len(picked):
+        raise ValueError(f"{name} must name at least one and none twice, got {picked}")
+    return picked

@@ -1,0 +1,149 @@
+"""``report``: measure a model on a text, and write what came out as one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_posdisent.models.forward import check_seed
+from tl_posdisent.utils.files import whole_file
+
+from .head_widgets import widgets
+from .measurements import SECTIONS, SectionName, measure
+from .page import page
+from .sections import TITLES, section
+from .subject import Subject, read_subject
+from .summary import analysed, headline, reproduce
+
+
+def report(
+    model: Any,
+    text: str | Int[Tensor, "batch pos"],
+    path: str | PathLike[str],
+    *,
+    layers: Iterable[int] | None = None,
+    control: int = 1,
+    heads: Iterable[int] | None = None,
+    sections: Iterable[SectionName] | None = None,
+    title: str | None = None,
+    seed: int = 0,
+    command: str | None = None,
+    progress: bool = True,
+) -> Path:
+    """Everything at once: where and what the heads of a model look at in a text, as one HTML file.
+
+    The file needs no network and lets nothing in from one (its Content-Security-Policy names its own scripts), can be
+    read on a phone, in the dark and on paper, and is the same, byte for byte, when made again. Its numbers are those
+    of the experiments called alone; random initialisations read the same text.
+
+    What is read: texts of at most 1024 tokens (or the model's context), at most 4096 tokens altogether; a string of
+    more than 512 tokens is cut into equal stretches of at most 512, each behind the token that begins texts. What
+    costs a forward pass for each run reads less of it: at most 512 tokens of each text and 1024 altogether
+    (perturbation), 128 and 512 (ablation). The file says what was read.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike; hooks on it act on all that is measured.
+        text: a string, if the model has a tokenizer, or ids ``[batch, pos]``.
+        path: the HTML file; its folder is made if need be, and a file that is there is replaced once the new one is
+            whole.
+        layers: default all.
+        control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) to set beside it; 0 for none.
+        heads: those that tables and pictures show and that are ablated; default all.
+        sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"heads"``,
+            ``"perturbation"``, ``"ablation"``; default all. What the model cannot be asked is there with the reason.
+        title: of the page; default names the model.
+        seed: of random initialisations and perturbations.
+        command: the command line to print under "How to reproduce"; default this call.
+        progress: show one bar.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: unusable arguments; unknown sections; a model of which no section asked for can be measured. No
+            file is left then, nor in any other case of an exception.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from tl_posdisent import demo_tokens, load_demo_model, report
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = report(
+        ...         load_demo_model(), demo_tokens(length=64), pathlib.Path(folder, "report.html"),
+        ...         sections=["additivity"], progress=False,
+        ...     )
+        ...     path.name, "Headline numbers" in path.read_text(encoding="utf-8")
+        ('report.html', True)
+    """
+    subject = read_subject(model, text, layers, heads)
+    wanted = _check_sections(sections)
+    check_seed(seed)
+    if isinstance(control, bool) or not isinstance(control, int) or control < 0:
+        raise ValueError(f"control must be a non-negative integer, got {control!r}")
+    for name, value in (("title", title), ("command", command)):
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{name} must be text, got {value!r}")
+    target = _check_path(path)
+    found = measure(subject, wanted, control=control, seed=seed, progress=progress)
+    call = command or _call(subject, text, target, wanted if sections is not None else None, control, heads, seed)
+    shown = {name: found[name] for name in wanted}
+    parts = [analysed(subject), headline(subject, shown)]
+    parts += [section(name, subject, one) for name, one in shown.items()]
+    parts.append(reproduce(subject, call, seed, control))
+    contents = {"analysed": "What was analysed", "headline": "Headline numbers"}
+    contents |= {name: TITLES[name] for name in wanted} | {"reproduce": "How to reproduce"}
+    exhibits = shown["heads"].trained if "heads" in shown else None
+    drawn = [] if exhibits is None else widgets(subject, exhibits)
+    name = f"Position and content in {subject.name()}" if title is None else title
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(target, apart=True) as file:
+        file.write(page(name, parts, contents, drawn).encode("utf-8"))
+    return target
+
+
+def _check_sections(sections: Any) -> list[SectionName]:
+    """The sections wanted, in the order of the report."""
+    if sections is None:
+        return list(SECTIONS)
+    if isinstance(sections, (str, bytes)) or not isinstance(sections, Iterable):
+        raise ValueError(f"sections must be a sequence of {', '.join(SECTIONS)}, got {sections!r}")
+    wanted = list(sections)
+    unknown = [name for name in wanted if name not in SECTIONS]
+    if unknown or not wanted or len(set(wanted)) < len(wanted):
+        raise ValueError(f"sections must be some of {', '.join(SECTIONS)}, at least one and none twice, got {wanted}")
+    return [name for name in SECTIONS if name in wanted]
+
+
+def _check_path(path: Any) -> Path:
+    if not isinstance(path, (str, PathLike)) or not str(path):
+        raise ValueError(f"path must be that of the HTML file, got {path!r}")
+    target = Path(path)
+    if target.is_dir():
+        raise ValueError(f"path must be that of the HTML file, but {target} is a folder")
+    return target
+
+
+def _call(
+    subject: Subject,
+    text: Any,
+    path: Path,
+    sections: list[SectionName] | None,
+    control: int,
+    heads: Any,
+    seed: int,
+) -> str:
+    """The Python call that makes this report again."""
+    options = {
+        "layers": subject.asked,
+        "control": control if control != 1 else None,
+        "heads": None if heads is None else subject.heads,
+        "sections": sections,
+        "seed": seed or None,
+    }
+    given = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
+    what = "text" if isinstance(text, str) else "tokens"
+    return f"from tl_posdisent import report\n\nreport(model, {what}, {path.name!r}{given})"

@@ -1,0 +1,202 @@
+"""What a report says is measured here, section by section; what a model has not is refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_posdisent.additive.fit import fit_additive
+from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.experiments.attention_scores.additivity import additivity
+from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
+from tl_posdisent.experiments.attention_scores.subspace_patterns import subspace_patterns
+from tl_posdisent.experiments.causal.head_ablation import head_ablation
+from tl_posdisent.experiments.robustness.perturbation import perturbation_curve
+from tl_posdisent.models.capture import stream
+from tl_posdisent.models.loading.random_init import random_control
+from tl_posdisent.models.spec import AttentionSpec, read_layers
+
+from .subject import Subject
+
+SectionName = Literal["additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation"]
+SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
+
+HEAD = ["layer", "head"]
+SHARES = ["share_distance", "share_query", "share_key"]
+FRACTIONS = (0, 0.05, 0.1, 0.2, 0.5)
+PERTURBATIONS = 2
+_PERTURBED = (512, 1024)  # positions, tokens: each run is a forward pass with logits
+_ABLATED = (128, 512)  # the same for a pass without each head
+_PROFILES = 12  # layers whose distance profiles are drawn
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an experiment gave, and what it gave at random initialisation; or why there is none.
+
+    Attributes:
+        trained: a table; for the section ``heads`` an ``Exhibits``; None if refused.
+        random: the same table for all random initialisations, with a column ``seed``; None without.
+        refused: why the model cannot be asked this.
+        note: what was left out of it, and why.
+    """
+
+    trained: Any = None
+    random: pd.DataFrame | None = None
+    refused: str | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Exhibits:
+    """The most and the least additive head, and their layers' scores in the first text.
+
+    Attributes:
+        most, least: layer and head.
+        ranking: ``layer``, ``head``, ``r`` of heads, most additive first; means over texts.
+        fits: the fit of each of their layers, ``[1, head, query, key]``.
+        scores: those scores.
+    """
+
+    most: tuple[int, int]
+    least: tuple[int, int]
+    ranking: pd.DataFrame
+    fits: dict[int, AdditiveFit]
+    scores: dict[int, Float[Tensor, "1 head query key"]]
+
+
+def measure(
+    subject: Subject, wanted: Sequence[SectionName], *, control: int, seed: int, progress: bool
+) -> dict[SectionName, Found]:
+    """Run the experiments of the sections wanted, each with the same numbers as when it is called alone.
+
+    Raises:
+        ValueError: the model can be asked nothing of all this.
+    """
+    needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and "heads" in wanted)]
+    found: dict[SectionName, Found] = {}
+    with tqdm(total=len(needed) + control, desc="report", disable=not progress) as bar:
+        for name in needed:
+            bar.set_postfix_str(name)
+            found[name] = _heads(subject, found["additivity"]) if name == "heads" else _try(name, subject, seed)
+            bar.update()
+        if all(one.refused for one in found.values()):
+            raise ValueError(f"nothing of this can be measured: {next(iter(found.values())).refused}")
+        chance: dict[SectionName, list[pd.DataFrame]] = {
+            name: [] for name in needed if name in _COMPARED and not found[name].refused
+        }
+        seeds = range(seed, seed + control)
+        copies = random_control(subject.model, seeds) if control and chance else iter(())
+        for n, copy in zip(seeds, copies, strict=False):
+            bar.set_postfix_str("random initialisation")
+            for name, tables in chance.items():
+                tables.append(_EXPERIMENTS[name](replace(subject, model=copy), seed).assign(seed=n))
+            del copy  # makes room for the next
+            bar.update()
+    for name, tables in chance.items():
+        if tables:
+            found[name] = replace(found[name], random=pd.concat(tables, ignore_index=True))
+    return found
+
+
+def by_head(table: pd.DataFrame) -> pd.DataFrame:
+    """The mean over texts and seeds, one row for each layer and head."""
+    return table.drop(columns=["batch", "seed"], errors="ignore").groupby(HEAD, as_index=False).mean()
+
+
+def _try(name: SectionName, subject: Subject, seed: int) -> Found:
+    """An experiment, or its reason not to be made: they refuse with a ``ValueError``, whatever else is a mistake."""
+    try:
+        return Found(_EXPERIMENTS[name](subject, seed))
+    except ValueError as error:
+        if name != "perturbation":
+            return Found(refused=str(error))
+        try:  # words can change places without RoPE too
+            return Found(_perturbation(subject, seed, ["order"]), note=f"Only the order of the text: {error}.")
+        except ValueError as second:
+            return Found(refused=str(second))
+
+
+def _common(subject: Subject) -> dict[str, Any]:
+    return {"layers": subject.asked, "progress": False}
+
+
+def _chosen(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
+    return table[table["head"].isin(subject.heads)].reset_index(drop=True)
+
+
+def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
+    return _chosen(subject, additivity(subject.model, subject.tokens, **_common(subject)))
+
+
+def _shares(subject: Subject, seed: int) -> pd.DataFrame:
+    return _chosen(subject, controlled_distance(subject.model, subject.tokens, **_common(subject)))
+
+
+def _subspaces(subject: Subject, seed: int) -> pd.DataFrame:
+    return _chosen(subject, subspace_patterns(subject.model, subject.tokens, **_common(subject)))
+
+
+def _perturbation(subject: Subject, seed: int, kinds: Any = ("order", "index", "feature")) -> pd.DataFrame:
+    tokens, seeds = subject.some(*_PERTURBED), range(seed, seed + PERTURBATIONS)
+    return perturbation_curve(subject.model, tokens, kinds, FRACTIONS, seeds, progress=False)
+
+
+def _ablation(subject: Subject, seed: int) -> pd.DataFrame:
+    return head_ablation(subject.model, subject.some(*_ABLATED), heads=subject.heads, **_common(subject))
+
+
+def _distance(subject: Subject, seed: int) -> pd.DataFrame:
+    """The distance component of each head over all texts: ``layer``, ``head``, ``distance``, ``value``, ``cells``."""
+    picked = np.unique(np.linspace(0, len(subject.specs) - 1, _PROFILES).round().astype(int))
+    tables = []
+    for spec, scores in _scores(subject.model, subject.tokens, [subject.specs[n].layer for n in picked]):
+        fit = fit_additive(scores, pool=True, **_cells(spec))
+        table = fit.to_frame("distance").assign(layer=spec.layer)
+        tables.append(table.assign(cells=subject.tokens.shape[1] - table["distance"].abs()))
+    return _chosen(subject, pd.concat(tables, ignore_index=True))[[*HEAD, "distance", "value", "cells"]]
+
+
+def _heads(subject: Subject, found: Found) -> Found:
+    if found.refused:
+        return found
+    r = by_head(found.trained).dropna(subset="r").sort_values("r", ascending=False, kind="stable")
+    if r.empty:
+        return Found(refused="no head has scores that vary, so none is more additive than another")
+    most, least = ((int(row["layer"]), int(row["head"])) for row in (r.iloc[0], r.iloc[-1]))
+    fits, kept = {}, {}
+    for spec, scores in _scores(subject.model, subject.tokens[:1], sorted({most[0], least[0]})):
+        fits[spec.layer], kept[spec.layer] = fit_additive(scores, **_cells(spec)), scores
+    return Found(Exhibits(most, least, r[[*HEAD, "r", *SHARES]], fits, kept))
+
+
+def _scores(model: Any, tokens: Tensor, layers: list[int]) -> Iterator[tuple[AttentionSpec, Tensor]]:
+    """The scores of some layers, one after the other."""
+    with closing(stream(model, tokens, read_layers(model, layers), vectors=False)) as run:
+        for layer in run:
+            assert layer.scores is not None
+            yield layer.spec, layer.scores
+            del layer
+
+
+def _cells(spec: AttentionSpec) -> dict[str, Any]:
+    return {"mask": "causal" if spec.causal else "full", "window": spec.window}
+
+
+_EXPERIMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
+    "additivity": _additivity,
+    "distance": _distance,
+    "shares": _shares,
+    "subspaces": _subspaces,
+    "perturbation": _perturbation,
+    "ablation": _ablation,
+}
+_COMPARED = ("additivity", "shares", "subspaces")  # with random initialisations

@@ -1,0 +1,152 @@
+"""The beginning and the end of a report: what was analysed, the papers' numbers beside it, how to do it again."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import version
+
+import pandas as pd
+import torch
+
+from .markup import MISSING, escape, number, numbers, paragraph, plural, raw_table, signed
+from .measurements import Found, SectionName, by_head
+from .subject import Subject
+
+A = '<a href="https://arxiv.org/abs/2503.13305">[A]</a>'
+B = '<a href="https://arxiv.org/abs/2505.13027">[B]</a>'
+_COLUMNS = ("this model", "random", "the papers")
+_FEW = 0.05  # the share of tokens that [A] says may be out of place
+
+
+def analysed(subject: Subject) -> str:
+    """Which model, which text."""
+    model, (texts, length) = subject.model, subject.tokens.shape
+    spec, rotary = subject.specs[0], subject.rotary
+    cut = "" if subject.tokens.numel() == subject.given else f", of {subject.given} tokens given"
+    turned = "all layers" if rotary == subject.layers else f"layers {numbers(rotary)}" if rotary else "none"
+    parameters = next(model.parameters(), torch.zeros(0))
+    rows = {
+        "Model": f"{subject.name()} ({type(model).__name__}, {_millions(subject.parameters())} parameters, "
+        f"{str(parameters.dtype).removeprefix('torch.')})",
+        "Layers": f"{numbers(subject.layers)} of {plural(model.cfg.n_layers, 'layer')}",
+        "Heads": f"{numbers(subject.heads)} of {spec.n_heads} in each layer, {spec.d_head} coordinates, "
+        f"{plural(spec.n_kv_heads, 'key head')}",
+        "Attention": f"{'causal' if spec.causal else 'in both directions'}; rotary embeddings: {turned}",
+        "Text": f"{plural(texts, 'text')} of {length} tokens{cut}",
+        "It begins": subject.excerpt(),
+    }
+    items = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows.items())
+    return f'<section id="analysed"><h2>What was analysed</h2><dl>{items}</dl></section>\n'
+
+
+def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
+    """The papers' claims beside what came out here."""
+    rows = [
+        _correlation(
+            found.get("shares"),
+            "r_two_axis",
+            "r, two-axis model, at controlled distances",
+            f"0.959 {A}; random initialisation far lower",
+        ),
+        _correlation(found.get("shares"), "r_three_axis", "r, three-axis model, at controlled distances", MISSING),
+        _correlation(found.get("additivity"), "r", "r, three-axis fit of the text’s own scores", MISSING),
+        _disorder(found.get("perturbation")),
+        _missed(found.get("ablation")),
+    ]
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("measure", *_COLUMNS))
+    said = paragraph(
+        f"This model has {_millions(subject.parameters())} parameters and read {subject.tokens.numel()} tokens. "
+        f"{A} measured large language models, {B} six-layer models trained on two synthetic tasks: their figures are a "
+        "landmark, not a target. "
+        + _small(subject)
+        + "Correlations are means over heads. Only what exceeds the column "
+        "“random” (the same architecture, untrained, on the same text) has been learned."
+    )
+    body = raw_table("headline", "The papers’ claims, and this model", heads, rows)
+    return f'<section id="headline"><h2>Headline numbers</h2>{body}{said}</section>\n'
+
+
+def _row(measure: str, here: str, random: str, papers: str) -> str:
+    cells = "".join(
+        f'<td data-name="{name}">{cell}</td>' for name, cell in zip(_COLUMNS, (here, random, papers), strict=True)
+    )
+    return f'<tr><th scope="row">{measure}</th>{cells}</tr>'
+
+
+def _absent(found: Found | None) -> str | None:
+    return "not asked for" if found is None else "not for this model" if found.refused else None
+
+
+def _correlation(found: Found | None, column: str, measure: str, papers: str) -> str:
+    absent = _absent(found)
+    if absent or found is None:
+        return _row(measure, absent or "", MISSING, papers)
+    r = by_head(found.trained)[column]
+    chance = MISSING if found.random is None else number(found.random[column].mean())
+    here = f"{number(r.mean())} ({number(r.min())} to {number(r.max())})" if len(r) > 1 else number(r.mean())
+    return _row(measure, here if r.notna().any() else "undefined: no head’s scores vary", chance, papers)
+
+
+def _disorder(found: Found | None) -> str:
+    measure, papers = "loss added with 5 % of the tokens out of place (nats)", f"up to 5 % is tolerated {A}"
+    absent = _absent(found)
+    if absent or found is None:
+        return _row(measure, absent or "", MISSING, papers)
+    rows = found.trained[found.trained["fraction"] == _FEW].set_index("kind")
+    if not rows["moved"].any():
+        return _row(measure, "no token moves in so short a text", MISSING, papers)
+    here = ", ".join(f"{kind} {signed(value)}" for kind, value in rows["added_loss"].items())
+    return _row(measure, here, MISSING, papers)
+
+
+def _missed(found: Found | None) -> str:
+    measure, papers = "head that is missed most", f"one head of an early layer {B}"
+    absent = _absent(found)
+    if absent or found is None:
+        return _row(measure, absent or "", MISSING, papers)
+    drops: pd.DataFrame = found.trained.sort_values("effect", ascending=False, kind="stable")
+    most = drops.iloc[0]
+    if not most["effect"] > 0:
+        return _row(measure, "none: without each of them the loss is no higher", MISSING, papers)
+    share = most["effect"] / drops["effect"].clip(lower=0).sum()
+    here = (
+        f"layer {int(most['layer'])}, head {int(most['head'])}: {signed(most['effect'])} nats, "
+        f"{100 * share:.0f} % of what all heads cost one by one"
+    )
+    return _row(measure, here, MISSING, papers)
+
+
+def _small(subject: Subject) -> str:
+    if subject.parameters() >= 1e8:
+        return ""
+    return "A small model is a small model: what holds for it need not hold for a large one, nor the other way round. "
+
+
+def _millions(n: int) -> str:
+    return f"{n / 1e9:.1f} billion" if n >= 1e9 else f"{n / 1e6:.2f} million" if n >= 1e5 else str(n)
+
+
+def reproduce(subject: Subject, call: str, seed: int, control: int) -> str:
+    """Versions, seed, command."""
+    package = sys.modules[__name__.partition(".")[0]]
+    versions = {"tl_posdisent": package.__version__}
+    versions |= {name: version(name.replace("_", "-")) for name in ("transformer_lens", "circuitsvis")}
+    versions |= {"torch": torch.__version__, "Python": platform.python_version()}
+    seeds = f"seed {seed}" + (f" (random initialisations: {numbers(range(seed, seed + control))})" if control else "")
+    rows = {
+        "Versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
+        "Seed": seeds,
+        "Token ids": f"SHA-256 {subject.fingerprint()}…, int64, {subject.tokens.shape[0]} × {subject.tokens.shape[1]}",
+    }
+    items = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows.items())
+    papers = (
+        f"<dt>{A}</dt><dd>Han and Ji, <cite>Computation Mechanism Behind LLM Position Generalization</cite>, ACL 2025"
+        f"</dd><dt>{B}</dt><dd>Gu et al., <cite>Deconstructing Positional Information: From Attention Logits to "
+        "Training Biases</cite>, ICLR 2026</dd>"
+    )
+    return (
+        '<section id="reproduce"><h2>How to reproduce</h2>'
+        f'<pre tabindex="0"><code>{escape(call)}</code></pre><dl>{items}{papers}</dl></section>\n'
+    )

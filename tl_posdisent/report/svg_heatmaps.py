@@ -1,0 +1,128 @@
+"""Pictures as SVG inside the page: heat maps. They take their colours from the page's style, so that they follow it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from plotly.colors import sample_colorscale, unlabel_rgb
+
+from tl_posdisent.viz.plots.palette import SIGNED, UNSIGNED
+
+from .markup import escape, number
+
+_APART = 1024  # cells that have a tooltip each; more are one area for each of 64 colours, to keep the file small
+_WRITTEN = 20  # columns beside each other that have room for their numbers
+_TOP, _BELOW = 4, 34
+_CHARACTER = 6.2  # width of one at 11 px
+
+
+def picture(width: float | int, height: float | int, label: str, content: str, *, fixed: bool = False) -> str:
+    """An SVG that grows with its column; ``fixed``: it never shrinks below its size, its box scrolls instead."""
+    shape = f"max-width:{1.5 * width:.0f}px" + (f";min-width:{width:.0f}px" if fixed else "")
+    svg = (
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" role="img" aria-label="{escape(label)}" style="{shape}">'
+        f"{content}</svg>"
+    )
+    return f'<div class="scroll" role="group" aria-label="{escape(label)}" tabindex="0">{svg}</div>' if fixed else svg
+
+
+def figure(content: str, caption: str) -> str:
+    """A picture with its caption, of HTML."""
+    return f"<figure>{content}<figcaption>{caption}</figcaption></figure>"
+
+
+def text(x: float | int, y: float | int, content: str, anchor: str = "middle", more: str = "") -> str:
+    """A label; 11 px unless the style says otherwise."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{escape(content)}</text>'
+
+
+def thinned(names: Sequence[str], room: float | int) -> list[int]:
+    """Which labels to write where each has so much room: all, or every second, fifth, tenth …"""
+    widest = max((len(name) for name in names), default=1) * _CHARACTER + 4
+    step = next(s for s in (1, 2, 5, 10, 20, 50, 100, len(names) + 1) if s * room >= widest or s > len(names))
+    return list(range(0, len(names), step))
+
+
+def heat_map(
+    grid: pd.DataFrame,
+    *,
+    label: str,
+    rows: str,
+    columns: str,
+    low: float | int,
+    high: float | int,
+    names: Sequence[str] | None = None,
+    diverging: bool = False,
+) -> str:
+    """A number for each row and column: its colour, the number itself where there is room, and a tooltip.
+
+    Of more than 1024 cells only the colours are drawn.
+
+    Args:
+        grid: index and columns are whole numbers, such as layers and heads; NaN is left blank.
+        label: what it shows, for those who cannot see it.
+        rows, columns: what index and columns are.
+        low, high: ends of the colour scale.
+        names: of the rows, where they are not numbers.
+        diverging: colours that part at the middle of the scale.
+    """
+    values = grid.to_numpy(dtype=float)
+    n_rows, n_columns = values.shape
+    across = 38 if n_columns <= _WRITTEN else 13 if n_columns <= 36 else 9
+    down = 24 if n_columns <= _WRITTEN and n_rows <= 32 else 16
+    scale = SIGNED if diverging else UNSIGNED
+    share = np.clip((values - low) / (high - low), 0, 1) if high > low else np.full_like(values, 0.5)
+    row_names = [str(x) for x in grid.index] if names is None else list(names)
+    left = 26 + _CHARACTER * max(map(len, row_names))  # the rows' names, and what they are
+    written = n_columns <= _WRITTEN and down == 24
+    by_colour: dict[str, str] = {}
+    cells = []
+    for i, j in np.ndindex(*values.shape):
+        x, y, value = left + j * across, _TOP + i * down, float(values[i, j])
+        if math.isnan(value):
+            continue
+        if values.size > _APART:
+            colour = _colour(scale, round(63 * float(share[i, j])) / 63)
+            by_colour[colour] = by_colour.get(colour, "") + f"M{x:.0f} {y}h{across}v{down}h-{across}z"
+            continue
+        colour = _colour(scale, float(share[i, j]))
+        at = f"{rows} {row_names[i]}, {columns} {grid.columns[j]}: {number(value)}"
+        cell = f'<rect x="{x:.1f}" y="{y}" width="{across}" height="{down}" fill="{colour}"/>'
+        if written:
+            ink = "#000" if _luminance(colour) > 0.18 else "#fff"
+            cell += text(x + across / 2, y + down / 2 + 4, number(value, 2), more=f' style="fill:{ink}"')
+        cells.append(f"<g><title>{escape(at)}</title>{cell}</g>")
+    cells += [f'<path fill="{colour}" d="{path}"/>' for colour, path in by_colour.items()]
+    bottom = _TOP + n_rows * down
+    ticks = [
+        text(left - 5, _TOP + (i + 0.5) * down + 4, row_names[i], "end")
+        for i in range(0, n_rows, 1 if down > 12 else 2)
+    ]
+    column_names = [str(x) for x in grid.columns]
+    ticks += [text(left + (j + 0.5) * across, bottom + 14, column_names[j]) for j in thinned(column_names, across)]
+    ticks.append(text(left + n_columns * across / 2, bottom + 29, columns))
+    middle = _TOP + n_rows * down / 2
+    ticks.append(text(11, middle, rows, more=f' transform="rotate(-90 11 {middle:.1f})"'))
+    wide = max(left + n_columns * across + 4, left + len(columns) * _CHARACTER)
+    return picture(wide, bottom + _BELOW, label, "".join(cells + ticks), fixed=True)
+
+
+def colour_bar(low: str, high: str, *, diverging: bool = False) -> str:
+    """What the colours of a heat map mean, for its caption."""
+    stops = ",".join(_colour(SIGNED if diverging else UNSIGNED, n / 4) for n in range(5))
+    bar = f'<span class="bar" style="background:linear-gradient(to right,{stops})"></span>'
+    return f'<span class="scale">{escape(low)}{bar}{escape(high)}</span>'
+
+
+def _colour(scale: str, share: float | int) -> str:
+    return "#" + "".join(f"{round(x):02x}" for x in unlabel_rgb(sample_colorscale(scale, [share])[0]))
+
+
+def _luminance(colour: str) -> float:
+    """Relative luminance, by which the contrast of black and white on a colour is known (they are even at 0.18)."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return float(np.dot((0.2126, 0.7152, 0.0722), linear))

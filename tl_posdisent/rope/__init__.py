@@ -1,0 +1,1 @@
+"""Rotary geometry and what follows from it. Tensors only."""

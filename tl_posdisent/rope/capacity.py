@@ -1,0 +1,170 @@
+"""What RoPE could do: which function of the distance a head's frequencies can make at best."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Literal
+
+import pandas as pd
+import torch
+from jaxtyping import Complex128, Float64
+from torch import Tensor
+
+from .rotary import Rotary, check_rotary
+from .variance_decomposition import Numbers, numbers
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RopeCapacity:
+    """The best approximation of a function of the distance by a layer's frequencies.
+
+    All tensors are float64 (the coefficients complex128); values are in the units of the target.
+
+    Attributes:
+        distances: ``[distance]``, in tokens.
+        target: ``[distance]``, the function asked for.
+        fitted: ``[distance]``, ``intercept + Σ_c Re(z_c · exp(i θ_c d))``.
+        coefficients: ``[subspace]``, the z_c: the feature ``q_c · conj(k_c)`` of a query and a key that have this
+            profile, times the model's scale and the square of its attention factor.
+        intercept: a constant that the softmax does not see; 0 unless asked for.
+        ridge: the price of size that was paid.
+        condition: largest over smallest singular value of the basis; infinite with fewer distances than real
+            coefficients, and about 1e16 or infinite where ``rank`` is short. Where it is large, coefficients without a
+            ridge are large and cancel each other.
+        rank: how many of the 2 · subspace real coefficients the distances can tell apart in float64.
+        frequencies: ``[subspace]``, θ in radians per position.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Rotary, rope_capacity
+        >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
+        >>> nearer = [1 - d / 30 for d in range(30)]
+        >>> rope_capacity(rotary, range(30), nearer, intercept=True)
+        RopeCapacity of 2 frequencies for 30 distances: r² 0.9891
+          norm 0.414, condition 2.64, rank 4 of 4
+    """
+
+    distances: Float64[Tensor, "distance"]
+    target: Float64[Tensor, "distance"]
+    fitted: Float64[Tensor, "distance"]
+    coefficients: Complex128[Tensor, "subspace"]
+    intercept: float
+    ridge: float
+    condition: float
+    rank: int
+    frequencies: Float64[Tensor, "subspace"]
+
+    @property
+    def residual(self) -> Float64[Tensor, "distance"]:
+        """``target - fitted``."""
+        return self.target - self.fitted
+
+    @property
+    def error(self) -> float:
+        """Mean square of the residual over the target's variance: 0 is perfect; NaN for a constant target."""
+        variance = self.target.var(correction=0).item()
+        # Of a constant, the mean may be off by rounding.
+        varies = variance > 1e-28 * self.target.square().mean().item()
+        return self.residual.square().mean().item() / variance if varies else math.nan
+
+    @property
+    def r2(self) -> float:
+        """``1 - error``; without intercept it can be negative."""
+        return 1 - self.error
+
+    @property
+    def norm(self) -> float:
+        """``√Σ|z_c|²``: how large a feature the profile takes. A model is limited by the size of its vectors."""
+        return self.coefficients.abs().square().sum().sqrt().item()
+
+    def to_frame(self, rows: Literal["distance", "subspace"] = "distance") -> pd.DataFrame:
+        """One row per distance (``distance``, ``target``, ``fitted``) or per subspace.
+
+        The latter has ``subspace``, ``frequency``, ``wavelength``, and ``size`` and ``phase`` (radians) of z_c.
+        """
+        if rows not in ("distance", "subspace"):
+            raise ValueError(f'rows must be "distance" or "subspace", got {rows!r}')
+        if rows == "distance":
+            columns = {"distance": self.distances, "target": self.target, "fitted": self.fitted}
+        else:
+            columns = {"frequency": self.frequencies, "wavelength": 2 * torch.pi / self.frequencies}
+            columns |= {"size": self.coefficients.abs(), "phase": self.coefficients.angle()}
+        table = pd.DataFrame({name: x.tolist() for name, x in columns.items()})
+        return table if rows == "distance" else table.rename_axis("subspace").reset_index()
+
+    def __repr__(self) -> str:
+        n = len(self.frequencies)
+        return (
+            f"RopeCapacity of {n} frequencies for {len(self.distances)} distances: r² {self.r2:.4g}\n"
+            f"  norm {self.norm:.3g}, condition {self.condition:.3g}, rank {self.rank} of {2 * n}"
+        )
+
+
+@torch.no_grad()
+def rope_capacity(
+    rotary: Rotary, distances: Numbers, target: Numbers, *, ridge: float = 0.0, intercept: bool = False
+) -> RopeCapacity:
+    """How well can these frequencies make a score that is this function of the distance?
+
+    Least squares, in float64 by singular values:
+
+        mean over d of ( Σ_c Re(z_c · exp(i θ_c d)) - target(d) )²  +  ridge · Σ_c |z_c|²   →   min.
+
+    A query and a key are free to have any z_c, so this is what RoPE can do at all (an inverse Fourier transform, as
+    arXiv 2503.13305 notes), to be held against what a model has learned. What the frequencies cannot tell apart over
+    these distances gets the smallest coefficients.
+
+    Args:
+        rotary: the layer's frequencies, angles rounded as its model rounds them.
+        distances: query position minus key position, 1-D, any finite numbers.
+        target: the function's value at each.
+        ridge: price of large coefficients, in (units of the target / units of z)², not negative.
+        intercept: whether a constant may be added, at no price. The softmax does not see one.
+
+    Returns:
+        ``RopeCapacity``: fitted curve, coefficients and their norm, error, condition.
+
+    Raises:
+        ValueError: distances or target that are not finite, not 1-D, empty, or of unequal length; a ridge that is not
+            a finite number ≥ 0; a rotary without frequencies.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Rotary, rope_capacity
+        >>> rotary = Rotary(10000.0 ** -(torch.arange(64, dtype=torch.float64) / 64))  # as in Llama 2
+        >>> near = [float(d < 10) for d in range(256)]  # a window with a sharp edge
+        >>> free, cheap = rope_capacity(rotary, range(256), near), rope_capacity(rotary, range(256), near, ridge=1e-2)
+        >>> bool(free.r2 > 0.95), bool(free.r2 > cheap.r2 > 0.5), bool(cheap.norm < 1 < free.norm)
+        (True, True, True)
+    """
+    device = check_rotary(rotary).frequencies.device
+    d, y = numbers("distances", distances, device), numbers("target", target, device)
+    if d.shape != y.shape:
+        raise ValueError(f"target must have one value per distance, got {len(y)} values for {len(d)} distances")
+    if isinstance(ridge, bool) or not isinstance(ridge, Real) or not 0 <= ridge < math.inf:
+        raise ValueError(f"ridge must be a finite number, 0 or more, got {ridge!r}")
+    if len(rotary.frequencies) == 0:
+        raise ValueError("rotary must have at least one frequency, got none")
+    angle = rotary.angles(d)
+    basis = torch.cat([angle.cos(), -angle.sin()], -1)
+    centre, level = (basis.mean(0), y.mean()) if intercept else (torch.zeros_like(basis[0]), torch.zeros_like(y[0]))
+    u, s, v = torch.linalg.svd((basis - centre) / math.sqrt(len(d)), full_matrices=False)
+    kept = s > torch.finfo(s.dtype).eps * max(basis.shape) * s[0]
+    inverse = torch.where(kept, s / (s**2 + ridge), 0.0)
+    along = u.mT @ (y - level)
+    x = v.mT @ (inverse * along) / math.sqrt(len(d))
+    constant = level - centre @ x
+    smallest = s[-1].item() if basis.shape[1] <= len(d) else 0.0
+    return RopeCapacity(
+        distances=d,
+        target=y,
+        fitted=u @ (s * inverse * along) + level,  # the projection itself: large coefficients cost digits
+        coefficients=torch.complex(*x.chunk(2)),
+        intercept=constant.item(),
+        ridge=float(ridge),
+        condition=s[0].item() / smallest if smallest > 0 else math.inf,
+        rank=int(kept.sum()),
+        frequencies=rotary.frequencies,
+    )

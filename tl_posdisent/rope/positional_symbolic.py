@@ -1,0 +1,200 @@
+"""Does a head's score stay with the place or travel with the key? The positional–symbolic plane, exactly.
+
+For query i let ``x[p, j]`` be the score that key j would have at place p ≤ i. Shuffling the keys among their places
+picks one entry of every row and column of this table. Scores that stay where they are (*positional*) depend on the row
+alone, scores that travel with the keys (*symbolic*) on the column alone. Between two independent shuffles the scores at
+the same place have the correlation ``Var(row means) / Var(x)``, the scores of the same key
+``Var(column means) / Var(x)``; these are the head's two coordinates, and they add up to 1 at most.
+
+The table is never formed. ``x[p, j] = φ(i - p)ᵀ f(q_i, k_j)`` with the rotation basis φ (a cosine and a sine for every
+subspace) and f bilinear, so both variances are quadratic forms in the running means and covariances of φ and of the
+keys: O(length · d²) for all queries together, where sampling forms tables of length² entries, again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from jaxtyping import Complex, Float, Float64
+from torch import Tensor
+
+from tl_posdisent.utils.tables import index_columns
+
+from .rotary import Rotary, check_rotary, to_complex
+
+_QUERIES_AT_ONCE = 64
+_ROUNDING = 1e-12  # scores that vary by less than this of their size do not vary
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plane:
+    """Points in the positional–symbolic plane, each the mean over queries.
+
+    Attributes:
+        positional: ``[*batch, head]``, 0 … 1; how far the scores depend on the place alone.
+        symbolic: ``[*batch, head]``, 0 … 1; how far they depend on the key alone. Their sum is at most 1, the rest
+            depends on key and place together. NaN where scores vary for no query.
+        positional_by_subspace, symbolic_by_subspace: ``[*batch, head, subspace]``, the same for the scores of one
+            subspace alone.
+        frequencies: ``[subspace]``, radians per position.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Rotary, positional_symbolic_qk
+        >>> q, k = torch.ones(9, 2, 2), torch.ones(9, 1, 2)  # two query heads share keys that are all alike
+        >>> positional_symbolic_qk(q, k, Rotary(torch.tensor([0.5], dtype=torch.float64)))
+        Plane of 2 heads, (positional, symbolic): (1.00, 0.00), (1.00, 0.00)
+    """
+
+    positional: Float64[Tensor, "*batch head"]
+    symbolic: Float64[Tensor, "*batch head"]
+    positional_by_subspace: Float64[Tensor, "*batch head subspace"]
+    symbolic_by_subspace: Float64[Tensor, "*batch head subspace"]
+    frequencies: Float64[Tensor, "subspace"]
+
+    def to_frame(self, *, by_subspace: bool = False) -> pd.DataFrame:
+        """One row per head, or per head and subspace."""
+        shape = self.positional.shape
+        if not by_subspace:
+            values = {name: getattr(self, name).flatten().tolist() for name in ("positional", "symbolic")}
+            return pd.DataFrame({**index_columns(shape), **values})
+        n = len(self.frequencies)
+        columns = {"subspace": list(range(n)), "frequency": self.frequencies.tolist()}
+        return pd.DataFrame(
+            {
+                **index_columns(shape, repeat=n),
+                **{name: x * shape.numel() for name, x in columns.items()},
+                "positional": self.positional_by_subspace.flatten().tolist(),
+                "symbolic": self.symbolic_by_subspace.flatten().tolist(),
+            }
+        )
+
+    def __repr__(self) -> str:
+        points = ", ".join(f"({p:.2f}, {s:.2f})" for p, s in zip(*self._flat(), strict=True))
+        return f"Plane of {self.positional.numel()} heads, (positional, symbolic): {points}"
+
+    def _flat(self) -> tuple[list[float], list[float]]:
+        return self.positional.flatten().tolist(), self.symbolic.flatten().tolist()
+
+
+@torch.no_grad()
+def positional_symbolic_qk(
+    q: Float[Tensor, "*batch pos head d_head"], k: Float[Tensor, "*batch pos kv d_head"], rotary: Rotary
+) -> Plane:
+    """Each head's point in the positional–symbolic plane of arXiv 2511.11579, without sampling.
+
+    Queries see the keys at places 0 … i (causal); the first query, which sees one key, is left out.
+
+    Args:
+        q: queries before rotation, ``[*batch, pos, head, d_head]``.
+        k: keys likewise, ``[*batch, pos, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
+        rotary: the layer's frequencies and pairing. The scale of the scores does not matter.
+
+    Raises:
+        ValueError: shapes that do not belong together, fewer than two positions, values that are not finite.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Rotary, positional_symbolic_qk
+        >>> rotary = Rotary(torch.tensor([1.0, 0.0], dtype=torch.float64))  # one subspace turns, one does not
+        >>> q, k = torch.ones(40, 1, 4), torch.ones(40, 1, 4)
+        >>> plane = positional_symbolic_qk(q, k, rotary)  # all keys are alike: only the place can matter
+        >>> round(plane.positional.item(), 6), round(plane.symbolic.item(), 6)
+        (1.0, 0.0)
+        >>> k[:, 0, 1] = torch.randn(40)  # now they differ, where nothing turns
+        >>> plane = positional_symbolic_qk(q, k, rotary)
+        >>> bool(plane.symbolic > 0), round(float(plane.positional + plane.symbolic), 6)
+        (True, 1.0)
+    """
+    _check(q, k)
+    check_rotary(rotary)
+    *batch, _, n_heads, _ = q.shape
+    queries, keys = (_as_subspaces(x, rotary) for x in (q, k))
+    queries, keys = (x.reshape(-1, *x.shape[-3:]) for x in (queries, keys))
+    theta = torch.zeros(queries.shape[-1], dtype=torch.float64, device=q.device)
+    theta[: rotary.dim // 2] = rotary.frequencies.to(q.device)
+    points = torch.stack([_points(x.movedim(1, 0), y.movedim(1, 0), theta) for x, y in zip(queries, keys, strict=True)])
+    points = points.permute(0, 3, 2, 1).reshape(*batch, n_heads, -1, 2)
+    whole, parts = points[..., -1, :], points[..., : rotary.dim // 2, :]
+    return Plane(whole[..., 0], whole[..., 1], parts[..., 0], parts[..., 1], rotary.frequencies)
+
+
+def _points(
+    q: Complex[Tensor, "head pos subspace"], k: Complex[Tensor, "kv pos subspace"], theta: Float64[Tensor, "subspace"]
+) -> Float64[Tensor, "2 parts head"]:
+    """Mean over queries of both shares; ``parts`` are the subspaces one by one, and the whole score last."""
+    grouped = q.unflatten(0, (len(k), -1))  # the query heads of a key head beside each other
+    distance = torch.arange(k.shape[1], device=k.device).double()
+    turns = torch.polar(torch.ones_like(distance)[:, None], distance[:, None] * theta)
+    centre = k.mean(1, keepdim=True)  # far from 0, it would cost the covariances their digits
+    sums = torch.zeros(2, *grouped.shape[:2], q.shape[-1] + 1, dtype=torch.float64, device=q.device)
+    count = torch.zeros_like(sums[0])
+    for (some, key, key_second), (_, turn, turn_second) in zip(
+        _running_moments((k - centre)[:, None]), _running_moments(turns[None, None]), strict=True
+    ):
+        x = grouped[:, :, some]
+        key_spread, turn_spread = _covariances(key, key_second), _covariances(turn, turn_second)
+        by_place = _variance(x * (key + centre[:, None]).conj(), turn_spread)  # of the row means
+        by_key = _variance((x * turn).conj(), key_spread)  # of the column means
+        # The rest: in each row the place is fixed and the key varies.
+        within = _variance(x.conj(), [a * b.conj() for a, b in zip(key_spread, turn_second, strict=True)])
+        total = by_place + within
+        largest = (x.abs() * (key_second[0].diagonal(dim1=-2, dim2=-1).real.sqrt() + centre[:, None].abs())) ** 2
+        largest = torch.cat([largest, largest.sum(-1, keepdim=True)], -1)
+        varies = (total > _ROUNDING**2 * largest).double()
+        shares = [torch.where(varies > 0, v / total, 0.0) for v in (by_place, by_key)]
+        sums += torch.stack(shares).sum(-2)
+        count += varies.sum(-2)
+    return (sums / count).flatten(1, 2).mT
+
+
+def _running_moments(x: Complex[Tensor, "*head pos n"]) -> Iterator[tuple[slice, Tensor, tuple[Tensor, Tensor]]]:
+    """For blocks of positions, over everything up to each: mean, ``mean(x xᴴ)`` and ``mean(x xᵀ)``."""
+    carried: list[Tensor | float] = [0.0, 0.0, 0.0]
+    for start in range(0, x.shape[-2], _QUERIES_AT_ONCE):
+        some = slice(start, min(start + _QUERIES_AT_ONCE, x.shape[-2]))
+        block = x[..., some, :]
+        column, row = block[..., :, None], block[..., None, :]
+        number = torch.arange(some.start + 1, some.stop + 1, device=x.device).double()
+        mean, hermitian, symmetric = (
+            (carry + new.flatten(-2).cumsum(-2).unflatten(-1, new.shape[-2:])) / number[:, None, None]
+            for carry, new in zip(carried, (column, column * row.conj(), column * row), strict=True)
+        )
+        carried = [m[..., -1:, :, :] * number[-1] for m in (mean, hermitian, symmetric)]
+        yield some, mean[..., 0], (hermitian, symmetric)
+
+
+def _covariances(mean: Tensor, second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    column, row = mean[..., :, None], mean[..., None, :]
+    return second[0] - column * row.conj(), second[1] - column * row
+
+
+def _variance(w: Complex[Tensor, "*head pos n"], second: Sequence[Tensor]) -> Float64[Tensor, "*head pos n+1"]:
+    """Variance of ``Re Σ_c w_c y_c``, given the covariances of complex y: of each term alone, and of the sum."""
+    hermitian, symmetric = second
+    along = (w[..., None, :] @ hermitian)[..., 0, :] * w.conj() + (w[..., None, :] @ symmetric)[..., 0, :] * w
+    alone = w.abs() ** 2 * hermitian.diagonal(dim1=-2, dim2=-1) + w**2 * symmetric.diagonal(dim1=-2, dim2=-1)
+    return torch.cat([alone, along.sum(-1, keepdim=True)], -1).real / 2
+
+
+def _as_subspaces(x: Tensor, rotary: Rotary) -> Complex[Tensor, "*batch subspace"]:
+    """Complex subspaces; every coordinate that is not rotated becomes one that never turns."""
+    z, rest = to_complex(x.double(), rotary)
+    return torch.cat([z, rest.to(z.dtype)], -1)
+
+
+def _check(q: Tensor, k: Tensor) -> None:
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
+            raise ValueError(f"{name} must be a floating point tensor of shape (*batch, pos, head, d_head)")
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
+    same = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1] and q.shape[-2] % k.shape[-2] == 0
+    if not same or q.shape[-3] < 2:
+        raise ValueError(
+            "q and k must have the same batch axes, at least two positions, the same d_head, and a number of query "
+            f"heads that is a multiple of the key heads, got {tuple(q.shape)} and {tuple(k.shape)}"
+        )

@@ -1,0 +1,172 @@
+"""How Toeplitz scores are, the spectrum of a product of queries and keys, and angles between subspaces."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from tl_posdisent.additive.cells import Cells
+from tl_posdisent.additive.marginals import Marginals, check_scores, read_marginals
+from tl_posdisent.additive.masks import MaskKind, make_cells
+
+_ROUNDING = 1e-14  # scores that vary by less than this about their mean do not vary
+
+
+@torch.no_grad()
+def toeplitz_share(
+    scores: Float[Tensor, "*batch query key"],
+    *,
+    mask: MaskKind | Bool[Tensor, "*mask query key"] = "causal",
+    window: int | None = None,
+    pool: bool = False,
+) -> Float64[Tensor, "*fit"]:
+    """The share of the scores' variance that is a function of the distance: 1 for a Toeplitz matrix.
+
+    With ``w̄_d`` the mean of the ``n_d`` cells at distance d, and w̄ that of all: ``Σ_d n_d (w̄_d - w̄)² / Σ (w - w̄)²``.
+    It is ``AdditiveFit.share_distance`` without the fit. A score that only depends on the key (or the query) is not
+    Toeplitz; under a causal mask it still has a share, as far keys are early keys.
+
+    Args:
+        scores: ``[*batch, query, key]``, in any floating dtype; summed in float64. Cells outside the mask may hold
+            anything.
+        mask, window: which cells count, as in ``fit_additive``.
+        pool: take all entries of the first axis (texts) as one: the function must be the same for all of them.
+
+    Returns:
+        ``[*batch]`` (``[*batch]`` less its first axis with ``pool``), 0…1; NaN where the scores do not vary.
+
+    Raises:
+        ValueError: as ``fit_additive``.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import toeplitz_share
+        >>> i = torch.arange(6.0)
+        >>> distance, key = i[:, None] - i, i.expand(6, 6)
+        >>> [round(x, 3) for x in toeplitz_share(torch.stack([distance**2, key]), mask="full").tolist()]
+        [1.0, 0.5]
+    """
+    scores = check_scores(scores).detach()
+    if not isinstance(pool, bool):
+        raise ValueError(f"pool must be True or False, got {pool!r}")
+    if pool and scores.ndim < 3:
+        raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(scores.shape)}")
+    cells = make_cells(scores.shape, mask, window, device=scores.device)
+    return _between_distances(read_marginals(scores, cells), cells, pool=pool)
+
+
+def _between_distances(read: Marginals, cells: Cells, *, pool: bool) -> Float64[Tensor, "*fit"]:
+    """The variance between distances over that of all cells, from sums along the diagonals."""
+    sums, squares = cells.split(read.sums).distance, read.squares
+    counts, n = cells.split(cells.counts).distance, cells.n_cells
+    pivot = read.pivot
+    if pool:  # the pivot of each text becomes that of all
+        pivot = pivot.mean(0, keepdim=True)
+        shift = read.pivot - pivot
+        squares = (squares + shift * (2 * sums.sum(-1) + n * shift)).sum(0)
+        sums = (sums + counts * shift[..., None]).sum(0)
+        counts = counts.expand(*read.pivot.shape, -1).sum(0)
+        n, pivot = counts.sum(-1), pivot[0]
+    mean = sums.sum(-1) / n
+    total = squares - n * mean**2
+    centred = sums - counts * mean[..., None]
+    between = torch.where(counts > 0, centred**2 / counts, 0.0).sum(-1)
+    constant = total <= n * (_ROUNDING * (mean + pivot)) ** 2
+    return torch.where(constant, torch.nan, (between / total).clamp(0, 1))
+
+
+def product_spectrum(
+    q: Float[Tensor, "*batch query d"], k: Float[Tensor, "*batch key d"]
+) -> Float64[Tensor, "*batch rank"]:
+    """Singular values of ``q kᵀ``, descending, without forming it: those of a product of two triangles.
+
+    Args:
+        q, k: ``[*batch, query, d]`` and ``[*batch, key, d]``.
+
+    Returns:
+        ``[*batch, min(query, key, d)]`` in float64; all others are 0. O(length · d²).
+
+    Raises:
+        ValueError: vectors of different sizes.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent.rope.toeplitz import product_spectrum
+        >>> product_spectrum(torch.eye(3)[:, :2] * torch.tensor([3.0, 1.0]), torch.eye(3)[:, :2]).tolist()
+        [3.0, 1.0]
+    """
+    if q.ndim < 2 or k.ndim < 2 or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q and k must have shapes (..., query, d) and (..., key, d), got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    triangles = [torch.linalg.qr(x.double(), mode="r").R for x in (q, k)]
+    spectrum: Tensor = torch.linalg.svdvals(triangles[0] @ triangles[1].mT)
+    return spectrum
+
+
+def condition_number(spectrum: Float64[Tensor, "*batch rank"]) -> Float64[Tensor, "*batch"]:
+    """The largest singular value over the smallest; infinite if that is 0 to rounding.
+
+    >>> condition_number(torch.tensor([[4.0, 2.0], [1.0, 1e-18]]).double()).tolist()
+    [2.0, inf]
+    """
+    largest, smallest = spectrum[..., 0], spectrum[..., -1]
+    zero = smallest <= largest * torch.finfo(torch.float64).eps * spectrum.shape[-1]
+    return torch.where(zero, torch.inf, largest / smallest)
+
+
+def effective_rank(spectrum: Float64[Tensor, "*batch rank"]) -> Float64[Tensor, "*batch"]:
+    """``exp`` of the entropy of the singular values over their sum: how many directions matter. NaN if all are 0.
+
+    >>> effective_rank(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]).double()).tolist()
+    [2.0, 1.0]
+    """
+    p = spectrum / spectrum.sum(-1, keepdim=True)
+    rank: Tensor = torch.special.entr(p).sum(-1).exp()
+    return rank
+
+
+def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float64[Tensor, "angle"]:
+    """Angles between two subspaces, each spanned by the columns of a matrix.
+
+    Angles below 45° come from their sines, the others from their cosines (Knyazev and Argentati, SIAM J. Sci. Comput.
+    23, 2002): both keep all their digits.
+
+    Args:
+        a, b: ``[d, m]`` and ``[d, n]``; the columns need be neither orthogonal nor independent.
+
+    Returns:
+        ``min`` of the two ranks, in radians from 0 to π/2, the largest first; float64.
+
+    Raises:
+        ValueError: no matrices of floating point with equally long columns; columns that are not finite or all 0.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import principal_angles
+        >>> x, y, z = torch.eye(3)
+        >>> principal_angles(torch.stack([x, y], 1), torch.stack([x, y + z], 1)).rad2deg().round().tolist()
+        [45.0, 0.0]
+    """
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2 or x.shape[0] != a.shape[0]:
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be floating point of shape (d, columns), the same d for both, got {what}")
+        if not bool(x.isfinite().all()) or not bool((x != 0).any()):
+            raise ValueError(f"{name} must be finite and not all 0")
+    one, other = _orthonormal(a), _orthonormal(b.to(a.device))
+    if one.shape[1] < other.shape[1]:
+        one, other = other, one
+    product = one.T @ other
+    cosines = torch.linalg.svdvals(product).clamp(max=1).flip(0)
+    sines = torch.linalg.svdvals(other - one @ product).clamp(max=1)
+    return torch.where(cosines**2 < 0.5, cosines.acos(), sines.asin())
+
+
+def _orthonormal(x: Float[Tensor, "d n"]) -> Float64[Tensor, "d rank"]:
+    u: Tensor
+    s: Tensor
+    u, s, _ = torch.linalg.svd(x.double(), full_matrices=False)
+    precision = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float64).eps)
+    return u[:, s > s[0] * precision * max(x.shape)]

@@ -1,0 +1,204 @@
+"""What varies the scores at controlled distances: the distance, the query, the key, or what they do together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Literal, get_args
+
+import pandas as pd
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from tl_posdisent.utils.tables import index_columns
+
+from .moments import Moments
+from .trilinear import Effect, Factors, read_factors
+
+Numbers = Sequence[int | float] | Tensor  # also a range
+EFFECTS: tuple[Effect, ...] = get_args(Effect)
+
+_ROUNDING = 1e-14  # scores that vary by less than this, for vectors of their length, do not vary
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class VarianceShares:
+    """Factorial variance decomposition of the scores over all combinations of distances, queries and keys.
+
+    All tensors are float64. Effects stand in the order of ``EFFECTS``: ``distance``, ``query``, ``key``,
+    ``distance:query``, ``distance:key``, ``query:key``, ``distance:query:key``. They are orthogonal, so their
+    variances add up to the total.
+
+    Attributes:
+        mean: ``[head]``, mean score.
+        variances: ``[effect, head]``, in units of the scores squared; population variances.
+        total: ``[head]``, variance of the scores, the sum over effects; exactly 0 where they vary by rounding alone.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Moments, Rotary, decompose
+        >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
+        >>> moments = Moments.from_qk(torch.randn(100, 2, 4), torch.randn(100, 2, 4), rotary)
+        >>> shares = decompose(moments, range(50), scale=0.5)
+        >>> bool(torch.allclose(shares.shares.sum(0), torch.ones(2).double()))
+        True
+        >>> bool((shares.r_three_axis <= shares.r_two_axis).all())  # it leaves more interactions unexplained
+        True
+        >>> shares.to_frame().columns[:6].tolist()
+        ['head', 'mean', 'total', 'distance', 'query', 'key']
+    """
+
+    mean: Float64[Tensor, "head"]
+    variances: Float64[Tensor, "effect head"]
+    total: Float64[Tensor, "head"]
+
+    @property
+    def shares(self) -> Float64[Tensor, "effect head"]:
+        """``[effect, head]``, variances over the total: they sum to 1. NaN where the scores do not vary."""
+        return share_of(self.variances, self.total)
+
+    def variance(self, effect: Effect) -> Float64[Tensor, "head"]:
+        """One effect's variance for every head."""
+        return self.variances[EFFECTS.index(check_effect(effect))]
+
+    def share(self, effect: Effect) -> Float64[Tensor, "head"]:
+        """One effect's share of the variance for every head, 0…1."""
+        return self.shares[EFFECTS.index(check_effect(effect))]
+
+    @property
+    def r_three_axis(self) -> Float64[Tensor, "head"]:
+        """Correlation of the scores with their best fit ``a(distance) + b(query) + c(key)``."""
+        return (self.share("distance") + self.share("query") + self.share("key")).clamp(0, 1).sqrt()
+
+    @property
+    def r_two_axis(self) -> Float64[Tensor, "head"]:
+        """Correlation of the scores with their best fit ``f(query, distance) + g(query, key)``."""
+        return (1 - self.share("distance:key") - self.share("distance:query:key")).clamp(0, 1).sqrt()
+
+    def to_frame(self, values: Literal["share", "variance"] = "share") -> pd.DataFrame:
+        """One row per head: ``mean``, ``total``, a column for the share (or variance) of every effect, and both r."""
+        if values not in ("share", "variance"):
+            raise ValueError(f'values must be "share" or "variance", got {values!r}')
+        table = self.shares if values == "share" else self.variances
+        columns = {"mean": self.mean, "total": self.total, **dict(zip(EFFECTS, table, strict=True))}
+        columns |= {"r_three_axis": self.r_three_axis, "r_two_axis": self.r_two_axis}
+        return pd.DataFrame({**index_columns(self.total.shape), **{name: x.tolist() for name, x in columns.items()}})
+
+    def __repr__(self) -> str:
+        shares = "   ".join(f"{name} {_mean(x)}" for name, x in zip(EFFECTS, self.shares, strict=True))
+        return (
+            f"VarianceShares of {len(self.total)} heads, on average:\n  {shares}\n"
+            f"  r three-axis {_mean(self.r_three_axis)}   r two-axis {_mean(self.r_two_axis)}"
+        )
+
+
+def decompose(
+    moments: Moments,
+    distances: Numbers,
+    *,
+    scale: float,
+    weights: Numbers | None = None,
+) -> VarianceShares:
+    """Whose variance is it? Exactly, for all combinations of these distances with all queries and keys.
+
+    Each score is taken at every distance, as if it were its own (arXiv 2503.13305, §3):
+    ``W[d, i, j] = scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))`` with RoPE's subspaces c as complex numbers. Then
+
+        W[d, i, j] = mean + a_d + b_i + c_j + (ab)_di + (ac)_dj + (bc)_ij + (abc)_dij,
+
+    each term with mean 0 over each of its indices; an effect's variance is the mean square of its term. W itself is
+    never formed, because it is trilinear in query, key and rotation: an effect is the sum of an elementwise product of
+    three small matrices, the covariance of each factor that takes part and the outer product of the mean of each that
+    does not. The cost depends on ``d_head²`` alone, not on how many queries, keys and pairs there were.
+
+    Args:
+        moments: of queries and keys, possibly summed over many texts.
+        distances: query position minus key position in tokens, ``range(512)`` or any finite numbers, 1-D.
+        scale: what the model multiplies ``⟨q, k⟩`` by, usually ``d_head ** -0.5``.
+        weights: one non-negative number per distance, e.g. how often it occurs; all the same if None.
+
+    Returns:
+        ``VarianceShares``: variance and share of each effect per query head, ``r_three_axis``, ``r_two_axis``.
+
+    Raises:
+        ValueError: distances or weights that are not finite, not 1-D, empty, or do not fit each other; negative
+            weights or none positive; a scale that is not a finite number.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Moments, Rotary, decompose
+        >>> rotary = Rotary(torch.tensor([torch.pi / 4, 1e-6], dtype=torch.float64), "adjacent")
+        >>> angle = torch.arange(8) * torch.pi / 4
+        >>> same = torch.tensor([1.0, 0.0]).expand(8, 2)  # a constant in the plane that turns,
+        >>> content = torch.stack([angle.cos(), angle.sin()], -1)  # and content in the one that does not
+        >>> q = k = torch.cat([same, content], -1)[:, None]  # 8 tokens, one head
+        >>> shares = decompose(Moments.from_qk(q, k, rotary), range(64), scale=0.5)
+        >>> {effect: round(float(shares.share(effect)), 3) for effect in ("distance", "query:key", "distance:key")}
+        {'distance': 0.5, 'query:key': 0.5, 'distance:key': 0.0}
+    """
+    return decompose_factors(read_factors(moments, *check_distances(moments, distances, weights), check_scale(scale)))
+
+
+def decompose_factors(factors: Factors) -> VarianceShares:
+    """The decomposition of any sum of products of three independent complex numbers."""
+    sums = torch.stack([torch.stack([x.sum((-2, -1)).real for x in factors.pair(effect)]) for effect in EFFECTS])
+    variances = (sums.sum(1) / 2).clamp(min=0)
+    constant = variances.sum(0) <= _ROUNDING**2 * factors.reach()
+    variances = torch.where(constant, 0.0, variances)
+    return VarianceShares(factors.mean(), variances, variances.sum(0))
+
+
+def share_of(part: Tensor, total: Tensor) -> Tensor:
+    """``part / total``, NaN where there is nothing to share."""
+    return torch.where(total > 0, part / total, torch.nan)
+
+
+def check_distances(
+    moments: Moments, distances: Numbers, weights: Numbers | None
+) -> tuple[Float64[Tensor, "distance"], Float64[Tensor, "distance"]]:
+    """Distances and weights in float64 beside the moments."""
+    if not isinstance(moments, Moments):
+        raise ValueError(f"moments must be Moments (Moments.from_qk makes them), got {type(moments).__name__}")
+    device = moments.query.mean.device
+    d = numbers("distances", distances, device)
+    w = torch.ones_like(d) if weights is None else numbers("weights", weights, device)
+    if d.shape != w.shape:
+        raise ValueError(f"weights must be one per distance, got {len(w)} weights for {len(d)} distances")
+    if bool((w < 0).any()) or not bool((w > 0).any()):
+        raise ValueError(f"weights must not be negative, and at least one must be positive, got {w.tolist()}")
+    return d, w
+
+
+def check_scale(scale: float) -> float:
+    """The scale as a Python number."""
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    return float(scale)
+
+
+def check_effect(effect: str, name: str = "effect") -> Effect:
+    """Refuse what is no effect."""
+    for known in EFFECTS:
+        if effect == known:
+            return known
+    raise ValueError(f"{name} must be one of {', '.join(EFFECTS)}, got {effect!r}")
+
+
+def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "distance"]:
+    """What a user gave as numbers, checked, in float64."""
+    try:
+        x = values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
+        raise ValueError(f"{name} must be finite real numbers, got {values!r}") from error
+    if x.ndim != 1 or len(x) == 0:
+        raise ValueError(f"{name} must be one-dimensional and not empty, got shape {tuple(x.shape)}")
+    if x.is_complex() or x.dtype == torch.bool or not bool(x.double().isfinite().all()):
+        raise ValueError(f"{name} must be finite real numbers, got {x}")
+    return x.detach().to(device).double()
+
+
+def _mean(x: Tensor) -> str:
+    return f"{x.nanmean().item():.3f}"

@@ -1,5 +1,0 @@
-"""The report: what the package measures of one model and one text, as one HTML file that needs no network."""
-
-from .make import report
-
-__all__ = ["report"]

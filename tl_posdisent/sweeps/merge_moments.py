@@ -1,0 +1,165 @@
+"""Moments of queries and keys as a table, so that a corpus read by many workers is decomposed as by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_posdisent.experiments.attention_scores.rotary_layers import RotaryLayer, measure_layers
+from tl_posdisent.rope.moment_merging import Spread, total
+from tl_posdisent.rope.moments import Moments
+from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.rope.variance_decomposition import Numbers, decompose
+
+from .groups import by_model
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+
+
+def moments_by_layer(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    *,
+    layers: Iterable[int] | None = None,
+    burn_in: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """All that ``controlled_distance`` needs of a text, in a form that adds up over texts.
+
+    Args:
+        model, tokens, layers, burn_in, progress: as in ``controlled_distance``.
+
+    Returns:
+        One row per layer, side and head: ``layer``, ``side`` (``"query"`` or ``"key"``), ``head`` (of keys: the key
+        head), ``count``, ``mean`` (``d_head`` numbers) and ``cov`` (their covariance, ``d_head²`` numbers, row by row),
+        float64, in the coordinates of ``Moments``; ``scale`` and ``length``; ``frequencies`` (radians per position),
+        ``pairing``, ``attention_factor`` and ``angle_dtype`` of the rotation.
+
+    Raises:
+        ValueError: what ``controlled_distance`` refuses.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, merge_controlled_distance, moments_by_layer
+        >>> parts = moments_by_layer(load_demo_model(), demo_tokens(length=64), layers=[4], progress=False)
+        >>> parts.groupby("side")["head"].count().to_dict()  # 8 query heads on 4 key heads
+        {'key': 4, 'query': 8}
+        >>> len(merge_controlled_distance(parts))
+        8
+    """
+    return measure_layers(model, tokens, "moments_by_layer", _rows, layers=layers, burn_in=burn_in, progress=progress)
+
+
+def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
+    """Layer → ``Moments`` of all texts in the table.
+
+    Args:
+        table: what ``moments_by_layer`` returned, for one text or (by ``sweep``, or ``pandas.concat``) for many. Rows
+            of other experiments are left out.
+
+    Raises:
+        ValueError: another table; several models or checkpoints, or layers that rotate differently.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, merge_moments, moments_by_layer
+        >>> table = moments_by_layer(load_demo_model(), demo_tokens(length=64), layers=[4], progress=False)
+        >>> merge_moments(table)[4].query.count
+        64.0
+    """
+    table = _checked(table)
+    groups = by_model(table)
+    if len(groups) != 1:
+        raise ValueError(f"table must be of one model and checkpoint, got {len(groups)}: choose one of them")
+    return {int(rows["layer"].iloc[0]): _merged(rows) for _, rows in table.groupby("layer", sort=False)}
+
+
+def merge_controlled_distance(table: pd.DataFrame, distances: Numbers | None = None) -> pd.DataFrame:
+    """``controlled_distance`` of all texts together, from what was measured text by text.
+
+    Args:
+        table: as in ``merge_moments``, of any number of models and checkpoints.
+        distances: as in ``controlled_distance``; by default ``0 … length - 1``, if all texts are of one length.
+
+    Returns:
+        The columns of ``controlled_distance``, with ``model``, ``checkpoint`` and ``step`` in front if the table has
+        them. The figures are those of one process that reads everything, to rounding.
+
+    Raises:
+        ValueError: another table; texts of several lengths and no distances; layers that rotate differently.
+
+    Example:
+        >>> import pandas as pd
+        >>> from tl_posdisent import (
+        ...     controlled_distance, demo_tokens, load_demo_model, merge_controlled_distance, moments_by_layer)
+        >>> model, tokens = load_demo_model(), demo_tokens(length=128).reshape(4, 32)
+        >>> parts = pd.concat([moments_by_layer(model, row[None], layers=[2], progress=False) for row in tokens])
+        >>> whole = controlled_distance(model, tokens, layers=[2], progress=False)
+        >>> bool((merge_controlled_distance(parts) - whole).abs().max().max() < 1e-9)
+        True
+    """
+    table = _checked(table)
+    merged = []
+    for front, of_model in by_model(table):
+        for layer, rows in of_model.groupby("layer", sort=False):
+            lengths = rows["length"].unique()
+            if distances is None and len(lengths) > 1:
+                raise ValueError(f"distances must be given for texts of several lengths, got {sorted(lengths)}")
+            if len(scales := rows["scale"].unique()) > 1:
+                raise ValueError(f"table must have one scale per layer, got {scales.tolist()} in layer {layer}")
+            at = range(int(lengths[0])) if distances is None else distances
+            shares = decompose(_merged(rows), at, scale=float(rows["scale"].iloc[0])).to_frame()
+            shares.insert(0, "layer", layer)
+            merged.append(pd.concat([pd.DataFrame([front] * len(shares)), shares], axis=1))
+    return pd.concat(merged, ignore_index=True)
+
+
+def _rows(layer: RotaryLayer) -> pd.DataFrame:
+    moments = Moments.from_qk(layer.q, layer.k, layer.rotary)
+    rows = []
+    for side, spread in (("query", moments.query), ("key", moments.key)):
+        for head, (mean, cov) in enumerate(zip(spread.mean.cpu(), spread.cov.cpu(), strict=True)):
+            rows.append((side, head, spread.count, mean.numpy(), cov.flatten().numpy()))
+    table = pd.DataFrame(rows, columns=["side", "head", "count", "mean", "cov"])
+    r = layer.rotary
+    table["scale"], table["length"] = layer.scale, layer.length
+    table["frequencies"] = pd.Series([r.frequencies.double().cpu().numpy()] * len(table))
+    return table.assign(pairing=r.pairing, attention_factor=float(r.attention_factor), angle_dtype=str(r.angle_dtype))
+
+
+def _merged(rows: pd.DataFrame) -> Moments:
+    """Of one layer: as many parts as there are rows for each head."""
+    sides = {}
+    for side, of_side in rows.groupby("side"):
+        numbered = of_side.assign(part=of_side.groupby("head").cumcount())
+        sides[side] = total(_spread(part) for _, part in numbered.sort_values("head", kind="stable").groupby("part"))
+    return Moments(sides["query"], sides["key"], _rotary(rows))
+
+
+def _spread(rows: pd.DataFrame) -> Spread:
+    mean = torch.from_numpy(np.stack(rows["mean"].to_list()))
+    cov = torch.from_numpy(np.stack(rows["cov"].to_list()))
+    return Spread(float(rows["count"].iloc[0]), mean, cov.view(*mean.shape, mean.shape[-1]))
+
+
+def _rotary(rows: pd.DataFrame) -> Rotary:
+    first = rows.iloc[0]
+    for name in ("pairing", "attention_factor", "angle_dtype"):
+        if len(values := rows[name].unique()) > 1:
+            raise ValueError(f"texts must have the same {name} in layer {first['layer']}, got {values.tolist()}")
+    if any(not np.array_equal(x, first["frequencies"]) for x in rows["frequencies"]):
+        raise ValueError(f"texts must have the same frequencies in layer {first['layer']}: compare models one by one")
+    frequencies = torch.tensor(np.asarray(first["frequencies"]), dtype=torch.float64)
+    return Rotary(frequencies, first["pairing"], float(first["attention_factor"]), _DTYPES[first["angle_dtype"]])
+
+
+def _checked(table: pd.DataFrame) -> pd.DataFrame:
+    """Its rows of moments; a sweep may have asked for other things too."""
+    whole = {"layer", "side", "head", "count", "mean", "cov", "frequencies"} <= set(table.columns)
+    if not whole or not table["cov"].notna().any():
+        raise ValueError(f"table must be what moments_by_layer returns, got columns {list(table.columns)}")
+    return table[table["cov"].notna()]

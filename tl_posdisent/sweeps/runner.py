@@ -1,0 +1,186 @@
+"""Do many jobs, here or wherever an executor sends them, and go on where a sweep was stopped."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from .jobs import Job
+from .storage import failure_of, joined, part_of, prepare, read_part, with_columns, write_failure
+from .worker import forget, run_jobs
+
+_PIECES = 64  # calls to an executor, about: few enough to keep models, many enough for all workers
+
+
+def sweep(
+    jobs: Iterable[Job],
+    executor: Executor | None = None,
+    *,
+    out: str | Path,
+    retry: bool = False,
+    device: str | None = None,
+    chunk: int | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Do the jobs that are not done yet, and put the results of all of them into one table.
+
+    Each finished job is written at once, so a sweep that was stopped or killed goes on where it was when it is called
+    again with the same ``out``. A job that fails is written down with its error and does not stop the others. Ctrl-C
+    cancels what has not begun. One sweep at a time works on a folder.
+
+    Args:
+        jobs: from ``jobs``, or several such lists together.
+        executor: where they are done: None for this process, or anything with the interface of
+            ``concurrent.futures.Executor``: ``ProcessPoolExecutor(mp_context=get_context("spawn"))``, or
+            ``dask.distributed.Client(...).get_executor()`` for a cluster, whose workers must see ``out`` and the files
+            of the jobs under the same paths. It is not shut down. Each of its processes holds one model at a time;
+            threads take turns.
+        out: a folder. ``parts/HASH.parquet`` is the table of a job, ``failed/HASH.json`` the reason why there is none.
+        retry: do failed jobs again, too.
+        device: where models go, such as ``"cuda"``; by default what ``load_model`` takes.
+        chunk: how many jobs of one model a worker is given at a time. By default so many that there are some 64 such
+            calls in all.
+        progress: show a bar.
+
+    Returns:
+        The tables of all jobs below each other, in the order of ``jobs`` whatever the order in which they were done. In
+        front ``model``, ``checkpoint``, ``step`` (if the checkpoint names one), ``text``, ``seed``, ``experiment`` and
+        ``job``, its hash; a column of the experiment that has such a name and says something else gets the
+        experiment's name before it. Of several experiments each has its own columns, NaN elsewhere. Failed jobs have no
+        rows: there is a warning, ``attrs["failed"]`` has their hashes, and ``failures(out)`` says more.
+
+    Raises:
+        ValueError: no jobs; something that is no job or no executor; numbers out of range; ``out`` is a file.
+        OSError: ``out`` cannot be written (a full disk). What was finished is kept.
+        RuntimeError: the executor lost its workers, or its workers do not see ``out``. What was finished is kept.
+
+    Example:
+        >>> import tempfile
+        >>> from tl_posdisent import Text, jobs, sweep
+        >>> todo = jobs("demo", ("additivity", {"layers": [4]}), Text.of("demo", length=64, count=2).split(2))
+        >>> with tempfile.TemporaryDirectory() as out:
+        ...     table = sweep(todo, out=out, progress=False)
+        >>> table.groupby("text")["r"].count().to_dict()
+        {'demo[0:1]×64': 8, 'demo[1:2]×64': 8}
+    """
+    listed, folder = list(dict.fromkeys(_checked(jobs))), Path(out).resolve()
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise ValueError(f"executor must be a concurrent.futures.Executor or None, got {type(executor).__name__}")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk must be an integer of at least 1, or None, got {chunk!r}")
+    different = list({job.hash: job for job in listed}.values())
+    prepare(folder, different)
+    todo = [job for job in different if not _settled(folder, job, failed_too=not retry)]
+    _forgive(folder, todo)
+    todo.sort(key=_order(todo))  # those of one model together
+    with tqdm(total=len(different), initial=len(different) - len(todo), desc="jobs", disable=not progress) as bar:
+        if executor is None:
+            _here(todo, folder, device, bar)
+        else:
+            _elsewhere(list(_chunks(todo, chunk)), folder, device, executor, bar)
+    return _table(listed, folder)
+
+
+def _checked(jobs: Iterable[Job]) -> list[Job]:
+    listed = list(jobs) if isinstance(jobs, Iterable) else [jobs]
+    wrong = [type(job).__name__ for job in listed if not isinstance(job, Job)]
+    if wrong or not listed:
+        raise ValueError(f"jobs must be a list of Job as jobs() makes it, got {wrong[0] if wrong else 'none'}")
+    return listed
+
+
+def _settled(out: Path, job: Job, *, failed_too: bool = True) -> bool:
+    return (failed_too and failure_of(out, job).is_file()) or read_part(out, job) is not None
+
+
+def _forgive(out: Path, todo: list[Job]) -> None:
+    """Old reasons and damaged parts would be taken for new ones."""
+    for job in todo:
+        part_of(out, job).unlink(missing_ok=True)
+        failure_of(out, job).unlink(missing_ok=True)
+
+
+def _order(todo: list[Job]) -> Any:
+    numbers: dict[Any, int] = {}
+    for job in todo:
+        numbers.setdefault(job.loads, len(numbers))
+    return lambda job: numbers[job.loads]
+
+
+def _chunks(todo: list[Job], size: int | None) -> Iterator[list[Job]]:
+    """Never of two models."""
+    models = [list(group) for _, group in itertools.groupby(todo, key=lambda job: job.loads)]
+    for group in models:
+        step = size or math.ceil(len(group) / math.ceil(_PIECES / len(models)))
+        yield from (group[n : n + step] for n in range(0, len(group), step))
+
+
+def _here(todo: list[Job], out: Path, device: str | None, bar: Any) -> None:
+    try:
+        for job in todo:
+            run_jobs([job], os.fspath(out), device)
+            bar.update()
+    finally:
+        forget()
+
+
+def _elsewhere(chunks: list[list[Job]], out: Path, device: str | None, executor: Executor, bar: Any) -> None:
+    waiting: dict[Future[None], list[Job]] = {}
+    try:
+        for chunk in chunks:
+            waiting[executor.submit(run_jobs, chunk, os.fspath(out), device)] = chunk
+        while waiting:
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                chunk = waiting.pop(future)
+                left = _left_of(chunk, future.exception(), out)
+                bar.update(len(chunk) - len(left))
+                if left:
+                    waiting[executor.submit(run_jobs, left, os.fspath(out), device)] = left
+    except BrokenExecutor as error:
+        raise RuntimeError(
+            "a worker process ended abruptly (killed, or out of memory), and its pool with it; what was finished is "
+            f"kept in {out}: sweep again with a new executor to go on"
+        ) from error
+    finally:
+        for future in waiting:  # none, if all went well
+            future.cancel()
+
+
+def _left_of(chunk: list[Job], error: BaseException | None, out: Path) -> list[Job]:
+    """What of a chunk is still to be done after a call came back."""
+    if isinstance(error, BrokenExecutor | OSError) or not isinstance(error, Exception | None):
+        raise error  # no more workers, no more disk, or Ctrl-C that reached a worker first
+    left = [job for job in chunk if not _settled(out, job)]
+    if error is None and left:
+        raise RuntimeError(
+            f"workers say that they are done, but {part_of(out, left[0])} is not here: out must be a folder that this "
+            "process and all workers see under the same path"
+        )
+    if error is not None and left:
+        # Jobs are done in order, so this is the one with which the worker died (or could not begin).
+        write_failure(out, left.pop(0), error)
+    return left
+
+
+def _table(jobs: list[Job], out: Path) -> pd.DataFrame:
+    parts = [(job, read_part(out, job)) for job in jobs]
+    tables = [with_columns(job, part) for job, part in parts if part is not None]
+    failed = [job for job, part in parts if part is None]
+    if failed:
+        warnings.warn(
+            f"{len(failed)} of {len(jobs)} jobs failed; failures({os.fspath(out)!r}) says why, "
+            "and sweep(..., retry=True) does them again",
+            stacklevel=3,
+        )
+    table = joined(tables, list(jobs[0].columns()))
+    table.attrs["failed"] = [job.hash for job in failed]
+    return table

@@ -1,0 +1,129 @@
+"""What is kept: a Parquet file per finished job, a JSON file per failed one, each whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tl_posdisent.utils.files import UNFINISHED, whole_file
+
+from .jobs import Job
+
+_KEY = b"tl_posdisent"
+
+
+def failures(out: str | Path) -> pd.DataFrame:
+    """Jobs of a sweep that failed, and why.
+
+    Args:
+        out: the sweep's folder.
+
+    Returns:
+        One row per failed job: ``job`` (its hash), ``model``, ``checkpoint``, ``text``, ``experiment``, ``arguments``,
+        ``seed``, ``error`` (the exception's name), ``message``, ``traceback``. ``sweep(..., retry=True)`` does them
+        again.
+
+    Raises:
+        ValueError: no such folder.
+
+    Example:
+        >>> import tempfile
+        >>> from tl_posdisent import failures
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     len(failures(folder))
+        0
+    """
+    if not Path(out).is_dir():
+        raise ValueError(f"out must be the folder of a sweep, got {out}")
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(out, "failed").glob("*.json"))]
+    names = ("job", "model", "checkpoint", "text", "experiment", "arguments", "seed", "error", "message", "traceback")
+    return pd.DataFrame([{name: row[name] for name in names} for row in rows], columns=list(names))
+
+
+def prepare(out: Path, todo: list[Job]) -> None:
+    """Make the folders, and sweep up what a process that was killed left of these jobs.
+
+    Raises:
+        ValueError: ``out`` is no folder.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out must be a folder, or a path where one can be made, got the file {out}")
+    for folder in ("parts", "failed"):
+        Path(out, folder).mkdir(parents=True, exist_ok=True)
+        left = {path.name.split(".")[1]: path for path in Path(out, folder).glob(f".*{UNFINISHED}")}
+        for job in todo:
+            if job.hash in left:
+                left[job.hash].unlink(missing_ok=True)
+
+
+def part_of(out: Path, job: Job) -> Path:
+    """Where the job's table is, or will be."""
+    return Path(out, "parts", f"{job.hash}.parquet")
+
+
+def failure_of(out: Path, job: Job) -> Path:
+    """Where it is said why the job failed."""
+    return Path(out, "failed", f"{job.hash}.json")
+
+
+def read_part(out: Path, job: Job) -> pd.DataFrame | None:
+    """The job's table; None if there is none, or one that is damaged: cut short, altered, or of another job."""
+    path = part_of(out, job)
+    if not path.is_file():
+        return None
+    try:
+        arrow = pq.read_table(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError):
+        return None
+    about = json.loads((arrow.schema.metadata or {}).get(_KEY, b"{}"))
+    return arrow.to_pandas() if about.get("hash") == job.hash else None
+
+
+def write_part(out: Path, job: Job, table: pd.DataFrame) -> None:
+    """Keep a job's table.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left.
+    """
+    table = table.copy(deep=False)
+    table.attrs = {}
+    arrow = pa.Table.from_pandas(table, preserve_index=False)
+    about = json.dumps({"hash": job.hash, "job": job.to_dict()})
+    arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), _KEY: about.encode("utf-8")})
+    with whole_file(part_of(out, job), apart=True) as file:
+        pq.write_table(arrow, file, write_page_checksum=True)
+    failure_of(out, job).unlink(missing_ok=True)
+
+
+def write_failure(out: Path, job: Job, error: BaseException) -> None:
+    """Keep why a job failed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    about = {**job.columns(), "arguments": job.arguments, "error": type(error).__name__, "message": str(error)}
+    about["traceback"] = "".join(traceback.format_exception(error))
+    with whole_file(failure_of(out, job), apart=True) as file:
+        file.write(json.dumps(about, indent=1).encode("utf-8"))
+
+
+def with_columns(job: Job, table: pd.DataFrame) -> pd.DataFrame:
+    """A job's table with the job in front. A column of the same name that says the same is left out; one that says
+    something else gets the experiment's name before its own."""
+    front = job.columns()
+    same = [name for name in front if name in table and table[name].map(lambda x, name=name: x == front[name]).all()]
+    table = table.drop(columns=same).rename(columns={name: f"{job.experiment}_{name}" for name in front})
+    return pd.concat([pd.DataFrame([front] * len(table), columns=list(front), dtype=object), table], axis=1)
+
+
+def joined(tables: list[pd.DataFrame], empty: list[str]) -> pd.DataFrame:
+    """All of them, with job columns of one type: numbers that may be missing, and words."""
+    whole_table: Any = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=empty, dtype=object)
+    typed: pd.DataFrame = whole_table.astype({"step": "Int64", "seed": "Int64"})
+    return typed

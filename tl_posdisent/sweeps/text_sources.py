@@ -1,0 +1,175 @@
+"""What is read: which words, cut into how many stretches of how many tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_posdisent.demo.demo_model import demo_text
+from tl_posdisent.utils.validation import check_integer
+
+Kind = Literal["demo", "file", "words", "ids"]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Consecutive stretches of a text, by the content of the text; made by ``Text.of``.
+
+    Attributes:
+        kind: ``"demo"``, a ``"file"``, ``"words"`` or token ``"ids"``.
+        source: the file's path, the words, or the ids as JSON.
+        sha256: of the content; a file that has changed since is refused.
+        length: tokens per stretch, the beginning-of-text token included; None for the whole text.
+        count: how many stretches.
+        first: which stretch is the first, from 0.
+        stride: tokens from one stretch to the next; by default they touch and do not overlap.
+
+    Example:
+        >>> from tl_posdisent import Text
+        >>> text = Text.of("demo", length=128, count=8)
+        >>> text, text.split(2)
+        (Text demo[0:8]×128, [Text demo[0:4]×128, Text demo[4:8]×128])
+    """
+
+    kind: Kind
+    source: str
+    sha256: str
+    length: int | None = None
+    count: int = 1
+    first: int = 0
+    stride: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        source: str | Path | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        length: int | None = None,
+        count: int = 1,
+        first: int = 0,
+        stride: int | None = None,
+    ) -> Text:
+        """Look at a text and remember what it is.
+
+        Args:
+            source: ``"demo"``, a ``Path`` of a UTF-8 file, the words themselves, or token ids ``(pos,)`` or
+                ``(batch, pos)`` as lists, which are taken as they are (for models without a tokenizer).
+            length, count, first, stride: see above.
+
+        Raises:
+            ValueError: a file that cannot be read; no words; words that are the name of a file; ids that are no
+                integers or are to be cut; numbers out of range.
+        """
+        kind, kept, content = _content(source)
+        if not content.strip():
+            raise ValueError(f"text must have words, got none in {source!r}")
+        text = cls(kind, kept, hashlib.sha256(content.encode("utf-8")).hexdigest(), length, count, first, stride)
+        text._check()
+        return text
+
+    def split(self, parts: int) -> list[Text]:
+        """The same stretches in so many texts (fewer if there are fewer stretches), for as many jobs.
+
+        Raises:
+            ValueError: ``parts`` below 1.
+        """
+        check_integer("parts", parts, 1)
+        cuts = [self.first + self.count * n // parts for n in range(parts + 1)]
+        return [replace(self, first=a, count=b - a) for a, b in itertools.pairwise(cuts) if b > a]
+
+    @property
+    def name(self) -> str:
+        """Short, for tables: the file's name (or what stands for it), the stretches and their length."""
+        short = {"demo": "demo", "file": Path(self.source).name}.get(self.kind, f"{self.kind}-{self.sha256[:8]}")
+        cut = "" if self.length is None else f"[{self.first}:{self.first + self.count}]×{self.length}"
+        return short + cut + ("" if self.stride is None else f"+{self.stride}")
+
+    def __repr__(self) -> str:
+        return f"Text {self.name}"
+
+    def described(self) -> dict[str, Any]:
+        """What makes it this text, wherever the file lies."""
+        cut = {name: getattr(self, name) for name in ("length", "count", "first", "stride")}
+        return {"ids": self.kind == "ids", "sha256": self.sha256, **cut}
+
+    def tokens(self, model: Any) -> Int[Tensor, "batch pos"]:
+        """The stretches as the model's own tokens, each with its beginning-of-text token if it has one.
+
+        Raises:
+            ValueError: a file that is gone or has changed; a model without a tokenizer; a text that is too short.
+        """
+        content = self.source if self.kind == "ids" else self._words()
+        if self.kind == "ids":
+            return torch.tensor(json.loads(content))
+        if getattr(model, "tokenizer", None) is None:
+            raise ValueError("the model has no tokenizer, so it cannot read words: give token ids as the text")
+        begin = model.to_tokens("")[0] if model.to_tokens("").numel() else torch.empty(0, dtype=torch.int64)
+        ids: Tensor = model.to_tokens(content, truncate=False)[0]
+        if self.length is None:
+            return ids[None]
+        ids, body = ids[len(begin) :], self.length - len(begin)
+        step = self.stride or body
+        end = (self.first + self.count - 1) * step + body
+        if end > len(ids):
+            raise ValueError(
+                f"text {self.name} needs {end} tokens, and {self.kind} has {len(ids)} in this model's vocabulary: "
+                "ask for fewer or shorter stretches"
+            )
+        rows = [ids[n * step : n * step + body] for n in range(self.first, self.first + self.count)]
+        return torch.cat([begin.to(ids).expand(self.count, -1), torch.stack(rows)], 1)
+
+    def _words(self) -> str:
+        if self.kind == "words":
+            return self.source
+        content = demo_text() if self.kind == "demo" else _read(Path(self.source))
+        if hashlib.sha256(content.encode("utf-8")).hexdigest() != self.sha256:
+            raise ValueError(f"the text {self.source} has changed since this job was made: make the jobs anew")
+        return content
+
+    def _check(self) -> None:
+        if self.length is None and (self.count, self.first, self.stride) != (1, 0, None):
+            raise ValueError("length must be given with count, first or stride, got None")
+        if self.kind == "ids" and self.length is not None:
+            raise ValueError(f"length must be None for token ids, which are taken as they are, got {self.length}")
+        if self.length is not None:
+            check_integer("length", self.length, 2)
+        if self.stride is not None:
+            check_integer("stride", self.stride, 1)
+        check_integer("count", self.count, 1)
+        check_integer("first", self.first, 0)
+
+
+def _content(source: Any) -> tuple[Kind, str, str]:
+    """Kind, what is kept of the source, and what is hashed."""
+    if isinstance(source, Path):
+        return "file", str(source.resolve()), _read(source)
+    if source == "demo":
+        return "demo", "demo", demo_text()
+    if isinstance(source, str):
+        if len(source) < 1024 and "\n" not in source and Path(source).is_file():
+            raise ValueError(f"text must be words or a Path, got the name of a file: write Path({source!r})")
+        return "words", source, source
+    try:
+        ids = torch.as_tensor(source)
+    except (TypeError, ValueError, RuntimeError):
+        ids = None
+    if ids is None or ids.dtype != torch.int64 or ids.ndim not in (1, 2) or ids.numel() == 0:
+        raise ValueError(f'text must be "demo", a Path, words, or token ids (pos,) or (batch, pos), got {source!r}')
+    rows = json.dumps((ids if ids.ndim == 2 else ids[None]).tolist())
+    return "ids", rows, rows
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"text must be a UTF-8 file that can be read, got {path}: {error}") from error

@@ -1,0 +1,1 @@
+"""What trained synthetic models do with positions."""

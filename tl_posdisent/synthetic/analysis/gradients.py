@@ -1,0 +1,233 @@
+"""How strongly, and how steadily over batches, the loss pulls at the positional part of a head's scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm.auto import tqdm
+
+from tl_posdisent.additive.cells import diagonal_sums
+from tl_posdisent.experiments.residual_stream.qk_readout import keep
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.forward import evaluating, hook_name
+from tl_posdisent.synthetic.model.encodings import Rope
+from tl_posdisent.synthetic.model.transformer import SyntheticModel
+from tl_posdisent.synthetic.tasks.sampling import Samples, Task, whole
+
+Part = Literal["distance", "encoding"]
+Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
+
+
+def positional_gradients(
+    model: SyntheticModel,
+    task: Task | Samples,
+    *,
+    part: Part = "distance",
+    batches: int = 16,
+    batch_size: int = 128,
+    seed: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """The gradient that reaches the positional part of every head's scores, and what is left of it on average.
+
+    With ``G[t, i, j]`` the gradient of the loss (the mean cross-entropy of a batch) for a head's score in text t, a
+    batch gives every head a vector g:
+
+    * ``part="distance"``: ``g[d] = Σ_t Σ_{i-j=d} G[t, i, j]``, the gradient for a profile ``a(i - j)`` added to the
+      scores, whatever the encoding. Its entries sum to 0, as a softmax sees no constant.
+    * ``part="encoding"``: ``g[c] = Σ G ∘ P_c``, the gradient for a gain of what the encoding makes of this head's own
+      scores: all that changes with the distance, the interactions ``distance:query`` and ``distance:key`` included. For
+      RoPE and MLA, ``P_c`` is subspace c of the scores less what it would be on average over all distances
+      ``1 - pos … pos - 1``; for a bias (ALiBi, T5) it is the bias, centred, and g has one entry.
+
+    Norms are Euclidean. If batches agree, the norm of the mean is near the mean of the norms; if they cancel, it is
+    about ``1/√batches`` of it. Propositions 6.1 and 6.2 of arXiv 2505.13027 are about this at initialisation: a floor
+    under RoPE, cancelling under ALiBi. Dropout is off, and the model is left as it was.
+
+    Args:
+        model: with one answer per text (``read_out`` "mean" or "last"), trained or not.
+        task: where batches are drawn from; or tokens ``[sample, pos]`` and labels ``[sample]``, cut into batches.
+        part: see above; ``"encoding"`` for encodings that act on queries and keys or on scores.
+        batches: at least 2.
+        batch_size: texts in each; of samples that are given, the first ``batches * batch_size`` are used.
+        seed: of the batches that are drawn.
+        progress: show a bar.
+
+    Returns:
+        One row per layer and head: ``mean_norm``, the mean over batches of ``‖g‖``; ``norm_of_mean``, ``‖mean g‖``;
+        ``ratio``, the second over the first (NaN where nothing arrives); ``expected_norm``, an estimate of ``‖E g‖``
+        without the noise of finitely many batches, ``√max(0, ‖mean g‖² - tr cov(g) / batches)``.
+
+    Raises:
+        ValueError: a model with an answer per token; an encoding without a part of its own in the scores; numbers of
+            batches or texts that are none, or more than there are samples; a loss that is not finite.
+
+    Example:
+        >>> from tl_posdisent import positional_gradients, preset
+        >>> small = preset("small")
+        >>> model = small.model("rope", "distance")
+        >>> table = positional_gradients(model, small.tasks["distance"], batches=2, batch_size=8, progress=False)
+        >>> table.columns.tolist(), len(table)
+        (['layer', 'head', 'mean_norm', 'norm_of_mean', 'ratio', 'expected_norm'], 12)
+    """
+    _check(model, part)
+    whole("batches", batches, least=2)
+    whole("batch_size", batch_size, least=1)
+    drawn = _batches(model, task, batches, batch_size, seed)
+    bar = tqdm(drawn, total=batches, desc="batches", disable=not progress)
+    g = torch.stack([_vectors(model, *samples, part) for samples in bar])
+    norm, mean = g.norm(dim=-1).mean(0), g.mean(0)
+    noise = g.var(0).sum(-1) / batches
+    columns = {
+        "mean_norm": norm,
+        "norm_of_mean": mean.norm(dim=-1),
+        "ratio": mean.norm(dim=-1) / norm,
+        "expected_norm": (mean.square().sum(-1) - noise).clamp_min(0).sqrt(),
+    }
+    index = torch.cartesian_prod(*(torch.arange(n) for n in norm.shape)).T.tolist()
+    return pd.DataFrame(
+        {"layer": index[0], "head": index[1], **{name: x.flatten().tolist() for name, x in columns.items()}}
+    )
+
+
+def _vectors(model: SyntheticModel, tokens: Tensor, labels: Tensor, part: Part) -> Float64[Tensor, "layer head n"]:
+    """The vector g of every head, for one batch."""
+    seen: dict[str, Tensor] = {}
+    length, layers = tokens.shape[1], range(model.cfg.n_layers)
+    nothing = torch.zeros(len(layers), len(tokens), model.cfg.n_heads, length, length, device=tokens.device)
+    nothing.requires_grad_()
+    names = [hook_name(layer, f"hook_{side}") for layer in layers for side in "qk"] if part == "encoding" else []
+    hooks = [(hook_name(layer, "hook_attn_scores"), _add(nothing[layer])) for layer in layers]
+    with torch.enable_grad(), evaluating(model), applied(model, [*hooks, *(keep(name, seen) for name in names)]):
+        loss = cross_entropy(model(tokens).float(), labels)
+        (gradient,) = torch.autograd.grad(loss, nothing)
+    if not bool(loss.isfinite()) or not bool(gradient.isfinite().all()):
+        raise ValueError(f"model must have a finite loss and gradient on the task, got a loss of {loss.item()}")
+    if part == "distance":
+        return diagonal_sums(gradient.sum(1, dtype=torch.float64), 1 - length, length - 1)
+    if not model.encoding.rotates:
+        return _along_bias(model, gradient.sum(1, dtype=torch.float64))
+    sides = [torch.stack([seen[hook_name(layer, f"hook_{side}")] for layer in layers]) for side in "qk"]
+    return torch.stack([_along_rotation(model, *x) for x in zip(gradient, *sides, strict=True)])
+
+
+def _along_rotation(model: SyntheticModel, gradient: Tensor, q: Tensor, k: Tensor) -> Float64[Tensor, "head subspace"]:
+    """``Σ G ∘ P_c`` of one layer; the products of queries and keys are never laid out."""
+    encoding, length = model.encoding, q.shape[1]
+    assert isinstance(encoding, Rope)
+    heads, n = encoding.heads, encoding.dim // 2
+
+    def along(q: Tensor, k: Tensor) -> Float64[Tensor, "head subspace"]:
+        products: Tensor = torch.einsum("bqhd,bhqk,bkhd->hd", q.double(), gradient.double(), k.double())[:, : 2 * n]
+        return products[:, :n] + products[:, n:]  # coordinates c and c + n make a subspace
+
+    cos = encoding.tables(length)[0][:, :n].double()
+    average = (2 * cos.sum(0) - cos[0]) / (2 * length - 1)  # over -d and d: the sines cancel
+    g = model.config.head_size**-0.5 * (along(encoding.rotate(q), encoding.rotate(k)) - average * along(q, k))
+    return g if heads is None else torch.where(torch.arange(len(g), device=g.device)[:, None] < heads, g, 0.0)
+
+
+def _along_bias(
+    model: SyntheticModel, gradient: Float64[Tensor, "layer head query key"]
+) -> Float64[Tensor, "layer head 1"]:
+    """``Σ G ∘ bias``. As no softmax sees a constant, the bias need not be centred."""
+    bias = model.encoding.bias(gradient.shape[-1])
+    assert bias is not None
+    return (gradient * bias.detach()).sum((-2, -1))[..., None]
+
+
+def _add(nothing: Tensor) -> Any:
+    def edit(scores: Float[Tensor, "batch head query key"], hook: Any) -> Tensor:
+        return scores + nothing
+
+    return edit
+
+
+def _check(model: SyntheticModel, part: str) -> None:
+    if not isinstance(model, SyntheticModel):
+        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+    if part not in get_args(Part):
+        raise ValueError(f"part must be one of {', '.join(get_args(Part))}, got {part!r}")
+    if model.config.read_out == "token":
+        raise ValueError('model must have one answer per text (read_out "mean" or "last"), got "token"')
+    if part == "encoding" and not model.encoding.rotates and model.encoding.bias(2) is None:
+        raise ValueError(
+            f'part must be "distance" with encoding={model.config.encoding!r}, which does not act on scores'
+        )
+
+
+def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.DataFrame:
+    """By how much the leading head of every layer is ahead, and how much further ahead it is than that of the next.
+
+    Theorem 6.1 of arXiv 2505.13027 has margins grow towards the first layer: ``margin_l ≥ margin_L · Π_k γ_k`` over
+    the layers k from l to the last but one, with every ``γ_k > 1``.
+
+    Args:
+        table: from ``positional_gradients``, or from ``dynamics`` (then for each of its steps).
+        by: which of its columns measures a head.
+
+    Returns:
+        One row per layer: ``step`` if there is one, ``layer``, ``head`` (the leading one), ``largest``, ``second``,
+        ``margin`` (their difference), and ``amplification``, ``γ_l = margin_l / margin_{l+1}``, NaN in the last layer.
+
+    Raises:
+        ValueError: another ``by``; a table without these columns; a layer with a single head.
+
+    Example:
+        >>> import pandas as pd
+        >>> from tl_posdisent import gradient_margins
+        >>> norms = {"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "norm_of_mean": [1.0, 4.0, 2.5, 1.0]}
+        >>> gradient_margins(pd.DataFrame(norms))
+           layer  head  largest  second  margin  amplification
+        0      0     1      4.0     1.0     3.0            2.0
+        1      1     0      2.5     1.0     1.5            NaN
+    """
+    if by not in get_args(Norm):
+        raise ValueError(f"by must be one of {', '.join(get_args(Norm))}, got {by!r}")
+    if not isinstance(table, pd.DataFrame):
+        raise ValueError(f"table must be from positional_gradients or dynamics, got {type(table).__name__}")
+    missing = [name for name in ("layer", "head", by) if name not in table.columns]
+    if missing:
+        raise ValueError(f"table must have the column {missing[0]!r}, got {list(table.columns)}")
+    keys = [name for name in ("step", "layer") if name in table.columns]
+    rows = []
+    for key, heads in table.groupby(keys):
+        if len(heads) < 2:
+            raise ValueError(f"table must have at least two heads in every layer, got {len(heads)} in {key}")
+        ordered = heads.sort_values(by, ascending=False, kind="stable")
+        largest, second = (float(x) for x in ordered[by].iloc[:2])
+        leading = int(ordered["head"].iloc[0])
+        rows.append([*key, leading, largest, second, largest - second])
+    margins = pd.DataFrame(rows, columns=[*keys, "head", "largest", "second", "margin"])
+    following = margins.groupby("step")["margin"].shift(-1) if "step" in keys else margins["margin"].shift(-1)
+    return margins.assign(amplification=margins["margin"] / following)
+
+
+def _batches(
+    model: SyntheticModel, task: Task | Samples, batches: int, batch_size: int, seed: int
+) -> Iterator[Samples]:
+    """Samples on the model's device, one batch at a time."""
+    device = model.embed.W_E.device
+    if isinstance(task, Task):
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(batches):
+            tokens, labels = task.batch(batch_size, generator)
+            yield tokens.to(device), labels.to(device)
+        return
+    if not (isinstance(task, tuple) and len(task) == 2 and all(isinstance(x, Tensor) for x in task)):
+        raise ValueError(f"task must be a Task, or a pair of tokens and labels, got {type(task).__name__}")
+    tokens, labels = task
+    if len(tokens) != len(labels) or len(tokens) < batches * batch_size:
+        raise ValueError(
+            f"task must have labels for at least batches · batch_size = {batches * batch_size} texts, got "
+            f"{len(tokens)} texts and {len(labels)} labels"
+        )
+    for n in range(batches):
+        some = slice(n * batch_size, (n + 1) * batch_size)
+        yield tokens[some].to(device), labels[some].to(device)

@@ -1,0 +1,98 @@
+"""What happens to position and content while a synthetic model learns: a table over the checkpoints of a training."""
+
+from __future__ import annotations
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_posdisent.experiments.attention_scores.disentanglement import disentanglement
+from tl_posdisent.synthetic.tasks.sampling import Task, whole
+from tl_posdisent.synthetic.training.runs import TrainRun
+
+from .gradients import positional_gradients
+
+_DRAWN = 64  # samples drawn for each text that is kept
+
+
+def dynamics(
+    run: TrainRun,
+    *,
+    tokens: Int[Tensor, "batch pos"] | None = None,
+    texts: int = 16,
+    batches: int = 8,
+    batch_size: int = 128,
+    seed: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Disentanglement and positional gradients of every head at every checkpoint of a training.
+
+    All checkpoints see the same texts and the same batches; none of these is a sample of the training but by chance.
+
+    Args:
+        run: a training with checkpoints (``TrainConfig(checkpoints=...)`` and ``train(..., folder=...)``).
+        tokens: the texts for the correlations, ``[batch, pos]`` without padding; default ``long_texts``.
+        texts: how many of those.
+        batches, batch_size: for the gradients, as in ``positional_gradients``.
+        seed: of the texts and the batches.
+        progress: show a bar.
+
+    Returns:
+        One row per checkpoint, layer and head: ``step``; ``r``, ``r_three_axis``, ``r_two_axis`` as in
+        ``disentanglement``; ``mean_norm``, ``norm_of_mean``, ``ratio``, ``expected_norm`` as in
+        ``positional_gradients``. ``gradient_margins`` of it has the leading heads.
+
+    Raises:
+        ValueError: a training without checkpoints, or whose files are gone or damaged; unusable tokens or numbers.
+
+    Example:
+        >>> import tempfile
+        >>> from dataclasses import replace
+        >>> from tl_posdisent import dynamics, preset, train
+        >>> small = preset("small")
+        >>> model, task = small.model("rope", "distance"), small.tasks["distance"]
+        >>> how = replace(small.training, n_train=256, n_test=100, checkpoints=(0, 2))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run = train(model, task, how, folder=folder, progress=False)
+        ...     table = dynamics(run, batches=2, batch_size=8, progress=False)
+        >>> table.groupby("step").size().to_dict()  # 3 layers of 4 heads
+        {0: 12, 2: 12}
+    """
+    if not isinstance(run, TrainRun):
+        raise ValueError(f"run must be a TrainRun, got {type(run).__name__}")
+    if not run.checkpoints:
+        raise ValueError("run must have checkpoints: train with TrainConfig(checkpoints=...) and a folder, got none")
+    tokens = long_texts(run.task, texts, seed) if tokens is None else tokens
+    tables = []
+    for step in tqdm(sorted(run.checkpoints), desc="checkpoints", disable=not progress):
+        model = run.at(step)
+        table = disentanglement(model, tokens, progress=False)
+        gradients = positional_gradients(
+            model, run.task, batches=batches, batch_size=batch_size, seed=seed, progress=False
+        )
+        table = table.merge(gradients, on=["layer", "head"], validate="one_to_one")
+        table.insert(0, "step", step)
+        tables.append(table)
+    return pd.concat(tables, ignore_index=True)
+
+
+def long_texts(task: Task, texts: int, seed: int = 0) -> Int[Tensor, "text pos"]:
+    """Texts of a task without padding: the longest of many, cut to the shortest of them.
+
+    Raises:
+        ValueError: ``texts`` below 1.
+
+    Example:
+        >>> from tl_posdisent import TriggerDistance
+        >>> from tl_posdisent.synthetic.dynamics import long_texts
+        >>> tokens = long_texts(TriggerDistance(), 4)
+        >>> bool((tokens != 0).all()), tokens.shape[1] > 100
+        (True, True)
+    """
+    whole("texts", texts, least=1)
+    tokens, _ = task.batch(texts * _DRAWN, torch.Generator().manual_seed(seed))
+    lengths = (tokens != task.pad_id).sum(-1)
+    longest = lengths.argsort(descending=True, stable=True)[:texts]
+    return tokens[longest, : int(lengths[longest].min())]

@@ -1,0 +1,1 @@
+"""The small transformer and its position encodings."""

@@ -1,0 +1,150 @@
+"""The shape of a small transformer, and which combinations make sense."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from tl_posdisent.utils.validation import check_integer
+
+EncodingName = Literal["none", "sinusoidal", "learned", "t5", "relative", "alibi", "rope", "absolute_rope", "mla"]
+"""How a model is told about positions; see ``encodings.py``."""
+ReadOut = Literal["mean", "last", "token"]
+KeysFrom = Literal["layer", "input"]
+
+_ROTATING = ("rope", "absolute_rope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticConfig:
+    """Everything that determines a ``SyntheticModel`` except its weights.
+
+    Attributes:
+        n_layers, d_model, n_heads, d_mlp: depth, width, heads, hidden units of each MLP.
+        d_vocab, n_ctx: token ids are 0 … d_vocab - 1; texts of at most n_ctx, longer where the encoding allows it.
+        n_out: classes of the read-out (``d_vocab`` for a language model).
+        d_head: coordinates of a query, key or value; default ``d_model / n_heads``.
+        encoding: ``"none"``, ``"sinusoidal"``, ``"learned"`` (absolute), ``"t5"``, ``"relative"`` (learned biases),
+            ``"alibi"``, ``"rope"``, ``"absolute_rope"`` (learned absolute and RoPE), ``"mla"`` (latent attention with
+            a decoupled rotary part).
+        rope_base: frequencies are ``rope_base ** (-2c / rotated coordinates)``.
+        rotary_heads: RoPE on the first so many heads of every layer only; default all.
+        t5_buckets, t5_max_distance: distances share so many biases, and all beyond that distance share one.
+        d_query_latent, d_key_latent: latent sizes of MLA; default ``d_model / 2`` and ``d_model / 4``.
+        d_rope: rotated coordinates of each MLA head, of its ``d_head``; default the even number at or below half.
+        causal: hide keys after the query.
+        read_out: logits from the mean over all tokens, from the last token, or from every token.
+        keys_from: keys and values read the layer's input (as usual), or the embedded text in every layer.
+        dropout: probability, on the embedded text and on what attention and MLP add.
+        pad_id: this token is padding: no key, not in the mean, never the last.
+
+    Raises:
+        ValueError: a value out of range or of the wrong type; combinations that do not exist.
+
+    Example:
+        >>> from tl_posdisent import SyntheticConfig
+        >>> config = SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, d_vocab=50, n_ctx=24, n_out=7)
+        >>> config.encoding, config.head_size
+        ('rope', 8)
+    """
+
+    n_layers: int
+    d_model: int
+    n_heads: int
+    d_mlp: int
+    d_vocab: int
+    n_ctx: int
+    n_out: int
+    d_head: int | None = None
+    encoding: EncodingName = "rope"
+    rope_base: float = 10000.0
+    rotary_heads: int | None = None
+    t5_buckets: int = 32
+    t5_max_distance: int = 128
+    d_query_latent: int | None = None
+    d_key_latent: int | None = None
+    d_rope: int | None = None
+    causal: bool = False
+    read_out: ReadOut = "mean"
+    keys_from: KeysFrom = "layer"
+    dropout: float = 0.0
+    pad_id: int | None = None
+
+    @property
+    def head_size(self) -> int:
+        """``d_head``, or what follows from the width."""
+        return self.d_head or self.d_model // self.n_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Coordinates of a head that are rotated; 0 without rotation."""
+        if self.encoding == "mla":
+            return self.d_rope or self.head_size // 4 * 2
+        return self.head_size if self.encoding in _ROTATING else 0
+
+    @property
+    def query_latent(self) -> int:
+        """Size of MLA's latent queries."""
+        return self.d_query_latent or max(1, self.d_model // 2)
+
+    @property
+    def key_latent(self) -> int:
+        """Size of MLA's latent that keys and values share."""
+        return self.d_key_latent or max(1, self.d_model // 4)
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("encoding", EncodingName), ("read_out", ReadOut), ("keys_from", KeysFrom)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
+        _check_integers(self)
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"causal must be True or False, got {self.causal!r}")
+        if not _is_number(self.rope_base) or not 0 < self.rope_base < math.inf:
+            raise ValueError(f"rope_base must be a finite number above 0, got {self.rope_base!r}")
+        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be a number from 0 to below 1, got {self.dropout!r}")
+        if self.d_head is None and self.d_model % self.n_heads:
+            raise ValueError(f"n_heads must divide d_model = {self.d_model} unless d_head is given, got {self.n_heads}")
+        self._check_positions()
+        if self.pad_id is not None and self.pad_id >= self.d_vocab:
+            raise ValueError(f"pad_id must be a token id below d_vocab = {self.d_vocab}, got {self.pad_id}")
+
+    def _check_positions(self) -> None:
+        if self.encoding == "mla":
+            if self.rotary_dim % 2 or not 0 < self.rotary_dim < self.head_size:
+                raise ValueError(
+                    f"d_rope must be even, above 0 and below d_head = {self.head_size}, got {self.rotary_dim}"
+                )
+        elif self.rotary_dim % 2:
+            raise ValueError(f"d_head must be even to be rotated in pairs, got {self.rotary_dim}")
+        if self.encoding == "sinusoidal" and self.d_model % 2:
+            raise ValueError(f"d_model must be even for sines and cosines, got {self.d_model}")
+        smallest = 2 if self.causal else 4
+        if self.encoding == "t5" and (self.t5_buckets < smallest or self.t5_buckets % smallest):
+            raise ValueError(f"t5_buckets must be a multiple of {smallest}, got {self.t5_buckets}")
+        exact = self.t5_buckets // smallest
+        if self.encoding == "t5" and self.t5_max_distance <= exact:
+            raise ValueError(f"t5_max_distance must be above {exact} with these buckets, got {self.t5_max_distance}")
+        for names, encodings in (
+            (("rotary_heads",), _ROTATING),
+            (("d_query_latent", "d_key_latent", "d_rope"), ("mla",)),
+        ):
+            for name in names:
+                if getattr(self, name) is not None and self.encoding not in encodings:
+                    raise ValueError(f"{name} must be left out with encoding={self.encoding!r}")
+        if self.rotary_heads is not None and self.rotary_heads > self.n_heads:
+            raise ValueError(f"rotary_heads must be at most n_heads = {self.n_heads}, got {self.rotary_heads}")
+
+
+def _check_integers(config: SyntheticConfig) -> None:
+    for field in fields(config):
+        value, kind = getattr(config, field.name), str(field.type)
+        if not kind.startswith("int") or (value is None and "None" in kind):
+            continue
+        least = 0 if field.name in ("rotary_heads", "pad_id") else 1
+        check_integer(field.name, value, least)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,136 @@
+"""A trained ``SyntheticModel`` as a HookedTransformer, where that class can express it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tl_posdisent.models.loading.convert import check_same_logits, quietly
+from tl_posdisent.models.loading.load import has_hooked
+
+from .transformer import SyntheticModel
+
+if TYPE_CHECKING:
+    from transformer_lens import HookedTransformer
+else:  # what a run-time type checker can know: TransformerLens 4 lacks it
+    HookedTransformer = torch.nn.Module
+
+_KINDS = {"none": "standard", "sinusoidal": "standard", "learned": "standard", "rope": "rotary", "alibi": "alibi"}
+
+
+def to_hooked_transformer(model: SyntheticModel) -> HookedTransformer:
+    """A HookedTransformer with the same weights and the same logits.
+
+    Causal models with a read-out of every token and no, sinusoidal, learned, rotary or ALiBi positions; no position
+    at all becomes a table of zeros. Padding is a token like others there, so texts without it compute the same.
+
+    Args:
+        model: read, not changed; device and dtype are kept.
+
+    Returns:
+        A HookedTransformer in evaluation mode, without a tokenizer.
+
+    Raises:
+        ValueError: a model that HookedTransformer cannot express, or a TransformerLens without that class.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent.models.loading.load import has_hooked
+        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, to_hooked_transformer
+        >>> config = SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, d_vocab=50, n_ctx=24, n_out=50,
+        ...                          causal=True, read_out="token")
+        >>> model, tokens = SyntheticModel(config), torch.arange(20)[None]
+        >>> not has_hooked() or bool(torch.allclose(to_hooked_transformer(model)(tokens), model(tokens), atol=1e-5))
+        True
+    """
+    _check_expressible(model)
+    from transformer_lens import HookedTransformer
+
+    with quietly():
+        hooked = HookedTransformer(_config(model))
+    hooked.load_state_dict(_state(model, hooked.state_dict()), strict=True)
+    if model.config.encoding == "alibi":
+        # HookedTransformer has other slopes unless there are 2, 4, 8 … heads. It reads this table from the last row
+        # on, so a text shorter than n_ctx finds a constant for each query in its scores, which no softmax sees.
+        bias = model.encoding.bias(model.config.n_ctx)
+        assert bias is not None
+        for block in hooked.blocks:
+            block.attn.alibi = bias[0].detach().tril()
+    hooked.eval()
+    _check_same(model, hooked)
+    return hooked
+
+
+def _check_expressible(model: SyntheticModel) -> None:
+    if not isinstance(model, SyntheticModel):
+        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+    c = model.config
+    if not has_hooked():
+        raise ValueError("the installed TransformerLens has no HookedTransformer, which left it with version 4")
+    rules = (
+        ("encoding", c.encoding in _KINDS, f"one of {tuple(_KINDS)}", c.encoding),
+        ("causal", c.causal, "True", c.causal),
+        ("read_out", c.read_out == "token", "'token'", c.read_out),
+        ("keys_from", c.keys_from == "layer", "'layer'", c.keys_from),
+        ("rotary_heads", c.rotary_heads in (None, c.n_heads), "None or all heads", c.rotary_heads),
+    )
+    for name, good, rule, value in rules:
+        if not good:
+            raise ValueError(f"{name} must be {rule} for HookedTransformer to express the model, got {value!r}")
+
+
+def _config(model: SyntheticModel) -> Any:
+    from transformer_lens import HookedTransformerConfig
+
+    c, weights = model.config, model.embed.W_E
+    rotary = {"rotary_dim": c.head_size, "rotary_base": c.rope_base, "rotary_adjacent_pairs": False}
+    return HookedTransformerConfig(
+        n_layers=c.n_layers,
+        d_model=c.d_model,
+        n_heads=c.n_heads,
+        d_head=c.head_size,
+        d_mlp=c.d_mlp,
+        d_vocab=c.d_vocab,
+        d_vocab_out=c.n_out,
+        n_ctx=c.n_ctx,
+        eps=model.cfg.eps,
+        act_fn="gelu",
+        normalization_type="LN",
+        positional_embedding_type=_KINDS[c.encoding],
+        init_weights=False,
+        device=str(weights.device),
+        dtype=weights.dtype,
+        **(rotary if c.encoding == "rope" else {}),
+    )
+
+
+@torch.no_grad()
+def _state(model: SyntheticModel, there: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our weights under HookedTransformer's names, and its own buffers."""
+    ours = {name: value for name, value in model.state_dict().items() if not name.startswith("encoding.")}
+    if "pos_embed.W_pos" in there:
+        positions = model.encoding.embed(model.config.n_ctx)
+        ours["pos_embed.W_pos"] = torch.zeros_like(there["pos_embed.W_pos"]) if positions is None else positions
+    for name, buffer in there.items():
+        last = name.rsplit(".", 1)[-1]
+        if last in ("rotary_cos", "rotary_sin"):  # ours are rounded once only
+            ours[name] = getattr(model.encoding, last)[: len(buffer)]
+        elif last in ("mask", "IGNORE"):
+            ours[name] = buffer
+    return ours
+
+
+@torch.no_grad()
+def _check_same(model: SyntheticModel, hooked: Any) -> None:
+    """No conversion is handed out untested."""
+    real = torch.tensor([t for t in range(min(model.config.d_vocab, 4096)) if t != model.config.pad_id])
+    picked = torch.randint(len(real), (2, min(model.config.n_ctx, 64)), generator=torch.Generator().manual_seed(0))
+    tokens = real[picked].to(model.embed.W_E.device)
+    training = model.training
+    try:
+        model.eval()
+        expected = model(tokens)
+    finally:
+        model.train(training)
+    check_same_logits(hooked(tokens), expected, what="the HookedTransformer made of the synthetic model")

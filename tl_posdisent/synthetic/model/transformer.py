@@ -1,0 +1,246 @@
+"""A small transformer that speaks TransformerLens, with any position encoding."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformer_lens import ActivationCache
+from transformer_lens.hook_points import HookPoint
+
+from tl_posdisent.models.forward import check_seed
+
+from .attention import causal_cells, hooked
+from .blocks import Block, LayerNorm, dropout
+from .config import SyntheticConfig
+from .encodings import make_encoding
+
+try:
+    from transformer_lens import HookedRootModule
+    from transformer_lens.config import TransformerLensConfig
+except ImportError:  # TransformerLens 2
+    from transformer_lens import HookedTransformerConfig as TransformerLensConfig
+    from transformer_lens.hook_points import HookedRootModule
+
+__all__ = ["SyntheticConfig", "SyntheticModel"]
+
+_KINDS = {"rope": "rotary", "absolute_rope": "rotary", "mla": "rotary", "alibi": "alibi", "none": "none"}
+_KINDS |= {"sinusoidal": "standard", "learned": "standard"}  # what TransformerLens calls them
+
+
+class Embed(nn.Module):
+    """A vector for every token."""
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__()
+        self.W_E = nn.Parameter(torch.empty(config.d_vocab, config.d_model))
+
+
+class Unembed(nn.Module):
+    """Logits of the classes."""
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__()
+        self.W_U = nn.Parameter(torch.empty(config.d_model, config.n_out))
+        self.b_U = nn.Parameter(torch.zeros(config.n_out))
+        self.hook_in, self.hook_out = HookPoint(), HookPoint()  # [batch, (pos,) d_model or n_out]
+
+    def forward(self, x: Float[Tensor, "*lead d_model"]) -> Float[Tensor, "*lead n_out"]:
+        logits: Tensor = self.hook_out(self.hook_in(x) @ self.W_U + self.b_U)
+        return logits
+
+
+class SyntheticModel(HookedRootModule):  # type: ignore[misc]
+    """A pre-norm transformer whose hooks and parameters have HookedTransformer's names and shapes.
+
+    All tools of this package work on it, and so do ``run_with_cache``, ``run_with_hooks`` and ``hooks`` of
+    TransformerLens. Attention is fused (``scaled_dot_product_attention``) unless a hook hangs at a layer's
+    ``hook_attn_scores`` or ``hook_pattern``; both ways agree to rounding.
+
+    Args:
+        config: its shape.
+        seed: of the weights; the global random state is left as it was.
+
+    Attributes:
+        config: as given.
+        cfg: the same in TransformerLens's words, with ``use_attn_result`` as a switch: ``hook_result`` fires only
+            while it is on.
+        encoding: what knows about positions, shared by all layers.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import SyntheticConfig, SyntheticModel
+        >>> config = SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, d_vocab=50, n_ctx=24, n_out=7)
+        >>> model, tokens = SyntheticModel(config, seed=1), torch.arange(40).view(2, 20)
+        >>> logits, cache = model.run_with_cache(tokens)
+        >>> logits.shape, cache["pattern", 1].shape
+        (torch.Size([2, 7]), torch.Size([2, 4, 20, 20]))
+    """
+
+    def __init__(self, config: SyntheticConfig, seed: int = 0) -> None:
+        super().__init__()
+        if not isinstance(config, SyntheticConfig):
+            raise ValueError(f"config must be a SyntheticConfig, got {type(config).__name__}")
+        check_seed(seed)
+        self.config, self.cfg = config, _transformer_lens_config(config, seed)
+        self.embed, self.unembed = Embed(config), Unembed(config)
+        self.hook_embed = HookPoint()  # [batch, pos, d_model]
+        self.encoding = make_encoding(config)
+        if self.encoding.embeds:
+            self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
+        self.blocks = nn.ModuleList(Block(config, self.encoding, self.cfg) for _ in range(config.n_layers))
+        self.ln_final = LayerNorm(config.d_model, self.cfg.eps)
+        self._initialise(torch.Generator().manual_seed(seed))
+        self.setup()
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        """Vectors of tokens and positions N(0, 1), matrices N(0, 1/inputs), smaller where they add to the stream."""
+        for name, parameter in self.named_parameters():
+            last = name.rsplit(".", 1)[-1]
+            if not last.startswith("W_") or last == "W_pos":
+                continue
+            inputs = parameter.shape[:2].numel() if last == "W_O" else parameter.shape[-2]
+            size = 1.0 if last == "W_E" else inputs**-0.5
+            if last in ("W_O", "W_out"):
+                size *= (2 * self.config.n_layers) ** -0.5
+            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+        self.encoding.initialise(generator)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        *,
+        return_type: Literal["logits"] = "logits",
+        stop_at_layer: int | None = None,
+        checked: bool = False,
+    ) -> Tensor:
+        """Logits of a batch of texts.
+
+        Args:
+            tokens: ids ``[batch, pos]`` (or ``[pos]``, one text).
+            return_type: as in HookedTransformer.
+            stop_at_layer: give the residual stream ``[batch, pos, d_model]`` before this layer instead.
+            checked: the ids are known to be in the vocabulary; saves a wait for the GPU.
+
+        Returns:
+            ``[batch, n_out]``, or ``[batch, pos, n_out]`` with ``read_out="token"``.
+
+        Raises:
+            ValueError: no such ids; a text longer than the encoding knows.
+        """
+        if return_type != "logits":
+            raise ValueError(f'return_type must be "logits", got {return_type!r}')
+        tokens = self._checked(tokens, values=not checked)
+        real = None if self.config.pad_id is None else tokens != self.config.pad_id
+        masks = self._masks(real, tokens.shape[1], tokens.device)
+        x, source = self._embedded(tokens), None
+        blocks: Any = self.blocks if stop_at_layer is None else self.blocks[:stop_at_layer]
+        for block, mask in zip(blocks, masks, strict=False):
+            x = block.hook_resid_pre(x)
+            if source is None and self.config.keys_from == "input":
+                source = x
+            x = block(x, source, mask)
+        return x if stop_at_layer is not None else self._read_out(self.ln_final(x), real)
+
+    def _checked(self, tokens: Tensor, *, values: bool) -> Int[Tensor, "batch pos"]:
+        if tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.is_floating_point() or tokens.dtype == torch.bool:
+            raise ValueError(
+                f"tokens must be integers of shape (batch, pos), got {tokens.dtype} of shape {tuple(tokens.shape)}"
+            )
+        longest = self.encoding.longest
+        if longest is not None and tokens.shape[-1] > longest:
+            raise ValueError(
+                f"tokens must be at most n_ctx = {longest} long with encoding={self.config.encoding!r}, "
+                f"got {tokens.shape[-1]}"
+            )
+        if values:
+            least, most = (int(x) for x in tokens.aminmax())
+            if least < 0 or most >= self.config.d_vocab:
+                raise ValueError(f"tokens must be ids from 0 to {self.config.d_vocab - 1}, got {least} … {most}")
+        return tokens if tokens.ndim == 2 else tokens[None]
+
+    def _masks(self, real: Tensor | None, length: int, device: torch.device) -> list[Tensor | None]:
+        """Each layer's mask, made once where the layers agree: at full size it is as large as all of the scores."""
+        causal, bias = self.config.causal, self.encoding.bias(length)
+        visible = None if real is None else visible_keys(real, causal=causal)
+        if bias is None:
+            return [visible] * self.config.n_layers
+        if visible is None and causal:
+            visible = causal_cells(length, device)
+        masks = [one if visible is None else torch.where(visible, one, -torch.inf) for one in bias[:, None]]
+        return masks * (self.config.n_layers // len(masks))
+
+    def _embedded(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
+        x: Tensor = self.hook_embed(F.embedding(tokens, self.embed.W_E))
+        positions = self.encoding.embed(tokens.shape[1])
+        if positions is not None:
+            positions = positions.to(x.dtype)
+            x = x + (self.hook_pos_embed(positions.expand_as(x)) if hooked(self.hook_pos_embed) else positions)
+        return dropout(x, self.config.dropout, self.training)
+
+    def _read_out(self, x: Float[Tensor, "batch pos d_model"], real: Bool[Tensor, "batch pos"] | None) -> Tensor:
+        if self.config.read_out == "mean":
+            x = x.mean(1) if real is None else _mean_where(x, real)
+        elif self.config.read_out == "last":
+            x = x[:, -1] if real is None else x[torch.arange(len(x), device=x.device), _last_where(real)]
+        logits: Tensor = self.unembed(x)
+        return logits
+
+    def run_with_cache(
+        self, *args: Any, return_cache_object: bool = True, remove_batch_dim: bool = False, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        """As in HookedTransformer: the output, and an ``ActivationCache`` (or a dict) of what fired."""
+        out, cache = super().run_with_cache(*args, remove_batch_dim=remove_batch_dim, **kwargs)
+        return out, ActivationCache(cache, self, has_batch_dim=not remove_batch_dim) if return_cache_object else cache
+
+    def _apply(self, fn: Any, recurse: bool = True) -> SyntheticModel:
+        super()._apply(fn, recurse)  # TransformerLens's own tools ask the configuration where the model is
+        self.cfg.device = str(self.embed.W_E.device)
+        return self
+
+    def set_use_attn_result(self, use_attn_result: bool) -> None:
+        """Whether ``hook_result`` fires: each head's own part of what attention adds."""
+        self.cfg.use_attn_result = use_attn_result
+
+
+def visible_keys(real: Bool[Tensor, "batch pos"], *, causal: bool) -> Bool[Tensor, "batch 1 query_or_1 pos"]:
+    """Where a query sees a key if padding is hidden; in a text's leading padding, where it would see nothing, all
+    that lies before."""
+    if not causal:
+        return (real | ~real.any(1, keepdim=True))[:, None, None]
+    leading = real.cumsum(1) == 0
+    past = causal_cells(real.shape[1], real.device)
+    return (past & (real[:, None] | leading[:, :, None]))[:, None]
+
+
+def _mean_where(x: Float[Tensor, "batch pos d_model"], real: Bool[Tensor, "batch pos"]) -> Tensor:
+    weights = real.to(x.dtype) / real.sum(1, keepdim=True).clamp_min(1)
+    return (weights[:, None] @ x)[:, 0]
+
+
+def _last_where(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch"]:
+    """The last true place of each row (the last of all if none is)."""
+    return real.shape[1] - 1 - real.flip(1).int().argmax(1) * real.any(1)
+
+
+def _transformer_lens_config(config: SyntheticConfig, seed: int) -> TransformerLensConfig:
+    cfg = TransformerLensConfig(
+        d_model=config.d_model,
+        d_head=config.head_size,
+        n_layers=config.n_layers,
+        n_ctx=config.n_ctx,
+        n_heads=config.n_heads,
+        d_mlp=config.d_mlp,
+        d_vocab=config.d_vocab,
+        device="cpu",
+        positional_embedding_type=_KINDS.get(config.encoding, "relative_positional_bias"),
+        act_fn="gelu",
+    )
+    more = {"pad_id": config.pad_id, "seed": seed, "attention_dir": "causal" if config.causal else "bidirectional"}
+    for name, value in more.items():
+        setattr(cfg, name, value)
+    return cfg

@@ -1,0 +1,128 @@
+"""Weights, and all that a training needs to go on, in safetensors: tensors, and JSON beside them; nothing is run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from tl_posdisent.models.loading.devices import check_device
+from tl_posdisent.synthetic.model.config import SyntheticConfig
+from tl_posdisent.synthetic.model.transformer import SyntheticModel
+from tl_posdisent.utils.files import whole_file
+
+WEIGHTS, FIRST, SECOND = "weights", "first_moment", "second_moment"
+
+
+def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
+    """Write the weights and the configuration.
+
+    The file appears whole or not at all: it is written beside its place and then moved.
+
+    Args:
+        model: any ``SyntheticModel``.
+        path: where; folders are made, a file there is replaced.
+        notes: kept beside them, for whoever reads the file: whatever JSON can hold.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: another model; notes that JSON cannot hold.
+        OSError: the file cannot be written. What was there before still is.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, load_checkpoint, save_checkpoint
+        >>> config = SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, d_vocab=9, n_ctx=8, n_out=3)
+        >>> model, tokens = SyntheticModel(config, seed=1), torch.arange(8)[None]
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     again = load_checkpoint(save_checkpoint(model, f"{folder}/model.safetensors"))
+        >>> torch.equal(model(tokens), again(tokens))
+        True
+    """
+    if not isinstance(model, SyntheticModel):
+        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+    return write(path, {WEIGHTS: model.state_dict()}, {**(notes or {}), "model": dataclasses.asdict(model.config)})
+
+
+def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> SyntheticModel:
+    """The model that ``save_checkpoint`` or ``train`` wrote, in evaluation mode.
+
+    Raises:
+        ValueError: no such file; a file that is damaged, cut short, or no checkpoint; weights of another shape than
+            the configuration beside them; a device that is not there.
+
+    Example:
+        >>> from tl_posdisent import load_checkpoint
+        >>> load_checkpoint("nowhere.safetensors")
+        Traceback (most recent call last):
+        ValueError: path must be a checkpoint, but nowhere.safetensors does not exist
+    """
+    device = check_device(device) or "cpu"
+    tensors, notes = read(path)
+    try:
+        model = SyntheticModel(SyntheticConfig(**notes["model"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"path must be a checkpoint of a SyntheticModel, got {path}: {error!r}") from error
+    put(model, tensors.get(WEIGHTS, {}), path)
+    model.to(device).eval()
+    return model
+
+
+def put(model: SyntheticModel, weights: Mapping[str, Tensor], path: str | Path) -> None:
+    """Load weights into a model, or refuse and leave it as it was."""
+    check_shapes(WEIGHTS, weights, model.state_dict(), path)
+    model.load_state_dict(weights)
+
+
+def check_shapes(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: str | Path) -> None:
+    """Refuse tensors of other names or shapes."""
+    for name in [*wanted, *found]:
+        shapes = [tuple(group[name].shape) if name in group else "none" for group in (wanted, found)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{what} in {path} must fit the model: {name} must be {shapes[0]}, got {shapes[1]}")
+
+
+def write(path: str | Path, groups: Mapping[str, Mapping[str, Tensor]], notes: Mapping[str, Any]) -> Path:
+    """Groups of named tensors and notes into one file, whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {f"{g}/{name}": x.detach().cpu().clone() for g, group in groups.items() for name, x in group.items()}
+    try:
+        metadata = {"notes": json.dumps(notes)}
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"notes must be what JSON can hold: {error}") from error
+    content = save(tensors, metadata=metadata)
+    with whole_file(path) as file:
+        file.write(content)
+    return path
+
+
+def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """What ``write`` wrote.
+
+    Raises:
+        ValueError: no such file, or another one, or one cut short.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"path must be a checkpoint, but {path} does not exist")
+    groups: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            notes = json.loads((file.metadata() or {})["notes"])
+            for key in file.keys():  # noqa: SIM118 - no dict
+                group, _, name = key.partition("/")
+                groups.setdefault(group, {})[name] = file.get_tensor(key)
+        if not isinstance(notes, dict):
+            raise ValueError(f"its notes are a {type(notes).__name__}")
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise ValueError(f"path must be a whole checkpoint, but {path} cannot be read: {error}") from error
+    return groups, notes

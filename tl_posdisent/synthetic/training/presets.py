@@ -1,0 +1,220 @@
+"""Tasks, models and trainings that go together: a laptop's, and the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+
+from tl_posdisent.synthetic.model.transformer import SyntheticConfig, SyntheticModel
+from tl_posdisent.synthetic.tasks.sampling import Task
+from tl_posdisent.synthetic.tasks.triggers import TriggerCount, TriggerDistance
+
+from .runs import TrainConfig, TrainRun
+from .train import train
+
+Key = tuple[str, str, int]
+"""Encoding, task, seed."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What is trained on what, and how.
+
+    Attributes:
+        name: ``"small"`` or ``"paper"``, for one of the package's.
+        tasks: name → task.
+        encodings: those that are compared.
+        shape: what all models have in common, as arguments of ``SyntheticConfig``.
+        training: how to train, on every task.
+        per_task: task → changes of that.
+
+    Raises:
+        ValueError: a task whose name could be no folder's: each training gets one that is named after it.
+
+    Example:
+        >>> from tl_posdisent import preset
+        >>> small = preset("small")
+        >>> list(small.tasks), small.encodings
+        (['distance', 'count'], ('rope', 'alibi', 'none', 'learned', 'mla'))
+        >>> small.model("rope", "distance", seed=1, rotary_heads=1).config.rotary_heads
+        1
+    """
+
+    name: str
+    tasks: Mapping[str, Task]
+    encodings: tuple[str, ...]
+    shape: Mapping[str, Any]
+    training: TrainConfig
+    per_task: Mapping[str, Mapping[str, Any]]
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if not isinstance(task, str) or not task.isprintable() or not task.strip(". ") or {*task} & {*"/\\:"}:
+                raise ValueError(f"tasks must have names that can be a folder's, without / and the like, got {task!r}")
+
+    def config(self, encoding: str, task: str, **changed: Any) -> SyntheticConfig:
+        """The shape of a model; ``changed`` are other arguments of ``SyntheticConfig``.
+
+        Raises:
+            ValueError: no such task or encoding; a shape that does not exist.
+        """
+        of = self._task(task)
+        sizes = {"d_vocab": of.d_vocab, "n_ctx": of.n_ctx, "n_out": of.n_out, "pad_id": of.pad_id}
+        return SyntheticConfig(**{**self.shape, **sizes, "encoding": encoding, **changed})
+
+    def model(self, encoding: str, task: str, seed: int = 0, **changed: Any) -> SyntheticModel:
+        """A model that has learned nothing yet."""
+        return SyntheticModel(self.config(encoding, task, **changed), seed=seed)
+
+    def train_config(self, task: str, seed: int = 0, **changed: Any) -> TrainConfig:
+        """How to train on a task; ``changed`` are other fields of ``TrainConfig``."""
+        self._task(task)
+        return replace(self.training, **{**self.per_task.get(task, {}), "seed": seed, **changed})
+
+    def _task(self, name: str) -> Task:
+        if name not in self.tasks:
+            raise ValueError(f"task must be one of {list(self.tasks)}, got {name!r}")
+        return self.tasks[name]
+
+
+SMALL = Preset(
+    name="small",
+    tasks={
+        "distance": TriggerDistance(d_vocab=32, max_gap=16, max_side=8, n_ctx=34),
+        "count": TriggerCount(d_vocab=32, n_triggers=4, max_count=16, min_length=24, max_length=32, n_ctx=32),
+    },
+    encodings=("rope", "alibi", "none", "learned", "mla"),
+    # Wavelengths from 6 to 353 positions: with the usual base half would be above 600, in texts of 34 tokens.
+    shape={"n_layers": 3, "d_model": 64, "n_heads": 4, "d_mlp": 128, "rope_base": 100.0},
+    training=TrainConfig(
+        epochs=1, batch_size=128, lr=1e-3, betas=(0.9, 0.98), n_train=38_400, n_test=4_000, log_every=50, pieces=2
+    ),
+    per_task={},
+)
+
+PAPER = Preset(
+    name="paper",
+    tasks={"distance": TriggerDistance(), "count": TriggerCount()},
+    encodings=("rope", "mla", "learned", "none", "alibi"),
+    shape={"n_layers": 6, "d_model": 256, "n_heads": 16, "d_mlp": 512, "dropout": 0.1, "keys_from": "input"},
+    training=TrainConfig(test_every=1_360),
+    per_task={"count": {"n_train": 35_000, "n_test": 15_000, "test_every": 680}},
+)
+
+
+def preset(name: Literal["small", "paper"]) -> Preset:
+    """The sizes of a laptop, or those of the paper.
+
+    ``"small"``: texts of at most 34 tokens from a vocabulary of 32, 16 distances, 0–16 triggers of 4 kinds; 3 layers,
+    d_model 64, 4 heads; ten trainings take some minutes on two cores. ``"paper"``: sizes of [B] as section 2.5 of the
+    design has them; its models read keys and values from the embedded input, as the authors' do. For a GPU.
+
+    Raises:
+        ValueError: another name.
+
+    Example:
+        >>> from tl_posdisent import preset
+        >>> paper = preset("paper")
+        >>> paper.config("rope", "distance").n_out, paper.train_config("count").n_train
+        (70, 35000)
+    """
+    presets = {"small": SMALL, "paper": PAPER}
+    if not isinstance(name, str) or name not in presets:
+        raise ValueError(f'name must be "small" or "paper", got {name!r}')
+    return presets[name]
+
+
+def train_preset(
+    preset: Preset,
+    *,
+    encodings: Iterable[str] | None = None,
+    tasks: Iterable[str] | None = None,
+    seeds: Iterable[int] = (0,),
+    folder: str | Path | None = None,
+    device: str = "cpu",
+    progress: bool = True,
+    **changed: Any,
+) -> dict[Key, TrainRun]:
+    """Train every encoding on every task from every seed, one after the other.
+
+    Args:
+        preset: from ``preset``, or one of your own.
+        encodings: default all of the preset's; any that ``SyntheticConfig`` knows.
+        tasks: names, default all of the preset's.
+        seeds: of the weights, the order of samples and dropout; the samples are those of ``split_seed``.
+        folder: keep each training in a folder of its own there; one that was stopped is taken up again.
+        device: where to train.
+        progress: show a bar per training.
+        changed: other arguments of ``SyntheticConfig`` for all models, ``rotary_heads=1`` for instance.
+
+    Returns:
+        (encoding, task, seed) → ``TrainRun``; ``accuracies`` makes a table of them.
+
+    Raises:
+        ValueError: as ``Preset.config`` and ``train``.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> from tl_posdisent import accuracies, preset, train_preset
+        >>> small = preset("small")
+        >>> short = replace(small, training=replace(small.training, n_train=1280, n_test=100))
+        >>> runs = train_preset(short, encodings=["rope", "none"], tasks=["count"], progress=False)
+        >>> accuracies(runs)[["encoding", "task", "seed", "steps"]]
+          encoding   task  seed  steps
+        0     rope  count     0     10
+        1     none  count     0     10
+    """
+    names, chosen = chosen_of(preset, tasks, encodings)
+    jobs = [(encoding, task, seed) for seed in seeds for task in names for encoding in chosen]
+    plans = [
+        (preset.config(encoding, task, **changed), preset.train_config(task, seed)) for encoding, task, seed in jobs
+    ]
+    runs: dict[Key, TrainRun] = {}
+    for (encoding, task, seed), (config, how) in zip(jobs, plans, strict=True):
+        own = None if folder is None else Path(folder) / f"{task}-{encoding}-seed{seed}"
+        model = SyntheticModel(config, seed=seed).to(device)
+        runs[encoding, task, seed] = train(
+            model, preset.tasks[task], how, folder=own, resume=own is not None, progress=progress
+        )
+    return runs
+
+
+def chosen_of(preset: Preset, tasks: Any, encodings: Any) -> tuple[list[str], list[str]]:
+    """Tasks and encodings that were asked for, by default all of the preset's."""
+    if not isinstance(preset, Preset):
+        raise ValueError(f"preset must be a Preset (preset('small') makes one), got {type(preset).__name__}")
+    for name, given in (("tasks", tasks), ("encodings", encodings)):
+        if given is not None and (isinstance(given, (str, bytes)) or not isinstance(given, Iterable)):
+            raise ValueError(f"{name} must be a sequence of names, got {given!r}")
+    names = preset.tasks if tasks is None else tasks
+    return list(names), list(preset.encodings if encodings is None else encodings)
+
+
+def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
+    """One row per training: ``encoding``, ``task``, ``seed``, ``accuracy`` (on the test samples), ``chance`` (of the
+    best constant guess where labels are uniform, as in all tasks here), ``steps``, ``samples``, ``seconds``.
+
+    Example:
+        >>> from tl_posdisent import accuracies
+        >>> accuracies({}).columns.tolist()
+        ['encoding', 'task', 'seed', 'accuracy', 'chance', 'steps', 'samples', 'seconds']
+    """
+    if not isinstance(runs, Mapping):
+        raise ValueError(f"runs must be what train_preset returns, got {type(runs).__name__}")
+    columns = ["encoding", "task", "seed", "accuracy", "chance", "steps", "samples", "seconds"]
+    rows = [
+        (
+            *key,
+            run.test_accuracy,
+            1 / run.task.n_out,
+            run.steps,
+            run.steps * run.config.batch_size,
+            float(run.metrics["seconds"].iloc[-1]),
+        )
+        for key, run in runs.items()
+    ]
+    return pd.DataFrame(rows, columns=columns)

@@ -1,0 +1,195 @@
+"""What a training is asked for, and what it leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pandas as pd
+import torch
+
+from tl_posdisent.synthetic.model.transformer import SyntheticModel
+from tl_posdisent.synthetic.tasks.sampling import Split, Task, whole
+
+from .checkpoints import load_checkpoint
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How to train. The defaults are those of the paper ([B], section 2.5 of the design).
+
+    AdamW, whose learning rate grows linearly from nothing to ``lr`` over the first ``warmup`` of all steps and falls
+    back to nothing along half a cosine. An epoch goes through the training samples in a new order and leaves out the
+    last ones that fill no batch.
+
+    Attributes:
+        epochs: times that every sample is seen.
+        batch_size: samples per step.
+        lr: peak learning rate.
+        betas: AdamW's, each from 0 to 1 (not included).
+        weight_decay: AdamW's, 0 or more.
+        warmup: share of the steps, from 0 to 1.
+        clip: greatest norm of the gradient, above 0; None lets it be.
+        n_train: samples to train on.
+        n_test: samples to test with; no sample is in both.
+        seed: order of the samples, and dropout; not the model's first weights, which it brings.
+        split_seed: which samples.
+        log_every: steps per row of metrics.
+        test_every: steps between measurements on the test samples; None for the end alone.
+        checkpoints: after these steps the weights are kept; 0 is before the first.
+        precision: ``"bfloat16"`` is autocast, with weights in float32 (on a CPU the fused attention too): faster for
+            wide models also on a CPU that multiplies bfloat16 itself (AVX512-BF16, AMX). ``"auto"`` is that on a GPU,
+            and ``"float32"`` on a CPU.
+        compile: run the model through ``torch.compile``.
+        pieces: a batch is sorted by length and cut into so many pieces, each as long as its longest text, so that less
+            padding is computed. Gradients are the same up to rounding. None: 4 on a CPU, 1 on a GPU.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Example:
+        >>> from tl_posdisent import TrainConfig
+        >>> TrainConfig(epochs=2, batch_size=10, n_train=105).steps
+        20
+    """
+
+    epochs: int = 100
+    batch_size: int = 512
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.98, 0.9)
+    weight_decay: float = 1e-5
+    warmup: float = 0.06
+    clip: float | None = 1.0
+    n_train: int = 70_000
+    n_test: int = 30_000
+    seed: int = 0
+    split_seed: int = 0
+    log_every: int = 50
+    test_every: int | None = None
+    checkpoints: tuple[int, ...] = ()
+    precision: Precision = "auto"
+    compile: bool = False
+    pieces: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole training."""
+        return self.epochs * (self.n_train // self.batch_size)
+
+    def learning_rate(self, step: int) -> float:
+        """During step 0, 1, … ``steps - 1``."""
+        warm = round(self.warmup * self.steps)
+        if step < warm:
+            return self.lr * (step + 1) / warm
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (self.steps - warm)))
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "n_test", "log_every"):
+            whole(name, getattr(self, name), least=1)
+        for name in ("test_every", "pieces"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), least=1)
+        whole("n_train", self.n_train, least=self.batch_size, why="one batch")
+        for name in ("seed", "split_seed"):
+            whole(name, getattr(self, name), least=0, most=2**32 - 1)
+        for name, what in (("betas", "two numbers from 0 to 1 (not included)"), ("checkpoints", "whole numbers")):
+            if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
+                raise ValueError(f"{name} must be {what}, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("lr", "weight_decay", "warmup", "clip"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and not (name == "clip" and value is None):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+        for step in self.checkpoints:
+            whole("checkpoints", step, least=0, most=self.steps, why="a step of this training")
+        object.__setattr__(self, "checkpoints", tuple(sorted(set(self.checkpoints))))
+        number("lr", self.lr, 0 < self.lr < math.inf, "a finite number above 0")
+        number("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a finite number, 0 or more")
+        number("warmup", self.warmup, 0 <= self.warmup <= 1, "a number from 0 to 1")
+        for beta in self.betas:
+            number("betas", beta, 0 <= beta < 1 and len(self.betas) == 2, "two numbers from 0 to 1 (not included)")
+        if self.clip is not None:
+            number("clip", self.clip, self.clip > 0, "a number above 0, or None")
+        if self.precision not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f'precision must be "auto", "float32" or "bfloat16", got {self.precision!r}')
+
+
+def number(name: str, value: float, good: bool, rule: str) -> None:
+    """Refuse what the rule does not allow."""
+    if isinstance(value, bool) or not good:
+        raise ValueError(f"{name} must be {rule}, got {value!r}")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainRun:
+    """A training, finished or stopped.
+
+    Attributes:
+        model: as it is after the last step, in evaluation mode.
+        task: what it was trained on.
+        config: how.
+        metrics: one row per ``log_every`` steps and wherever the test samples were measured: ``step`` (done so far),
+            ``samples`` (seen so far), ``lr``; ``loss`` (nats) and ``accuracy`` in training since the row before, with
+            dropout; ``grad_norm`` before clipping, mean over the same steps; ``test_loss`` and ``test_accuracy``, NaN
+            where not measured; ``seconds`` since the beginning, interruptions left out.
+        checkpoints: step → file of the weights then.
+
+    Example:
+        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, train
+        >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
+        >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
+        >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, **shape))
+        >>> config = TrainConfig(epochs=1, batch_size=32, n_train=320, n_test=100, lr=1e-2)
+        >>> train(model, task, config, progress=False).metrics["step"].tolist()
+        [10]
+    """
+
+    model: SyntheticModel
+    task: Task
+    config: TrainConfig
+    metrics: pd.DataFrame
+    checkpoints: dict[int, Path] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return int(self.metrics["step"].iloc[-1]) if len(self.metrics) else 0
+
+    @property
+    def test_accuracy(self) -> float:
+        """When last measured; NaN if never."""
+        measured = self.metrics["test_accuracy"].dropna()
+        return float(measured.iloc[-1]) if len(measured) else math.nan
+
+    def split(self, device: str | torch.device | None = None) -> Split:
+        """The samples that it was trained on and tested with."""
+        return self.task.split(self.config.n_train, self.config.n_test, self.config.split_seed, device=device)
+
+    def at(self, step: int) -> SyntheticModel:
+        """The model as it was after a step, from its checkpoint; a new model each time, on the CPU.
+
+        Raises:
+            ValueError: no checkpoint of that step; a file that is damaged.
+        """
+        if step not in self.checkpoints:
+            raise ValueError(f"step must be one of the checkpoints {sorted(self.checkpoints)}, got {step!r}")
+        return load_checkpoint(self.checkpoints[step])
+
+    def to_frame(self) -> pd.DataFrame:
+        """A copy of the metrics."""
+        return self.metrics.copy()
+
+    def __repr__(self) -> str:
+        last = self.metrics.iloc[-1] if len(self.metrics) else {"loss": math.nan, "accuracy": math.nan, "seconds": 0.0}
+        encoding = self.model.config.encoding
+        kept = f", {len(self.checkpoints)} checkpoints" if self.checkpoints else ""
+        return (
+            f"TrainRun of {encoding} on {self.task}: {self.steps} of {self.config.steps} steps\n"
+            f"  test accuracy {self.test_accuracy:.4f}; in training {last['accuracy']:.4f}, loss {last['loss']:.4g}; "
+            f"{last['seconds']:.0f} s{kept}"
+        )

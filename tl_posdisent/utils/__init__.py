@@ -1,0 +1,1 @@
+"""Validation, files and table columns that every room uses."""

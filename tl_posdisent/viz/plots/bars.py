@@ -1,0 +1,171 @@
+"""Bars: whose variance it is, which head holds most, what is lost with which part."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from tl_posdisent.rope.variance_decomposition import EFFECTS
+
+from .heatmaps import head_axis, head_names, head_ticks
+from .palette import BLUE, GREEN, GREY, ORANGE, PINK, SKY, VERMILION, YELLOW, title_of
+from .table_checks import check_table, head_index, mean_over_texts
+
+_EFFECT_COLOURS = dict(zip(EFFECTS, (BLUE, GREEN, ORANGE, SKY, VERMILION, YELLOW, PINK), strict=True))
+_PUT_IN_COLOURS = {"fit": BLUE, "shuffled fit": ORANGE, "zero": GREY}
+
+
+def plot_shares(table: pd.DataFrame) -> go.Figure:
+    """Whose variance are the scores of each head? Seven shares, one on top of the other, 1 together.
+
+    Args:
+        table: of ``controlled_distance``, or ``to_frame`` of ``VarianceShares``: one row per head with a column for
+            each of ``EFFECTS``.
+
+    Returns:
+        A figure with a bar for each head. Interactions of the distance, which break additivity, stand on top.
+
+    Raises:
+        ValueError: a table without these columns or without rows; several rows for a head.
+
+    Example:
+        >>> from tl_posdisent import controlled_distance, demo_tokens, load_demo_model, plot_shares
+        >>> table = controlled_distance(load_demo_model(), demo_tokens(length=64), progress=False)
+        >>> figure = plot_shares(table)
+        >>> round(float(sum(bar.y[9] for bar in figure.data)), 9)  # layer 1, head 1
+        1.0
+    """
+    table = check_table(table, ["head"], EFFECTS, "controlled_distance")
+    means = mean_over_texts(table, head_index(table), EFFECTS)
+    x = head_axis(means)
+    order = sorted(EFFECTS, key=lambda effect: "distance:" in effect)
+    figure = go.Figure(
+        [
+            go.Bar(
+                x=x,
+                y=means[effect].to_numpy(),
+                name=effect.replace(":", " × "),
+                marker={"color": _EFFECT_COLOURS[effect], "line": {"width": 0}},
+                customdata=head_names(means),
+                hovertemplate="%{customdata}: %{y:.3f}",
+            )
+            for effect in order
+        ]
+    )
+    figure.update_layout(barmode="relative", bargap=0.1, legend={"traceorder": "reversed"})
+    figure.update_xaxes(**head_ticks(means))
+    return figure.update_yaxes(title="share of the variance of the scores")
+
+
+def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"]) -> go.Figure:
+    """How much worse is the model without each head? Is it one head, in an early layer, that holds it all?
+
+    In models with RoPE that are trained on a position-sensitive task, nearly all positional work is done by one head of
+    the first layer, the *deposit* of arXiv 2505.13027.
+
+    Args:
+        table: of ``head_ablation``.
+        better: which values of its metric are better: ``"lower"``, as of a loss, or ``"higher"``, as of an accuracy.
+
+    Returns:
+        A figure with a bar for each head: by how much the metric is worse without it, in the units of the metric. A
+        bar below 0 is a head without which the model does better. The head that is missed most is named.
+
+    Raises:
+        ValueError: a table without ``layer``, ``head`` and ``effect``, or without rows; several rows for a head; an
+            unknown option.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model, plot_deposit
+        >>> table = head_ablation(load_demo_model(), demo_tokens(length=64), layers=[4], progress=False)
+        >>> figure = plot_deposit(table, better="lower")
+        >>> bool(figure.data[0].y[5] == table["effect"][5])
+        True
+        >>> figure.layout.annotations[0].text == f"layer 4, head {table['effect'].argmax()}"
+        True
+    """
+    if better not in ("lower", "higher"):
+        raise ValueError(f'better must be "lower" or "higher", got {better!r}')
+    table = check_table(table, ["layer", "head"], ["effect"], "head_ablation")
+    means = mean_over_texts(table, ["layer", "head"], ["effect"])
+    worse = means["effect"] if better == "lower" else -means["effect"]
+    most, names, x = int(worse.argmax()), head_names(means), head_axis(means)
+    colours = [VERMILION if n == most else BLUE for n in range(len(worse))]
+    bars = go.Bar(x=x, y=worse.to_numpy(), marker={"color": colours, "line": {"width": 0}}, name="")
+    figure = go.Figure(bars.update(customdata=names, hovertemplate="%{customdata}: %{y:.4g}"))
+    figure.add_annotation(x=most, y=max(worse[most], 0), text=names[most], showarrow=False, yanchor="bottom")
+    figure.update_xaxes(**head_ticks(means))
+    return figure.update_yaxes(title="how much worse without the head")
+
+
+def plot_substitution(
+    table: pd.DataFrame,
+    measure: Literal["change", "kl", "loss"] = "change",
+    *,
+    scope: Literal["all", "layer"] = "all",
+) -> go.Figure:
+    """What does the model lose when its scores are replaced by some of their parts?
+
+    Args:
+        table: of ``additive_substitution``.
+        measure: the column to draw: ``"change"``, the loss beyond that of the untouched model, ``"kl"`` or
+            ``"loss"``, all in nats per token.
+        scope: ``"all"``, everything replaced at once, with a bar for each subset of the parts and for the controls,
+            the worst on top; or ``"layer"``, one layer at a time, the additive fit beside the controls.
+
+    Returns:
+        A figure.
+
+    Raises:
+        ValueError: a table without ``scope``, ``layer``, ``put_in``, ``keep`` and ``measure``, or without rows of that
+            scope; an unknown option.
+
+    Example:
+        >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model, plot_substitution
+        >>> table = additive_substitution(load_demo_model(), demo_tokens(length=48), layers=[4], progress=False)
+        >>> bars = {bar.name: dict(zip(bar.y, bar.x)) for bar in plot_substitution(table).data}
+        >>> row = table[(table["scope"] == "all") & (table["keep"] == "distance+key")]
+        >>> float(bars["fit"]["distance + key"]) == row["change"].item() > 0
+        True
+    """
+    if measure not in ("change", "kl", "loss"):
+        raise ValueError(f'measure must be "change", "kl" or "loss", got {measure!r}')
+    if scope not in ("all", "layer"):
+        raise ValueError(f'scope must be "all" or "layer", got {scope!r}')
+    table = check_table(table, ["scope", "layer", "put_in", "keep"], [measure], "additive_substitution")
+    rows = table[table["scope"] == scope]
+    if rows.empty:
+        raise ValueError(f'table must have rows of scope "{scope}", as made by additive_substitution, got none')
+    title = title_of(measure, table)
+    return _each_layer(rows, measure, title) if scope == "layer" else _everything(rows, measure, title)
+
+
+def _everything(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
+    """A bar for each run, named by what was put in, the worst on top."""
+    ranked = rows.sort_values(measure, kind="stable")
+    names = ranked["keep"].str.replace("+", " + ", regex=False)
+    names = names.mask(names == "mean", "uniform attention").mask(ranked["put_in"] == "zero", "no attention output")
+    names = names.mask(ranked["put_in"] == "shuffled fit", names + ", shuffled text")
+    figure = go.Figure()
+    for put_in, colour in _PUT_IN_COLOURS.items():
+        chosen = ranked["put_in"] == put_in
+        values = ranked.loc[chosen, measure]
+        bar = go.Bar(x=values.to_numpy(), y=names[chosen].to_numpy(), name=put_in, marker={"color": colour})
+        figure.add_trace(bar.update(orientation="h", texttemplate="%{x:.2f}", textposition="outside", cliponaxis=False))
+    figure.update_layout(height=140 + 22 * len(ranked), barmode="overlay", legend={"title": "put in"})
+    low, high = min(ranked[measure].min(), 0) * 1.15, max(ranked[measure].max(), 0) * 1.15 or 1  # room for numbers
+    figure.update_xaxes(title=title, range=[low, high])
+    return figure.update_yaxes(categoryorder="array", categoryarray=names.to_numpy(), automargin=True, showgrid=False)
+
+
+def _each_layer(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
+    figure = go.Figure()
+    for put_in, colour in _PUT_IN_COLOURS.items():
+        chosen = rows[rows["put_in"] == put_in].sort_values("layer")
+        x, y = chosen["layer"].astype(int).astype(str), chosen[measure]
+        figure.add_bar(x=x.to_numpy(), y=y.to_numpy(), name=put_in, marker={"color": colour})
+    figure.update_layout(legend={"title": "put in"})
+    figure.update_xaxes(title="layer", type="category", showgrid=False)
+    return figure.update_yaxes(title=title)

@@ -1,0 +1,213 @@
+"""Curves: over distances, over fractions moved, over positions of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from tl_posdisent.additive.result import AdditiveFit
+
+from .palette import COLOURS, GREY, faint, line_style, title_of
+from .table_checks import check_table, head_index, mean_over_texts
+
+_SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
+
+
+def plot_distance(
+    profiles: AdditiveFit | pd.DataFrame,
+    *,
+    wavelengths: Sequence[float] | None = None,
+    value: str = "value",
+) -> go.Figure:
+    """The distance profile of each head: what its scores owe to the distance between query and key.
+
+    Args:
+        profiles: an ``AdditiveFit``; or a table with ``distance`` and ``value``, and ``layer`` and ``head`` where
+            there are several: from ``AdditiveFit.to_frame("distance")`` or ``dummy_distance_check``. Of several texts
+            the mean is drawn.
+        wavelengths: of RoPE, in positions, marked by dotted lines as far as they lie within the distances:
+            ``read_attention(model, layer).rotary.wavelengths.tolist()``.
+        value: the column to draw.
+
+    Returns:
+        A figure. ``figure.update_xaxes(type="log")`` shows near distances better, and leaves 0 out.
+
+    Raises:
+        ValueError: neither a fit nor a table with these columns; several rows for a distance of a head; wavelengths
+            that are not numbers above 0.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, plot_distance, read_attention
+        >>> model = load_demo_model()
+        >>> _, cache = model.run_with_cache(demo_tokens(length=128))
+        >>> fit = fit_additive(cache["attn_scores", 3])
+        >>> figure = plot_distance(fit, wavelengths=read_attention(model, 3).rotary.wavelengths.tolist())
+        >>> [line.name for line in figure.data][5:]
+        ['head 5', 'head 6', 'head 7', 'wavelengths']
+        >>> bool(figure.data[5].y[100] == fit.distance[0, 5, 100])
+        True
+        >>> [round(x) for x in figure.data[8].x[::3]]  # those below 128
+        [6, 20, 63]
+    """
+    makers = 'AdditiveFit.to_frame("distance") or dummy_distance_check'
+    table = profiles.to_frame("distance") if isinstance(profiles, AdditiveFit) else profiles
+    table = check_table(table, [], ["distance", value], makers)
+    heads = head_index(table)
+    means = mean_over_texts(table, [*heads, "distance"], [value])
+    figure = go.Figure()
+    groups: Any = means.groupby(heads) if heads else [((), means)]
+    for number, (which, rows) in enumerate(groups):
+        name = ", ".join(f"{column} {int(i)}" for column, i in zip(heads, which, strict=True))
+        figure.add_scatter(
+            x=rows["distance"].to_numpy(), y=rows[value].to_numpy(), name=name, line=line_style(number), mode="lines"
+        )
+    if wavelengths is not None:
+        figure.add_trace(_marks(_checked_wavelengths(wavelengths), means["distance"], means[value]))
+    figure.update_layout(showlegend=len(figure.data) > 1)
+    figure.update_xaxes(title="distance, query − key (positions)")
+    return figure.update_yaxes(title="distance component (units of the scores)" if value == "value" else value)
+
+
+def _checked_wavelengths(wavelengths: Any) -> list[float]:
+    try:
+        numbers = [float(x) for x in wavelengths]
+    except (TypeError, ValueError):
+        numbers = [-1.0]
+    if any(not x > 0 for x in numbers):
+        raise ValueError(f"wavelengths must be numbers above 0, got {wavelengths!r}")
+    return sorted(set(numbers))
+
+
+def _marks(wavelengths: list[float], distances: Any, values: Any) -> go.Scatter:
+    """One dotted upright line each, named where there is room. A trace, so that it follows any type of axis.
+
+    Distances and values are columns (``pd.Series[float]`` can be said from pandas 3 on only).
+    """
+    inside = [x for x in wavelengths if distances.min() <= x <= distances.max()]
+    span, low, high = float(distances.max() - distances.min()), float(values.min()), float(values.max())
+    names, last = [], -np.inf
+    for x in inside:
+        name = f"{x:.0f}"
+        room = x - last > span * (0.009 * len(name) + 0.006)
+        names.append(name if room else "")
+        last = x if room else last
+    return go.Scatter(
+        x=[x for wavelength in inside for x in (wavelength, wavelength, None)],
+        y=[low, high, None] * len(inside),
+        text=[text for name in names for text in ("", name, "")],
+        mode="lines+text",
+        textposition="top center",
+        line={"color": GREY, "dash": "dot", "width": 1},
+        name="wavelengths",
+        hovertemplate="wavelength %{x:.4g}",
+    )
+
+
+def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss") -> go.Figure:
+    """What does disorder cost, by how much of the text is out of place? With bands of one standard error.
+
+    Args:
+        table: of ``perturbation_curve``.
+        measure: ``"added_loss"`` (which compares kinds fairly), ``"kl"``, ``"perplexity"``, ``"accuracy"`` or
+            ``"downstream"``.
+
+    Returns:
+        A figure with a line for each kind, and around it mean ± standard error over seeds (no band where there was a
+        single seed). Fractions without a figure, such as 1 for ``"added_loss"``, are left out.
+
+    Raises:
+        ValueError: a table without ``kind``, ``fraction``, the measure and its standard error, or without rows.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, plot_perturbation
+        >>> table = perturbation_curve(
+        ...     load_demo_model(), demo_tokens(length=96), ["index"], [0, 0.1, 0.5], seeds=2, progress=False
+        ... )
+        >>> band, line = plot_perturbation(table).data
+        >>> line.name, list(line.y) == table["added_loss"].tolist()
+        ('index', True)
+        >>> bool(band.y[2] == table["added_loss"][2] + table["added_loss_se"][2])  # the upper edge
+        True
+    """
+    table = check_table(table, ["kind"], ["fraction", measure, f"{measure}_se"], "perturbation_curve")
+    figure = go.Figure()
+    for number, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
+        rows, colour = rows.dropna(subset=measure).sort_values("fraction"), COLOURS[number % len(COLOURS)]
+        x, y, error = (rows[name].to_numpy(dtype=float) for name in ("fraction", measure, f"{measure}_se"))
+        known = ~np.isnan(error)
+        figure.add_scatter(
+            x=np.concatenate([x[known], x[known][::-1]]),
+            y=np.concatenate([(y + error)[known], (y - error)[known][::-1]]),
+            fill="toself",
+            fillcolor=faint(colour),
+            line={"width": 0},
+            mode="lines",
+            hoverinfo="skip",
+            showlegend=False,
+            legendgroup=str(kind),
+        )
+        symbol = _SYMBOLS[number % len(_SYMBOLS)]
+        figure.add_scatter(
+            x=x, y=y, name=str(kind), mode="lines+markers", line={"color": colour}, marker={"symbol": symbol, "size": 8}
+        )
+        figure.data[-1].update(legendgroup=str(kind), hovertemplate="%{x:.0%} moved: %{y:.4g}")
+    figure.update_xaxes(title="fraction out of place", tickformat=".0%")
+    return figure.update_yaxes(title=title_of(measure, table))
+
+
+def plot_length(
+    tables: pd.DataFrame | Mapping[str, pd.DataFrame],
+    measures: Sequence[str] = ("loss", "largest_score", "entropy"),
+    *,
+    in_range: int | None = None,
+) -> go.Figure:
+    """What becomes of the loss and of attention as a text goes on? One panel for each measure.
+
+    Args:
+        tables: of ``length_generalization`` with ``by="bucket"``, one, or several by name, such as
+            ``{"as it is": …, "Λ-shaped window": …}``.
+        measures: columns to draw.
+        in_range: the length of the training texts, marked by a dotted line.
+
+    Returns:
+        A figure. Each bucket is a level stretch over its positions.
+
+    Raises:
+        ValueError: no table; a table without ``start``, ``stop`` and the measures, or without rows; one by layer or
+            head; no measure.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, length_generalization, load_demo_model, plot_length
+        >>> table = length_generalization(load_demo_model(), demo_tokens(length=256), [32, 64, 256], progress=False)
+        >>> line = plot_length(table, ["loss"]).data[0]
+        >>> line.x.tolist(), bool(line.y[1] == table["loss"][0])
+        ([32, 64, 64, 256], True)
+    """
+    if isinstance(measures, str) or not measures:
+        raise ValueError(f"measures must be a sequence of columns, got {measures!r}")
+    named = dict(tables) if isinstance(tables, Mapping) else {"": tables}
+    if not named:
+        raise ValueError("tables must have at least one table, got none")
+    figure = go.Figure().set_subplots(rows=len(measures), shared_xaxes=True, vertical_spacing=0.06)
+    for number, (name, table) in enumerate(named.items()):
+        table = check_table(table, [], ["start", "stop", *measures], "length_generalization")
+        if head_index(table):
+            raise ValueError('tables must have one row per bucket, as made by length_generalization(..., by="bucket")')
+        table = table.sort_values("start")
+        x = table[["start", "stop"]].to_numpy().ravel()
+        for row, measure in enumerate(measures, start=1):
+            style: dict[str, Any] = {"legendgroup": name, "showlegend": row == 1 and len(named) > 1}
+            y = table[measure].to_numpy(dtype=float).repeat(2)
+            line = line_style(number) | {"simplify": False}  # or level stretches lean
+            figure.add_scatter(x=x, y=y, name=name, line=line, mode="lines", row=row, col=1, **style)
+    for row, measure in enumerate(measures, start=1):
+        figure.update_yaxes(title=title_of(measure, next(iter(named.values()))), row=row, col=1)
+        if in_range is not None:
+            label = {"annotation_text": "in range", "annotation_position": "top left"} if row == 1 else {}
+            figure.add_vline(x=in_range, line={"color": GREY, "dash": "dot"}, row=row, col=1, **label)
+    figure.update_layout(height=120 + 200 * len(measures))
+    return figure.update_xaxes(title="position in the text", row=len(measures), col=1)

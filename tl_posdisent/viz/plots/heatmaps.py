@@ -1,0 +1,188 @@
+"""Heat maps: a number for each head, or for each subspace of each head."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from .palette import SIGNED, UNSIGNED, title_of, whole
+from .table_checks import check_table, head_index, mean_over_texts
+
+_WRITTEN = 160  # cells that have room for their numbers
+_NAMED = 100  # heads that have room for theirs
+
+
+def plot_heads(
+    table: pd.DataFrame,
+    value: str,
+    *,
+    signed: bool | None = None,
+    limits: tuple[float | int, float | int] | None = None,
+) -> go.Figure:
+    """A number for each head of a model: layers on y, the first at the top, heads on x.
+
+    Args:
+        table: with the columns ``layer``, ``head`` and ``value``, one row per layer and head, or per text, layer and
+            head (column ``batch``): then the mean over texts is drawn. ``additivity``, ``controlled_distance``,
+            ``head_ablation``, ``patch_positions``, ``patch_component``, ``patch_heads`` and ``positional_symbolic``
+            make such tables. Select rows first where there are several for a head: of ``trained_vs_random`` those of
+            one measure, of ``additive_substitution`` those of one ``put_in`` at scope ``"head"``.
+        value: the column to draw. NaN is left blank.
+        signed: colours that part below and above 0, over a range symmetric about 0. Default: if a value is negative.
+        limits: lowest and highest value of the colour scale, instead of those that follow from the values (from 0, or
+            symmetric).
+
+    Returns:
+        A figure. Small maps have the numbers written in; all show them where the mouse is.
+
+    Raises:
+        ValueError: a table without these columns or without rows; a value that is no column of numbers; several rows
+            for a head; limits that are not two ascending numbers.
+
+    Example:
+        >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, plot_heads
+        >>> table = additivity(load_demo_model(), demo_tokens(length=64), progress=False)
+        >>> figure = plot_heads(table, "r")
+        >>> r = table.query("layer == 4 and head == 2")["r"].item()
+        >>> float(figure.data[0].z[4][2]) == r > 0.8
+        True
+    """
+    makers = "additivity, controlled_distance or head_ablation"
+    means = mean_over_texts(check_table(table, ["layer", "head"], [value], makers), ["layer", "head"], [value])
+    grid = means.pivot(index="layer", columns="head", values=value)
+    heat = _heat_map(grid, title_of(value, table), signed, limits)
+    heat.update(x=whole(grid.columns), y=whole(grid.index), hovertemplate="layer %{y}, head %{x}: %{z:.4g}")
+    figure = go.Figure(heat)
+    figure.update_xaxes(title="head", type="category", showgrid=False)
+    return figure.update_yaxes(title="layer", type="category", autorange="reversed", showgrid=False)
+
+
+def plot_subspaces(
+    table: pd.DataFrame,
+    value: str = "key_concentration",
+    *,
+    signed: bool | None = None,
+    limits: tuple[float | int, float | int] | None = None,
+) -> go.Figure:
+    """A number for each rotary subspace of each head: subspaces on y, in their order in the model, heads on x.
+
+    Args:
+        table: with the columns ``head``, ``subspace``, ``frequency`` and ``value``, of one layer or with a column
+            ``layer``: from ``subspace_patterns``, from ``to_frame`` of ``SubspacePatterns``, or from
+            ``positional_symbolic(..., by_subspace=True)``, whose mean over texts is drawn.
+        value: the column to draw, such as ``"key_size"``, ``"key_concentration"``, ``"distance"`` or ``"semantic"``.
+        signed, limits: as in ``plot_heads``.
+
+    Returns:
+        A figure. Subspaces are named by their wavelength in positions; by their number, where layers differ in their
+        frequencies.
+
+    Raises:
+        ValueError: as ``plot_heads``; several rows for a subspace of a head.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, plot_subspaces, subspace_patterns
+        >>> table = subspace_patterns(load_demo_model(), demo_tokens(length=64), progress=False)
+        >>> figure = plot_subspaces(table, "key_concentration")
+        >>> row = table.query("layer == 3 and head == 1 and subspace == 6")
+        >>> float(figure.data[0].z[6][3 * 8 + 1]) == row["key_concentration"].item() > 0.5
+        True
+        >>> figure.layout.yaxis.ticktext[6]
+        '6283'
+    """
+    table = check_table(table, ["head"], ["subspace", "frequency", value], "subspace_patterns")
+    index = [*head_index(table), "subspace"]
+    means = mean_over_texts(table, index, [value, "frequency"])
+    grid = means.pivot(index="subspace", columns=index[:-1], values=value)
+    heat = _heat_map(grid, title_of(value, table), signed, limits, room=0)
+    names, heads = _wavelengths(means), grid.columns.to_frame(index=False)
+    heat.update(
+        x=head_axis(heads),
+        y=whole(grid.index),
+        customdata=[[(head, name) for head in head_names(heads)] for name in names],
+        hovertemplate="%{customdata[0]}, wavelength %{customdata[1]}: %{z:.4g}",
+    )
+    figure = go.Figure(heat)
+    by_number = names == whole(grid.index)
+    figure.update_yaxes(
+        title="subspace" if by_number else "wavelength (positions)",
+        type="category",
+        tickvals=whole(grid.index),
+        ticktext=names,
+        autorange="reversed",
+    )
+    return figure.update_xaxes(**head_ticks(heads))
+
+
+def head_axis(heads: pd.DataFrame) -> list[Any]:
+    """Heads along an x axis: as categories, in a group for each layer where the table has layers; numbers for many."""
+    if _crowded(heads):
+        return list(range(len(heads)))
+    by_head = whole(heads["head"])
+    return [[f"layer {layer}" for layer in whole(heads["layer"])], by_head] if "layer" in heads else by_head
+
+
+def head_ticks(heads: pd.DataFrame) -> dict[str, Any]:
+    """What to write along it: all heads, or the middle of each layer where they are too many."""
+    if not _crowded(heads):
+        return {"title": "head", "showgrid": False}
+    middle = pd.Series(range(len(heads))).groupby(heads["layer"].to_numpy()).mean()
+    ticks = {"tickvals": middle.tolist(), "ticktext": whole(middle.index)}
+    return {"title": "layer, its heads side by side", "showgrid": False, **ticks}
+
+
+def _crowded(heads: pd.DataFrame) -> bool:
+    return "layer" in heads and len(heads) > _NAMED
+
+
+def head_names(heads: pd.DataFrame) -> list[str]:
+    """What heads are called where the mouse is."""
+    columns = [[f"{name} {number}" for number in whole(heads[name])] for name in head_index(heads)]
+    return [", ".join(names) for names in zip(*columns, strict=True)]
+
+
+def _heat_map(
+    grid: pd.DataFrame,
+    title: str,
+    signed: bool | None,
+    limits: tuple[float | int, float | int] | None,
+    room: int = _WRITTEN,
+) -> go.Heatmap:
+    z = grid.to_numpy(dtype=float, na_value=np.nan)
+    low, high = float(np.nanmin(z, initial=0)), float(np.nanmax(z, initial=0))
+    signed = low < 0 if signed is None else signed
+    largest = max(-low, high) or 1.0
+    low, high = (-largest, largest) if signed else (low, high if high > low else low + 1.0)
+    if limits is not None:
+        low, high = _checked_limits(limits)
+    return go.Heatmap(
+        z=z,
+        zmin=low,
+        zmax=high,
+        colorscale=SIGNED if signed else UNSIGNED,
+        colorbar={"title": {"text": title.replace(" (", "<br>("), "side": "right"}},  # or it is cut
+        texttemplate="%{z:.2f}" if z.size <= room else None,
+        name="",
+    )
+
+
+def _checked_limits(limits: Any) -> tuple[float, float]:
+    try:
+        low, high = (float(x) for x in (() if isinstance(limits, (str, bytes)) else limits))
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"limits must be two ascending numbers, got {limits!r}")
+    return low, high
+
+
+def _wavelengths(subspaces: pd.DataFrame) -> list[str]:
+    """The name of each subspace, in ascending order: its wavelength, if it has the same in all layers."""
+    frequencies = subspaces.groupby("subspace")["frequency"].agg(["min", "max"])
+    if not np.allclose(frequencies["min"], frequencies["max"], rtol=1e-6, atol=0):
+        return whole(frequencies.index)
+    return ["∞" if theta == 0 else f"{2 * math.pi / abs(theta):.0f}" for theta in frequencies["min"]]

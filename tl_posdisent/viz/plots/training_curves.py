@@ -1,0 +1,105 @@
+"""Curves over the steps of a training: what it learns, and what becomes of its heads."""
+
+from __future__ import annotations
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from tl_posdisent.synthetic.training.runs import TrainRun
+
+from .palette import BLUE, VERMILION, line_style, title_of
+from .table_checks import check_table
+
+
+def plot_training(run: TrainRun | pd.DataFrame) -> go.Figure:
+    """Loss and accuracy over a training, on the samples trained on and on those for the test.
+
+    Args:
+        run: what ``train`` returned, or its ``metrics``.
+
+    Returns:
+        A figure of two panels. In training, a point is the mean since the one before, with dropout; in the test, the
+        model as it was then.
+
+    Raises:
+        ValueError: neither a run nor a table with ``step``, ``loss``, ``accuracy``, ``test_loss`` and
+            ``test_accuracy``; no rows.
+
+    Example:
+        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, plot_training, train
+        >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
+        >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
+        >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, **shape))
+        >>> config = TrainConfig(epochs=1, batch_size=32, n_train=320, n_test=100, lr=1e-2, log_every=5)
+        >>> run = train(model, task, config, progress=False)
+        >>> loss, test_loss, accuracy, test_accuracy = plot_training(run).data
+        >>> loss.x.tolist(), float(test_accuracy.y[-1]) == run.test_accuracy
+        ([5, 10], True)
+    """
+    measures = ("loss", "accuracy")
+    table = run.metrics if isinstance(run, TrainRun) else run
+    numbers = ["step", *measures, *(f"test_{measure}" for measure in measures)]
+    table = check_table(table, [], numbers, "train, in TrainRun.metrics")
+    figure = go.Figure().set_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.06)
+    for row, measure in enumerate(measures, start=1):
+        for name, column, colour in (("training", measure, BLUE), ("test", f"test_{measure}", VERMILION)):
+            there = table.dropna(subset=column)
+            x, y = there["step"].to_numpy(), there[column].to_numpy()
+            mode = "lines" if name == "training" and len(there) > 1 else "lines+markers"
+            figure.add_scatter(x=x, y=y, name=name, mode=mode, line={"color": colour}, row=row, col=1)
+            figure.data[-1].update(legendgroup=name, showlegend=row == 1)
+    figure.update_yaxes(title="loss (nats per answer)", row=1, col=1)
+    figure.update_yaxes(title="accuracy (share)", row=2, col=1)
+    return figure.update_xaxes(title="step", row=2, col=1)
+
+
+def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis") -> go.Figure:
+    """What becomes of every head, or of every layer, while a model learns.
+
+    Args:
+        table: from ``dynamics``; from ``disentanglement`` or any other table by head, with a column ``step``, one
+            checkpoint below the other; or from ``gradient_margins`` of such a table.
+        value: the column to draw.
+
+    Returns:
+        A figure with a panel for each layer and a line for each of its heads, all panels on the same axes. Of a table
+        with one row per step and layer, one panel with a line for each layer.
+        ``figure.update_xaxes(type="log")`` shows the beginning better, and leaves step 0 out.
+
+    Raises:
+        ValueError: a table without ``step``, ``layer`` or this column, without rows, or with several rows for a step of
+            one head.
+
+    Example:
+        >>> import pandas as pd
+        >>> from tl_posdisent import plot_dynamics
+        >>> rows = [(step, 0, head, head + step / 100) for step in (0, 10) for head in (0, 1)]
+        >>> figure = plot_dynamics(pd.DataFrame(rows, columns=["step", "layer", "head", "r_two_axis"]))
+        >>> [(line.name, line.x.tolist(), line.y.tolist()) for line in figure.data]
+        [('head 0', [0, 10], [0.0, 0.1]), ('head 1', [0, 10], [1.0, 1.1])]
+    """
+    makers = "dynamics or gradient_margins"
+    table = check_table(table, [], ["step", "layer", value], makers)
+    by_head = "head" in table.columns and bool(table.duplicated(["step", "layer"]).any())
+    key = ["step", "layer", *(["head"] if by_head else [])]
+    if bool(table.duplicated(key).any()):
+        raise ValueError(f"table must have one row for each {', '.join(key)}, got several: select rows first")
+    table = table.sort_values(key)
+    layers = sorted(table["layer"].unique())
+    titles = [f"layer {int(layer)}" for layer in layers] if by_head else None
+    columns = len(layers) if by_head else 1
+    figure = go.Figure().set_subplots(
+        rows=1, cols=columns, shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.1 / columns
+    )
+    line_of, lines = ("head", ["layer", "head"]) if by_head else ("layer", ["layer"])
+    named = {number: n for n, number in enumerate(sorted(table[line_of].unique()))}
+    for _, rows in table.groupby(lines):
+        number = rows[line_of].iloc[0]
+        style = line_style(named[number])
+        column = layers.index(rows["layer"].iloc[0]) + 1 if by_head else 1
+        x, y = rows["step"].to_numpy(), rows[value].to_numpy()
+        first = not any(trace.legendgroup == str(number) for trace in figure.data)
+        figure.add_scatter(x=x, y=y, name=f"{line_of} {int(number)}", mode="lines", line=style, row=1, col=column)
+        figure.data[-1].update(legendgroup=str(number), showlegend=first)
+    figure.update_yaxes(title=title_of(value, table), row=1, col=1)
+    return figure.update_xaxes(title="step")

@@ -1,0 +1,1 @@
+"""circuitsvis widgets."""

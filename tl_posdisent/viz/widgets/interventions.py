@@ -1,0 +1,175 @@
+"""Attention before and after an intervention, head by head, and what it changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tl_posdisent.additive.masks import MaskKind, make_cells
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.forward import Hook, check_tokens, run, token_words
+from tl_posdisent.models.probe.observe import is_masked
+from tl_posdisent.models.spec import read_attention
+
+from .offline import Widget
+from .raster import beside
+from .selection import CELLS, check_scale, check_title, choose
+
+What = Literal["pattern", "scores"]
+
+
+def show_change(
+    before: Float[Tensor, "*batch query key"],
+    after: Float[Tensor, "*batch query key"],
+    tokens: Sequence[str],
+    *,
+    mask: MaskKind | Bool[Tensor, "query key"] = "causal",
+    heads: Iterable[int] | None = None,
+    text: int = 0,
+    positions: Iterable[int] | None = None,
+    scale: float | None = None,
+    title: str | None = None,
+    max_cells: int = CELLS,
+    raster: bool = False,
+    cdn: bool = False,
+) -> Widget:
+    """Two patterns, or two score matrices, and their difference, side by side in one colour scale, head by head.
+
+    Args:
+        before, after: ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``, from whatever runs.
+        tokens: the text, one string for each key, such as ``model.to_str_tokens(ids)``.
+        mask: cells that count, as in ``fit_additive``; others may hold anything, and are shown as 0.
+        heads: default all.
+        text: which entry of the first axis, if there are four.
+        positions: which to show, as queries and as keys, ascending; default all.
+        scale: magnitude of the darkest colours; default the largest there is in the chosen heads.
+        title, max_cells, raster, cdn: as in ``show_scores``.
+
+    Raises:
+        ValueError: unusable arguments; a cell inside the mask that is not finite; more cells than ``max_cells``, with
+            a choice that is not.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, show_change
+        >>> model, tokens = load_demo_model(), demo_tokens(length=16)
+        >>> _, cache = model.run_with_cache(tokens)
+        >>> show_change(cache["pattern", 1], cache["pattern", 2], model.to_str_tokens(tokens[0]), title="Two layers")
+        Widget('Two layers')
+    """
+    for name, x in (("before", before), ("after", after)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
+            got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating point tensor of shape (*batch, query, key), got {got}")
+    if before.shape != after.shape:
+        raise ValueError(f"after must have the shape of before, {tuple(before.shape)}, got {tuple(after.shape)}")
+    choice = choose(
+        before.shape, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=3, raster=raster
+    )
+    cells = make_cells(before.shape[-2:], mask, device=before.device)
+    at = torch.tensor(choice.positions, device=before.device)
+    inside = cells.to_mask()[at][:, at]
+    old, new = (torch.where(inside, choice.of(x.detach()).to(inside.device), 0.0) for x in (before, after))
+    for name, x in (("before", old), ("after", new)):
+        if bool(is_masked(x).any()) or not bool(x.isfinite().all()):
+            raise ValueError(f"{name} must be finite inside the mask, got NaN, infinite or masking values")
+    shown = {"before": old, "after": new, "after − before": new - old}
+    return beside(
+        shown,
+        choice,
+        raster=raster,
+        scale=check_scale(scale, shown.values()),
+        causal=cells.low >= 0,
+        title=check_title(title, "Before and after"),
+        note="Rows are queries, columns keys.",
+        cdn=cdn,
+    )
+
+
+def show_interventions(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    hooks: Sequence[Hook],
+    *,
+    layer: int,
+    what: What = "pattern",
+    heads: Iterable[int] | None = None,
+    text: int = 0,
+    positions: Iterable[int] | None = None,
+    scale: float | None = None,
+    title: str | None = None,
+    max_cells: int = CELLS,
+    raster: bool = False,
+    cdn: bool = False,
+) -> Widget:
+    """Where the heads of a layer look before and under an intervention, such as a dummy distance or swapped positions.
+
+    The model runs twice, without gradients. It is left as it was, and every hook is known to have fired.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        hooks: ``[(hook name, function), ...]``, as every intervention of this package returns them.
+        layer: whose attention to show; the hooks may act anywhere.
+        what: ``"pattern"``, or ``"scores"`` where the model shows them.
+        heads: default all.
+        text: which of the batch.
+        positions, scale, title, max_cells, raster, cdn: as in ``show_change``, which draws what was seen.
+
+    Raises:
+        ValueError: unusable tokens, hooks, layer, heads; a layer that does not show its scores; a layer whose pattern
+            would not show what hooks at ``hook_z`` did to its scores; more cells than ``max_cells``.
+        RuntimeError: a hook that never fired.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model, show_interventions
+        >>> model, tokens = load_demo_model(), demo_tokens(length=16)
+        >>> show_interventions(model, tokens, dummy_distance(model, 3), layer=4, title="All keys at distance 3")
+        Widget('All keys at distance 3')
+    """
+    if what not in get_args(What):
+        raise ValueError(f'what must be "pattern" or "scores", got {what!r}')
+    spec = read_attention(model, layer)
+    ids = check_tokens(model, tokens)
+    shape = (len(ids), spec.n_heads, ids.shape[1], ids.shape[1])
+    words = [""] * ids.shape[1]  # refuses what cannot be drawn, before the model runs
+    choose(shape, words, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=3, raster=raster)
+    tap = spec.pattern if what == "pattern" else spec.scores
+    if tap is None:
+        raise ValueError(f"layer {layer} of {spec.architecture} does not show its {what}")
+    before = _seen(model, ids, tap, [])
+    after = _seen(model, ids, tap, hooks)
+    if not spec.scores_editable and spec.z in {name for name, _ in hooks}:
+        raise ValueError(
+            f"layer {layer} of {spec.architecture} discards edited scores, so hooks change what it attends to at "
+            f"{spec.z}, behind its {what}: a picture would show nothing of it"
+        )
+    return show_change(
+        before,
+        after,
+        token_words(model, ids[text]),
+        mask=spec.mask(ids.shape[1], before.device),
+        heads=heads,
+        text=text,
+        positions=positions,
+        scale=scale,
+        title=check_title(title, f"Layer {layer}: {what} before and after"),
+        max_cells=max_cells,
+        raster=raster,
+        cdn=cdn,
+    )
+
+
+def _seen(model: Any, ids: Tensor, tap: str, hooks: Sequence[Hook]) -> Tensor:
+    """What comes by at a hook of the whole model, under other hooks."""
+    held: list[Tensor] = []
+
+    def listen(x: Tensor, hook: Any) -> None:
+        held.append(x.detach())
+
+    with applied(model, hooks):
+        run(model, ids, [(tap, listen)])
+    return held[-1]

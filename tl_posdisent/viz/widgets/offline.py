@@ -1,0 +1,188 @@
+"""circuitsvis without a network: its library inside the page, and nothing in the data that a page could run.
+
+What circuitsvis renders by itself asks google.com, at every display, whether there is a network, and then depends on
+unpkg.com for ever; it lets a token of the text become a script of the page; and it leaves its ``<div>`` open, which
+swallows whatever follows. So the page is written here, and only what draws is taken from circuitsvis.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import html
+import json
+import math
+from collections.abc import Iterable
+from importlib import resources
+from os import PathLike
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import circuitsvis
+from circuitsvis.utils.render import RenderedHTML
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_posdisent.utils.files import whole_file
+
+_HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{title}</title>
+<style>body {{ margin: 0; background: #fff }}</style></head><body>
+"""
+_STYLE = (
+    "background:#fff;color:#222;color-scheme:light;font:14px/1.4 system-ui,sans-serif;padding:12px;overflow-x:auto;"
+    "position:relative"
+)
+
+
+class Widget(RenderedHTML):  # type: ignore[misc]
+    """A picture that a notebook shows, and that goes into a file: circuitsvis's ``RenderedHTML``, offline.
+
+    It is the last expression of a cell, or ``display(widget)``. ``str(widget)``, ``show_code()`` and ``_repr_html_()``
+    are its HTML, with the library of circuitsvis inside (1.3 MB), or with a link to it where ``cdn=True`` was asked
+    for. The library is read once by a page, however many widgets are on it.
+
+    Attributes:
+        title: plain text.
+        cdn: whether the library comes from unpkg.com when the widget is looked at.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_scores
+        >>> model, tokens = load_demo_model(), demo_tokens(length=8)
+        >>> _, cache = model.run_with_cache(tokens)
+        >>> widget = show_scores(fit_additive(cache["attn_scores", 3]), model.to_str_tokens(tokens[0]))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     widget.save(pathlib.Path(folder, "scores.html")).name
+        'scores.html'
+    """
+
+    def __init__(self, body: str, draw: str, *, title: str, cdn: bool = False) -> None:
+        """``draw`` is JavaScript, a function of the library and of the element with ``body``; both are trusted."""
+        if not isinstance(cdn, bool):
+            raise ValueError(f"cdn must be True or False, got {cdn!r}")
+        self._body, self._draw = body, draw
+        self.title, self.cdn = title, cdn
+
+    @property
+    def local_src(self) -> str:
+        """HTML with the library inside: nothing is fetched."""
+        return f"<script>{library()}</script>\n{self.fragment()}"
+
+    @property
+    def cdn_src(self) -> str:
+        """HTML that takes the library from unpkg.com."""
+        element, call = self._parts()
+        return f'{element}\n<script type="module">{_import()}\n{call("CircuitsVis")}</script>'
+
+    def fragment(self) -> str:
+        """HTML for a page on which ``library()`` has run before, in a ``<script>``."""
+        element, call = self._parts()
+        return f"{element}\n<script>{call(_GLOBAL)}</script>"
+
+    def _repr_html_(self) -> str:
+        return self.cdn_src if self.cdn else self.local_src
+
+    def show_code(self) -> str:
+        """The HTML source."""
+        return self._repr_html_()
+
+    def __str__(self) -> str:
+        return self._repr_html_()
+
+    def __repr__(self) -> str:
+        return f"Widget({self.title!r})"
+
+    def save(self, path: str | PathLike[str]) -> Path:
+        """Write a page of its own, on which no other script may run, and from which nothing may be fetched.
+
+        Returns:
+            The path.
+        """
+        element, call = self._parts()
+        if self.cdn:
+            scripts, kind, source = [f"{_import()}\n{call('CircuitsVis')}"], ' type="module"', " https://unpkg.com"
+        else:
+            scripts, kind, source = [library(), call(_GLOBAL)], "", ""
+        allowed = hashes(scripts) + source
+        policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+        page = _HEAD.format(policy=policy, title=html.escape(self.title)) + element
+        page += "".join(f"\n<script{kind}>{script}</script>" for script in scripts) + "\n</body></html>\n"
+        path = Path(path)
+        with whole_file(path) as file:
+            file.write(page.encode("utf-8"))
+        return path
+
+    def _parts(self) -> tuple[str, Any]:
+        """The element, and its script as a function of the library's name; an id of their own each time, as one widget
+        may be displayed twice."""
+        name = f"tl-posdisent-{uuid4().hex[:12]}"
+        # Left alone, circuitsvis's charts shrink when the window does, and never grow again.
+        body = f"<style>#{name} div:has(> canvas) {{ width: 100% !important }}</style>{self._body}"
+        # The attribute keeps JupyterLab's shortcuts from taking the arrow keys.
+        element = f'<div id="{name}" style="{_STYLE}" data-lm-suppress-shortcuts="true">{body}</div>'
+        return element, lambda cv: f'({self._draw})({cv}, document.getElementById("{name}"));'
+
+
+_GLOBAL = "window.tlPosdisentCircuitsVis"
+
+
+@functools.cache
+def library() -> str:
+    """JavaScript that puts circuitsvis at one global name, unless it is there."""
+    source = (resources.files("circuitsvis") / "dist" / "cdn" / "iife.js").read_text(encoding="utf-8")
+    source = source.split("//# sourceMappingURL=")[0].replace("</script", r"<\/script").replace("\r", "")
+    return f"{_GLOBAL} = {_GLOBAL} || (() => {{\n{source}\nreturn CircuitsVis;\n}})();"
+
+
+def _import() -> str:
+    return f'import * as CircuitsVis from "https://unpkg.com/circuitsvis@{circuitsvis.__version__}/dist/cdn/esm.js";'
+
+
+def hashes(scripts: Iterable[str]) -> str:
+    """What a page's policy says of the scripts that may run."""
+    digests = (hashlib.sha256(script.encode("utf-8")).digest() for script in scripts)
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
+
+
+def script_json(data: Any) -> str:
+    """JSON that may stand inside ``<script>``: ASCII, and no character that ends a script or begins a comment."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+
+
+def rounded(values: Float[Tensor, "*shape"], scale: float) -> Any:
+    """Numbers as lists, to the fourth digit of the scale: what a tooltip can say and a page should carry."""
+    decimals = max(0, 3 - math.floor(math.log10(scale)))
+    return (values.detach().double().cpu().numpy().round(decimals) + 0.0).tolist()
+
+
+# --- tokens -------------------------------------------------------------------------------------------------
+
+_SEEN = {" ": "·", "\n": "↵"}
+_LONGEST_LABEL = 24
+
+
+def visible(token: str) -> str:
+    """A token with nothing invisible in it: spaces, line breaks, control characters, halves of characters.
+
+    >>> [visible(t) for t in (" cat", "\\n", "", "\\u2028", "<s>")]
+    ['·cat', '↵', '∅', '\\\\u2028', '<s>']
+    """
+    shown = (_SEEN.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode("ascii")) for c in token)
+    return "".join(shown) or "∅"
+
+
+def axis_token(token: str) -> str:
+    """A token for the axes of a chart, which show it as it is and have little room."""
+    text = visible(token)
+    return text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
+
+
+def text_token(token: str) -> str:
+    """A token for running text, which circuitsvis reads as HTML: no ``<`` begins a tag, no ``&`` an entity."""
+    text = visible(token).replace("<", "<\u2060").replace("&", "&\u2060")  # a word joiner, of no width
+    return text + "\n" if "\n" in token else text  # circuitsvis breaks the line there

@@ -1,0 +1,225 @@
+"""Score matrices too large for charts, as images: a pixel for each cell, in the chart's colours."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from einops import reduce
+from jaxtyping import Float64, UInt8
+from torch import Tensor
+
+from .layout import NEGATIVE, POSITIVE, header, matrices_beside, menu, with_grey
+from .offline import Widget, script_json
+from .selection import Choice
+
+SIDE = 1024
+"""Pixels of an image's side at most: beyond, a pixel is the mean of a square of cells."""
+
+Levels = UInt8[Tensor, "row column"]
+_GREY, _ZERO, _STEPS = 0, 128, 127  # palette: grey, then -127 … 127 steps of scale / 127
+
+_DRAW = """(circuitsvis, root) => {
+  const data = %s;
+  const stage = root.querySelector("[data-stage]"), select = root.querySelector("select");
+  const add = (parent, tag, style, text) => {
+    const element = parent.appendChild(document.createElement(tag));
+    element.style.cssText = style;
+    if (text !== undefined) element.textContent = text;
+    return element;
+  };
+  const last = data.positions.length - 1;
+  const ticks = [0, 1, 2, 3, 4].map((n) => data.positions[Math.floor((last * n) / 4)]);
+  // The image's own bytes say what its pixels are worth: the palette is the scale, no row is filtered.
+  const levels = async (uri) => {
+    const bytes = Uint8Array.from(atob(uri.split(",")[1]), (c) => c.charCodeAt(0));
+    const view = new DataView(bytes.buffer);
+    for (let at = 8; at < bytes.length; at += 12 + view.getUint32(at))
+      if (String.fromCharCode(...bytes.slice(at + 4, at + 8)) === "IDAT") {
+        const packed = new Blob([bytes.slice(at + 8, at + 8 + view.getUint32(at))]);
+        const plain = packed.stream().pipeThrough(new DecompressionStream("deflate"));
+        return new Uint8Array(await new Response(plain).arrayBuffer());
+      }
+  };
+  const place = (pixel) => {
+    const from = pixel * data.factor, to = Math.min(from + data.factor - 1, last);
+    const first = data.positions[from];
+    return from === to ? `${first} ${data.tokens[from] || ""}`.trim() : `${first}–${data.positions[to]}`;
+  };
+  const draw = (n) => {
+    stage.replaceChildren();
+    data.choices[n].forEach((image, p) => {
+      const figure = add(stage, "figure", `margin:0;min-width:0;max-width:${data.width}px`);
+      if (data.captions[p])
+        add(figure, "figcaption", "font-weight:600;text-align:center;padding:4px 0", data.captions[p]);
+      const columns3 = "grid-template-columns:auto auto minmax(0,1fr)";
+      const grid = add(figure, "div", `display:grid;font-size:12px;gap:2px 4px;${columns3}`);
+      add(grid, "div", "writing-mode:vertical-rl;transform:rotate(180deg);text-align:center", "query position");
+      const between = "display:flex;justify-content:space-between;";
+      const rows = add(grid, "div", between + "flex-direction:column;text-align:right");
+      const look = "width:100%%;display:block;border:1px solid #bbb;box-sizing:border-box;cursor:crosshair;";
+      const picture = add(grid, "img", look + "image-rendering:pixelated");
+      picture.alt = image.alt;
+      picture.src = image.src;
+      add(grid, "div", ""), add(grid, "div", "");
+      const columns = add(grid, "div", between);
+      ticks.forEach((tick) => { add(rows, "span", "", tick); add(columns, "span", "", tick); });
+      add(grid, "div", ""), add(grid, "div", ""), add(grid, "div", "text-align:center", "key position");
+      const readout = add(figure, "div", "font-size:13px;min-height:1.4em;overflow-wrap:anywhere", " ");
+      readout.dataset.readout = "";
+      let known;
+      picture.addEventListener("pointermove", async (event) => {
+        known = known || levels(image.src);
+        const side = Math.ceil((last + 1) / data.factor), box = picture.getBoundingClientRect();
+        const at = (x, size) => Math.max(0, Math.min(side - 1, Math.floor(((x - 1) / (size - 2)) * side)));
+        const row = at(event.clientY - box.y, box.height), column = at(event.clientX - box.x, box.width);
+        const level = (await known)[row * (side + 1) + 1 + column];
+        const value = level === 0 ? "after the query" : Number((((level - 128) / 127) * data.scale).toPrecision(3));
+        readout.textContent = `query ${place(row)}, key ${place(column)}: ${value}`;
+      });
+      picture.addEventListener("pointerleave", () => { readout.textContent = " "; });
+    });
+  };
+  if (select) select.addEventListener("change", () => draw(select.selectedIndex));
+  draw(select ? select.selectedIndex : 0);
+}"""
+
+
+def beside(
+    matrices: Mapping[str, Float64[Tensor, "head query key"]], choice: Choice, *, raster: bool, **layout: Any
+) -> Widget:
+    """Matrices of one head beside each other, as images or as charts."""
+    names = [str(head) for head in choice.heads]
+    if raster:
+        return images_beside(matrices, names, choice.tokens, positions=choice.positions, **layout)
+    return matrices_beside(matrices, names, choice.tokens, **layout)
+
+
+def images_beside(
+    matrices: Mapping[str, Float64[Tensor, "head query key"]],
+    names: Sequence[str],
+    tokens: Sequence[str],
+    *,
+    positions: Sequence[int],
+    scale: float,
+    causal: bool,
+    title: str,
+    note: str,
+    cdn: bool,
+) -> Widget:
+    """Matrices of one head beside each other, as images; a list of heads to choose from."""
+    factor = math.ceil(len(positions) / SIDE)
+    choices = [
+        [
+            {"src": png(levels(x[n], scale, factor=factor, causal=causal)), "alt": _alt(caption, name, x[n], positions)}
+            for caption, x in matrices.items()
+        ]
+        for n, name in enumerate(names)
+    ]
+    side = math.ceil(len(positions) / factor)
+    data = {
+        "choices": choices,
+        "captions": list(matrices),
+        "tokens": list(tokens) if factor == 1 else [],
+        "positions": list(positions),
+        "factor": factor,
+        "scale": scale,
+        "width": 100 + max(360, min(side, 720 if len(matrices) == 1 else 400)),  # several stand in rows
+    }
+    if factor > 1:
+        note = f"{note} A pixel is the mean of {factor}×{factor} cells.".strip()
+    note = with_grey(f"{note} Point at a pixel for its number, to 1/{_STEPS} of the scale.".strip(), causal)
+    negative = any(bool((x < 0).any()) for x in matrices.values())
+    stage = '<div data-stage="" style="display:flex;flex-wrap:wrap;gap:16px"></div>'
+    body = header(title, note, scale, negative=negative) + menu({"": names}) + stage
+    return Widget(body, _DRAW % script_json(data), title=title, cdn=cdn)
+
+
+def levels(x: Float64[Tensor, "query key"], scale: float, *, factor: int = 1, causal: bool) -> Levels:
+    """Numbers of the palette: means of squares of ``factor`` cells, 0 where all of these lie after the query."""
+    inside = torch.ones_like(x, dtype=torch.bool)
+    inside = inside.tril() if causal else inside
+    x = torch.where(inside, x, 0.0)
+    total, count = (_block_sums(y, factor) for y in (x, inside.double()))
+    steps = (total / count.clamp(min=1) / scale).clamp(-1, 1) * _STEPS
+    found: Tensor = torch.where(count > 0, steps.round() + _ZERO, float(_GREY)).to(torch.uint8).cpu()
+    return found
+
+
+def _block_sums(x: Float64[Tensor, "query key"], factor: int) -> Float64[Tensor, "row column"]:
+    rows, columns = (-n % factor for n in x.shape)
+    padded = torch.nn.functional.pad(x, (0, columns, 0, rows))
+    sums: Tensor = reduce(padded, "(row a) (column b) -> row column", "sum", a=factor, b=factor)
+    return sums
+
+
+def png(x: Levels) -> str:
+    """A data URI of an image of these palette numbers."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + check
+
+    height, width = x.shape
+    rows = torch.nn.functional.pad(x, (1, 0))  # before each row its filter, none
+    content = b"\x89PNG\r\n\x1a\n"
+    content += chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0))
+    content += chunk(b"PLTE", b"".join(bytes(colour) for colour in palette()))
+    content += chunk(b"IDAT", zlib.compress(rows.numpy().tobytes(), 6)) + chunk(b"IEND", b"")
+    return "data:image/png;base64," + base64.b64encode(content).decode("ascii")
+
+
+def palette() -> list[tuple[int, int, int]]:
+    """Grey, then the colours of -1 … 1 in 255 steps, mixed with white in CIELAB as circuitsvis does."""
+    white = _to_lab((255, 255, 255))
+
+    def mixed(share: float) -> tuple[int, int, int]:
+        end = _to_lab(tuple(bytes.fromhex((POSITIVE if share > 0 else NEGATIVE)[1:])))
+        return _from_lab([a + abs(share) * (b - a) for a, b in zip(white, end, strict=True)])
+
+    return [(200, 200, 200), *(mixed(step / _STEPS) for step in range(-_STEPS, _STEPS + 1))]
+
+
+# --- sRGB and CIELAB of D50 ------------------------------------------------------------------------------------
+
+_XYZ = torch.tensor(  # of linear sRGB, adapted to D50 (Bradford)
+    [
+        [0.4360747, 0.3850649, 0.1430804],
+        [0.2225045, 0.7168786, 0.0606169],
+        [0.0139322, 0.0971045, 0.7141733],
+    ],
+    dtype=torch.float64,
+)
+_SMALL, _SLOPE = 216 / 24389, 24389 / 27
+
+
+def _to_lab(colour: Sequence[int]) -> list[float]:
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (n / 255 for n in colour)]
+    xyz = _XYZ @ torch.tensor(linear, dtype=torch.float64) / _XYZ.sum(1)
+    x, y, z = (v ** (1 / 3) if v > _SMALL else (_SLOPE * v + 16) / 116 for v in xyz.tolist())
+    return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
+
+
+def _from_lab(lab: Sequence[float]) -> tuple[int, int, int]:
+    y = (lab[0] + 16) / 116
+    roots = (y + lab[1] / 500, y, y - lab[2] / 200)
+    xyz = [f**3 if f**3 > _SMALL else (116 * f - 16) / _SLOPE for f in roots]
+    linear = torch.linalg.solve(_XYZ, torch.tensor(xyz, dtype=torch.float64) * _XYZ.sum(1)).clamp(0, 1).tolist()
+    red, green, blue = (c * 12.92 if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055 for c in linear)
+    return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def _alt(caption: str, name: str, x: Float64[Tensor, "query key"], positions: Sequence[int]) -> str:
+    """What an image shows, in words: where its extremes are."""
+    n = len(positions)
+    extremes = ((word, int(at)) for word, at in (("lowest", x.argmin()), ("highest", x.argmax())))
+    where = (
+        f"{word} {x.flatten()[at].item():.3g} at query {positions[at // n]}, key {positions[at % n]}"
+        for word, at in extremes
+    )
+    return f"{caption or 'Matrix'} of head {name}, {n} queries (rows) × {n} keys (columns): {', '.join(where)}"

@@ -1,0 +1,216 @@
+"""Score matrices of heads as circuitsvis widgets: whole, taken apart, and beside what the model does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_posdisent.additive.result import AdditiveFit
+
+from .fit_cells import additive_pattern, causal, check_alike, check_fit, choose_of, parts_of
+from .layout import head_selector
+from .offline import Widget
+from .raster import beside
+from .selection import CELLS, check_scale, check_title
+
+ScorePart = Literal["scores", "fitted", "distance", "query", "key", "residual"]
+_PARTS = get_args(ScorePart)
+
+
+def show_scores(
+    fit: AdditiveFit,
+    tokens: Sequence[str],
+    part: ScorePart = "fitted",
+    *,
+    scores: Float[Tensor, "*batch query key"] | None = None,
+    heads: Iterable[int] | None = None,
+    text: int = 0,
+    positions: Iterable[int] | None = None,
+    centred: bool = True,
+    scale: float | None = None,
+    title: str | None = None,
+    max_cells: int = CELLS,
+    raster: bool = False,
+    cdn: bool = False,
+) -> Widget:
+    """One part of the scores, for all heads: small, and the one you point at or click in full.
+
+    Blue is positive, red negative, white 0. All parts of the same heads have the same colour scale, so that two calls
+    can be compared. Cells outside the fit's mask are 0, and grey where they lie after the query.
+
+    Args:
+        fit: of scores ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``.
+        tokens: the text, one string for each key, such as ``model.to_str_tokens(ids)``. Spaces are shown as ``·``, line
+            breaks as ``↵``; axes show at most 24 characters of each.
+        part: ``"fitted"`` is the sum of ``"distance"``, ``"query"`` and ``"key"``; ``"scores"`` and ``"residual"``
+            (scores less fitted) need ``scores``.
+        scores: those that were fitted, as the fit does not keep them.
+        heads: default all.
+        text: which entry of the first axis, if the scores have four.
+        positions: which to show, as queries and as keys, ascending; default all. Where some are left out at the
+            beginning or in between, the axes show ``token@position``.
+        centred: take each head's mean (``fit.intercept``) off the scores and the fitted scores, as the parts have
+            mean 0 and the softmax does not see it. False shows them as they are.
+        scale: magnitude of the darkest colours, in units of the scores; default the largest there is in the
+            chosen heads.
+        title: default says what is shown.
+        max_cells: refuse to draw more.
+        raster: draw images instead of charts, a pixel for each cell: for some 4000 positions of a head, or 500 of 64.
+            Beyond 1024 positions a pixel is the mean of a square of cells. A list chooses the head.
+        cdn: link to circuitsvis at unpkg.com (a widget of kilobytes that needs a network) instead of including it.
+
+    Returns:
+        A ``Widget``: circuitsvis's ``RenderedHTML`` with ``save(path)``.
+
+    Raises:
+        ValueError: unusable arguments; more cells than ``max_cells``, with a choice that is not.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_scores
+        >>> model, tokens = load_demo_model(), demo_tokens(length=16)
+        >>> _, cache = model.run_with_cache(tokens)
+        >>> fit = fit_additive(cache["attn_scores", 3])
+        >>> show_scores(fit, model.to_str_tokens(tokens[0]), "distance", heads=[0, 1])
+        Widget('The distance part of the scores')
+    """
+    if part not in _PARTS:
+        raise ValueError(f"part must be one of {', '.join(_PARTS)}, got {part!r}")
+    check_fit(fit)
+    if scores is None and part in ("scores", "residual"):
+        raise ValueError(f"scores must be given to show the part {part!r}: the fit does not keep them")
+    if scores is not None:
+        check_alike(fit, "scores", scores)
+    choice = choose_of(
+        fit, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, more=1, raster=raster
+    )
+    parts = parts_of(fit, choice, scores, centred=centred)
+    what = {"fitted": "The fitted scores", "scores": "The scores", "residual": "What the fit leaves of the scores"}
+    layout: dict[str, Any] = {
+        "scale": check_scale(scale, parts.values()),
+        "causal": causal(fit),
+        "title": check_title(title, what.get(part, f"The {part} part of the scores")),
+        "note": _mean_note(centred and part in ("scores", "fitted")),
+        "cdn": cdn,
+    }
+    if raster:
+        return beside({"": parts[part]}, choice, raster=True, **layout)
+    return head_selector(parts[part], [str(head) for head in choice.heads], choice.tokens, **layout)
+
+
+def show_parts(
+    fit: AdditiveFit,
+    tokens: Sequence[str],
+    head: int,
+    *,
+    scores: Float[Tensor, "*batch query key"] | None = None,
+    text: int = 0,
+    positions: Iterable[int] | None = None,
+    centred: bool = True,
+    scale: float | None = None,
+    title: str | None = None,
+    max_cells: int = CELLS,
+    raster: bool = False,
+    cdn: bool = False,
+) -> Widget:
+    """All parts of one head's scores side by side, in one colour scale: distance + query + key = fitted.
+
+    With ``scores`` these and the residual are shown too: fitted + residual = scores.
+
+    Args:
+        fit, tokens, scores, text, positions, centred, scale, title, max_cells, raster, cdn: as in ``show_scores``.
+        head: its number.
+
+    Raises:
+        ValueError: as in ``show_scores``.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_parts
+        >>> model, tokens = load_demo_model(), demo_tokens(length=16)
+        >>> _, cache = model.run_with_cache(tokens)
+        >>> scores = cache["attn_scores", 3]
+        >>> show_parts(fit_additive(scores), model.to_str_tokens(tokens[0]), 2, scores=scores)
+        Widget('Head 2: the scores and their parts')
+    """
+    check_fit(fit)
+    if scores is not None:
+        check_alike(fit, "scores", scores)
+    if isinstance(head, bool) or not isinstance(head, int):
+        raise ValueError(f"head must be an integer, got {head!r}")
+    shown = _PARTS if scores is not None else tuple(p for p in _PARTS if p not in ("scores", "residual"))
+    choice = choose_of(
+        fit, tokens, heads=[head], text=text, positions=positions, max_cells=max_cells, charts=len(shown), raster=raster
+    )
+    parts = parts_of(fit, choice, scores, centred=centred)
+    return beside(
+        {name: parts[name] for name in shown},
+        choice,
+        raster=raster,
+        scale=check_scale(scale, parts.values()),
+        causal=causal(fit),
+        title=check_title(title, f"Head {head}: the scores and their parts"),
+        note="distance + query + key = fitted. " + _mean_note(centred),
+        cdn=cdn,
+    )
+
+
+def show_patterns(
+    fit: AdditiveFit,
+    tokens: Sequence[str],
+    pattern: Float[Tensor, "*batch query key"],
+    *,
+    heads: Iterable[int] | None = None,
+    text: int = 0,
+    positions: Iterable[int] | None = None,
+    scale: float | None = None,
+    title: str | None = None,
+    max_cells: int = CELLS,
+    raster: bool = False,
+    cdn: bool = False,
+) -> Widget:
+    """The model's attention pattern beside that of the additive scores, head by head.
+
+    The additive pattern is the softmax of ``fit.fitted()`` over the fit's mask: where the head would look if its scores
+    were exactly a distance, a query and a key part. The query part has no effect on it.
+
+    Args:
+        fit, tokens, heads, text, positions, scale, title, max_cells, raster, cdn: as in ``show_scores``.
+        pattern: the model's own, of the fit's shape, such as ``cache["pattern", 3]``.
+
+    Raises:
+        ValueError: as in ``show_scores``; a pattern of another shape, or of numbers that are no probabilities.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_patterns
+        >>> model, tokens = load_demo_model(), demo_tokens(length=16)
+        >>> _, cache = model.run_with_cache(tokens)
+        >>> fit = fit_additive(cache["attn_scores", 3])
+        >>> show_patterns(fit, model.to_str_tokens(tokens[0]), cache["pattern", 3])
+        Widget('Attention patterns: the model and its additive scores')
+    """
+    check_alike(fit, "pattern", pattern)
+    choice = choose_of(
+        fit, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=2, raster=raster
+    )
+    additive, inside = additive_pattern(fit, choice)
+    own = choice.of(pattern.detach()).to(additive.device)
+    if not bool(((own >= 0) & (own <= 1.01))[inside].all()):  # 1.01: bfloat16
+        raise ValueError("pattern must be probabilities, from 0 to 1, as the softmax of scores is")
+    shown = {"model": torch.where(inside, own, 0.0), "additive scores": additive}
+    return beside(
+        shown,
+        choice,
+        raster=raster,
+        scale=check_scale(scale, shown.values()),
+        causal=causal(fit),
+        title=check_title(title, "Attention patterns: the model and its additive scores"),
+        note="Rows are queries; those of a whole text add up to 1.",
+        cdn=cdn,
+    )
+
+
+def _mean_note(centred: bool) -> str:
+    return "Scores and fitted scores are shown without each head's mean." if centred else ""

@@ -1,0 +1,161 @@
+"""Which heads, which text and which positions a widget shows, and whether a browser can draw that many cells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from tl_posdisent.models.spec import select
+
+from .offline import axis_token
+
+CELLS = 200_000
+"""Cells that a browser draws in about 20 s."""
+IMAGE_CELLS = 2**24
+"""Cells that are made into images: each takes some 50 bytes while they are."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is shown of ``[*batch, query, key]`` matrices.
+
+    Attributes:
+        text: entry of the first axis, if there are an axis of texts and one of heads.
+        heads: numbers of the heads, in the order shown.
+        positions: ascending, both as queries and as keys.
+        tokens: of the positions, as axes show them.
+    """
+
+    text: int
+    heads: list[int]
+    positions: list[int]
+    tokens: list[str]
+
+    def of_heads(self, x: Tensor, *, cell_axes: int = 2) -> Tensor:
+        """``[*batch, …]`` with ``cell_axes`` axes behind the batch's: those of the chosen heads, ``[head, …]``."""
+        batch, cells = x.shape[: x.ndim - cell_axes], x.shape[x.ndim - cell_axes :]
+        return x.reshape(*_two(batch), *cells)[self.text, torch.tensor(self.heads, device=x.device)]
+
+    def of(self, x: Tensor) -> Float64[Tensor, "head query key"]:
+        """The chosen part of matrices ``[*batch, query, key]``."""
+        at = torch.tensor(self.positions, device=x.device)
+        return self.of_heads(x)[:, at][:, :, at].double()
+
+
+def choose(
+    shape: Sequence[int],
+    tokens: Any,
+    *,
+    heads: Iterable[int] | None,
+    text: int,
+    positions: Iterable[int] | None,
+    max_cells: int,
+    charts: int = 1,
+    more: int = 0,
+    raster: bool = False,
+) -> Choice:
+    """Check what of matrices of shape ``[*batch, query, key]`` is to be shown.
+
+    Args:
+        charts: matrices drawn for each head.
+        more: matrices drawn besides.
+        raster: whether they are drawn as images, which may have many more cells.
+
+    Raises:
+        ValueError: of every argument that is unusable, and of more cells than a browser draws.
+    """
+    *batch, n_query, n_key = shape
+    _, n_heads = check_batch(batch, text)
+    if n_query != n_key:
+        raise ValueError(f"the matrices must be square, as a whole text's are, got {n_query} queries × {n_key} keys")
+    words = check_tokens(tokens, n_key)
+    chosen = select("heads", heads, n_heads)
+    at = select("positions", positions, n_key)
+    if at != sorted(at):
+        raise ValueError(f"positions must be ascending, got {at}")
+    if not isinstance(raster, bool):
+        raise ValueError(f"raster must be True or False, got {raster!r}")
+    check_cells(len(chosen), len(at), max_cells, charts=charts, more=0 if raster else more, raster=raster)
+    labels = [axis_token(words[i]) for i in at]
+    if at != list(range(len(at))):
+        labels = [f"{label}@{i}" for label, i in zip(labels, at, strict=True)]
+    return Choice(text, chosen, at, labels)
+
+
+def check_batch(batch: Sequence[int], text: int) -> tuple[int, int]:
+    """Numbers of texts and heads."""
+    if len(batch) > 2:
+        raise ValueError(
+            "scores must have shape (query, key), (head, query, key) or (text, head, query, key) to be shown, got "
+            f"{len(batch)} leading axes: {tuple(batch)}"
+        )
+    texts, n_heads = _two(batch)
+    if isinstance(text, bool) or not isinstance(text, int) or not 0 <= text < texts:
+        raise ValueError(f"text must be an integer from 0 to {texts - 1}, got {text!r}")
+    return texts, n_heads
+
+
+def check_tokens(tokens: Any, length: int) -> list[str]:
+    """The tokens of one text."""
+    hint = "a list of strings, such as model.to_str_tokens(ids)"
+    if isinstance(tokens, (str, bytes, Tensor)) or not isinstance(tokens, Iterable):
+        raise ValueError(f"tokens must be {hint}, got {type(tokens).__name__}")
+    words = list(tokens)
+    wrong = [word for word in words if not isinstance(word, str)]
+    if wrong:
+        raise ValueError(f"tokens must be {hint}, got {wrong[0]!r} in it")
+    if len(words) != length:
+        raise ValueError(f"tokens must be as many as the keys, {length}, got {len(words)}")
+    return words
+
+
+def check_cells(n_heads: int, length: int, max_cells: int, *, charts: int, more: int = 0, raster: bool = False) -> None:
+    """Refuse what a browser would not draw, and say what it would."""
+    if isinstance(max_cells, bool) or not isinstance(max_cells, int) or max_cells < 1:
+        raise ValueError(f"max_cells must be a positive integer, got {max_cells!r}")
+    if raster:
+        max_cells = max(max_cells, IMAGE_CELLS)
+    matrices = n_heads * charts + more
+    cells = matrices * length**2
+    if cells <= max_cells:
+        return
+    fewer = (max_cells // length**2 - more) // charts
+    shorter = math.isqrt(max_cells // matrices)
+    alone = math.isqrt(max_cells // (charts + more))
+    ways = [f"heads=range({fewer})"] if 0 < fewer < n_heads else []
+    ways += [f"positions=range({shorter})"] if shorter >= 2 else []
+    ways += [f"heads=[0], positions=range({alone})"] if not fewer > 0 and n_heads > 1 and alone > shorter else []
+    ways += ["raster=True"] if not raster and n_heads * charts * length**2 <= IMAGE_CELLS else []
+    asked = f"{max_cells} at most are made into images" if raster else f"a browser is asked to draw {max_cells} at most"
+    raise ValueError(
+        f"{matrices} matrices of {length}×{length} are {cells} cells, and {asked}: choose fewer heads or positions, "
+        f"for instance {' or '.join(ways)}, or wait with max_cells={cells}"
+    )
+
+
+def check_scale(scale: float | None, shown: Iterable[Tensor]) -> float:
+    """The given scale, or the largest magnitude of what is shown; never 0, which would be no scale."""
+    if scale is None:
+        return max(1e-9, *(float(x.abs().max()) for x in shown))
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive number, got {scale!r}")
+    return float(scale)
+
+
+def check_title(title: str | None, default: str) -> str:
+    """The given title, or the default."""
+    if title is not None and not isinstance(title, str):
+        raise ValueError(f"title must be a string, got {type(title).__name__}")
+    return default if title is None else title
+
+
+def _two(batch: Sequence[int]) -> tuple[int, int]:
+    """Batch axes as (text, head)."""
+    full = (1, 1, *batch)
+    return full[-2], full[-1]

@@ -1,0 +1,148 @@
+"""A text with its tokens coloured by what one head's additive fit says of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from jaxtyping import Float64
+from torch import Tensor
+
+from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.models.spec import select
+
+from .fit_cells import check_fit
+from .layout import coloured_text
+from .offline import Widget, text_token
+from .selection import Choice, check_batch, check_scale, check_title, check_tokens
+
+VALUES = 1_000_000
+"""Values that a page can carry: about 7 MB."""
+
+
+def show_key_importance(
+    fit: AdditiveFit | Mapping[int, AdditiveFit],
+    tokens: Sequence[str],
+    *,
+    heads: Iterable[int] | None = None,
+    text: int = 0,
+    scale: float | None = None,
+    title: str | None = None,
+    max_values: int = VALUES,
+    cdn: bool = False,
+) -> Widget:
+    """The text, its tokens coloured by the key part of their scores: to whom a head listens, wherever they stand.
+
+    Blue keys get more attention than the head's average from every query, red ones less; in units of the scores, so
+    that 0.69 more doubles a key's weight in the softmax. A list chooses the head; all have the same colour scale. Point
+    at a token for its number.
+
+    Args:
+        fit: of scores ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``; or one for each layer,
+            ``{layer: fit}``.
+        tokens: the text, one string for each key, such as ``model.to_str_tokens(ids)``.
+        heads: default all.
+        text: which entry of the first axis, if the scores have four.
+        scale: magnitude of the darkest colours, in units of the scores; default the largest there is.
+        title: default says what is shown.
+        max_values: refuse a page of more.
+        cdn: link to circuitsvis at unpkg.com (a widget of kilobytes that needs a network) instead of including it.
+
+    Returns:
+        A ``Widget``: circuitsvis's ``RenderedHTML`` with ``save(path)``.
+
+    Raises:
+        ValueError: unusable arguments; more values than ``max_values``.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_key_importance
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> _, cache = model.run_with_cache(tokens)
+        >>> fits = {layer: fit_additive(cache["attn_scores", layer]) for layer in range(5)}
+        >>> show_key_importance(fits, model.to_str_tokens(tokens[0]))
+        Widget('Key importance')
+    """
+    return _show("key", fit, tokens, heads, text, scale, check_title(title, "Key importance"), max_values, cdn)
+
+
+def show_query_bias(
+    fit: AdditiveFit | Mapping[int, AdditiveFit],
+    tokens: Sequence[str],
+    *,
+    heads: Iterable[int] | None = None,
+    text: int = 0,
+    scale: float | None = None,
+    title: str | None = None,
+    max_values: int = VALUES,
+    cdn: bool = False,
+) -> Widget:
+    """The text, its tokens coloured by the query part of their scores.
+
+    All scores of a blue query are higher than the head's average, whatever the key; the softmax does not see that.
+
+    Args:
+        fit, heads, text, scale, title, max_values, cdn: as in ``show_key_importance``.
+        tokens: the text, one string for each query (each key, where there are more keys: the last are the queries').
+
+    Raises:
+        ValueError: as in ``show_key_importance``.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_query_bias
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> _, cache = model.run_with_cache(tokens)
+        >>> show_query_bias(fit_additive(cache["attn_scores", 3]), model.to_str_tokens(tokens[0]))
+        Widget('Query bias')
+    """
+    return _show("query", fit, tokens, heads, text, scale, check_title(title, "Query bias"), max_values, cdn)
+
+
+def _show(
+    part: Literal["key", "query"],
+    fit: AdditiveFit | Mapping[int, AdditiveFit],
+    tokens: Sequence[str],
+    heads: Iterable[int] | None,
+    text: int,
+    scale: float | None,
+    title: str,
+    max_values: int,
+    cdn: bool,
+) -> Widget:
+    fits = {f"layer {layer}": one for layer, one in fit.items()} if isinstance(fit, Mapping) else {"": fit}
+    shapes = {check_fit(one) for one in fits.values()}
+    if len(shapes) != 1:
+        raise ValueError(f"fit must be an AdditiveFit, or one of the same shape for each layer, got {sorted(shapes)}")
+    *batch, n_query, n_key = next(iter(shapes))
+    words = check_tokens(tokens, n_key)
+    chosen = select("heads", heads, check_batch(batch, text)[1])
+    words = words[-n_query:] if part == "query" else words
+    _check_values(len(fits) * len(chosen), len(words), max_values)
+    choice = Choice(text, chosen, [], [])
+
+    def values(one: AdditiveFit) -> Float64[Tensor, "head token"]:
+        return choice.of_heads(getattr(one, part), cell_axes=1).double()
+
+    shown = {name: values(one) for name, one in fits.items()}
+    note = {
+        "key": "How much higher than the head's average a token's scores are as a key, apart from distance and query.",
+        "query": "How much higher than the head's average a token's scores are as a query; the softmax ignores that.",
+    }
+    return coloured_text(
+        shown,
+        [str(head) for head in chosen],
+        [text_token(word) for word in words],
+        scale=check_scale(scale, shown.values()),
+        title=title,
+        note=f"{note[part]} Point at a token for its number.",
+        cdn=cdn,
+    )
+
+
+def _check_values(n_heads: int, length: int, max_values: int) -> None:
+    if isinstance(max_values, bool) or not isinstance(max_values, int) or max_values < 1:
+        raise ValueError(f"max_values must be a positive integer, got {max_values!r}")
+    if n_heads * length > max_values:
+        raise ValueError(
+            f"{n_heads} heads of {length} tokens are {n_heads * length} values, and {max_values} are allowed: choose "
+            "fewer heads or layers"
+        )
