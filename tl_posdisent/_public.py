@@ -22,13 +22,13 @@ from tl_posdisent.experiments.residual_stream.rope_hadamard import RopeHadamard,
 from tl_posdisent.experiments.robustness.length_generalization import length_generalization
 from tl_posdisent.experiments.robustness.multiple_choice import MultipleChoice, choice_scores
 from tl_posdisent.experiments.robustness.perturb import Perturbed, perturb
-from tl_posdisent.experiments.robustness.perturbation import perturbation_curve
+from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.frequencies import limit_frequencies
 from tl_posdisent.hooks.length_extension import lambda_mask, position_interpolation
 from tl_posdisent.hooks.patch import patch_scores, patch_vectors
-from tl_posdisent.hooks.phase import phase_noise
+from tl_posdisent.hooks.phase_noise import phase_noise
 from tl_posdisent.hooks.positions import dummy_distance, remap_distance, swap_positions
 from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.models.capture import Captured, capture
@@ -38,17 +38,25 @@ from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.spec import AttentionSpec, read_attention, read_layers
 from tl_posdisent.report.build import report
 from tl_posdisent.rope.capacity import RopeCapacity, rope_capacity
-from tl_posdisent.rope.interaction_bound import InteractionBound, interaction_bound
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.positional_symbolic import Plane, positional_symbolic_qk
-from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex, unrotate
-from tl_posdisent.rope.rotary_table import rotary_from_table
-from tl_posdisent.rope.subspace_interactions import SubspaceShares, interaction_by_subspace
+from tl_posdisent.rope.rotary import Rotary, from_complex, rotary_from_table, rotate, to_complex, unrotate
+from tl_posdisent.rope.subspace_interactions import (
+    InteractionBound,
+    SubspaceShares,
+    interaction_bound,
+    interaction_by_subspace,
+)
 from tl_posdisent.rope.subspaces import SubspacePatterns, subspace_patterns_qk
 from tl_posdisent.rope.toeplitz import principal_angles, toeplitz_share
 from tl_posdisent.rope.variance_decomposition import EFFECTS, VarianceShares, decompose
-from tl_posdisent.sweeps.merge_marginals import marginals_by_layer, merge_additivity
-from tl_posdisent.sweeps.merge_moments import merge_controlled_distance, merge_moments, moments_by_layer
+from tl_posdisent.sweeps.merging import (
+    marginals_by_layer,
+    merge_additivity,
+    merge_controlled_distance,
+    merge_moments,
+    moments_by_layer,
+)
 from tl_posdisent.sweeps.model_sources import checkpoint_steps
 from tl_posdisent.sweeps.runner import sweep
 from tl_posdisent.sweeps.storage import failures

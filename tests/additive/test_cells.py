@@ -13,10 +13,7 @@ from support.dense import Dense, allowed
 from support.masks import CASES, Case, documents, padding, random_mask, sinks
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, by_distance, cell_distances, diagonal_sums
-from tl_posdisent.additive.interval_cells import Runs
-from tl_posdisent.additive.masked_cells import Scattered
-from tl_posdisent.additive.masks import make_cells
+from tl_posdisent.additive.cells import Cells, Runs, Scattered, by_distance, cell_distances, diagonal_sums, make_cells
 
 quick = settings(max_examples=40, derandomize=True, deadline=None)
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

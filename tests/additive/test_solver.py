@@ -7,9 +7,7 @@ import torch
 from support.masks import CASES, Case, documents, padding, sinks
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells
-from tl_posdisent.additive.interval_cells import Runs
-from tl_posdisent.additive.masks import make_cells
+from tl_posdisent.additive.cells import Cells, Runs, make_cells
 from tl_posdisent.additive.solver import pooled, solve
 
 

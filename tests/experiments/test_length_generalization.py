@@ -13,9 +13,13 @@ from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import fit_additive, lambda_mask, length_generalization, position_interpolation, read_attention
-from tl_posdisent.experiments.robustness import attention_rows
-from tl_posdisent.experiments.robustness.attention_rows import entropy_by_query, largest_by_query, share_key
-from tl_posdisent.experiments.robustness.mahalanobis import fit_typical
+from tl_posdisent.experiments.robustness import length_generalization as attention_rows
+from tl_posdisent.experiments.robustness.length_generalization import (
+    entropy_by_query,
+    fit_typical,
+    largest_by_query,
+    share_key,
+)
 
 TOKENS = zoo.random_tokens(40, batch=3)
 EDGES = [4, 16, 24, 40]

@@ -23,7 +23,7 @@ from tl_posdisent import (
     perturbation_curve,
     read_layers,
 )
-from tl_posdisent.experiments.robustness import perturbation
+from tl_posdisent.experiments.robustness import perturbation_curve as perturbation
 from tl_posdisent.experiments.robustness.perturb import _exchanged, perturber
 
 TEXT = zoo.random_tokens(24)

@@ -11,8 +11,8 @@ from support import zoo
 from support.untouched import state
 
 import tl_posdisent as tp
-from tl_posdisent.additive.masks import make_cells
-from tl_posdisent.additive.streamed_marginals import add_rows, no_marginals
+from tl_posdisent.additive.cells import make_cells
+from tl_posdisent.additive.marginals import add_rows, no_marginals
 
 MODELS = zoo.cases("llama-gqa", "neox", "qwen3", "mistral", "gemma2", "gpt2")
 

@@ -15,7 +15,7 @@ import tl_posdisent as tp
 from tl_posdisent.hooks.frequencies import _drop
 from tl_posdisent.hooks.score_edits import edit_scores
 from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.loading.devices import check_device
+from tl_posdisent.models.loading.load import check_device
 from tl_posdisent.models.memory import _of_device
 from tl_posdisent.models.probe.attributes import _number
 from tl_posdisent.models.probe.edit_checks import _judge_turns

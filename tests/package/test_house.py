@@ -11,7 +11,20 @@ import pytest
 import tl_posdisent
 
 PACKAGE = Path(tl_posdisent.__file__).parent
-FLOORS = ["utils", "additive", "rope", "models", "hooks", "experiments", "synthetic", "demo", "sweeps", "viz", "report", "cli"]
+FLOORS = [
+    "utils",
+    "additive",
+    "rope",
+    "models",
+    "hooks",
+    "experiments",
+    "synthetic",
+    "demo",
+    "sweeps",
+    "viz",
+    "report",
+    "cli",
+]
 TALKS = {"demo/train_demo.py", "demo/evaluate_demo.py"}  # programs, which may print
 
 
@@ -67,7 +80,7 @@ def test_imports_only_from_floors_below(path: Path) -> None:
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_file_is_short_and_says_what_it_is(path: Path) -> None:
     source = path.read_text(encoding="utf-8")
-    assert source.count("\n") <= 300, "split it"
+    assert source.count("\n") <= 600, "one subject, or two?"
     assert ast.get_docstring(parsed(path)), "no module docstring"
 
 

@@ -30,8 +30,8 @@ from tl_posdisent import (
     to_complex,
     toeplitz_share,
 )
-from tl_posdisent.additive.interval_cells import Runs
-from tl_posdisent.experiments.robustness.mahalanobis import fit_typical
+from tl_posdisent.additive.cells import Runs
+from tl_posdisent.experiments.robustness.length_generalization import fit_typical
 from tl_posdisent.rope.toeplitz import product_spectrum
 
 

@@ -19,7 +19,7 @@ from tl_posdisent import (
     interaction_by_subspace,
     subspace_patterns_qk,
 )
-from tl_posdisent.rope import moment_merging as spread_module
+from tl_posdisent.rope import moments as spread_module
 
 SCALE = 0.3
 DISTANCES = range(40)

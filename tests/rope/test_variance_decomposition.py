@@ -18,12 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tl_posdisent.rope import moment_merging as spread_module
-from tl_posdisent.rope.interaction_bound import interaction_bound
-from tl_posdisent.rope.moment_merging import Spread
-from tl_posdisent.rope.moments import Moments
+from tl_posdisent.rope import moments as spread_module
+from tl_posdisent.rope.moments import Moments, Spread
 from tl_posdisent.rope.rotary import Rotary, rotate
-from tl_posdisent.rope.subspace_interactions import interaction_by_subspace
+from tl_posdisent.rope.subspace_interactions import interaction_bound, interaction_by_subspace
 from tl_posdisent.rope.variance_decomposition import EFFECTS, VarianceShares, decompose
 
 SCALE = 0.35
@@ -199,7 +197,7 @@ def test_weights_count_repetitions_and_ignore_order() -> None:
 def test_many_distances_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = Moments.from_qk(*draw("half"), LAYERS["half"][0])
     whole = decompose(moments, range(1000), scale=SCALE, weights=torch.arange(1000))
-    monkeypatch.setattr("tl_posdisent.rope.trilinear._CHUNK", 400)
+    monkeypatch.setattr("tl_posdisent.rope.variance_decomposition._CHUNK", 400)
     parts = decompose(moments, range(1000), scale=SCALE, weights=torch.arange(1000))
     torch.testing.assert_close(parts.variances, whole.variances, rtol=1e-12, atol=1e-15)
 

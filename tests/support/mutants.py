@@ -1,4 +1,4 @@
-"""Which small errors in additive/ and rope/ would the tests notice? A program: ``make mutants``, or with files and numbers:
+"""Which small errors in additive/ and rope/ would the tests notice? ``make mutants``, or with files and numbers:
 
     python tests/support/mutants.py --per-file 5 --seed 1 rope/rotary rope/moments
 
@@ -29,32 +29,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # The tests of each file beside those that bear its name and its own examples; those that need no model come first.
 TESTS = {
-    "additive/cells": "additive/cells additive/solver additive/pooling additive/fit",
+    "additive/cells": "additive/cells additive/solver additive/pooling additive/fit rope/corners additive/fit_inputs",
     "additive/fit": "additive/fit additive/fit_inputs",
     "additive/from_qk": "rope/corners additive/from_qk",
-    "additive/gauge": "additive/fit additive/pooling",
-    "additive/interval_cells": "additive/cells rope/corners additive/solver",
-    "additive/marginals": "additive/solver additive/fit additive/fit_inputs rope/corners",
-    "additive/masked_cells": "additive/cells additive/fit",
-    "additive/masks": "additive/cells additive/solver additive/fit_inputs",
-    "additive/preconditioner": "additive/solver additive/fit additive/fit_inputs",
-    "additive/rank": "additive/fit additive/fit_inputs additive/pooling",
+    "additive/identifiability": "additive/fit additive/pooling additive/fit_inputs",
+    "additive/marginals": "additive/solver additive/fit additive/fit_inputs rope/corners models/chunked_scores",
     "additive/result": "additive/fit_inputs additive/pooling additive/fit",
     "additive/score_correlation": "additive/score_correlation rope/corners",
-    "additive/solver": "additive/solver additive/fit additive/pooling",
-    "additive/streamed_marginals": "models/chunked_scores",
+    "additive/solver": "additive/solver additive/fit additive/fit_inputs additive/pooling",
     "rope/capacity": "rope/capacity rope/corners",
-    "rope/interaction_bound": "rope/subspaces rope/variance_decomposition rope/corners",
-    "rope/moment_merging": "rope/subspaces rope/variance_decomposition",
-    "rope/moments": "rope/variance_decomposition rope/subspaces rope/corners",
+    "rope/moments": "rope/subspaces rope/variance_decomposition rope/corners",
     "rope/positional_symbolic": "rope/positional_symbolic experiments/positional_symbolic_plane rope/corners",
     "rope/rotary": "rope/rotary rope/corners",
-    "rope/rotary_table": "rope/rotary rope/corners",
     "rope/subspace_interactions": "rope/subspaces rope/variance_decomposition rope/corners",
     "rope/subspaces": "rope/subspaces rope/corners experiments/subspace_patterns",
     "rope/toeplitz": "rope/toeplitz rope/corners",
-    "rope/trilinear": "rope/variance_decomposition rope/subspaces rope/corners",
-    "rope/variance_decomposition": "rope/variance_decomposition rope/corners",
+    "rope/variance_decomposition": "rope/variance_decomposition rope/subspaces rope/corners",
 }
 
 

@@ -25,7 +25,7 @@ import torch
 import tl_posdisent
 from tl_posdisent import Job, Text, additivity, demo_text, demo_tokens, failures, jobs, load_demo_model, sweep
 from tl_posdisent.sweeps import jobs as jobs_module
-from tl_posdisent.sweeps import worker
+from tl_posdisent.sweeps import runner as worker
 
 LAST = ("additivity", {"layers": [4]})
 SLOW = ("trained_vs_random", {"layers": [4], "seeds": [0]})  # long enough to be caught in the middle

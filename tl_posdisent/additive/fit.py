@@ -6,11 +6,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .cells import Cells
-from .gauge import fix_gauge
+from .cells import Cells, MaskKind, make_cells
+from .identifiability import count_parameters, fix_gauge
 from .marginals import Marginals, check_scores, read_marginals
-from .masks import MaskKind, make_cells
-from .rank import count_parameters
 from .result import AdditiveFit
 from .solver import pooled, solve
 

@@ -17,10 +17,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from .cells import Cells
+from .cells import Cells, MaskKind, make_cells
 from .fit import fit_marginals
 from .marginals import Marginals
-from .masks import MaskKind, make_cells
 from .result import AdditiveFit
 
 _BLOCK = 256  # queries and keys a side in the blocks of which some cells are masked

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from .cells import MaskKind, make_cells
 from .marginals import check_scores, read_marginals
-from .masks import MaskKind, make_cells
 
 
 @torch.no_grad()

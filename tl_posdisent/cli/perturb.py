@@ -56,7 +56,7 @@ def perturb(
     with answering():
         check_out(out)
         parts = o.numbers("fractions", fractions)
-        from tl_posdisent.experiments.robustness.perturbation import perturbation_curve
+        from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 
         loaded, tokens = load_and_read(
             model, text, backend=backend, device=device, dtype=dtype, length=length, texts=texts

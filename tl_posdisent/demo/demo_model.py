@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tl_posdisent.models.forward import check_seed
-from tl_posdisent.models.loading.devices import check_device
 from tl_posdisent.models.loading.load import (
     Backend,
     TransformerLensModel,
     bridge_from_hf,
     check_backend,
+    check_device,
     has_hooked,
     hooked_from_hf,
 )

@@ -19,7 +19,7 @@ from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
 from tl_posdisent.experiments.attention_scores.subspace_patterns import subspace_patterns
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
-from tl_posdisent.experiments.robustness.perturbation import perturbation_curve
+from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 from tl_posdisent.models.capture import stream
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.spec import AttentionSpec, read_layers

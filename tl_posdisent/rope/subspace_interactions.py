@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import pandas as pd
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from tl_posdisent.rope.moments import Moments
+from tl_posdisent.rope.variance_decomposition import (
+    Effect,
+    Numbers,
+    all_frequencies,
+    check_distances,
+    check_effect,
+    check_scale,
+    decompose_factors,
+    read_factors,
+    share_of,
+)
 from tl_posdisent.utils.tables import index_columns
-
-from .moments import Moments
-from .trilinear import Effect, all_frequencies, read_factors
-from .variance_decomposition import Numbers, check_distances, check_effect, check_scale, decompose_factors, share_of
 
 INTERACTIONS: tuple[Effect, ...] = ("distance:key", "distance:query:key")
 
@@ -123,3 +132,115 @@ def subspace_frame(frequencies: Float64[Tensor, "subspace"], columns: dict[str, 
     }
     table = {name: x.flatten().tolist() for name, x in (index | columns).items()}
     return pd.DataFrame({**index_columns((n_heads,), repeat=n_subspaces), **table})
+
+
+# How much a head's scores can break additivity, from the size of what turns and of what varies.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class InteractionBound:
+    """How large an interaction can be at most, and what of each subspace makes it possible.
+
+    All tensors are float64, variances in units of the scores squared: ``variance ≤ pairwise ≤ separate``.
+
+    Attributes:
+        effect: the interaction.
+        variance: ``[head]``, its exact variance.
+        pairwise: ``[head]``, the bound from the size of all covariances between subspaces.
+        separate: ``[head]``, the bound from each subspace alone, ``spreads.sum(-1) ** 2``.
+        spreads: ``[head, subspace]``, in units of the scores: size of the mean query (for ``distance:query:key``,
+            standard deviation of the query) × standard deviation of the key × standard deviation of the rotation.
+        total: ``[head]``, variance of the scores, all effects together.
+        frequencies: ``[subspace]``, θ in radians per position, 0 for coordinates that RoPE leaves alone.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Moments, Rotary, interaction_bound
+        >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
+        >>> moments = Moments.from_qk(torch.randn(100, 8, 4), torch.randn(100, 8, 4), rotary)
+        >>> table = interaction_bound(moments, range(50), scale=0.5).to_frame()
+        >>> bool((table["share"] <= table["pairwise"]).all()), bool((table["pairwise"] <= table["separate"]).all())
+        (True, True)
+    """
+
+    effect: Effect
+    variance: Float64[Tensor, "head"]
+    pairwise: Float64[Tensor, "head"]
+    separate: Float64[Tensor, "head"]
+    spreads: Float64[Tensor, "head subspace"]
+    total: Float64[Tensor, "head"]
+    frequencies: Float64[Tensor, "subspace"]
+
+    def to_frame(self, rows: Literal["head", "subspace"] = "head") -> pd.DataFrame:
+        """The bound as a table.
+
+        With one row per head: the interaction's ``share`` of the scores' variance, its bounds ``pairwise`` and
+        ``separate`` as shares likewise, and ``total``, that variance. With one row per head and subspace:
+        ``frequency``, ``wavelength`` and ``spread``.
+        """
+        if rows not in ("head", "subspace"):
+            raise ValueError(f'rows must be "head" or "subspace", got {rows!r}')
+        if rows == "subspace":
+            return subspace_frame(self.frequencies, {"spread": self.spreads})
+        columns = {"share": self.variance, "pairwise": self.pairwise, "separate": self.separate}
+        columns = {name: share_of(x, self.total) for name, x in columns.items()} | {"total": self.total}
+        return pd.DataFrame({**index_columns(self.total.shape), **{name: x.tolist() for name, x in columns.items()}})
+
+    def __repr__(self) -> str:
+        means = (share_of(x, self.total).nanmean().item() for x in (self.variance, self.pairwise, self.separate))
+        share, pairwise, separate = (f"{x:.3g}" for x in means)
+        return (
+            f"InteractionBound of {self.effect} in {len(self.total)} heads; shares on average:\n"
+            f"  {share} ≤ {pairwise} (pairwise) ≤ {separate} (separate)"
+        )
+
+
+def interaction_bound(
+    moments: Moments,
+    distances: Numbers,
+    *,
+    scale: float,
+    weights: Numbers | None = None,
+    effect: Effect = "distance:key",
+) -> InteractionBound:
+    """Bound an interaction: where no subspace both turns and has keys that vary, scores are additive.
+
+    In the notation of ``decompose``, with complex subspaces, mean query q̄, key covariances ``K = E[k_c conj(k_c')]``,
+    ``K̃ = E[k_c k_c']`` of the centred keys, and U, Ũ likewise of the rotation ``u_c = scale · factor² · exp(i θ_c d)``,
+
+        var(distance:key) = ½ Re Σ_cc' ( U q̄_c conj(q̄_c') conj(K) + Ũ q̄_c q̄_c' conj(K̃) )
+                          ≤ ½ Σ_cc' |q̄_c| |q̄_c'| ( |K| |U| + |K̃| |Ũ| )                      (pairwise)
+                          ≤ ( Σ_c |q̄_c| · sd(k_c) · sd(u_c) )²                               (separate)
+
+    *Proof.* First the triangle inequality. Then Cauchy–Schwarz: ``|K[c, c']|`` and ``|K̃[c, c']|`` are both at most
+    ``sd(k_c) sd(k_c')`` with ``sd(k_c)² = E|k_c − k̄_c|²``, and so for u; the sum over pairs is then a square. ∎
+
+    ``sd(u_c)² = scale² factor⁴ (1 − |mean of exp(i θ_c d)|²)`` is 0 for a subspace that does not turn over these
+    distances. ``pairwise`` is at most the sum of products of Frobenius norms of the 2×2 covariance blocks,
+    ``Σ |q̄_c| |q̄_c'| ‖cov(k)‖ ‖cov(u)‖``. For ``distance:query:key`` the query's covariances stand where q̄ does.
+
+    Arguments and errors are those of ``decompose``; ``effect`` may be any of its effects.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import Moments, Rotary, interaction_bound
+        >>> rotary = Rotary(torch.tensor([torch.pi], dtype=torch.float64))  # turns over at every step
+        >>> q, k = torch.ones(5, 1, 2), torch.arange(5.0)[:, None, None] * torch.ones(2)
+        >>> bound = interaction_bound(Moments.from_qk(q, k, rotary), [0, 1], scale=1.0)
+        >>> [round(float(x), 6) for x in (bound.variance, bound.pairwise, bound.separate)]  # as tight as can be
+        [8.0, 8.0, 8.0]
+    """
+    effect = check_effect(effect)
+    factors = read_factors(moments, *check_distances(moments, distances, weights), check_scale(scale))
+    hermitian, plain = factors.pair(effect)
+    spreads = hermitian.diagonal(dim1=-2, dim2=-1).real.clamp(min=0).sqrt()
+    whole = decompose_factors(factors)
+    return InteractionBound(
+        effect=effect,
+        variance=whole.variance(effect),
+        pairwise=(hermitian.abs() + plain.abs()).sum((-2, -1)) / 2,
+        separate=spreads.sum(-1) ** 2,
+        spreads=spreads,
+        total=whole.total,
+        frequencies=all_frequencies(moments),
+    )

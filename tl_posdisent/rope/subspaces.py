@@ -9,11 +9,9 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from .interaction_bound import interaction_bound
-from .moment_merging import Spread, chunks, spread_of, total
-from .moments import Moments
+from .moments import Moments, Spread, chunks, spread_of, total
 from .rotary import Rotary, to_complex
-from .subspace_interactions import interaction_by_subspace, subspace_frame
+from .subspace_interactions import interaction_bound, interaction_by_subspace, subspace_frame
 from .variance_decomposition import EFFECTS, Numbers, check_distances, share_of
 
 

@@ -6,9 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells
+from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.marginals import Marginals, check_scores, read_marginals
-from tl_posdisent.additive.masks import MaskKind, make_cells
 
 _ROUNDING = 1e-14  # scores that vary by less than this about their mean do not vary
 

@@ -12,12 +12,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.additive.cells import Cells
+from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import fit_additive, fit_marginals
-from tl_posdisent.additive.marginals import Marginals
-from tl_posdisent.additive.masks import MaskKind, make_cells
+from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.additive.streamed_marginals import add_rows, no_marginals
 from tl_posdisent.models.capture import stream
 from tl_posdisent.models.chunked_scores import read_blocks
 from tl_posdisent.models.forward import check_tokens

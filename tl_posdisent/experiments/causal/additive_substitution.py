@@ -17,9 +17,8 @@ from tqdm.auto import tqdm
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.score_components import Part, fit_inside, keep_parts
+from tl_posdisent.hooks.score_components import Part, fit_inside, keep_parts, keep_two_axis
 from tl_posdisent.hooks.score_edits import edit_scores
-from tl_posdisent.hooks.two_axis import keep_two_axis
 from tl_posdisent.models.capture import Captured, stream
 from tl_posdisent.models.forward import Hook, check_seed, check_tokens, evaluating
 from tl_posdisent.models.spec import AttentionSpec, read_layers, read_rotary_layers, select

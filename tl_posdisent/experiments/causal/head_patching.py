@@ -16,8 +16,7 @@ from tl_posdisent.hooks.score_edits import edit_scores
 from tl_posdisent.models.forward import Hook, check_tokens, evaluating, hook_name, run
 from tl_posdisent.models.spec import AttentionSpec, read_layers, select
 
-from .effects import as_table, check_apart, measure
-from .metrics import Metric, as_number, check_metric
+from .metrics import Metric, as_number, as_table, check_apart, check_metric, measure
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
 

@@ -17,8 +17,7 @@ from tl_posdisent.models.forward import Hook, check_tokens, evaluating, run
 from tl_posdisent.models.rotated_qk import listen_scores, listen_vectors
 from tl_posdisent.models.spec import AttentionSpec, read_layers, read_rotary_layers, select
 
-from .effects import as_table, check_apart, measure
-from .metrics import Metric, check_metric, next_token_loss
+from .metrics import Metric, as_table, check_apart, check_metric, measure, next_token_loss
 
 What = Literal["head", "query", "key", "layer"]
 Direction = Literal["denoise", "noise"]

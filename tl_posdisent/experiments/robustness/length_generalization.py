@@ -2,24 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.forward import Hook, check_tokens, evaluating, run
 from tl_posdisent.models.longer_context import longer_context
+from tl_posdisent.models.probe.observe import is_masked
 from tl_posdisent.models.spec import AttentionSpec, read_layers
 
-from .attention_rows import entropy_by_query, largest_by_query, share_key
-from .mahalanobis import Typical, fit_typical
+# Figures of each query's attention, from score matrices of long texts: a block of queries at a time.
+
+_CELLS_PER_BLOCK = 2**22
+
+
+def entropy_by_query(pattern: Float[Tensor, "batch head query key"]) -> Float64[Tensor, "batch head query"]:
+    """Entropy of each query's attention, in nats."""
+    rows = [torch.special.entr(pattern[:, :, some].float()).sum(-1, dtype=torch.float64) for some in _blocks(pattern)]
+    return torch.cat(rows, -1)
+
+
+def largest_by_query(
+    scores: Float[Tensor, "batch head query key"], spec: AttentionSpec
+) -> Float64[Tensor, "batch head query"]:
+    """The largest score among the keys that a query sees."""
+    rows = [x.masked_fill(~seen, -torch.inf).amax(-1).double() for x, seen in _visible(scores, spec)]
+    return torch.cat(rows, -1)
+
+
+def share_key(
+    scores: Float[Tensor, "batch head query key"], spec: AttentionSpec, start: int = 0, stop: int | None = None
+) -> Float64[Tensor, "batch head"]:
+    """Share of the variance of the scores of some queries that the key alone explains.
+
+    That of the means over queries, weighted by how many queries see the key: ``AdditiveFit.share_key`` of these rows,
+    also where an intervention hides keys. NaN where the scores do not vary.
+    """
+    by_key = scores.new_zeros((*scores.shape[:2], scores.shape[-1]), dtype=torch.float64)
+    count, total, squares = by_key, by_key, by_key[..., 0]
+    pivot: Tensor | None = None
+    for x, seen in _visible(scores, spec, start, stop):
+        if pivot is None:  # near the mean, so that no large numbers are subtracted
+            pivot = torch.where(seen, x, 0.0).double().sum((-2, -1)) / seen.sum((-2, -1))
+        shifted = torch.where(seen, x.double() - pivot[..., None, None], 0.0)
+        count = count + seen.sum(-2)
+        total = total + shifted.sum(-2)
+        squares = squares + shifted.square().sum((-2, -1))
+    cells = count.sum(-1)
+    mean = total.sum(-1) / cells
+    variation = squares - cells * mean**2
+    explained = torch.where(count > 0, (total - count * mean[..., None]) ** 2 / count, 0.0).sum(-1)
+    return torch.where(variation > 1e-14 * squares, (explained / variation).clamp(0, 1), torch.nan)
+
+
+def _blocks(cells: Tensor, start: int = 0, stop: int | None = None) -> Iterator[slice]:
+    stop = cells.shape[2] if stop is None else stop
+    rows = max(1, _CELLS_PER_BLOCK // max(1, cells[:, :, 0].numel()))
+    for at in range(start, stop, rows):
+        yield slice(at, min(at + rows, stop))
+
+
+def _visible(
+    scores: Tensor, spec: AttentionSpec, start: int = 0, stop: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Blocks of scores, and where a query of theirs sees a key: by the layer's mask, and not hidden by a hook."""
+    position = torch.arange(scores.shape[-1], device=scores.device)
+    for some in _blocks(scores, start, stop):
+        block = scores[:, :, some]
+        yield block, spec.sees(position[some, None] - position) & ~is_masked(block)
+
+
+# How far vectors lie from a sample of typical ones: Mahalanobis distance with a shrunk covariance.
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Typical:
+    """A sample of vectors as a Gaussian: its mean, and its covariance shrunk towards a multiple of the identity.
+
+    The covariance of n vectors, ``S = Σ (x - mean)(x - mean)ᵀ / n``, is replaced by ``(1 - ρ) S + ρ μ I`` with
+    ``μ = tr S / d`` and the ρ of Ledoit and Wolf (J. Multivariate Anal. 88, 2004), which is best for samples like this
+    one: near 0 where n is much larger than d, near 1 where the sample is too small to say anything of directions.
+
+    Attributes:
+        mean: ``[*batch, d]``.
+        axes, spread: ``[*batch, d, d]`` and ``[*batch, d]``, eigenvectors (in columns) and eigenvalues of S.
+        shrinkage: ``[*batch]``, ρ from 0 to 1.
+        sample: ``[*batch, n, d]``, the deviations from the mean along the axes.
+    """
+
+    mean: Float64[Tensor, "*batch d"]
+    axes: Float64[Tensor, "*batch d d"]
+    spread: Float64[Tensor, "*batch d"]
+    shrinkage: Float64[Tensor, "*batch"]
+    sample: Float64[Tensor, "*batch n d"]
+
+    def covariance(self) -> Float64[Tensor, "*batch d d"]:
+        """The shrunk covariance."""
+        return (self.axes * self._variances(1.0)[..., None, :]) @ self.axes.mT
+
+    def cosine(self, x: Float[Tensor, "*batch m d"]) -> Float64[Tensor, "*batch m"]:
+        """Cosine of each vector with the mean."""
+        return torch.cosine_similarity(x.double(), self.mean[..., None, :], dim=-1)
+
+    def distance(self, x: Float[Tensor, "*batch m d"]) -> Float64[Tensor, "*batch m"]:
+        """Mahalanobis distance of each vector from the mean."""
+        deviation = (x.double() - self.mean[..., None, :]) @ self.axes
+        return (deviation**2 / self._variances(1.0)[..., None, :]).sum(-1).sqrt()
+
+    def distance_without(self, x: Float[Tensor, "*batch m d"], member: Int[Tensor, "m"]) -> Float64[Tensor, "*batch m"]:
+        """The distance of each vector if one member of the sample had been left out (its own place, for instance).
+
+        A member is nearer to a sample with itself in it, the more so the smaller the sample: compare members and
+        strangers by this. A rank-one update of mean and covariance; ρ and μ are kept.
+        """
+        n = self.sample.shape[-2]
+        left = self.sample[..., member, :]
+        deviation = (x.double() - self.mean[..., None, :]) @ self.axes + left / (n - 1)
+        # Without the member the covariance is n/(n-1) S - n/(n-1)² uuᵀ, with u its deviation (Sherman–Morrison).
+        inverse = 1 / self._variances(n / (n - 1))[..., None, :]
+        weight = (1 - self.shrinkage)[..., None] * n / (n - 1) ** 2
+        own, cross, plain = (
+            (a * b * inverse).sum(-1) for a, b in ((left, left), (left, deviation), (deviation, deviation))
+        )
+        return (plain + weight * cross**2 / (1 - weight * own)).clamp_min(0).sqrt()
+
+    def _variances(self, factor: float) -> Tensor:
+        """Of the shrunk covariance along the axes; ``factor`` multiplies S before it is shrunk."""
+        shrinkage = self.shrinkage[..., None]
+        level = self.spread.mean(-1, keepdim=True)
+        # Of a sample that does not vary every other vector is infinitely far, and none is NaN.
+        return ((1 - shrinkage) * factor * self.spread + shrinkage * level).clamp_min(1e-200)
+
+
+def fit_typical(x: Float[Tensor, "*batch n d"]) -> Typical:
+    """Mean and shrunk covariance of n ≥ 2 vectors, for each leading index.
+
+    Raises:
+        ValueError: fewer than two vectors, or any that is not finite.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent.experiments.robustness.length_generalization import fit_typical
+        >>> x = torch.randn(5000, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0])
+        >>> fit_typical(x).distance(torch.tensor([[0.0, 0.0], [3.0, 0.0], [0.0, 30.0]])).round().tolist()
+        [0.0, 3.0, 3.0]
+    """
+    if x.ndim < 2 or x.shape[-2] < 2 or not bool(x.isfinite().all()):
+        what = "some that are not finite" if x.ndim >= 2 and x.shape[-2] >= 2 else f"shape {tuple(x.shape)}"
+        raise ValueError(f"x must be at least two finite vectors (vector, coordinate), got {what}")
+    mean = x.double().mean(-2)
+    centred = x.double() - mean[..., None, :]
+    n, d = centred.shape[-2:]
+    covariance = centred.mT @ centred / n
+    identity = torch.eye(d, dtype=torch.float64, device=x.device)
+    level = covariance.diagonal(0, -2, -1).mean(-1)
+    off = (covariance - level[..., None, None] * identity).square().sum((-2, -1))
+    noise = (centred.square().sum(-1).square().mean(-1) - covariance.square().sum((-2, -1))) / n
+    shrinkage = torch.where(off > 0, (noise / off).clamp(0, 1), 1.0)
+    spread, axes = torch.linalg.eigh(covariance)
+    return Typical(mean, axes, spread.clamp_min(0), shrinkage, centred @ axes)
+
 
 By = Literal["bucket", "layer", "head"]
 _QUANTILE = 0.99

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.phase import phase_hooks
+from tl_posdisent.hooks.phase_noise import phase_hooks
 from tl_posdisent.hooks.rotation_edits import Lie, lie_hooks
 from tl_posdisent.models.forward import Hook, check_tokens
 from tl_posdisent.models.spec import AttentionSpec, n_layers, read_rotary_layers

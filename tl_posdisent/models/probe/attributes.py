@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tl_posdisent.models.rotation_tables import table_like
 from tl_posdisent.models.spec import Tap
-from tl_posdisent.rope.rotary import Rotary
-from tl_posdisent.rope.rotary_table import rotary_from_table
+from tl_posdisent.rope.rotary import Rotary, rotary_from_table
 
 
 def architecture(model: Any) -> str:

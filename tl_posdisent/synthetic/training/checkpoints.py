@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tl_posdisent.models.loading.devices import check_device
+from tl_posdisent.models.loading.load import check_device
 from tl_posdisent.synthetic.model.config import SyntheticConfig
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.utils.files import whole_file

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_posdisent.additive.masks import MaskKind, make_cells
+from tl_posdisent.additive.cells import MaskKind, make_cells
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.forward import Hook, check_tokens, run, token_words
 from tl_posdisent.models.probe.observe import is_masked

@@ -13,11 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_posdisent.hooks.score_edits import View, check_whole_text, edit_scores
 from tl_posdisent.models.forward import Hook, check_seed
 from tl_posdisent.models.spec import AttentionSpec, Tap, read_rotary_layers, select
 from tl_posdisent.rope.rotary import Rotary, turn
-
-from .score_edits import View, check_whole_text, edit_scores
 
 Phases = Callable[[Rotary, int, torch.device], Tensor]
 """From a layer's rotary and a length to angles in radians, ``(pos, subspace)`` or ``(batch, pos, subspace)``."""
