@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from common import device, medians, report, seconds
 
-from tl_posdisent import Rotary, positional_symbolic_qk
+from tl_posdisent.rope import Rotary, positional_symbolic_qk
 from tl_posdisent.rope.rotary import to_complex
 
 PERMUTATIONS = 1000

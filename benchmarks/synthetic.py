@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
 
-from tl_posdisent import (
+from tl_posdisent.synthetic import (
     IndexLookup,
     Retrieval,
     SyntheticConfig,

@@ -118,7 +118,7 @@ def _patch_heads(model: Any, tokens: Tensor) -> None:
     z, pattern = (_held(model, tokens, layer, name) for name in ("z", "pattern"))
     by_hand = {"z": [_put_z(layer, z)], "pattern": _attend(model, layer, pattern)}
     for activation, hooks in by_hand.items():
-        table = tp.patch_heads(
+        table = tp.head_patching(
             model, tokens, other, _metric, activation=activation, layers=[layer], heads=[HEAD], progress=False
         )
         _expect(_close(table["value"][0], _metric(_logits(model, other, hooks), other).mean()), f"{activation} by hand")
@@ -130,10 +130,10 @@ def _patch_positions(model: Any, tokens: Tensor) -> None:
     """Before the first layer that rotates, nothing knows a position: to patch the vectors of the real ones in there is
     to leave the layer alone."""
     order, options = torch.arange(LENGTH).flip(0), {"metric": _metric, "progress": False}
-    everywhere = tp.swap_positions(model, order)  # refuses what patch_positions refuses
+    everywhere = tp.swap_positions(model, order)  # refuses what position_patching refuses
     first, *behind = [spec.layer for spec in tp.read_layers(model) if spec.rotary is not None]
     rest = tp.swap_positions(model, order, layers=behind) if behind else []
-    table = tp.patch_positions(model, tokens, order, what="layer", layers=[first], **options)
+    table = tp.position_patching(model, tokens, order, what="layer", layers=[first], **options)
     _expect(_close(table["value"][0], _metric(_logits(model, tokens, rest), tokens).mean()), "a layer left alone")
     _expect(
         _close(table["corrupted"][0], _metric(_logits(model, tokens, everywhere), tokens).mean()), "other positions"
@@ -141,7 +141,7 @@ def _patch_positions(model: Any, tokens: Tensor) -> None:
     _expect(abs(table["effect"][0]) > 1e-3, "the layer's positions matter")
     heads = [h for h in range(model.cfg.n_heads) if h != HEAD]
     but_one = [*rest, *tp.swap_positions(model, order, layers=[first], heads=heads)]
-    table = tp.patch_positions(model, tokens, order, keys="head", layers=[first], heads=[HEAD], **options)
+    table = tp.position_patching(model, tokens, order, keys="head", layers=[first], heads=[HEAD], **options)
     _expect(_close(table["value"][0], _metric(_logits(model, tokens, but_one), tokens).mean()), "a head left alone")
     own = next(tp.capture(model, tokens, layers=[first]))
     hooks = tp.patch_vectors(model, first, own.q_rot, own.k_rot)
@@ -153,7 +153,7 @@ def _patch_component(model: Any, tokens: Tensor) -> None:
     parts = ["mean", "distance", "query", "key", "residual"]
     options = {"from_tokens": other, "metric": _metric, "layers": [layer], "heads": [HEAD, 2], "progress": False}
     whole, distance, query = (
-        tp.patch_component(model, tokens, part, **options) for part in (parts, "distance", "query")
+        tp.component_patching(model, tokens, part, **options) for part in (parts, "distance", "query")
     )
     pattern = _held(model, other, layer, "pattern")
     by_hand = _logits(model, tokens, _attend(model, layer, pattern))
@@ -174,9 +174,9 @@ TRIALS: dict[str, Callable[[Any, Tensor], None]] = {
     "remap_distance": _remap_distance,
     "some heads": _one_head,
     "ablate_heads": _ablate_heads,
-    "patch_heads": _patch_heads,
-    "patch_positions": _patch_positions,
-    "patch_component": _patch_component,
+    "head_patching": _patch_heads,
+    "position_patching": _patch_positions,
+    "component_patching": _patch_component,
 }
 
 
@@ -190,7 +190,7 @@ def _expect(condition: bool, what: str) -> None:
 
 def _logits(model: Any, tokens: Tensor, hooks: list[Any]) -> Tensor:
     """The logits under hooks, all of which must fire."""
-    with torch.no_grad(), tp.applied(model, hooks) as m:
+    with torch.no_grad(), tp.hooks.applied(model, hooks) as m:
         return m(tokens)
 
 

@@ -36,23 +36,23 @@ def ablation() -> go.Figure:
 
 
 def substitution() -> go.Figure:
-    return tp.plot_substitution(tp.additive_substitution(MODEL, tp.demo_tokens(length=128), progress=False))
+    return tp.viz.plot_substitution(tp.additive_substitution(MODEL, tp.demo_tokens(length=128), progress=False))
 
 
 def frequencies() -> go.Figure:
-    return tp.plot_subspaces(tp.subspace_patterns(MODEL, texts(7, 450), burn_in=50, progress=False), "distance")
+    return tp.viz.plot_subspaces(tp.subspace_patterns(MODEL, texts(7, 450), burn_in=50, progress=False), "distance")
 
 
 def patching() -> go.Figure:
     order = torch.randperm(128, generator=torch.Generator().manual_seed(0))
-    table = tp.patch_positions(MODEL, tp.demo_tokens(length=128), order, progress=False)
+    table = tp.position_patching(MODEL, tp.demo_tokens(length=128), order, progress=False)
     return tp.plot_heads(table, "effect", signed=True)
 
 
 def perturbation() -> go.Figure:
     fractions = (0, 0.05, 0.1, 0.2, 0.35, 0.5)
     table = tp.perturbation_curve(MODEL, texts(6, 500), fractions=fractions, seeds=3, unit="word", progress=False)
-    return tp.plot_perturbation(table)
+    return tp.viz.plot_perturbation(table)
 
 
 def length() -> go.Figure:
@@ -63,7 +63,7 @@ def length() -> go.Figure:
         name: tp.length_generalization(MODEL, tokens, edges, hooks, in_range=512, progress=False)
         for name, hooks in ways.items()
     }
-    return tp.plot_length(tables, ["loss", "largest_score"], in_range=512)
+    return tp.viz.plot_length(tables, ["loss", "largest_score"], in_range=512)
 
 
 def heads() -> go.Figure:
@@ -82,12 +82,14 @@ def shares() -> go.Figure:
 
 def deposit() -> go.Figure:
     table = tp.head_ablation(MODEL, texts(4, 128), mode="resample", progress=False)
-    return tp.plot_deposit(table, better="lower")
+    return tp.viz.plot_deposit(table, better="lower")
 
 
 def drops() -> go.Figure:
     """Of the models of ``make synthetic``, which are trained here if they are not there."""
-    study = tp.deposit_study(tp.preset("small"), tasks=["distance"], folder=Path("out/synthetic"), progress=False)
+    study = tp.synthetic.deposit_study(
+        tp.synthetic.preset("small"), tasks=["distance"], folder=Path("out/synthetic"), progress=False
+    )
     names = {"rope": "RoPE", "alibi": "ALiBi", "none": "none", "learned": "learned absolute", "mla": "MLA"}
     figure = make_subplots(rows=1, cols=len(names), subplot_titles=list(names.values()), shared_yaxes=True)
     for column, name in enumerate(names, start=1):
@@ -100,24 +102,30 @@ def drops() -> go.Figure:
 
 
 def training() -> go.Figure:
-    task = tp.TriggerCount(d_vocab=24, n_triggers=3, max_count=8, min_length=8, max_length=24, n_ctx=24)
+    task = tp.synthetic.TriggerCount(d_vocab=24, n_triggers=3, max_count=8, min_length=8, max_length=24, n_ctx=24)
     shape: dict[str, Any] = {name: getattr(task, name) for name in ("d_vocab", "n_ctx", "n_out", "pad_id")}
-    model = tp.SyntheticModel(tp.SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, **shape))
-    config = tp.TrainConfig(epochs=10, batch_size=64, n_train=6400, n_test=1000, lr=2e-3, log_every=20, test_every=100)
-    return tp.plot_training(tp.train(model, task, config, progress=False))
+    model = tp.synthetic.SyntheticModel(
+        tp.synthetic.SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, **shape)
+    )
+    config = tp.synthetic.TrainConfig(
+        epochs=10, batch_size=64, n_train=6400, n_test=1000, lr=2e-3, log_every=20, test_every=100
+    )
+    return tp.viz.plot_training(tp.synthetic.train(model, task, config, progress=False))
 
 
 def dynamics() -> go.Figure:
-    small, steps = tp.preset("small"), tuple(range(0, 301, 25))
+    small, steps = tp.synthetic.preset("small"), tuple(range(0, 301, 25))
     with tempfile.TemporaryDirectory() as folder:
         how = dataclasses.replace(small.train_config("distance"), checkpoints=steps)
-        run = tp.train(small.model("rope", "distance"), small.tasks["distance"], how, folder=folder, progress=False)
-        return tp.plot_dynamics(tp.dynamics(run, progress=False), "norm_of_mean")
+        run = tp.synthetic.train(
+            small.model("rope", "distance"), small.tasks["distance"], how, folder=folder, progress=False
+        )
+        return tp.viz.plot_dynamics(tp.synthetic.dynamics(run, progress=False), "norm_of_mean")
 
 
 def language_dynamics() -> go.Figure:
     table = pd.read_csv(FOLDER / "language_dynamics.csv")
-    return tp.plot_dynamics(table[table["step"] > 0], "r_two_axis").update_xaxes(type="log", dtick=1)
+    return tp.viz.plot_dynamics(table[table["step"] > 0], "r_two_axis").update_xaxes(type="log", dtick=1)
 
 
 SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {

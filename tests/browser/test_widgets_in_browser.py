@@ -140,7 +140,7 @@ def test_interventions_of_the_demo_model(opened: Open, tmp_path: Path) -> None:
 
 def test_coloured_text(opened: Open, tmp_path: Path) -> None:
     _, fit = two_heads()
-    page = opened(saved(tp.show_key_importance({3: fit, 7: fit}, WORDS), tmp_path))
+    page = opened(saved(tp.viz.show_key_importance({3: fit, 7: fit}, WORDS), tmp_path))
     page.screenshot("key_importance")
     tokens = page.page.locator(".colored-tokens >> visible=true").locator("span > span")
     assert [x.replace("\u2060", "").strip() for x in tokens.all_inner_texts()] == [
@@ -165,7 +165,7 @@ def test_coloured_text(opened: Open, tmp_path: Path) -> None:
 
 def test_query_bias(opened: Open, tmp_path: Path) -> None:
     scores = torch.tensor([0.0, 0, 0, 0, 3, 0])[:, None].expand(6, 6).clone()
-    page = opened(saved(tp.show_query_bias(tp.fit_additive(scores), WORDS), tmp_path))
+    page = opened(saved(tp.viz.show_query_bias(tp.fit_additive(scores), WORDS), tmp_path))
     page.screenshot("query_bias")
     tokens = page.page.locator(".colored-tokens").locator("span > span")
     colours = tokens.evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")
@@ -182,7 +182,7 @@ def hostile_widgets() -> dict[str, Callable[[], Widget]]:
     return {
         "scores": lambda: tp.show_scores(fit, HOSTILE, title=title),
         "patterns": lambda: tp.show_patterns(fit, HOSTILE, pattern, heads=[1], title=title),
-        "key_importance": lambda: tp.show_key_importance(fit, HOSTILE, title=title),
+        "key_importance": lambda: tp.viz.show_key_importance(fit, HOSTILE, title=title),
     }
 
 
@@ -219,7 +219,7 @@ def test_hostile_tokens_are_shown_and_not_run(name: str, guarded: bool, opened: 
 
 def test_a_saved_page_runs_nothing_but_its_own(opened: Open, tmp_path: Path) -> None:
     """The second line of defence, should the first ever fail."""
-    path = saved(tp.show_key_importance(two_heads()[1], WORDS), tmp_path)
+    path = saved(tp.viz.show_key_importance(two_heads()[1], WORDS), tmp_path)
     html = path.read_text(encoding="utf-8")
     path.write_text(html.replace("</body>", f"<script>{ATTACK}</script><img src=x onerror='{ATTACK}'></body>"))
     page = opened(path, may_fail=True)
@@ -308,7 +308,7 @@ def test_on_a_phone_in_the_dark(name: str, opened: Open, tmp_path: Path) -> None
     make = {
         "scores": lambda: tp.show_scores(fit, WORDS),
         "parts": lambda: tp.show_parts(fit, WORDS, 0, scores=scores),
-        "key_importance": lambda: tp.show_key_importance(fit, WORDS),
+        "key_importance": lambda: tp.viz.show_key_importance(fit, WORDS),
     }
     page = opened(saved(make[name](), tmp_path), width=390, dark=True)
     page.settle({"scores": 3, "parts": 6, "key_importance": 0}[name])

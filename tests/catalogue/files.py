@@ -11,20 +11,10 @@ import torch
 from safetensors.torch import save_file
 from support import zoo
 
-from tl_posdisent import (
-    Job,
-    Moments,
-    Text,
-    checkpoint_steps,
-    failures,
-    jobs,
-    load_checkpoint,
-    load_model,
-    save_checkpoint,
-    sweep,
-    train,
-)
+from tl_posdisent import Moments, load_model, sweep
+from tl_posdisent.sweeps import Job, Text, checkpoint_steps, failures, jobs
 from tl_posdisent.sweeps.storage import failure_of, part_of
+from tl_posdisent.synthetic import load_checkpoint, save_checkpoint, train
 
 from .given import FEW, LINEAR, TASK, moments, synthetic
 from .row import Row, gives, refused

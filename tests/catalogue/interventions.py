@@ -9,23 +9,23 @@ import torch
 from tl_posdisent import (
     ablate_heads,
     additive_substitution,
-    applied,
+    component_patching,
     drop_component,
     dummy_distance,
+    head_patching,
     lambda_mask,
     limit_frequencies,
-    patch_component,
-    patch_heads,
-    patch_positions,
     patch_scores,
     patch_vectors,
     perturbation_curve,
     phase_noise,
     position_interpolation,
+    position_patching,
     remap_distance,
     substitute_additive,
     swap_positions,
 )
+from tl_posdisent.hooks import applied
 
 from .given import INF, NAN, SCORES, TOKENS, model, numbers
 from .row import Row, gives, refused
@@ -162,42 +162,45 @@ ROWS: list[Row] = [
     ),
     refused("patch_scores", "an unknown part", lambda at: patch_scores(model(), 0, SCORES, "place"), "component must"),
     refused(
-        "patch_positions",
+        "position_patching",
         "positions NaN",
-        lambda at: patch_positions(model(), TOKENS, AT * NAN, progress=False),
+        lambda at: position_patching(model(), TOKENS, AT * NAN, progress=False),
         "positions must",
     ),
     refused(
-        "patch_positions",
+        "position_patching",
         "an unknown direction",
-        lambda at: patch_positions(model(), TOKENS, AT * 2, direction="both", progress=False),
+        lambda at: position_patching(model(), TOKENS, AT * 2, direction="both", progress=False),
         "direction must be",
     ),
     refused(
-        "patch_component", "from nowhere", lambda at: patch_component(model(), TOKENS, progress=False), "from_tokens"
+        "component_patching",
+        "from nowhere",
+        lambda at: component_patching(model(), TOKENS, progress=False),
+        "from_tokens",
     ),
     refused(
-        "patch_component",
+        "component_patching",
         "from other lengths",
-        lambda at: patch_component(model(), TOKENS, from_tokens=TOKENS[:, :5], progress=False),
+        lambda at: component_patching(model(), TOKENS, from_tokens=TOKENS[:, :5], progress=False),
         "from_tokens must",
     ),
     refused(
-        "patch_heads",
+        "head_patching",
         "texts of other lengths",
-        lambda at: patch_heads(model(), TOKENS, TOKENS[:, :5], _metric, progress=False),
+        lambda at: head_patching(model(), TOKENS, TOKENS[:, :5], _metric, progress=False),
         "corrupted_tokens must",
     ),
     refused(
-        "patch_heads",
+        "head_patching",
         "an unknown activation",
-        lambda at: patch_heads(model(), TOKENS, TOKENS.flip(1), _metric, activation="mlp", progress=False),
+        lambda at: head_patching(model(), TOKENS, TOKENS.flip(1), _metric, activation="mlp", progress=False),
         "activation must",
     ),
     refused(
-        "patch_heads",
+        "head_patching",
         "a metric that gives NaN",
-        lambda at: patch_heads(model(), TOKENS, TOKENS.flip(1), lambda x, t: x[:, -1, 5] * NAN, progress=False),
+        lambda at: head_patching(model(), TOKENS, TOKENS.flip(1), lambda x, t: x[:, -1, 5] * NAN, progress=False),
         "metric must",
     ),
     refused(

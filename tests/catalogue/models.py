@@ -13,7 +13,6 @@ from support.untouched import state
 
 from tl_posdisent import (
     additivity,
-    applied,
     bridge_from_hf,
     capture,
     controlled_distance,
@@ -29,10 +28,11 @@ from tl_posdisent import (
     positional_subspace,
     random_control,
     read_attention,
-    rope_hadamard,
     subspace_patterns,
     swap_positions,
 )
+from tl_posdisent.experiments import rope_hadamard
+from tl_posdisent.hooks import applied
 
 from .given import LINEAR, TOKENS, demo, model, own
 from .row import Row, gives, refused

@@ -7,24 +7,26 @@ from typing import Any
 import pandas as pd
 
 from tl_posdisent import (
+    plot_distance,
+    plot_heads,
+    plot_shares,
+    show_interventions,
+    show_parts,
+    show_patterns,
+    show_scores,
+)
+from tl_posdisent.viz import (
     Widget,
     plot_deposit,
-    plot_distance,
     plot_dynamics,
-    plot_heads,
     plot_length,
     plot_perturbation,
-    plot_shares,
     plot_subspaces,
     plot_substitution,
     plot_training,
     show_change,
-    show_interventions,
     show_key_importance,
-    show_parts,
-    show_patterns,
     show_query_bias,
-    show_scores,
 )
 
 from .given import NAN, SCORES, TOKENS, fit, model, words

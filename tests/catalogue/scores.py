@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tl_posdisent import fit_additive, fit_additive_qk, principal_angles, score_correlation, toeplitz_share
+from tl_posdisent import fit_additive, fit_additive_qk, score_correlation
+from tl_posdisent.rope import principal_angles, toeplitz_share
 
 from .given import INF, NAN, SCORES, numbers, with_one
 from .row import Row, gives, refused

@@ -8,7 +8,16 @@ from typing import Any
 import pandas as pd
 import torch
 
-from tl_posdisent import (
+from tl_posdisent.models.loading.load import has_hooked
+from tl_posdisent.sweeps import (
+    jobs,
+    marginals_by_layer,
+    merge_additivity,
+    merge_controlled_distance,
+    merge_moments,
+    moments_by_layer,
+)
+from tl_posdisent.synthetic import (
     IndexLookup,
     Preset,
     Retrieval,
@@ -26,19 +35,12 @@ from tl_posdisent import (
     evaluate,
     gradient_margins,
     head_drops,
-    jobs,
-    marginals_by_layer,
-    merge_additivity,
-    merge_controlled_distance,
-    merge_moments,
-    moments_by_layer,
     positional_gradients,
     preset,
     to_hooked_transformer,
     train,
     train_preset,
 )
-from tl_posdisent.models.loading.load import has_hooked
 
 from .given import FEW, LINEAR, NAN, TASK, TOKENS, model, synthetic
 from .row import Row, gives, refused

@@ -5,18 +5,17 @@ from __future__ import annotations
 import torch
 
 from tl_posdisent import (
-    MultipleChoice,
-    Text,
     additivity,
     capture,
-    choice_scores,
-    demo_tokenizer,
     demo_tokens,
     dummy_distance_check,
     fit_additive,
     length_generalization,
     perturb,
 )
+from tl_posdisent.demo import demo_tokenizer
+from tl_posdisent.experiments import MultipleChoice, choice_scores
+from tl_posdisent.sweeps import Text
 
 from .given import TOKENS, demo, model
 from .row import Row, gives, refused

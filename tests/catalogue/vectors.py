@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from tl_posdisent import (
-    Moments,
+from tl_posdisent import Moments, decompose, interaction_by_subspace, rope_capacity
+from tl_posdisent.rope import (
     Rotary,
-    decompose,
     from_complex,
     interaction_bound,
-    interaction_by_subspace,
     positional_symbolic_qk,
-    rope_capacity,
     rotary_from_table,
     rotate,
     subspace_patterns_qk,

@@ -19,7 +19,6 @@ from tl_posdisent import (
     controlled_distance,
     demo_text,
     demo_tokens,
-    deposit,
     head_ablation,
     lambda_mask,
     length_generalization,
@@ -32,6 +31,7 @@ from tl_posdisent import (
 from tl_posdisent.cli import app
 from tl_posdisent.cli.output import FORMATS, save
 from tl_posdisent.models.loading.load import has_hooked
+from tl_posdisent.synthetic import deposit
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 TOKENS = demo_tokens(length=32)

@@ -13,8 +13,9 @@ from support import zoo
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
-from tl_posdisent import additivity, demo_tokenizer, demo_tokens, load_demo_model, random_control
+from tl_posdisent import additivity, demo_tokens, load_demo_model, random_control
 from tl_posdisent.cli import app
+from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.models.loading.load import has_hooked
 

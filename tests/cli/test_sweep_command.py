@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
 
-from tl_posdisent import Text, jobs, sweep
+from tl_posdisent import sweep
 from tl_posdisent.cli import app
 from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.demo.train_demo import save_weights
+from tl_posdisent.sweeps import Text, jobs
 
 
 def invoke(line: str, *more: Any) -> Result:
@@ -52,7 +53,7 @@ def test_arguments_and_seeds_reach_the_experiment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--experiment additivty", "experiment must be a public function"),
+        ("--experiment additivty", "experiment must be one of"),
         ("--argument layers", "--argument must be NAME=JSON"),
         ("--argument layer=3", "arguments of additivity must be its own"),
         ("--checkpoints 1-x", "--checkpoints must be numbers with commas"),

@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
 
-from tl_posdisent import Preset, deposit_study, preset
 from tl_posdisent.cli import app
+from tl_posdisent.synthetic import Preset, deposit_study, preset
 from tl_posdisent.synthetic.training import presets
 
 

@@ -51,7 +51,7 @@ def test_every_upper_bound_has_its_reason() -> None:
 
 
 def test_the_page_names_the_lowest_versions() -> None:
-    rows = dict(re.findall(r"^\| ([a-z-]+) \| ([0-9.]+) \|", PAGE, re.MULTILINE))
+    rows = dict(re.findall(r"^\| ([a-z_-]+) \| ([0-9.]+) \|", PAGE, re.MULTILINE))
     assert rows == {requirement.name: _lowest(requirement) for requirement in NEEDED}
 
 
@@ -96,9 +96,9 @@ _BROKEN: dict[str, Callable[..., Any]] = {
     "dummy_distance": _nothing,
     "remap_distance": _nothing,
     "ablate_heads": _another_head,
-    "patch_heads": _halved("patch_heads", "value"),
-    "patch_positions": _halved("patch_positions", "value"),
-    "patch_component": _halved("patch_component", "value"),
+    "head_patching": _halved("head_patching", "value"),
+    "position_patching": _halved("position_patching", "value"),
+    "component_patching": _halved("component_patching", "value"),
 }
 
 
@@ -121,5 +121,5 @@ def test_a_head_silenced_by_torch_is_gone_for_hooks_too(kind: str, shared_model:
     model, tokens = shared_model(kind, "llama"), zoo.random_tokens(support_trials.LENGTH)
     silent = support_trials._silenced(model, tokens, 0)
     for head, expected in ((support_trials.HEAD, True), (support_trials.HEAD + 1, False)):
-        with torch.no_grad(), tp.applied(model, tp.ablate_heads(model, [(0, head)])):
+        with torch.no_grad(), tp.hooks.applied(model, tp.ablate_heads(model, [(0, head)])):
             assert bool((model(tokens) - silent).abs().max() < 1e-4) == expected

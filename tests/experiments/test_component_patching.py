@@ -11,7 +11,7 @@ from support import zoo
 from support.lies import FEW, REAL, TOKENS, UNORDERED, close, every_way, logits
 from torch import Tensor
 
-from tl_posdisent import capture, fit_additive, patch_component, patch_positions, patch_scores, read_layers
+from tl_posdisent import capture, component_patching, fit_additive, patch_scores, position_patching, read_layers
 from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.models.rotated_qk import listen_scores
 
@@ -28,7 +28,7 @@ def scores(model: Any, layer: int, tokens: Tensor = TOKENS) -> Tensor:
 
 
 def table(model: Any, component: Any, **options: Any) -> pd.DataFrame:
-    return patch_component(model, TOKENS, component, progress=False, **options)
+    return component_patching(model, TOKENS, component, progress=False, **options)
 
 
 @every_way
@@ -86,7 +86,7 @@ def test_all_parts_of_a_lie_are_its_vectors(kind: str, name: str, shared_model: 
     model = shared_model(kind, name)
     options = {"layers": [1], "heads": [HEAD]}
     as_scores = table(model, PARTS, from_positions=UNORDERED, **options)
-    as_vectors = patch_positions(model, TOKENS, UNORDERED, direction="noise", keys="head", progress=False, **options)
+    as_vectors = position_patching(model, TOKENS, UNORDERED, direction="noise", keys="head", progress=False, **options)
     close(torch.tensor(as_scores["value"]), torch.tensor(as_vectors["value"]), 1e-5)
     assert as_scores["source"][0] == pytest.approx(as_vectors["corrupted"][0], abs=1e-6)
     assert as_scores["effect"][0] == pytest.approx(1 - as_vectors["effect"][0], abs=1e-3)
@@ -142,7 +142,7 @@ def test_next_token_loss_is_that_of_the_model(shared_model: Any) -> None:
 )
 def test_what_the_table_refuses(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        patch_component(shared_model("bridge", "llama-gqa"), TOKENS, **{"progress": False, **arguments})
+        component_patching(shared_model("bridge", "llama-gqa"), TOKENS, **{"progress": False, **arguments})
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,11 @@ from support import zoo
 from test_transformer import both_directions, small_model
 from torch import Tensor
 
-from tl_posdisent import (
-    SyntheticModel,
-    content_position_terms,
-    dummy_distance,
-    positional_subspace,
-    principal_angles,
-    rope_hadamard,
-    toeplitz_share,
-)
+from tl_posdisent import content_position_terms, dummy_distance, positional_subspace
+from tl_posdisent.experiments import rope_hadamard
 from tl_posdisent.experiments.residual_stream.content_position import SOURCES, TERMS
+from tl_posdisent.rope import principal_angles, toeplitz_share
+from tl_posdisent.synthetic import SyntheticModel
 
 ADDITIVE = ("none", "sinusoidal", "learned", "t5", "relative", "alibi", "rope", "absolute_rope")
 TOKENS = torch.randint(1, 20, (5, 9), generator=torch.Generator().manual_seed(3))

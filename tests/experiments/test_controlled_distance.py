@@ -14,7 +14,6 @@ from support.every_distance import all_scores, effects
 from torch import Tensor
 
 from tl_posdisent import (
-    EFFECTS,
     capture,
     controlled_distance,
     dummy_distance,
@@ -23,6 +22,7 @@ from tl_posdisent import (
     random_control,
     read_attention,
 )
+from tl_posdisent.rope import EFFECTS
 
 Model = Callable[[str, str], Any]
 CASES = zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2")

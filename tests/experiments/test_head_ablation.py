@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from tl_posdisent import SyntheticConfig, SyntheticModel, ablate_heads, head_ablation
+from tl_posdisent import ablate_heads, head_ablation
+from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
 UNTOUCHED = pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))

@@ -13,7 +13,7 @@ from support.untouched import state
 from torch import Tensor
 from transformer_lens import patching
 
-from tl_posdisent import patch_component, patch_heads, patch_positions
+from tl_posdisent import component_patching, head_patching, position_patching
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 CORRUPTED = zoo.random_tokens(seed=1)
@@ -28,7 +28,7 @@ def difference(logits: Tensor, tokens: Tensor | None = None) -> Tensor:
 
 def table(model: Any, activation: Any, **options: Any) -> pd.DataFrame:
     arguments = {"metric": difference, "progress": False} | options
-    return patch_heads(model, TOKENS, CORRUPTED, activation=activation, **arguments)
+    return head_patching(model, TOKENS, CORRUPTED, activation=activation, **arguments)
 
 
 def by_hand(model: Any, hook: str, index: Any, value: Tensor) -> float:
@@ -115,11 +115,11 @@ def test_layouts_that_are_not_by_heads(shared_model: Any) -> None:
             with pytest.raises(
                 ValueError, match=rf"activation must be one .*hook_{activation} of .* carries a tensor of"
             ):
-                patch_heads(model, tokens, tokens.flip(1), difference, activation=activation, progress=False)
-        patch_heads(model, tokens, tokens.flip(1), difference, activation="pattern", layers=[0], progress=False)
+                head_patching(model, tokens, tokens.flip(1), difference, activation=activation, progress=False)
+        head_patching(model, tokens, tokens.flip(1), difference, activation="pattern", layers=[0], progress=False)
     assert (
         len(
-            patch_heads(
+            head_patching(
                 shared_model("bridge", "llama-gqa"), TOKENS[:, :8], CORRUPTED[:, :8], difference, progress=False
             )
         )
@@ -153,20 +153,20 @@ def test_the_bar_is_ours_alone(shared_model: Any, capsys: Any) -> None:
 def test_what_is_refused(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
     good = {"clean_tokens": TOKENS, "corrupted_tokens": CORRUPTED, "metric": difference, "progress": False}
     with pytest.raises(ValueError, match=message):
-        patch_heads(shared_model("bridge", "llama-gqa"), **{**good, **arguments})
+        head_patching(shared_model("bridge", "llama-gqa"), **{**good, **arguments})
 
 
 # --- exceptions ------------------------------------------------------------------------------------------------
 
 CALLS = {
-    "positions": lambda model, metric: patch_positions(model, TOKENS, UNORDERED, metric, progress=False),
-    "positions, keys alone": lambda model, metric: patch_positions(
+    "positions": lambda model, metric: position_patching(model, TOKENS, UNORDERED, metric, progress=False),
+    "positions, keys alone": lambda model, metric: position_patching(
         model, TOKENS, UNORDERED, metric, what="key", keys="head", direction="noise", progress=False
     ),
-    "component": lambda model, metric: patch_component(
+    "component": lambda model, metric: component_patching(
         model, TOKENS, "key", from_tokens=CORRUPTED, metric=metric, progress=False
     ),
-    "component of positions": lambda model, metric: patch_component(
+    "component of positions": lambda model, metric: component_patching(
         model, TOKENS, "key", from_positions=UNORDERED, metric=metric, progress=False
     ),
     "heads": lambda model, metric: table(model, "k", metric=metric),

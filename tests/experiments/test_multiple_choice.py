@@ -8,8 +8,10 @@ import pytest
 import torch
 from support import zoo
 
-from tl_posdisent import MultipleChoice, applied, choice_scores, load_demo_model, perturb
+from tl_posdisent import load_demo_model, perturb
+from tl_posdisent.experiments import MultipleChoice, choice_scores
 from tl_posdisent.experiments.robustness.multiple_choice import share_right
+from tl_posdisent.hooks import applied
 
 CONTEXT = zoo.random_tokens(10, 1)[0]
 CHOICES = [torch.tensor([7, 8, 9]), torch.tensor([20]), torch.tensor([3, 50])]

@@ -13,18 +13,11 @@ import torch
 from support import zoo
 from support.untouched import state
 
-from tl_posdisent import (
-    MultipleChoice,
-    applied,
-    choice_scores,
-    demo_tokens,
-    load_demo_model,
-    perturb,
-    perturbation_curve,
-    read_layers,
-)
+from tl_posdisent import demo_tokens, load_demo_model, perturb, perturbation_curve, read_layers
+from tl_posdisent.experiments import MultipleChoice, choice_scores
 from tl_posdisent.experiments.robustness import perturbation_curve as perturbation
 from tl_posdisent.experiments.robustness.perturb import _exchanged, perturber
+from tl_posdisent.hooks import applied
 
 TEXT = zoo.random_tokens(24)
 CURVE = partial(perturbation_curve, progress=False)

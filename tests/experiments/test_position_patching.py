@@ -11,7 +11,7 @@ from support import zoo
 from support.lies import REAL, TOKENS, UNORDERED, WAYS, by_brute_force, close, every_way, logits, mixed_of
 from torch import Tensor
 
-from tl_posdisent import capture, patch_positions, patch_vectors, read_layers, swap_positions
+from tl_posdisent import capture, patch_vectors, position_patching, read_layers, swap_positions
 from tl_posdisent.models.forward import Hook
 from tl_posdisent.models.rotated_qk import listen_vectors
 from tl_posdisent.models.spec import read_rotary_layers
@@ -115,7 +115,7 @@ def loss(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def table(model: Any, positions: Tensor = UNORDERED, **options: Any) -> pd.DataFrame:
-    return patch_positions(model, TOKENS, positions, progress=False, **options)
+    return position_patching(model, TOKENS, positions, progress=False, **options)
 
 
 @pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa", "gptj"), ("bridge", "neox")])

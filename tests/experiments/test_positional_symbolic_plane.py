@@ -10,7 +10,8 @@ import pytest
 import torch
 from support import stories, zoo
 
-from tl_posdisent import capture, positional_symbolic, positional_symbolic_qk, random_control
+from tl_posdisent import capture, positional_symbolic, random_control
+from tl_posdisent.rope import positional_symbolic_qk
 
 Model = Callable[[str, str], Any]
 TOKENS = zoo.random_tokens(length=12, batch=2)

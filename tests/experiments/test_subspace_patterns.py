@@ -17,14 +17,13 @@ from tl_posdisent import (
     additivity,
     capture,
     controlled_distance,
-    interaction_bound,
     positional_symbolic,
     random_control,
     read_layers,
     subspace_patterns,
-    subspace_patterns_qk,
     trained_vs_random,
 )
+from tl_posdisent.rope import interaction_bound, subspace_patterns_qk
 
 Model = Callable[[str, str], Any]
 TOKENS = zoo.random_tokens(length=12, batch=2)

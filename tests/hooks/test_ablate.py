@@ -11,7 +11,8 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, applied
+from tl_posdisent import ablate_heads
+from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.ablate import derangement
 
 TOKENS = zoo.random_tokens(batch=3)

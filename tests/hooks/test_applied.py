@@ -10,7 +10,8 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import applied, dummy_distance, swap_positions
+from tl_posdisent import dummy_distance, swap_positions
+from tl_posdisent.hooks import applied
 
 TOKENS = zoo.random_tokens()
 Q, Z, LATE = "blocks.0.attn.hook_q", "blocks.0.attn.hook_z", "blocks.1.attn.hook_z"

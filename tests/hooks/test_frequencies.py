@@ -12,7 +12,8 @@ from support.lies import TOKENS, L, close, every_way, logits, mixed_of
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import applied, capture, dummy_distance, limit_frequencies, read_attention
+from tl_posdisent import capture, dummy_distance, limit_frequencies, read_attention
+from tl_posdisent.hooks import applied
 
 HEADS = {"all": None, "a group": [2, 3], "some of groups": [6, 1]}
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tl_posdisent import (
     additivity,
-    applied,
     capture,
     drop_component,
     dummy_distance,
@@ -33,6 +32,7 @@ from tl_posdisent import (
     remap_distance,
     swap_positions,
 )
+from tl_posdisent.hooks import applied
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # checks take longer than these models
 

@@ -11,15 +11,8 @@ from support.lies import FEW, REAL, TOKENS, L, close, every_way, logits, mixed_o
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import (
-    applied,
-    capture,
-    lambda_mask,
-    position_interpolation,
-    read_attention,
-    remap_distance,
-    swap_positions,
-)
+from tl_posdisent import capture, lambda_mask, position_interpolation, read_attention, remap_distance, swap_positions
+from tl_posdisent.hooks import applied
 from tl_posdisent.hooks import length_extension as windows
 
 DISTANCE = REAL[:, None] - REAL

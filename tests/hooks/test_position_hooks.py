@@ -17,7 +17,8 @@ from support.lies import (
 )
 from torch import Tensor
 
-from tl_posdisent import applied, dummy_distance, remap_distance, swap_positions
+from tl_posdisent import dummy_distance, remap_distance, swap_positions
+from tl_posdisent.hooks import applied
 
 
 @EVERY_LIE

@@ -19,7 +19,8 @@ from support.lies import (
     logits,
 )
 
-from tl_posdisent import applied, dummy_distance, read_layers, remap_distance, swap_positions
+from tl_posdisent import dummy_distance, read_layers, remap_distance, swap_positions
+from tl_posdisent.hooks import applied
 from tl_posdisent.models.forward import Hook
 
 

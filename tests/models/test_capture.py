@@ -9,9 +9,10 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import additivity, capture, load_demo_model, rotate, swap_positions
+from tl_posdisent import additivity, capture, load_demo_model, swap_positions
 from tl_posdisent.models.capture import stream
 from tl_posdisent.models.spec import read_layers
+from tl_posdisent.rope import rotate
 
 TOKENS = zoo.random_tokens()
 NOT_BY_QUERIES_AND_KEYS = ("bloom", "mpt", "deepseek_v3")

@@ -11,7 +11,6 @@ from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import capture, longer_context, read_attention, swap_positions
-from tl_posdisent.models import longer_context as longer
 from tl_posdisent.models.probe import attributes as facts
 
 LONG = zoo.random_tokens(128)
@@ -161,7 +160,7 @@ def test_a_table_that_follows_no_formula_is_refused(kind: str, name: str, monkey
             changed[60:] = table[61 : len(table) + 1].mean(0)
             yield changed
 
-    monkeypatch.setattr(longer.facts, "longer_tables", other)
+    monkeypatch.setattr(facts, "longer_tables", other)
     message = r"length must be at most 64 for layer 0 of \w+: its table of rotations \(\w+\) follows no formula"
     with pytest.raises(ValueError, match=message), longer_context(model, 128):
         pass

@@ -11,7 +11,8 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import applied, capture, read_layers, remap_distance, swap_positions
+from tl_posdisent import capture, read_layers, remap_distance, swap_positions
+from tl_posdisent.hooks import applied
 from tl_posdisent.models.probe.observe import is_masked
 
 TOKENS = zoo.random_tokens()

@@ -11,7 +11,8 @@ from support import zoo
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
-from tl_posdisent import applied, capture, dummy_distance, read_attention, read_layers, remap_distance, swap_positions
+from tl_posdisent import capture, dummy_distance, read_attention, read_layers, remap_distance, swap_positions
+from tl_posdisent.hooks import applied
 
 TOKENS = zoo.random_tokens()
 N_HEADS = 8

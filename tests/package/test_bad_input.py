@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
+from support.public import public_names
 from support.untouched import state
 
 import tl_posdisent
@@ -32,7 +33,7 @@ GOOD: dict[str, Any] = {
     "kind": "order",
     "fraction": 0.5,
     "noise": 0.1,
-    "question": tl_posdisent.MultipleChoice(TOKENS[0], [TOKENS[1, :2], TOKENS[1, 2:4]], 1),
+    "question": tl_posdisent.experiments.MultipleChoice(TOKENS[0], [TOKENS[1, :2], TOKENS[1, 2:4]], 1),
     "clean_tokens": TOKENS,
     "corrupted_tokens": TOKENS.flip(1),
     "metric": lambda logits, tokens: logits[:, -1, 5],
@@ -55,7 +56,7 @@ Function = Callable[..., Any]
 
 def functions(*parameters: str) -> list[Function]:
     """Public functions of a model that have these parameters."""
-    public = [getattr(tl_posdisent, name) for name in tl_posdisent.__all__]
+    public = list(public_names().values())
     found = []
     for function in filter(inspect.isfunction, public):
         named = inspect.signature(function).parameters
@@ -156,7 +157,7 @@ def test_good_input_leaves_no_trace_either(function: Function, kind: str, name: 
     arguments = {"distances": [1, 2]} if "distances" in inspect.signature(function).parameters else {}
     if function is tl_posdisent.remap_distance:
         arguments = {}
-    if function is tl_posdisent.applied:
+    if function is tl_posdisent.hooks.applied:
         with function(model, []):
             pass
     else:

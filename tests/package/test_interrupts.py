@@ -24,12 +24,11 @@ from support.untouched import state
 from test_bad_input import TOKENS, call, functions
 
 import tl_posdisent
-from tl_posdisent import (
+from tl_posdisent import additivity, capture
+from tl_posdisent.synthetic import (
     SyntheticConfig,
     SyntheticModel,
     TriggerCount,
-    additivity,
-    capture,
     evaluate,
     head_drops,
     positional_gradients,

@@ -126,7 +126,9 @@ def test_nobody_asks_a_network(no_network: list[Any], tmp_path: Path) -> None:
     next(tl_posdisent.random_control(model))
     fit = tl_posdisent.fit_additive(torch.randn(24, 24))
     tl_posdisent.show_scores(fit, [str(t) for t in range(24)]).save(tmp_path / "w.html")
-    todo = tl_posdisent.jobs("demo", ("additivity", {"layers": [0]}), tl_posdisent.Text.of("demo", length=24))
+    todo = tl_posdisent.sweeps.jobs(
+        "demo", ("additivity", {"layers": [0]}), tl_posdisent.sweeps.Text.of("demo", length=24)
+    )
     tl_posdisent.sweep(todo, out=tmp_path / "sweep", progress=False)
     assert not no_network
 
@@ -136,7 +138,7 @@ def test_a_folder_is_read_without_a_network_and_a_name_is_not(no_network: list[A
     from tl_posdisent.demo.demo_model import demo_hf_model
 
     demo_hf_model().save_pretrained(tmp_path)
-    tl_posdisent.demo_tokenizer().save_pretrained(tmp_path)
+    tl_posdisent.demo.demo_tokenizer().save_pretrained(tmp_path)
     model = tl_posdisent.load_model(tmp_path)
     assert model.to_tokens("the people").shape[1] > 2
     for path in ("./none", str(tmp_path / "none"), "~/none", "a/b/c"):

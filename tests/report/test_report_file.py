@@ -48,7 +48,7 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     subject, drawn = read_subject(tp.load_demo_model(), TOKENS, None, None), 0
     index = pd.MultiIndex.from_product([range(80), range(64)], names=HEAD).to_frame(index=False)
     columns = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key", "r_two_axis", "r_three_axis"]
-    columns += [*tp.EFFECTS, "baseline", "value", "effect"]
+    columns += [*tp.rope.EFFECTS, "baseline", "value", "effect"]
     numbers = torch.rand(len(index), len(columns), generator=torch.Generator().manual_seed(0)).double()
     table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
     path = tmp_path / "section.html"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent import RopeCapacity, Rotary, from_complex, rope_capacity, rotate
+from tl_posdisent import rope_capacity
+from tl_posdisent.rope import RopeCapacity, Rotary, from_complex, rotate
 
 DISTANCES = range(256)
 

@@ -11,27 +11,29 @@ import torch
 from sklearn.covariance import LedoitWolf
 
 from tl_posdisent import (
-    EFFECTS,
     Moments,
-    Rotary,
-    VarianceShares,
     decompose,
     fit_additive,
     fit_additive_qk,
+    interaction_by_subspace,
+    rope_capacity,
+    score_correlation,
+)
+from tl_posdisent.additive.cells import Runs
+from tl_posdisent.experiments.robustness.length_generalization import fit_typical
+from tl_posdisent.rope import (
+    EFFECTS,
+    Rotary,
+    VarianceShares,
     from_complex,
     interaction_bound,
-    interaction_by_subspace,
     positional_symbolic_qk,
-    rope_capacity,
     rotary_from_table,
     rotate,
-    score_correlation,
     subspace_patterns_qk,
     to_complex,
     toeplitz_share,
 )
-from tl_posdisent.additive.cells import Runs
-from tl_posdisent.experiments.robustness.length_generalization import fit_typical
 from tl_posdisent.rope.toeplitz import product_spectrum
 
 

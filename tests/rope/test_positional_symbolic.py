@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tl_posdisent import Rotary, positional_symbolic_qk
+from tl_posdisent.rope import Rotary, positional_symbolic_qk
 from tl_posdisent.rope import positional_symbolic as module
 from tl_posdisent.rope.rotary import to_complex
 

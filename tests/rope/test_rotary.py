@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_apply
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tl_posdisent import Rotary, from_complex, rotary_from_table, rotate, to_complex, unrotate
+from tl_posdisent.rope import Rotary, from_complex, rotary_from_table, rotate, to_complex, unrotate
 
 PAIRINGS = ("half", "adjacent")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -10,15 +10,8 @@ import torch
 from support.every_distance import all_scores, complex_subspaces, effects
 from torch import Tensor
 
-from tl_posdisent import (
-    Moments,
-    Rotary,
-    SubspacePatterns,
-    decompose,
-    interaction_bound,
-    interaction_by_subspace,
-    subspace_patterns_qk,
-)
+from tl_posdisent import Moments, decompose, interaction_by_subspace
+from tl_posdisent.rope import Rotary, SubspacePatterns, interaction_bound, subspace_patterns_qk
 from tl_posdisent.rope import moments as spread_module
 
 SCALE = 0.3

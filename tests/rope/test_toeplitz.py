@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent import fit_additive, principal_angles, toeplitz_share
+from tl_posdisent import fit_additive
+from tl_posdisent.rope import principal_angles, toeplitz_share
 from tl_posdisent.rope.toeplitz import condition_number, effective_rank, product_spectrum
 
 TEXT, HEAD, LENGTH = 3, 2, 9

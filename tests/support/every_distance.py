@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent import Rotary
+from tl_posdisent.rope import Rotary
 
 
 def complex_subspaces(x: Tensor, rotary: Rotary) -> Tensor:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tl_posdisent import Rotary
+from tl_posdisent.rope import Rotary
 
 from .dense import allowed
 

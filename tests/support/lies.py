@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent import applied, capture, dummy_distance, remap_distance, swap_positions
+from tl_posdisent import capture, dummy_distance, remap_distance, swap_positions
+from tl_posdisent.hooks import applied
 from tl_posdisent.models.forward import Hook
 
 from . import zoo

@@ -44,7 +44,7 @@ def main() -> None:
     fit = tp.fit_additive(cache["attn_scores", 3])
     assert 3 < float(loss) < 4.5, f"the embedded model is trained, yet its loss is {float(loss):.2f}"
     assert 0.8 < float(fit.r.mean()) < 1, f"r {float(fit.r.mean()):.2f}"
-    with torch.no_grad(), tp.applied(model, tp.dummy_distance(model, 5)):
+    with torch.no_grad(), tp.hooks.applied(model, tp.dummy_distance(model, 5)):
         assert float(model(tokens, return_type="loss")) > float(loss) + 0.3
 
     # The command line: its name, its version, a table in a file.

@@ -18,20 +18,9 @@ import pytest
 from test_sweep import LAST, SLOW, inodes, wait_for_parts
 from typer.testing import CliRunner
 
-from tl_posdisent import (
-    Text,
-    additivity,
-    controlled_distance,
-    demo_text,
-    failures,
-    jobs,
-    load_demo_model,
-    marginals_by_layer,
-    merge_additivity,
-    merge_controlled_distance,
-    sweep,
-)
+from tl_posdisent import additivity, controlled_distance, demo_text, load_demo_model, sweep
 from tl_posdisent.cli import app
+from tl_posdisent.sweeps import Text, failures, jobs, marginals_by_layer, merge_additivity, merge_controlled_distance
 
 TEXTS = Text.of("demo", length=48, count=8)
 

@@ -23,9 +23,10 @@ import pytest
 import torch
 
 import tl_posdisent
-from tl_posdisent import Job, Text, additivity, demo_text, demo_tokens, failures, jobs, load_demo_model, sweep
-from tl_posdisent.sweeps import jobs as jobs_module
+from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model, sweep
+from tl_posdisent.sweeps import Job, Text, failures, jobs
 from tl_posdisent.sweeps import runner as worker
+from tl_posdisent.sweeps.jobs import RESULTS
 
 LAST = ("additivity", {"layers": [4]})
 SLOW = ("trained_vs_random", {"layers": [4], "seeds": [0]})  # long enough to be caught in the middle
@@ -46,7 +47,7 @@ def test_hash_is_the_same_in_every_process_and_version_of_python() -> None:
     text = Text.of("We hold these truths to be self-evident", length=8)
     job = jobs("EleutherAI/pythia-70m", [("controlled_distance", {"burn_in": 1})], text, checkpoints=[1000])[0]
     assert job.hash == "fdb2ac00846c29203b8d76e3b8d06e954297aaa500b502c79d9c287e107cb505"
-    assert tl_posdisent.__version__.startswith(f"{jobs_module.RESULTS}.")
+    assert tl_posdisent.__version__.startswith(f"{RESULTS}.")
 
 
 def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_failed_jobs_are_written_down_and_retried_on_request(tmp_path: Path) -> 
     (row,) = failures(out).to_dict("records")
     assert (row["job"], row["error"], row["experiment"]) == (todo[0].hash, "ValueError", "additivity")
     assert "has changed since this job was made" in row["message"]
-    assert "texts.py" in row["traceback"]
+    assert "text_sources.py" in row["traceback"]
     file.write_text(demo_text(), encoding="utf-8")  # what was wrong is put right, but nobody asks for a retry
     with pytest.warns(UserWarning, match="1 of 2 jobs failed"):
         sweep(todo, out=out, progress=False)
@@ -194,7 +195,8 @@ def test_one_model_at_a_time_loaded_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 SCRIPT = """
-from tl_posdisent import Text, jobs, sweep
+from tl_posdisent import sweep
+from tl_posdisent.sweeps import Text, jobs
 sweep(jobs("demo", {slow!r}, Text.of("demo", length=32, count=6).split(6)), out={out!r})
 """
 
@@ -289,9 +291,9 @@ def test_several_experiments_share_a_table(tmp_path: Path) -> None:
 
 
 BAD = [
-    (lambda: jobs("demo", "nothing", "demo"), "experiment must be a public function .* got 'nothing'"),
-    (lambda: jobs("demo", "load_model", "demo"), "experiment must be a public function .* got 'load_model'"),
-    (lambda: jobs("demo", "perturb", "demo"), "experiment must answer with a table, but perturb"),
+    (lambda: jobs("demo", "nothing", "demo"), "experiment must be one of .* got 'nothing'"),
+    (lambda: jobs("demo", "load_model", "demo"), "experiment must be one of .* got 'load_model'"),
+    (lambda: jobs("demo", "perturb", "demo"), "experiment must be one of .* got 'perturb'"),
     (lambda: jobs("demo", ("additivity", {"layer": 3}), "demo"), "arguments of additivity must be its own"),
     (lambda: jobs("demo", "content_position_terms", "demo"), "arguments of content_position_terms .* 'layer'"),
     (lambda: jobs("demo", ("additivity", {"mask": torch.ones(2)}), "demo"), "arguments must be numbers, words"),

@@ -12,13 +12,13 @@ import pandas as pd
 import pytest
 import torch
 
-from tl_posdisent import (
+from tl_posdisent import ablate_heads
+from tl_posdisent.synthetic import (
     IndexLookup,
     Preset,
     SyntheticConfig,
     SyntheticModel,
     TriggerCount,
-    ablate_heads,
     deposit,
     deposit_spread,
     deposit_study,

@@ -14,12 +14,10 @@ from test_transformer import small_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tl_posdisent import (
+from tl_posdisent import additivity, controlled_distance, disentanglement
+from tl_posdisent.synthetic import (
     SyntheticModel,
     TrainRun,
-    additivity,
-    controlled_distance,
-    disentanglement,
     dynamics,
     gradient_margins,
     positional_gradients,

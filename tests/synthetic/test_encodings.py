@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent import Rotary, SyntheticConfig, SyntheticModel, rotate
+from tl_posdisent.rope import Rotary, rotate
+from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.model.encodings import alibi_slopes, make_encoding, t5_bucket, toeplitz
 
 RELATIVE = ("none", "t5", "relative", "alibi", "rope", "mla")

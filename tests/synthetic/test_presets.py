@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tl_posdisent import Preset, SyntheticModel, TriggerCount, TriggerDistance, accuracies, preset, train_preset
+from tl_posdisent.synthetic import (
+    Preset,
+    SyntheticModel,
+    TriggerCount,
+    TriggerDistance,
+    accuracies,
+    preset,
+    train_preset,
+)
 
 
 def brief() -> Preset:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tl_posdisent import IndexLookup, Retrieval, Split, Task, TriggerCount, TriggerDistance
+from tl_posdisent.synthetic import IndexLookup, Retrieval, Split, Task, TriggerCount, TriggerDistance
 
 SMALL: dict[str, Task] = {
     "distance": TriggerDistance(d_vocab=6, min_gap=0, max_gap=5, min_side=0, max_side=3, n_ctx=15),

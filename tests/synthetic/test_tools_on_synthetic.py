@@ -15,10 +15,8 @@ from test_transformer import both_directions, every_encoding, small_model
 from torch import Tensor
 
 from tl_posdisent import (
-    Rotary,
     ablate_heads,
     additivity,
-    applied,
     capture,
     controlled_distance,
     dummy_distance,
@@ -28,10 +26,11 @@ from tl_posdisent import (
     read_attention,
     read_layers,
     remap_distance,
-    rotate,
     swap_positions,
-    to_hooked_transformer,
 )
+from tl_posdisent.hooks import applied
+from tl_posdisent.rope import Rotary, rotate
+from tl_posdisent.synthetic import to_hooked_transformer
 
 ROTARY = ("rope", "absolute_rope", "mla")
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent import (
+from tl_posdisent.synthetic import (
     SyntheticConfig,
     SyntheticModel,
     TrainConfig,

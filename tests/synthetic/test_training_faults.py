@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent import (
+from tl_posdisent.synthetic import (
     SyntheticConfig,
     SyntheticModel,
     TrainConfig,
@@ -40,7 +40,7 @@ SHAPE |= {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out, "pa
 SCRIPT = """
 import torch; torch.set_num_threads(1)
 from test_training_faults import HOW, TASK, fresh
-from tl_posdisent import train
+from tl_posdisent.synthetic import train
 train(fresh(), TASK, HOW, folder={folder!r}, resume=True, progress=False)
 """
 

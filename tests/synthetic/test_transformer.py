@@ -11,8 +11,9 @@ from support import zoo
 from support.plain_transformer import plain_logits
 from torch import Tensor
 
-from tl_posdisent import SyntheticConfig, SyntheticModel, read_attention, to_hooked_transformer
+from tl_posdisent import read_attention
 from tl_posdisent.models.loading.load import has_hooked
+from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, to_hooked_transformer
 from tl_posdisent.synthetic.model.blocks import dropout
 from tl_posdisent.synthetic.model.config import EncodingName
 

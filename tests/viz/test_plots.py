@@ -13,21 +13,18 @@ import plotly.io as pio
 import pytest
 import torch
 
-from tl_posdisent import (
-    EFFECTS,
-    fit_additive,
+from tl_posdisent import fit_additive, plot_distance, plot_heads, plot_shares
+from tl_posdisent.rope import EFFECTS
+from tl_posdisent.synthetic.training.runs import TrainRun
+from tl_posdisent.viz import (
     plot_deposit,
-    plot_distance,
     plot_dynamics,
-    plot_heads,
     plot_length,
     plot_perturbation,
-    plot_shares,
     plot_subspaces,
     plot_substitution,
     plot_training,
 )
-from tl_posdisent.synthetic.training.runs import TrainRun
 
 NAN = float("nan")
 

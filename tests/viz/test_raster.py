@@ -140,7 +140,7 @@ def test_other_widgets_too() -> None:
     pattern = scores.masked_fill(torch.ones(10, 10, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
     for make in (
         lambda r: tp.show_patterns(fit, words, pattern, raster=r),
-        lambda r: tp.show_change(pattern, pattern.flip(0), words, positions=[2, 5, 9], raster=r),
+        lambda r: tp.viz.show_change(pattern, pattern.flip(0), words, positions=[2, 5, 9], raster=r),
         lambda r: tp.show_parts(fit, words, 1, scores=scores, raster=r),
     ):
         chart, images = data_of(make(False)), data_of(make(True))
@@ -153,7 +153,11 @@ def test_other_widgets_too() -> None:
                 inside = torch.ones_like(known, dtype=torch.bool).tril()
                 error = (seen - known)[inside].abs().max()
                 assert error <= (0.5 / 127 + 0.001) * images["scale"]  # half a step, and the chart's rounding
-    assert data_of(tp.show_change(pattern, pattern, words, positions=[2, 5, 9], raster=True))["positions"] == [2, 5, 9]
+    assert data_of(tp.viz.show_change(pattern, pattern, words, positions=[2, 5, 9], raster=True))["positions"] == [
+        2,
+        5,
+        9,
+    ]
 
 
 @pytest.mark.usefixtures("unchecked")

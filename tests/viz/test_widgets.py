@@ -133,7 +133,7 @@ def test_a_query_that_sees_nothing_has_no_pattern() -> None:
     assert matrices(tp.show_patterns(fit, WORDS, own))[0, :, 3].abs().max() == 0
 
 
-@pytest.mark.parametrize(("show", "part"), [(tp.show_key_importance, "key"), (tp.show_query_bias, "query")])
+@pytest.mark.parametrize(("show", "part"), [(tp.viz.show_key_importance, "key"), (tp.viz.show_query_bias, "query")])
 def test_token_values(show: Any, part: str) -> None:
     fits = {4: tp.fit_additive(random_scores(2, 3)), 9: tp.fit_additive(random_scores(2, 3, seed=1), pool=True)}
     widget = show(fits, WORDS, heads=[1, 2], text=1)
@@ -149,9 +149,9 @@ def test_token_values(show: Any, part: str) -> None:
 
 def test_fewer_queries_than_keys() -> None:
     fit = tp.fit_additive(random_scores(2)[:, -3:])
-    assert matrices(tp.show_query_bias(fit, WORDS)).shape == (2, 1, 3)
-    assert data(tp.show_query_bias(fit, WORDS))["common"]["tokens"] == ["·six", "·seven", "·eight"]
-    assert matrices(tp.show_key_importance(fit, WORDS)).shape == (2, 1, N)
+    assert matrices(tp.viz.show_query_bias(fit, WORDS)).shape == (2, 1, 3)
+    assert data(tp.viz.show_query_bias(fit, WORDS))["common"]["tokens"] == ["·six", "·seven", "·eight"]
+    assert matrices(tp.viz.show_key_importance(fit, WORDS)).shape == (2, 1, N)
     with pytest.raises(ValueError, match="must be square, as a whole text's are, got 3 queries × 8 keys"):
         tp.show_scores(fit, WORDS)
 
@@ -184,7 +184,7 @@ def test_masked_cells_may_hold_anything(dtype: torch.dtype) -> None:
     assert torch.equal(*map(matrices, widgets))
     assert matrices(widgets[0])[..., upper].abs().max() == 0
     patterns = [x.masked_fill(upper, fill) for x, fill in ((scores.sigmoid(), 0), (scores.sigmoid(), torch.nan))]
-    assert torch.equal(*(matrices(tp.show_change(x, x / 2, WORDS)) for x in patterns))
+    assert torch.equal(*(matrices(tp.viz.show_change(x, x / 2, WORDS)) for x in patterns))
 
 
 # --- interventions ------------------------------------------------------------------------------------------
@@ -292,19 +292,19 @@ def test_other_refusals() -> None:
     with pytest.raises(ValueError, match="heads must be integers from 0 to 1, got 5"):
         tp.show_parts(fit, WORDS, 5)
     with pytest.raises(ValueError, match="before must be finite inside the mask"):
-        tp.show_change(scores.masked_fill(torch.eye(N).bool(), -torch.inf), scores, WORDS)
+        tp.viz.show_change(scores.masked_fill(torch.eye(N).bool(), -torch.inf), scores, WORDS)
     with pytest.raises(ValueError, match="after must be finite inside the mask"):
-        tp.show_change(scores, scores.masked_fill(torch.eye(N).bool(), torch.finfo(torch.float32).min), WORDS)
+        tp.viz.show_change(scores, scores.masked_fill(torch.eye(N).bool(), torch.finfo(torch.float32).min), WORDS)
     with pytest.raises(ValueError, match="after must have the shape of before"):
-        tp.show_change(scores, scores[:1], WORDS)
+        tp.viz.show_change(scores, scores[:1], WORDS)
     with pytest.raises(ValueError, match="before must be a floating point tensor"):
-        tp.show_change(scores.long(), scores, WORDS)
+        tp.viz.show_change(scores.long(), scores, WORDS)
     with pytest.raises(ValueError, match="one of the same shape for each layer"):
-        tp.show_key_importance({0: fit, 1: tp.fit_additive(scores[:1])}, WORDS)
+        tp.viz.show_key_importance({0: fit, 1: tp.fit_additive(scores[:1])}, WORDS)
     with pytest.raises(ValueError, match="one of the same shape for each layer"):
-        tp.show_key_importance({}, WORDS)
+        tp.viz.show_key_importance({}, WORDS)
     with pytest.raises(ValueError, match="16 values, and 15 are allowed: choose fewer heads or layers"):
-        tp.show_key_importance(fit, WORDS, max_values=15)
+        tp.viz.show_key_importance(fit, WORDS, max_values=15)
     with pytest.raises(ValueError, match='what must be "pattern" or "scores"'):
         tp.show_interventions(tp.load_demo_model(), tp.demo_tokens(length=4), [], layer=0, what="z")
 

@@ -1,1 +1,5 @@
 """Pure mathematics: tensors in, frozen dataclasses out. Nothing here knows what a model is."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

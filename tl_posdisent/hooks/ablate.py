@@ -56,7 +56,8 @@ def ablate_heads(
             effect on the output. While running: ``"resample"`` in a batch of one text.
 
     Example:
-        >>> from tl_posdisent import ablate_heads, applied, demo_tokens, load_demo_model
+        >>> from tl_posdisent import ablate_heads, demo_tokens, load_demo_model
+        >>> from tl_posdisent.hooks import applied
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> hooks = ablate_heads(model, [(0, 3), (0, 5), (2, 1)])
         >>> [name for name, _ in hooks]

@@ -33,7 +33,8 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         RuntimeError: at the end of the block, names of hooks that never fired (unless an exception is on its way).
 
     Example:
-        >>> from tl_posdisent import applied, demo_tokens, dummy_distance, load_demo_model
+        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model
+        >>> from tl_posdisent.hooks import applied
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> plain = model(tokens)
         >>> with applied(model, dummy_distance(model, 3)) as m:

@@ -1,1 +1,5 @@
 """TransformerLens: reads a model, returns hooks; never changes or subclasses it."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -43,7 +43,7 @@ class Plane:
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Rotary, positional_symbolic_qk
+        >>> from tl_posdisent.rope import Rotary, positional_symbolic_qk
         >>> q, k = torch.ones(9, 2, 2), torch.ones(9, 1, 2)  # two query heads share keys that are all alike
         >>> positional_symbolic_qk(q, k, Rotary(torch.tensor([0.5], dtype=torch.float64)))
         Plane of 2 heads, (positional, symbolic): (1.00, 0.00), (1.00, 0.00)
@@ -98,7 +98,7 @@ def positional_symbolic_qk(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Rotary, positional_symbolic_qk
+        >>> from tl_posdisent.rope import Rotary, positional_symbolic_qk
         >>> rotary = Rotary(torch.tensor([1.0, 0.0], dtype=torch.float64))  # one subspace turns, one does not
         >>> q, k = torch.ones(40, 1, 4), torch.ones(40, 1, 4)
         >>> plane = positional_symbolic_qk(q, k, rotary)  # all keys are alike: only the place can matter

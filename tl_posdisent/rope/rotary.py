@@ -36,7 +36,7 @@ class Rotary:
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Rotary
+        >>> from tl_posdisent.rope import Rotary
         >>> rotary = Rotary(10000.0 ** -(torch.arange(4, dtype=torch.float64) / 4))  # Llama's, for 8 coordinates
         >>> rotary.dim, rotary.wavelengths.round().tolist()
         (8, [6.0, 63.0, 628.0, 6283.0])
@@ -106,7 +106,7 @@ def rotate(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Rotary, rotate
+        >>> from tl_posdisent.rope import Rotary, rotate
         >>> rotary = Rotary(torch.tensor([torch.pi / 2], dtype=torch.float64))  # a quarter turn per position
         >>> x = torch.tensor([1.0, 0.0]).expand(3, 1, 2)  # three positions, one head
         >>> rotate(x, torch.arange(3), rotary).round().tolist()
@@ -137,7 +137,7 @@ def unrotate(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Rotary, rotate, unrotate
+        >>> from tl_posdisent.rope import Rotary, rotate, unrotate
         >>> rotary = Rotary(torch.tensor([1.0, 0.01], dtype=torch.float64), "adjacent", attention_factor=1.2)
         >>> x, positions = torch.randn(7, 2, 4), torch.arange(7)
         >>> bool(torch.allclose(unrotate(rotate(x, positions, rotary), positions, rotary), x, atol=1e-6))
@@ -182,7 +182,7 @@ def to_complex(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Rotary, to_complex, from_complex
+        >>> from tl_posdisent.rope import Rotary, from_complex, to_complex
         >>> rotary = Rotary(torch.tensor([1.0, 0.01], dtype=torch.float64))
         >>> z, rest = to_complex(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), rotary)
         >>> z.tolist(), rest.tolist()
@@ -206,7 +206,7 @@ def from_complex(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Rotary, from_complex
+        >>> from tl_posdisent.rope import Rotary, from_complex
         >>> rotary = Rotary(torch.tensor([1.0, 0.01], dtype=torch.float64), "adjacent")
         >>> from_complex(torch.tensor([1 + 2j, 3 + 4j]), torch.tensor([5.0]), rotary).tolist()
         [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -297,7 +297,7 @@ def rotary_from_table(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import rotary_from_table
+        >>> from tl_posdisent.rope import rotary_from_table
         >>> angle = torch.arange(64.0)[:, None] * torch.tensor([1.0, 0.1])
         >>> rotary_from_table(1.5 * angle.cos(), 1.5 * angle.sin()).frequencies.tolist()
         [1.0..., 0.1...]

@@ -47,7 +47,7 @@ class SubspacePatterns:
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Rotary, subspace_patterns_qk
+        >>> from tl_posdisent.rope import Rotary, subspace_patterns_qk
         >>> rotary = Rotary(torch.tensor([1.0, 0.001], dtype=torch.float64))
         >>> q, k = torch.ones(500, 2, 4), torch.ones(500, 1, 4) + 0.1 * torch.randn(500, 1, 4)
         >>> patterns = subspace_patterns_qk(q, k, rotary, range(100), scale=0.5)
@@ -147,7 +147,7 @@ def subspace_patterns_qk(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Rotary, subspace_patterns_qk
+        >>> from tl_posdisent.rope import Rotary, subspace_patterns_qk
         >>> rotary = Rotary(torch.tensor([1.0], dtype=torch.float64))
         >>> k = torch.tensor([[1.0, 0.0], [0.0, 1.0]])[:, None]  # two keys of length 1, a right angle apart
         >>> patterns = subspace_patterns_qk(torch.tensor([[[0.0, 2.0]]]), k, rotary, range(8), scale=1.0)

@@ -40,7 +40,7 @@ def toeplitz_share(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import toeplitz_share
+        >>> from tl_posdisent.rope import toeplitz_share
         >>> i = torch.arange(6.0)
         >>> distance, key = i[:, None] - i, i.expand(6, 6)
         >>> [round(x, 3) for x in toeplitz_share(torch.stack([distance**2, key]), mask="full").tolist()]
@@ -143,7 +143,7 @@ def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float6
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import principal_angles
+        >>> from tl_posdisent.rope import principal_angles
         >>> x, y, z = torch.eye(3)
         >>> principal_angles(torch.stack([x, y], 1), torch.stack([x, y + z], 1)).rad2deg().round().tolist()
         [45.0, 0.0]

@@ -38,7 +38,7 @@ class Job:
         backend, dtype: how the model is loaded.
 
     Example:
-        >>> from tl_posdisent import jobs
+        >>> from tl_posdisent.sweeps import jobs
         >>> (job,) = jobs("demo", "additivity", "We hold these truths")
         >>> job.arguments, len(job.hash), job.hash == jobs("demo", ("additivity", {}), ["We hold these truths"])[0].hash
         ('{}', 64, True)
@@ -112,7 +112,7 @@ def jobs(
             arguments or seeds that it does not take.
 
     Example:
-        >>> from tl_posdisent import Text, jobs
+        >>> from tl_posdisent.sweeps import Text, jobs
         >>> texts = Text.of("demo", length=64, count=4).split(2)
         >>> todo = jobs("demo", ["additivity", ("perturb", {"kind": "order", "fraction": 0.5})][:1], texts)
         >>> [job.text for job in todo]

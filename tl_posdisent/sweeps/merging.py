@@ -62,7 +62,8 @@ def marginals_by_layer(
         ValueError: what ``additivity`` refuses.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, marginals_by_layer
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.sweeps import marginals_by_layer
         >>> table = marginals_by_layer(load_demo_model(), demo_tokens(length=64), layers=[4], progress=False)
         >>> len(table), len(table["sums"][0])
         (8, 192)
@@ -109,7 +110,8 @@ def merge_additivity(table: pd.DataFrame, part: TablePart = "summary") -> pd.Dat
 
     Example:
         >>> import pandas as pd
-        >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, marginals_by_layer, merge_additivity
+        >>> from tl_posdisent import additivity, demo_tokens, load_demo_model
+        >>> from tl_posdisent.sweeps import marginals_by_layer, merge_additivity
         >>> model, tokens = load_demo_model(), demo_tokens(length=128).reshape(4, 32)
         >>> parts = pd.concat([marginals_by_layer(model, row[None], layers=[2], progress=False) for row in tokens])
         >>> whole = additivity(model, tokens, layers=[2], pool=True, progress=False)
@@ -177,7 +179,8 @@ def moments_by_layer(
         ValueError: what ``controlled_distance`` refuses.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, merge_controlled_distance, moments_by_layer
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.sweeps import merge_controlled_distance, moments_by_layer
         >>> parts = moments_by_layer(load_demo_model(), demo_tokens(length=64), layers=[4], progress=False)
         >>> parts.groupby("side")["head"].count().to_dict()  # 8 query heads on 4 key heads
         {'key': 4, 'query': 8}
@@ -198,7 +201,8 @@ def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
         ValueError: another table; several models or checkpoints, or layers that rotate differently.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, merge_moments, moments_by_layer
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.sweeps import merge_moments, moments_by_layer
         >>> table = moments_by_layer(load_demo_model(), demo_tokens(length=64), layers=[4], progress=False)
         >>> merge_moments(table)[4].query.count
         64.0
@@ -226,8 +230,8 @@ def merge_controlled_distance(table: pd.DataFrame, distances: Numbers | None = N
 
     Example:
         >>> import pandas as pd
-        >>> from tl_posdisent import (
-        ...     controlled_distance, demo_tokens, load_demo_model, merge_controlled_distance, moments_by_layer)
+        >>> from tl_posdisent import controlled_distance, demo_tokens, load_demo_model
+        >>> from tl_posdisent.sweeps import merge_controlled_distance, moments_by_layer
         >>> model, tokens = load_demo_model(), demo_tokens(length=128).reshape(4, 32)
         >>> parts = pd.concat([moments_by_layer(model, row[None], layers=[2], progress=False) for row in tokens])
         >>> whole = controlled_distance(model, tokens, layers=[2], progress=False)

@@ -43,7 +43,7 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
 
     Example:
         >>> import tempfile, pathlib
-        >>> from tl_posdisent import checkpoint_steps
+        >>> from tl_posdisent.sweeps import checkpoint_steps
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     for step in (0, 20, 100):
         ...         pathlib.Path(folder, f"step-{step:06d}.safetensors").touch()

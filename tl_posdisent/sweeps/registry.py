@@ -1,14 +1,55 @@
-"""Any public experiment by its name: what it may be given, and its answer as a table."""
+"""The experiments that a sweep can run, by name: which arguments each takes, and its result as a table."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
+
+from tl_posdisent.experiments.attention_scores.additivity import additivity
+from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance, dummy_distance_check
+from tl_posdisent.experiments.attention_scores.disentanglement import disentanglement
+from tl_posdisent.experiments.attention_scores.positional_symbolic_plane import positional_symbolic
+from tl_posdisent.experiments.attention_scores.subspace_patterns import subspace_patterns
+from tl_posdisent.experiments.attention_scores.trained_vs_random import trained_vs_random
+from tl_posdisent.experiments.causal.additive_substitution import additive_substitution
+from tl_posdisent.experiments.causal.head_ablation import head_ablation
+from tl_posdisent.experiments.causal.position_patching import component_patching, position_patching
+from tl_posdisent.experiments.residual_stream.content_position import content_position_terms
+from tl_posdisent.experiments.residual_stream.rope_hadamard import rope_hadamard
+from tl_posdisent.experiments.robustness.length_generalization import length_generalization
+from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
+from tl_posdisent.synthetic.analysis.deposit import head_drops
+
+from .merging import marginals_by_layer, moments_by_layer
+
+EXPERIMENTS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        additive_substitution,
+        additivity,
+        component_patching,
+        content_position_terms,
+        controlled_distance,
+        disentanglement,
+        dummy_distance_check,
+        head_ablation,
+        head_drops,
+        length_generalization,
+        marginals_by_layer,
+        moments_by_layer,
+        perturbation_curve,
+        position_patching,
+        positional_symbolic,
+        rope_hadamard,
+        subspace_patterns,
+        trained_vs_random,
+    )
+}
+"""Functions of ``(model, tokens, ...)`` that return a table, or a result with ``to_frame()``."""
 
 
 def canonical(arguments: Mapping[str, Any]) -> str:
@@ -35,16 +76,9 @@ def experiment_named(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: a name that is no such function's.
     """
-    package = importlib.import_module(
-        "tl_posdisent"
-    )  # by name: its public functions stand on the roof, above this floor
-    function = getattr(package, name, None) if name in package.__all__ else None
-    if not inspect.isfunction(function) or list(inspect.signature(function).parameters)[:2] != ["model", "tokens"]:
-        raise ValueError(f"experiment must be a public function of (model, tokens), such as 'additivity', got {name!r}")
-    answer = str(inspect.signature(function).return_annotation)
-    if not (answer.endswith("DataFrame") or hasattr(getattr(package, answer, None), "to_frame")):
-        raise ValueError(f"experiment must answer with a table, but {name} returns {answer}")
-    return function
+    if name not in EXPERIMENTS:
+        raise ValueError(f"experiment must be one of {', '.join(sorted(EXPERIMENTS))}, got {name!r}")
+    return EXPERIMENTS[name]
 
 
 def takes_seed(function: Callable[..., Any]) -> bool:

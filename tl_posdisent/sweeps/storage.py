@@ -34,7 +34,7 @@ def failures(out: str | Path) -> pd.DataFrame:
 
     Example:
         >>> import tempfile
-        >>> from tl_posdisent import failures
+        >>> from tl_posdisent.sweeps import failures
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     len(failures(folder))
         0

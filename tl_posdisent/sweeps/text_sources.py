@@ -34,7 +34,7 @@ class Text:
         stride: tokens from one stretch to the next; by default they touch and do not overlap.
 
     Example:
-        >>> from tl_posdisent import Text
+        >>> from tl_posdisent.sweeps import Text
         >>> text = Text.of("demo", length=128, count=8)
         >>> text, text.split(2)
         (Text demo[0:8]×128, [Text demo[0:4]×128, Text demo[4:8]×128])

@@ -1,1 +1,5 @@
 """Results in, pictures out: plotly figures and circuitsvis widgets, returned and never shown."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

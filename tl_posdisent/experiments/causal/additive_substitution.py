@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import combinations
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -17,71 +17,12 @@ from tqdm.auto import tqdm
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.score_components import Part, fit_inside, keep_parts, keep_two_axis
+from tl_posdisent.hooks.score_components import Part, fit_inside, keep_two_axis
 from tl_posdisent.hooks.score_edits import edit_scores
+from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_specs, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, stream
 from tl_posdisent.models.forward import Hook, check_seed, check_tokens, evaluating
-from tl_posdisent.models.spec import AttentionSpec, read_layers, read_rotary_layers, select
-
-Axes = Literal["three", "two"]
-
-_PARTS: tuple[Part, ...] = get_args(Part)
-_ADDITIVE: tuple[Part, ...] = ("distance", "query", "key")
-
-
-def substitute_additive(
-    model: Any,
-    keep: Collection[Part] = _ADDITIVE,
-    *,
-    axes: Axes = "three",
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
-) -> list[Hook]:
-    """Hooks under which heads attend by the additive fit of their scores, made anew in every forward pass.
-
-    With ``axes="three"`` the scores of each text and head become ``mean + distance[i - j] + query[i] + key[j]``, fitted
-    by least squares to what they are (``fit_additive``). With ``"two"`` they become what a query makes of the
-    distance and what it makes of the key, ``f(i, i - j) + g(i, j)``. In the scores of one text these cannot be told
-    apart, so they are those of the table ``W[d, i, j]``, in which each query of the text meets each of its keys (also
-    later ones) at each distance that the layer's mask leaves in it, all with equal weight. With a dot for a mean::
-
-        distance = W[i - j, i, ·] - W[·, i, ·]       what this query makes of the distance
-        key      = W[·, i, j]     - W[·, i, ·]       what this query makes of the key
-        query    = W[·, i, ·]     - W[·, ·, ·]
-        residual = W[i - j, i, j] - W[i - j, i, ·] - W[·, i, j] + W[·, i, ·]
-
-    by a mean key and a mean rotation. This needs rotary embeddings, and is done before a soft cap.
-
-    The mean of all stays in any case. A softmax without an attention sink ignores ``"query"``.
-
-    Args:
-        model: HookedTransformer, TransformerBridge or alike.
-        keep: parts to keep, among ``"distance"``, ``"query"``, ``"key"``, ``"residual"``; ``()`` leaves uniform
-            attention. All four leave the scores as they are, to the last bit.
-        axes: the additive model, ``"three"`` or ``"two"``.
-        layers: default all (all that rotate, for two axes).
-        heads: query heads, default all.
-
-    Returns:
-        ``[(hook name, function), ...]``.
-
-    Raises:
-        ValueError: an unknown or repeated part; unknown axes; layers or heads out of range or repeated; a layer whose
-            scores cannot be changed, or without rotary embeddings for two axes. While running: texts in parts (a
-            key/value cache), a text that is nothing but padding, scores that are not finite.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, substitute_additive
-        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
-        >>> def loss(hooks):
-        ...     return model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).item()
-        >>> loss([]) < loss(substitute_additive(model)) < loss(substitute_additive(model, keep=()))
-        True
-    """
-    kept = _checked_keep(keep)
-    specs = _read(model, axes, layers, "substitute_additive")
-    chosen = select("heads", heads, specs[0].n_heads)
-    return [hook for spec in specs for hook in _own_fit(spec, chosen, kept, axes)]
+from tl_posdisent.models.spec import AttentionSpec
 
 
 def additive_substitution(
@@ -129,7 +70,7 @@ def additive_substitution(
         >>> bool(full["fit", "distance+query+key"] < full["zero", ""])
         True
     """
-    specs = _read(model, axes, layers, "additive_substitution")
+    specs = additive_specs(model, axes, layers, "additive_substitution")
     tokens = check_tokens(model, tokens)
     shuffled = tokens.gather(1, _shuffled_order(tokens, seed))
     check_reach(model, [spec.layer for spec in specs])
@@ -166,7 +107,7 @@ def _runs(specs: Sequence[AttentionSpec], axes: Axes, stored: dict[int, Captured
     """Every head, every layer, all layers; then the other subsets of the parts in all layers."""
 
     def fit(keep: Collection[Part]) -> Put:
-        return lambda spec, heads: _own_fit(spec, heads, keep, axes)
+        return lambda spec, heads: keep_parts_hooks(spec, heads, keep, axes)
 
     def shuffled_fit(spec: AttentionSpec, heads: Sequence[int]) -> list[Hook]:
         return _stored_fit(spec, heads, stored[spec.layer])
@@ -177,21 +118,14 @@ def _runs(specs: Sequence[AttentionSpec], axes: Axes, stored: dict[int, Captured
         *(("layer", spec.layer, None, [(spec, heads)]) for spec, heads in whole),
         ("all", None, None, whole),
     ]
-    additive = "+".join(_ADDITIVE)
+    additive = "+".join(ADDITIVE)
     for scope, layer, head, where in scopes:
-        yield _Run(scope, layer, head, "fit", additive, where, fit(_ADDITIVE))
+        yield _Run(scope, layer, head, "fit", additive, where, fit(ADDITIVE))
         yield _Run(scope, layer, head, "shuffled fit", additive, where, shuffled_fit)
         yield _Run(scope, layer, head, "zero", "", where, _zero)
-    subsets = [keep for n in range(len(_PARTS) + 1) for keep in combinations(_PARTS, n) if keep != _ADDITIVE]
+    subsets = [keep for n in range(len(PARTS) + 1) for keep in combinations(PARTS, n) if keep != ADDITIVE]
     for keep in subsets:
         yield _Run("all", None, None, "fit", "+".join(keep) or "mean", whole, fit(keep))
-
-
-def _own_fit(spec: AttentionSpec, heads: Sequence[int], keep: Collection[Part], axes: Axes) -> list[Hook]:
-    """The parts of the fit of the scores that are there."""
-    if axes == "three" or len(keep) == len(_PARTS):
-        return edit_scores(spec, heads, lambda view: keep_parts(view.scores(), view.inside, keep), scores=True)
-    return edit_scores(spec, heads, lambda view: keep_two_axis(spec, *view.vectors(), view.inside, keep), vectors=True)
 
 
 def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | AdditiveFit) -> list[Hook]:
@@ -203,7 +137,7 @@ def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | Ad
     assert stored.q is not None
     assert stored.k is not None
     q, k = (x[:, :, list(heads)] for x in (stored.q, spec.per_query_head(stored.k)))
-    return edit_scores(spec, heads, lambda view: keep_two_axis(spec, q, k, view.inside, _ADDITIVE))
+    return edit_scores(spec, heads, lambda view: keep_two_axis(spec, q, k, view.inside, ADDITIVE))
 
 
 def _zero(spec: AttentionSpec, heads: Sequence[int]) -> list[Hook]:
@@ -249,22 +183,3 @@ def _loss(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch pos"])
 def _divergence(log_p: Float[Tensor, "batch pos v"], log_q: Float[Tensor, "batch pos v"]) -> float:
     """KL(p ‖ q), mean over positions."""
     return (log_p.exp() * (log_p - log_q)).sum(-1).double().mean().item()
-
-
-def _checked_keep(keep: Any) -> tuple[Part, ...]:
-    names = None if isinstance(keep, (str, bytes)) or not isinstance(keep, Iterable) else list(keep)
-    if names is None or any(name not in _PARTS for name in names) or len(set(names)) < len(names):
-        raise ValueError(f"keep must be some of {', '.join(_PARTS)}, each once, got {keep!r}")
-    return tuple(names)
-
-
-def _read(model: Any, axes: Axes, layers: Iterable[int] | None, tool: str) -> list[AttentionSpec]:
-    """Layers that can be fitted by so many axes."""
-    if axes not in get_args(Axes):
-        raise ValueError(f'axes must be "three" or "two", got {axes!r}')
-    if axes == "three":
-        return read_layers(model, layers)
-    specs = read_rotary_layers(model, layers, f"{tool} with two axes")
-    for spec in specs:
-        spec.require_scale()
-    return specs

@@ -21,7 +21,7 @@ from .metrics import Metric, as_number, as_table, check_apart, check_metric, mea
 Activation = Literal["z", "q", "k", "v", "pattern"]
 
 
-def patch_heads(
+def head_patching(
     model: Any,
     clean_tokens: Int[Tensor, "batch pos"] | str,
     corrupted_tokens: Int[Tensor, "batch pos"] | str,
@@ -70,13 +70,13 @@ def patch_heads(
             activation, or one that the model does not show by heads; a metric that returns anything else.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, patch_heads
+        >>> from tl_posdisent import demo_tokens, head_patching, load_demo_model
         >>> model, clean = load_demo_model(), demo_tokens(length=32)
         >>> corrupted = clean.clone()
         >>> corrupted[0, 20] = 5  # another token
         >>> def log_p(logits, tokens):
         ...     return logits[:, 20].log_softmax(-1)[:, tokens[0, 21]]
-        >>> table = patch_heads(model, clean, corrupted, log_p, layers=[0], progress=False)
+        >>> table = head_patching(model, clean, corrupted, log_p, layers=[0], progress=False)
         >>> list(table.columns)
         ['layer', 'head', 'clean', 'corrupted', 'value', 'effect']
     """

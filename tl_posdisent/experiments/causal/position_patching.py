@@ -31,7 +31,7 @@ class _Run(NamedTuple):
     positions: Tensor | None  # what swap_positions was told, if it was used
 
 
-def patch_positions(
+def position_patching(
     model: Any,
     tokens: Int[Tensor, "batch pos"] | str,
     positions: Tensor | Sequence[float],
@@ -82,10 +82,10 @@ def patch_positions(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import demo_tokens, load_demo_model, patch_positions
+        >>> from tl_posdisent import demo_tokens, load_demo_model, position_patching
         >>> model, tokens = load_demo_model(), demo_tokens(length=48)
         >>> every_other = torch.arange(48) * 2
-        >>> table = patch_positions(model, tokens, every_other, what="layer", progress=False)
+        >>> table = position_patching(model, tokens, every_other, what="layer", progress=False)
         >>> len(table), bool((table["clean"] < table["corrupted"]).all())  # the loss grows
         (5, True)
     """
@@ -93,7 +93,7 @@ def patch_positions(
         if option not in get_args(options):
             raise ValueError(f"{name} must be one of {', '.join(get_args(options))}, got {option!r}")
     check_metric(metric)
-    specs = read_rotary_layers(model, layers, "patch_positions")
+    specs = read_rotary_layers(model, layers, "position_patching")
     tokens = check_tokens(model, tokens)
     chosen = select("heads", heads, specs[0].n_heads)
     clean, corrupted = _Run(tokens, [], None), _swapped(model, tokens, positions)
@@ -139,7 +139,7 @@ def _units(
     return units
 
 
-def patch_component(
+def component_patching(
     model: Any,
     tokens: Int[Tensor, "batch pos"] | str,
     component: MovedPart | Collection[MovedPart] = "distance",
@@ -169,7 +169,7 @@ def patch_component(
             beside an attention sink.
         from_tokens: tokens of the run from which the component comes, as many texts as long.
         from_positions: or its positions, as in ``swap_positions``.
-        metric: as in ``patch_positions``. Its tokens are ``tokens`` in all three runs.
+        metric: as in ``position_patching``. Its tokens are ``tokens`` in all three runs.
         layers: default all.
         heads: query heads, default all.
         progress: show a bar.
@@ -182,12 +182,12 @@ def patch_component(
     Raises:
         ValueError: not one of ``from_tokens`` and ``from_positions``; two runs with the same metric; tokens of other
             shape; unknown components; a layer whose scores cannot be read or changed; padded texts; what
-            ``patch_positions`` refuses.
+            ``position_patching`` refuses.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, patch_component
+        >>> from tl_posdisent import component_patching, demo_tokens, load_demo_model
         >>> model, tokens = load_demo_model(), demo_tokens(length=48)
-        >>> table = patch_component(model, tokens, "query", from_tokens=tokens.flip(1), layers=[4], progress=False)
+        >>> table = component_patching(model, tokens, "query", from_tokens=tokens.flip(1), layers=[4], progress=False)
         >>> bool((table["effect"].abs() < 1e-4).all())  # a softmax over keys does not see it
         True
     """

@@ -34,7 +34,8 @@ class RopeHadamard:
         mask: ``[query, key]``, where a query sees a key. Grams, kernels and spectra are those of all cells.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, rope_hadamard
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.experiments import rope_hadamard
         >>> form = rope_hadamard(load_demo_model(), demo_tokens(length=32), 1)
         >>> form
         RopeHadamard of layer 1: 8 subspaces and 0 coordinates without rotation, 1 texts of 32 tokens
@@ -144,7 +145,8 @@ def rope_hadamard(model: Any, tokens: Int[Tensor, "batch pos"] | str, layer: int
         ValueError: unusable tokens or layer; a layer without rotary embeddings; padded texts.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, rope_hadamard
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.experiments import rope_hadamard
         >>> table = rope_hadamard(load_demo_model(), demo_tokens(length=64), 3).to_frame()
         >>> bool((table["toeplitz_before"] < table["toeplitz_after"]).mean() > 0.5)
         True

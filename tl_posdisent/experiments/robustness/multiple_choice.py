@@ -33,7 +33,8 @@ class MultipleChoice:
         ValueError: fewer than two choices; an answer that is none of them; neither text nor ids, or empty ones.
 
     Example:
-        >>> from tl_posdisent import MultipleChoice, choice_scores, load_demo_model
+        >>> from tl_posdisent import load_demo_model
+        >>> from tl_posdisent.experiments import MultipleChoice, choice_scores
         >>> question = MultipleChoice("We the people of the", [" United States", " people the"], 0)
         >>> int(choice_scores(load_demo_model(), question).argmax()) == question.answer
         True
@@ -71,7 +72,8 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
             are not finite.
 
     Example:
-        >>> from tl_posdisent import MultipleChoice, choice_scores, load_demo_model
+        >>> from tl_posdisent import load_demo_model
+        >>> from tl_posdisent.experiments import MultipleChoice, choice_scores
         >>> question = MultipleChoice("In order to form a more perfect", [" Union", " of"], 0)
         >>> bool(choice_scores(load_demo_model(), question).max() < 0)
         True

@@ -108,7 +108,8 @@ def perturb(
             of a model without rotary embeddings.
 
     Example:
-        >>> from tl_posdisent import applied, load_demo_model, perturb
+        >>> from tl_posdisent import load_demo_model, perturb
+        >>> from tl_posdisent.hooks import applied
         >>> model = load_demo_model()
         >>> scrambled = perturb(model, "We the people of the United States, in order", "order", 0.5)
         >>> model.tokenizer.decode(scrambled.tokens[0])

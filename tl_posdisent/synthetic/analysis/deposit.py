@@ -40,7 +40,7 @@ class DepositReport:
 
     Example:
         >>> import pandas as pd
-        >>> from tl_posdisent import deposit
+        >>> from tl_posdisent.synthetic import deposit
         >>> rows = [(0, 0, 0.95, -0.75), (0, 1, 0.95, -0.05), (1, 0, 0.95, -0.05), (1, 1, 0.95, 0.01)]
         >>> deposit(pd.DataFrame(rows, columns=["layer", "head", "baseline", "effect"]))
         DepositReport of 4 heads in 2 layers, baseline 0.950
@@ -100,7 +100,8 @@ def deposit(drops: pd.DataFrame, *, better: Literal["higher", "lower"] = "higher
             one baseline.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, deposit, head_ablation, load_demo_model
+        >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
+        >>> from tl_posdisent.synthetic import deposit
         >>> table = head_ablation(load_demo_model(), demo_tokens(length=128), mode="mean", progress=False)
         >>> report = deposit(table, better="lower")  # a loss: it is spread over many heads
         >>> report.share < 0.5, report.effective_heads > 5
@@ -145,7 +146,7 @@ def deposit_spread(reports: Iterable[DepositReport]) -> pd.DataFrame:
 
     Example:
         >>> import pandas as pd
-        >>> from tl_posdisent import deposit, deposit_spread
+        >>> from tl_posdisent.synthetic import deposit, deposit_spread
         >>> one = pd.DataFrame({"layer": [0, 1], "head": [0, 0], "baseline": 1.0, "effect": [-0.6, -0.2]})
         >>> two = one.assign(effect=[-0.8, -0.2])
         >>> deposit_spread([deposit(one), deposit(two)]).loc["share"].round(3).to_dict()
@@ -193,7 +194,7 @@ def head_drops(
         ValueError: as ``evaluate``, and as ``head_ablation``.
 
     Example:
-        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, TriggerCount, deposit, head_drops
+        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TriggerCount, deposit, head_drops
         >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
         >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
         >>> model = SyntheticModel(SyntheticConfig(n_layers=2, d_model=16, n_heads=2, d_mlp=16, **shape))

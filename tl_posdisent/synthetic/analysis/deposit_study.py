@@ -30,7 +30,7 @@ class DepositStudy:
 
     Example:
         >>> from dataclasses import replace
-        >>> from tl_posdisent import deposit_study, preset
+        >>> from tl_posdisent.synthetic import deposit_study, preset
         >>> small = preset("small")
         >>> short = replace(small, training=replace(small.training, n_train=1280, n_test=100))
         >>> study = deposit_study(short, encodings=["rope", "none"], tasks=["count"], progress=False)
@@ -117,7 +117,7 @@ def deposit_study(
 
     Example:
         >>> from dataclasses import replace
-        >>> from tl_posdisent import deposit_study, preset
+        >>> from tl_posdisent.synthetic import deposit_study, preset
         >>> small = preset("small")
         >>> short = replace(small, training=replace(small.training, n_train=1280, n_test=100))
         >>> study = deposit_study(short, encodings=["rope"], tasks=["distance"], progress=False)

@@ -69,7 +69,7 @@ def positional_gradients(
             batches or texts that are none, or more than there are samples; a loss that is not finite.
 
     Example:
-        >>> from tl_posdisent import positional_gradients, preset
+        >>> from tl_posdisent.synthetic import positional_gradients, preset
         >>> small = preset("small")
         >>> model = small.model("rope", "distance")
         >>> table = positional_gradients(model, small.tasks["distance"], batches=2, batch_size=8, progress=False)
@@ -181,7 +181,7 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
 
     Example:
         >>> import pandas as pd
-        >>> from tl_posdisent import gradient_margins
+        >>> from tl_posdisent.synthetic import gradient_margins
         >>> norms = {"layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "norm_of_mean": [1.0, 4.0, 2.5, 1.0]}
         >>> gradient_margins(pd.DataFrame(norms))
            layer  head  largest  second  margin  amplification

@@ -50,7 +50,7 @@ def dynamics(
     Example:
         >>> import tempfile
         >>> from dataclasses import replace
-        >>> from tl_posdisent import dynamics, preset, train
+        >>> from tl_posdisent.synthetic import dynamics, preset, train
         >>> small = preset("small")
         >>> model, task = small.model("rope", "distance"), small.tasks["distance"]
         >>> how = replace(small.training, n_train=256, n_test=100, checkpoints=(0, 2))
@@ -85,8 +85,8 @@ def long_texts(task: Task, texts: int, seed: int = 0) -> Int[Tensor, "text pos"]
         ValueError: ``texts`` below 1.
 
     Example:
-        >>> from tl_posdisent import TriggerDistance
-        >>> from tl_posdisent.synthetic.dynamics import long_texts
+        >>> from tl_posdisent.synthetic import TriggerDistance
+        >>> from tl_posdisent.synthetic.analysis.training_dynamics import long_texts
         >>> tokens = long_texts(TriggerDistance(), 4)
         >>> bool((tokens != 0).all()), tokens.shape[1] > 100
         (True, True)

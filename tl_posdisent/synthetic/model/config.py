@@ -43,7 +43,7 @@ class SyntheticConfig:
         ValueError: a value out of range or of the wrong type; combinations that do not exist.
 
     Example:
-        >>> from tl_posdisent import SyntheticConfig
+        >>> from tl_posdisent.synthetic import SyntheticConfig
         >>> config = SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, d_vocab=50, n_ctx=24, n_out=7)
         >>> config.encoding, config.head_size
         ('rope', 8)

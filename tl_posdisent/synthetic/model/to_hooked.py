@@ -37,7 +37,7 @@ def to_hooked_transformer(model: SyntheticModel) -> HookedTransformer:
     Example:
         >>> import torch
         >>> from tl_posdisent.models.loading.load import has_hooked
-        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, to_hooked_transformer
+        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, to_hooked_transformer
         >>> config = SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, d_vocab=50, n_ctx=24, n_out=50,
         ...                          causal=True, read_out="token")
         >>> model, tokens = SyntheticModel(config), torch.arange(20)[None]

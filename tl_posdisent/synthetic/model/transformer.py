@@ -72,7 +72,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import SyntheticConfig, SyntheticModel
+        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
         >>> config = SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, d_vocab=50, n_ctx=24, n_out=7)
         >>> model, tokens = SyntheticModel(config, seed=1), torch.arange(40).view(2, 20)
         >>> logits, cache = model.run_with_cache(tokens)

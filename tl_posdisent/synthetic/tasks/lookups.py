@@ -32,7 +32,7 @@ class IndexLookup(Task):
         ValueError: sizes that do not fit each other; another ``count_from``.
 
     Example:
-        >>> from tl_posdisent import IndexLookup
+        >>> from tl_posdisent.synthetic import IndexLookup
         >>> task = IndexLookup(n_symbols=5, n_places=3, min_length=4, max_length=6)
         >>> tokens, labels = task.batch(2, seed=0)
         >>> for text, label in zip(tokens.tolist(), labels.tolist()):
@@ -104,7 +104,7 @@ class Retrieval(Task):
         ValueError: sizes that do not fit each other.
 
     Example:
-        >>> from tl_posdisent import Retrieval
+        >>> from tl_posdisent.synthetic import Retrieval
         >>> task = Retrieval(n_keys=3, n_values=4, n_fillers=2, n_pairs=2, min_fill=1, max_fill=3)
         >>> tokens, labels = task.batch(2, seed=0)
         >>> for text, label in zip(tokens.tolist(), labels.tolist()):

@@ -25,7 +25,7 @@ class Split:
         test_labels: ``[sample]`` int64.
 
     Example:
-        >>> from tl_posdisent import TriggerDistance
+        >>> from tl_posdisent.synthetic import TriggerDistance
         >>> TriggerDistance().split(7, 3)
         Split of 7 samples to train on and 3 to test with, 128 positions
     """
@@ -47,7 +47,7 @@ class Task(ABC):
     ``n_out`` the labels, and ``n_ctx`` is the padded length.
 
     Example:
-        >>> from tl_posdisent import Task, TriggerCount
+        >>> from tl_posdisent.synthetic import Task, TriggerCount
         >>> task = TriggerCount()
         >>> tokens, labels = task.batch(100)
         >>> isinstance(task, Task), tokens.shape[1] == task.n_ctx, int(labels.max()) < task.n_out
@@ -83,7 +83,7 @@ class Task(ABC):
             ValueError: ``n`` or ``seed`` that are none; a generator of another device.
 
         Example:
-            >>> from tl_posdisent import TriggerCount
+            >>> from tl_posdisent.synthetic import TriggerCount
             >>> task = TriggerCount(d_vocab=6, n_triggers=1, max_count=2, min_length=3, max_length=4, n_ctx=5)
             >>> tokens, labels = task.batch(1000, seed=0)
             >>> bool(((tokens == 1).sum(1) == labels).all())  # token 1 is the trigger here
@@ -108,7 +108,7 @@ class Task(ABC):
             ValueError: sizes or ``seed`` that are none, or more samples than the task can be found to have.
 
         Example:
-            >>> from tl_posdisent import TriggerDistance
+            >>> from tl_posdisent.synthetic import TriggerDistance
             >>> split = TriggerDistance().split(70, 30, seed=1)
             >>> split.train_tokens.shape, split.test_labels.shape
             (torch.Size([70, 128]), torch.Size([30]))

@@ -34,7 +34,7 @@ class TriggerDistance(Task):
         ValueError: sizes that do not fit each other.
 
     Example:
-        >>> from tl_posdisent import TriggerDistance
+        >>> from tl_posdisent.synthetic import TriggerDistance
         >>> task = TriggerDistance(d_vocab=9, min_gap=1, max_gap=3, min_side=0, max_side=1, n_ctx=7)
         >>> tokens, labels = task.batch(2, seed=0)
         >>> for text, label in zip(tokens.tolist(), labels.tolist()):
@@ -108,7 +108,7 @@ class TriggerCount(Task):
         ValueError: sizes that do not fit each other.
 
     Example:
-        >>> from tl_posdisent import TriggerCount
+        >>> from tl_posdisent.synthetic import TriggerCount
         >>> task = TriggerCount(d_vocab=9, n_triggers=2, max_count=4, min_length=5, max_length=6, n_ctx=6)
         >>> tokens, labels = task.batch(2, seed=0)
         >>> for text, label in zip(tokens.tolist(), labels.tolist()):

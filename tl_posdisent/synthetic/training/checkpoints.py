@@ -40,7 +40,7 @@ def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str,
 
     Example:
         >>> import tempfile, torch
-        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, load_checkpoint, save_checkpoint
+        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, load_checkpoint, save_checkpoint
         >>> config = SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, d_vocab=9, n_ctx=8, n_out=3)
         >>> model, tokens = SyntheticModel(config, seed=1), torch.arange(8)[None]
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
             the configuration beside them; a device that is not there.
 
     Example:
-        >>> from tl_posdisent import load_checkpoint
+        >>> from tl_posdisent.synthetic import load_checkpoint
         >>> load_checkpoint("nowhere.safetensors")
         Traceback (most recent call last):
         ValueError: path must be a checkpoint, but nowhere.safetensors does not exist

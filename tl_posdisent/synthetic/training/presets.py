@@ -36,7 +36,7 @@ class Preset:
         ValueError: a task whose name could be no folder's: each training gets one that is named after it.
 
     Example:
-        >>> from tl_posdisent import preset
+        >>> from tl_posdisent.synthetic import preset
         >>> small = preset("small")
         >>> list(small.tasks), small.encodings
         (['distance', 'count'], ('rope', 'alibi', 'none', 'learned', 'mla'))
@@ -117,7 +117,7 @@ def preset(name: Literal["small", "paper"]) -> Preset:
         ValueError: another name.
 
     Example:
-        >>> from tl_posdisent import preset
+        >>> from tl_posdisent.synthetic import preset
         >>> paper = preset("paper")
         >>> paper.config("rope", "distance").n_out, paper.train_config("count").n_train
         (70, 35000)
@@ -159,7 +159,7 @@ def train_preset(
 
     Example:
         >>> from dataclasses import replace
-        >>> from tl_posdisent import accuracies, preset, train_preset
+        >>> from tl_posdisent.synthetic import accuracies, preset, train_preset
         >>> small = preset("small")
         >>> short = replace(small, training=replace(small.training, n_train=1280, n_test=100))
         >>> runs = train_preset(short, encodings=["rope", "none"], tasks=["count"], progress=False)
@@ -199,7 +199,7 @@ def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
     best constant guess where labels are uniform, as in all tasks here), ``steps``, ``samples``, ``seconds``.
 
     Example:
-        >>> from tl_posdisent import accuracies
+        >>> from tl_posdisent.synthetic import accuracies
         >>> accuracies({}).columns.tolist()
         ['encoding', 'task', 'seed', 'accuracy', 'chance', 'steps', 'samples', 'seconds']
     """

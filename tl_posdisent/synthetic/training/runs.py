@@ -53,7 +53,7 @@ class TrainConfig:
         ValueError: a value out of range.
 
     Example:
-        >>> from tl_posdisent import TrainConfig
+        >>> from tl_posdisent.synthetic import TrainConfig
         >>> TrainConfig(epochs=2, batch_size=10, n_train=105).steps
         20
     """
@@ -140,7 +140,7 @@ class TrainRun:
         checkpoints: step → file of the weights then.
 
     Example:
-        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, train
+        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, train
         >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
         >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
         >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, **shape))

@@ -169,7 +169,7 @@ def evaluate(
         ValueError: another model; no samples, or not as many labels; ids or labels that the model does not know.
 
     Example:
-        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, TriggerCount, evaluate
+        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TriggerCount, evaluate
         >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
         >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
         >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, **shape))

@@ -28,7 +28,7 @@ class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C during ``train``: ``run`` is the training as far as it came.
 
     Example:
-        >>> from tl_posdisent import TrainingInterrupted
+        >>> from tl_posdisent.synthetic import TrainingInterrupted
         >>> issubclass(TrainingInterrupted, KeyboardInterrupt)  # nothing that catches errors catches it
         True
     """
@@ -81,7 +81,7 @@ def train(
         TrainingInterrupted: Ctrl-C.
 
     Example:
-        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, train
+        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, train
         >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
         >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
         >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=32, **shape))

@@ -78,7 +78,8 @@ def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"]) -> 
             unknown option.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model, plot_deposit
+        >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
+        >>> from tl_posdisent.viz import plot_deposit
         >>> table = head_ablation(load_demo_model(), demo_tokens(length=64), layers=[4], progress=False)
         >>> figure = plot_deposit(table, better="lower")
         >>> bool(figure.data[0].y[5] == table["effect"][5])
@@ -123,7 +124,8 @@ def plot_substitution(
             scope; an unknown option.
 
     Example:
-        >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model, plot_substitution
+        >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model
+        >>> from tl_posdisent.viz import plot_substitution
         >>> table = additive_substitution(load_demo_model(), demo_tokens(length=48), layers=[4], progress=False)
         >>> bars = {bar.name: dict(zip(bar.y, bar.x)) for bar in plot_substitution(table).data}
         >>> row = table[(table["scope"] == "all") & (table["keep"] == "distance+key")]

@@ -123,7 +123,8 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss") -> go.Fi
         ValueError: a table without ``kind``, ``fraction``, the measure and its standard error, or without rows.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, plot_perturbation
+        >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve
+        >>> from tl_posdisent.viz import plot_perturbation
         >>> table = perturbation_curve(
         ...     load_demo_model(), demo_tokens(length=96), ["index"], [0, 0.1, 0.5], seeds=2, progress=False
         ... )
@@ -181,7 +182,8 @@ def plot_length(
             head; no measure.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, length_generalization, load_demo_model, plot_length
+        >>> from tl_posdisent import demo_tokens, length_generalization, load_demo_model
+        >>> from tl_posdisent.viz import plot_length
         >>> table = length_generalization(load_demo_model(), demo_tokens(length=256), [32, 64, 256], progress=False)
         >>> line = plot_length(table, ["loss"]).data[0]
         >>> line.x.tolist(), bool(line.y[1] == table["loss"][0])

@@ -28,9 +28,10 @@ def plot_heads(
     Args:
         table: with the columns ``layer``, ``head`` and ``value``, one row per layer and head, or per text, layer and
             head (column ``batch``): then the mean over texts is drawn. ``additivity``, ``controlled_distance``,
-            ``head_ablation``, ``patch_positions``, ``patch_component``, ``patch_heads`` and ``positional_symbolic``
-            make such tables. Select rows first where there are several for a head: of ``trained_vs_random`` those of
-            one measure, of ``additive_substitution`` those of one ``put_in`` at scope ``"head"``.
+            ``head_ablation``, ``position_patching``, ``component_patching``, ``head_patching`` and
+            ``positional_symbolic`` make such tables. Select rows first where there are several for a head: of
+            ``trained_vs_random`` those of one measure, of ``additive_substitution`` those of one ``put_in`` at scope
+            ``"head"``.
         value: the column to draw. NaN is left blank.
         signed: colours that part below and above 0, over a range symmetric about 0. Default: if a value is negative.
         limits: lowest and highest value of the colour scale, instead of those that follow from the values (from 0, or
@@ -85,7 +86,8 @@ def plot_subspaces(
         ValueError: as ``plot_heads``; several rows for a subspace of a head.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, plot_subspaces, subspace_patterns
+        >>> from tl_posdisent import demo_tokens, load_demo_model, subspace_patterns
+        >>> from tl_posdisent.viz import plot_subspaces
         >>> table = subspace_patterns(load_demo_model(), demo_tokens(length=64), progress=False)
         >>> figure = plot_subspaces(table, "key_concentration")
         >>> row = table.query("layer == 3 and head == 1 and subspace == 6")

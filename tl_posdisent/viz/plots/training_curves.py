@@ -26,7 +26,8 @@ def plot_training(run: TrainRun | pd.DataFrame) -> go.Figure:
             ``test_accuracy``; no rows.
 
     Example:
-        >>> from tl_posdisent import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, plot_training, train
+        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, train
+        >>> from tl_posdisent.viz import plot_training
         >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
         >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
         >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, **shape))
@@ -72,7 +73,7 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis") -> go.Figure:
 
     Example:
         >>> import pandas as pd
-        >>> from tl_posdisent import plot_dynamics
+        >>> from tl_posdisent.viz import plot_dynamics
         >>> rows = [(step, 0, head, head + step / 100) for step in (0, 10) for head in (0, 1)]
         >>> figure = plot_dynamics(pd.DataFrame(rows, columns=["step", "layer", "head", "r_two_axis"]))
         >>> [(line.name, line.x.tolist(), line.y.tolist()) for line in figure.data]

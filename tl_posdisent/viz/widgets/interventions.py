@@ -54,7 +54,8 @@ def show_change(
             a choice that is not.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, show_change
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.viz import show_change
         >>> model, tokens = load_demo_model(), demo_tokens(length=16)
         >>> _, cache = model.run_with_cache(tokens)
         >>> show_change(cache["pattern", 1], cache["pattern", 2], model.to_str_tokens(tokens[0]), title="Two layers")

@@ -55,7 +55,8 @@ def show_key_importance(
         ValueError: unusable arguments; more values than ``max_values``.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_key_importance
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
+        >>> from tl_posdisent.viz import show_key_importance
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> _, cache = model.run_with_cache(tokens)
         >>> fits = {layer: fit_additive(cache["attn_scores", layer]) for layer in range(5)}
@@ -88,7 +89,8 @@ def show_query_bias(
         ValueError: as in ``show_key_importance``.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, show_query_bias
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
+        >>> from tl_posdisent.viz import show_query_bias
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> _, cache = model.run_with_cache(tokens)
         >>> show_query_bias(fit_additive(cache["attn_scores", 3]), model.to_str_tokens(tokens[0]))

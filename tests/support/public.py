@@ -1,0 +1,15 @@
+"""The public names: those of the package and those of its namespaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tl_posdisent
+
+NAMESPACES = ("additive", "demo", "experiments", "hooks", "models", "rope", "sweeps", "synthetic", "viz")
+
+
+def public_names() -> dict[str, Any]:
+    """Every public object by its name, wherever it is reached."""
+    rooms = [tl_posdisent, *(getattr(tl_posdisent, name) for name in NAMESPACES)]
+    return {name: getattr(room, name) for room in rooms for name in room.__all__ if name not in NAMESPACES}

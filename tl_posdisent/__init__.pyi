@@ -1,0 +1,203 @@
+from . import (
+    additive as additive,
+)
+from . import (
+    demo as demo,
+)
+from . import (
+    experiments as experiments,
+)
+from . import (
+    hooks as hooks,
+)
+from . import (
+    models as models,
+)
+from . import (
+    rope as rope,
+)
+from . import (
+    sweeps as sweeps,
+)
+from . import (
+    synthetic as synthetic,
+)
+from . import (
+    viz as viz,
+)
+from .additive.fit import (
+    fit_additive as fit_additive,
+)
+from .additive.from_qk import (
+    fit_additive_qk as fit_additive_qk,
+)
+from .additive.result import (
+    AdditiveFit as AdditiveFit,
+)
+from .additive.score_correlation import (
+    score_correlation as score_correlation,
+)
+from .demo.demo_model import (
+    demo_text as demo_text,
+)
+from .demo.demo_model import (
+    demo_tokens as demo_tokens,
+)
+from .demo.demo_model import (
+    load_demo_model as load_demo_model,
+)
+from .experiments.attention_scores.additivity import (
+    additivity as additivity,
+)
+from .experiments.attention_scores.controlled_distance import (
+    controlled_distance as controlled_distance,
+)
+from .experiments.attention_scores.controlled_distance import (
+    dummy_distance_check as dummy_distance_check,
+)
+from .experiments.attention_scores.disentanglement import (
+    disentanglement as disentanglement,
+)
+from .experiments.attention_scores.positional_symbolic_plane import (
+    positional_symbolic as positional_symbolic,
+)
+from .experiments.attention_scores.subspace_patterns import (
+    subspace_patterns as subspace_patterns,
+)
+from .experiments.attention_scores.trained_vs_random import (
+    trained_vs_random as trained_vs_random,
+)
+from .experiments.causal.additive_substitution import (
+    additive_substitution as additive_substitution,
+)
+from .experiments.causal.head_ablation import (
+    head_ablation as head_ablation,
+)
+from .experiments.causal.head_patching import (
+    head_patching as head_patching,
+)
+from .experiments.causal.position_patching import (
+    component_patching as component_patching,
+)
+from .experiments.causal.position_patching import (
+    position_patching as position_patching,
+)
+from .experiments.cost import (
+    estimate as estimate,
+)
+from .experiments.residual_stream.content_position import (
+    content_position_terms as content_position_terms,
+)
+from .experiments.residual_stream.positional_subspace import (
+    positional_subspace as positional_subspace,
+)
+from .experiments.robustness.length_generalization import (
+    length_generalization as length_generalization,
+)
+from .experiments.robustness.perturb import (
+    perturb as perturb,
+)
+from .experiments.robustness.perturbation_curve import (
+    perturbation_curve as perturbation_curve,
+)
+from .hooks.ablate import (
+    ablate_heads as ablate_heads,
+)
+from .hooks.frequencies import (
+    limit_frequencies as limit_frequencies,
+)
+from .hooks.length_extension import (
+    lambda_mask as lambda_mask,
+)
+from .hooks.length_extension import (
+    position_interpolation as position_interpolation,
+)
+from .hooks.patch import (
+    patch_scores as patch_scores,
+)
+from .hooks.patch import (
+    patch_vectors as patch_vectors,
+)
+from .hooks.phase_noise import (
+    phase_noise as phase_noise,
+)
+from .hooks.positions import (
+    dummy_distance as dummy_distance,
+)
+from .hooks.positions import (
+    remap_distance as remap_distance,
+)
+from .hooks.positions import (
+    swap_positions as swap_positions,
+)
+from .hooks.score_components import (
+    drop_component as drop_component,
+)
+from .hooks.substitute import (
+    substitute_additive as substitute_additive,
+)
+from .models.capture import (
+    capture as capture,
+)
+from .models.loading.load import (
+    bridge_from_hf as bridge_from_hf,
+)
+from .models.loading.load import (
+    hooked_from_hf as hooked_from_hf,
+)
+from .models.loading.load import (
+    load_model as load_model,
+)
+from .models.loading.random_init import (
+    random_control as random_control,
+)
+from .models.longer_context import (
+    longer_context as longer_context,
+)
+from .models.spec import (
+    read_attention as read_attention,
+)
+from .models.spec import (
+    read_layers as read_layers,
+)
+from .report.build import (
+    report as report,
+)
+from .rope.capacity import (
+    rope_capacity as rope_capacity,
+)
+from .rope.moments import (
+    Moments as Moments,
+)
+from .rope.subspace_interactions import (
+    interaction_by_subspace as interaction_by_subspace,
+)
+from .rope.variance_decomposition import (
+    decompose as decompose,
+)
+from .sweeps.runner import (
+    sweep as sweep,
+)
+from .viz.plots.bars import (
+    plot_shares as plot_shares,
+)
+from .viz.plots.curves import (
+    plot_distance as plot_distance,
+)
+from .viz.plots.heatmaps import (
+    plot_heads as plot_heads,
+)
+from .viz.widgets.interventions import (
+    show_interventions as show_interventions,
+)
+from .viz.widgets.score_matrices import (
+    show_parts as show_parts,
+)
+from .viz.widgets.score_matrices import (
+    show_patterns as show_patterns,
+)
+from .viz.widgets.score_matrices import (
+    show_scores as show_scores,
+)
+
+__version__: str

@@ -1,0 +1,12 @@
+from .fit import (
+    fit_additive as fit_additive,
+)
+from .from_qk import (
+    fit_additive_qk as fit_additive_qk,
+)
+from .result import (
+    AdditiveFit as AdditiveFit,
+)
+from .score_correlation import (
+    score_correlation as score_correlation,
+)

@@ -1,0 +1,39 @@
+from .ablate import (
+    ablate_heads as ablate_heads,
+)
+from .applied import (
+    applied as applied,
+)
+from .frequencies import (
+    limit_frequencies as limit_frequencies,
+)
+from .length_extension import (
+    lambda_mask as lambda_mask,
+)
+from .length_extension import (
+    position_interpolation as position_interpolation,
+)
+from .patch import (
+    patch_scores as patch_scores,
+)
+from .patch import (
+    patch_vectors as patch_vectors,
+)
+from .phase_noise import (
+    phase_noise as phase_noise,
+)
+from .positions import (
+    dummy_distance as dummy_distance,
+)
+from .positions import (
+    remap_distance as remap_distance,
+)
+from .positions import (
+    swap_positions as swap_positions,
+)
+from .score_components import (
+    drop_component as drop_component,
+)
+from .substitute import (
+    substitute_additive as substitute_additive,
+)

@@ -1,0 +1,98 @@
+"""Substitute the additive fit of attention scores for the scores themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal, get_args
+
+from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.spec import AttentionSpec, read_layers, read_rotary_layers, select
+
+from .score_components import Part, keep_parts, keep_two_axis
+from .score_edits import edit_scores
+
+Axes = Literal["three", "two"]
+
+PARTS: tuple[Part, ...] = get_args(Part)
+ADDITIVE: tuple[Part, ...] = ("distance", "query", "key")
+
+
+def substitute_additive(
+    model: Any,
+    keep: Collection[Part] = ADDITIVE,
+    *,
+    axes: Axes = "three",
+    layers: Iterable[int] | None = None,
+    heads: Iterable[int] | None = None,
+) -> list[Hook]:
+    """Hooks under which heads attend by the additive fit of their scores, made anew in every forward pass.
+
+    With ``axes="three"`` the scores of each text and head become ``mean + distance[i - j] + query[i] + key[j]``, fitted
+    by least squares to what they are (``fit_additive``). With ``"two"`` they become what a query makes of the
+    distance and what it makes of the key, ``f(i, i - j) + g(i, j)``. In the scores of one text these cannot be told
+    apart, so they are those of the table ``W[d, i, j]``, in which each query of the text meets each of its keys (also
+    later ones) at each distance that the layer's mask leaves in it, all with equal weight. With a dot for a mean::
+
+        distance = W[i - j, i, ·] - W[·, i, ·]       what this query makes of the distance
+        key      = W[·, i, j]     - W[·, i, ·]       what this query makes of the key
+        query    = W[·, i, ·]     - W[·, ·, ·]
+        residual = W[i - j, i, j] - W[i - j, i, ·] - W[·, i, j] + W[·, i, ·]
+
+    by a mean key and a mean rotation. This needs rotary embeddings, and is done before a soft cap.
+
+    The mean of all stays in any case. A softmax without an attention sink ignores ``"query"``.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike.
+        keep: parts to keep, among ``"distance"``, ``"query"``, ``"key"``, ``"residual"``; ``()`` leaves uniform
+            attention. All four leave the scores as they are, to the last bit.
+        axes: the additive model, ``"three"`` or ``"two"``.
+        layers: default all (all that rotate, for two axes).
+        heads: query heads, default all.
+
+    Returns:
+        ``[(hook name, function), ...]``.
+
+    Raises:
+        ValueError: an unknown or repeated part; unknown axes; layers or heads out of range or repeated; a layer whose
+            scores cannot be changed, or without rotary embeddings for two axes. While running: texts in parts (a
+            key/value cache), a text that is nothing but padding, scores that are not finite.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, substitute_additive
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> def loss(hooks):
+        ...     return model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).item()
+        >>> loss([]) < loss(substitute_additive(model)) < loss(substitute_additive(model, keep=()))
+        True
+    """
+    kept = _checked_keep(keep)
+    specs = additive_specs(model, axes, layers, "substitute_additive")
+    chosen = select("heads", heads, specs[0].n_heads)
+    return [hook for spec in specs for hook in keep_parts_hooks(spec, chosen, kept, axes)]
+
+
+def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection[Part], axes: Axes) -> list[Hook]:
+    """The parts of the fit of the scores that are there."""
+    if axes == "three" or len(keep) == len(PARTS):
+        return edit_scores(spec, heads, lambda view: keep_parts(view.scores(), view.inside, keep), scores=True)
+    return edit_scores(spec, heads, lambda view: keep_two_axis(spec, *view.vectors(), view.inside, keep), vectors=True)
+
+
+def _checked_keep(keep: Any) -> tuple[Part, ...]:
+    names = None if isinstance(keep, (str, bytes)) or not isinstance(keep, Iterable) else list(keep)
+    if names is None or any(name not in PARTS for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"keep must be some of {', '.join(PARTS)}, each once, got {keep!r}")
+    return tuple(names)
+
+
+def additive_specs(model: Any, axes: Axes, layers: Iterable[int] | None, tool: str) -> list[AttentionSpec]:
+    """Layers that can be fitted by so many axes."""
+    if axes not in get_args(Axes):
+        raise ValueError(f'axes must be "three" or "two", got {axes!r}')
+    if axes == "three":
+        return read_layers(model, layers)
+    specs = read_rotary_layers(model, layers, f"{tool} with two axes")
+    for spec in specs:
+        spec.require_scale()
+    return specs
