@@ -1,20 +1,174 @@
-"""What an argument must be is refused in the same words everywhere."""
+"""Validation of arguments: the same checks and the same words everywhere.
+
+Every error is a ``ValueError`` that begins with the argument's name and says what is needed and what was given.
+"""
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
-def check_integer(name: str, value: Any, least: int) -> None:
-    """Refuse what is no integer, or below ``least``; True and False are none.
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is an integer: Python's, numpy's or a torch scalar's; True and False are not.
+
+    >>> import numpy as np, torch
+    >>> [is_integer(x) for x in (3, np.int64(3), torch.tensor(3), True, 3.0, "3")]
+    [True, True, True, False, False, False]
+    """
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
+        return False
+    if getattr(value, "ndim", 0) != 0:
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def check_integer(name: str, value: Any, least: int) -> int:
+    """Return ``value`` as an int, or raise unless it is an integer of at least ``least``.
 
     Raises:
-        ValueError: says what must be, and what was given.
+        ValueError: not an integer, or too small.
 
-        >>> check_integer("window", 3, 1)
-        >>> check_integer("window", True, 1)
-        Traceback (most recent call last):
-        ValueError: window must be an integer of at least 1, got True
+    >>> check_integer("window", 3, 1)
+    3
+    >>> check_integer("window", True, 1)
+    Traceback (most recent call last):
+    ValueError: window must be an integer of at least 1, got True
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if not is_integer(value) or operator.index(value) < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return operator.index(value)
+
+
+def check_number(name: str, value: Any, *, least: float | int = -math.inf, above: float | int = -math.inf) -> float:
+    """Return ``value``, or raise unless it is a finite real number of at least ``least`` and above ``above``.
+
+    >>> check_number("factor", 0, above=0)
+    Traceback (most recent call last):
+    ValueError: factor must be a finite number above 0, got 0
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < least or value <= above:
+        bound = f" above {above:g}" if above > -math.inf else f" of at least {least:g}" if least > -math.inf else ""
+        raise ValueError(f"{name} must be a finite number{bound}, got {value!r}")
+    return float(value)
+
+
+def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
+    """Raise unless ``value`` is one of the choices.
+
+    >>> check_choice("mode", "drop it", ("drop", "freeze"))
+    Traceback (most recent call last):
+    ValueError: mode must be 'drop' or 'freeze', got 'drop it'
+    """
+    choices = list(choices)
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        words = [repr(choice) for choice in choices]
+        listed = " or ".join(words) if len(words) < 3 else ", ".join(words[:-1]) + " or " + words[-1]
+        raise ValueError(f"{name} must be {listed}, got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless ``value`` is True or False.
+
+    >>> check_flag("pool", 1)
+    Traceback (most recent call last):
+    ValueError: pool must be True or False, got 1
+    """
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def check_seed(seed: Any) -> int:
+    """Return ``seed`` as an int, or raise unless it is an integer from 0 to 2**63 - 1.
+
+    >>> check_seed(-1)
+    Traceback (most recent call last):
+    ValueError: seed must be a non-negative integer below 2**63, got -1
+    """
+    if not is_integer(seed) or not 0 <= operator.index(seed) < 2**63:
+        raise ValueError(f"seed must be a non-negative integer below 2**63, got {seed!r}")
+    return operator.index(seed)
+
+
+def check_indices(name: str, chosen: Any, n: int) -> list[int]:
+    """Indices into ``n`` things as a list: all for None, one for an integer; negative ones count from the end.
+
+    Raises:
+        ValueError: not integers, out of range, repeated, or none at all. A dict is refused, not iterated.
+
+    >>> check_indices("layers", None, 3), check_indices("layers", -1, 3), check_indices("layers", range(2), 3)
+    ([0, 1, 2], [2], [0, 1])
+    >>> check_indices("layers", [3], 3)
+    Traceback (most recent call last):
+    ValueError: layers must be integers from 0 to 2 (or from -3 to -1, counted from the end), got 3
+    """
+    if chosen is None:
+        return list(range(n))
+    if is_integer(chosen):
+        chosen = [chosen]
+    if isinstance(chosen, (str, bytes, Mapping)) or not isinstance(chosen, Iterable):
+        raise ValueError(f"{name} must be an integer or a sequence of integers, got {chosen!r}")
+    given = list(chosen)
+    for x in given:
+        if not is_integer(x) or not -n <= operator.index(x) < n:
+            raise ValueError(
+                f"{name} must be integers from 0 to {n - 1} (or from {-n} to -1, counted from the end), got {x!r}"
+            )
+    picked = [operator.index(x) % n for x in given]
+    if not picked or len(set(picked)) < len(picked):
+        raise ValueError(f"{name} must name at least one and none twice, got {given!r}")
+    return picked
+
+
+def check_heads(layers: Any, heads: Any, n_layers: int, n_heads: int) -> dict[int, list[int]]:
+    """Chosen heads of each chosen layer, layers ascending.
+
+    Args:
+        layers: None for all, an integer, or integers.
+        heads: None for all heads of these layers; an integer or integers, the same heads in each of them; or pairs
+            ``(layer, head)``, which choose layers by themselves and must lie within ``layers`` where that is given.
+        n_layers, n_heads: what there is. Negative indices count from the end.
+
+    Raises:
+        ValueError: indices out of range or repeated, none at all, a dict, integers and pairs mixed.
+
+    >>> check_heads([0, -1], 3, n_layers=5, n_heads=8)
+    {0: [3], 4: [3]}
+    >>> check_heads(None, [(4, 2), (0, 1), (4, 0)], n_layers=5, n_heads=8)
+    {0: [1], 4: [2, 0]}
+    >>> check_heads(None, {4: [2]}, n_layers=5, n_heads=8)
+    Traceback (most recent call last):
+    ValueError: heads must be an integer, integers, or pairs (layer, head), got {4: [2]}
+    """
+    chosen = sorted(check_indices("layers", layers, n_layers))
+    if heads is None or is_integer(heads):
+        return {layer: check_indices("heads", heads, n_heads) for layer in chosen}
+    if isinstance(heads, (str, bytes, Mapping)) or not isinstance(heads, Iterable):
+        raise ValueError(f"heads must be an integer, integers, or pairs (layer, head), got {heads!r}")
+    given = list(heads)
+    if not any(_is_pair(x) for x in given):
+        return {layer: check_indices("heads", given, n_heads) for layer in chosen}
+    by_layer: dict[int, list[int]] = {}
+    for x in given:
+        if not _is_pair(x) or not (-n_layers <= x[0] < n_layers and -n_heads <= x[1] < n_heads):
+            raise ValueError(
+                f"heads must be pairs (layer, head) with layers from 0 to {n_layers - 1} and heads from 0 to "
+                f"{n_heads - 1} (or negative, counted from the end), got {x!r}"
+            )
+        by_layer.setdefault(operator.index(x[0]) % n_layers, []).append(operator.index(x[1]) % n_heads)
+    if any(len(set(some)) < len(some) for some in by_layer.values()):
+        raise ValueError(f"heads must name none twice, got {given!r}")
+    if not set(by_layer) <= set(chosen):
+        raise ValueError(f"heads must lie within layers={layers!r}, got {given!r}")
+    return dict(sorted(by_layer.items()))
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, Sequence) and not isinstance(x, str) and len(x) == 2 and all(map(is_integer, x))
