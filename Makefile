@@ -28,7 +28,7 @@ ALIKE = --ignore=tests/browser $(addprefix --ignore=tests/, \
     cli/test_cli_docs.py cli/test_shell.py additive/test_fuzz_fits.py rope/test_fuzz_rotations.py \
     package/test_release.py docs/test_links.py)
 
-.PHONY: help demo synthetic test fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo synthetic test test-slow test-all fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -42,8 +42,13 @@ demo: .venv/run.stamp ## from nothing: install, fit the heads of the demo model,
 synthetic: .venv/run.stamp ## train five position encodings on two tasks and save the tables in out/synthetic/ (minutes)
 	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)
 
-test: .venv/dev.stamp ## all tests and doctests
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST)
+test: .venv/dev.stamp ## every law on its cheapest carrier, and the doctests, in some three minutes
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow"
+
+test-slow: .venv/dev.stamp ## what make test leaves out: further architectures, processes, browsers, long runs
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m slow
+
+test-all: test test-slow test-tl4 test-oldest ## all tests, with all versions of TransformerLens
 
 fuzz: .venv/dev.stamp ## laws against 20 000 examples that are drawn anew each time (FUZZ=100000: so many)
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --dist worksteal tests/*/test_fuzz_*.py

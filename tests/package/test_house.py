@@ -1,115 +1,134 @@
-"""The rules of the house: floors, file sizes, examples, and nothing that a library should not do."""
+"""The rules of the house: floors, circles, names, file sizes, examples, and nothing that a library should not do."""
 
 from __future__ import annotations
 
 import ast
+import collections
 import inspect
-from pathlib import Path
+import re
 
 import pytest
+from support.imports import PACKAGE, ROOMS, circles, grouped, import_graph, imported, parsed, sources
 from support.public import public_names
 
 import tl_posdisent
 
-PACKAGE = Path(tl_posdisent.__file__).parent
-FLOORS = [
-    "utils",
-    "additive",
-    "rope",
-    "models",
-    "hooks",
-    "experiments",
-    "synthetic",
-    "demo",
-    "sweeps",
-    "viz",
-    "report",
-    "cli",
-]
 TALKS = {"demo/train_demo.py", "demo/evaluate_demo.py"}  # programs, which may print
+UNDER_WAY = pytest.mark.xfail(reason="not yet so everywhere", strict=False)
+ENTRIES = 12  # of a folder, besides its __init__
 
 
-def modules() -> list[Path]:
-    return sorted(PACKAGE.rglob("*.py"))
+def test_rooms_are_the_folders_of_the_package() -> None:
+    assert sorted(ROOMS) == sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).as_posix()
+def test_imports_only_from_floors_below() -> None:
+    wrong = []
+    for name, path in sources().items():
+        if name == ():
+            continue  # the roof: it gathers the public names of all floors
+        for other in imported(path):
+            if not other:
+                wrong.append(f"{'.'.join(name)} imports the package's root")
+            elif ROOMS.index(other[0]) > ROOMS.index(name[0]):
+                wrong.append(f"{'.'.join(name)} imports from a floor above: {'.'.join(other)}")
+    assert not wrong
 
 
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+@UNDER_WAY
+def test_no_file_and_no_folder_imports_itself_by_way_of_others() -> None:
+    graph = import_graph()
+    assert circles(graph) == []
+    for depth in (1, 2, 3):
+        assert circles(grouped(graph, depth)) == []
 
 
-def floor_of(parts: tuple[str, ...]) -> int | None:
-    """The floor of a path or module inside the package; None for the roof, ``__init__`` and the like."""
-    return FLOORS.index(parts[0]) if parts and parts[0] in FLOORS else None
+def test_circles_are_found() -> None:
+    loop = {("a", "x"): [("b", "y")], ("b", "y"): [("a", "z"), ("c", "w")], ("a", "z"): [], ("c", "w"): []}
+    assert circles(loop) == []
+    assert circles(grouped(loop, 1)) == [[("a",), ("b",)]]
+    assert circles({**loop, ("a", "z"): [("a", "x")]}) == [[("a", "x"), ("a", "z"), ("b", "y")]]
 
 
-def imported(path: Path) -> set[tuple[str, ...]]:
-    """Modules of this package that a file imports anywhere, also inside functions, relative to the package."""
-    here = path.relative_to(PACKAGE).parent.parts
-    found = set()
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Import):
-            names = [tuple(alias.name.split(".")) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            module = tuple(node.module.split(".")) if node.module else ()
-            if node.level:
-                module = ("tl_posdisent", *here[: len(here) - node.level + 1], *module)
-            # `from . import cells` names modules, `from .cells import Cells` does not: both lie behind `module`.
-            names = [(*module, alias.name) for alias in node.names]
-        else:
-            continue
-        found |= {name[1:] for name in names if name[0] == "tl_posdisent"}
-    return found
+@UNDER_WAY
+def test_no_module_is_imported_by_a_string() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path in sources().values()
+        for node in ast.walk(parsed(path))
+        if (isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"))
+        or (isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.modules")
+    ]
+    assert not found
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_imports_only_from_floors_below(path: Path) -> None:
-    relative = path.relative_to(PACKAGE).with_suffix("").parts
-    floor = floor_of(relative)
-    if relative == ("__init__",):
-        return  # the roof: it gathers the public names of all floors
-    assert floor is not None, f"{name_of(path)} is on no floor; say which in FLOORS"
-    for module in imported(path):
-        other = floor_of(module)
-        assert other is not None, f"{name_of(path)} imports from the roof: {'.'.join(module)}"
-        assert other <= floor, f"{name_of(path)} imports from a floor above: {'.'.join(module)}"
+@UNDER_WAY
+def test_folders_are_small_and_say_what_belongs_in_them() -> None:
+    for folder in (PACKAGE, *(path for path in PACKAGE.rglob("*") if (path / "__init__.py").is_file())):
+        entries = [x.name for x in folder.iterdir() if x.name not in ("__init__.py", "__pycache__")]
+        entries = [x for x in entries if x.endswith(".py") or (folder / x / "__init__.py").is_file()]
+        assert len(entries) <= ENTRIES, f"{folder.name}: {sorted(entries)}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_file_is_short_and_says_what_it_is(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    assert source.count("\n") <= 600, "one subject, or two?"
-    assert ast.get_docstring(parsed(path)), "no module docstring"
+@UNDER_WAY
+def test_no_two_files_share_a_name() -> None:
+    names = collections.Counter(path.name for path in sources().values() if path.name != "__init__.py")
+    assert {name: n for name, n in names.items() if n > 1} == {}
 
 
-@pytest.mark.parametrize("path", modules(), ids=name_of)
-def test_library_does_not_print_unpickle_or_show(path: Path) -> None:
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [alias.name for alias in node.names] + [getattr(node, "module", None)]
-            assert "pickle" not in names, f"line {node.lineno}: pickle runs whatever a file tells it to"
-        if not isinstance(node, ast.Call):
-            continue
-        called = ast.unparse(node.func)
-        assert called != "torch.load", f"line {node.lineno}: torch.load reads pickles; weights come as safetensors"
-        assert not called.endswith(".show"), f"line {node.lineno}: pictures are returned, not shown"
-        assert called != "print" or name_of(path) in TALKS, f"line {node.lineno}: the library does not print"
+def test_files_are_one_chapter_and_say_which() -> None:
+    for path in sources().values():
+        source = path.read_text(encoding="utf-8")
+        assert source.count("\n") <= 600, f"{path.name}: one subject, or two?"
+        assert ast.get_docstring(parsed(path)), f"{path}: no module docstring"
 
 
-def test_public_names_are_sorted_out() -> None:
+def test_library_does_not_print_unpickle_or_show() -> None:
+    for path in sources().values():
+        for node in ast.walk(parsed(path)):
+            where = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None)]
+                assert "pickle" not in names, f"{where}: pickle runs whatever a file tells it to"
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            assert called != "torch.load", f"{where}: torch.load reads pickles; weights come as safetensors"
+            assert not called.endswith(".show"), f"{where}: pictures are returned, not shown"
+            talks = path.relative_to(PACKAGE).as_posix() in TALKS
+            assert called != "print" or talks, f"{where}: the library does not print"
+
+
+@UNDER_WAY
+def test_no_error_is_swallowed() -> None:
+    """``except Exception`` hides a defect: whoever catches says what, or raises again."""
+    for path in sources().values():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ExceptHandler):
+                caught = ast.unparse(node.type) if node.type else "everything"
+                if re.search(r"\b(Base)?Exception\b|everything", caught):
+                    raises = any(isinstance(x, ast.Raise) for x in ast.walk(node)) or "error" in (node.name or "")
+                    assert raises, f"{path.relative_to(PACKAGE)}:{node.lineno} catches {caught} and goes on"
+
+
+@UNDER_WAY
+def test_truth_values_are_told_from_numbers_in_one_place() -> None:
+    found = [
+        str(path.relative_to(PACKAGE))
+        for path in sources().values()
+        if path.name != "validation.py" and re.search(r"isinstance\([^()]*, bool\)", path.read_text(encoding="utf-8"))
+    ]
+    assert not found
+
+
+def test_public_names_are_there_once() -> None:
     public = list(tl_posdisent.__all__)
     assert len(set(public)) == len(public)
-    missing = [name for name in public if not hasattr(tl_posdisent, name)]
-    assert not missing
+    assert not [name for name in public if not hasattr(tl_posdisent, name)]
 
 
-@pytest.mark.parametrize("name", sorted(public_names()))
-def test_public_name_has_an_example(name: str) -> None:
-    value = public_names()[name]
-    if not (inspect.isfunction(value) or inspect.isclass(value)):
-        return  # a constant or a type alias has no docstring of its own
-    assert value.__doc__, "no docstring"
-    assert ">>>" in value.__doc__, "no example"
+def test_public_names_have_an_example() -> None:
+    for name, value in public_names().items():
+        if inspect.isfunction(value) or inspect.isclass(value):  # a constant or an alias has no docstring of its own
+            assert value.__doc__, f"{name}: no docstring"
+            assert ">>>" in value.__doc__, f"{name}: no example"
