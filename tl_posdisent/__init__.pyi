@@ -154,11 +154,14 @@ from .models.loading.random_init import (
 from .models.longer_context import (
     longer_context as longer_context,
 )
-from .models.spec import (
+from .models.reading import (
     read_attention as read_attention,
 )
-from .models.spec import (
+from .models.reading import (
     read_layers as read_layers,
+)
+from .models.reading import (
+    read_model as read_model,
 )
 from .report.build import (
     report as report,

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tl_posdisent import capture, patch_vectors, position_patching, read_layers, swap_positions
 from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.reading import read_rotary_layers
 from tl_posdisent.models.rotated_qk import listen_vectors
-from tl_posdisent.models.spec import read_rotary_layers
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 HEAD = 5

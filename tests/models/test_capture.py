@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_posdisent import additivity, capture, load_demo_model, swap_positions
 from tl_posdisent.models.capture import stream
-from tl_posdisent.models.spec import read_layers
+from tl_posdisent.models.reading import read_layers
 from tl_posdisent.rope import rotate
 
 TOKENS = zoo.random_tokens()

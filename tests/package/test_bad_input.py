@@ -118,7 +118,7 @@ WRONG_TOKENS = [
     ("a text", "tokens were given as text, but the model has no tokenizer: pass token ids"),
     (["a text", "and one"], "tokens were given as text, but the model has no tokenizer: pass token ids"),
 ]
-WRONG_NUMBERS = [[8], [-1], [True], [0.0], ["0"], "0", 0, [], [1, 1]]  # of layers and of heads
+WRONG_NUMBERS = [[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1]]  # of layers and of heads
 
 
 @cases("tokens")

@@ -16,7 +16,16 @@ from support.untouched import state
 ROWS = rows()
 # What the package makes and gives back; who makes one by hand knows what belongs in it.
 RESULTS = {
-    *("AdditiveFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport", "DepositStudy", "Estimate"),
+    *(
+        "AdditiveFit",
+        "AttentionSpec",
+        "Captured",
+        "ContentPosition",
+        "DepositReport",
+        "DepositStudy",
+        "Estimate",
+        "ModelReading",
+    ),
     *("InteractionBound", "Perturbed", "Plane", "PositionalSubspace", "RopeCapacity", "RopeHadamard", "Split"),
     *("SubspacePatterns", "SubspaceShares", "TrainRun", "TrainingInterrupted", "VarianceShares"),
 }

@@ -16,7 +16,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import AttentionSpec, Tap, read_rotary_layers, select
+from tl_posdisent.models.reading import read_rotary_layers
+from tl_posdisent.models.spec import AttentionSpec, Tap, select
 from tl_posdisent.rope.rotary import Rotary, rotate, turn
 
 from .rotation_edits import known_positions

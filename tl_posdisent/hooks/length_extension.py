@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tl_posdisent.models.forward import Hook
 from tl_posdisent.models.probe.observe import mismatch
-from tl_posdisent.models.spec import AttentionSpec, read_rotary_layers, select
+from tl_posdisent.models.reading import read_rotary_layers
+from tl_posdisent.models.spec import AttentionSpec, select
 from tl_posdisent.utils.validation import check_integer
 
 from .rotation_edits import Lie, lie_hooks

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tl_posdisent.models.forward import Hook
 from tl_posdisent.models.probe.observe import is_masked, mismatch
+from tl_posdisent.models.reading import read_layers, read_rotary_layers
 from tl_posdisent.models.rotated_qk import Door, doors
 from tl_posdisent.models.rotation_tables import table_like
-from tl_posdisent.models.spec import AttentionSpec, read_layers, read_rotary_layers, select
+from tl_posdisent.models.spec import AttentionSpec, select
 
 from .positions import real_tensor
 from .score_components import split_scores

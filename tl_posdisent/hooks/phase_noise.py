@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tl_posdisent.hooks.score_edits import View, check_whole_text, edit_scores
 from tl_posdisent.models.forward import Hook, check_seed
-from tl_posdisent.models.spec import AttentionSpec, Tap, read_rotary_layers, select
+from tl_posdisent.models.reading import read_rotary_layers
+from tl_posdisent.models.spec import AttentionSpec, Tap, select
 from tl_posdisent.rope.rotary import Rotary, turn
 
 Phases = Callable[[Rotary, int, torch.device], Tensor]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import read_rotary_layers, select
+from tl_posdisent.models.reading import read_rotary_layers
+from tl_posdisent.models.spec import select
 
 from .pairwise_scores import Distances, pair_hooks
 from .rotation_edits import Lie, Place, lie_hooks

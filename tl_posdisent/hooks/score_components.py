@@ -18,7 +18,8 @@ from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit, Component
 from tl_posdisent.hooks.score_edits import View, edit_scores
 from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import AttentionSpec, read_layers, select
+from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.spec import AttentionSpec, select
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 
 Part = Literal["distance", "query", "key", "residual"]

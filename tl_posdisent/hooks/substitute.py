@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, get_args
 
 from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import AttentionSpec, read_layers, read_rotary_layers, select
+from tl_posdisent.models.reading import read_layers, read_rotary_layers
+from tl_posdisent.models.spec import AttentionSpec, select
 
 from .score_components import Part, keep_parts, keep_two_axis
 from .score_edits import edit_scores

@@ -19,12 +19,18 @@ from .loading.random_init import (
 from .longer_context import (
     longer_context as longer_context,
 )
-from .spec import (
-    AttentionSpec as AttentionSpec,
+from .reading import (
+    ModelReading as ModelReading,
 )
-from .spec import (
+from .reading import (
     read_attention as read_attention,
 )
-from .spec import (
+from .reading import (
     read_layers as read_layers,
+)
+from .reading import (
+    read_model as read_model,
+)
+from .spec import (
+    AttentionSpec as AttentionSpec,
 )

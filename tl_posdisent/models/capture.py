@@ -19,7 +19,8 @@ from torch import Tensor
 from tl_posdisent.models.probe.observe import is_masked, score_tolerance
 
 from .forward import Hook, check_tokens, run
-from .spec import AttentionSpec, Tap, read_layers
+from .reading import read_layers
+from .spec import AttentionSpec, Tap
 
 _ROWS_CHECKED = 32
 

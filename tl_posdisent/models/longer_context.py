@@ -13,7 +13,8 @@ from tl_posdisent.models.probe import attributes as facts
 from tl_posdisent.utils.validation import check_integer
 
 from .forward import at_rest, device_of, modules, run
-from .spec import AttentionSpec, n_layers, read_layers
+from .reading import read_layers
+from .spec import AttentionSpec, n_layers
 
 
 @contextlib.contextmanager

@@ -1,9 +1,7 @@
-"""What one attention layer of a TransformerLens model does, found out by asking the model.
+"""Describe one attention layer: rotation, scale, mask, grouping of heads, and the hooks that work.
 
-This is the only door to the model: nothing above it knows whether it is a HookedTransformer or a TransformerBridge,
-or which architecture. ``probe.py`` runs the model on a few tokens and returns, per layer, the ``AttentionSpec``
-defined here; hooks that exist but never fire, configuration fields that are stale and edits that the model throws
-away are thereby seen for what they are.
+``read_model`` (reading.py) measures these by running the model. Nothing above this folder knows which of
+TransformerLens's classes a model has, or which architecture.
 """
 
 from __future__ import annotations
@@ -158,64 +156,6 @@ class AttentionSpec:
                 f"{self.architecture} {self.no_rotation or missing}"
             )
         return self.rotary
-
-
-def read_attention(model: Any, layer: int) -> AttentionSpec:
-    """What one layer's attention is: rotary, scale, mask, grouping, and which hooks work.
-
-    Nothing is taken from a list of architectures. The model runs a few times on some ten tokens; the answer is what
-    explains its own scores. Dropout is off meanwhile and the model is left as it was.
-
-    Args:
-        model: a HookedTransformer, a TransformerBridge, or any model with TransformerLens's hook names.
-        layer: 0 … n_layers - 1.
-
-    Returns:
-        An ``AttentionSpec``. What could not be explained is no error here: ``problem`` and ``no_rotation`` say it.
-
-    Raises:
-        ValueError: layer out of range; a model without TransformerLens's attention hooks, or a compiled one.
-
-    Example:
-        >>> from tl_posdisent import load_demo_model, read_attention
-        >>> spec = read_attention(load_demo_model(), 0)
-        >>> spec.n_heads, spec.n_kv_heads, spec.causal, spec.rotary.pairing, spec.rotary.dim
-        (8, 4, True, 'half', 16)
-    """
-    return read_layers(model, [layer])[0]
-
-
-def read_layers(model: Any, layers: Iterable[int] | None = None) -> list[AttentionSpec]:
-    """``read_attention`` for several layers at the price of one.
-
-    Args:
-        model: as in ``read_attention``.
-        layers: default all.
-
-    Returns:
-        An ``AttentionSpec`` for each layer, in the order given.
-
-    Raises:
-        ValueError: layers out of range or repeated, or what ``read_attention`` refuses.
-
-    Example:
-        >>> from tl_posdisent import load_demo_model, read_layers
-        >>> [(spec.layer, spec.scale, spec.problem) for spec in read_layers(load_demo_model(), [4, 0])]
-        [(4, 0.25, None), (0, 0.25, None)]
-    """
-    from tl_posdisent.models.probe.explain import probe
-
-    return probe(model, select("layers", layers, n_layers(model)))
-
-
-def read_rotary_layers(model: Any, layers: Iterable[int] | None, tool: str) -> list[AttentionSpec]:
-    """The layers asked for, in which ``tool`` must find a rotation that it can change; by default all that rotate."""
-    specs = read_layers(model, layers)
-    if layers is None:  # some models leave positions out of some layers
-        specs = [s for s in specs if s.rotary is not None or s.no_rotation or s.problem] or specs[:1]
-    for spec in specs:
-        spec.require_rotary(tool)
-    return specs
 
 
 def n_layers(model: Any) -> int:

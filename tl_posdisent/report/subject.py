@@ -12,7 +12,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.models.forward import check_tokens, token_words
-from tl_posdisent.models.spec import AttentionSpec, read_layers, select
+from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.spec import AttentionSpec, select
 
 POSITIONS = 1024
 """The longest text that is measured: scores grow with its square."""

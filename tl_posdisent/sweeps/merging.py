@@ -20,7 +20,7 @@ from tl_posdisent.additive.result import AdditiveFit, TablePart
 from tl_posdisent.experiments.attention_scores.rotary_layers import RotaryLayer, measure_layers
 from tl_posdisent.models.capture import stream
 from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.spec import read_layers
+from tl_posdisent.models.reading import read_layers
 from tl_posdisent.rope.moments import Moments, Spread, total
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose

@@ -20,7 +20,8 @@ from tl_posdisent.models.capture import stream
 from tl_posdisent.models.chunked_scores import read_blocks
 from tl_posdisent.models.forward import check_tokens
 from tl_posdisent.models.memory import require_room
-from tl_posdisent.models.spec import AttentionSpec, read_layers
+from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.spec import AttentionSpec
 
 
 def additivity(

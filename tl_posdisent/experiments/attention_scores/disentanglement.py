@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.spec import read_layers
+from tl_posdisent.models.reading import read_layers
 
 from .additivity import additivity
 from .controlled_distance import controlled_distance

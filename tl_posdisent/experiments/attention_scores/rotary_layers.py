@@ -13,7 +13,8 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.models.capture import stream
 from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.spec import AttentionSpec, read_rotary_layers
+from tl_posdisent.models.reading import read_rotary_layers
+from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary
 
 

@@ -14,7 +14,8 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.score_edits import edit_scores
 from tl_posdisent.models.forward import Hook, check_tokens, evaluating, hook_name, run
-from tl_posdisent.models.spec import AttentionSpec, read_layers, select
+from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.spec import AttentionSpec, select
 
 from .metrics import Metric, as_number, as_table, check_apart, check_metric, measure
 

@@ -14,8 +14,9 @@ from tqdm.auto import tqdm
 from tl_posdisent.hooks.patch import Keys, MovedPart, check_parts, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import swap_positions
 from tl_posdisent.models.forward import Hook, check_tokens, evaluating, run
+from tl_posdisent.models.reading import read_layers, read_rotary_layers
 from tl_posdisent.models.rotated_qk import listen_scores, listen_vectors
-from tl_posdisent.models.spec import AttentionSpec, read_layers, read_rotary_layers, select
+from tl_posdisent.models.spec import AttentionSpec, select
 
 from .metrics import Metric, as_table, check_apart, check_metric, measure, next_token_loss
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tl_posdisent.models.forward import check_tokens
 from tl_posdisent.models.probe.observe import score_tolerance
-from tl_posdisent.models.spec import AttentionSpec, read_attention
+from tl_posdisent.models.reading import read_attention
+from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.tables import index_columns
 

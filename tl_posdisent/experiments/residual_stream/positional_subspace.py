@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.rotary_layers import check_burn_in
 from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.spec import read_attention
+from tl_posdisent.models.reading import read_attention
 
 from .content_position import split_stream
 from .qk_readout import residual_hook, watch

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.models.capture import stream
 from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.spec import read_rotary_layers
+from tl_posdisent.models.reading import read_rotary_layers
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.rope.toeplitz import condition_number, effective_rank, product_spectrum, toeplitz_share
 from tl_posdisent.utils.tables import index_columns

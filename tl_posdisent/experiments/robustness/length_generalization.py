@@ -18,7 +18,8 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.forward import Hook, check_tokens, evaluating, run
 from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.probe.observe import is_masked
-from tl_posdisent.models.spec import AttentionSpec, read_layers
+from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.spec import AttentionSpec
 
 # Figures of each query's attention, from score matrices of long texts: a block of queries at a time.
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from tl_posdisent.hooks.phase_noise import phase_hooks
 from tl_posdisent.hooks.rotation_edits import Lie, lie_hooks
 from tl_posdisent.models.forward import Hook, check_tokens
-from tl_posdisent.models.spec import AttentionSpec, n_layers, read_rotary_layers
+from tl_posdisent.models.reading import read_rotary_layers
+from tl_posdisent.models.spec import AttentionSpec, n_layers
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.validation import check_integer
 

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.forward import check_tokens, evaluating
-from tl_posdisent.models.spec import read_layers
+from tl_posdisent.models.reading import read_layers
 
 from .multiple_choice import MultipleChoice, share_right
 from .perturb import Kind, Perturb, Perturbed, Unit, check_fraction, perturber

@@ -1,6 +1,6 @@
-"""Where the two model classes and their architectures keep what cannot be measured: candidates, never answers.
+"""Candidates for rotation, scale, soft cap and window, from the attributes in which model classes keep them.
 
-``probe.py`` accepts a candidate only if it explains what the model computes. All the names of attributes are here.
+``explain.py`` accepts a candidate only if it reproduces what the model computes. All the names of attributes are here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,13 @@ def architecture(model: Any) -> str:
         if isinstance(value, str) and value:
             return value
     return type(model).__name__
+
+
+def attention_implementations(model: Any) -> set[Any]:
+    """What transformers calls eager, sdpa …, of all attention layers; empty for a model of another kind."""
+    originals = [getattr(getattr(block, "attn", None), "original_component", None) for block in model.blocks]
+    configs = [getattr(original, "config", None) for original in originals]
+    return {getattr(config, "_attn_implementation", None) for config in configs if config is not None}
 
 
 def query_or_key(attn: Any, which: str, seen: dict[str, Tensor], n_heads: int) -> Tap | None:

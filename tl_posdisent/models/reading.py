@@ -1,0 +1,227 @@
+"""Read a model's attention: run it on a few tokens and describe each layer by an ``AttentionSpec``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tl_posdisent.utils.validation import check_heads, check_indices, is_integer
+
+from .forward import device_of
+from .probe.attributes import architecture, attention_implementations
+from .probe.explain import probe
+from .spec import AttentionSpec, n_layers
+
+
+@dataclass(frozen=True)
+class ModelReading:
+    """What the attention layers of one model do, read once; every function that takes a model takes it instead.
+
+    Attributes:
+        model: the model that was read.
+        attention: one ``AttentionSpec`` per layer that was read, in the order asked for.
+        n_layers: layers of the model, also those that were not read.
+        without_attention: layers that do not attend (of models that mix attention with other layers).
+
+    Example:
+        >>> from tl_posdisent import load_demo_model, read_model
+        >>> reading = read_model(load_demo_model())
+        >>> reading
+        ModelReading(5 of 5 layers of LlamaForCausalLM)
+        >>> [spec.scale for spec in reading.specs([0, -1])]
+        [0.25, 0.25]
+        >>> reading.heads(layers=[3, 4], heads=2)
+        {3: [2], 4: [2]}
+    """
+
+    model: Any
+    attention: tuple[AttentionSpec, ...]
+    n_layers: int
+    without_attention: tuple[int, ...]
+    state: dict[str, Any] = field(repr=False)
+
+    def __repr__(self) -> str:
+        name = self.attention[0].architecture
+        return f"ModelReading({len(self.attention)} of {self.n_layers} layers of {name})"
+
+    def specs(self, layers: int | Iterable[int] | None = None) -> list[AttentionSpec]:
+        """The layers asked for, in that order; by default all that were read.
+
+        Raises:
+            ValueError: layers out of range, repeated, without attention, or not read.
+        """
+        if layers is None:
+            return list(self.attention)
+        read = {spec.layer: spec for spec in self.attention}
+        picked = check_indices("layers", layers, self.n_layers)
+        for layer in picked:
+            self._require_read(layer, read)
+        return [read[layer] for layer in picked]
+
+    def rotary(self, layers: int | Iterable[int] | None, tool: str) -> list[AttentionSpec]:
+        """The layers asked for, in each of which ``tool`` must find a rotation that it can change.
+
+        By default all that rotate: some models leave positions out of some layers.
+
+        Raises:
+            ValueError: as ``specs``; a layer without such a rotation.
+        """
+        specs = self.specs(layers)
+        if layers is None:
+            specs = [s for s in specs if s.rotary is not None or s.no_rotation or s.problem] or specs[:1]
+        for spec in specs:
+            spec.require_rotary(tool)
+        return specs
+
+    def heads(self, layers: Any = None, heads: Any = None) -> dict[int, list[int]]:
+        """Chosen heads of each chosen layer, layers ascending.
+
+        Args:
+            layers: None for all layers that were read, an integer, or integers.
+            heads: None for all heads of these layers; an integer or integers, the same in each of them; or pairs
+                ``(layer, head)``. Negative indices count from the end.
+
+        Raises:
+            ValueError: indices out of range or repeated, layers without attention or not read.
+        """
+        read = {spec.layer: spec for spec in self.attention}
+        given = list(heads) if isinstance(heads, Iterable) and not isinstance(heads, (str, bytes, dict)) else heads
+        pairs = isinstance(given, list) and not all(is_integer(x) for x in given)
+        wanted = list(read) if layers is None and not pairs else layers
+        chosen = check_heads(wanted, given, self.n_layers, max(spec.n_heads for spec in self.attention))
+        for layer, some in chosen.items():
+            self._require_read(layer, read)
+            check_indices("heads", some, read[layer].n_heads)
+        return chosen
+
+    def _require_read(self, layer: int, read: dict[int, AttentionSpec]) -> None:
+        if layer in read:
+            return
+        if layer in self.without_attention:
+            raise ValueError(
+                f"layers must have attention, got layer {layer} of {self.attention[0].architecture}, which has none: "
+                f"leave out {list(self.without_attention)}"
+            )
+        raise ValueError(f"layers must be among those read, {sorted(read)}, got {layer}: call read_model for it")
+
+
+def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelReading:
+    """Read the attention of a model once, to be passed to other functions in the model's place.
+
+    Nothing is taken from a list of architectures. The model runs three times on some ten tokens; rotation, scale,
+    mask, grouping and working hooks are what explains its own scores. Dropout and hooks of yours are off meanwhile
+    (permanent hooks are not), and the model is left as it was.
+
+    Args:
+        model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or a
+            ``ModelReading``, which is returned after a check that it still describes its model.
+        layers: None for all that have attention, an integer, or integers; negative ones count from the end.
+
+    Returns:
+        A ``ModelReading``. What could not be explained is no error here: ``problem`` and ``no_rotation`` of a layer's
+        ``AttentionSpec`` say it.
+
+    Raises:
+        ValueError: layers out of range, repeated or without attention; a model without TransformerLens's attention
+            hooks, or a compiled one; a reading whose model has changed since in dtype, device, attention
+            implementation, grouping of keys or permanent hooks, or that lacks the layers asked for.
+
+    Example:
+        >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, read_model
+        >>> reading = read_model(load_demo_model())
+        >>> spec = reading.specs(0)[0]
+        >>> spec.n_heads, spec.n_kv_heads, spec.causal, spec.rotary.pairing, spec.rotary.dim
+        (8, 4, True, 'half', 16)
+    """
+    if isinstance(model, ModelReading):
+        _check_unchanged(model)
+        model.specs(layers)
+        return model
+    n = n_layers(model)
+    picked = check_indices("layers", layers, n)
+    without = tuple(layer for layer in range(n) if not _attends(model, layer))
+    if len(without) == n:
+        raise ValueError(f"model must have attention layers, got {architecture(model)}, which has none")
+    if layers is None:
+        picked = [layer for layer in picked if layer not in without]
+    elif bad := sorted(set(picked) & set(without)):
+        raise ValueError(f"layers must have attention, got {bad} of {architecture(model)}, which have none")
+    return ModelReading(model, tuple(probe(model, picked)), n, without, _state(model))
+
+
+def _attends(model: Any, layer: int) -> bool:
+    return getattr(model.blocks[layer], "attn", None) is not None
+
+
+def _state(model: Any) -> dict[str, Any]:
+    """What a reading depends on and a user may change."""
+    points = model.hook_dict.items()
+    permanent = [(name, h.hook.id) for name, point in points for h in point.fwd_hooks if h.is_permanent]
+    return {
+        "dtypes": {p.dtype for p in model.parameters()},
+        "device": device_of(model),
+        "attention implementation": attention_implementations(model),
+        "grouping of keys": bool(getattr(model.cfg, "ungroup_grouped_query_attention", False)),
+        "permanent hooks": permanent,
+    }
+
+
+def _check_unchanged(reading: ModelReading) -> None:
+    now = _state(reading.model)
+    changed = [name for name, before in reading.state.items() if now[name] != before]
+    if changed:
+        raise ValueError(
+            f"model must be as it was when read_model read it, but has changed in {', '.join(changed)}: read it again"
+        )
+
+
+def read_attention(model: Any, layer: int) -> AttentionSpec:
+    """What one layer's attention is: rotary, scale, mask, grouping, and which hooks work (see ``read_model``).
+
+    Args:
+        model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or its
+            ``read_model``.
+        layer: 0 … n_layers - 1.
+
+    Returns:
+        An ``AttentionSpec``.
+
+    Raises:
+        ValueError: what ``read_model`` refuses.
+
+    Example:
+        >>> from tl_posdisent import load_demo_model, read_attention
+        >>> spec = read_attention(load_demo_model(), 0)
+        >>> spec.n_heads, spec.n_kv_heads, spec.causal, spec.rotary.pairing, spec.rotary.dim
+        (8, 4, True, 'half', 16)
+    """
+    return read_layers(model, [layer])[0]
+
+
+def read_layers(model: Any, layers: int | Iterable[int] | None = None) -> list[AttentionSpec]:
+    """``read_attention`` for several layers at the price of one.
+
+    Args:
+        model: as in ``read_attention``.
+        layers: default all that have attention.
+
+    Returns:
+        An ``AttentionSpec`` for each layer, in the order given.
+
+    Raises:
+        ValueError: what ``read_model`` refuses.
+
+    Example:
+        >>> from tl_posdisent import load_demo_model, read_layers
+        >>> [(spec.layer, spec.scale, spec.problem) for spec in read_layers(load_demo_model(), [4, 0])]
+        [(4, 0.25, None), (0, 0.25, None)]
+    """
+    layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, (str, dict)) else layers
+    return read_model(model, layers).specs(layers)
+
+
+def read_rotary_layers(model: Any, layers: int | Iterable[int] | None, tool: str) -> list[AttentionSpec]:
+    """The layers asked for, in which ``tool`` must find a rotation that it can change; by default all that rotate."""
+    layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, (str, dict)) else layers
+    return read_model(model, layers).rotary(layers, tool)
