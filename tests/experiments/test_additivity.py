@@ -258,7 +258,7 @@ def test_progress_is_shown_on_request(capsys: pytest.CaptureFixture[str], shared
         ({"mask": torch.zeros(24, 24, dtype=torch.bool)}, "mask must leave at least one cell"),
         ({"mask": "triangular"}, 'mask must be "causal", "full" or a boolean tensor, got \'triangular\''),
         ({"mask": "full"}, "scores"),  # the model hides cells that this would count
-        ({"layers": [7]}, "layers must be integers from 0 to 1 .*got 7"),
+        ({"layers": [7]}, "layers must be integers from 0 to 1.*got 7"),
         ({"tokens": TOKENS.float()}, "tokens must be text or an integer tensor .*got torch.float32"),
         ({"tokens": "some text"}, "tokens were given as text, but the model has no tokenizer"),
         ({"tokens": TOKENS[:, :1]}, r"tokens must have shape .* at least two positions, got .* \(2, 1\)"),

@@ -220,7 +220,7 @@ def test_bad_names() -> None:
         content_position_terms(model, TOKENS, 1, grand_mean="position")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"name must be one of content:content, .* got 'content'"):
         content_position_terms(model, TOKENS, 1).term("content")
-    for layer in (2, -1, True, "0"):
+    for layer in (2, -3, True, "0"):
         with pytest.raises(ValueError, match="layers must be integers from 0 to 1"):
             content_position_terms(model, TOKENS, layer)  # type: ignore[arg-type]
 

@@ -288,7 +288,7 @@ def test_what_is_no_metric(metric: Any, message: str, shared_model: Any) -> None
         ({"batch_size": 0}, "batch_size must be a positive integer or None, got 0"),
         ({"batch_size": True}, "batch_size must be a positive integer or None, got True"),
         ({"heads": [8]}, "heads must be integers from 0 to 7, got 8"),
-        ({"layers": [2]}, "layers must be integers from 0 to 1 .*got 2"),
+        ({"layers": [2]}, "layers must be integers from 0 to 1.*got 2"),
     ],
 )
 def test_bad_input(arguments: dict[str, Any], message: str, shared_model: Any) -> None:

@@ -60,7 +60,7 @@ def test_training_makes_heads_positional(shared_model: Model) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": [5]}, "layers must be integers from 0 to 1 .*got 5"),
+        ({"layers": [5]}, "layers must be integers from 0 to 1.*got 5"),
         ({"burn_in": 11}, "burn_in must be an integer from 0 to 10, got 11"),
         ({"burn_in": 1.0}, "burn_in must be an integer from 0 to 10, got 1.0"),
         ({"tokens": torch.ones(1, 12)}, "tokens must be text or an integer tensor"),

@@ -79,7 +79,7 @@ def test_both_classes_agree(shared_model: Model) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": [2]}, "layers must be integers from 0 to 1 .*got 2"),
+        ({"layers": [2]}, "layers must be integers from 0 to 1.*got 2"),
         ({"burn_in": 12}, "burn_in must be an integer from 0 to 11, got 12"),
         ({"distances": [math.nan]}, "distances must be finite real numbers"),
         ({"tokens": torch.tensor([[3, 999]])}, "tokens must be ids from 0 to 60"),
@@ -187,7 +187,7 @@ def test_stories_differ_from_chance(shared_model: Model) -> None:
         ({"seeds": []}, "seeds must be non-negative integers, at least one"),
         ({"seeds": [0.5]}, r"seeds must be non-negative integers, at least one, got \[0.5\]"),
         ({"burn_in": 11}, "burn_in must be an integer from 0 to 10, got 11"),
-        ({"layers": [2]}, "layers must be integers from 0 to 1 .*got 2"),
+        ({"layers": [2]}, "layers must be integers from 0 to 1.*got 2"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
