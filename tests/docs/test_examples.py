@@ -15,7 +15,7 @@ from tl_posdisent.models.loading.load import has_hooked
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 BRIDGE = re.compile(r'(model = load_\w+\((?:folder, )?backend=)"bridge"')
-OWN_MODEL = {"03_single_head_deposit"}  # these train a model of this package, which is of neither class
+OWN_MODEL = {"03_positional_deposit"}  # these train a model of this package, which is of neither class
 
 
 @pytest.fixture
