@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tl_posdisent.utils.validation import is_integer
+
 from .spec import n_layers
 
 Hook = tuple[str, Callable[..., Any]]
@@ -107,19 +109,26 @@ def check_seed(seed: Any) -> None:
         raise ValueError(f"seed must be a non-negative integer below 2**63, got {seed!r}")
 
 
-def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:
+def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor, "batch pos"]:
     """Token ids on the model's device, from ids or from text.
+
+    Unless ``padded`` says that an attention mask tells where padding is, texts must not begin or end with padding. A
+    padding id that is also the id of the beginning (or end) of a text is taken for that where it stands alone; two or
+    more of them are padding.
 
     Raises:
         ValueError: not text, nor integers of shape ``(pos,)`` or ``(batch, pos)`` within the vocabulary; fewer than
-            two positions.
+            two positions; padding.
     """
     n_layers(model)
     if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
-        tokens = _encode(model, [tokens] if isinstance(tokens, str) else tokens)
+        tokens, padded = _encode(model, [tokens] if isinstance(tokens, str) else tokens), True
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens must be text or an integer tensor of shape (batch, pos), got {kind}")
+    if tokens.is_nested or tokens.layout != torch.strided:
+        kind = "a nested tensor" if tokens.is_nested else f"a tensor of layout {tokens.layout}"
+        raise ValueError(f"tokens must be a dense tensor (pad texts, and pass attention_mask=), got {kind}")
     if tokens.dtype == torch.bool or tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.shape[-1] < 2:
         raise ValueError(
             "tokens must have shape (pos,) or (batch, pos) with at least two positions, got "
@@ -135,7 +144,39 @@ def check_tokens(model: Any, tokens: Any) -> Int[Tensor, "batch pos"]:
     device = device_of(model)
     if device.type == "meta":
         raise ValueError("model must have weights, but its parameters are meta tensors: load them first")
-    return (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
+    ids = (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
+    if not padded:
+        _refuse_padding(model, ids)
+    return ids
+
+
+def padding_id(model: Any) -> int | None:
+    """The id with which the model's tokenizer, or else its Hugging Face config, pads."""
+    return _special_id(model, "pad")
+
+
+def _special_id(model: Any, which: str) -> int | None:
+    source = getattr(model, "tokenizer", None) or getattr(getattr(model, "original_model", None), "config", None)
+    found = getattr(source, f"{which}_token_id", None)
+    return found if is_integer(found) else None
+
+
+def _refuse_padding(model: Any, ids: Int[Tensor, "batch pos"]) -> None:
+    """Refuse texts that begin or end with padding."""
+    pad = padding_id(model)
+    if pad is None:
+        return
+    bos, eos = _special_id(model, "bos"), _special_id(model, "eos")
+    may_begin = pad == (eos if bos is None else bos)
+    for side, edge, alone in (("beginning", ids, may_begin), ("end", ids.flip(1), pad == eos)):
+        run = (edge == pad).long().cumprod(1).sum(1)  # padding before the first other token
+        bad = (run > int(alone)).nonzero()[:, 0].tolist()
+        if bad:
+            raise ValueError(
+                f"tokens must be without padding, got the padding id {pad} at the {side} of text {bad[0]}"
+                f"{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}: pass attention_mask= (1 at tokens, 0 at "
+                "padding; all ones if these are tokens of the text)"
+            )
 
 
 def token_words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:
@@ -146,7 +187,12 @@ def token_words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:
     return [str(model.to_str_tokens(one)[0]) for one in ids.split(1)]
 
 
-def _encode(model: Any, texts: list[str]) -> Tensor:
+def encode(model: Any, texts: list[str]) -> list[Int[Tensor, "1 _pos"]]:
+    """The token ids of each text, by the model's tokenizer, not truncated.
+
+    Raises:
+        ValueError: no tokenizer; text that is not UTF-8.
+    """
     if getattr(model, "tokenizer", None) is None:
         raise ValueError("tokens were given as text, but the model has no tokenizer: pass token ids")
     for text in texts:
@@ -154,7 +200,12 @@ def _encode(model: Any, texts: list[str]) -> Tensor:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # half a surrogate pair, as a broken JSON file may hold
             raise ValueError(f"tokens were given as text that is no UTF-8: {error}") from error
-    rows = [model.to_tokens(text, truncate=False) for text in texts]
+    return [model.to_tokens(text, truncate=False) for text in texts]
+
+
+def _encode(model: Any, texts: list[str]) -> Tensor:
+    """Texts of equal length as one batch."""
+    rows = encode(model, texts)
     lengths = [row.shape[1] for row in rows]
     if len(set(lengths)) != 1:  # padding is no text
         raise ValueError(f"tokens were given as texts of unequal length ({lengths} tokens): pass them one by one")

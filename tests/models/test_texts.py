@@ -1,0 +1,148 @@
+"""Padded batches split into groups of equal length, what is put back, and padding that is refused without a mask."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+
+import tl_posdisent as tp
+from tl_posdisent.models.forward import check_tokens
+from tl_posdisent.models.texts import equal_length_texts, read_texts
+
+LENGTHS = [7, 12, 7, 3]
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    return tp.load_demo_model()
+
+
+def padded(side: str, pad: int = 0) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Ids, mask, and each text alone."""
+    texts = [zoo.random_tokens(n, batch=1, seed=n + i)[0] for i, n in enumerate(LENGTHS)]
+    ends = [(12 - n, 0) if side == "left" else (0, 12 - n) for n in LENGTHS]
+    tokens = torch.stack([torch.nn.functional.pad(x, end, value=pad) for x, end in zip(texts, ends, strict=True)])
+    mask = torch.stack([torch.nn.functional.pad(x * 0 + 1, end) for x, end in zip(texts, ends, strict=True)])
+    return tokens, mask, texts
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_groups_hold_each_text_alone(demo: Any, side: str, dtype: torch.dtype) -> None:
+    """Every row in one group, without padding; cut and lay_out are inverse to each other."""
+    tokens, mask, texts = padded(side)
+    batch = read_texts(demo, tokens, mask.to(dtype))
+    assert batch.lengths == LENGTHS
+    assert sorted(row for group in batch.groups for row in group.rows.tolist()) == [0, 1, 2, 3]
+    for group in batch.groups:
+        assert [row.tolist() for row in group.tokens] == [texts[row].tolist() for row in group.rows]
+    x = torch.randn(4, 12, 5)
+    back = batch.lay_out([group.cut(x) for group in batch.groups])
+    assert torch.equal(back[mask.bool()], x[mask.bool()])
+    assert bool(back[~mask.bool()].isnan().all())
+
+
+def test_without_padding_there_is_one_group(demo: Any) -> None:
+    """The tokens as they are, with or without a mask of ones."""
+    tokens = zoo.random_tokens()
+    for mask in (None, torch.ones_like(tokens)):
+        (group,) = equal_length_texts(demo, tokens, mask)
+        assert torch.equal(group.tokens, tokens)
+        assert group.rows.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_of_any_length(side: str) -> None:
+    """Each as the model tokenises it alone, padded on the tokenizer's side."""
+    model = tp.load_demo_model()
+    model.tokenizer.padding_side = side
+    texts = ["We the people of the United States", "in order", "to form a more perfect Union"]
+    batch = read_texts(model, texts)
+    for group in batch.groups:
+        for row, ids in zip(group.rows.tolist(), group.tokens, strict=True):
+            assert ids.tolist() == model.to_tokens(texts[row])[0].tolist()
+    assert bool(batch.real[:, -1 if side == "left" else 0].all())
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (torch.ones(4, 11), "shape of tokens"),
+        (torch.full((4, 12), 0.5), "True or 1"),
+        (-torch.ones(4, 12), "True or 1"),
+        (torch.tensor([[1.0] * 5 + [0.0] + [1.0] * 6]).expand(4, 12), "gap"),
+        (torch.tensor([[0.0] + [1.0] * 5 + [0.0] * 6]).expand(4, 12), "both sides in text 0"),
+        (torch.tensor([[1.0] + [0.0] * 11]).expand(4, 12), "at least two tokens of each text"),
+        ([1] * 12, "a tensor like tokens"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_masks_that_are_refused(demo: Any, mask: Any, words: str) -> None:
+    tokens, _, _ = padded("right")
+    with pytest.raises(ValueError, match=f"attention_mask must .*{words}"):
+        equal_length_texts(demo, tokens, mask)
+
+
+def test_text_takes_no_mask(demo: Any) -> None:
+    for text in ("We the people", ["We the people", "in order to"]):
+        with pytest.raises(ValueError, match="attention_mask must be None"):
+            equal_length_texts(demo, text, torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("pad", "bos", "eos", "missing", "text"),
+    [
+        (0, 1, 2, 1, False),  # an id of its own: never text
+        (0, 0, 0, 1, True),  # alone it begins or ends the text
+        (0, 0, 0, 2, False),
+        (0, None, 0, 1, True),
+        (None, 0, 0, 2, True),  # nothing pads
+    ],
+)
+def test_padding_without_a_mask(
+    side: str, pad: int | None, bos: int | None, eos: int | None, missing: int, text: bool
+) -> None:
+    """Refused at either side, unless a mask says that it is text."""
+    ids = {"pad_token_id": pad, "bos_token_id": bos, "eos_token_id": eos}
+    model = tp.load_demo_model()
+    model.tokenizer = SimpleNamespace(**ids)
+    tokens = zoo.random_tokens()
+    tokens[1, slice(missing) if side == "left" else slice(-missing, None)] = 0
+    if text:
+        assert torch.equal(check_tokens(model, tokens), tokens)
+    else:
+        with pytest.raises(ValueError, match=r"tokens must be without padding.*text 1.*attention_mask="):
+            check_tokens(model, tokens)
+        with pytest.raises(ValueError, match=r"attention_mask="):
+            read_texts(model, tokens)
+    assert len(equal_length_texts(model, tokens, torch.ones_like(tokens))) == 1
+
+
+def test_a_single_end_is_no_beginning() -> None:
+    """Where texts begin with another id, one padding id before it is padding."""
+    model = tp.load_demo_model()
+    model.tokenizer = SimpleNamespace(pad_token_id=0, bos_token_id=1, eos_token_id=0)
+    with pytest.raises(ValueError, match="beginning of text 0"):
+        check_tokens(model, torch.tensor([[0, 1, 5, 6]]))
+    assert check_tokens(model, torch.tensor([[1, 5, 6, 0]])).shape == (1, 4)
+
+
+def test_the_config_pads_without_a_tokenizer() -> None:
+    """A bridge knows the Hugging Face model's padding id."""
+    model, tokens = zoo.bridge("llama-gqa"), zoo.random_tokens()
+    tokens[0, -3:] = 0
+    with pytest.raises(ValueError, match="padding id 0 at the end of text 0"):
+        tp.additivity(model, tokens, progress=False)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_nested_tensors_are_refused(demo: Any) -> None:
+    nested = torch.nested.nested_tensor([torch.arange(3, 6), torch.arange(3, 9)], layout=torch.jagged)
+    for tokens in (nested, torch.ones(2, 4, dtype=torch.long).to_sparse()):
+        with pytest.raises(ValueError, match="tokens must be a dense tensor"):
+            check_tokens(demo, tokens)

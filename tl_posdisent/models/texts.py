@@ -1,0 +1,188 @@
+"""Batches of padded texts, split into groups of texts of equal length that need no padding.
+
+An experiment runs every group without its padding and puts the results together. Each number of a text in a padded
+batch is thereby that of the text alone, on every architecture and both model classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from .forward import check_tokens, encode, padding_id
+
+
+@dataclass(frozen=True, eq=False)
+class TextGroup:
+    """Texts of equal length from a batch, without their padding.
+
+    Attributes:
+        rows: ``[text]``, their rows in the batch.
+        tokens: ``[text, pos]``, their token ids.
+        starts: ``[text]``, the column of the batch in which each begins.
+    """
+
+    rows: Int[Tensor, "text"]
+    tokens: Int[Tensor, "text pos"]
+    starts: Int[Tensor, "text"]
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Take these texts out of something laid out like the batch, ``[batch, pos, ...]``: ``[text, pos, ...]``."""
+        rows, starts = self.rows.to(x.device), self.starts.to(x.device)
+        return x[rows[:, None], starts[:, None] + torch.arange(self.tokens.shape[1], device=x.device)]
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """A batch of texts and where its padding is.
+
+    Attributes:
+        tokens: ``[batch, pos]``, with padding.
+        real: ``[batch, pos]``, True where a token belongs to a text.
+        groups: the texts by length, in the order of the first text of each length.
+    """
+
+    tokens: Int[Tensor, "batch pos"]
+    real: Bool[Tensor, "batch pos"]
+    groups: list[TextGroup]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each text."""
+        return [int(n) for n in self.real.sum(1)]
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest text."""
+        return max(group.tokens.shape[1] for group in self.groups)
+
+    def one_group(self, tool: str) -> Int[Tensor, "batch pos"]:
+        """The tokens without padding, for a tool that needs texts of equal length.
+
+        Raises:
+            ValueError: texts of unequal length.
+        """
+        if len(self.groups) > 1:
+            raise ValueError(
+                f"tokens must be texts of equal length for {tool}, got texts of {_listed(self.lengths)} tokens: "
+                "cut them to the same length, or call it for each length"
+            )
+        return self.groups[0].tokens
+
+    def lay_out(self, parts: Sequence[Tensor], fill: float | int | bool = torch.nan) -> Tensor:
+        """What was computed group by group, ``[text, pos, ...]``, laid out like the batch; ``fill`` at the padding."""
+        if len(parts) == 1 and parts[0].shape[:2] == self.tokens.shape:
+            return parts[0]
+        whole = parts[0].new_full((*self.tokens.shape, *parts[0].shape[2:]), fill)
+        for group, part in zip(self.groups, parts, strict=True):
+            rows, starts = group.rows.to(part.device), group.starts.to(part.device)
+            whole[rows[:, None], starts[:, None] + torch.arange(part.shape[1], device=part.device)] = part
+        return whole
+
+
+def equal_length_texts(model: Any, tokens: Any, attention_mask: Any = None) -> list[TextGroup]:
+    """Split a batch into groups of texts of equal length, without padding.
+
+    Args:
+        model: takes the token ids, and tokenises text.
+        tokens: ids ``[batch, pos]`` or ``[pos]``, a text, or a list of texts of any lengths.
+        attention_mask: for ids, in their shape: True or 1 at tokens, False or 0 at padding, which is at the beginning
+            or at the end of a text. None for ids without padding, and for text.
+
+    Returns:
+        The groups, in the order of the first text of each length.
+
+    Raises:
+        ValueError: what ``check_tokens`` refuses; a mask of another shape or of other values, with a gap, with padding
+            on both sides of a text or with fewer than two tokens in one; a mask together with text.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import load_demo_model
+        >>> from tl_posdisent.models.texts import equal_length_texts
+        >>> tokens = torch.tensor([[5, 6, 7], [8, 9, 0], [10, 11, 12]])
+        >>> groups = equal_length_texts(load_demo_model(), tokens, tokens != 0)
+        >>> [(group.rows.tolist(), group.tokens.tolist()) for group in groups]
+        [([0, 2], [[5, 6, 7], [10, 11, 12]]), ([1], [[8, 9]])]
+    """
+    return read_texts(model, tokens, attention_mask).groups
+
+
+def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
+    """A batch with its padding and its groups: see ``equal_length_texts``.
+
+    A list of texts of unequal length is padded on the side of the model's tokenizer.
+    """
+    texts = isinstance(tokens, list) and all(isinstance(text, str) for text in tokens)
+    if (texts or isinstance(tokens, str)) and attention_mask is not None:
+        raise ValueError("attention_mask must be None for tokens that are given as text: text needs no padding")
+    if texts and tokens:
+        return _grouped(*_padded(model, [check_tokens(model, row, padded=True) for row in encode(model, tokens)]))
+    ids = check_tokens(model, tokens, padded=attention_mask is not None)
+    return _grouped(ids, check_attention_mask(attention_mask, ids))
+
+
+def check_attention_mask(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+    """An attention mask as booleans on the device of the tokens; all True for None.
+
+    Raises:
+        ValueError: see ``equal_length_texts``.
+    """
+    if attention_mask is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(f"attention_mask must be a tensor like tokens, got {type(attention_mask).__name__}")
+    mask = attention_mask[None] if attention_mask.ndim == 1 else attention_mask
+    if mask.shape != tokens.shape or mask.is_complex() or bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(
+            f"attention_mask must have the shape of tokens, {tuple(tokens.shape)}, True or 1 at tokens, False "
+            f"or 0 at padding; got {mask.dtype} of shape {tuple(attention_mask.shape)}"
+        )
+    real = mask.to(tokens.device).bool()
+    few = (real.sum(1) < 2).nonzero()
+    if len(few):
+        raise ValueError(f"attention_mask must leave at least two tokens of each text, got fewer in text {int(few[0])}")
+    begins = real[:, 0].long() + (real[:, 1:] & ~real[:, :-1]).sum(1)
+    bad = ((begins > 1) | ~(real[:, 0] | real[:, -1])).nonzero()
+    if len(bad):
+        raise ValueError(
+            "attention_mask must hide a run at the beginning or at the end of a text, got a gap or padding on both "
+            f"sides in text {int(bad[0])}"
+        )
+    return real
+
+
+def _grouped(tokens: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]) -> Texts:
+    if bool(real.all()):
+        everything = torch.arange(len(tokens), device=tokens.device)
+        return Texts(tokens, real, [TextGroup(everything, tokens, torch.zeros_like(everything))])
+    lengths, starts = real.sum(1), real.to(torch.uint8).argmax(1)
+    groups = []
+    for length in dict.fromkeys(lengths.tolist()):
+        rows = (lengths == length).nonzero()[:, 0]
+        columns = starts[rows, None] + torch.arange(length, device=tokens.device)
+        groups.append(TextGroup(rows, tokens[rows[:, None], columns], starts[rows]))
+    return Texts(tokens, real, groups)
+
+
+def _padded(model: Any, rows: Sequence[Int[Tensor, "1 _"]]) -> tuple[Tensor, Tensor]:
+    """Texts as one batch, and where it is real."""
+    width = max(row.shape[1] for row in rows)
+    left = getattr(model.tokenizer, "padding_side", "right") == "left"
+
+    def pad(row: Tensor, value: int) -> Tensor:
+        missing = width - row.shape[1]
+        return torch.nn.functional.pad(row, (missing, 0) if left else (0, missing), value=value)
+
+    tokens = torch.cat([pad(row, padding_id(model) or 0) for row in rows])
+    return tokens, torch.cat([pad(torch.ones_like(row), 0) for row in rows]).bool()
+
+
+def _listed(lengths: list[int]) -> str:
+    few = sorted(set(lengths))
+    return ", ".join(map(str, few)) if len(few) <= 8 else f"{few[0]} to {few[-1]}"
