@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which rea
 
 import functools
 import random
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,10 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the models are tiny, and pytest-xdist brings the processes
+
+# A script that starts the tests in the background has them, and all processes that they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

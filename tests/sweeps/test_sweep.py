@@ -11,9 +11,7 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from support.processes import python, run, wait_until
 
 import tl_posdisent
 from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model, sweep
@@ -202,18 +201,14 @@ sweep(jobs("demo", {slow!r}, Text.of("demo", length=32, count=6).split(6)), out=
 
 
 def wait_for_parts(out: Path, count: int, running: subprocess.Popen[bytes] | None = None) -> None:
-    until = time.monotonic() + 300
-    while len(list((out / "parts").glob("*.parquet"))) < count:
-        assert time.monotonic() < until, "no job was finished"
-        assert running is None or running.poll() is None, "the sweep ended before it could be killed"
-        time.sleep(0.01)
+    wait_until(lambda: len(list((out / "parts").glob("*.parquet"))) >= count, running)
 
 
-def test_a_killed_sweep_goes_on_where_it_was(python_process: Any, tmp_path: Path) -> None:
-    process = python_process(SCRIPT.format(slow=SLOW, out=os.fspath(tmp_path)))
-    wait_for_parts(tmp_path, 2, process)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
+    with python(SCRIPT.format(slow=SLOW, out=os.fspath(tmp_path)), stderr=subprocess.DEVNULL) as process:
+        wait_for_parts(tmp_path, 2, process)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     before = inodes(tmp_path)
     todo = jobs("demo", SLOW, Text.of("demo", length=32, count=6).split(6))
     assert 2 <= len(before) < 6, "killed too late to mean anything"
@@ -228,20 +223,35 @@ def test_a_killed_sweep_goes_on_where_it_was(python_process: Any, tmp_path: Path
     pd.testing.assert_frame_equal(measured(mine).astype(direct.dtypes), direct, check_exact=True)
 
 
-@pytest.fixture
-def python_process() -> Any:
-    """Another Python that runs some code, and is gone when the test is."""
-    started: list[subprocess.Popen[bytes]] = []
+def test_a_second_sweep_on_a_folder_is_refused(tmp_path: Path) -> None:
+    """Unless all of its jobs are done. Nothing of the first is deleted, and what it is writing is finished."""
+    todo = jobs("demo", SLOW, Text.of("demo", length=32, count=6).split(6))
+    with python(SCRIPT.format(slow=SLOW, out=os.fspath(tmp_path)), stderr=subprocess.DEVNULL) as process:
+        wait_for_parts(tmp_path, 2, process)
+        process.send_signal(signal.SIGSTOP)
+        (tmp_path / "parts" / f".{todo[-1].hash}.0123.unfinished").write_bytes(b"PAR1")  # being written
+        with pytest.raises(ValueError, match=r"out must be a folder that no other process writes to, .* another sweep"):
+            sweep(todo, out=tmp_path, progress=False)
+        assert (tmp_path / "parts" / f".{todo[-1].hash}.0123.unfinished").exists()
+        assert sweep(todo[:1], out=tmp_path, progress=False)["job"].unique() == [todo[0].hash]
+        process.send_signal(signal.SIGCONT)
+        assert process.wait() == 0
+    assert sweep(todo, out=tmp_path, progress=False)["job"].nunique() == 6
 
-    def start(code: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        started.append(subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL))
-        return started[-1]
 
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
+@pytest.mark.parametrize("content", [b"{", b"[]", b"{}", b"\xff", None])
+def test_a_damaged_reason_of_a_failure_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "failed" / "0123.json"
+    path.parent.mkdir()
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"out must be the folder of a sweep, but .*0123.json in it is damaged"):
+        failures(tmp_path)
+
+
+def test_a_file_where_a_folder_of_the_sweep_should_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "parts").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"out must be the folder of a sweep, .*parts is a file"):
+        sweep(jobs("demo", LAST, Text.of("demo", length=32)), out=tmp_path, progress=False)
 
 
 def test_ctrl_c_leaves_whole_parts_and_nothing_else(tmp_path: Path) -> None:
@@ -267,8 +277,7 @@ def test_ctrl_c_leaves_whole_parts_and_nothing_else(tmp_path: Path) -> None:
 
 def test_a_full_disk_stops_the_sweep_and_leaves_no_half_part(tmp_path: Path) -> None:
     """A file system of 40 kB, of which three parts take less and ten take more."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", tmp_path], capture_output=True)
-    if mounted.returncode:
+    if run("mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", tmp_path, check=False).returncode:
         pytest.skip("mounting a small file system takes root; the limit of file sizes is tried in test_sweep_pools.py")
     try:
         todo = jobs("demo", "additivity", Text.of("demo", length=32, count=10).split(10))
@@ -280,7 +289,7 @@ def test_a_full_disk_stops_the_sweep_and_leaves_no_half_part(tmp_path: Path) -> 
         done = [job for job in todo if f"{job.hash}.parquet" in kept]
         assert sweep(done, out=tmp_path, progress=False)["job"].nunique() == len(done)  # all of them can be read
     finally:
-        subprocess.run(["umount", tmp_path], check=True)
+        run("umount", tmp_path)
 
 
 def test_several_experiments_share_a_table(tmp_path: Path) -> None:

@@ -5,18 +5,18 @@ For real: other processes, signals, limits of the operating system.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.processes import python, run, wait_until
 from torch import Tensor
 
 from tl_posdisent.synthetic import (
@@ -30,7 +30,7 @@ from tl_posdisent.synthetic import (
     train,
 )
 from tl_posdisent.synthetic.training.presets import Preset
-from tl_posdisent.utils.files import UNFINISHED
+from tl_posdisent.utils.files import UNFINISHED, locked
 
 TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
 STEPS = 24
@@ -63,27 +63,10 @@ def undisturbed() -> dict[str, Tensor]:
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Another process that trains in a folder, or goes on there."""
-    running: list[subprocess.Popen[bytes]] = []
-
-    def begin(folder: Path) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        code = SCRIPT.format(folder=os.fspath(folder))
-        running.append(subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE))
-        return running[-1]
-
-    yield begin
-    for process in running:
-        process.kill()
-        process.wait()
-        assert process.stderr
-        process.stderr.close()
-
-
-def wait_for(there: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + 120
-    while not there():
-        assert process.poll() is None, process.communicate()[1].decode()
-        assert time.monotonic() < until
+    with contextlib.ExitStack() as running:
+        yield lambda folder: running.enter_context(
+            python(SCRIPT.format(folder=os.fspath(folder)), stderr=subprocess.PIPE)
+        )
 
 
 def kept(folder: Path) -> list[int]:
@@ -113,8 +96,8 @@ def test_killed_while_a_file_is_written(
 ) -> None:
     """Killed as soon as there is an unfinished file of the kind; whatever was finished before is whole."""
     process = start(tmp_path)
-    wait_for((tmp_path / "step-000002.safetensors").exists, process)
-    wait_for(lambda: bool(list(tmp_path.glob(f"{what}{UNFINISHED}"))), process)
+    wait_until((tmp_path / "step-000002.safetensors").exists, process)
+    wait_until(lambda: list(tmp_path.glob(f".{what}{UNFINISHED}")), process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     done = kept(tmp_path)
@@ -123,10 +106,45 @@ def test_killed_while_a_file_is_written(
     finish(tmp_path, undisturbed)
 
 
+def test_a_second_training_in_a_folder_is_refused(start: Start, tmp_path: Path) -> None:
+    """By another process and by this one; the first one's checkpoints stay its own, and killed, it leaves no lock."""
+    process = start(tmp_path)
+    wait_until((tmp_path / "step-000001.safetensors").exists, process)
+    process.send_signal(signal.SIGSTOP)
+    other, before = _seed_4(), sorted(tmp_path.iterdir())
+    for resume in (False, True):
+        with pytest.raises(ValueError, match=r"folder must be a folder that no other process writes to, .* training"):
+            train(other, TASK, HOW, folder=tmp_path, resume=resume, progress=False)
+    assert sorted(tmp_path.iterdir()) == before
+    assert all(torch.equal(x, y) for x, y in zip(other.parameters(), _seed_4().parameters(), strict=True))
+    second = start(tmp_path)
+    assert second.wait() == 1
+    assert second.stderr
+    assert b"another training is running there" in second.stderr.read()
+    process.kill()
+    process.wait()
+    train(fresh(), TASK, HOW, folder=tmp_path, resume=True, progress=False)
+
+
+def _seed_4() -> SyntheticModel:
+    return SyntheticModel(SyntheticConfig(**SHAPE), seed=4)
+
+
+def test_two_studies_in_one_folder(tmp_path: Path) -> None:
+    """The tables of one would be written over those of the other."""
+    shape = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_mlp": 16}
+    preset = Preset("tiny", {"count": TASK}, ("rope",), shape, HOW, {})
+    with (
+        locked(tmp_path, "folder", "study"),
+        pytest.raises(ValueError, match=r"folder must be .* another study is running there"),
+    ):
+        deposit_study(preset, folder=tmp_path, progress=False)
+
+
 def test_killed_at_any_moment(start: Start, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
     """None of the steps is lost that were finished."""
     process = start(tmp_path)
-    wait_for((tmp_path / "step-000009.safetensors").exists, process)
+    wait_until((tmp_path / "step-000009.safetensors").exists, process)
     process.kill()
     assert process.wait() == -signal.SIGKILL
     assert kept(tmp_path)[-1] >= 9
@@ -135,7 +153,7 @@ def test_killed_at_any_moment(start: Start, undisturbed: dict[str, Tensor], tmp_
 
 def test_ctrl_c_for_a_process(start: Start, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
     process = start(tmp_path)
-    wait_for((tmp_path / "step-000003.safetensors").exists, process)
+    wait_until((tmp_path / "step-000003.safetensors").exists, process)
     process.send_signal(signal.SIGINT)
     said = process.communicate()[1].decode()
     assert process.returncode != 0
@@ -184,17 +202,17 @@ def test_a_full_disk(undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     room = f"size={size * 12 // 1024}k"
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", room, "tmpfs", disk], capture_output=True).returncode:
+    if run("mount", "-t", "tmpfs", "-o", room, "tmpfs", disk, check=False).returncode:
         pytest.skip("mounting a small file system takes root")
     try:
         with pytest.raises(OSError, match="No space left"):
             train(fresh(), TASK, HOW, folder=disk, progress=False)
         assert 2 <= len(kept(disk)) <= 8
         assert not list(disk.glob(f"*{UNFINISHED}"))
-        subprocess.run(["mount", "-o", "remount,size=100m", disk], check=True, capture_output=True)
+        run("mount", "-o", "remount,size=100m", disk)
         finish(disk, undisturbed)
     finally:
-        subprocess.run(["umount", disk], check=True)
+        run("umount", disk)
 
 
 def test_a_study_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

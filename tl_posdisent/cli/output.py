@@ -45,7 +45,7 @@ def save(table: Any, out: Path | None, title: str) -> None:
         return
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(out, apart=True) as file:
+    with whole_file(out) as file:
         if out.suffix.lower() == ".csv":
             table.to_csv(file, index=False)
         elif out.suffix.lower() == ".parquet":

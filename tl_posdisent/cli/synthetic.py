@@ -66,7 +66,7 @@ def synthetic(
             progress=progress,
             **changed,
         )
-        with whole_file(out / "heads.html", apart=True) as file:
+        with whole_file(out / "heads.html") as file:
             file.write(_maps(study).encode("utf-8"))
         say(f"tables and heat maps: {escape(str(out))}")
     _show_study(study, f"{preset} preset, {seeds} seed{'s' if seeds > 1 else ''}")

@@ -1,6 +1,6 @@
 """Train the demo model: a byte-level BPE tokenizer and a small Llama-style language model.
 
-    python -m tl_posdisent.demo.train --data DIR --out DIR
+    python -m tl_posdisent.demo.train_demo --data DIR --out DIR
 
 ``DIR`` of the data holds ``speeches-train.txt.gz`` and ``speeches-heldout.txt.gz``: gzipped UTF-8 text,
 documents separated by a form feed. The held-out file is read only once training has ended, to measure the
@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tl_posdisent.utils.files import locked, whole_file
 
 from .evaluate_demo import HELD_OUT, TRAIN, order_report, read_documents
 
@@ -107,7 +109,9 @@ def learning_rate(step: int, *, steps: int, peak: float, warmup: int) -> float:
 def save_weights(model: LlamaForCausalLM, path: Path) -> None:
     """Write the weights in half precision; the tied unembedding is not stored a second time."""
     state = {k: v.detach().cpu().half().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
-    save_file(state, path, metadata={"format": "pt"})
+    content = save(state, metadata={"format": "pt"})
+    with whole_file(path) as file:
+        file.write(content)
 
 
 def load_weights(model: LlamaForCausalLM, path: Path) -> None:
@@ -170,7 +174,7 @@ def train_model(
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Command line: train, save tokenizer, config and weights, measure on held-out text, save the metrics."""
-    parser = argparse.ArgumentParser(prog="python -m tl_posdisent.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tl_posdisent.demo.train_demo", description=__doc__)
     default_data = os.environ.get("POSDISENT_DATA", "../shared/data")
     parser.add_argument("--data", type=Path, default=Path(default_data), help="folder of the two text files")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to (made if absent)")
@@ -186,8 +190,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
-    options.out.mkdir(parents=True, exist_ok=True)
+    with locked(options.out, "--out", "training"):
+        return _train_and_measure(options, device)
 
+
+def _train_and_measure(options: argparse.Namespace, device: torch.device) -> dict[str, float]:
     documents = read_documents(options.data / TRAIN)
     tokenizer = train_tokenizer(documents)
     tokenizer.save(str(options.out / "tokenizer.json"))

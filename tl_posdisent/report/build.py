@@ -100,7 +100,7 @@ def report(
     drawn = [] if exhibits is None else widgets(subject, exhibits)
     name = f"Position and content in {subject.name()}" if title is None else title
     target.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(target, apart=True) as file:
+    with whole_file(target) as file:
         file.write(page(name, parts, contents, drawn).encode("utf-8"))
     return target
 

@@ -183,8 +183,8 @@ def _is_synthetic(at: Path) -> bool:
 
 
 def _of_demo_training(at: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A checkpoint of ``python -m tl_posdisent.demo.train``; configuration and tokenizer lie beside it, or are the demo
-    model's own."""
+    """A checkpoint of ``python -m tl_posdisent.demo.train_demo``, with the configuration and tokenizer beside it or the
+    demo model's own."""
     # Not above: this code takes a quarter of a second to import, and most who import the package never need it.
     from transformers import LlamaConfig, LlamaForCausalLM
 

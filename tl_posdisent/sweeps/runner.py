@@ -31,6 +31,7 @@ from tl_posdisent.sweeps.storage import (
     write_failure,
     write_part,
 )
+from tl_posdisent.utils.files import locked
 
 # What a worker does: one job after the other, one model at a time, each answer on the disk before the next begins.
 
@@ -99,7 +100,7 @@ def sweep(
 
     Each finished job is written at once, so a sweep that was stopped or killed goes on where it was when it is called
     again with the same ``out``. A job that fails is written down with its error and does not stop the others. Ctrl-C
-    cancels what has not begun. One sweep at a time works on a folder.
+    cancels what has not begun. One sweep at a time may write to a folder; a second one is refused.
 
     Args:
         jobs: from ``jobs``, or several such lists together.
@@ -123,7 +124,8 @@ def sweep(
         rows: there is a warning, ``attrs["failed"]`` has their hashes, and ``failures(out)`` says more.
 
     Raises:
-        ValueError: no jobs; something that is no job or no executor; numbers out of range; ``out`` is a file.
+        ValueError: no jobs; something that is no job or no executor; numbers out of range; ``out`` is a file, or a
+            folder in which another sweep is running.
         OSError: ``out`` cannot be written (a full disk). What was finished is kept.
         RuntimeError: the executor lost its workers, or its workers do not see ``out``. What was finished is kept.
 
@@ -142,16 +144,22 @@ def sweep(
         raise ValueError(f"executor must be a concurrent.futures.Executor or None, got {type(executor).__name__}")
     if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
         raise ValueError(f"chunk must be an integer of at least 1, or None, got {chunk!r}")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"out must be a folder, or a path where one can be made, got the file {folder}")
     different = list({job.hash: job for job in listed}.values())
-    prepare(folder, different)
     todo = [job for job in different if not _settled(folder, job, failed_too=not retry)]
-    _forgive(folder, todo)
-    todo.sort(key=_order(todo))  # those of one model together
-    with tqdm(total=len(different), initial=len(different) - len(todo), desc="jobs", disable=not progress) as bar:
-        if executor is None:
-            _here(todo, folder, device, bar)
-        else:
-            _elsewhere(list(_chunks(todo, chunk)), folder, device, executor, bar)
+    if todo:
+        with locked(folder, "out", "sweep"):
+            prepare(folder)
+            todo = [job for job in todo if not _settled(folder, job, failed_too=not retry)]  # one may just have ended
+            _forgive(folder, todo)
+            todo.sort(key=_order(todo))  # those of one model together
+            done = len(different) - len(todo)
+            with tqdm(total=len(different), initial=done, desc="jobs", disable=not progress) as bar:
+                if executor is None:
+                    _here(todo, folder, device, bar)
+                else:
+                    _elsewhere(list(_chunks(todo, chunk)), folder, device, executor, bar)
     return _table(listed, folder)
 
 

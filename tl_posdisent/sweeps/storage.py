@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tl_posdisent.utils.files import UNFINISHED, whole_file
+from tl_posdisent.utils.files import remove_unfinished, whole_file
 
 from .jobs import Job
 
@@ -30,7 +30,7 @@ def failures(out: str | Path) -> pd.DataFrame:
         again.
 
     Raises:
-        ValueError: no such folder.
+        ValueError: no such folder; a damaged file in it.
 
     Example:
         >>> import tempfile
@@ -41,25 +41,31 @@ def failures(out: str | Path) -> pd.DataFrame:
     """
     if not Path(out).is_dir():
         raise ValueError(f"out must be the folder of a sweep, got {out}")
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(out, "failed").glob("*.json"))]
-    names = ("job", "model", "checkpoint", "text", "experiment", "arguments", "seed", "error", "message", "traceback")
-    return pd.DataFrame([{name: row[name] for name in names} for row in rows], columns=list(names))
+    names = ["job", "model", "checkpoint", "text", "experiment", "arguments", "seed", "error", "message", "traceback"]
+    rows = []
+    for path in sorted(Path(out, "failed").glob("*.json")):
+        try:
+            row = json.loads(path.read_bytes())
+            rows.append([row[name] for name in names])
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"out must be the folder of a sweep, but {path} in it is damaged ({type(error).__name__}: {error}); "
+                "delete that file, and sweep(..., retry=True) does its job again"
+            ) from error
+    return pd.DataFrame(rows, columns=names)
 
 
-def prepare(out: Path, todo: list[Job]) -> None:
-    """Make the folders, and sweep up what a process that was killed left of these jobs.
+def prepare(out: Path) -> None:
+    """Make the folders, and delete what killed processes left unfinished. Call it while holding the folder's lock.
 
     Raises:
-        ValueError: ``out`` is no folder.
+        ValueError: where a folder is needed there is a file.
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out must be a folder, or a path where one can be made, got the file {out}")
-    for folder in ("parts", "failed"):
-        Path(out, folder).mkdir(parents=True, exist_ok=True)
-        left = {path.name.split(".")[1]: path for path in Path(out, folder).glob(f".*{UNFINISHED}")}
-        for job in todo:
-            if job.hash in left:
-                left[job.hash].unlink(missing_ok=True)
+    for folder in (Path(out, "parts"), Path(out, "failed")):
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"out must be the folder of a sweep, got {out}, in which {folder} is a file")
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(folder)
 
 
 def part_of(out: Path, job: Job) -> Path:
@@ -79,10 +85,10 @@ def read_part(out: Path, job: Job) -> pd.DataFrame | None:
         return None
     try:
         arrow = pq.read_table(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError):
+        about = json.loads((arrow.schema.metadata or {})[_KEY])
+        return arrow.to_pandas() if about["hash"] == job.hash else None
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
         return None
-    about = json.loads((arrow.schema.metadata or {}).get(_KEY, b"{}"))
-    return arrow.to_pandas() if about.get("hash") == job.hash else None
 
 
 def write_part(out: Path, job: Job, table: pd.DataFrame) -> None:
@@ -96,7 +102,7 @@ def write_part(out: Path, job: Job, table: pd.DataFrame) -> None:
     arrow = pa.Table.from_pandas(table, preserve_index=False)
     about = json.dumps({"hash": job.hash, "job": job.to_dict()})
     arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), _KEY: about.encode("utf-8")})
-    with whole_file(part_of(out, job), apart=True) as file:
+    with whole_file(part_of(out, job)) as file:
         pq.write_table(arrow, file, write_page_checksum=True)
     failure_of(out, job).unlink(missing_ok=True)
 
@@ -109,7 +115,7 @@ def write_failure(out: Path, job: Job, error: BaseException) -> None:
     """
     about = {**job.columns(), "arguments": job.arguments, "error": type(error).__name__, "message": str(error)}
     about["traceback"] = "".join(traceback.format_exception(error))
-    with whole_file(failure_of(out, job), apart=True) as file:
+    with whole_file(failure_of(out, job)) as file:
         file.write(json.dumps(about, indent=1).encode("utf-8"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from tl_posdisent.synthetic.training.presets import Key, Preset, accuracies, chosen_of, train_preset
-from tl_posdisent.utils.files import whole_file
+from tl_posdisent.utils.files import locked, whole_file
 
 from .deposit import DepositReport, deposit, deposit_spread, head_drops
 
@@ -113,7 +114,7 @@ def deposit_study(
         progress: show bars.
 
     Raises:
-        ValueError: as ``train_preset``; ``samples`` below 1.
+        ValueError: as ``train_preset``; ``samples`` below 1; a folder in which another study is running.
 
     Example:
         >>> from dataclasses import replace
@@ -133,26 +134,29 @@ def deposit_study(
     for encoding, task, _ in jobs:
         preset.config(encoding, task, **changed)  # a mistake in the last must not wait for the first
     accuracy, tables, reports = [], [], {}
-    for encoding, task, seed in jobs:
-        runs = train_preset(
-            preset,
-            encodings=[encoding],
-            tasks=[task],
-            seeds=[seed],
-            folder=None if folder is None else Path(folder) / "trainings",
-            device=device,
-            progress=progress,
-            **changed,
-        )
-        (run,) = runs.values()
-        split = run.split(device)
-        drops = head_drops(run.model, split.test_tokens[:samples], split.test_labels[:samples], progress=progress)
-        accuracy.append(accuracies(runs))
-        tables.append(drops.assign(encoding=encoding, task=task, seed=seed)[[*_KEY, *drops.columns]])
-        reports[encoding, task, seed] = deposit(drops)
-        study = DepositStudy(
-            pd.concat(accuracy, ignore_index=True), pd.concat(tables, ignore_index=True), dict(reports)
-        )
+    with contextlib.ExitStack() as held:
         if folder is not None:
-            study.save(folder)
+            held.enter_context(locked(folder, "folder", "study"))
+        for encoding, task, seed in jobs:
+            runs = train_preset(
+                preset,
+                encodings=[encoding],
+                tasks=[task],
+                seeds=[seed],
+                folder=None if folder is None else Path(folder) / "trainings",
+                device=device,
+                progress=progress,
+                **changed,
+            )
+            (run,) = runs.values()
+            split = run.split(device)
+            drops = head_drops(run.model, split.test_tokens[:samples], split.test_labels[:samples], progress=progress)
+            accuracy.append(accuracies(runs))
+            tables.append(drops.assign(encoding=encoding, task=task, seed=seed)[[*_KEY, *drops.columns]])
+            reports[encoding, task, seed] = deposit(drops)
+            study = DepositStudy(
+                pd.concat(accuracy, ignore_index=True), pd.concat(tables, ignore_index=True), dict(reports)
+            )
+            if folder is not None:
+                study.save(folder)
     return study

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import Task, whole
+from tl_posdisent.utils.files import locked, remove_unfinished
 
 from .checkpoints import WEIGHTS, check_shapes, put, read, save_checkpoint, write
 from .runs import TrainConfig, TrainRun
@@ -65,7 +66,8 @@ def train(
         task: the samples. The model's ``d_vocab``, ``n_ctx``, ``n_out`` and ``pad_id`` must fit it.
         config: how to train; default ``TrainConfig()``, as in the paper.
         folder: keep ``step-000123.safetensors`` there for each of ``config.checkpoints`` and the end, and
-            ``state.safetensors``, with which ``resume`` goes on. Without it nothing is kept.
+            ``state.safetensors``, with which ``resume`` goes on. Without it nothing is kept. One training at a time
+            may write to a folder.
         resume: go on from the state in ``folder``, if there is one.
         stop_at: leave off after this step, to go on another time.
         on_step: called with the number of steps done and the model after every step.
@@ -77,7 +79,7 @@ def train(
     Raises:
         ValueError: a model that does not fit the task; a loss that is NaN or infinite; ``resume`` without a folder,
             or a folder that holds another training, or a state that is damaged; a folder with a state, without
-            ``resume``.
+            ``resume``; a folder in which another training is running.
         TrainingInterrupted: Ctrl-C.
 
     Example:
@@ -91,25 +93,40 @@ def train(
     """
     config = config or TrainConfig()
     _check(model, task, config, stop_at)
-    kept = _Kept(model, task, config, folder, resume=resume)
-    training = Training(model, task, config)
-    if resume:
-        kept.load(training)
-    modes = [(part, part.training) for part in model.modules()]
-    model.train()
-    try:
-        with _ctrl_c_waits() as pressed, _own_random_state(training.device):
-            _run(training, kept, min(config.steps, stop_at or config.steps), on_step, pressed, progress)
-    except BaseException:
-        model.zero_grad(set_to_none=True)
-        for part, mode in modes:
-            part.training = mode
-        raise
+    with _alone_in(folder):
+        kept = _Kept(model, task, config, folder, resume=resume)
+        training = Training(model, task, config)
+        if resume:
+            kept.load(training)
+        modes = [(part, part.training) for part in model.modules()]
+        model.train()
+        try:
+            with _ctrl_c_waits() as pressed, _own_random_state(training.device):
+                _run(training, kept, min(config.steps, stop_at or config.steps), on_step, pressed, progress)
+        except BaseException:
+            model.zero_grad(set_to_none=True)
+            for part, mode in modes:
+                part.training = mode
+            raise
     model.eval()
     run = TrainRun(model, task, config, training.frame(), kept.checkpoints)
     if pressed:
         raise TrainingInterrupted(run)
     return run
+
+
+@contextlib.contextmanager
+def _alone_in(folder: str | Path | None) -> Iterator[None]:
+    """Hold the lock of the training's folder, without what a killed training left unfinished in it."""
+    if folder is None:
+        yield
+        return
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise ValueError(f"folder must be that of the training, but {folder} is a file")
+    with locked(folder, "folder", "training"):
+        for names in ("step-*", f"{STATE}.*"):
+            remove_unfinished(folder, names)
+        yield
 
 
 def _run(
@@ -151,8 +168,6 @@ class _Kept:
     ) -> None:
         if resume and folder is None:
             raise ValueError("folder must be given with resume=True, got None")
-        if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
-            raise ValueError(f"folder must be that of the training, but {folder} is a file")
         self.model, self.folder = model, None if folder is None else Path(folder)
         self.state = None if self.folder is None else self.folder / STATE
         self.notes = {

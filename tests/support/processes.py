@@ -1,0 +1,62 @@
+"""Processes that tests start: each has a time limit and the default signals, and none outlives its test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+LIMIT = 300  # seconds; the slowest takes 60 on one busy core
+PIPES: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+
+
+@contextlib.contextmanager
+def process(*words: str | Path, limit: float = LIMIT, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is killed after ``limit`` seconds, or when the context ends."""
+    with subprocess.Popen(words, preexec_fn=_default_signals, **options) as started:
+        watch = threading.Timer(limit, started.kill)
+        watch.start()
+        try:
+            yield started
+        finally:
+            watch.cancel()
+            started.kill()
+
+
+def run(
+    *words: str | Path, limit: float = LIMIT, check: bool = True, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; what it wrote, as text. An exit code other than 0 is an error that shows stderr."""
+    done = subprocess.run(words, preexec_fn=_default_signals, timeout=limit, capture_output=True, text=True, **options)
+    assert not check or done.returncode == 0, f"{words[0]} ended with {done.returncode}:\n{done.stderr}"
+    return done
+
+
+def python(code: str, *arguments: str, **options: Any) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    """A Python that runs ``code``, with this one's import path and one thread for torch."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return process(sys.executable, "-c", code, *arguments, **{"env": environment, **options})
+
+
+def wait_until(there: Callable[[], Any], running: subprocess.Popen[bytes] | None = None, limit: float = LIMIT) -> None:
+    """Wait for something that a process does, which must not end before."""
+    until = time.monotonic() + limit
+    while not there():
+        assert time.monotonic() < until, "waited in vain"
+        if running is not None and running.poll() is not None and not there():
+            said = running.communicate()[1] or b""
+            raise AssertionError(f"the process ended with {running.returncode}:\n{said.decode()}")
+        time.sleep(0.002)
+
+
+def _default_signals() -> None:
+    """Started in the background of a script, the tests ignore Ctrl-C, and so would the process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_DFL)
