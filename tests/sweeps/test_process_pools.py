@@ -18,9 +18,9 @@ import pytest
 from test_sweep import LAST, SLOW, inodes, wait_for_parts
 from typer.testing import CliRunner
 
-from tl_posdisent import additivity, controlled_distance, demo_text, load_demo_model, sweep
+from tl_posdisent import additivity, controlled_distance, load_demo_model, sweep
 from tl_posdisent.cli import app
-from tl_posdisent.sweeps import Text, failures, jobs, marginals_by_layer, merge_additivity, merge_controlled_distance
+from tl_posdisent.sweeps import Text, failures, jobs, merge_additivity, merge_controlled_distance
 
 TEXTS = Text.of("demo", length=48, count=8)
 
@@ -188,10 +188,3 @@ def test_a_pool_that_lost_a_worker_says_so_and_can_be_replaced(pool: ProcessPool
     table = sweep(todo, out=tmp_path, progress=False)
     assert before.items() <= inodes(tmp_path).items()
     assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo]
-
-
-def test_pooled_fits_of_texts_of_several_lengths_are_refused() -> None:
-    model = load_demo_model()
-    parts = [marginals_by_layer(model, demo_text()[:n], layers=[0], progress=False) for n in (60, 90)]
-    with pytest.raises(ValueError, match="texts must have one length to be pooled"):
-        merge_additivity(pd.concat(parts))

@@ -29,7 +29,7 @@ from tl_posdisent.sweeps.jobs import RESULTS
 
 LAST = ("additivity", {"layers": [4]})
 SLOW = ("trained_vs_random", {"layers": [4], "seeds": [0]})  # long enough to be caught in the middle
-JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "job"]
+JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "arguments", "backend", "dtype", "job"]
 
 
 def inodes(out: Path) -> dict[str, tuple[int, int]]:
@@ -38,7 +38,8 @@ def inodes(out: Path) -> dict[str, tuple[int, int]]:
 
 
 def measured(table: pd.DataFrame) -> pd.DataFrame:
-    return table.drop(columns=JOB_COLUMNS).reset_index(drop=True)
+    arguments = {name for one in table["arguments"] for name in json.loads(one)} & set(table)
+    return table.drop(columns=[*JOB_COLUMNS, *arguments]).reset_index(drop=True)
 
 
 def test_hash_is_the_same_in_every_process_and_version_of_python() -> None:
@@ -94,7 +95,7 @@ def test_results_are_those_of_direct_calls_to_the_last_bit(tmp_path: Path) -> No
     todo = jobs("demo", ["controlled_distance", curve], texts, seeds=[7])
     table = sweep(todo[::-1], out=tmp_path, progress=False)
     assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo[::-1]]
-    assert list(table.columns[:7]) == JOB_COLUMNS
+    assert list(table.columns[:10]) == JOB_COLUMNS
     model = load_demo_model()
     ids = model.to_tokens(demo_text(), truncate=False)[0, 1:]
     for n, text in enumerate(texts):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,9 +69,10 @@ def sweep(
 
         sources: list[Path | str] = [*text] if text else ["demo"]
         read = [Text.of(source, length=length, count=texts) for source in sources]
+        arguments = dict(_argument(given) for given in argument or [])
         todo = jobs(
             [_place(name) for name in model or ["demo"]],
-            (experiment, dict(_argument(given) for given in argument or [])),
+            (experiment, arguments),
             [part for whole in read for part in whole.split(split)],
             checkpoints="all" if checkpoints == "all" else o.whole_numbers("checkpoints", checkpoints),
             seeds=o.whole_numbers("seeds", seeds),
@@ -84,7 +85,7 @@ def sweep(
         say(f"parts: {escape(str(out))} ({done['job'].nunique()} of {len(todo)} jobs)")
         if done.empty:
             raise ValueError(f"all {len(todo)} jobs failed; {out / 'failed'} says why")
-    rows(_means(done), f"{experiment}, means over texts, layers and heads", digits=3)
+    rows(_means(done, arguments), f"{experiment}, means over texts, layers and heads", digits=3)
 
 
 def _place(name: str) -> str | Path:
@@ -125,10 +126,10 @@ def _executor(workers: int, dask: str | None) -> Iterator[Any]:
         yield None
 
 
-def _means(done: Any) -> Any:
+def _means(done: Any, arguments: Collection[str]) -> Any:
     """One row per model, checkpoint and seed."""
     names = ["model", "checkpoint", "step", "seed"]
     front = [name for name in names if name == "model" or done[name].notna().any()]
-    measured = [name for name in done.select_dtypes("number") if name not in (*names, *_INDEX)]
+    measured = [name for name in done.select_dtypes("number") if name not in (*names, *_INDEX, *arguments)]
     means = done.groupby(front, sort=False)[measured].mean().reset_index()
     return means.assign(model=means["model"].map(lambda name: Path(name).name if Path(name).is_absolute() else name))

@@ -71,10 +71,11 @@ class Job:
         return self.model, self.checkpoint, self.weights, self.backend, self.dtype
 
     def columns(self) -> dict[str, Any]:
-        """What stands before its results: ``model``, ``checkpoint``, ``step``, ``text``, ``seed``, ``experiment``,
-        ``job``."""
+        """Columns that name the job in a table: ``model``, ``checkpoint``, ``step``, ``text``, ``seed``,
+        ``experiment``, ``arguments``, ``backend``, ``dtype``, ``job``."""
         place = {"model": self.model, "checkpoint": self.checkpoint, "step": step_of(self.checkpoint)}
-        return place | {"text": self.text.name, "seed": self.seed, "experiment": self.experiment, "job": self.hash}
+        what = {"text": self.text.name, "seed": self.seed, "experiment": self.experiment, "arguments": self.arguments}
+        return place | what | {"backend": self.backend, "dtype": self.dtype, "job": self.hash}
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -1,4 +1,4 @@
-"""Rows of one model at one checkpoint, whatever the texts."""
+"""Merging tables of a sweep over texts, per model, checkpoint and setting."""
 
 from __future__ import annotations
 
@@ -25,16 +25,30 @@ from tl_posdisent.rope.moments import Moments, Spread, total
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 
-_FRONT = ("model", "checkpoint", "step", "seed")
+_MODEL = ("model", "checkpoint", "step")
+_SETTINGS = ("experiment", "seed", "arguments", "backend", "dtype", "burn_in")
 
 
-def by_model(table: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
-    """Pairs of what names the model, and its rows, in the order of the table; one pair if nothing names it."""
-    names = [name for name in _FRONT if name in table.columns]
+def by_setting(table: pd.DataFrame, one: list[str]) -> list[tuple[dict[str, Any], pd.DataFrame]]:
+    """Groups of rows that may be added up: of one model, checkpoint and setting, in the order of the table.
+
+    Args:
+        table: rows of a sweep, or of direct calls, which have no columns for these.
+        one: columns of which a job has each combination once.
+
+    Returns:
+        Pairs of what names the group (model and checkpoint, and settings of which the table has several) and its rows.
+
+    Raises:
+        ValueError: rows of the same job twice.
+    """
+    if "job" in table and (again := table.duplicated(["job", *one]) & table["job"].notna()).any():
+        raise ValueError(f"table must have each job once, got job {table.loc[again, 'job'].iloc[0][:12]}… twice")
+    names = [name for name in (*_MODEL, *_SETTINGS) if name in table]
     if not names:
         return [({}, table)]
+    kept = [name for name in names if name in _MODEL or len(table[name].unique()) > 1]
     found = table.groupby(names, sort=False, dropna=False)
-    kept = [name for name in names if name != "seed" or table[name].notna().any()]
     return [({name: rows[name].iloc[0] for name in kept}, rows) for _, rows in found]
 
 
@@ -103,10 +117,11 @@ def merge_additivity(table: pd.DataFrame, part: TablePart = "summary") -> pd.Dat
 
     Returns:
         The columns of ``additivity`` (or of ``AdditiveFit.to_frame(part)`` with ``layer``), with ``model``,
-        ``checkpoint`` and ``step`` in front if the table has them. The figures are those of one process, to rounding.
+        ``checkpoint`` and ``step`` in front if the table has them, and settings (such as ``arguments`` and ``dtype``)
+        of which it has several: texts are pooled within each. The figures are those of one process, to rounding.
 
     Raises:
-        ValueError: another table; texts of several lengths, or a text that lacks heads of a layer.
+        ValueError: another table; a job twice; texts of several lengths, or a text that lacks heads of a layer.
 
     Example:
         >>> import pandas as pd
@@ -122,7 +137,7 @@ def merge_additivity(table: pd.DataFrame, part: TablePart = "summary") -> pd.Dat
     if not whole or not table["sums"].notna().any():
         raise ValueError(f"table must be what marginals_by_layer returns, got columns {list(table.columns)}")
     merged = []
-    for front, of_model in by_model(table[table["sums"].notna()]):
+    for front, of_model in by_setting(table[table["sums"].notna()], ["layer", "batch", "head"]):
         for layer, rows in of_model.groupby("layer", sort=False):
             fit = _pooled(rows, layer).to_frame(part)
             fit.insert(list(fit.columns).index("head"), "layer", layer)
@@ -173,7 +188,7 @@ def moments_by_layer(
         One row per layer, side and head: ``layer``, ``side`` (``"query"`` or ``"key"``), ``head`` (of keys: the key
         head), ``count``, ``mean`` (``d_head`` numbers) and ``cov`` (their covariance, ``d_head²`` numbers, row by row),
         float64, in the coordinates of ``Moments``; ``scale`` and ``length``; ``frequencies`` (radians per position),
-        ``pairing``, ``attention_factor`` and ``angle_dtype`` of the rotation.
+        ``pairing``, ``attention_factor`` and ``angle_dtype`` of the rotation; ``burn_in``.
 
     Raises:
         ValueError: what ``controlled_distance`` refuses.
@@ -187,7 +202,8 @@ def moments_by_layer(
         >>> len(merge_controlled_distance(parts))
         8
     """
-    return measure_layers(model, tokens, "moments_by_layer", _rows, layers=layers, burn_in=burn_in, progress=progress)
+    table = measure_layers(model, tokens, "moments_by_layer", _rows, layers=layers, burn_in=burn_in, progress=progress)
+    return table.assign(burn_in=burn_in)
 
 
 def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
@@ -198,7 +214,8 @@ def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
             of other experiments are left out.
 
     Raises:
-        ValueError: another table; several models or checkpoints, or layers that rotate differently.
+        ValueError: another table; several models, checkpoints or settings (such as ``burn_in``); a job twice; layers
+            that rotate differently.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -208,9 +225,13 @@ def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
         64.0
     """
     table = _checked(table)
-    groups = by_model(table)
+    groups = by_setting(table, ["layer", "side", "head"])
     if len(groups) != 1:
-        raise ValueError(f"table must be of one model and checkpoint, got {len(groups)}: choose one of them")
+        differ = [name for name in groups[0][0] if len({str(front[name]) for front, _ in groups}) > 1]
+        raise ValueError(
+            f"table must be of one model, checkpoint and setting, got {len(groups)} that differ in "
+            f"{', '.join(differ)}: choose the rows of one of them"
+        )
     return {int(rows["layer"].iloc[0]): _merged(rows) for _, rows in table.groupby("layer", sort=False)}
 
 
@@ -223,10 +244,12 @@ def merge_controlled_distance(table: pd.DataFrame, distances: Numbers | None = N
 
     Returns:
         The columns of ``controlled_distance``, with ``model``, ``checkpoint`` and ``step`` in front if the table has
-        them. The figures are those of one process that reads everything, to rounding.
+        them, and settings (such as ``arguments`` and ``burn_in``) of which it has several: texts are added up within
+        each. The figures are those of one process that reads everything, to rounding.
 
     Raises:
-        ValueError: another table; texts of several lengths and no distances; layers that rotate differently.
+        ValueError: another table; a job twice; texts of several lengths and no distances; layers that rotate
+            differently.
 
     Example:
         >>> import pandas as pd
@@ -240,7 +263,7 @@ def merge_controlled_distance(table: pd.DataFrame, distances: Numbers | None = N
     """
     table = _checked(table)
     merged = []
-    for front, of_model in by_model(table):
+    for front, of_model in by_setting(table, ["layer", "side", "head"]):
         for layer, rows in of_model.groupby("layer", sort=False):
             lengths = rows["length"].unique()
             if distances is None and len(lengths) > 1:

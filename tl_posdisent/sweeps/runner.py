@@ -118,10 +118,12 @@ def sweep(
 
     Returns:
         The tables of all jobs below each other, in the order of ``jobs`` whatever the order in which they were done. In
-        front ``model``, ``checkpoint``, ``step`` (if the checkpoint names one), ``text``, ``seed``, ``experiment`` and
-        ``job``, its hash; a column of the experiment that has such a name and says something else gets the
-        experiment's name before it. Of several experiments each has its own columns, NaN elsewhere. Failed jobs have no
-        rows: there is a warning, ``attrs["failed"]`` has their hashes, and ``failures(out)`` says more.
+        front ``model``, ``checkpoint``, ``step`` (if the checkpoint names one), ``text``, ``seed``, ``experiment``,
+        ``arguments`` (JSON), ``backend``, ``dtype`` and ``job``, its hash; then a column for each argument (lists as
+        JSON) that is not a column of the experiment. A column of the experiment that has a job column's name and says
+        something else gets the experiment's name as a prefix. Of several experiments each has its own columns, NaN
+        elsewhere. Failed jobs have no rows: there is a warning, ``attrs["failed"]`` has their hashes, and
+        ``failures(out)`` says more.
 
     Raises:
         ValueError: no jobs; something that is no job or no executor; numbers out of range; ``out`` is a file, or a

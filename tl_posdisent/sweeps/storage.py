@@ -113,16 +113,20 @@ def write_failure(out: Path, job: Job, error: BaseException) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    about = {**job.columns(), "arguments": job.arguments, "error": type(error).__name__, "message": str(error)}
+    about = {**job.columns(), "error": type(error).__name__, "message": str(error)}
     about["traceback"] = "".join(traceback.format_exception(error))
     with whole_file(failure_of(out, job)) as file:
         file.write(json.dumps(about, indent=1).encode("utf-8"))
 
 
 def with_columns(job: Job, table: pd.DataFrame) -> pd.DataFrame:
-    """A job's table with the job in front. A column of the same name that says the same is left out; one that says
-    something else gets the experiment's name before its own."""
+    """A job's table after the columns that name the job and its arguments. A column of the table with the same name as
+    one of the job's is dropped if it says the same, and gets the experiment's name as a prefix otherwise. An argument
+    whose name the table or the job has already gets no column of its own."""
     front = job.columns()
+    for name, value in json.loads(job.arguments).items():
+        if name not in front and name not in table:
+            front[name] = json.dumps(value) if isinstance(value, list | dict) else value
     same = [name for name in front if name in table and table[name].map(lambda x, name=name: x == front[name]).all()]
     table = table.drop(columns=same).rename(columns={name: f"{job.experiment}_{name}" for name in front})
     return pd.concat([pd.DataFrame([front] * len(table), columns=list(front), dtype=object), table], axis=1)
