@@ -90,8 +90,10 @@ def test_r_is_the_correlation_of_scores_and_fitted_scores(case: Case) -> None:
     scores = 2 + case.scores(2)
     fit = fit_additive(scores, **case.options)
     pairs = zip(cells_of(scores, case), cells_of(fit.fitted(), case), strict=True)
-    for r, r2, (x, y) in zip(fit.r.flatten(), fit.r2.flatten(), pairs, strict=True):
-        if len(x) == 1:
+    spare = (fit.n_cells - fit.n_parameters).flatten()
+    for r, r2, left, (x, y) in zip(fit.r.flatten(), fit.r2.flatten(), spare, pairs, strict=True):
+        if left == 0:  # it fits anything
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-9)
             assert r.isnan()
             assert r2.isnan()
         else:
@@ -201,7 +203,26 @@ def test_planted_components_are_recovered(length: int) -> None:
         (fit.intercept, torch.full((3,), 0.7, dtype=torch.float64)),
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
-    torch.testing.assert_close(fit.r, torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-12)
+    if length < 4:
+        assert bool(fit.r.isnan().all())  # as many parameters as cells
+    else:
+        torch.testing.assert_close(fit.r, torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_a_fit_without_residual_degrees_of_freedom_has_no_correlation(mask: Any) -> None:
+    """Two tokens: three or four cells, and as many parameters. Pooled texts share the distances, and leave some."""
+    scores = torch.randn(3, 2, 2, 2, dtype=torch.float64)
+    for x in (scores, scores.bfloat16()):
+        fit = fit_additive(x, mask=mask)
+        assert torch.equal(fit.n_cells, fit.n_parameters)
+        for name in ("r", "r2", "r2_adjusted"):
+            assert bool(getattr(fit, name).isnan().all())
+        torch.testing.assert_close(fit.fitted(), x.double() * fit.mask, rtol=0, atol=1e-9)
+        assert "r undefined" in repr(fit)
+    pooled = fit_additive(scores, mask=mask, pool=True)
+    spare = pooled.n_cells > pooled.n_parameters
+    assert torch.equal(pooled.r.isnan(), ~spare)
 
 
 @quick

@@ -91,7 +91,7 @@ def test_cells_inside_the_mask_must_be_scores(dtype: torch.dtype, value: Any, wh
 def test_a_masked_score_tensor_and_the_wrong_mask(dtype: torch.dtype) -> None:
     """The likeliest mistake: causal scores, and every cell asked for. All of them are found, the first is named."""
     scores = noise(2, 6, 6, dtype=dtype).masked_fill(~allowed(6, 6), torch.finfo(dtype).min)
-    with pytest.raises(ValueError, match=r"at index \(0, 0, 1\) \(query 0, key 1\) and 29 more such cells; pass the m"):
+    with pytest.raises(ValueError, match=r"at index \(0, 0, 1\) \(query 0, key 1\) and 29 more such cells; pass mask="):
         fit_additive(scores, mask="full")
     with pytest.raises(ValueError, match="pass the mask that the model used"):
         fit_additive(torch.full((4, 4), torch.finfo(dtype).min, dtype=dtype))

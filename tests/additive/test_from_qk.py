@@ -134,3 +134,24 @@ def test_pool_needs_texts() -> None:
     q, k = vectors(5, batch=())
     with pytest.raises(ValueError, match="pool=True needs a leading axis of texts"):
         fit_additive_qk(q, k, scale=1.0, pool=True)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e6])
+def test_scores_that_vary_by_rounding_alone_have_no_correlation(size: float) -> None:
+    """Queries and keys that are all alike, also at a right angle, where scores are 0 but for rounding."""
+    one = torch.tensor([0.1, 0.7, -0.3, 0.2], dtype=torch.float64)
+    other = torch.tensor([0.7, -0.1, 0.2, 0.3], dtype=torch.float64)
+    for key in (one, other, other + 1e-16 * one):
+        q, k = size * one.expand(40, 2, 4), size * key.expand(40, 1, 4)
+        for options in ({}, {"mask": "full"}, {"window": 3}):
+            fit = fit_additive_qk(q, k, scale=0.5, **options)
+            assert bool(fit.r.isnan().all())
+            assert bool(fit.share_key.isnan().all())
+        texts = fit_additive_qk(torch.stack([q, q]), torch.stack([k, k]), scale=0.5, pool=True)
+        assert bool(texts.r.isnan().all())
+
+
+def test_two_tokens_have_no_correlation() -> None:
+    fit = fit_additive_qk(torch.randn(2, 4, 8), torch.randn(2, 2, 8), scale=1.0)
+    assert bool(fit.r.isnan().all())
+    assert not bool(fit.share_distance.isnan().any())

@@ -54,10 +54,11 @@ def test_pooled_fit_is_dense_pooled_least_squares(options: dict, mask: Tensor) -
         x, y = scores[:, head][masks[:, head]], expected[masks[:, head]]
         assert fit.n_cells[head].item() == len(x)
         assert fit.n_parameters[head].item() == dense.rank()
+        spare = len(x) - dense.rank()
         r2 = 1 - (x - y).square().sum() / (x - x.mean()).square().sum()
+        r2 = r2 if spare else torch.full_like(r2, torch.nan)
         close(fit.r2[head], r2, 1e-10)
         close(fit.r[head], r2.clamp_min(0).sqrt(), 1e-10)
-        spare = len(x) - dense.rank()
         adjusted = 1 - (1 - r2) * (len(x) - 1) / spare if spare else torch.tensor(torch.nan).double()
         close(fit.r2_adjusted[head], adjusted, 1e-9)
 

@@ -11,6 +11,7 @@ import torch
 from support.masks import CASES, Case
 
 from tl_posdisent import fit_additive, score_correlation
+from tl_posdisent.rope import toeplitz_share
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -63,6 +64,27 @@ def test_of_scores_that_do_not_vary_is_undefined() -> None:
     b = torch.stack([a[0], torch.full((9, 9), 0.1), torch.zeros(9, 9)])
     assert score_correlation(a, b).isnan().tolist() == [False, True, True]
     assert score_correlation(b, a).isnan().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("value", [0.1, -3.7, 1e-3, 12345.678, 1e-300])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_of_a_constant_with_itself_it_is_undefined(dtype: torch.dtype, value: float) -> None:
+    for n in (3, 7, 29):
+        constant = torch.full((2, n, n), value, dtype=dtype)
+        for mask in ("causal", "full"):
+            assert bool(score_correlation(constant, constant, mask=mask).isnan().all())
+            assert bool(fit_additive(constant, mask=mask).r.isnan().all())
+    # But for the last bit of float64, which is what sums round to.
+    nearly = constant.double() * (1 + 2**-52 * torch.randint(0, 3, constant.shape))
+    assert bool(score_correlation(nearly, nearly).isnan().all())
+    assert bool(fit_additive(nearly).r.isnan().all())
+    assert bool(toeplitz_share(nearly).isnan().all())
+
+
+def test_what_varies_a_little_is_correlated() -> None:
+    noise = torch.randn(2, 9, 9, dtype=torch.float64)
+    small = 1 + 1e-9 * noise
+    torch.testing.assert_close(score_correlation(small, noise), torch.ones(2).double(), rtol=0, atol=1e-6)
 
 
 ONES = torch.ones(3, 3)

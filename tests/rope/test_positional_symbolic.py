@@ -10,9 +10,9 @@ from tl_posdisent.rope import positional_symbolic as module
 from tl_posdisent.rope.rotary import to_complex
 
 
-def case(*, length: int = 20, heads: int = 4, kv: int = 2, rest: int = 3, pairing: str = "half", shift: float = 0.0):
+def case(*, length: int = 20, heads: int = 4, kv: int = 2, rest: int = 3, pairing="half", shift=0.0, factor=1.0):
     generator = torch.Generator().manual_seed(0)
-    rotary = Rotary(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64), pairing)
+    rotary = Rotary(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64), pairing, factor)
     q, k = (torch.randn(2, length, n, 6 + rest, generator=generator, dtype=torch.float64) for n in (heads, kv))
     return q + shift, k + 3 * shift, rotary
 
@@ -23,7 +23,7 @@ def table(q: torch.Tensor, k: torch.Tensor, rotary: Rotary, only: int | None = N
     i = len(k) - 1
     distance = i - torch.arange(len(k), dtype=torch.float64)
     turn = torch.exp(1j * distance[:, None] * rotary.frequencies)
-    each = (zq[None, None] * zk.conj()[None] * turn[:, None]).real
+    each = rotary.attention_factor**2 * (zq[None, None] * zk.conj()[None] * turn[:, None]).real
     if only is not None:
         return each[..., only]
     return each.sum(-1) + (k_rest @ q_rest)[None]
@@ -45,10 +45,14 @@ def brute_force(q, k, rotary, only=None) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("pairing", ["half", "adjacent"])
-@pytest.mark.parametrize(("heads", "kv", "rest", "shift"), [(4, 2, 3, 0.0), (2, 2, 0, 0.0), (3, 1, 2, 50.0)])
-def test_equals_tables(pairing: str, heads: int, kv: int, rest: int, shift: float, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv", "rest", "shift", "factor"),
+    [(4, 2, 3, 0.0, 1.0), (2, 2, 0, 0.0, 1.3), (3, 1, 2, 50.0, 1.0), (2, 1, 3, 0.0, 1.5), (2, 1, 2, 1.0, 0.4)],
+)
+def test_equals_tables(pairing: str, heads: int, kv: int, rest: int, shift: float, factor: float, monkeypatch) -> None:
+    """Also where coordinates that are rotated are stretched (YaRN), and others are not."""
     monkeypatch.setattr(module, "_QUERIES_AT_ONCE", 7)  # several blocks
-    q, k, rotary = case(heads=heads, kv=kv, rest=rest, pairing=pairing, shift=shift)
+    q, k, rotary = case(heads=heads, kv=kv, rest=rest, pairing=pairing, shift=shift, factor=factor)
     found = positional_symbolic_qk(q, k, rotary)
     expected = brute_force(q, k, rotary)
     torch.testing.assert_close(torch.stack([found.positional, found.symbolic], -1), expected, rtol=1e-9, atol=1e-11)

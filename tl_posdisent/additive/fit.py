@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
+
+from tl_posdisent.utils.validation import check_flag
 
 from .cells import Cells, MaskKind, make_cells
 from .identifiability import count_parameters, fix_gauge
-from .marginals import Marginals, check_scores, read_marginals
+from .marginals import ROUNDING, Marginals, read_marginals
 from .result import AdditiveFit
+from .score_checks import check_scores, refuse_masking_values, refuse_patterns, warn_of_vectors
 from .solver import pooled, solve
-
-_ROUNDING = 1e-14  # scores that vary by less than this about their mean do not vary
 
 
 @torch.no_grad()
@@ -22,6 +23,7 @@ def fit_additive(
     mask: MaskKind | Bool[Tensor, "*mask query key"] = "causal",
     window: int | None = None,
     pool: bool = False,
+    check: bool = True,
 ) -> AdditiveFit:
     """Fit ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]`` by least squares, for all heads at once.
 
@@ -37,14 +39,18 @@ def fit_additive(
             cell counts, shared ``[query, key]`` or one per matrix (broadcast against the leading axes).
         window: keep only cells with ``|distance| < window`` (Mistral's and Gemma's sliding window).
         pool: one distance profile for all entries of the first axis (texts), each with its own query and key part.
+        check: refuse an attention pattern (rows that are non-negative and sum to 1), and warn of what may be q, k, v
+            or z (fewer "queries" than "keys", finite also where a causal mask is). False fits it without a word.
+            With as many heads as coordinates, q, k, v and z look like scores, and there is no warning.
 
     Returns:
         An ``AdditiveFit``: components with their gauge fixed, ``r``, shares, ``fitted()``, ``residual()``, tables.
 
     Raises:
         ValueError: scores of integer type, of less than two axes, empty or with a single key; a mask of wrong dtype
-            or size or that leaves nothing; a cell inside the mask that is NaN, infinite or a masking value (says
-            where); ``pool`` without a leading axis.
+            or size or that leaves nothing; a cell inside the mask that is NaN, infinite or a masking value such as
+            -1e9 (says where, and which mask to pass; a boolean mask is taken as it is); ``pool`` without a leading
+            axis; an attention pattern, unless ``check=False``.
 
     Example:
         >>> import torch
@@ -58,16 +64,29 @@ def fit_additive(
         True
     """
     scores = check_scores(scores).detach()
-    if not isinstance(pool, bool):
-        raise ValueError(f"pool must be True or False, got {pool!r}")
+    check_flag("pool", pool)
+    check_flag("check", check)
     if pool and scores.ndim < 3:
         raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(scores.shape)}")
     cells = make_cells(scores.shape, mask, window, device=scores.device)
-    return fit_marginals(read_marginals(scores, cells), cells, pool=pool)
+    if check:
+        refuse_patterns(scores)
+        if mask == "causal":
+            warn_of_vectors(scores)
+    read = read_marginals(scores, cells)
+    refuse_masking_values(scores, cells, mask, read.deviations(cells), "scores")
+    return fit_marginals(read, cells, pool=pool)
 
 
-def fit_marginals(read: Marginals, cells: Cells, *, pool: bool = False) -> AdditiveFit:
-    """The fit that belongs to marginal sums, wherever these come from."""
+def fit_marginals(
+    read: Marginals, cells: Cells, *, pool: bool = False, size: Float64[Tensor, "*batch"] | float = 0.0
+) -> AdditiveFit:
+    """Fit the scores that have these marginal sums.
+
+    Args:
+        size: of the terms that make up a score, where these are larger than the scores. Scores that vary by no more
+            than its rounding do not vary.
+    """
     pivot, sums, squares = read.pivot, read.sums, read.squares
     weights, n_cells = cells.counts, cells.n_cells
     if pool:
@@ -93,8 +112,10 @@ def fit_marginals(read: Marginals, cells: Cells, *, pool: bool = False) -> Addit
     centred = torch.addcmul(sums, weights, mean[..., None], value=-1)
     d, q, k = add_up(solution * centred)
     alone = add_up(torch.where(weights > 0, centred**2 / weights, 0.0))
-    level = mean + (pivot[0] if pool else pivot)
-    constant = total <= n_cells * (_ROUNDING * level) ** 2
+    level = (mean + (pivot[0] if pool else pivot)).abs()
+    size = torch.as_tensor(size, dtype=level.dtype, device=level.device)
+    level = level.maximum(size.amax(0) if pool and size.ndim else size)
+    constant = total <= n_cells * (ROUNDING * level) ** 2
 
     def share(x: Tensor) -> Tensor:
         return torch.where(constant, torch.nan, (x / total).clamp(0, 1))
@@ -102,7 +123,8 @@ def fit_marginals(read: Marginals, cells: Cells, *, pool: bool = False) -> Addit
     r2 = share(d + q + k)
     n_cells = n_cells.expand_as(r2)
     n_parameters = count_parameters(cells, len(sums) if pool else None).expand_as(r2)
-    spare = n_cells - n_parameters
+    spare = n_cells - n_parameters  # residual degrees of freedom; without any, the model fits whatever there is
+    r2 = torch.where(spare > 0, r2, torch.nan)
     return AdditiveFit(
         intercept=pivot + offset,
         distance=parts.distance[0] if pool else parts.distance,

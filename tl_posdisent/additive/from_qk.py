@@ -73,11 +73,10 @@ def fit_additive_qk(
         for text in range(len(queries))
         for head in range(n_kv)
     ]
-    pivot, sums, squares = (torch.cat(x) for x in zip(*parts, strict=True))
+    pivot, sums, squares, size = (torch.cat(x) for x in zip(*parts, strict=True))
     shape = (*batch, n_heads)
-    return fit_marginals(
-        Marginals(pivot.reshape(shape), sums.reshape(*shape, -1), squares.reshape(shape)), cells, pool=pool
-    )
+    read = Marginals(pivot.reshape(shape), sums.reshape(*shape, -1), squares.reshape(shape))
+    return fit_marginals(read, cells, pool=pool, size=size.reshape(shape))
 
 
 def _own(x: Tensor) -> Tensor:
@@ -87,8 +86,12 @@ def _own(x: Tensor) -> Tensor:
 
 def _read_group(
     q: Float64[Tensor, "head query d"], k: Float64[Tensor, "key d"], cells: Cells
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Pivot, marginal sums and sum of squares for the query heads that share a key head; changes ``q`` and ``k``."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pivot, marginal sums, sum of squares and size ``|q|·|k|`` for the query heads of a key head.
+
+    Changes ``q`` and ``k``.
+    """
+    size = q.square().sum(-1).mean(-1).sqrt() * k.square().sum(-1).mean().sqrt()
     q_mean, k_mean = q.mean(1, keepdim=True), k.mean(0)
     of_query = q @ k_mean
     u, v = q.sub_(q_mean), k.sub_(k_mean)
@@ -101,7 +104,7 @@ def _read_group(
     squares = _bilinear_squares(u, v, cells)
     known_sums = cells.product(known)
     squares = squares + (known * (2 * sums + known_sums)).sum(-1)
-    return pivot, sums + known_sums, squares
+    return pivot, sums + known_sums, squares, size
 
 
 def _bilinear_sums(

@@ -7,15 +7,15 @@ summed while they are in cache; cells outside the mask are never looked at.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, diagonal_sums
+from .cells import Cells, diagonal_sums
+from .score_checks import refuse_non_finite
 
-_HUGE = 1e30  # models mask with -inf or with a huge negative number; no real score comes near
+ROUNDING = 1e-14  # scores that vary by less than this of their size do not vary
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,21 +32,9 @@ class Marginals:
     sums: Float64[Tensor, "*batch coefficient"]
     squares: Float64[Tensor, "*batch"]
 
-
-def check_scores(scores: Any, name: str = "scores") -> Tensor:
-    """Refuse what cannot be a score tensor."""
-    if not isinstance(scores, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
-    if not scores.is_floating_point():
-        raise ValueError(f"{name} must be floating point, got {scores.dtype}")
-    if scores.layout != torch.strided or scores.is_meta:
-        what = "a meta tensor, which has no values" if scores.is_meta else f"{scores.layout}: call to_dense()"
-        raise ValueError(f"{name} must be dense and hold values, got {what}")
-    if scores.ndim < 2:
-        raise ValueError(f"{name} must have shape (..., query, key), got {tuple(scores.shape)}")
-    if scores.numel() == 0 or scores.shape[-1] < 2:
-        raise ValueError(f"{name} must hold at least one query and two keys, got shape {tuple(scores.shape)}")
-    return scores
+    def deviations(self, cells: Cells) -> Float64[Tensor, "*batch"]:
+        """Sum of squares about the mean of each matrix."""
+        return self.squares - cells.split(self.sums).query.sum(-1) ** 2 / cells.n_cells
 
 
 def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores") -> Marginals:
@@ -85,7 +73,7 @@ def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, name
             squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
     pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
     total = cells.split(sums).query.sum(-1)
-    _refuse_unusable(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
+    refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
     return Marginals(pivot, sums, squares)
 
 
@@ -134,23 +122,7 @@ def _typical(
         if bool(count.all()):
             break
     mean = x[:, rows].double().masked_fill(~inside, 0.0).sum((-2, -1)) / count
-    return torch.where(mean.abs() < _HUGE, mean, 0.0)  # NaN and masking values are reported later
-
-
-def _refuse_unusable(scores: Tensor, cells: Cells, squares: Tensor, name: str) -> None:
-    """Look for cells that are no scores, but only when their sum of squares says that there may be some."""
-    sentinel = torch.finfo(torch.float16).min if scores.dtype == torch.float16 else -_HUGE
-    if bool((squares < 0.99 * sentinel**2).all()):
-        return
-    bad = ~(scores > sentinel) | ~(scores < -sentinel)
-    bad &= cells.to_mask()
-    if bool(bad.any()):
-        where = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(
-            f"{name} must be finite inside the mask, got {scores[where].item():g} at index {where} "
-            f"(query {where[-2]}, key {where[-1]}) and {int(bad.sum()) - 1} more such cells; "
-            "pass the mask that the model used"
-        )
+    return torch.where(mean.abs() < 1e30, mean, 0.0)  # NaN and masking values are reported later
 
 
 # The marginals of a score matrix whose rows come a block at a time, as from a model with a key–value cache.

@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_posdisent.utils.tables import index_columns
 
 from .cells import Cells, cell_distances
-from .marginals import check_scores
+from .score_checks import check_scores
 
 Component = Literal["distance", "query", "key"]
 TablePart = Literal["summary", "distance", "query", "key"]
@@ -39,10 +39,12 @@ class AdditiveFit:
         query: ``[*batch, query]``; 0 for a query without cells.
         key: ``[*batch, key]``; 0 for a key without cells.
         distances: ``[distance]``, query position minus key position, ascending.
-        r: ``[*fit]``, Pearson correlation of scores and fitted scores; NaN where the scores do not vary.
-        r2: ``[*fit]``, its square, the share of the scores' variance that the fit explains.
-        r2_adjusted: ``[*fit]``, ``1 - (1 - r2)·(n_cells - 1)/(n_cells - n_parameters)``: about 0 for noise. NaN
-            where there are no more cells than parameters.
+        r: ``[*fit]``, Pearson correlation of scores and fitted scores. NaN where the scores do not vary, and where
+            the fit has no residual degrees of freedom (``n_cells == n_parameters``, as with two tokens): it then
+            equals the scores, whatever they are.
+        r2: ``[*fit]``, its square, the share of the scores' variance that the fit explains; NaN likewise.
+        r2_adjusted: ``[*fit]``, ``1 - (1 - r2)·(n_cells - 1)/(n_cells - n_parameters)``: about 0 for noise; NaN
+            likewise.
         share_distance, share_query, share_key: ``[*fit]``, the share of the variance that this axis explains when it
             is alone. They need not add up to ``r2``, as the axes overlap under a causal mask.
         n_cells: number of cells in each fit.

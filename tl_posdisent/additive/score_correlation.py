@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from .cells import MaskKind, make_cells
-from .marginals import check_scores, read_marginals
+from .marginals import ROUNDING, read_marginals
+from .score_checks import check_scores, refuse_masking_values
 
 
 @torch.no_grad()
@@ -25,7 +26,7 @@ def score_correlation(
         mask, window: as in ``fit_additive``.
 
     Returns:
-        ``[*batch]``, -1 … 1; NaN where one of the two does not vary.
+        ``[*batch]``, -1 … 1; NaN where one of the two does not vary beyond the rounding of float64.
 
     Raises:
         ValueError: different shapes, or what ``fit_additive`` refuses.
@@ -44,10 +45,15 @@ def score_correlation(
     cells = make_cells(a.shape, mask, window, device=a.device)
     inside = cells.to_mask()
     for name, scores in (("a", a), ("b", b)):
-        read_marginals(scores, cells, name)  # refuses cells that are no scores
+        read = read_marginals(scores, cells, name)  # refuses cells that are no scores
+        refuse_masking_values(scores, cells, mask, read.deviations(cells), name)
     n = inside.sum((-2, -1))
-    x, y = (torch.where(inside, s.detach().double(), 0.0) for s in (a, b))
-    x, y = (torch.where(inside, s - (s.sum((-2, -1)) / n)[..., None, None], 0.0) for s in (x, y))
-    norm = x.square().sum((-2, -1)).sqrt() * y.square().sum((-2, -1)).sqrt()
-    r = (x * y).sum((-2, -1)) / norm
-    return torch.where(norm > 0, r.clamp(-1, 1), torch.nan)
+    centred, sizes = [], []
+    for scores in (a, b):
+        x = torch.where(inside, scores.detach().double(), 0.0)
+        mean = x.sum((-2, -1)) / n
+        x = torch.where(inside, x - mean[..., None, None], 0.0)
+        size = torch.linalg.vector_norm(x, dim=(-2, -1))
+        centred.append(x)
+        sizes.append(torch.where(size > ROUNDING * n.sqrt() * mean.abs(), size, torch.nan))  # a mean may be rounded
+    return ((centred[0] * centred[1]).sum((-2, -1)) / sizes[0] / sizes[1]).clamp(-1, 1)

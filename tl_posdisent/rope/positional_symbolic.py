@@ -91,7 +91,8 @@ def positional_symbolic_qk(
     Args:
         q: queries before rotation, ``[*batch, pos, head, d_head]``.
         k: keys likewise, ``[*batch, pos, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
-        rotary: the layer's frequencies and pairing. The scale of the scores does not matter.
+        rotary: the layer's frequencies, pairing and attention factor, which weighs coordinates that are rotated
+            against those that are not. The scale of the scores does not matter.
 
     Raises:
         ValueError: shapes that do not belong together, fewer than two positions, values that are not finite.
@@ -113,6 +114,7 @@ def positional_symbolic_qk(
     check_rotary(rotary)
     *batch, _, n_heads, _ = q.shape
     queries, keys = (_as_subspaces(x, rotary) for x in (q, k))
+    queries[..., : rotary.dim // 2] *= rotary.attention_factor**2  # a matter of all coordinates, or of a part of them
     queries, keys = (x.reshape(-1, *x.shape[-3:]) for x in (queries, keys))
     theta = torch.zeros(queries.shape[-1], dtype=torch.float64, device=q.device)
     theta[: rotary.dim // 2] = rotary.frequencies.to(q.device)

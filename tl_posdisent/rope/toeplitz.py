@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
-from tl_posdisent.additive.marginals import Marginals, check_scores, read_marginals
-
-_ROUNDING = 1e-14  # scores that vary by less than this about their mean do not vary
+from tl_posdisent.additive.marginals import ROUNDING, Marginals, read_marginals
+from tl_posdisent.additive.score_checks import check_scores, refuse_masking_values
+from tl_posdisent.utils.validation import check_flag
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def toeplitz_share(
         ``[*batch]`` (``[*batch]`` less its first axis with ``pool``), 0…1; NaN where the scores do not vary.
 
     Raises:
-        ValueError: as ``fit_additive``.
+        ValueError: as ``fit_additive``, but for what its ``check`` refuses.
 
     Example:
         >>> import torch
@@ -47,12 +47,13 @@ def toeplitz_share(
         [1.0, 0.5]
     """
     scores = check_scores(scores).detach()
-    if not isinstance(pool, bool):
-        raise ValueError(f"pool must be True or False, got {pool!r}")
+    check_flag("pool", pool)
     if pool and scores.ndim < 3:
         raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(scores.shape)}")
     cells = make_cells(scores.shape, mask, window, device=scores.device)
-    return _between_distances(read_marginals(scores, cells), cells, pool=pool)
+    read = read_marginals(scores, cells)
+    refuse_masking_values(scores, cells, mask, read.deviations(cells), "scores")
+    return _between_distances(read, cells, pool=pool)
 
 
 def _between_distances(read: Marginals, cells: Cells, *, pool: bool) -> Float64[Tensor, "*fit"]:
@@ -71,7 +72,7 @@ def _between_distances(read: Marginals, cells: Cells, *, pool: bool) -> Float64[
     total = squares - n * mean**2
     centred = sums - counts * mean[..., None]
     between = torch.where(counts > 0, centred**2 / counts, 0.0).sum(-1)
-    constant = total <= n * (_ROUNDING * (mean + pivot)) ** 2
+    constant = total <= n * (ROUNDING * (mean + pivot)) ** 2
     return torch.where(constant, torch.nan, (between / total).clamp(0, 1))
 
 

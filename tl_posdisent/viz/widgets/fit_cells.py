@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.marginals import check_scores
 from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.additive.score_checks import check_scores
 
 from .selection import Choice, choose
 

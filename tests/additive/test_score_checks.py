@@ -1,0 +1,131 @@
+"""What is no score is refused, or warned of, and scores are not, however sharp the attention."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support.dense import allowed
+from torch import Tensor
+
+from tl_posdisent import fit_additive, score_correlation
+from tl_posdisent.rope import toeplitz_share
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+MASKING = [-1e4, -5e4, -65504.0, -1e6, -1e9, -1e10, -1e20]
+LENGTH = 12
+
+
+def scores_of(dtype: torch.dtype = torch.float32, size: float = 3.0, length: int = LENGTH) -> Tensor:
+    x = size * torch.randn(2, 3, length, length, generator=torch.Generator().manual_seed(0))
+    return x.to(dtype)
+
+
+def masked(scores: Tensor, cells: Tensor, value: float, how: str) -> Tensor:
+    """Masked as models do: in place of the scores, or by addition."""
+    if how == "replaced":
+        return scores.masked_fill(~cells, value)
+    return scores + torch.where(cells, 0.0, value).to(scores.dtype)
+
+
+@pytest.mark.parametrize("how", ["replaced", "added"])
+@pytest.mark.parametrize("value", MASKING)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masking_values_are_refused_and_the_argument_is_named(dtype: torch.dtype, value: float, how: str) -> None:
+    if dtype == torch.float16 and value < -65504:
+        pytest.skip("infinite in float16")
+    causal, window = allowed(LENGTH, LENGTH), allowed(LENGTH, LENGTH, window=5)
+    no_key = causal & (torch.arange(LENGTH) != 1)
+    for cells, options, advice in (
+        (causal, {"mask": "full"}, r"pass mask=\"causal\""),
+        (window, {"mask": "full"}, r"pass mask=\"causal\", window=5"),
+        (window, {}, "pass window=5"),
+        (no_key, {}, "pass the mask that the model used"),
+    ):
+        scores = masked(scores_of(dtype), cells, value, how)
+        for function in (fit_additive, toeplitz_share, lambda x, **o: score_correlation(x, x, **o)):
+            with pytest.raises(ValueError, match=r"inside the mask, got -.* at index .* more such cells; " + advice):
+                function(scores, **options)
+        fit_additive(scores, mask=cells)  # what was advised
+
+
+@pytest.mark.parametrize("value", [-1e4, -1e9])
+def test_one_head_masked_and_two_tokens(value: float) -> None:
+    scores = scores_of()
+    scores[1, 2] = masked(scores[1, 2], allowed(LENGTH, LENGTH), value, "replaced")
+    with pytest.raises(ValueError, match=r"at index \(1, 2, 0, 1\) .* and 65 more such cells; pass mask=\"causal\" "):
+        fit_additive(scores, mask="full")
+    two = torch.tensor([[1.0, value], [2.0, -0.5]])
+    with pytest.raises(ValueError, match=r'and 0 more such cells; pass mask="causal"'):
+        fit_additive(two, mask="full")
+
+
+def test_a_boolean_mask_is_taken_as_it_is() -> None:
+    scores = masked(scores_of(torch.float64), allowed(LENGTH, LENGTH), -1e4, "replaced")
+    everything = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    assert bool((fit_additive(scores, mask=everything).r > 0.5).all())
+    assert not toeplitz_share(scores, mask=everything).isnan().any()
+    assert not score_correlation(scores, scores, mask=everything).isnan().any()
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 100.0, 1e4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sharp_attention_is_fitted(dtype: torch.dtype, size: float) -> None:
+    """Also short texts, one very low score, a quadratic slope, and rows that are low as a whole."""
+    for length in (3, 4, 7, 40):
+        scores = (scores_of(torch.float64, size, length)).clamp(-6e4, 6e4).to(dtype)
+        for mask in ("causal", "full"):
+            fit_additive(scores, mask=mask)
+    scores = scores_of(torch.float64, size)
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    fit_additive((scores - 40 * distance**2).to(dtype), mask="full")
+    fit_additive((scores - 5e3 * (torch.arange(LENGTH)[:, None] % 2)).to(dtype))
+    scores[..., 7, 3] -= 20 * size
+    fit_additive(scores.clamp(-6e4, 6e4).to(dtype))
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_patterns_are_refused_unless_insisted(dtype: torch.dtype, mask: Any) -> None:
+    scores = scores_of(torch.float32).masked_fill(~allowed(LENGTH, LENGTH, mask), -torch.inf)
+    pattern = scores.softmax(-1).to(dtype)
+    for padding in (None, 0.0, torch.nan):
+        if padding is not None:
+            pattern[0, :, :2] = padding  # queries of a padded text
+        with pytest.raises(ValueError, match="got rows that are non-negative and sum to 1, which is an attention patt"):
+            fit_additive(pattern, mask=mask)
+    pattern[0, :, :2] = 0.0
+    assert bool((fit_additive(pattern, mask=mask, check=False).r > 0).all())
+
+
+def test_what_only_resembles_a_pattern_is_fitted() -> None:
+    pattern = scores_of().masked_fill(~allowed(LENGTH, LENGTH), -torch.inf).softmax(-1)
+    for scores in (pattern.log().nan_to_num(neginf=-100.0), 1.02 * pattern, pattern - 1e-3, torch.zeros(5, 5)):
+        fit_additive(scores)
+    pattern[0, 0, 5, 3] += 0.5  # one row that is none
+    fit_additive(pattern)
+
+
+def test_vectors_are_warned_of_unless_insisted() -> None:
+    z = torch.randn(1, 12, 4, 8)  # as cache["z", 3] and cache["q", 3]: batch, pos, head, d_head
+    for x in (z, z[0], z.bfloat16()):
+        with pytest.warns(UserWarning, match="q, k, v and z, which are"):
+            fit_additive(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit_additive(z, check=False)
+        fit_additive(z[0, 0])  # no leading axes
+        fit_additive(z, mask="full")
+        fit_additive(z[..., :1, :])  # one query at the last key sees all
+        fit_additive(torch.randn(2, 3, 9, 9))
+        for value in (-torch.inf, -1e9, torch.finfo(torch.float32).min, 0.0):  # the last queries of cached generation
+            fit_additive(z.masked_fill(~allowed(4, 8), value))
+
+
+@pytest.mark.parametrize("flag", ["check", "pool"])
+@pytest.mark.usefixtures("unchecked")
+def test_flags_are_true_or_false(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag} must be True or False, got 'no'"):
+        fit_additive(torch.randn(1, 3, 3), **{flag: "no"})

@@ -1,0 +1,154 @@
+"""Checks that a tensor holds attention scores: shape, dtype, masking values, attention patterns, vectors."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from .cells import Cells, MaskKind, cell_distances
+
+# Models mask with -inf, the lowest number of some dtype, or a round number: -1e4 is the least that is in use. Real
+# scores are hundreds at most, and come to -1000 only where attention is far sharper than in any trained model.
+_FAR = 1000.0
+_APART = 100  # masked cells are this many times further from the other scores than these are from each other
+
+
+def check_scores(scores: Any, name: str = "scores") -> Tensor:
+    """Return ``scores``, or raise unless it is a dense floating point tensor ``(..., query, key)``."""
+    if not isinstance(scores, Tensor):
+        raise ValueError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
+    if not scores.is_floating_point():
+        raise ValueError(f"{name} must be floating point, got {scores.dtype}")
+    if scores.layout != torch.strided or scores.is_meta:
+        what = "a meta tensor, which has no values" if scores.is_meta else f"{scores.layout}: call to_dense()"
+        raise ValueError(f"{name} must be dense and hold values, got {what}")
+    if scores.ndim < 2:
+        raise ValueError(f"{name} must have shape (..., query, key), got {tuple(scores.shape)}")
+    if scores.numel() == 0 or scores.shape[-1] < 2:
+        raise ValueError(f"{name} must hold at least one query and two keys, got shape {tuple(scores.shape)}")
+    return scores
+
+
+def refuse_patterns(scores: Float[Tensor, "*batch query key"]) -> None:
+    """Raise if the tensor is an attention pattern: every row is non-negative and sums to 1.
+
+    Rows of zeros or NaN, as padding leaves them, count as rows of a pattern if there are others.
+    """
+    if not bool(((scores[..., -1, :] >= 0) | scores[..., -1, :].isnan()).all()):
+        return  # one row of real scores is enough to know, without reading all
+    rows = torch.nan_to_num(scores.detach(), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+    sums = rows.sum(-1, dtype=torch.float64)
+    ones = (sums - 1).abs() < 0.01  # bfloat16 rounds each probability to three digits
+    if bool((rows >= 0).all() & (ones | (sums == 0)).all() & ones.any()):
+        raise ValueError(
+            "scores must be attention logits before the softmax, got rows that are non-negative and sum to 1, which "
+            'is an attention pattern; pass cache["attn_scores", layer], or check=False to fit these values as they are'
+        )
+
+
+def warn_of_vectors(scores: Float[Tensor, "*batch query key"]) -> None:
+    """Warn if fewer queries than keys come with scores where a causal model has none.
+
+    Queries, keys, values and ``z`` are ``[batch, pos, head, d_head]``: read as scores, their heads are the last
+    queries of ``d_head`` keys, and nothing is masked.
+    """
+    n_query, n_key = scores.shape[-2:]
+    if scores.ndim < 3 or not 1 < n_query < n_key:
+        return
+    future = scores[..., 0, n_key - n_query + 1 :]
+    if bool((future.isfinite() & (future > -_FAR)).all() & (future != 0).any()):
+        warnings.warn(
+            f"scores of shape {tuple(scores.shape)} are fitted as (..., query, key) with the queries at the last keys, "
+            "but keys after a query are not masked: q, k, v and z, which are (batch, pos, head, d_head), look like "
+            "that and are no scores; pass check=False if these are scores",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def refuse_non_finite(scores: Tensor, cells: Cells, squares: Tensor, name: str) -> None:
+    """Raise if a cell is NaN, infinite or the lowest number of a dtype; look only if the sum of squares is large."""
+    sentinel = torch.finfo(torch.float16).min if scores.dtype == torch.float16 else -1e30
+    if bool((squares < 0.99 * sentinel**2).all()):
+        return
+    bad = ~(scores > sentinel) | ~(scores < -sentinel)
+    bad &= cells.to_mask()
+    if bool(bad.any()):
+        raise ValueError(f"{name} must be finite inside the mask, {_where(scores, bad)}; {_advice(bad, cells)}")
+
+
+def refuse_masking_values(
+    scores: Tensor, cells: Cells, mask: MaskKind | Bool[Tensor, "*mask query key"], deviations: Tensor, name: str
+) -> None:
+    """Raise if some cells were masked by a finite number such as -1e9, -65504 or -1e4, alone or added to the scores.
+
+    They are recognised by their distance: far below 0, and either far below all other cells, or one number again and
+    again, beside other scores in the same row. A boolean ``mask`` is taken as it is.
+
+    Args:
+        deviations: ``[*batch]``, sums of squares about the mean, which say where to look.
+    """
+    if isinstance(mask, Tensor) or bool((deviations < _FAR**2 / 2).all()):
+        return
+    n_query, n_key = scores.shape[-2:]
+    inside = cells.to_mask().expand(scores.shape).reshape(-1, n_query, n_key)
+    flat, bad = scores.detach().reshape(-1, n_query, n_key), torch.zeros_like(inside)
+    for matrix in (deviations.flatten() >= _FAR**2 / 2).nonzero().flatten().tolist():
+        bad[matrix] = _masked(flat[matrix].double(), inside[matrix])
+    bad = bad.reshape(scores.shape)
+    if bool(bad.any()):
+        raise ValueError(
+            f"{name} must not hold masking values inside the mask, {_where(scores, bad)}; {_advice(bad, cells)} "
+            "(a boolean mask is taken as it is)"
+        )
+
+
+def _masked(scores: Tensor, inside: Tensor) -> Bool[Tensor, "query key"]:
+    """Which cells of one matrix hold a masking value."""
+    none = torch.zeros_like(inside)
+    lowest = scores[inside].min()
+    if lowest > -_FAR:
+        return none
+    far, near = inside & (scores < lowest / 20), inside & (scores >= lowest / 20)
+    rest = scores[near]
+    apart = len(rest) >= 3 and bool(rest.min() - scores[far].max() > _APART * (rest.max() - rest.min()))
+    if apart and _beside(far, near):
+        return far
+    same = inside & (scores <= lowest + 1e-6 * lowest.abs())
+    often = same.sum() >= max(3, 0.05 * float(inside.sum()))
+    return same if bool(often) and _beside(same, inside & (scores > lowest / 2)) else none
+
+
+def _beside(some: Tensor, others: Tensor) -> bool:
+    """Whether a row holds both: a row that is low as a whole is a query component."""
+    return bool((some.any(-1) & others.any(-1)).any())
+
+
+def _where(scores: Tensor, bad: Tensor) -> str:
+    first = tuple(bad.nonzero()[0].tolist())
+    return (
+        f"got {scores[first].item():g} at index {first} (query {first[-2]}, key {first[-1]}) "
+        f"and {int(bad.sum()) - 1} more such cells"
+    )
+
+
+def _advice(bad: Tensor, cells: Cells) -> str:
+    """The argument that leaves exactly the bad cells of a matrix out, if there is one."""
+    matrix = tuple(bad.nonzero()[0, :-2].tolist())
+    inside = cells.to_mask().expand(bad.shape)[matrix]
+    kept, distance = inside & ~bad[matrix], cell_distances(cells.n_query, cells.n_key, bad.device)
+    if bool(kept.any()):
+        window = int(distance[kept].abs().max()) + 1
+        for causal in (False, True):
+            for limit in (None, window):
+                left = (distance >= 0) | (not causal)
+                if limit is not None:
+                    left &= distance.abs() < limit
+                if torch.equal(kept, inside & left):
+                    words = ['mask="causal"'] * causal + [f"window={limit}"] * (limit is not None)
+                    return "pass " + ", ".join(words)
+    return "pass the mask that the model used"
