@@ -12,7 +12,7 @@ from .cells import Cells, MaskKind, make_cells
 from .identifiability import count_parameters, fix_gauge
 from .marginals import ROUNDING, Marginals, read_marginals
 from .result import AdditiveFit
-from .score_checks import check_scores, refuse_masking_values, refuse_patterns, warn_of_vectors
+from .score_checks import check_scores, refuse_patterns, warn_of_vectors
 from .solver import pooled, solve
 
 
@@ -73,8 +73,7 @@ def fit_additive(
         refuse_patterns(scores)
         if mask == "causal":
             warn_of_vectors(scores)
-    read = read_marginals(scores, cells)
-    refuse_masking_values(scores, cells, mask, read.deviations(cells), "scores")
+    read = read_marginals(scores, cells, suspicious=isinstance(mask, str))
     return fit_marginals(read, cells, pool=pool)
 
 

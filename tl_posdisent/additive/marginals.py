@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from .cells import Cells, diagonal_sums
-from .score_checks import refuse_non_finite
+from .score_checks import refuse_masking_values, refuse_non_finite
 
 ROUNDING = 1e-14  # scores that vary by less than this of their size do not vary
 
@@ -32,13 +32,15 @@ class Marginals:
     sums: Float64[Tensor, "*batch coefficient"]
     squares: Float64[Tensor, "*batch"]
 
-    def deviations(self, cells: Cells) -> Float64[Tensor, "*batch"]:
-        """Sum of squares about the mean of each matrix."""
-        return self.squares - cells.split(self.sums).query.sum(-1) ** 2 / cells.n_cells
 
-
-def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores") -> Marginals:
+def read_marginals(
+    scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores", *, suspicious: bool = False
+) -> Marginals:
     """Marginal sums of every score matrix over ``cells``, in float64.
+
+    Args:
+        name: of the scores, for errors.
+        suspicious: look for masking values such as -1e9 too; not where the user has marked every cell that counts.
 
     Raises:
         ValueError: a cell inside the mask is NaN, infinite or a masking value; says where the first one is.
@@ -48,7 +50,7 @@ def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, name
     n = flat.shape[0]
     sums = flat.new_zeros(n, cells.counts.shape[-1], dtype=torch.float64)
     by_distance, by_query, by_key = cells.split(sums)
-    pivot, squares = (flat.new_zeros(n, dtype=torch.float64) for _ in range(2))
+    pivot, squares, lowest = (flat.new_zeros(n, dtype=torch.float64) for _ in range(3))
 
     rows, heads = _block_size(flat)
     for first in range(0, n, heads):
@@ -70,10 +72,13 @@ def read_marginals(scores: Float[Tensor, "*batch query key"], cells: Cells, name
             by_distance[some, diagonals] += diagonal_sums(block, low - shift, high - shift)
             by_query[some, row:stop] += block.sum(-1)
             by_key[some, left:right] += block.sum(-2)[..., : right - left]
+            lowest[some] = lowest[some].minimum(block.amin((-2, -1)) + pivot[some])
             squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
     pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
     total = cells.split(sums).query.sum(-1)
     refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
+    if suspicious:
+        refuse_masking_values(scores, cells, lowest, name)
     return Marginals(pivot, sums, squares)
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .cells import Cells, MaskKind, cell_distances
+from .cells import Cells, cell_distances
 
 # Models mask with -inf, the lowest number of some dtype, or a round number: -1e4 is the least that is in use. Real
 # scores are hundreds at most, and come to -1000 only where attention is far sharper than in any trained model.
@@ -81,23 +81,21 @@ def refuse_non_finite(scores: Tensor, cells: Cells, squares: Tensor, name: str) 
         raise ValueError(f"{name} must be finite inside the mask, {_where(scores, bad)}; {_advice(bad, cells)}")
 
 
-def refuse_masking_values(
-    scores: Tensor, cells: Cells, mask: MaskKind | Bool[Tensor, "*mask query key"], deviations: Tensor, name: str
-) -> None:
+def refuse_masking_values(scores: Tensor, cells: Cells, lowest: Tensor, name: str) -> None:
     """Raise if some cells were masked by a finite number such as -1e9, -65504 or -1e4, alone or added to the scores.
 
     They are recognised by their distance: far below 0, and either far below all other cells, or one number again and
-    again, beside other scores in the same row. A boolean ``mask`` is taken as it is.
+    again, beside other scores in the same row.
 
     Args:
-        deviations: ``[*batch]``, sums of squares about the mean, which say where to look.
+        lowest: ``[matrix]``, the lowest score of each, which says where to look.
     """
-    if isinstance(mask, Tensor) or bool((deviations < _FAR**2 / 2).all()):
+    if bool((lowest > -_FAR).all()):
         return
     n_query, n_key = scores.shape[-2:]
     inside = cells.to_mask().expand(scores.shape).reshape(-1, n_query, n_key)
     flat, bad = scores.detach().reshape(-1, n_query, n_key), torch.zeros_like(inside)
-    for matrix in (deviations.flatten() >= _FAR**2 / 2).nonzero().flatten().tolist():
+    for matrix in (lowest <= -_FAR).nonzero().flatten().tolist():
         bad[matrix] = _masked(flat[matrix].double(), inside[matrix])
     bad = bad.reshape(scores.shape)
     if bool(bad.any()):

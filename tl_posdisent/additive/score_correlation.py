@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .cells import MaskKind, make_cells
 from .marginals import ROUNDING, read_marginals
-from .score_checks import check_scores, refuse_masking_values
+from .score_checks import check_scores
 
 
 @torch.no_grad()
@@ -45,8 +45,7 @@ def score_correlation(
     cells = make_cells(a.shape, mask, window, device=a.device)
     inside = cells.to_mask()
     for name, scores in (("a", a), ("b", b)):
-        read = read_marginals(scores, cells, name)  # refuses cells that are no scores
-        refuse_masking_values(scores, cells, mask, read.deviations(cells), name)
+        read_marginals(scores, cells, name, suspicious=isinstance(mask, str))  # refuses cells that are no scores
     n = inside.sum((-2, -1))
     centred, sizes = [], []
     for scores in (a, b):

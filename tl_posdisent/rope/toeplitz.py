@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.marginals import ROUNDING, Marginals, read_marginals
-from tl_posdisent.additive.score_checks import check_scores, refuse_masking_values
+from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.validation import check_flag
 
 
@@ -51,9 +51,7 @@ def toeplitz_share(
     if pool and scores.ndim < 3:
         raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(scores.shape)}")
     cells = make_cells(scores.shape, mask, window, device=scores.device)
-    read = read_marginals(scores, cells)
-    refuse_masking_values(scores, cells, mask, read.deviations(cells), "scores")
-    return _between_distances(read, cells, pool=pool)
+    return _between_distances(read_marginals(scores, cells, suspicious=isinstance(mask, str)), cells, pool=pool)
 
 
 def _between_distances(read: Marginals, cells: Cells, *, pool: bool) -> Float64[Tensor, "*fit"]:
