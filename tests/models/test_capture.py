@@ -9,9 +9,9 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import additivity, capture, load_demo_model, swap_positions
-from tl_posdisent.models.capture import stream
-from tl_posdisent.models.reading import read_layers
+from tl_posdisent import additivity, capture, fit_additive, load_demo_model, read_model, swap_positions
+from tl_posdisent.models import AttentionSpec, Captured
+from tl_posdisent.models.capture import for_each_layer, for_each_scores
 from tl_posdisent.rope import rotate
 
 TOKENS = zoo.random_tokens()
@@ -96,9 +96,14 @@ def test_scores_of_other_kinds_are_streamed_and_not_captured(kind: str, name: st
     with pytest.raises(ValueError, match=r"layer 0 of \w+: "):
         capture(model, TOKENS)
     cache = cached(model)
-    for layer in stream(model, TOKENS, read_layers(model)):
-        assert (layer.q, layer.k, layer.q_rot, layer.k_rot) == (None,) * 4
-        assert torch.equal(layer.scores, cache["attn_scores", layer.layer])
+    seen: list[int] = []
+
+    def compare(spec: AttentionSpec, scores: Tensor) -> None:
+        seen.append(spec.layer)
+        assert torch.equal(scores, cache["attn_scores", spec.layer])
+
+    for_each_scores(model, TOKENS, read_model(model).specs(), compare)
+    assert seen == list(range(model.cfg.n_layers))
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME))
@@ -118,8 +123,10 @@ def test_without_scores(shared_model: Any) -> None:
         for with_scores, without in zip(
             list(capture(model, TOKENS)), capture(model, TOKENS, scores=False), strict=True
         ):
-            assert without.scores is None
+            assert without.own_scores is None
             assert torch.equal(without.k_rot, with_scores.k_rot)
+            inside = without.spec.mask(12)
+            close(without.scores[..., inside], with_scores.scores[..., inside])
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -168,7 +175,7 @@ def fires_and_matters(model: Any, name: str, fired: list[int]) -> bool:
     with torch.no_grad():
         model(TOKENS)
     short = name.rsplit(".", 1)[-1]
-    editable = short != "hook_attn_scores" or read_layers(model, [1])[0].scores is not None
+    editable = short != "hook_attn_scores" or read_model(model, 1).specs()[0].scores is not None
     return bool(fired) and short != "hook_q" and editable
 
 
@@ -203,7 +210,7 @@ def test_padding_is_refused(name: str, shared_model: Any) -> None:
 
     for padding in (slice(0, 3), slice(9, 12)):
         mask = torch.ones(2, 12, dtype=torch.int64)
-        list(stream(Padded(mask), TOKENS, read_layers(model)))
+        for_each_scores(Padded(mask), TOKENS, read_model(model).specs(), lambda spec, scores: None)
         mask[1, padding] = 0
         for function in (capture, lambda m, t: additivity(m, t, progress=False)):
             if name == "bloom" and function is capture:
@@ -228,3 +235,67 @@ def test_padding_by_a_tokenizer_is_refused() -> None:
     ):
         list(capture(model, model.to_tokens(texts)))
     assert len(list(capture(model, texts[:1] * 2))) == 5
+
+
+# --- callbacks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME))
+def test_a_callback_gets_what_the_generator_yields(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    expected = list(capture(model, TOKENS))
+    specs = read_model(model).specs()
+    got: list[Captured] = []
+    for_each_layer(model, TOKENS, specs[::-1], got.append)
+    assert [layer.layer for layer in got] == [0, 1]
+    for here, there in zip(got, expected, strict=True):
+        assert all(torch.equal(getattr(here, x), getattr(there, x)) for x in ("q", "k", "q_rot", "k_rot", "scores"))
+
+
+def test_an_error_of_the_callback_is_the_callers(shared_model: Any) -> None:
+    """Not one of the model beyond its context, whatever its type; and the model is as it was."""
+    model = shared_model("bridge", "llama-gqa")
+    tokens = zoo.random_tokens(model.cfg.n_ctx + 3)
+    own = RuntimeError("of the callback")
+
+    def fail(layer: Captured) -> None:
+        raise own
+
+    with pytest.raises(RuntimeError, match="of the callback") as caught:
+        for_each_layer(model, tokens, read_model(model).specs(), fail)
+    assert caught.value is own
+
+
+def test_the_callback_may_run_the_model(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    layers: list[int] = []
+
+    def again(layer: Captured) -> None:
+        layers.append(layer.layer)
+        model(TOKENS.flip(1))
+        layers.extend(other.layer + 10 for other in capture(model, TOKENS))
+
+    for_each_layer(model, TOKENS, read_model(model).specs(), again)
+    assert layers == [0, 10, 11, 1, 10, 11]
+
+
+# --- autocast -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME))
+def test_autocast_of_the_caller_is_obeyed(kind: str, name: str, shared_model: Any) -> None:
+    """Captured are the very scores that the model has under it, and those are not the model's without."""
+    model = shared_model(kind, name)
+    plain = [layer.scores for layer in capture(model, TOKENS)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = cached(model)
+        layers = list(capture(model, TOKENS))
+        table = additivity(model, TOKENS, progress=False)
+    for layer, without in zip(layers, plain, strict=True):
+        inside = layer.spec.mask(12)
+        if layer.spec.scores is not None:
+            assert torch.equal(layer.scores, cache["attn_scores", layer.layer])
+        assert not torch.equal(layer.scores[..., inside].float(), without[..., inside])
+        rows = table[(table["layer"] == layer.layer) & (table["batch"] == 0)]
+        expected = fit_additive(layer.scores[0].double(), mask=inside).to_frame()["r"]
+        assert abs(rows["r"].to_numpy() - expected.to_numpy()).max() < 1e-6

@@ -1,15 +1,18 @@
-"""Queries, keys and scores of a real run, one layer at a time.
+"""Capture queries, keys and scores of a forward pass, one layer at a time.
 
-The forward pass runs in a thread of its own and waits at each layer until the caller has done with what it was
-given, so a loop over layers costs one pass and holds one layer, whatever the depth.
+Inside the package, ``for_each_layer`` and ``for_each_scores`` call a function back from within the pass. ``capture``,
+for users, is a generator over the same: its pass runs in a thread of its own and waits at each layer until the caller
+has done with what it was given. Either way a loop over layers costs one pass and holds one layer, whatever the depth.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,10 +20,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from tl_posdisent.models.probe.observe import is_masked, score_tolerance
+from tl_posdisent.utils.validation import check_flag
 
-from .forward import Hook, check_tokens, run
-from .reading import read_layers
-from .spec import AttentionSpec, Tap
+from .forward import Hook, check_tokens, device_of, run
+from .reading import read_model
+from .spec import AttentionSpec
 
 _ROWS_CHECKED = 32
 
@@ -35,22 +39,32 @@ class Captured:
         q: ``[batch, pos, head, d_head]``, queries before rotation, after any QK-norm.
         k: ``[batch, pos, kv_head, d_head]``, keys likewise.
         q_rot, k_rot: the same after rotation.
-        scores: ``[batch, head, query, key]``, logits before the softmax, scale and soft cap included; outside the
-            mask (``spec.mask(length)``) they may hold anything.
+        own_scores: the model's scores, if they were asked for and it shows them.
+        scores: ``[batch, head, query, key]``, logits before the softmax, scale and soft cap included: the model's own,
+            else computed from ``q_rot`` and ``k_rot`` when first used. Outside the mask (``spec.mask(length)``) they
+            may hold anything.
 
     Example:
         >>> from tl_posdisent import capture, demo_tokens, load_demo_model
-        >>> next(capture(load_demo_model(), demo_tokens(length=8), layers=[1], scores=False))
+        >>> layer = next(capture(load_demo_model(), demo_tokens(length=8), layers=1, scores=False))
+        >>> layer
         Captured(layer 1: q (1, 8, 8, 16), k (1, 8, 4, 16), q_rot (1, 8, 8, 16), k_rot (1, 8, 4, 16))
+        >>> layer.scores.shape
+        torch.Size([1, 8, 8, 8])
     """
 
     layer: int
     spec: AttentionSpec
-    q: Float[Tensor, "batch pos head d_head"] | None
-    k: Float[Tensor, "batch pos kv d_head"] | None
-    q_rot: Float[Tensor, "batch pos head d_head"] | None
-    k_rot: Float[Tensor, "batch pos kv d_head"] | None
-    scores: Float[Tensor, "batch head query key"] | None
+    q: Float[Tensor, "batch pos head d_head"]
+    k: Float[Tensor, "batch pos kv d_head"]
+    q_rot: Float[Tensor, "batch pos head d_head"]
+    k_rot: Float[Tensor, "batch pos kv d_head"]
+    own_scores: Float[Tensor, "batch head query key"] | None = None
+
+    @cached_property
+    def scores(self) -> Float[Tensor, "batch head query key"]:
+        """Logits before the softmax."""
+        return self.spec.score(self.q_rot, self.k_rot) if self.own_scores is None else self.own_scores
 
     def __repr__(self) -> str:
         held = ", ".join(f"{name} {tuple(x.shape)}" for name, x in vars(self).items() if isinstance(x, Tensor))
@@ -61,18 +75,20 @@ def capture(
     model: Any,
     tokens: Int[Tensor, "batch pos"] | str,
     *,
-    layers: Iterable[int] | None = None,
+    layers: int | Iterable[int] | None = None,
     scores: bool = True,
 ) -> Generator[Captured, None, None]:
     """Run the model once and yield each layer's queries, keys and scores while it waits.
 
     Every layer is checked as it comes: scores recomputed from the queries, the keys and the rotation that was read
-    from the model must equal the model's own, and must be masked where the mask says so.
+    from the model must equal the model's own, and must be masked where the mask says so. Hooks and autocast of the
+    caller act on the pass as on any other.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike. Dropout is off until the run has ended.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off until the run has
+            ended.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
-        layers: which layers, in the model's order; default all. Layers after the last are not run.
+        layers: which layers, in the model's order; default all that have attention. Layers after the last are not run.
         scores: False leaves the score matrices out (and their memory).
 
     Yields:
@@ -90,36 +106,100 @@ def capture(
         0 (1, 32, 8, 16) (1, 8, 32, 32)
         3 (1, 32, 8, 16) (1, 8, 32, 32)
     """
-    if not isinstance(scores, bool):
-        raise ValueError(f"scores must be True or False, got {scores!r}")
-    specs = read_layers(model, layers)
-    tokens = check_tokens(model, tokens)
-    for spec in specs:
-        spec.require_scale()
-    return stream(model, tokens, specs, scores=scores)
+    check_flag("scores", scores)
+    reading = read_model(model, layers)
+    tokens = check_tokens(reading.model, tokens)
+    return _generated(reading.model, tokens, [_vectors(spec, scores) for spec in reading.specs(layers)])
 
 
-def stream(
+def for_each_layer(
     model: Any,
     tokens: Int[Tensor, "batch pos"],
-    specs: list[AttentionSpec],
+    specs: Sequence[AttentionSpec],
+    function: Callable[[Captured], None],
     *,
     scores: bool = True,
-    vectors: bool = True,
-) -> Generator[Captured, None, None]:
-    """``capture`` for layers already read.
+) -> None:
+    """Run the model once and call ``function`` with each of these layers, in the model's order, as ``capture``."""
+    _called_back(model, tokens, [_vectors(spec, scores) for spec in specs], function)
 
-    Without ``vectors``, and in layers whose scores cannot be recomputed, the scores come as they are, whatever hooks
-    of the user's made them; only their mask is checked.
+
+def for_each_scores(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    specs: Sequence[AttentionSpec],
+    function: Callable[[AttentionSpec, Tensor], None],
+) -> None:
+    """Run the model once and call ``function`` with each layer's spec and scores ``[batch, head, query, key]``.
+
+    The scores come as they are, whatever hooks of the user's made them, also in layers where they cannot be recomputed
+    from queries and keys; only their mask is checked.
     """
-    specs = sorted(specs, key=lambda spec: spec.layer)
-    box: queue.Queue[Captured | BaseException | None] = queue.Queue()
+    _called_back(model, tokens, [_scores(spec) for spec in specs], lambda item: function(*item))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What is collected of one layer: the hooks in firing order, and what is made of their tensors."""
+
+    layer: int
+    names: list[str]
+    make: Callable[[dict[str, Tensor]], Any]
+
+
+def _vectors(spec: AttentionSpec, scores: bool) -> _Wanted:
+    spec.require_scale()
+    taps = [spec.q, spec.k, spec.turn_q, spec.turn_k]
+    names = [*dict.fromkeys(tap.name for tap in taps if tap), _last_hook(spec)]
+    return _Wanted(spec.layer, names, partial(_gather, spec, scores))
+
+
+def _scores(spec: AttentionSpec) -> _Wanted:
+    if spec.scores is not None:
+        return _Wanted(spec.layer, [spec.scores], partial(_alone, spec))
+    computed = _vectors(spec, scores=False)
+    return _Wanted(spec.layer, computed.names, lambda held: (spec, computed.make(held).scores))
+
+
+def _last_hook(spec: AttentionSpec) -> str:
+    end = spec.scores or spec.pattern
+    if end is None:
+        raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
+    return end
+
+
+def _called_back(
+    model: Any, tokens: Int[Tensor, "batch pos"], wanted: Sequence[_Wanted], function: Callable[[Any], None]
+) -> None:
+    """One pass that calls ``function`` in this thread, once per layer."""
+    failed: list[Exception] = []
+    delivered: list[int] = []
+
+    def hand_over(item: Any) -> None:
+        try:
+            function(item)
+        except Exception as error:  # of the function: must not be taken for an error of the model
+            failed.append(error)
+            raise _Stopped from error
+        delivered.append(1)
+
+    with contextlib.suppress(_Stopped):
+        run(model, tokens, _listeners(wanted, hand_over), stop=max(w.layer for w in wanted) + 1)
+    if failed:
+        raise failed[0]
+    _check_delivered(len(delivered), len(wanted))
+
+
+def _generated(model: Any, tokens: Int[Tensor, "batch pos"], wanted: Sequence[_Wanted]) -> Generator[Any, None, None]:
+    """One pass in a thread of its own, which waits while each layer is yielded."""
+    box: queue.Queue[list[Any] | BaseException | None] = queue.Queue()
     resume = threading.Semaphore(0)
     stopped, ended = threading.Event(), threading.Event()
+    modes = _modes(device_of(model))
 
-    def hand_over(captured: Captured) -> None:
-        box.put(captured)
-        del captured
+    def hand_over(item: Any) -> None:
+        box.put([item])
+        del item
         resume.acquire()
         if stopped.is_set():
             raise _Stopped
@@ -128,7 +208,8 @@ def stream(
         end: BaseException | None = None
         try:
             if not stopped.is_set():
-                run(model, tokens, _hooks(specs, hand_over, scores, vectors), stop=specs[-1].layer + 1)
+                with _in_modes(modes):
+                    run(model, tokens, _listeners(wanted, hand_over), stop=max(w.layer for w in wanted) + 1)
         except BaseException as error:  # whatever it is, the caller must hear of it
             end = None if isinstance(error, _Stopped) else error
         finally:
@@ -139,20 +220,62 @@ def stream(
     delivered = 0
     try:
         worker.start()  # Ctrl-C may come while it waits for the thread to begin
-        while isinstance(item := box.get(), Captured):
+        while isinstance(item := box.get(), list):
             delivered += 1
-            yield item
+            yield item.pop()
             del item
             resume.release()
         if item is not None:
             raise item
-        if delivered < len(specs):
-            raise RuntimeError(f"only {delivered} of {len(specs)} layers were captured: their hooks did not fire")
+        _check_delivered(delivered, len(wanted))
     finally:  # also when the caller leaves its loop early, or is interrupted
         stopped.set()
         resume.release()
         if worker.ident is not None:  # it has begun; otherwise it finds that it is to stop, and leaves the model alone
             _wait(ended)
+
+
+def stream(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    specs: list[AttentionSpec],
+    *,
+    scores: bool = True,
+    vectors: bool = True,
+) -> Generator[Any, None, None]:
+    """``capture`` for layers already read; without ``vectors``, objects with ``layer``, ``spec`` and ``scores``."""
+    if vectors:
+        return _generated(model, tokens, [_vectors(spec, scores) for spec in specs])
+    return (_OnlyScores(*pair) for pair in _generated(model, tokens, [_scores(spec) for spec in specs]))
+
+
+@dataclass
+class _OnlyScores:
+    spec: AttentionSpec
+    scores: Tensor
+
+    @property
+    def layer(self) -> int:
+        return self.spec.layer
+
+
+def _modes(device: torch.device) -> list[tuple[str, bool, torch.dtype]]:
+    """Autocast in this thread, which another does not inherit."""
+    kinds = dict.fromkeys(("cpu", device.type))
+    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+@contextlib.contextmanager
+def _in_modes(modes: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind, enabled, dtype in modes:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        yield
+
+
+def _check_delivered(delivered: int, wanted: int) -> None:
+    if delivered < wanted:
+        raise RuntimeError(f"only {delivered} of {wanted} layers were captured: their hooks did not fire")
 
 
 def _wait(ended: threading.Event) -> None:
@@ -171,43 +294,35 @@ class _Stopped(BaseException):
     """Unwinds the forward pass when nobody waits for more layers."""
 
 
-def _hooks(specs: list[AttentionSpec], hand_over: Any, scores: bool, vectors: bool) -> list[Hook]:
-    """Listeners that collect a layer's tensors in a pass of this thread, and hand them over when the last has come."""
-    ours = threading.get_ident()
+def _listeners(wanted: Sequence[_Wanted], hand_over: Callable[[Any], None]) -> list[Hook]:
+    """Hooks that collect a layer's tensors, and hand over what is made of them when the last has come."""
     held: dict[str, Tensor] = {}
+    busy: list[bool] = []  # while something is handed over, the same thread may run the model: that is not listened to
 
-    def listener(spec: AttentionSpec, name: str, names: list[str]) -> Hook:
-        def listen(x: Tensor, hook: Any) -> None:
-            if threading.get_ident() != ours:  # the caller runs the model between two layers
-                return
-            held[name] = x.detach()
-            if name == names[-1]:
-                captured = _gather(spec, held, scores) if len(names) > 1 else _alone(spec, held[name])
-                held.clear()
-                hand_over(captured)
+    def listen(w: _Wanted, name: str, x: Tensor, hook: Any) -> None:
+        if busy:
+            return
+        held[name] = x.detach()
+        if name == w.names[-1]:
+            item = w.make(held)
+            held.clear()
+            busy.append(True)
+            try:
+                hand_over(item)
+            finally:
+                busy.clear()
 
-        return name, listen
-
-    hooks = []
-    for spec in specs:
-        end = spec.scores or spec.pattern
-        if end is None or (spec.problem is not None and spec.scores is None):
-            raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
-        taps: list[Tap | None] = []
-        if spec.problem is None and (vectors or spec.scores is None):
-            taps = [spec.q, spec.k, spec.turn_q, spec.turn_k]
-        names = [*dict.fromkeys(tap.name for tap in taps if tap), end]
-        hooks += [listener(spec, name, names) for name in names]
-    return hooks
+    return [(name, partial(listen, w, name)) for w in wanted for name in w.names]
 
 
-def _alone(spec: AttentionSpec, seen: Tensor) -> Captured:
+def _alone(spec: AttentionSpec, held: dict[str, Tensor]) -> tuple[AttentionSpec, Tensor]:
     """Scores without queries and keys."""
+    (seen,) = held.values()
     _check_mask(spec, is_masked(seen[:, :, _rows(seen)]), _rows(seen), seen.shape[-1])
-    return Captured(spec.layer, spec, None, None, None, None, seen)
+    return spec, seen
 
 
-def _gather(spec: AttentionSpec, held: dict[str, Tensor], scores: bool) -> Captured:
+def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captured:
     assert spec.q
     assert spec.k
     q, k = (tap.read(held[tap.name]) for tap in (spec.q, spec.k))
@@ -216,11 +331,12 @@ def _gather(spec: AttentionSpec, held: dict[str, Tensor], scores: bool) -> Captu
     else:
         positions = torch.arange(q.shape[1], device=q.device)
         q_rot, k_rot = spec.rotated(q, positions), spec.rotated(k, positions)
-    seen = held[spec.scores] if spec.scores else None
-    _self_check(spec, q, k, seen, held.get(spec.pattern or ""))
-    if scores and seen is None:
-        seen = spec.score(q_rot, k_rot)
-    return Captured(spec.layer, spec, q, k, q_rot, k_rot, seen if scores else None)
+    own = held[spec.scores] if spec.scores else None
+    with torch.autocast(q.device.type, enabled=False):
+        _self_check(spec, q, k, own, held.get(spec.pattern or ""))
+        if scores and own is None:
+            own = spec.score(q_rot, k_rot)
+    return Captured(spec.layer, spec, q, k, q_rot, k_rot, own if scores else None)
 
 
 def _rows(cells: Tensor) -> Int[Tensor, "row"]:

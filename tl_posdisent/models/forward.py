@@ -1,12 +1,13 @@
-"""Running a model with hooks for a look, and leaving it as it was."""
+"""Forward passes with hooks that restore the model's state; tokens and texts as the model takes them."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,16 +54,31 @@ def run(
 
 @contextlib.contextmanager
 def _hooked(model: Any, hooks: list[Hook]) -> Iterator[None]:
-    """``model.hooks``, but independent of other such contexts: ours may begin inside one and end outside."""
-    points = model.hook_dict
-    level = id(hooks)  # contexts of TransformerLens count 1, 2, 3 …, and each removes the hooks of its number
+    """``model.hooks``, but in this thread alone, and independent of other such contexts: ours may begin inside one and
+    end outside."""
+    points, handles = model.hook_dict, []
     try:
         for name, function in hooks:
-            points[name].add_hook(function, level=level)
+            handles.append(points[name].register_forward_hook(_InThread(function, threading.get_ident())))
         yield
     finally:
-        for name, _ in hooks:
-            points[name].remove_hooks("fwd", level=level)
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(frozen=True, eq=False)
+class _InThread:
+    """A TransformerLens hook as a hook of torch's, which another thread's pass through the same model does not see."""
+
+    function: Callable[..., Any]
+    thread: int
+
+    def __call__(self, point: Any, inputs: Any, x: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return None
+        conversion = getattr(point, "hook_conversion", None)  # a bridge's, to the layout of TransformerLens
+        result = self.function(x if conversion is None else conversion.convert(x), hook=point)
+        return result if result is None or conversion is None else conversion.revert(result)
 
 
 def modules(model: Any) -> list[torch.nn.Module]:
@@ -84,23 +100,70 @@ def evaluating(model: Any) -> Iterator[None]:
             part.training = True
 
 
+_READING = threading.RLock()
+
+
 @contextlib.contextmanager
 def at_rest(model: Any) -> Iterator[None]:
     """The bare model for the duration: evaluation mode, no hooks of the user's, and silence about edits that have no
-    effect (that is being found out)."""
-    hooks = {id(point): (point, OrderedDict(point._forward_hooks)) for point in model.hook_dict.values()}
+    effect (that is being found out). On exit every buffer and number of its modules is the object that it was.
+
+    Hooks of the user's are passed over in this thread alone: those of a pass that another thread is in the middle of
+    stay in force. Two threads cannot have a bare model at the same time; the second waits.
+    """
+    points = list({id(point): point for point in model.hook_dict.values()}.values())
+    with _READING, restored(model):
+        before = [(point, vars(point).get("_call_impl")) for point in points]
+        try:
+            for point in points:
+                vars(point)["_call_impl"] = _Bare(point, threading.get_ident(), frozenset(point._forward_hooks))
+            with evaluating(model), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*edit is discarded.*")
+                yield
+        finally:
+            for point, own in before:
+                vars(point).pop("_call_impl", None)
+                if own is not None:
+                    vars(point)["_call_impl"] = own
+
+
+@dataclass(frozen=True, eq=False)
+class _Bare:
+    """A hook point's call that, in one thread, leaves out the hooks of the user's."""
+
+    point: Any
+    thread: int
+    there: frozenset[int]  # hooks that were there before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self.thread:
+            return type(self.point)._call_impl(self.point, *args, **kwargs)
+        x = self.point.forward(*args, **kwargs)
+        permanent = {handle.hook.id for handle in self.point.fwd_hooks if handle.is_permanent}
+        for key, hook in tuple(self.point._forward_hooks.items()):
+            if key in permanent or (isinstance(hook, _InThread) and key not in self.there):
+                result = hook(self.point, args, x)
+                x = x if result is None else result
+        return x
+
+
+@contextlib.contextmanager
+def restored(model: Any) -> Iterator[None]:
+    """On exit, also by an exception, every buffer of the model's modules, and every number and tensor that they keep
+    beside (such as the longest text so far), is the object that it was."""
+    plain = (int, float, Tensor, type(None))
+    saved = [
+        (part, dict(part._buffers), {name: x for name, x in vars(part).items() if isinstance(x, plain)})
+        for part in modules(model)
+    ]
     try:
-        for point, _ in hooks.values():
-            for handle in point.fwd_hooks:
-                if not handle.is_permanent:
-                    point._forward_hooks.pop(handle.hook.id, None)
-        with evaluating(model), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*edit is discarded.*")
-            yield
+        yield
     finally:
-        for point, before in hooks.values():
-            point._forward_hooks.clear()
-            point._forward_hooks.update(before)
+        for part, buffers, numbers in saved:
+            part._buffers.update(buffers)
+            now = vars(part)
+            kept = [name for name, x in numbers.items() if name != "training" and isinstance(now.get(name), plain)]
+            now.update({name: numbers[name] for name in kept})
 
 
 def check_seed(seed: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tl_posdisent.models.probe import attributes as facts
 from tl_posdisent.utils.validation import check_integer
 
-from .forward import at_rest, device_of, modules, run
+from .forward import at_rest, device_of, restored, run
 from .reading import read_layers
 from .spec import AttentionSpec, n_layers
 
@@ -53,8 +53,7 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
     """
     n_layers(model)
     check_integer("length", length, 1)
-    saved = _state(model)
-    try:
+    with restored(model):
         grown = [
             (slot, _grown(spec, slot, length))
             for spec in read_layers(model)
@@ -65,8 +64,6 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
             setattr(slot.owner, slot.name, table)
         _check_that_it_runs(model, length)
         yield model
-    finally:
-        _restore(saved)
 
 
 def _grown(spec: AttentionSpec, slot: facts.TableSlot, length: int) -> Tensor:
@@ -103,24 +100,3 @@ def _check_that_it_runs(model: Any, length: int) -> None:
             f"length must be at most {context} for this model, got {length}: it fails beyond its context, and for want "
             f"of something else than a rotary table; learned (absolute) positions cannot be continued ({error})"
         ) from error
-
-
-Saved = list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any]]]
-
-
-def _state(model: Any) -> Saved:
-    """The buffers of all modules, and the numbers that they keep beside them (such as the longest text so far)."""
-    return [
-        (
-            part,
-            dict(part._buffers),
-            {name: x for name, x in vars(part).items() if isinstance(x, (int, float, Tensor)) and name != "training"},
-        )
-        for part in modules(model)
-    ]
-
-
-def _restore(saved: Saved) -> None:
-    for part, buffers, numbers in saved:
-        part._buffers.update(buffers)
-        vars(part).update(numbers)
