@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook, at_rest, check_seed, check_tokens, hook_name, run
+from tl_posdisent.models.forward import Hook, at_rest, check_seed, check_tokens, hook_name, hooked, run
 from tl_posdisent.models.probe.explain import probe_tokens
 from tl_posdisent.models.probe.observe import mismatch
 from tl_posdisent.models.spec import n_layers
@@ -161,7 +161,7 @@ def check_reach(model: Any, layers: Sequence[int]) -> None:
 
         return hook_name(layer, "hook_z"), edit
 
-    with torch.no_grad(), at_rest(model), model.hooks(fwd_hooks=[disturb(*x) for x in enumerate(layers)]):
+    with torch.no_grad(), at_rest(model), hooked(model, [disturb(*x) for x in enumerate(layers)]):
         output = model(tokens)
     for copy, layer in enumerate(layers):
         wanted = (*tokens.shape, model.cfg.n_heads)

@@ -41,7 +41,7 @@ def run(
     """
     can_stop = stop is not None and "stop_at_layer" in inspect.signature(model.forward).parameters
     try:
-        with torch.no_grad(), evaluating(model), _hooked(model, hooks):
+        with torch.no_grad(), evaluating(model), hooked(model, hooks):
             model(tokens, **({"stop_at_layer": stop} if can_stop else {}), **more)
     except (RuntimeError, IndexError) as error:
         context = getattr(model.cfg, "n_ctx", None) or tokens.shape[1]
@@ -53,7 +53,7 @@ def run(
 
 
 @contextlib.contextmanager
-def _hooked(model: Any, hooks: list[Hook]) -> Iterator[None]:
+def hooked(model: Any, hooks: list[Hook]) -> Iterator[None]:
     """``model.hooks``, but in this thread alone, and independent of other such contexts: ours may begin inside one and
     end outside."""
     points, handles = model.hook_dict, []
