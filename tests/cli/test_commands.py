@@ -235,9 +235,9 @@ def test_what_is_said_of_positions_is_so(shared_model: Callable[[str, str], Any]
 
 
 def models_encoding() -> dict[str, str]:
-    import importlib
+    from tl_posdisent.cli.commands.models_command import _ENCODING
 
-    return importlib.import_module("tl_posdisent.cli.models")._ENCODING  # `cli.models` is the command
+    return _ENCODING
 
 
 # --- formats --------------------------------------------------------------------------------------------------------

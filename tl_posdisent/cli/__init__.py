@@ -13,15 +13,15 @@ from typing import Annotated
 
 import typer
 
-from .ablate import ablate
-from .controlled import controlled
-from .fit import fit
-from .length import length
-from .models import models
-from .perturb import perturb
-from .report import report
-from .sweep import sweep
-from .synthetic import synthetic
+from .commands.ablate_command import ablate
+from .commands.controlled_command import controlled
+from .commands.fit_command import fit
+from .commands.length_command import length
+from .commands.models_command import models
+from .commands.perturb_command import perturb
+from .commands.report_command import report
+from .commands.sweep_command import sweep
+from .commands.synthetic_command import synthetic
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -15,7 +15,7 @@ from rich.markup import escape
 from tl_posdisent.utils.files import whole_file
 
 from .errors import say
-from .page import table_page
+from .html_table import table_page
 
 FORMATS = (".csv", ".parquet", ".json", ".html")
 

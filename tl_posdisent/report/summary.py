@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 
@@ -130,9 +129,8 @@ def _millions(n: int) -> str:
 
 def reproduce(subject: Subject, call: str, seed: int, control: int) -> str:
     """Versions, seed, command."""
-    package = sys.modules[__name__.partition(".")[0]]
-    versions = {"tl_posdisent": package.__version__}
-    versions |= {name: version(name.replace("_", "-")) for name in ("transformer_lens", "circuitsvis")}
+    packages = ("tl_posdisent", "transformer_lens", "circuitsvis")
+    versions = {name: version(name.replace("_", "-")) for name in packages}
     versions |= {"torch": torch.__version__, "Python": platform.python_version()}
     seeds = f"seed {seed}" + (f" (random initialisations: {numbers(range(seed, seed + control))})" if control else "")
     rows = {

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from . import options as o
-from .errors import answering
-from .inputs import load_and_read
-from .output import check_out, save
-from .screen import by_head, line
+from tl_posdisent.cli import options as o
+from tl_posdisent.cli.errors import answering
+from tl_posdisent.cli.inputs import load_and_read
+from tl_posdisent.cli.output import check_out, save
+from tl_posdisent.cli.screen import by_head, line
 
 
 def ablate(

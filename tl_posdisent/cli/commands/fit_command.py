@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from . import options as o
-from .beside_chance import beside_chance, mean_line, together
-from .errors import answering
-from .inputs import load_and_read
-from .output import check_out, save
-from .screen import by_head, line
+from tl_posdisent.cli import options as o
+from tl_posdisent.cli.errors import answering
+from tl_posdisent.cli.inputs import load_and_read
+from tl_posdisent.cli.output import check_out, save
+from tl_posdisent.cli.random_baseline import mean_line, together, with_random_baseline
+from tl_posdisent.cli.screen import by_head, line
 
 
 def fit(
@@ -57,7 +57,7 @@ def fit(
         def measure(m: Any) -> Any:
             return additivity(m, tokens, layers=chosen, pool=pool, progress=progress)
 
-        trained, chance = beside_chance(measure, loaded, control, seed)
+        trained, chance = with_random_baseline(measure, loaded, control, seed)
         what = f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
         save(together(trained, chance), out, f"Additive fit of attention scores: {what}")
     by_head(trained, "r", f"r of the three-axis fit, by layer and head: {what}", chance=chance)

@@ -9,12 +9,11 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
+from tl_posdisent.cli import options as o
+from tl_posdisent.cli.errors import answering, say
+from tl_posdisent.cli.inputs import device_of
+from tl_posdisent.cli.screen import grid, number, screen
 from tl_posdisent.utils.files import whole_file
-
-from . import options as o
-from .errors import answering, say
-from .inputs import device_of
-from .screen import grid, number, screen
 
 
 def synthetic(

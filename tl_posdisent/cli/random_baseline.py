@@ -1,4 +1,4 @@
-"""A measurement of a model, and the same of its random initialisations."""
+"""The random-weights baseline that commands print beside a trained model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from .screen import line
 
 
-def beside_chance(measure: Callable[[Any], Any], model: Any, control: int, seed: int) -> tuple[Any, Any]:
-    """Both tables, the second with the rows of all random models, each with a column ``weights`` that tells them apart:
+def with_random_baseline(measure: Callable[[Any], Any], model: Any, control: int, seed: int) -> tuple[Any, Any]:
+    """Measure a model and ``control`` random initialisations of it: two tables, with a column ``weights`` that is
     ``trained``, or ``random`` and the seed."""
     import pandas as pd
 
@@ -24,14 +24,14 @@ def beside_chance(measure: Callable[[Any], Any], model: Any, control: int, seed:
 
 
 def together(trained: Any, chance: Any) -> Any:
-    """One table of both."""
+    """Put both tables into one."""
     import pandas as pd
 
     return pd.concat([trained, chance], ignore_index=True) if len(chance) else trained
 
 
 def mean_line(column: str, trained: Any, chance: Any) -> None:
-    """The mean of a column over all heads, its lowest and highest, and chance's mean if there is any, on the screen."""
+    """Print a column's mean, lowest and highest value over all heads, and its mean at random initialisation."""
     r, heads = trained[column], len(trained[["layer", "head"]].drop_duplicates())
     at_random = f"; at random initialisation {chance[column].mean():.3f}" if len(chance) else ""
     line(f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {heads} heads{at_random}")

@@ -10,10 +10,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from . import options as o
-from .errors import answering, say
-from .inputs import load_and_read
-from .output import check_out
+from tl_posdisent.cli import options as o
+from tl_posdisent.cli.errors import answering, say
+from tl_posdisent.cli.inputs import load_and_read
+from tl_posdisent.cli.output import check_out
 
 SECTIONS = ("additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation")
 

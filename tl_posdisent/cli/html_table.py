@@ -1,4 +1,7 @@
-"""A table as one HTML page that needs nothing else: light, readable on a phone and in the dark."""
+"""A table as a self-contained HTML page, for phones and dark mode too.
+
+Not pandas' ``to_html``: it cannot keep the full number beside the four digits that are shown, and cuts long words.
+"""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from . import options as o
-from .errors import answering, say
-from .output import check_out, save
-from .screen import rows
+from tl_posdisent.cli import options as o
+from tl_posdisent.cli.errors import answering, say
+from tl_posdisent.cli.output import check_out, save
+from tl_posdisent.cli.screen import rows
 
 _INDEX = ("batch", "layer", "head", "distance", "seed")  # numbers that are no measurements
 

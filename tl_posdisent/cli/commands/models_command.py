@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from . import options as o
-from .errors import answering
-from .output import check_out, save
-from .screen import line, rows
+from tl_posdisent.cli import options as o
+from tl_posdisent.cli.errors import answering
+from tl_posdisent.cli.output import check_out, save
+from tl_posdisent.cli.screen import line, rows
 
 _STATUS = {0: "untested", 1: "tested", 2: "skipped", 3: "fails", 4: "in part"}
 
