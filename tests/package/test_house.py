@@ -50,7 +50,6 @@ def test_circles_are_found() -> None:
     assert circles({**loop, ("a", "z"): [("a", "x")]}) == [[("a", "x"), ("a", "z"), ("b", "y")]]
 
 
-@UNDER_WAY
 def test_no_module_is_imported_by_a_string() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
@@ -70,7 +69,6 @@ def test_folders_are_small_and_say_what_belongs_in_them() -> None:
         assert len(entries) <= ENTRIES, f"{folder.name}: {sorted(entries)}"
 
 
-@UNDER_WAY
 def test_no_two_files_share_a_name() -> None:
     names = collections.Counter(path.name for path in sources().values() if path.name != "__init__.py")
     assert {name: n for name, n in names.items() if n > 1} == {}
