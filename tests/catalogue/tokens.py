@@ -12,6 +12,7 @@ from tl_posdisent import (
     fit_additive,
     length_generalization,
     perturb,
+    positional_subspace,
 )
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.experiments import MultipleChoice, choice_scores
@@ -70,9 +71,9 @@ ROWS: list[Row] = [
     refused("additivity", "bytes", lambda at: additivity(demo(), b"some text", progress=False), "tokens must", "bytes"),
     refused("additivity", "no text in the list", lambda at: additivity(demo(), [], progress=False), "tokens"),
     refused(
-        "additivity",
+        "positional_subspace",
         "texts of unequal length",
-        lambda at: additivity(demo(), ["one", "one two three"], progress=False),
+        lambda at: positional_subspace(demo(), ["one", "one two three"], 0),
         "unequal length",
         "one by one",
     ),

@@ -183,7 +183,7 @@ def test_stories_differ_from_chance(shared_model: Model) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"by": "model"}, 'by must be "head" or "layer", got \'model\''),
+        ({"by": "model"}, "by must be 'head' or 'layer', got 'model'"),
         ({"seeds": []}, "seeds must be non-negative integers, at least one"),
         ({"seeds": [0.5]}, r"seeds must be non-negative integers, at least one, got \[0.5\]"),
         ({"burn_in": 11}, "burn_in must be an integer from 0 to 10, got 11"),

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from .forward import check_tokens, encode, padding_id
 
+Tokens = Int[Tensor, "*batch pos"] | str | list[str]
+"""Token ids ``[batch, pos]`` or ``[pos]``, a text, or texts of any lengths."""
+
 
 @dataclass(frozen=True, eq=False)
 class TextGroup:

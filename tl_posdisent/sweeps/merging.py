@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
 from contextlib import closing
 from typing import Any
@@ -17,10 +19,12 @@ from tl_posdisent.additive.cells import make_cells
 from tl_posdisent.additive.fit import fit_marginals
 from tl_posdisent.additive.marginals import Marginals, read_marginals
 from tl_posdisent.additive.result import AdditiveFit, TablePart
-from tl_posdisent.experiments.attention_scores.rotary_layers import RotaryLayer, measure_layers
+from tl_posdisent.experiments.attention_scores.rotary_layers import measure_layers
 from tl_posdisent.models.capture import stream
 from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.reading import read_layers, read_model
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import read_texts
 from tl_posdisent.rope.moments import Moments, Spread, total
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
@@ -202,7 +206,21 @@ def moments_by_layer(
         >>> len(merge_controlled_distance(parts))
         8
     """
-    table = measure_layers(model, tokens, "moments_by_layer", _rows, layers=layers, burn_in=burn_in, progress=progress)
+    reading = read_model(model, layers)
+    texts = read_texts(reading.model, tokens)
+
+    def rows(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
+        return _rows(functools.reduce(operator.add, parts), spec, texts.longest)
+
+    table = measure_layers(
+        reading.model,
+        texts,
+        reading.rotary(layers, "moments_by_layer"),
+        lambda layer: Moments.from_qk(layer.q, layer.k, layer.rotary),
+        rows,
+        burn_in=burn_in,
+        progress=progress,
+    )
     return table.assign(burn_in=burn_in)
 
 
@@ -277,15 +295,14 @@ def merge_controlled_distance(table: pd.DataFrame, distances: Numbers | None = N
     return pd.concat(merged, ignore_index=True)
 
 
-def _rows(layer: RotaryLayer) -> pd.DataFrame:
-    moments = Moments.from_qk(layer.q, layer.k, layer.rotary)
+def _rows(moments: Moments, spec: AttentionSpec, length: int) -> pd.DataFrame:
     rows = []
     for side, spread in (("query", moments.query), ("key", moments.key)):
         for head, (mean, cov) in enumerate(zip(spread.mean.cpu(), spread.cov.cpu(), strict=True)):
             rows.append((side, head, spread.count, mean.numpy(), cov.flatten().numpy()))
     table = pd.DataFrame(rows, columns=["side", "head", "count", "mean", "cov"])
-    r = layer.rotary
-    table["scale"], table["length"] = layer.scale, layer.length
+    r = spec.require_rotary("moments_by_layer")
+    table["scale"], table["length"] = spec.require_scale(), length
     table["frequencies"] = pd.Series([r.frequencies.double().cpu().numpy()] * len(table))
     return table.assign(pairing=r.pairing, attention_factor=float(r.attention_factor), angle_dtype=str(r.angle_dtype))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import pandas as pd
+
 
 def index_columns(shape: Sequence[int], *, pooled: bool = False, repeat: int = 1) -> dict[str, list[int]]:
     """Columns that spell out the leading index of flattened values.
@@ -23,3 +25,20 @@ def index_columns(shape: Sequence[int], *, pooled: bool = False, repeat: int = 1
         outer, inner = math.prod(shape) // inner, inner // size
         columns[name] = [i for _ in range(outer) for i in range(size) for _ in range(inner * repeat)]
     return columns
+
+
+def join_texts(tables: Sequence[pd.DataFrame], rows: Sequence[Sequence[int]], order: Sequence[str]) -> pd.DataFrame:
+    """Join tables of some texts each, of which column ``batch`` counts from 0, into one table of the whole batch.
+
+    Args:
+        tables: at least one.
+        rows: for each table, the row of the batch of each of its texts.
+        order: columns to sort by, where there are several tables of different texts.
+
+    >>> table = pd.DataFrame({"batch": [0, 1], "r": [0.5, 0.25]})
+    >>> join_texts([table, table[:1]], [[0, 2], [1]], ["batch"]).values.tolist()
+    [[0.0, 0.5], [1.0, 0.5], [2.0, 0.25]]
+    """
+    named = [t.assign(batch=t["batch"].map(dict(enumerate(r)))) for t, r in zip(tables, rows, strict=True)]
+    joined = pd.concat(named, ignore_index=True)
+    return joined.sort_values([*order], kind="stable", ignore_index=True) if len({*map(tuple, rows)}) > 1 else joined

@@ -1,34 +1,36 @@
-"""How additive are the scores of every head of a model on a text? The headline measurement of arXiv 2503.13305."""
+"""Three-axis additivity of every head's attention scores on a text (the main measurement of arXiv 2503.13305)."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
-from tl_posdisent.additive.fit import fit_additive, fit_marginals
-from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals
-from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.additive.fit import fit_marginals
+from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals, read_marginals
 from tl_posdisent.models.capture import stream
 from tl_posdisent.models.chunked_scores import read_blocks
-from tl_posdisent.models.forward import check_tokens
 from tl_posdisent.models.memory import require_room
-from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.reading import read_model
 from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
+from tl_posdisent.utils.tables import join_texts
+from tl_posdisent.utils.validation import check_flag
 
 
 def additivity(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     *,
-    layers: Iterable[int] | None = None,
+    attention_mask: Tensor | None = None,
+    layers: int | Iterable[int] | None = None,
     mask: MaskKind | Bool[Tensor, "query key"] | None = None,
     pool: bool = False,
     block: int | None = None,
@@ -40,12 +42,14 @@ def additivity(
     Hooks that the model has, such as interventions of this package, act on the scores that are fitted.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike. Rotary embeddings are not needed: GPT-2 and ALiBi models
-            are fitted too.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Rotary embeddings are not needed:
+            GPT-2 and ALiBi models are fitted too.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run and fitted without its padding.
         layers: default all.
         mask: which cells count; by default each layer's own (causal or full, with its sliding window), which a
-            boolean ``[query, key]`` narrows, for instance to leave the first positions out.
+            boolean ``[query, key]`` narrows, for instance to leave the first positions out. Positions count from a
+            text's first token.
         pool: one distance profile per head for all texts, each text with its own query and key part.
         block: run this many queries at a time, with a cache of keys and values: for texts whose score matrices do not
             fit (``estimate`` says so). The same numbers, to rounding; the model must have no hooks of yours.
@@ -58,9 +62,9 @@ def additivity(
         ``random_control`` beside it.
 
     Raises:
-        ValueError: unusable tokens, layers or mask; padded texts; a model whose scores neither show nor can be
-            recomputed from its queries and keys; ``block`` with a model that has hooks, takes no cache, or whose
-            queries see later keys.
+        ValueError: unusable tokens, layers or mask; padding without ``attention_mask``; a model whose scores neither
+            show nor can be recomputed from its queries and keys; ``block`` with a model that has hooks, takes no
+            cache, or whose queries see later keys.
         MemoryError: one layer's scores alone are more than the memory that is free.
 
     Example:
@@ -70,58 +74,107 @@ def additivity(
         >>> len(table), bool(by_layer[0] < 0.4), bool(by_layer[4] > 0.8)
         (40, True, True)
     """
-    specs = read_layers(model, layers)
-    tokens = check_tokens(model, tokens)
-    if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.shape != (tokens.shape[1],) * 2):
+    check_flag("pool", pool)
+    reading = read_model(model, layers)
+    model, specs = reading.model, reading.specs(layers)
+    texts = read_texts(model, tokens, attention_mask)
+    width = texts.tokens.shape[1]
+    if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.shape != (width, width)):
         raise ValueError(
-            f"mask must be a boolean tensor of shape (query, key) = {(tokens.shape[1],) * 2}, got {mask.dtype} of "
-            f"shape {tuple(mask.shape)}"
+            f"mask must be a boolean tensor of shape (query, key) = {(width, width)}, got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}"
         )
-    require_room(model, len(tokens) * max(spec.n_heads for spec in specs), tokens.shape[1], block)
-    chosen = [_cells(spec, mask, tokens.shape[1]) for spec in specs]
-    fits = (
-        _whole(model, tokens, specs, chosen, pool)
-        if block is None
-        else _by_block(model, tokens, specs, chosen, pool, block)
-    )
+    n_heads = max(spec.n_heads for spec in specs)
+    for group in texts.groups:
+        require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1], block)
+    found: dict[int, list[Part]] = {}
+    with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+        for group in texts.groups:
+            for layer, read, cells in _read(model, group.tokens, specs, mask, block):
+                found.setdefault(layer, []).append(Part(group, read, cells))
+                bar.update()
     tables = []
-    with closing(fits), tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
-        for layer, fit in fits:
-            table = fit.to_frame()
-            table.insert(list(table.columns).index("head"), "layer", layer)
-            tables.append(table)
-            bar.update()
+    for layer in sorted(found):
+        table = _fitted(found.pop(layer), pool)
+        table.insert(list(table.columns).index("head"), "layer", layer)
+        tables.append(table)
     return pd.concat(tables, ignore_index=True)
 
 
-Fits = Generator[tuple[int, AdditiveFit], None, None]
+class Part(NamedTuple):
+    """Marginal sums of one layer's scores in texts of equal length."""
+
+    group: TextGroup
+    read: Marginals
+    cells: Cells
 
 
-def _whole(model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: list[dict[str, Any]], pool: bool) -> Fits:
-    """Each layer's fit while the forward pass waits."""
-    cells = {spec.layer: some for spec, some in zip(specs, chosen, strict=True)}
+@torch.no_grad()
+def _fitted(parts: Sequence[Part], pool: bool) -> pd.DataFrame:
+    """The fits of one layer's scores in all texts."""
+    if pool:
+        return fit_marginals(*_stacked(parts), pool=True).to_frame()
+    tables = [fit_marginals(part.read, part.cells).to_frame() for part in parts]
+    return join_texts(tables, [part.group.rows.tolist() for part in parts], ["batch", "head"])
+
+
+def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
+    """Marginal sums of texts of several lengths, in the axes of the longest."""
+    if len(parts) == 1:
+        return parts[0].read, parts[0].cells
+    n = max(part.cells.n_key for part in parts)
+    batch, n_heads = sum(len(part.group.rows) for part in parts), parts[0].read.pivot.shape[1]
+    inside = torch.zeros(batch, 1, n, n, dtype=torch.bool, device=parts[0].read.pivot.device)
+    for part in parts:
+        inside[part.group.rows, :, : part.cells.n_query, : part.cells.n_key] = part.cells.to_mask()
+    cells = make_cells((batch, n_heads, n, n), inside, device=inside.device)
+    whole = no_marginals(torch.Size((batch, n_heads)), cells)
+    for group, read, own in parts:
+        whole.pivot[group.rows], whole.squares[group.rows] = read.pivot, read.squares
+        low = own.low - cells.low
+        ranges = (slice(low, low + own.n_distance), slice(own.n_query), slice(own.n_key))
+        for axis, some, sums in zip(cells.split(whole.sums), ranges, own.split(read.sums), strict=True):
+            axis[group.rows, :, some] = sums
+    return whole, cells
+
+
+Read = Generator[tuple[int, Marginals, Cells], None, None]
+
+
+def _read(
+    model: Any, tokens: Tensor, specs: list[AttentionSpec], mask: MaskKind | Tensor | None, block: int | None
+) -> Read:
+    """Marginal sums of each layer's scores, and the cells they are taken over."""
+    chosen = {spec.layer: _cells(spec, mask, tokens.shape[1]) for spec in specs}
+    return _whole(model, tokens, specs, chosen) if block is None else _by_block(model, tokens, specs, chosen, block)
+
+
+def _whole(model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: dict[int, dict[str, Any]]) -> Read:
+    """While the forward pass waits."""
     with closing(stream(model, tokens, specs, vectors=False)) as run:
         for layer in run:
             assert layer.scores is not None
-            fit = fit_additive(layer.scores, pool=pool, **cells[layer.layer])
+            scores = layer.scores
+            cells = make_cells(scores.shape, device=scores.device, **chosen[layer.layer])
+            with torch.no_grad():
+                read = read_marginals(scores, cells)
             number = layer.layer
-            del layer  # its scores make room for those of the next
-            yield number, fit
+            del layer, scores  # they make room for those of the next
+            yield number, read, cells
 
 
 def _by_block(
-    model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: list[dict[str, Any]], pool: bool, block: int
-) -> Fits:
-    """All layers' fits, from marginals that were added up block by block."""
-    if any(options["mask"] == "full" for options in chosen if isinstance(options["mask"], str)):
+    model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: dict[int, dict[str, Any]], block: int
+) -> Read:
+    """Added up block by block."""
+    if any(options["mask"] == "full" for options in chosen.values() if isinstance(options["mask"], str)):
         raise ValueError('block must be None with mask="full": a cache holds the keys before a query')
     n = tokens.shape[1]
-    of_layer = {spec.layer: some for spec, some in zip(specs, chosen, strict=True)}
     cells: dict[int, Cells] = {}
     sums: dict[int, Marginals] = {}
 
     def add(spec: AttentionSpec, first: int, scores: Tensor) -> None:
-        batch, seen, options = scores.shape[:2], scores.shape[-1], dict(of_layer[spec.layer])
+        batch, seen, options = scores.shape[:2], scores.shape[-1], dict(chosen[spec.layer])
         if spec.layer not in sums:
             cells[spec.layer] = make_cells((*batch, n, n), device=scores.device, **options)
             sums[spec.layer] = no_marginals(batch, cells[spec.layer])
@@ -134,7 +187,7 @@ def _by_block(
 
     read_blocks(model, tokens, specs, block, add)
     for spec in sorted(specs, key=lambda spec: spec.layer):
-        yield spec.layer, fit_marginals(sums.pop(spec.layer), cells[spec.layer], pool=pool)
+        yield spec.layer, sums.pop(spec.layer), cells[spec.layer]
 
 
 def _cells(spec: AttentionSpec, mask: MaskKind | Tensor | None, length: int) -> dict[str, Any]:
@@ -142,5 +195,5 @@ def _cells(spec: AttentionSpec, mask: MaskKind | Tensor | None, length: int) -> 
     if mask is None:
         return {"mask": "causal" if spec.causal else "full", "window": spec.window}
     if isinstance(mask, Tensor):
-        return {"mask": mask & spec.mask(length, mask.device)}
+        return {"mask": mask[:length, :length] & spec.mask(length, mask.device)}
     return {"mask": mask}

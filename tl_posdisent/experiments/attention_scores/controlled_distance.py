@@ -1,34 +1,42 @@
-"""Controlled distance: every pair at every distance, and what the scores are then made of (arXiv 2503.13305, §3)."""
+"""Variance decomposition of scores at controlled distances, every query and key at each (arXiv 2503.13305, §3)."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
+from contextlib import closing
 from typing import Any
 
 import pandas as pd
-from jaxtyping import Float64, Int
+from jaxtyping import Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tl_posdisent.additive.cells import MaskKind
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import stream
-from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.spec import AttentionSpec, select
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
-from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.tables import index_columns, join_texts
+from tl_posdisent.utils.validation import is_integer
 
-from .rotary_layers import RotaryLayer, measure_layers, rotary_specs
+from .rotary_layers import measure_layers
 
 
 def controlled_distance(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     *,
+    attention_mask: Tensor | None = None,
     distances: Numbers | None = None,
-    layers: Iterable[int] | None = None,
+    layers: int | Iterable[int] | None = None,
     burn_in: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -38,9 +46,11 @@ def controlled_distance(
     key at each distance, in closed form: one forward pass for queries and keys, and no score is computed.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer. Queries and keys of all texts are pooled.
-        distances: default ``0 … pos - 1``; any finite numbers.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+            Queries and keys of all texts are pooled.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        distances: default 0 up to those of the longest text; any finite numbers.
         layers: default all.
         burn_in: positions to leave out at the beginning of each text (attention sinks are unlike all other keys).
         progress: show a bar.
@@ -61,21 +71,31 @@ def controlled_distance(
         True
     """
 
-    def measure(layer: RotaryLayer) -> pd.DataFrame:
-        at = range(layer.length) if distances is None else distances
-        return decompose(Moments.from_qk(layer.q, layer.k, layer.rotary), at, scale=layer.scale).to_frame()
+    reading = read_model(model, layers)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    at = range(texts.longest) if distances is None else distances
+
+    def table(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
+        return decompose(functools.reduce(operator.add, parts), at, scale=spec.require_scale()).to_frame()
 
     return measure_layers(
-        model, tokens, "controlled_distance", measure, layers=layers, burn_in=burn_in, progress=progress
+        reading.model,
+        texts,
+        reading.rotary(layers, "controlled_distance"),
+        lambda layer: Moments.from_qk(layer.q, layer.k, layer.rotary),
+        table,
+        burn_in=burn_in,
+        progress=progress,
     )
 
 
 def dummy_distance_check(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     *,
+    attention_mask: Tensor | None = None,
     distances: Iterable[int] = (1, 2, 4, 8, 16, 32, 64),
-    layers: Iterable[int] | None = None,
+    layers: int | Iterable[int] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Are the fitted parts causal? Put all pairs at a dummy distance and see which part moves.
@@ -84,8 +104,8 @@ def dummy_distance_check(
     the key and the query part of the fit stay where they were, and the mean score follows the fitted distance part.
 
     Args:
-        model, tokens, layers, progress: as in ``controlled_distance``.
-        distances: dummy distances that occur in the text (0 … pos - 1), each once.
+        model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
+        distances: dummy distances that occur in every text (0 … pos - 1), each once.
 
     Returns:
         One row per text, layer, head and dummy ``distance``: ``key_correlation`` and ``query_correlation``, the
@@ -104,40 +124,68 @@ def dummy_distance_check(
         >>> bool(table[["mean", "component"]].corr().loc["mean", "component"] > 0.5)
         True
     """
-    specs = rotary_specs(model, layers, "dummy_distance_check")
-    tokens = check_tokens(model, tokens)
-    chosen = select("distances", distances, tokens.shape[1])
-    tables = []
-    for spec in tqdm(specs, desc="layers", disable=not progress):
-        real = _fit(model, tokens, spec)
-        for d in chosen:
-            with model.hooks(fwd_hooks=dummy_distance(model, d, layers=[spec.layer])):
-                dummy = _fit(model, tokens, spec)
-            columns = {
-                "key_correlation": _correlation(real, dummy, "key"),
-                "query_correlation": _correlation(real, dummy, "query"),
-                "mean": dummy.intercept,
-                "component": real.intercept + real.distance[..., d - int(real.distances[0])],
-            }
-            table = pd.DataFrame(
-                {**index_columns(real.r.shape), **{name: x.flatten().tolist() for name, x in columns.items()}}
+    reading = read_model(model, layers)
+    model, specs = reading.model, sorted(reading.rotary(layers, "dummy_distance_check"), key=lambda spec: spec.layer)
+    for spec in specs:
+        spec.require_scale()
+        if spec.scores is None:
+            raise ValueError(
+                f"layers must show their scores, but layer {spec.layer} of {spec.architecture} shows only its pattern"
             )
-            table.insert(1, "layer", spec.layer)
-            table.insert(3, "distance", d)
-            tables.append(table)
-    return pd.concat(tables, ignore_index=True)
+    texts = read_texts(model, tokens, attention_mask)
+    chosen = _check_distances(distances, min(texts.lengths))
+    tables, rows = [], []
+    with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+        for group in texts.groups:
+            real = _fits(model, group.tokens, specs)
+            for spec in specs:
+                for d in chosen:
+                    with applied(model, dummy_distance(reading, d, layers=[spec.layer])):
+                        dummy = _fits(model, group.tokens, [spec])[spec.layer]
+                    tables.append(_compared(spec.layer, d, real[spec.layer], dummy))
+                    rows.append(group.rows.tolist())
+                bar.update()
+    return join_texts(tables, rows, ["layer", "distance", "batch", "head"])
 
 
-def _fit(model: Any, tokens: Tensor, spec: AttentionSpec) -> AdditiveFit:
-    """The additive fit of one layer's scores as they are under the hooks that the model has now."""
-    if spec.scores is None:
-        raise ValueError(
-            f"dummy_distance_check needs the scores of layer {spec.layer}, but {spec.architecture} shows only its "
-            "pattern"
-        )
-    (captured,) = stream(model, tokens, [spec], vectors=False)
-    assert captured.scores is not None
-    return fit_additive(captured.scores, mask="causal" if spec.causal else "full", window=spec.window)
+def _check_distances(distances: Any, length: int) -> list[int]:
+    """Distances that occur in texts of this length."""
+    given = [distances] if is_integer(distances) else distances
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise ValueError(f"distances must be a sequence of integers, got {distances!r}")
+    chosen = list(given)
+    for d in chosen:
+        if not is_integer(d) or not 0 <= d < length:
+            raise ValueError(f"distances must be integers from 0 to {length - 1}, got {d!r}")
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ValueError(f"distances must name at least one and none twice, got {chosen}")
+    return [int(d) for d in chosen]
+
+
+def _fits(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> dict[int, AdditiveFit]:
+    """The additive fit of each layer's scores as they are under the hooks that the model has now."""
+    fits = {}
+    with closing(stream(model, tokens, specs, vectors=False)) as run:
+        for layer in run:
+            assert layer.scores is not None
+            mask: MaskKind = "causal" if layer.spec.causal else "full"
+            fits[layer.layer] = fit_additive(layer.scores, mask=mask, window=layer.spec.window)
+    return fits
+
+
+def _compared(layer: int, distance: int, real: AdditiveFit, dummy: AdditiveFit) -> pd.DataFrame:
+    """What becomes of the components of one layer when all pairs are at one distance."""
+    columns = {
+        "key_correlation": _correlation(real, dummy, "key"),
+        "query_correlation": _correlation(real, dummy, "query"),
+        "mean": dummy.intercept,
+        "component": real.intercept + real.distance[..., distance - int(real.distances[0])],
+    }
+    index = index_columns(real.r.shape)
+    table = pd.DataFrame({**index, **{name: x.flatten().tolist() for name, x in columns.items()}})
+    table.insert(1, "layer", layer)
+    table.insert(3, "distance", distance)
+    return table
 
 
 def _correlation(a: AdditiveFit, b: AdditiveFit, part: str) -> Float64[Tensor, "*batch"]:

@@ -1,15 +1,14 @@
-"""How nearly a model's heads disentangle position and content, in one table for any encoding and any checkpoint."""
+"""Disentanglement of position and content in every head, in one table for any position encoding and checkpoint."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pandas as pd
-from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.texts import Tokens, read_texts
 
 from .additivity import additivity
 from .controlled_distance import controlled_distance
@@ -18,7 +17,7 @@ _CONTROLLED = ["r_three_axis", "r_two_axis"]
 
 
 def disentanglement(
-    model: Any, tokens: Int[Tensor, "batch pos"] | str, *, burn_in: int = 0, progress: bool = True
+    model: Any, tokens: Tokens, *, attention_mask: Tensor | None = None, burn_in: int = 0, progress: bool = True
 ) -> pd.DataFrame:
     """Both r of every head where distance can be controlled, and the r of the observed scores everywhere.
 
@@ -26,8 +25,9 @@ def disentanglement(
     (``dynamics``), can be put one below the other.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
-        tokens: ids ``[batch, pos]`` without padding, or text if the model has a tokenizer.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         burn_in: positions to leave out of ``controlled_distance`` at the beginning.
         progress: show bars.
 
@@ -46,19 +46,20 @@ def disentanglement(
         >>> table.columns.tolist(), len(table)
         (['layer', 'head', 'r', 'r_three_axis', 'r_two_axis'], 40)
     """
-    tokens = check_tokens(model, tokens)
-    table = additivity(model, tokens, pool=True, progress=progress)[["layer", "head", "r"]]
-    length, tables = tokens.shape[1], []
-    for spec in read_layers(model):
-        if spec.rotary is None or spec.no_rotation or spec.problem:
-            continue
-        first = 0 if spec.causal else 1 - length
-        distances = [d for d in range(first, length) if spec.window is None or abs(d) < spec.window]
-        tables.append(
-            controlled_distance(
-                model, tokens, distances=distances, layers=[spec.layer], burn_in=burn_in, progress=progress
-            )
-        )
+    reading = read_model(model)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    batch: dict[str, Any] = {"tokens": texts.tokens, "attention_mask": texts.real, "progress": progress}
+    table = additivity(reading, pool=True, **batch)[["layer", "head", "r"]]
+    layers: dict[tuple[int, ...], list[int]] = {}  # by the distances that their masks leave
+    for spec in reading.specs():
+        if spec.rotary is not None and not spec.no_rotation and not spec.problem:
+            first = 0 if spec.causal else 1 - texts.longest
+            left = tuple(d for d in range(first, texts.longest) if spec.window is None or abs(d) < spec.window)
+            layers.setdefault(left, []).append(spec.layer)
+    tables = [
+        controlled_distance(reading, distances=distances, layers=some, burn_in=burn_in, **batch)
+        for distances, some in layers.items()
+    ]
     if not tables:
         return table.assign(**dict.fromkeys(_CONTROLLED, float("nan")))
     controlled = pd.concat(tables)[["layer", "head", *_CONTROLLED]]

@@ -1,4 +1,4 @@
-"""Where the heads of a model lie in the positional–symbolic plane of arXiv 2511.11579."""
+"""Positions of heads in the positional–symbolic plane of arXiv 2511.11579."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
-from jaxtyping import Int
 from torch import Tensor
 
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
+from tl_posdisent.utils.tables import join_texts
+from tl_posdisent.utils.validation import check_flag
 
 from .rotary_layers import RotaryLayer, measure_layers
 
 
 def positional_symbolic(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     *,
-    layers: Iterable[int] | None = None,
+    attention_mask: Tensor | None = None,
+    layers: int | Iterable[int] | None = None,
     by_subspace: bool = False,
     burn_in: int = 0,
     progress: bool = True,
@@ -28,8 +33,9 @@ def positional_symbolic(
     Exact, where the paper samples permutations: see ``positional_symbolic_qk``. One forward pass, no score matrix.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         by_subspace: one row per rotary subspace besides, for the scores of that subspace alone.
         burn_in: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
@@ -51,9 +57,15 @@ def positional_symbolic(
         (16, True)
     """
 
+    check_flag("by_subspace", by_subspace)
+    reading = read_model(model, layers)
+    texts = read_texts(reading.model, tokens, attention_mask)
+
     def measure(layer: RotaryLayer) -> pd.DataFrame:
         return positional_symbolic_qk(layer.q, layer.k, layer.rotary).to_frame(by_subspace=by_subspace)
 
-    return measure_layers(
-        model, tokens, "positional_symbolic", measure, leave=2, layers=layers, burn_in=burn_in, progress=progress
-    )
+    def table(spec: AttentionSpec, parts: list[pd.DataFrame]) -> pd.DataFrame:
+        return join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])
+
+    specs = reading.rotary(layers, "positional_symbolic")
+    return measure_layers(reading.model, texts, specs, measure, table, leave=2, burn_in=burn_in, progress=progress)

@@ -1,75 +1,82 @@
-"""A measurement of every rotary layer's queries and keys, as one table."""
+"""Measure the queries and keys of every rotary layer and collect one table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.models.capture import stream
-from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.reading import read_rotary_layers
 from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import Texts
 from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.utils.validation import is_integer
+
+Measured = TypeVar("Measured")
 
 
 class RotaryLayer(NamedTuple):
-    """One layer's vectors before rotation, and how it makes scores of them."""
+    """The vectors of one layer before rotation, in texts of equal length, and how it makes scores of them."""
 
     rotary: Rotary
     scale: float
-    length: int  # of the texts, with what was left out of q and k
     q: Float[Tensor, "batch pos head d_head"]
     k: Float[Tensor, "batch pos kv d_head"]
 
 
-def rotary_specs(model: Any, layers: Iterable[int] | None, tool: str) -> list[AttentionSpec]:
-    """Layers that ``tool`` can work on, or an error that says which cannot."""
-    specs = read_rotary_layers(model, layers, tool)
-    for spec in specs:
-        spec.require_scale()
-    return specs
-
-
-def check_burn_in(burn_in: int, length: int, *, leave: int = 1) -> None:
-    """Refuse a burn-in that leaves fewer than ``leave`` positions."""
-    if isinstance(burn_in, bool) or not isinstance(burn_in, int) or not 0 <= burn_in <= length - leave:
-        raise ValueError(f"burn_in must be an integer from 0 to {length - leave}, got {burn_in!r}")
+def check_burn_in(burn_in: Any, lengths: Sequence[int], *, leave: int = 1) -> None:
+    """Raise unless ``burn_in`` leaves at least ``leave`` positions of every text."""
+    most = min(lengths) - leave
+    if not is_integer(burn_in) or not 0 <= burn_in <= most:
+        raise ValueError(f"burn_in must be an integer from 0 to {most}, got {burn_in!r}")
 
 
 def measure_layers(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
-    tool: str,
-    measure: Callable[[RotaryLayer], pd.DataFrame],
+    texts: Texts,
+    specs: list[AttentionSpec],
+    measure: Callable[[RotaryLayer], Measured],
+    table: Callable[[AttentionSpec, list[Measured]], pd.DataFrame],
     *,
-    layers: Iterable[int] | None,
     burn_in: int,
     progress: bool,
     leave: int = 1,
 ) -> pd.DataFrame:
-    """What ``measure`` says of each rotary layer, in one table with a column ``layer`` before ``head``.
+    """Measure each layer in the texts of each length and join the layers' tables, with ``layer`` before ``head``.
 
-    One forward pass without score matrices, one layer in memory. The first ``burn_in`` positions of each text are left
-    out, of which at least ``leave`` others must remain.
+    One forward pass per length of text, without score matrices, one layer in memory.
+
+    Args:
+        model, texts, specs: what is run, and the layers; their scales are required.
+        measure: of one layer in texts of equal length.
+        table: of one layer, from what was measured for each group of ``texts``.
+        burn_in: positions to leave out at the beginning of each text, of which at least ``leave`` others must remain.
+        progress: show a bar.
     """
-    specs = rotary_specs(model, layers, tool)
-    tokens = check_tokens(model, tokens)
-    check_burn_in(burn_in, tokens.shape[1], leave=leave)
+    check_burn_in(burn_in, texts.lengths, leave=leave)
+    scales = {spec.layer: spec.require_scale() for spec in specs}
+    found: dict[int, list[Measured]] = {}
     tables = []
-    with closing(stream(model, tokens, specs, scores=False)) as run:  # or an error would leave the pass waiting
-        for layer in tqdm(run, total=len(specs), desc="layers", disable=not progress):
-            assert layer.q is not None
-            assert layer.k is not None
-            assert layer.spec.rotary is not None
-            scale, length = layer.spec.require_scale(), tokens.shape[1]
-            q, k = layer.q[:, burn_in:], layer.k[:, burn_in:]
-            table = measure(RotaryLayer(layer.spec.rotary, scale, length, q, k))
-            table.insert(list(table.columns).index("head"), "layer", layer.layer)
-            tables.append(table)
+    with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+        for group in texts.groups:
+            with closing(
+                stream(model, group.tokens, specs, scores=False)
+            ) as run:  # or an error leaves the pass waiting
+                for layer in run:
+                    assert layer.q is not None
+                    assert layer.k is not None
+                    assert layer.spec.rotary is not None
+                    q, k = layer.q[:, burn_in:], layer.k[:, burn_in:]
+                    measured = measure(RotaryLayer(layer.spec.rotary, scales[layer.layer], q, k))
+                    found.setdefault(layer.layer, []).append(measured)
+                    if len(found[layer.layer]) == len(texts.groups):
+                        of_layer = table(layer.spec, found.pop(layer.layer))
+                        of_layer.insert(list(of_layer.columns).index("head"), "layer", layer.layer)
+                        tables.append(of_layer)
+                    bar.update()
     return pd.concat(tables, ignore_index=True)

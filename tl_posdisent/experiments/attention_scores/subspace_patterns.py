@@ -1,4 +1,4 @@
-"""Distance patterns in every subspace of a model: what is slow, what is concentrated, what is used for what."""
+"""Distance patterns in every rotary subspace: frequency, concentration of queries and keys, shares of the variance."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
-from jaxtyping import Int
+import torch
 from torch import Tensor
 
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.subspaces import subspace_patterns_qk
 from tl_posdisent.rope.variance_decomposition import Numbers
 
@@ -17,10 +20,11 @@ from .rotary_layers import RotaryLayer, measure_layers
 
 def subspace_patterns(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     *,
+    attention_mask: Tensor | None = None,
     distances: Numbers | None = None,
-    layers: Iterable[int] | None = None,
+    layers: int | Iterable[int] | None = None,
     burn_in: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -30,9 +34,11 @@ def subspace_patterns(
     asks layer by layer in one forward pass, without score matrices.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer. Queries and keys of all texts are pooled.
-        distances: at which all pairs are scored, default ``0 … pos - 1``; any finite numbers.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+            Queries and keys of all texts are pooled.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        distances: at which all pairs are scored, default 0 up to those of the longest text; any finite numbers.
         layers: default all.
         burn_in: positions to leave out at the beginning of each text (attention sinks are unlike all other keys).
         progress: show a bar.
@@ -58,10 +64,18 @@ def subspace_patterns(
         True
     """
 
-    def measure(layer: RotaryLayer) -> pd.DataFrame:
-        at = range(layer.length) if distances is None else distances
-        return subspace_patterns_qk(layer.q, layer.k, layer.rotary, at, scale=layer.scale).to_frame()
+    reading = read_model(model, layers)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    at = range(texts.longest) if distances is None else distances
 
-    return measure_layers(
-        model, tokens, "subspace_patterns", measure, layers=layers, burn_in=burn_in, progress=progress
-    )
+    def table(spec: AttentionSpec, parts: list[RotaryLayer]) -> pd.DataFrame:
+        q, k = (_pooled([getattr(part, side) for part in parts]) for side in ("q", "k"))
+        return subspace_patterns_qk(q, k, parts[0].rotary, at, scale=parts[0].scale).to_frame()
+
+    specs = reading.rotary(layers, "subspace_patterns")
+    return measure_layers(reading.model, texts, specs, lambda layer: layer, table, burn_in=burn_in, progress=progress)
+
+
+def _pooled(parts: list[Tensor]) -> Tensor:
+    """Vectors of texts of several lengths, one text after the other."""
+    return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])[None]

@@ -1,4 +1,4 @@
-"""What is learned: every measure beside its value in the same architecture at random initialisation."""
+"""Measures of a trained model beside those of random-weights baselines of the same architecture."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.models.forward import check_tokens
 from tl_posdisent.models.loading.random_init import random_control
+from tl_posdisent.models.reading import ModelReading, read_model
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.subspace_interactions import INTERACTIONS
 from tl_posdisent.rope.variance_decomposition import Numbers
+from tl_posdisent.utils.validation import check_choice
 
 from .additivity import additivity
 from .controlled_distance import controlled_distance
 from .positional_symbolic_plane import positional_symbolic
-from .rotary_layers import check_burn_in, rotary_specs
+from .rotary_layers import check_burn_in
 from .subspace_patterns import subspace_patterns
 
 _HEAD = ["layer", "head"]
@@ -27,12 +28,13 @@ _HEAD = ["layer", "head"]
 
 def trained_vs_random(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     *,
+    attention_mask: Tensor | None = None,
     seeds: Iterable[int] = (0, 1, 2),
     by: Literal["head", "layer"] = "head",
     distances: Numbers | None = None,
-    layers: Iterable[int] | None = None,
+    layers: int | Iterable[int] | None = None,
     burn_in: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -50,11 +52,13 @@ def trained_vs_random(
     * ``concentration``, of the keys' phases, mean over the rotary subspaces (``subspace_patterns``).
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer. The random copies read the same.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+            The random copies read the same.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         seeds: one random copy each (see ``random_control``).
         by: one row per head, or per layer: the mean over its heads.
-        distances: controlled distances, default ``0 … pos - 1``.
+        distances: controlled distances, default 0 up to those of the longest text.
         layers: default all.
         burn_in: positions to leave out at the beginning of each text, among queries and keys.
         progress: show a bar over the models.
@@ -74,18 +78,21 @@ def trained_vs_random(
         >>> bool(table.loc["r_two_axis", "trained"] > table.loc["r_two_axis", "random"])
         True
     """
-    if by not in ("head", "layer"):
-        raise ValueError(f'by must be "head" or "layer", got {by!r}')
-    tokens = check_tokens(model, tokens)
-    check_burn_in(burn_in, tokens.shape[1], leave=2)
+    check_choice("by", by, ("head", "layer"))
+    reading = read_model(model, layers)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    check_burn_in(burn_in, texts.lengths, leave=2)
     seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
-    layers = [spec.layer for spec in rotary_specs(model, layers, "trained_vs_random")]
-    copies = random_control(model, seeds)
+    specs = reading.rotary(layers, "trained_vs_random")
+    for spec in specs:
+        spec.require_scale()
+    layers = [spec.layer for spec in specs]
+    copies = random_control(reading.model, seeds)
     index = _HEAD if by == "head" else _HEAD[:1]
     results = []
-    models = (m for group in ([model], copies) for m in group)
+    models = (m for group in ([reading], copies) for m in group)
     for m in tqdm(models, total=1 + len(seeds), desc="models", disable=not progress):
-        measured = _measure(m, tokens, distances=distances, layers=layers, burn_in=burn_in)
+        measured = _measure(read_model(m, layers), texts, distances=distances, layers=layers, burn_in=burn_in)
         long = measured.groupby(index).mean().reset_index().melt(index, var_name="measure")
         results.append(long.set_index([*index, "measure"])["value"])
     chance = pd.concat(results[1:], axis=1)
@@ -94,8 +101,8 @@ def trained_vs_random(
 
 
 def _measure(
-    model: Any,
-    tokens: Int[Tensor, "batch pos"],
+    reading: ModelReading,
+    texts: Texts,
     *,
     distances: Numbers | None,
     layers: list[int] | None,
@@ -103,12 +110,13 @@ def _measure(
 ) -> pd.DataFrame:
     """One row per layer and head, one column per measure."""
     common: dict[str, Any] = {"layers": layers, "progress": False}
+    common |= {"tokens": texts.tokens, "attention_mask": texts.real}
     at: dict[str, Any] = {"distances": distances, "burn_in": burn_in}
-    late = torch.arange(tokens.shape[1]) >= burn_in
-    controlled = controlled_distance(model, tokens, **at, **common).set_index(_HEAD)
-    plane = positional_symbolic(model, tokens, burn_in=burn_in, **common).groupby(_HEAD)
-    patterns = subspace_patterns(model, tokens, **at, **common).groupby(_HEAD)
-    observed = additivity(model, tokens, mask=(late[:, None] & late) if burn_in else None, **common).groupby(_HEAD)
+    late = torch.arange(texts.tokens.shape[1]) >= burn_in
+    controlled = controlled_distance(reading, **at, **common).set_index(_HEAD)
+    plane = positional_symbolic(reading, burn_in=burn_in, **common).groupby(_HEAD)
+    patterns = subspace_patterns(reading, **at, **common).groupby(_HEAD)
+    observed = additivity(reading, mask=(late[:, None] & late) if burn_in else None, **common).groupby(_HEAD)
     return pd.DataFrame(
         {
             "r": observed["r"].mean(),

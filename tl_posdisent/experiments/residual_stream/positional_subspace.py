@@ -104,7 +104,7 @@ def positional_subspace(
     spec = read_attention(model, layer)
     tokens = check_tokens(model, tokens)
     _check(rank, explained, len(tokens))
-    check_burn_in(burn_in, tokens.shape[1], leave=2)
+    check_burn_in(burn_in, [tokens.shape[1]], leave=2)
     seen, _, _ = watch(model, tokens, spec, [residual_hook(layer)])
     content, position, _ = split_stream(seen[residual_hook(layer)][:, burn_in:].double())
     _, singular, directions = torch.linalg.svd(position, full_matrices=False)
