@@ -8,10 +8,12 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.processes import PIPES, process, run
 from typer.main import get_command
 
 from tl_posdisent.cli import app
@@ -21,19 +23,18 @@ COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 MODEL_COMMANDS = ("fit", "controlled", "perturb", "length", "ablate", "report")
 
 
-def program(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "60"} | options.pop("env", {})
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], env=environment, **pipes, **options)
+def program(*arguments: str, env: dict[str, str] | None = None) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    environment = os.environ | {"NO_COLOR": "1", "COLUMNS": "60"} | (env or {})
+    return process(sys.executable, "-c", PROGRAM, *arguments, env=environment, **PIPES)
 
 
 def test_in_a_pipe(tmp_path: Path) -> None:
     """Text from stdin; on stdout results alone, whole lines; progress on stderr; the table beside."""
     out = tmp_path / "table.csv"
     words = ("ablate", "--text", "-", "--length", "16", "--layers", "0", "--out", str(out))
-    process = program(*words)
-    stdout, stderr = process.communicate(b"We the people of these free and equal states. " * 4)
-    assert process.returncode == 0, stderr
+    with program(*words) as running:
+        stdout, stderr = running.communicate(b"We the people of these free and equal states. " * 4)
+    assert running.returncode == 0, stderr
     lines = stdout.decode().splitlines()
     assert lines[0] == "change of loss without each head (zero): demo, 1 × 16 tokens"
     assert [line.split()[0] for line in lines if line.strip()][-4:] == ["0", "DepositReport", "largest", "share"]
@@ -42,14 +43,14 @@ def test_in_a_pipe(tmp_path: Path) -> None:
 
 
 def test_interrupted() -> None:
-    process = program("perturb", "--length", "64", "--seeds", "100000")
-    assert process.stderr
-    seen = b""
-    while b"perturbations" not in seen:
-        seen += os.read(process.stderr.fileno(), 4096)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate()
-    assert process.returncode == 130
+    with program("perturb", "--length", "64", "--seeds", "100000") as running:
+        assert running.stderr
+        seen, more = b"", b"?"
+        while b"perturbations" not in seen and more:
+            seen += (more := os.read(running.stderr.fileno(), 4096))
+        running.send_signal(signal.SIGINT)
+        stdout, stderr = running.communicate()
+    assert running.returncode == 130, seen
     assert stdout == b""
     assert stderr.endswith(b"interrupted\n")
     assert b"Traceback" not in stderr
@@ -65,8 +66,7 @@ for words in (["--help"], ["--version"], *([name, "--help"] for name in {sorted(
     assert result.exit_code == 0 and result.stdout, words
 print(sorted({{"torch", "pandas", "numpy", "transformers", "transformer_lens", "plotly"}} & sys.modules.keys()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert run(sys.executable, "-c", code).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -126,17 +126,18 @@ def test_completion(typed: str, offered: list[str]) -> None:
     words = typed.split()
     place = len(words) - (0 if typed.endswith(" ") else 1)
     asked = {"_TL_POSDISENT_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(place)}
-    stdout, stderr = program(env=asked).communicate()
+    with program(env=asked) as running:
+        stdout, stderr = running.communicate()
     assert sorted(stdout.decode().split()) == offered, stderr
 
 
 def test_completion_is_installed(tmp_path: Path) -> None:
     """The script that the option leaves asks this program, and bash takes it."""
     told = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    process = program("--install-completion", "bash", env=told)
-    _, stderr = process.communicate()
-    assert process.returncode == 0, stderr
+    with program("--install-completion", "bash", env=told) as running:
+        _, stderr = running.communicate()
+    assert running.returncode == 0, stderr
     (script,) = (tmp_path / ".bash_completions").iterdir()
     assert "_TL_POSDISENT_COMPLETE=complete_bash" in script.read_text(encoding="utf-8")
-    subprocess.run(["bash", "-n", str(script)], check=True)
+    run("bash", "-n", script)
     assert str(script) in (tmp_path / ".bashrc").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from test_transformer import both_directions, small_model
+from support.small_models import both_directions, small_model
 from torch import Tensor
 
 from tl_posdisent import content_position_terms, dummy_distance, positional_subspace

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from support import zoo
 from support.pages import ROOT
+from support.processes import run as run_process
 from torch.utils.flop_counter import FlopCounterMode
 
 import tl_posdisent as tp
@@ -55,10 +55,7 @@ def test_predicted_peak(kind: str, length: int, heads: int, layers: int, tool: s
         pytest.skip("HookedTransformer was removed in TransformerLens 4")
     cell = json.dumps([kind, length, heads, layers, tool, block])
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, cell], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_process(sys.executable, "-c", MEASURE, cell, cwd=ROOT, env=environment)
     predicted, measured = json.loads(done.stdout.splitlines()[-1])
     assert measured > 10  # MiB, or nothing was measured
     assert 0.5 < predicted / measured < 2

@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import test_bad_input
 from catalogue import given, rows
 from catalogue.row import Row
 from support.public import public_names
+from support.public_calls import functions
 from support.untouched import state
 
 ROWS = rows()
@@ -59,7 +59,7 @@ def test_the_table_is_long_and_says_nothing_twice() -> None:
 
 def test_every_public_name_has_a_row() -> None:
     """Or is refused its model, tokens, layers by ``test_bad_input``, which finds functions by their arguments."""
-    found = {function.__name__ for function in test_bad_input.functions()}
+    found = {function.__name__ for function in functions()}
     left = {*public_names()} - {row.of for row in ROWS} - found - RESULTS - TAKE_NOTHING
     assert not left, f"no bad input for {sorted(left)}"
 

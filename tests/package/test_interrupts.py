@@ -20,8 +20,8 @@ import pytest
 import torch
 import tqdm
 from support import zoo
+from support.public_calls import GOOD, TOKENS, call, functions
 from support.untouched import state
-from test_bad_input import TOKENS, call, functions
 
 import tl_posdisent
 from tl_posdisent import additivity, capture
@@ -79,7 +79,7 @@ def used_up(function: Callable[..., Any], model: Any) -> None:
 @pytest.mark.parametrize("function", RUNS_THE_MODEL, ids=lambda function: function.__name__)
 def test_inside_a_forward_pass(function: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first pass, in the middle and in the last, in the second of two layers."""
-    monkeypatch.setitem(call.__globals__["GOOD"], "path", tmp_path / "report.html")
+    monkeypatch.setitem(GOOD, "path", tmp_path / "report.html")
     point = model.blocks[1].attn.hook_z
     with torch.no_grad():
         plain = model(TOKENS)
@@ -109,7 +109,7 @@ def test_inside_a_forward_pass(function: Any, model: Any, tmp_path: Path, monkey
 
 @pytest.mark.parametrize("function", functions("progress"), ids=lambda function: function.__name__)
 def test_while_the_bar_moves(function: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(call.__globals__["GOOD"], "path", tmp_path / "report.html")
+    monkeypatch.setitem(GOOD, "path", tmp_path / "report.html")
     before = state(model)
     presser, update = Presser(1), tqdm.std.tqdm.update
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import email
 import hashlib
 import re
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import tomllib
 from support.pages import ROOT
+from support.processes import run
 
 import tl_posdisent as tp
 
@@ -29,7 +29,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     pytest.importorskip("hatchling", reason="hatchling builds the wheel; it comes with [dev]")
     out = tmp_path_factory.mktemp("dist")
     code = "import sys; from hatchling import build as b; b.build_wheel(sys.argv[1]); b.build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(out)], cwd=ROOT, check=True, capture_output=True)
+    run(sys.executable, "-c", code, str(out), cwd=ROOT)
     return next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
 
 
@@ -101,8 +101,7 @@ before = set(sys.modules)
 from tl_posdisent import fit_additive
 print(*sorted(set(sys.modules) - before))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
-    new = done.stdout.split()
+    new = run(sys.executable, "-c", code, cwd=ROOT).stdout.split()
     assert "tl_posdisent.additive.fit" in new, "it was imported already, or not at all"
     heavy = {"dask", "distributed", "matplotlib", "narwhals", "IPython", "scipy", "sklearn", "playwright", "kaleido"}
     assert not heavy & set(new)

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,32 @@ def python(code: str, *arguments: str, **options: Any) -> contextlib.AbstractCon
     """A Python that runs ``code``, with this one's import path and one thread for torch."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return process(sys.executable, "-c", code, *arguments, **{"env": environment, **options})
+
+
+@contextlib.contextmanager
+def process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Worker processes, whose tests run under ``time_limit``."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_default_signals) as pool:
+        yield pool
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float = LIMIT) -> Iterator[None]:
+    """Raise in the main thread after so many seconds, and kill the worker processes that it may be waiting for."""
+
+    def stop(number: int, frame: Any) -> None:
+        for child in active_children():
+            child.kill()
+        raise TimeoutError(f"more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def wait_until(there: Callable[[], Any], running: subprocess.Popen[bytes] | None = None, limit: float = LIMIT) -> None:

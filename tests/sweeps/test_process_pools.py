@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from test_sweep import LAST, SLOW, inodes, wait_for_parts
+from support.processes import process_pool, time_limit
+from support.swept import LAST, SLOW, inodes, wait_for_parts
 from typer.testing import CliRunner
 
 from tl_posdisent import additivity, controlled_distance, load_demo_model, sweep
@@ -27,8 +27,7 @@ TEXTS = Text.of("demo", length=48, count=8)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+    with process_pool(2) as executor:
         yield executor
 
 
@@ -38,6 +37,12 @@ def client() -> Iterator[Any]:
     options = {"processes": True, "n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
     with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
         yield client
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with time_limit():
+        yield
 
 
 @pytest.mark.parametrize("kind", ["pool", "dask"])

@@ -19,7 +19,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support.processes import python, run, wait_until
+from support.processes import python, run
+from support.swept import LAST, SLOW, inodes, wait_for_parts
 
 import tl_posdisent
 from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model, sweep
@@ -27,14 +28,7 @@ from tl_posdisent.sweeps import Job, Text, failures, jobs
 from tl_posdisent.sweeps import runner as worker
 from tl_posdisent.sweeps.jobs import RESULTS
 
-LAST = ("additivity", {"layers": [4]})
-SLOW = ("trained_vs_random", {"layers": [4], "seeds": [0]})  # long enough to be caught in the middle
 JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "arguments", "backend", "dtype", "job"]
-
-
-def inodes(out: Path) -> dict[str, tuple[int, int]]:
-    """Which file each part is, and when it was written: done again would be another."""
-    return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in (out / "parts").glob("*.parquet")}
 
 
 def measured(table: pd.DataFrame) -> pd.DataFrame:
@@ -199,10 +193,6 @@ from tl_posdisent import sweep
 from tl_posdisent.sweeps import Text, jobs
 sweep(jobs("demo", {slow!r}, Text.of("demo", length=32, count=6).split(6)), out={out!r})
 """
-
-
-def wait_for_parts(out: Path, count: int, running: subprocess.Popen[bytes] | None = None) -> None:
-    wait_until(lambda: len(list((out / "parts").glob("*.parquet"))) >= count, running)
 
 
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from test_transformer import small_model
+from support.small_models import small_model
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from test_bad_input import GOOD, call, functions
-from test_transformer import both_directions, every_encoding, small_model
+from support.public_calls import GOOD, call, functions
+from support.small_models import both_directions, every_encoding, small_model
 from torch import Tensor
 
 from tl_posdisent import (

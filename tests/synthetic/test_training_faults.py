@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 from support.processes import python, run, wait_until
+from support.short_training import HOW, SHAPE, STEPS, TASK, fresh
 from torch import Tensor
 
 from tl_posdisent.synthetic import (
     SyntheticConfig,
     SyntheticModel,
     TrainConfig,
-    TriggerCount,
     deposit_study,
     load_checkpoint,
     save_checkpoint,
@@ -32,23 +32,14 @@ from tl_posdisent.synthetic import (
 from tl_posdisent.synthetic.training.presets import Preset
 from tl_posdisent.utils.files import UNFINISHED, locked
 
-TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
-STEPS = 24
-HOW = TrainConfig(epochs=STEPS, batch_size=16, n_train=16, n_test=8, pieces=1, checkpoints=tuple(range(STEPS + 1)))
-SHAPE: dict[str, Any] = {"n_layers": 2, "d_model": 96, "n_heads": 2, "d_mlp": 192, "dropout": 0.1}
-SHAPE |= {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out, "pad_id": TASK.pad_id}
 SCRIPT = """
 import torch; torch.set_num_threads(1)
-from test_training_faults import HOW, TASK, fresh
+from support.short_training import HOW, TASK, fresh
 from tl_posdisent.synthetic import train
 train(fresh(), TASK, HOW, folder={folder!r}, resume=True, progress=False)
 """
 
 Start = Callable[[Path], "subprocess.Popen[bytes]"]
-
-
-def fresh() -> SyntheticModel:
-    return SyntheticModel(SyntheticConfig(**SHAPE), seed=3)
 
 
 def weights(model: SyntheticModel) -> dict[str, Tensor]:

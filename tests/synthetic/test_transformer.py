@@ -3,39 +3,24 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from support import zoo
 from support.plain_transformer import plain_logits
+from support.small_models import ENCODINGS, both_directions, every_encoding, small_model
 from torch import Tensor
 
 from tl_posdisent import read_attention
 from tl_posdisent.models.loading.load import has_hooked
-from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, to_hooked_transformer
+from tl_posdisent.synthetic import SyntheticModel, to_hooked_transformer
 from tl_posdisent.synthetic.model.blocks import dropout
-from tl_posdisent.synthetic.model.config import EncodingName
 
-ENCODINGS = get_args(EncodingName)
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
 PADDED = TOKENS.clone()
 PADDED[0, 5:] = 0
 PADDED[2, 8:] = 0
-every_encoding = pytest.mark.parametrize("encoding", ENCODINGS)
-both_directions = pytest.mark.parametrize("causal", [True, False])
-
-
-def small_model(seed: int = 0, **changed: Any) -> SyntheticModel:
-    """With every parameter at a value that shows."""
-    small = {"n_layers": 2, "d_model": 24, "n_heads": 3, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 5}
-    model = SyntheticModel(SyntheticConfig(**(small | changed)), seed)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            size = 1.0 if name in ("encoding.table",) else 0.3
-            parameter.add_(size * torch.randn(parameter.shape, generator=generator))
-    return model.eval()
 
 
 def look(x: Tensor, hook: Any) -> None:

@@ -1,0 +1,60 @@
+"""Processes that tests start: through one helper, with a time limit and the default signals."""
+
+from __future__ import annotations
+
+import ast
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from support.pages import ROOT
+from support.processes import python, run, time_limit, wait_until
+
+STARTS = {
+    *("subprocess.run", "subprocess.Popen", "subprocess.call", "subprocess.check_call", "subprocess.check_output"),
+    *("os.system", "os.fork", "os.popen", "ProcessPoolExecutor", "Process", "multiprocessing.Process", "pty.fork"),
+}
+TESTS = ROOT / "tests"
+PROGRAMS = {TESTS / "support" / name for name in ("processes.py", "smoke.py", "mutants.py")}  # no tests, but the first
+
+
+def test_no_test_starts_a_process_in_another_way() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted(TESTS.rglob("*.py"))
+        if path not in PROGRAMS
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in STARTS
+    ]
+    assert not found
+
+
+def test_a_child_can_be_interrupted_although_this_process_cannot() -> None:
+    """As where a script runs the tests in the background."""
+    code = "import sys, time; print('here', flush=True); time.sleep(600)"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with python(code, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            assert child.stdout
+            assert child.stdout.readline() == b"here\n"
+            child.send_signal(signal.SIGINT)
+            assert b"KeyboardInterrupt" in child.communicate()[1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_nothing_runs_longer_than_its_limit() -> None:
+    began = time.monotonic()
+    with python("import time; time.sleep(600)", limit=0.5) as child:
+        assert child.wait() == -signal.SIGKILL
+    with pytest.raises(subprocess.TimeoutExpired):
+        run(sys.executable, "-c", "import time; time.sleep(600)", limit=0.5)
+    with pytest.raises(TimeoutError), time_limit(0.5):
+        time.sleep(600)
+    with pytest.raises(AssertionError, match="in vain"):
+        wait_until(lambda: False, limit=0.1)
+    with python("", stderr=subprocess.PIPE) as child, pytest.raises(AssertionError, match="the process ended with 0"):
+        wait_until(lambda: False, child)
+    assert time.monotonic() - began < 60

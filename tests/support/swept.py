@@ -1,0 +1,20 @@
+"""Jobs that tests sweep over, and what they leave in a folder."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from support.processes import wait_until
+
+LAST = ("additivity", {"layers": [4]})
+SLOW = ("trained_vs_random", {"layers": [4], "seeds": [0]})  # long enough to be caught in the middle
+
+
+def inodes(out: Path) -> dict[str, tuple[int, int]]:
+    """Which file each part is, and when it was written: done again would be another."""
+    return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in (out / "parts").glob("*.parquet")}
+
+
+def wait_for_parts(out: Path, count: int, running: subprocess.Popen[bytes] | None = None) -> None:
+    wait_until(lambda: len(list((out / "parts").glob("*.parquet"))) >= count, running)
