@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.probe.observe import is_masked, score_tolerance
+from tl_posdisent.models.probe.observe import score_tolerance
 from tl_posdisent.utils.validation import check_flag
 
 from .forward import Hook, check_tokens, device_of, run
@@ -318,7 +318,7 @@ def _listeners(wanted: Sequence[_Wanted], hand_over: Callable[[Any], None]) -> l
 def _alone(spec: AttentionSpec, held: dict[str, Tensor]) -> tuple[AttentionSpec, Tensor]:
     """Scores without queries and keys."""
     (seen,) = held.values()
-    _check_mask(spec, is_masked(seen[:, :, _rows(seen)]), _rows(seen), seen.shape[-1])
+    _check_mask(spec, seen[:, :, _rows(seen)], _rows(seen))
     return spec, seen
 
 
@@ -345,15 +345,23 @@ def _rows(cells: Tensor) -> Int[Tensor, "row"]:
     return torch.linspace(0, length - 1, min(length, _ROWS_CHECKED), device=cells.device).round().long()
 
 
-def _check_mask(spec: AttentionSpec, masked: Tensor, rows: Tensor, n_key: int) -> Bool[Tensor, "row key"]:
+def _check_mask(spec: AttentionSpec, scores: Tensor, rows: Tensor) -> Bool[Tensor, "row key"]:
     """The cells inside the layer's mask in some rows; refuses a model that masks others."""
-    inside = spec.sees(rows[:, None] - torch.arange(n_key, device=rows.device))
-    if bool((masked == inside).any()):
-        raise ValueError(
-            f"layer {spec.layer} of {spec.architecture}: the model's mask is not the one that was read from it "
-            f"({'causal' if spec.causal else 'full'}, window {spec.window}); padded or packed texts are not supported"
-        )
+    inside = spec.sees(rows[:, None] - torch.arange(scores.shape[-1], device=rows.device))
+    # A score of float16 may be as large as what masks others; only a number beyond all scores is surely none.
+    half = torch.finfo(torch.float16).min
+    hidden = scores <= (half if spec.masked_below > half else spec.masked_below)
+    if bool((hidden & inside).any() | (~spec.is_masked(scores) & ~inside).any()):
+        _refuse_mask(spec)
     return inside
+
+
+def _refuse_mask(spec: AttentionSpec) -> None:
+    raise ValueError(
+        f"layer {spec.layer} of {spec.architecture}: the model's mask is not the one that was read from it "
+        f"({'causal' if spec.causal else 'full'}, window {spec.window}); padded or packed texts are not supported: "
+        "pass texts of one length, or one at a time"
+    )
 
 
 def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None, pattern: Tensor | None) -> None:
@@ -365,14 +373,18 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     ours = spec.score(spec.rotated(q[:, rows].to(wide), rows), spec.rotated(k.to(wide), positions))
     if scores is not None:
-        inside = _check_mask(spec, is_masked(theirs), rows, end.shape[-1])
+        inside = _check_mask(spec, theirs, rows)
     else:  # of a pattern that is 0 inside the mask it cannot be said whether it was masked
         inside = spec.sees(rows[:, None] - positions)
-        _check_mask(spec, (theirs == 0) & ~inside, rows, end.shape[-1])
+        if bool((theirs[..., ~inside] != 0).any()):
+            _refuse_mask(spec)
+        largest = torch.where(inside, ours, 0.0).abs().amax()
         ours = ours.masked_fill(~inside, -torch.inf).softmax(-1)
     theirs = theirs.to(wide)
     error = torch.where(inside, ours - theirs, 0.0).abs().amax()
     allowed = score_tolerance(end.dtype, q.dtype) * torch.where(inside, theirs, 0.0).abs().amax()
+    if scores is None:  # what rounding of large scores does to a pattern
+        allowed = allowed + 8 * torch.finfo(q.dtype).eps * largest
     if not bool(error <= allowed):
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture}: scores recomputed from queries, keys and the rotation read "

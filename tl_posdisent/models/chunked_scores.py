@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.probe.observe import is_masked, score_tolerance
+from tl_posdisent.models.probe.observe import score_tolerance
 
 from .forward import Hook, run
 from .spec import AttentionSpec
@@ -83,7 +83,7 @@ def _check(spec: AttentionSpec, first: int, scores: Tensor) -> None:
     n_row, n_seen = scores.shape[-2:]
     some = torch.linspace(0, n_row - 1, min(n_row, 4), device=scores.device).round().long()
     distance = (some + first)[:, None] - torch.arange(n_seen, device=scores.device)
-    if n_seen != first + n_row or bool((is_masked(scores[:, :, some]) == spec.sees(distance)).any()):
+    if n_seen != first + n_row or bool((spec.is_masked(scores[:, :, some]) == spec.sees(distance)).any()):
         raise ValueError(
             f"block must be None: with a cache, layer {spec.layer} of {spec.architecture} gives queries {first} … "
             f"{first + n_row - 1} other keys or another mask than without; padded texts are not supported either"

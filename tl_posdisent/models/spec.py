@@ -72,6 +72,7 @@ class AttentionSpec:
         scores: the hook of the scores; None if it does not fire or does not carry scores.
         scores_editable: whether an edit at ``scores`` reaches the output.
         pattern, z, v: the hooks that fire, else None.
+        masked_below: scores at or below hold no score (see ``is_masked``).
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
 
@@ -103,6 +104,7 @@ class AttentionSpec:
     pattern: str | None = None
     z: str | None = None
     v: Tap | None = None
+    masked_below: float = -1e30
     problem: str | None = None
     no_rotation: str | None = None
 
@@ -114,6 +116,14 @@ class AttentionSpec:
     def mask(self, length: int, device: torch.device | str = "cpu") -> Bool[Tensor, "query key"]:
         """The layer's mask for a text without padding: True where a query sees a key."""
         return self.sees(cell_distances(length, length, device))
+
+    def is_masked(self, scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
+        """Cells that hold no score in a run of this model, whatever masked them (padding too).
+
+        Models mask with -inf, or add the most negative number of their dtype to the score, also where the scores
+        themselves are wider: -65504 of a float16 model says nothing in float32 by its size alone.
+        """
+        return scores <= self.masked_below
 
     def key_head(self, head: int) -> int:
         """The key head that a query head reads."""

@@ -1,13 +1,15 @@
-"""Which edits of an attention layer take effect: the second and third pass of the probe.
+"""Test which edits of an attention layer take effect: the second and third pass of the probe.
 
 1. Disturb the rotated (or still unrotated) queries and keys: do the scores follow?
 2. Exchange the rotation tables and disturb the scores: do scores and pattern follow?
 
-The disturbances are additive noise, not factors: a norm after the hook would undo a factor.
+Vectors are disturbed by additive noise, not factors, which a norm after the hook would undo. Scores are replaced by
+some of ordinary size: to a sharp softmax a little noise makes no difference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,20 +20,26 @@ from tl_posdisent.models.forward import Hook
 from tl_posdisent.models.rotation_tables import table_like
 from tl_posdisent.models.spec import AttentionSpec, Tap
 
-from .observe import Seen, listen, misfit, mismatch, short_name, visible_cells
+from .observe import Seen, is_softmax, listen, misfit, short_name, visible_cells
 
 
-def check_turns(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> list[AttentionSpec]:
-    """Drop hooks of turned vectors at which an edit does not reach the scores."""
+def check_turns(model: Any, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
+    """Drop hooks of turned vectors at which an edit, after these first ones, does not reach the scores."""
     generator = torch.Generator().manual_seed(1)
 
     def disturb(x: Tensor, hook: Any) -> Tensor:
-        return x + torch.randn(x.shape, generator=generator).to(x)
+        return x + noise_like(x, generator)
 
     turning = [s for s in specs if s.turn_q and s.turn_k]
-    edits = [(tap.name, disturb) for s in turning for tap in (s.turn_q, s.turn_k) if tap]
+    edits = [*first] + [(tap.name, disturb) for s in turning for tap in (s.turn_q, s.turn_k) if tap]
     seen = listen(model, tokens, [s.layer for s in turning], edits) if turning else {}
     return [_judge_turns(spec, seen.get(spec.layer, {})) for spec in specs]
+
+
+def noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Noise of the size of ``x``: less would be lost in large vectors."""
+    size = x.detach().double().square().mean().sqrt().clamp_min(1e-3)
+    return (torch.randn(x.shape, generator=generator).to(x.device) * size).to(x.dtype)
 
 
 def _judge_turns(spec: AttentionSpec, now: Seen) -> AttentionSpec:
@@ -55,10 +63,12 @@ def _rotated(spec: AttentionSpec, tap: Tap, now: Seen) -> Tensor:
     return spec.rotated(x, torch.arange(x.shape[1], device=x.device))
 
 
-def check_tables_and_scores(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> list[AttentionSpec]:
-    """Which layers use edited rotation tables and edited scores."""
+def check_tables_and_scores(
+    model: Any, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]
+) -> list[AttentionSpec]:
+    """Which layers use edited rotation tables and edited scores, after these first edits."""
     generator = torch.Generator().manual_seed(2)
-    edits: list[Hook] = []
+    edits: list[Hook] = [*first]
     positions = (torch.arange(tokens.shape[1], device=tokens.device) * 2 + 3).flip(0) ** 1.5
     before: dict[int, Tensor] = {}
 
@@ -72,7 +82,7 @@ def check_tables_and_scores(model: Any, tokens: Tensor, specs: list[AttentionSpe
     def disturb(spec: AttentionSpec) -> Any:
         def edit(x: Tensor, hook: Any) -> Tensor:
             before[spec.layer] = x.detach().clone()
-            return x + torch.randn(x.shape, generator=generator).to(x)
+            return torch.where(spec.is_masked(x), x, torch.randn(x.shape, generator=generator).to(x))
 
         return edit
 
@@ -81,7 +91,7 @@ def check_tables_and_scores(model: Any, tokens: Tensor, specs: list[AttentionSpe
             edits += [(spec.cos, other_table(spec, "cos")), (spec.sin, other_table(spec, "sin"))]
         if spec.scores:
             edits.append((spec.scores, disturb(spec)))
-    seen = listen(model, tokens, [s.layer for s in specs], edits) if edits else {}
+    seen = listen(model, tokens, [s.layer for s in specs], edits) if len(edits) > len(first) else {}
     return [_judge(s, seen.get(s.layer, {}), before.get(s.layer), positions) for s in specs]
 
 
@@ -93,9 +103,6 @@ def _judge(spec: AttentionSpec, now: Seen, before: Tensor | None, positions: Ten
         if misfit(spec, q, k, then, visible) > 1:
             spec = replace(spec, cos=None, sin=None)
     if spec.scores and visible is not None and "hook_pattern" in now:
-        pattern = now["hook_pattern"].double()
-        wanted = now["hook_attn_scores"].double().masked_fill(~visible, -torch.inf).softmax(-1)
-        # Attention sinks take a part of each row; what they leave is shared as the softmax says.
-        shared = (pattern / pattern.sum(-1, keepdim=True)).to(now["hook_pattern"].dtype)
-        spec = replace(spec, scores_editable=mismatch(shared, wanted) <= 1)
+        editable = is_softmax(now["hook_pattern"], now["hook_attn_scores"], visible)
+        spec = replace(spec, scores_editable=editable)
     return spec

@@ -1,8 +1,8 @@
-"""Finding out what each attention layer does, by three short forward passes.
+"""Find out what each attention layer does, by three short forward passes.
 
 First listen: which hooks fire and what they carry. Of all combinations of rotation, scale and soft cap that the
 model's attributes suggest, the one that reproduces the layer's own scores is the answer; if none does, that is said.
-Then disturb what was found (``disturb.py``): which edits take effect?
+Then disturb what was found (``edit_checks.py``): which edits take effect?
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.forward import at_rest, check_tokens, device_of, hook_name
+from tl_posdisent.models.forward import Hook, at_rest, check_tokens, device_of, hook_name
 from tl_posdisent.models.probe import attributes as facts
 from tl_posdisent.models.spec import AttentionSpec, Tap, n_layers
 
 from .edit_checks import check_tables_and_scores, check_turns
-from .observe import Seen, is_mask, listen, misfit, mismatch, visible_cells
+from .observe import Seen, is_mask, listen, masked_below, misfit, mismatch, shows_scores, visible_cells
 
 
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
@@ -30,8 +30,27 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     with at_rest(model), torch.no_grad():
         seen = listen(model, tokens, layers)
         specs = [_explain(model, layer, seen[layer]) for layer in layers]
-        specs = check_turns(model, tokens, specs)
-        return check_tables_and_scores(model, tokens, specs)
+        edits = [
+            edit for layer in layers if not shows_scores(seen[layer]) for edit in _gentle(model, layer, seen[layer])
+        ]
+        if edits:
+            seen = listen(model, tokens, layers, edits)
+            again = [_explain(model, layer, seen[layer]) for layer in layers]
+            specs = [s if now.problem else now for s, now in zip(specs, again, strict=True)]
+        specs = check_turns(model, tokens, specs, edits)
+        return check_tables_and_scores(model, tokens, specs, edits)
+
+
+def _gentle(model: Any, layer: int, seen: Seen) -> list[Hook]:
+    """Edits that bring a layer's queries and keys to ordinary size: a pattern alone shows little of scores that are
+    very large or all but equal."""
+    attn, n = model.blocks[layer].attn, model.cfg.n_heads
+    taps = [facts.query_or_key(attn, which, seen, n) for which in "qk"]
+    return [(hook_name(layer, tap.name), _to_unit_size) for tap in taps if tap is not None]
+
+
+def _to_unit_size(x: Tensor, hook: Any) -> Tensor:
+    return (x / x.double().square().mean().sqrt().clamp_min(1e-30)).to(x.dtype)
 
 
 def probe_tokens(model: Any) -> Int[Tensor, "2 pos"]:
@@ -54,7 +73,6 @@ def _explain(model: Any, layer: int, seen: Seen) -> AttentionSpec:
     causal = visible is None or not bool(visible.triu(1).any())
     window = next((w for w in facts.windows(model, attn) if is_mask(visible, causal, w)), None)
     scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
-    real_scores = scores is not None and not (pattern is not None and torch.equal(scores, pattern))
 
     def named(short: str) -> str | None:
         return hook_name(layer, short) if short in seen else None
@@ -68,13 +86,15 @@ def _explain(model: Any, layer: int, seen: Seen) -> AttentionSpec:
         d_head=cfg.d_head,
         causal=causal,
         window=window,
-        scores=named("hook_attn_scores") if real_scores else None,
+        scores=named("hook_attn_scores") if shows_scores(seen) else None,
         pattern=named("hook_pattern"),
         z=named("hook_z"),
         v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
+        masked_below=masked_below(seen),
     )
-    if any(x is not None and bool(x.isnan().any()) for x in (scores, pattern)):
-        return replace(spec, scores=None, problem="its scores are NaN: look for NaN or infinity in the weights")
+    if any(x is not None and bool((x.isnan() | (x == torch.inf)).any()) for x in (scores, pattern)):
+        why = "its scores are NaN or infinite: look at the weights, or whether its dtype holds numbers so large"
+        return replace(spec, scores=None, problem=why)
     if visible is None:
         return replace(
             spec,
@@ -82,7 +102,7 @@ def _explain(model: Any, layer: int, seen: Seen) -> AttentionSpec:
             'Load the model with attn_implementation="eager"',
         )
     if not is_mask(visible, causal, window):
-        return replace(spec, problem=f"its mask is neither causal nor full nor a sliding window:\n{visible.int()}")
+        return replace(spec, problem="its mask is neither causal nor full nor a sliding window")
     if q is None or k is None:
         return replace(spec, problem="hook_q and hook_k do not fire")
     return _explain_scores(model, attn, spec, q, k, seen, visible)

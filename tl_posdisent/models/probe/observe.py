@@ -1,4 +1,4 @@
-"""What one forward pass shows of attention layers, and how well an explanation fits it."""
+"""Record what fires in attention layers during one forward pass, and measure how well an explanation fits it."""
 
 from __future__ import annotations
 
@@ -41,19 +41,48 @@ def _record(seen: Seen, short: str, x: Any, hook: Any) -> None:
         seen[short] = x.detach().clone()
 
 
+def shows_scores(seen: Seen) -> bool:
+    """Whether the hook of the scores carries them: in some classes it carries the pattern."""
+    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
+    return scores is not None and not (pattern is not None and torch.equal(scores, pattern))
+
+
 def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
-    """Cells that any head of any text attends to: the probe's own look at the mask, never used for a fit."""
-    if "hook_pattern" in seen:
-        return (seen["hook_pattern"] > 0).flatten(0, -3).any(0)
-    if "hook_attn_scores" in seen:
-        return (~is_masked(seen["hook_attn_scores"])).flatten(0, -3).any(0)
-    return None
+    """Cells that any head of any text attends to: the probe's own look at the mask, never used for a fit.
+
+    From the scores where they are shown, since a sharp softmax leaves zeros that no mask made.
+    """
+    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
+    attended = None if pattern is None else (pattern > 0).flatten(0, -3).any(0)
+    if scores is None or not shows_scores(seen):
+        return attended
+    visible = (scores > masked_below(seen)).flatten(0, -3).any(0)
+    if pattern is None or attended is None or torch.equal(visible, attended):
+        return visible
+    return visible if is_softmax(pattern, scores, visible) else attended  # some show scores without their mask
+
+
+def is_softmax(pattern: Tensor, scores: Tensor, visible: Bool[Tensor, "query key"]) -> bool:
+    """Whether the pattern is the softmax of these scores, up to what attention sinks take of a row."""
+    wanted = scores.double().masked_fill(~visible, -torch.inf).softmax(-1)
+    shared = pattern.double() / pattern.double().sum(-1, keepdim=True)
+    return mismatch(shared.to(pattern.dtype), wanted) <= 1
+
+
+def masked_below(seen: Seen) -> float:
+    """The score at or below which a cell holds none: models mask with -inf or add the most negative number of their
+    dtype (or of half of it) to the score, which in 16 bits leaves something a little above that number."""
+    dtypes = {seen[name].dtype for name in ("hook_attn_scores", "hook_q", "hook_v") if name in seen}
+    return _masked_below(*dtypes)
+
+
+def _masked_below(*dtypes: torch.dtype) -> float:
+    return max(-1e30, *(torch.finfo(dtype).min / 4 for dtype in dtypes))
 
 
 def is_masked(scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
-    """Cells that hold no score: models mask with -inf or add the most negative number of their dtype (or of half
-    of it) to the score, which in 16 bits leaves something a little above that number."""
-    return scores <= max(-1e30, torch.finfo(scores.dtype).min / 4)
+    """Cells that hold no score, of a model whose dtype is that of its scores; see ``AttentionSpec.is_masked``."""
+    return scores <= _masked_below(scores.dtype)
 
 
 def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:

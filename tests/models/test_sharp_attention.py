@@ -1,0 +1,73 @@
+"""What is read of a model does not depend on how sharp its attention is, nor on the dtype of its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+
+from tl_posdisent import capture, dummy_distance, read_model
+from tl_posdisent.models import AttentionSpec
+
+TOKENS = zoo.random_tokens()
+
+
+def with_scores_of(model: Any, deviation: float) -> None:
+    """Scale W_Q, in its place a permanent hook, so that each layer's scores have this standard deviation."""
+    gains: dict[int, float] = {}
+
+    def scaled(x: Any, hook: Any, layer: int) -> Any:
+        return x * gains.get(layer, 1.0)
+
+    specs = read_model(model).specs()
+    for spec in specs:
+        name = spec.q.name
+        model.hook_dict[name].add_hook(lambda x, hook, layer=spec.layer: scaled(x, hook, layer), is_permanent=True)
+    for spec in specs:  # one layer after the other: each changes what the next one gets
+        (layer,) = capture(model, TOKENS, layers=[spec.layer])
+        gains[spec.layer] = deviation / float(layer.scores[..., spec.mask(12)].double().std())
+
+
+def described(spec: AttentionSpec) -> tuple[Any, ...]:
+    rotation = None if spec.rotary is None else (spec.rotary.pairing, spec.rotary.dim)
+    scale = None if spec.scale is None else round(spec.scale, 6)
+    edits = (spec.cos, spec.turn_q and spec.turn_q.name, spec.scores_editable)
+    return (spec.causal, spec.window, spec.problem, spec.no_rotation, rotation, scale, *edits)
+
+
+EVERY = [(d, x) for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16) for x in (0.01, 1, 100, 10_000)]
+SOME = [(torch.float32, 10_000), (torch.bfloat16, 0.01), (torch.float16, 100)]
+CASES = [
+    pytest.param(*case.values, *one, id=f"{case.id}-{one}", marks=[] if one in SOME else pytest.mark.slow)
+    for case in zoo.cases("llama-gqa", "mistral", "neox", "gptj", "gpt2")
+    for one in EVERY
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "dtype", "deviation"), CASES)
+def test_the_reading_is_that_of_gentle_attention(kind: str, name: str, dtype: torch.dtype, deviation: float) -> None:
+    model = zoo.load(kind, name)
+    expected = [described(spec) for spec in read_model(model).specs()]
+    with_scores_of(model, deviation)
+    model.to(dtype)
+    model.cfg.dtype = dtype
+    specs = read_model(model).specs()
+    if dtype == torch.float16 and deviation > 1000:  # the model's own products may be beyond its numbers
+        got = [described(spec) for spec in specs]
+        assert all(a == b or "NaN or infinite" in spec.problem for a, b, spec in zip(got, expected, specs, strict=True))
+        return
+    assert [described(spec) for spec in specs] == expected
+    for layer in capture(model, TOKENS):
+        assert layer.scores[..., layer.spec.mask(12)].isfinite().all()
+    if specs[0].rotary is not None:
+        assert dummy_distance(model, 3)
+
+
+@pytest.mark.parametrize("name", ["olmo2", "llama-gqa"])
+def test_float16_models_whose_scores_are_wider_are_read_unpadded(name: str) -> None:
+    model = zoo.bridge(name).to(torch.float16)
+    plain = [described(spec) for spec in read_model(zoo.bridge(name)).specs()]
+    assert [described(spec) for spec in read_model(model).specs()] == plain
+    assert len(list(capture(model, TOKENS))) == 2
