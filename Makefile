@@ -14,6 +14,8 @@ PIP = -m pip install --quiet --no-input --disable-pip-version-check
 OFFLINE = HF_HUB_OFFLINE=1
 # One process per core, one thread per process. An ARGS of your own is appended: make test ARGS='-k additive'
 PYTEST = -m pytest -n $(WORKERS) $(ARGS)
+# Without the check of every annotation at every call, which `make test-all` makes.
+UNCHECKED = -o addopts='--doctest-modules --strict-markers --strict-config'
 # What shows old versions: every tool on every architecture, what asks TransformerLens for something, and what hands
 # numbers to pandas, plotly, rich and typer. Annotations are not checked: TransformerLens 2 pins a beartype too old for it.
 OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/%.py, \
@@ -43,7 +45,7 @@ synthetic: .venv/run.stamp ## train five position encodings on two tasks and sav
 	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)
 
 test: .venv/dev.stamp ## every law on its cheapest carrier, and the doctests, in some three minutes
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow"
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow" $(UNCHECKED)
 
 test-slow: .venv/dev.stamp ## what make test leaves out: further architectures, processes, browsers, long runs
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m slow

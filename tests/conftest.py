@@ -16,12 +16,36 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
+from support.zoo_configs import ARCHITECTURES
 
 torch.set_num_threads(1)  # the models are tiny, and pytest-xdist brings the processes
 
 # A script that starts the tests in the background has them, and all processes that they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+MECHANISMS = {
+    "llama-gqa": "rotation in halves, grouped queries",
+    "gptj": "rotation of neighbours, partial",
+    "gemma2": "soft cap, window",
+    "olmo2": "QK-norm",
+    "llama-yarn": "attention factor",
+    "gpt_oss": "attention sinks",
+    "deepseek_v3": "latent attention",
+    "bloom": "additive bias",
+    "gpt2": "learned positions",
+}
+"""The architectures on which `make test` tries every law; on the others `make test-all` does."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Laws on further architectures are slow: they cost minutes and show a defect of a mechanism only once more."""
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        named = {value for value in values if isinstance(value, str) and value in ARCHITECTURES}
+        if named and not named & set(MECHANISMS):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import tl_posdisent as tp
 from tl_posdisent.viz.widgets.layout import NEGATIVE, POSITIVE
+
+pytestmark = pytest.mark.slow
 
 Open = Callable[..., Any]
 PIXEL = """([x, y]) => {

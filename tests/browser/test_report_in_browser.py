@@ -11,6 +11,8 @@ import pytest
 import tl_posdisent as tp
 from tl_posdisent.report.measurements import SECTIONS
 
+pytestmark = pytest.mark.slow
+
 Open = Callable[..., Any]
 
 ATTACK = "window.pwned = true"

@@ -13,6 +13,8 @@ import tl_posdisent as tp
 from tl_posdisent.viz.widgets.layout import NEGATIVE, POSITIVE
 from tl_posdisent.viz.widgets.offline import Widget, library
 
+pytestmark = pytest.mark.slow
+
 Open = Callable[..., Any]
 
 WHITE, GREY = (255, 255, 255), (200, 200, 200)

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from tl_posdisent.cli import app
 from tl_posdisent.models.loading.load import has_hooked
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
 SHOWN = [block for block in blocks(PAGE, "bash") if block.printed is not None]
 

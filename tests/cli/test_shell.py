@@ -18,6 +18,8 @@ from typer.main import get_command
 
 from tl_posdisent.cli import app
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = "import sys; sys.argv[0] = 'tl-posdisent'; from tl_posdisent.cli import app; app()"
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
 MODEL_COMMANDS = ("fit", "controlled", "perturb", "length", "ablate", "report")

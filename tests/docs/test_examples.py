@@ -13,6 +13,8 @@ from support.pages import ROOT, assert_prints
 
 from tl_posdisent.models.loading.load import has_hooked
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 BRIDGE = re.compile(r'(model = load_\w+\((?:folder, )?backend=)"bridge"')
 OWN_MODEL = {"03_positional_deposit"}  # these train a model of this package, which is of neither class

@@ -16,7 +16,10 @@ from tl_posdisent.cli import app
 WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(encoding="utf-8"), "python")]
 
 
-@pytest.mark.parametrize("page", WITH_PYTHON, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(p, marks=[] if p.name == "README.md" else pytest.mark.slow, id=p.name) for p in WITH_PYTHON],
+)
 @pytest.mark.usefixtures("unchecked")
 def test_python_runs_as_printed(page: Path) -> None:
     assert run_python(page.read_text(encoding="utf-8")) > 0

@@ -80,6 +80,7 @@ def refused(function: Function, model: Any, wrong: list[tuple[dict[str, Any], st
     assert state(model) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 @cases()
 def test_good_input_leaves_no_trace_either(function: Function, kind: str, name: str, shared_model: Any) -> None:

@@ -34,7 +34,7 @@ from tl_posdisent.synthetic import (
     positional_gradients,
 )
 
-pytestmark = pytest.mark.usefixtures("unchecked")
+pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.slow]
 # These run no model of yours: copies of it, none but in your block, none to change the order of words.
 LEFT_OUT = ("random_control", "applied", "perturb")
 RUNS_THE_MODEL = [f for f in functions() if f.__name__ not in LEFT_OUT]

@@ -18,6 +18,8 @@ from support.processes import run
 
 import tl_posdisent as tp
 
+pytestmark = pytest.mark.slow
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CITATION = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 PAPERS = {"2503.13305": "Computation Mechanism Behind LLM", "2505.13027": "Deconstructing Positional Information"}

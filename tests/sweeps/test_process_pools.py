@@ -22,6 +22,8 @@ from tl_posdisent import additivity, controlled_distance, load_demo_model, sweep
 from tl_posdisent.cli import app
 from tl_posdisent.sweeps import Text, failures, jobs, merge_additivity, merge_controlled_distance
 
+pytestmark = pytest.mark.slow
+
 TEXTS = Text.of("demo", length=48, count=8)
 
 

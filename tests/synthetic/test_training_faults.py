@@ -32,6 +32,8 @@ from tl_posdisent.synthetic import (
 from tl_posdisent.synthetic.training.presets import Preset
 from tl_posdisent.utils.files import UNFINISHED, locked
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import torch; torch.set_num_threads(1)
 from support.short_training import HOW, TASK, fresh

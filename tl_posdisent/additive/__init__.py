@@ -1,8 +1,4 @@
-"""The additive model of attention scores: least-squares fit of a distance, a query and a key component. Tensors only.
-
-Here belong the sets of cells (masks), marginal sums, solver, identifiability and results of such fits; nothing in this
-folder knows what a model or a rotation is.
-"""
+"""Pure mathematics: tensors in, frozen dataclasses out. Nothing here knows what a model is."""
 
 import lazy_loader
 

@@ -1,8 +1,4 @@
-"""Rotary geometry, and what follows from it for attention scores at controlled distances. Tensors only, no models.
-
-Here belong RoPE's rotation, the moments of queries and keys, the variance decomposition of scores, and what is said
-subspace by subspace; the fit of scores that were observed is in ``additive``.
-"""
+"""Rotary geometry and what follows from it. Tensors only."""
 
 import lazy_loader
 
