@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+import api_pages
 
 from tl_posdisent import __version__
 
@@ -78,3 +83,4 @@ def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", as_restructured_text, priority=400)  # before napoleon
     app.connect("source-read", insert_notebooks)
+    app.connect("source-read", api_pages.insert)

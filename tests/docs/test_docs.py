@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +16,10 @@ from support.public import public_names
 import tl_posdisent
 
 DOCS = ROOT / "docs"
-_spec = importlib.util.spec_from_file_location("support_table", DOCS / "support_table.py")
-assert _spec is not None
-assert _spec.loader is not None
-support_table = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(support_table)
+sys.path.insert(0, str(DOCS))
+
+import api_pages  # noqa: E402
+import support_table  # noqa: E402
 
 WRITTEN = support_table.from_markdown(support_table.TABLE.read_text(encoding="utf-8"))
 
@@ -40,10 +40,26 @@ def test_support_table_has_these_rows_and_no_others() -> None:
     assert support_table.to_markdown(WRITTEN) == text
 
 
-def test_api_page_has_every_public_name_once() -> None:
-    page = (DOCS / "api.md").read_text(encoding="utf-8")
-    named = re.findall(r"^\.\. auto(?:function|class|data):: (?:[\w.]+\.)?(\w+)$", page, re.MULTILINE)
-    assert sorted(named) == sorted(public_names())
+def test_api_pages_have_every_public_name_once_with_a_line_of_its_own() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in sorted((DOCS / "api").glob("*.md"))]
+    expanded = "\n".join(map(api_pages.expanded, pages))
+    entries = re.findall(r"^\.\. auto(?:function|class|data):: (tl_posdisent\.[\w.]+)$", expanded, re.MULTILINE)
+    assert sorted(path.rpartition(".")[2] for path in entries) == sorted(public_names())
+    rows = re.findall(r"^\| \{py:obj\}`(\w+) <([\w.]+)>` \| (.*) \|$", expanded, re.MULTILINE)
+    assert [path for _, path, _ in rows] == entries
+    assert [name for name, _, line in rows if len(line) < 15] == []
+    index = api_pages.expanded((DOCS / "api.md").read_text(encoding="utf-8"))
+    assert sorted(re.findall(r"<(tl_posdisent\.[\w.]+)>", index)) == sorted(entries)
+    assert sorted(re.findall(r"^api/(\w+)$", index, re.MULTILINE)) == sorted(
+        p.stem for p in (DOCS / "api").glob("*.md")
+    )
+
+
+def test_names_are_documented_where_they_are_imported_from() -> None:
+    for path, module in api_pages.public_names().items():
+        namespace, _, name = path.rpartition(".")
+        value = getattr(importlib.import_module(namespace), name)
+        assert value is getattr(importlib.import_module(f"tl_posdisent.{module}"), name)
 
 
 def test_the_documentation_names_no_functions_that_are_gone() -> None:

@@ -131,6 +131,7 @@ def _complex_pair(cov: Float64[Tensor, "*head coordinate coordinate"]) -> Pair:
 
 Numbers = Sequence[int | float] | Tensor  # also a range
 EFFECTS: tuple[Effect, ...] = get_args(Effect)
+"""Names of the effects of a variance decomposition: distance, query, key and their interactions."""
 
 _ROUNDING = 1e-14  # scores that vary by less than this, for vectors of their length, do not vary
 
