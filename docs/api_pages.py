@@ -1,8 +1,8 @@
 """The API pages, made of the package's stubs and docstrings when the documentation is built.
 
 A page says ``<!-- api: hooks -->`` where the public names defined in ``tl_posdisent.hooks`` (or several modules, with
-spaces between) belong: a table with one line for each, then the entries. ``<!-- api-tables -->`` becomes the tables of all
-pages of ``api/``.
+spaces between) belong: a table with one line for each, then the entries. ``<!-- api-tables -->`` becomes the tables of
+all pages of ``api/``.
 """
 
 from __future__ import annotations

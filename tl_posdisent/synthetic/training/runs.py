@@ -21,7 +21,7 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How to train. The defaults are those of the paper ([B], section 2.5 of the design).
+    """Settings of a training: optimiser, schedule, samples, seeds. The defaults are those of arXiv 2505.13027.
 
     AdamW, whose learning rate grows linearly from nothing to ``lr`` over the first ``warmup`` of all steps and falls
     back to nothing along half a cosine. An epoch goes through the training samples in a new order and leaves out the
