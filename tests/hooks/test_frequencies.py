@@ -197,8 +197,8 @@ def test_gradients_flow(shared_model: Any) -> None:
         ({"low": 0.5, "high": 0.1}, "low must be at most high, got 0.5 and 0.1"),
         ({"low": 100}, "low and high must leave a frequency, .* got 100 and inf, and there are .*, 1$"),
         ({"low": 0.5, "high": 0.6}, "low and high must leave a frequency, .* got 0.5 and 0.6"),
-        ({"mode": "zero"}, 'mode must be "drop" or "freeze", got \'zero\''),
-        ({"mode": None}, 'mode must be "drop" or "freeze", got None'),
+        ({"mode": "zero"}, "mode must be 'drop' or 'freeze', got 'zero'"),
+        ({"mode": None}, "mode must be 'drop' or 'freeze', got None"),
     ],
 )
 def test_what_is_no_band(arguments: dict[str, Any], message: str, shared_model: Any) -> None:

@@ -133,7 +133,7 @@ def test_bfloat16_is_as_near_as_its_rounding(shared_model: Any) -> None:
 @pytest.mark.parametrize(
     ("noise", "message"),
     [
-        (-0.1, "noise must be a tensor of angles or a standard deviation of at least 0, got -0.1"),
+        (-0.1, "noise must be a finite number of at least 0, got -0.1"),
         (float("nan"), "noise must be .* got nan"),
         (float("inf"), "noise must be .* got inf"),
         (True, "noise must be .* got True"),

@@ -164,7 +164,7 @@ def test_bfloat16(shared_model: Any) -> None:
 
 @pytest.mark.parametrize("component", ["mean", "Distance", "", None, 3, ("query",)])
 def test_what_is_no_component(component: Any, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match="component must be one of distance, query, key, residual, got "):
+    with pytest.raises(ValueError, match="component must be 'distance', 'query', 'key' or 'residual', got "):
         drop_component(shared_model("bridge", "llama-gqa"), component)
 
 

@@ -12,8 +12,8 @@ import torch
 from support import zoo
 
 import tl_posdisent as tp
-from tl_posdisent.hooks.frequencies import _drop
-from tl_posdisent.hooks.score_edits import edit_scores
+from tl_posdisent.hooks.planner import layer_hooks, replace_scores
+from tl_posdisent.hooks.rotation_edits import FrequencyLimit
 from tl_posdisent.models.forward import check_tokens
 from tl_posdisent.models.loading.load import check_device
 from tl_posdisent.models.memory import _of_device
@@ -36,10 +36,11 @@ def test_a_band_is_dropped_alike_at_a_hook_and_by_recomputed_scores(llama: Any) 
     assert spec.rotary is not None
     assert spec.turn_q is not None
     outside = torch.arange(len(spec.rotary.frequencies)) % 2 == 0
+    edit = FrequencyLimit("limit_frequencies", outside, "drop")
     with torch.no_grad():
         untouched = llama(TOKENS)
         both = [
-            llama.run_with_hooks(TOKENS, fwd_hooks=_drop(s, [0, 1], outside))
+            llama.run_with_hooks(TOKENS, fwd_hooks=layer_hooks(s, [0, 1], edit))
             for s in (spec, replace(spec, turn_q=None))
         ]
     torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-5)
@@ -93,10 +94,10 @@ def test_a_layer_that_takes_no_edit_is_refused(llama: Any) -> None:
     spec = tp.read_layers(llama)[0]
     closed = replace(spec, scores_editable=False, z=None)
     with pytest.raises(ValueError, match="uses neither edited scores nor an edited hook_z"):
-        edit_scores(closed, [0], lambda view: view.scores(), scores=True)
+        replace_scores(closed, [0], lambda view: view.scores(), "a test")
     unread = replace(spec, q=None, problem="hook_q does not fire")
     with pytest.raises(ValueError, match="hook_q does not fire"):
-        edit_scores(unread, [0], lambda view: view.scores(), vectors=True)
+        replace_scores(unread, [0], lambda view: view.scores(), "a test", vectors=True)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -106,7 +107,7 @@ def test_refusals_say_what_is_needed(llama: Any, tmp_path: Path) -> None:
         (lambda: next(tp.capture(llama, TOKENS, scores="yes")), "scores must be True or False, got 'yes'"),
         (
             lambda: tp.patch_vectors(llama, 0, clean.q_rot, None, keys="all"),
-            'keys must be "group" or "head", got \'all\'',
+            "keys must be 'group' or 'head', got 'all'",
         ),
         (lambda: tp.patch_vectors(llama, 0, clean.q_rot / 0, None), "q_rot must be finite"),
         (lambda: check_tokens(llama, TOKENS.to("meta")), "tokens must have values, got a meta tensor"),

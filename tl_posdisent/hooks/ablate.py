@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +13,10 @@ from tl_posdisent.models.forward import Hook, at_rest, check_seed, check_tokens,
 from tl_posdisent.models.probe.explain import probe_tokens
 from tl_posdisent.models.probe.observe import mismatch
 from tl_posdisent.models.spec import n_layers
+from tl_posdisent.utils.validation import check_heads
+
+from .planner import ResultEdit, result_hook
+from .selection import Heads, Layers
 
 AblationMode = Literal["zero", "mean", "resample"]
 
@@ -22,8 +26,9 @@ StandIn = Callable[[int, Sequence[int], Tensor], Tensor]
 
 def ablate_heads(
     model: Any,
-    heads: Iterable[tuple[int, int]],
+    heads: Heads,
     *,
+    layers: Layers = None,
     mode: AblationMode = "zero",
     reference: Int[Tensor, "batch pos"] | str | None = None,
     seed: int = 0,
@@ -41,7 +46,8 @@ def ablate_heads(
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
-        heads: pairs ``(layer, head)``, query heads.
+        heads: query heads: pairs ``(layer, head)``, or integers, the same heads in each of ``layers``.
+        layers: default all.
         mode: as above.
         reference: for ``"mean"`` only: ids ``[batch, pos]``, or text if the model has a tokenizer. It is run now, with
             the hooks that the model has.
@@ -67,7 +73,7 @@ def ablate_heads(
         >>> cache["z", 0].abs().sum((0, 1, 3)).bool().tolist()  # head by head
         [True, True, True, False, True, False, True, True]
     """
-    by_layer = _by_layer(model, heads)
+    by_layer = check_heads(layers, heads, n_layers(model), model.cfg.n_heads)
     check_mode(mode, reference, seed)
     check_reach(model, list(by_layer))
     replace = stand_in(model, list(by_layer), mode, reference, seed)
@@ -77,12 +83,8 @@ def ablate_heads(
 def replace_heads(layer: int, heads: Sequence[int], replace: StandIn) -> Hook:
     """The hook that puts something else in the place of these heads' z."""
 
-    def edit(z: Tensor, hook: Any) -> Tensor:
-        chosen = torch.tensor(list(heads), device=z.device)
-        new = replace(layer, heads, z[:, :, chosen])
-        return z.index_copy(2, chosen, new.to(z.dtype))
-
-    return hook_name(layer, "hook_z"), edit
+    edit = ResultEdit("ablate_heads", lambda some, z: replace(layer, some, z))
+    return result_hook(layer, hook_name(layer, "hook_z"), heads, edit)
 
 
 def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: Any, seed: int) -> StandIn:
@@ -174,24 +176,3 @@ def check_reach(model: Any, layers: Sequence[int]) -> None:
             raise ValueError(
                 f"layer {layer}: another z at hook_z does not change the output, so no head can be ablated"
             )
-
-
-def _by_layer(model: Any, heads: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Pairs as given by a user, checked; heads of each layer in the model's order of layers."""
-    shape = n_layers(model), model.cfg.n_heads
-    if isinstance(heads, (str, bytes)) or not isinstance(heads, Iterable):
-        raise ValueError(f"heads must be a sequence of pairs (layer, head), got {heads!r}")
-    by_layer: dict[int, list[int]] = {}
-    for pair in (pairs := list(heads)):
-        good = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not good or any(isinstance(x, bool) or not isinstance(x, int) for x in pair):
-            raise ValueError(f"heads must be pairs of integers (layer, head), got {pair!r}")
-        if not all(0 <= x < n for x, n in zip(pair, shape, strict=True)):
-            raise ValueError(
-                f"heads must be pairs (layer, head) with layers from 0 to {shape[0] - 1} and heads from 0 to "
-                f"{shape[1] - 1}, got {pair!r}"
-            )
-        by_layer.setdefault(pair[0], []).append(pair[1])
-    if not pairs or any(len(set(x)) < len(x) for x in by_layer.values()):
-        raise ValueError(f"heads must name at least one and none twice, got {pairs}")
-    return dict(sorted(by_layer.items()))

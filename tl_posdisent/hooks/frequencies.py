@@ -1,27 +1,21 @@
-"""Heads that see only a band of RoPE's frequencies.
-
-Each layer takes the most exact way that it has. To drop subspaces it is enough to put queries at 0 there: to the last
-bit, whatever their positions. To freeze them the model's rotation tables are edited where all heads see the same and
-hooks reach them; else queries and keys are turned back; else scores are recomputed (``edits.py``).
-"""
+"""Limit heads to a band of RoPE's frequencies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.reading import read_rotary_layers
-from tl_posdisent.models.spec import AttentionSpec, Tap, select
-from tl_posdisent.rope.rotary import Rotary, rotate, turn
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.utils.validation import check_choice
 
-from .rotation_edits import known_positions
-from .score_edits import View, edit_scores
+from .planner import layer_hooks
+from .rotation_edits import FrequencyLimit
+from .selection import Heads, Layers, rotary_heads
 
 Mode = Literal["drop", "freeze"]
 
@@ -34,8 +28,8 @@ def limit_frequencies(
     high: float | None = None,
     *,
     mode: Mode = "drop",
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
 ) -> list[Hook]:
     """Hooks under which heads see only the frequencies ``low ≤ θ ≤ high`` of RoPE: the causal knob of arXiv 2511.11579.
 
@@ -79,17 +73,15 @@ def limit_frequencies(
         True
     """
     low, high = _checked_band(low, high)
-    if mode not in get_args(Mode):
-        raise ValueError(f'mode must be "drop" or "freeze", got {mode!r}')
-    specs = read_rotary_layers(model, layers, "limit_frequencies")
-    chosen = select("heads", heads, specs[0].n_heads)
-    _refuse_no_frequency(specs, low, high)
+    check_choice("mode", mode, get_args(Mode))
+    chosen = rotary_heads(model, layers, heads, "limit_frequencies")
+    _refuse_no_frequency([spec for spec, _ in chosen], low, high)
     hooks: list[Hook] = []
-    for spec in specs:
+    for spec, some in chosen:
         rotary = spec.require_rotary("limit_frequencies")
         outside = ~_within(rotary, low, high) & (rotary.frequencies != 0)
         if bool(outside.any()):
-            hooks += _drop(spec, chosen, outside) if mode == "drop" else _freeze(spec, chosen, outside)
+            hooks += layer_hooks(spec, some, FrequencyLimit("limit_frequencies", outside, mode))
     return hooks
 
 
@@ -118,76 +110,3 @@ def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float
         f"low and high must leave a frequency, in radians per position, or high be 0; got {low:g} and {high:g}, "
         f"and there are {', '.join(there)}"
     )
-
-
-def _drop(spec: AttentionSpec, heads: Sequence[int], outside: Tensor) -> list[Hook]:
-    """A term is gone when its query is 0."""
-    tap, rotary = spec.turn_q, spec.require_rotary("dropping")
-
-    def without(vectors: Tensor) -> Tensor:
-        return vectors.masked_fill(_coordinates(rotary, outside, vectors), 0)
-
-    if tap is not None:
-        return [_edit(tap, heads, without)]
-    return _recomputed(spec, heads, lambda q, k, at: (rotate(without(q), at, rotary), rotate(k, at, rotary)))
-
-
-def _freeze(spec: AttentionSpec, heads: Sequence[int], outside: Tensor) -> list[Hook]:
-    rotary = spec.require_rotary("freezing")
-    groups = sorted({spec.key_head(h) for h in heads})
-    whole = len(heads) == len(groups) * (spec.n_heads // spec.n_kv_heads)
-    if len(heads) == spec.n_heads and spec.cos and spec.sin:
-        factor = rotary.attention_factor
-        return [_still(spec.cos, outside, factor), _still(spec.sin, outside, 0.0)]
-
-    def back(vectors: Tensor) -> Tensor:
-        angle = rotary.angles(torch.arange(vectors.shape[1], device=vectors.device))
-        return turn(vectors, -(angle * outside.to(angle.device))[:, None], rotary.pairing, 1.0)
-
-    if whole and spec.turn_q and spec.turn_k:
-        return [*known_positions(spec), _edit(spec.turn_q, heads, back), _edit(spec.turn_k, groups, back)]
-    still = replace(rotary, frequencies=rotary.frequencies.masked_fill(outside, 0.0))
-    return _recomputed(spec, heads, lambda q, k, at: (rotate(q, at, still), rotate(k, at, still)))
-
-
-def _still(name: str, outside: Tensor, value: float) -> Hook:
-    """The model's table of cosines or sines, as at position 0 in some subspaces: one column each or two."""
-
-    def still(x: Tensor, hook: Any) -> Tensor:
-        n, columns = len(outside), outside.to(x.device)
-        if x.shape[-1] == 2 * n:
-            halves = torch.equal(x[..., :n], x[..., n:])
-            columns = torch.cat([columns, columns]) if halves else columns.repeat_interleave(2)
-        return x.masked_fill(columns, value)
-
-    return name, still
-
-
-def _edit(tap: Tap, heads: Sequence[int], change: Any) -> Hook:
-    """Queries or keys of some heads, changed."""
-
-    def edit(x: Tensor, hook: Any) -> Tensor:
-        vectors = tap.read(x)
-        some = torch.zeros(tap.n_heads, 1, dtype=torch.bool, device=x.device)
-        some[list(heads)] = True
-        return tap.write(torch.where(some, change(vectors), vectors))
-
-    return tap.name, edit
-
-
-def _recomputed(spec: AttentionSpec, heads: Sequence[int], rotated: Any) -> list[Hook]:
-    """Scores of queries and keys (one key head per query head) that ``rotated`` turns to where they stand."""
-    spec.require_scale()  # or an error at once
-
-    def scores(view: View) -> Tensor:
-        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in view.vectors())
-        q_rot, k_rot = rotated(q, k, torch.arange(q.shape[1], device=q.device))
-        return spec.score(q_rot, k_rot)
-
-    return edit_scores(spec, heads, scores, vectors=True)
-
-
-def _coordinates(rotary: Rotary, subspaces: Bool[Tensor, "subspace"], x: Tensor) -> Bool[Tensor, "d_head"]:
-    """The coordinates of ``x`` that make up these subspaces."""
-    twice = torch.cat([subspaces, subspaces]) if rotary.pairing == "half" else subspaces.repeat_interleave(2)
-    return torch.nn.functional.pad(twice, (0, x.shape[-1] - len(twice))).to(x.device)

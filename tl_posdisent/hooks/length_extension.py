@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.probe.observe import mismatch
-from tl_posdisent.models.reading import read_rotary_layers
-from tl_posdisent.models.spec import AttentionSpec, select
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.validation import check_integer, check_number
 
-from .rotation_edits import Lie, lie_hooks
-from .score_edits import View, edit_scores
+from .planner import hooks_for
+from .rotation_edits import PositionScale
+from .score_edits import Order, ScoreEdit, View
+from .selection import Heads, Layers, rotary_heads
 
 _CELLS_PER_BLOCK = 2**22
 
@@ -26,8 +24,8 @@ def lambda_mask(
     window: int,
     distance_ceiling: int,
     *,
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
 ) -> list[Hook]:
     """Hooks of LM-Infinite: a query sees the first keys and the nearest ones, and nothing is further than a ceiling.
 
@@ -63,26 +61,24 @@ def lambda_mask(
         >>> (cache["pattern", 2][0, 0, 90] > 0).nonzero()[:, 0].tolist()
         [0, 1, 2, 3, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90]
     """
-    specs = read_rotary_layers(model, layers, "lambda_mask")
-    chosen = select("heads", heads, specs[0].n_heads)
     for name, value, least in (("n_sink", n_sink, 0), ("window", window, 1), ("distance_ceiling", distance_ceiling, 1)):
         check_integer(name, value, least)
-    hooks: list[Hook] = []
-    for spec in specs:
+    chosen = rotary_heads(model, layers, heads, "lambda_mask")
+    for spec, _ in chosen:
         if not spec.causal:
             raise ValueError(
                 f"lambda_mask needs causal attention, but layer {spec.layer} of {spec.architecture} is not"
             )
 
-        def edit(view: View, spec: AttentionSpec = spec) -> Tensor:
-            return _lambda_scores(spec, view, n_sink, window, distance_ceiling)
+    def attend(view: View) -> Tensor:
+        return _lambda_scores(view, n_sink, window, distance_ceiling)
 
-        hooks += edit_scores(spec, chosen, edit, scores=True, vectors=True)
-    return hooks
+    edit = ScoreEdit("lambda_mask", attend, Order.HIDE, scores=True, vectors=True, positions=True, cached=True)
+    return hooks_for(chosen, edit)
 
 
 def position_interpolation(
-    model: Any, factor: int | float, *, layers: Iterable[int] | None = None, heads: Iterable[int] | None = None
+    model: Any, factor: int | float, *, layers: Layers = None, heads: Heads = None
 ) -> list[Hook]:
     """Hooks under which RoPE sees position ``i`` as ``i / factor``, for texts of any length.
 
@@ -108,57 +104,42 @@ def position_interpolation(
         >>> torch.equal(denser, by_hand)
         True
     """
-    specs = read_rotary_layers(model, layers, "position_interpolation")
-    finite = isinstance(factor, (int, float)) and not isinstance(factor, bool) and factor - factor == 0
-    if not finite or factor <= 0:
-        raise ValueError(f"factor must be a positive finite number, got {factor!r}")
-
-    def place(length: int, device: torch.device) -> Tensor:
-        return (torch.arange(length, dtype=torch.float64) / factor).to(device)
-
-    return lie_hooks(specs, Lie(place, place), heads)
+    check_number("factor", factor, above=0)
+    edit = PositionScale("position_interpolation", float(factor))
+    chosen = rotary_heads(model, layers, heads, "position_interpolation")
+    return hooks_for(chosen, edit)
 
 
-def _lambda_scores(spec: AttentionSpec, view: View, n_sink: int, window: int, ceiling: int) -> Tensor:
+def _lambda_scores(view: View, n_sink: int, window: int, ceiling: int) -> Tensor:
     """The layer's own scores up to the ceiling, those at the ceiling beyond it, ``-inf`` where the Λ hides a key."""
-    own, (q, k) = view.scores(), view.vectors()
-    length = own.shape[-1]
-    if not bool(view.inside[..., 0, 0].all()):
-        raise ValueError(f"in layer {spec.layer} the first token is masked: run the model without padding on the left")
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    spec, own, (q, k) = view.spec, view.scores(), view.vectors()
+    query, key = view.own
+    length = int(key.max()) + 1
+    wide = torch.promote_types(q.dtype, torch.float32)
+    rotary = spec.require_rotary("lambda_mask")
     far = ceiling + 1 < min(length, spec.window or length)  # else no key is visible beyond the ceiling
-    n_far = (n_sink if window <= ceiling + 1 else length) if far else 0
-    at = torch.full((length,), ceiling, device=q.device)
-    q_far = spec.rotated(q.to(wide), at) * spec.require_scale() if far else q
-    k_far = spec.rotated(k.to(wide), torch.zeros_like(at))[:, :n_far] if far else k[:, :0]
+    rotation = view.rotation
     if far:
-        _check_ceiling(spec, view, q_far, k.to(wide), ceiling)
+        scale = rotation.scale
+        q_far = rotation.turned(
+            rotation.kept(q.to(wide), rotary), torch.full_like(query, ceiling) / scale, query, rotary
+        )
+        n_far = n_sink if window <= ceiling + 1 and key.ndim == 1 else key.shape[-1]
+        k_far = rotation.turned(k.to(wide), torch.zeros_like(key), key, rotary)[:, :n_far]
+        q_far = q_far * spec.require_scale()
     rows = max(1, _CELLS_PER_BLOCK // max(1, own[..., 0, :].numel()))
-    key = torch.arange(length, device=own.device)
     new = torch.empty_like(own)
-    for start in range(0, length, rows):
+    for start in range(0, own.shape[-2], rows):
         some = slice(start, start + rows)
-        distance = key[some, None] - key
-        block = own[:, :, some].masked_fill((distance >= window) & (key >= n_sink), -torch.inf)
+        at = key[..., None, :]
+        distance = query[..., some, None] - at
+        if distance.ndim == 3:  # texts with positions of their own
+            distance, at = distance[:, None], at[:, None]
+        block = own[:, :, some].masked_fill((distance >= window) & (at >= n_sink), -torch.inf)
         if far:
             beyond = spec.capped(torch.einsum("bqhd,bkhd->bhqk", q_far[:, some], k_far)).to(own.dtype)
-            known = block[..., :n_far]
-            hidden = known == -torch.inf
-            beyond = torch.where((distance[:, :n_far] > ceiling) & ~hidden, beyond, known)
+            known, beyond_it = block[..., :n_far], distance[..., :n_far] > ceiling
+            beyond = torch.where(beyond_it & (known != -torch.inf), beyond, known)
             block = torch.cat([beyond, block[..., n_far:]], -1)
         new[:, :, some] = block
     return new
-
-
-def _check_ceiling(spec: AttentionSpec, view: View, q_far: Tensor, k: Tensor, ceiling: int) -> None:
-    """At the ceiling itself the layer's own scores and the recomputed ones must meet."""
-    k_far = spec.rotated(k, torch.zeros(k.shape[1], device=k.device))
-    ours = spec.capped((q_far[:, ceiling:] * k_far[:, :-ceiling]).sum(-1)).transpose(1, 2)
-    own, inside = (x.diagonal(-ceiling, -2, -1) for x in (view.scores(), view.inside))
-    inside = inside.expand(own.shape)
-    if mismatch(own[inside].detach(), ours[inside].detach(), k.dtype) > 1:
-        raise ValueError(
-            f"scores of layer {spec.layer} at distance {ceiling} are not those that its queries, keys and rotation "
-            "give: run the model without padding, position_ids or a rotation that changes with the length, and lie to "
-            "each head once"
-        )

@@ -1,35 +1,38 @@
-"""Lies about position: hooks that let RoPE see other positions or distances than the real ones.
+"""Position interventions on RoPE: other positions, one distance for all pairs, or any function of the distance.
 
 Each function returns a plain list of ``(hook name, function)`` for ``model.hooks(fwd_hooks=...)``,
-``model.run_with_hooks`` or ``applied``. Lists may be concatenated as long as no head of a layer is lied to twice. How
-it is done, and under which conditions, is in ``lies.py``: by rotation wherever the distances are differences of
-positions, otherwise by recomputing scores (``pairs.py``).
+``model.run_with_hooks`` or ``applied``. Lists may be concatenated and nested in any order: at most one position
+intervention acts on a head, and frequency limits, phase noise and interpolation compose with it
+(``rotation_edits.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.reading import read_rotary_layers
-from tl_posdisent.models.spec import select
+from tl_posdisent.models.reading import ModelReading
+from tl_posdisent.utils.validation import check_number
 
-from .pairwise_scores import Distances, pair_hooks
-from .rotation_edits import Lie, Place, lie_hooks
+from .planner import hooks_for
+from .rotation_edits import DistanceMap, Distances, Place, PositionMap
+from .selection import Heads, Layers, rotary_heads
+
+Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
+"""One for each slot of the batch, or a function of the tokens' own positions."""
 
 
 def swap_positions(
     model: Any,
-    positions: Tensor | Sequence[float],
+    positions: Positions,
     *,
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
 ) -> list[Hook]:
     """Hooks under which RoPE sees these positions instead of 0, 1, 2 ….
 
@@ -59,18 +62,23 @@ def swap_positions(
         >>> bool(torch.allclose(shifted, model(tokens), atol=1e-3))  # only differences matter
         True
     """
+    edit = positions_edit("swap_positions", positions)
+    return hooks_for(rotary_heads(model, layers, heads, "swap_positions"), edit)
+
+
+def positions_edit(tool: str, positions: Positions) -> PositionMap:
+    """The edit that gives queries and keys these positions."""
+    if callable(positions) and not isinstance(positions, Tensor):
+        place = _mapped_positions(positions)
+        return PositionMap(tool, place, place)
     given = real_tensor("positions", positions)
     if given.ndim not in (1, 2) or given.numel() == 0:
         raise ValueError(f"positions must have shape (pos,) or (batch, pos), got {tuple(given.shape)}")
-
     place = _fixed(given, "positions")
-    texts = len(given) if given.ndim == 2 else 1
-    return lie_hooks(read_rotary_layers(model, layers, "swap_positions"), Lie(place, place, texts), heads)
+    return PositionMap(tool, place, place, slots=True)
 
 
-def dummy_distance(
-    model: Any, distance: int | float, *, layers: Iterable[int] | None = None, heads: Iterable[int] | None = None
-) -> list[Hook]:
+def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, heads: Heads = None) -> list[Hook]:
     """Hooks under which every query sees every key at one and the same distance.
 
     What is left of a head's scores is content at that distance: ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))``
@@ -97,22 +105,21 @@ def dummy_distance(
         >>> bool((scores[:, same].std(1) < scores.std(1)).all())
         True
     """
-    if isinstance(distance, bool) or not isinstance(distance, (int, float)) or distance - distance != 0:
-        raise ValueError(f"distance must be a finite number, got {distance!r}")
+    check_number("distance", distance)
 
     def all_at(value: int | float) -> Place:
-        return lambda length, device: torch.full((length,), float(value), dtype=torch.float64, device=device)
+        return lambda own, texts: torch.full(own.shape[-1:], float(value), dtype=torch.float64, device=own.device)
 
-    lie = Lie(all_at(distance), all_at(0))
-    return lie_hooks(read_rotary_layers(model, layers, "dummy_distance"), lie, heads)
+    edit = PositionMap("dummy_distance", all_at(distance), all_at(0))
+    return hooks_for(rotary_heads(model, layers, heads, "dummy_distance"), edit)
 
 
 def remap_distance(
     model: Any,
     distances: Callable[[Tensor], Tensor] | Tensor,
     *,
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
 ) -> list[Hook]:
     """Hooks under which RoPE sees any function of the real distance, or any matrix of distances.
 
@@ -145,7 +152,9 @@ def remap_distance(
         >>> bool((model.run_with_hooks(tokens, fwd_hooks=hooks) - same).abs().max() > 0.01)
         True
     """
-    specs = read_rotary_layers(model, layers, "remap_distance")
+    chosen = rotary_heads(model, layers, heads, "remap_distance")
+    causal = chosen[0][0].causal
+    edit: PositionMap | DistanceMap
     if isinstance(distances, Tensor):
         matrix = real_tensor("distances", distances, finite=False)
         if matrix.ndim not in (2, 3, 4) or matrix.numel() == 0:
@@ -153,43 +162,60 @@ def remap_distance(
                 "distances must have shape (query, key), (head, query, key) or (batch, head, query, key), "
                 f"got {tuple(matrix.shape)}"
             )
-        lie, pairs = _split_matrix(matrix, specs[0].causal), _constant(matrix)
+        edit = _split_matrix(matrix, causal) or DistanceMap("remap_distance", _constant(matrix), slots=True)
     elif callable(distances):
-        lie, pairs = _split_function(model, distances, specs[0].causal), _toeplitz(distances, specs[0].causal)
+        edit = _split_function(_context(model), distances, causal) or DistanceMap(
+            "remap_distance", _toeplitz(distances, causal)
+        )
     else:
         raise ValueError(f"distances must be a function or a tensor, got {type(distances).__name__}")
-    if lie is not None:
-        return lie_hooks(specs, lie, heads)
-    chosen = select("heads", heads, specs[0].n_heads)
-    return [hook for spec in specs for hook in pair_hooks(spec, chosen, pairs)]
+    return hooks_for(chosen, edit)
 
 
 def _fixed(positions: Tensor, what: str) -> Place:
-    def place(length: int, device: torch.device) -> Tensor:
-        if positions.shape[-1] != length:
-            given = positions.shape[-1]
-            raise ValueError(f"{what} were given for {given} tokens, and the model runs on {length} (at once)")
-        return positions.to(device)
+    def place(own: Tensor, texts: int) -> Tensor:
+        given, length = positions.shape[-1], own.shape[-1]
+        if given != length:
+            more = ""
+            if what == "positions":
+                more = ": give a function of the position for texts of any length or with a KV cache"
+            raise ValueError(f"{what} were given for {given} tokens, and the model runs on {length} (at once){more}")
+        if positions.ndim == 2 and len(positions) not in (1, texts):
+            raise ValueError(f"{what} were given for {len(positions)} texts, and the model runs on {texts}")
+        return positions.to(own.device)
+
+    return place
+
+
+def _mapped_positions(function: Callable[[Tensor], Tensor]) -> Place:
+    def place(own: Tensor, texts: int) -> Tensor:
+        return _mapped(function, own.double(), "positions", "positions")
 
     return place
 
 
 def _constant(matrix: Tensor) -> Distances:
-    return lambda length, device: matrix.to(device)
+    return lambda queries, keys, texts: matrix.to(keys.device)
 
 
 def _toeplitz(function: Callable[[Tensor], Tensor], causal: bool) -> Distances:
-    def distances(length: int, device: torch.device) -> Tensor:
-        low = 0 if causal else 1 - length
-        values = _mapped(function, torch.arange(low, length, device=device).double())
-        return values[(cell_distances(length, length, device) - low).clamp_min(0)]
+    def distances(queries: Tensor, keys: Tensor, texts: int) -> Tensor:
+        real = queries[..., :, None].long() - keys[..., None, :].long()
+        low = 0 if causal else int(real.min())
+        values = _mapped(function, torch.arange(low, max(int(real.max()), low + 1) + 1, device=keys.device).double())
+        mapped = values[(real - low).clamp_min(0)]
+        return mapped if mapped.ndim == 2 else mapped[:, None]  # the same for all heads of a text
 
     return distances
 
 
-def _split_function(model: Any, function: Callable[[Tensor], Tensor], causal: bool) -> Lie | None:
+def _context(model: Any) -> int:
+    whole = model.model if isinstance(model, ModelReading) else model
+    return max(getattr(whole.cfg, "n_ctx", None) or 0, 2)
+
+
+def _split_function(n: int, function: Callable[[Tensor], Tensor], causal: bool) -> PositionMap | None:
     """A straight line is a difference of positions; looked at over the whole context of the model."""
-    n = max(getattr(model.cfg, "n_ctx", None) or 0, 2)
     values = _mapped(function, torch.arange(2).double())
     start, slope = values[0], values[1] - values[0]
 
@@ -198,20 +224,21 @@ def _split_function(model: Any, function: Callable[[Tensor], Tensor], causal: bo
         return torch.allclose(_mapped(function, real), start + slope * real, rtol=1e-12, atol=1e-9)
 
     def line(shift: Tensor) -> Place:
-        def place(length: int, device: torch.device) -> Tensor:
+        def place(own: Tensor, texts: int) -> Tensor:
+            length = int(own.max()) + 1
             if not straight(length):  # beyond the context, or because it looks at more than one distance at a time
                 raise ValueError(
                     f"distances is a straight line over {n} tokens, the model's context, and is not that line over "
                     f"this text of {length}: give a matrix"
                 )
-            return (torch.arange(length).double() * slope + shift).to(device)
+            return own.double() * slope.to(own.device) + shift.to(own.device)
 
         return place
 
-    return Lie(line(start), line(torch.zeros_like(start))) if straight(n) else None
+    return PositionMap("remap_distance", line(start), line(torch.zeros_like(start))) if straight(n) else None
 
 
-def _split_matrix(matrix: Tensor, causal: bool) -> Lie | None:
+def _split_matrix(matrix: Tensor, causal: bool) -> PositionMap | None:
     """``u`` and ``w`` with ``matrix[i, j] = u[i] - w[j]`` on the cells that count, if there are any."""
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
         return None
@@ -220,15 +247,23 @@ def _split_matrix(matrix: Tensor, causal: bool) -> Lie | None:
     counts = counts.tril() if causal else counts
     if not torch.allclose(matrix[counts], (u[:, None] - w)[counts], rtol=1e-12, atol=1e-9):
         return None
-    return Lie(_fixed(u, "distances"), _fixed(w, "distances"))
+    return PositionMap("remap_distance", _fixed(u, "distances"), _fixed(w, "distances"), slots=True)
 
 
-def _mapped(function: Callable[[Tensor], Tensor], real: Tensor) -> Tensor:
-    values = function(real.clone())
+def _mapped(
+    function: Callable[[Tensor], Tensor], real: Tensor, name: str = "distances", what: str = "real distances"
+) -> Tensor:
+    try:
+        values = function(real.clone())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} is called with a float64 tensor of {what} at once, and failed: {error}. Use tensor operations, "
+            "such as d.clamp(max=16) for min(d, 16)"
+        ) from error
     if not isinstance(values, Tensor) or values.shape != real.shape or not bool(values.double().isfinite().all()):
         got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(
-            "distances must map a tensor of real distances to finite ones of the same shape "
+            f"{name} must map a tensor of {what} to finite ones of the same shape "
             f"({tuple(real.shape)}), got {got if got != f'shape {tuple(real.shape)}' else 'values that are not finite'}"
         )
     return values.double()

@@ -7,7 +7,7 @@ sink does.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -16,11 +16,14 @@ from torch import Tensor
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit, Component
-from tl_posdisent.hooks.score_edits import View, edit_scores
 from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.reading import read_layers
-from tl_posdisent.models.spec import AttentionSpec, select
+from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
+from tl_posdisent.utils.validation import check_choice
+
+from .planner import hooks_for
+from .score_edits import Order, ScoreEdit
+from .selection import Heads, Layers, any_heads
 
 Part = Literal["distance", "query", "key", "residual"]
 _FITTED: tuple[Component, ...] = get_args(Component)
@@ -81,9 +84,7 @@ def _as_few_as_there_are(inside: Tensor) -> Tensor:
     return inside
 
 
-def drop_component(
-    model: Any, component: Part, *, layers: Iterable[int] | None = None, heads: Iterable[int] | None = None
-) -> list[Hook]:
+def drop_component(model: Any, component: Part, *, layers: Layers = None, heads: Heads = None) -> list[Hook]:
     """Hooks under which heads attend by their scores less one part of these.
 
     In each forward pass the scores of each text and head are fitted by ``mean + distance[i - j] + query[i] + key[j]``
@@ -118,21 +119,14 @@ def drop_component(
         query False
         distance True
     """
-    if component not in get_args(Part):
-        raise ValueError(f"component must be one of {', '.join(get_args(Part))}, got {component!r}")
-    kept = [part for part in get_args(Part) if part != component]
-
-    def drop(view: View) -> Tensor:
-        return keep_parts(view.scores(), view.inside, kept)
-
-    return part_hooks(model, drop, layers, heads)
+    check_choice("component", component, get_args(Part))
+    edit = component_edit("drop_component", [part for part in get_args(Part) if part != component])
+    return hooks_for(any_heads(model, layers, heads), edit)
 
 
-def part_hooks(model: Any, edit: Any, layers: Iterable[int] | None, heads: Iterable[int] | None) -> list[Hook]:
-    """Hooks that put ``edit`` of the scores in their place, for these heads of each of the layers."""
-    specs = read_layers(model, layers)
-    chosen = select("heads", heads, specs[0].n_heads)
-    return [hook for spec in specs for hook in edit_scores(spec, chosen, edit, scores=True)]
+def component_edit(tool: str, keep: Collection[Part]) -> ScoreEdit:
+    """The edit that leaves these parts of the three-axis fit of the scores, and their mean."""
+    return ScoreEdit(tool, lambda view: keep_parts(view.scores(), view.inside, keep), Order.COMPONENT, scores=True)
 
 
 # The two-axis model of a text's scores: what a query makes of a distance, and what it makes of a key.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.reading import read_layers, read_rotary_layers
-from tl_posdisent.models.spec import AttentionSpec, select
+from torch import Tensor
 
-from .score_components import Part, keep_parts, keep_two_axis
-from .score_edits import edit_scores
+from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.utils.validation import check_choice
+
+from .planner import layer_hooks
+from .score_components import Part, component_edit, keep_two_axis
+from .score_edits import Order, ScoreEdit, View
+from .selection import Chosen, Heads, Layers, any_heads, rotary_heads
 
 Axes = Literal["three", "two"]
 
@@ -23,8 +28,8 @@ def substitute_additive(
     keep: Collection[Part] = ADDITIVE,
     *,
     axes: Axes = "three",
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
 ) -> list[Hook]:
     """Hooks under which heads attend by the additive fit of their scores, made anew in every forward pass.
 
@@ -68,16 +73,23 @@ def substitute_additive(
         True
     """
     kept = _checked_keep(keep)
-    specs = additive_specs(model, axes, layers, "substitute_additive")
-    chosen = select("heads", heads, specs[0].n_heads)
-    return [hook for spec in specs for hook in keep_parts_hooks(spec, chosen, kept, axes)]
+    chosen = additive_heads(model, axes, layers, heads, "substitute_additive")
+    return [hook for spec, some in chosen for hook in keep_parts_hooks(spec, some, kept, axes)]
 
 
 def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection[Part], axes: Axes) -> list[Hook]:
     """The parts of the fit of the scores that are there."""
     if axes == "three" or len(keep) == len(PARTS):
-        return edit_scores(spec, heads, lambda view: keep_parts(view.scores(), view.inside, keep), scores=True)
-    return edit_scores(spec, heads, lambda view: keep_two_axis(spec, *view.vectors(), view.inside, keep), vectors=True)
+        return layer_hooks(spec, heads, component_edit("substitute_additive", keep))
+
+    def fit(view: View) -> Tensor:
+        rotary = view.spec.require_rotary("two axes")
+        q, k = view.vectors()
+        other = replace(view.spec, rotary=view.rotation.frequencies(rotary))
+        return keep_two_axis(other, view.rotation.kept(q, rotary), k, view.inside, keep)
+
+    tool = "substitute_additive with two axes"
+    return layer_hooks(spec, heads, ScoreEdit(tool, fit, Order.REPLACE, vectors=True, plain=True))
 
 
 def _checked_keep(keep: Any) -> tuple[Part, ...]:
@@ -87,13 +99,17 @@ def _checked_keep(keep: Any) -> tuple[Part, ...]:
     return tuple(names)
 
 
-def additive_specs(model: Any, axes: Axes, layers: Iterable[int] | None, tool: str) -> list[AttentionSpec]:
-    """Layers that can be fitted by so many axes."""
-    if axes not in get_args(Axes):
-        raise ValueError(f'axes must be "three" or "two", got {axes!r}')
+def additive_heads(model: Any, axes: Axes, layers: Layers, heads: Heads, tool: str) -> Chosen:
+    """Layers that can be fitted by so many axes, with their heads."""
+    check_choice("axes", axes, get_args(Axes))
     if axes == "three":
-        return read_layers(model, layers)
-    specs = read_rotary_layers(model, layers, f"{tool} with two axes")
-    for spec in specs:
+        return any_heads(model, layers, heads)
+    chosen = rotary_heads(model, layers, heads, f"{tool} with two axes")
+    for spec, _ in chosen:
         spec.require_scale()
-    return specs
+    return chosen
+
+
+def additive_specs(model: Any, axes: Axes, layers: Layers, tool: str) -> list[AttentionSpec]:
+    """Layers that can be fitted by so many axes."""
+    return [spec for spec, _ in additive_heads(model, axes, layers, None, tool)]

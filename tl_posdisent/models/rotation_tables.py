@@ -11,7 +11,7 @@ from tl_posdisent.rope.rotary import Rotary
 
 def table_like(
     seen: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, positions: Tensor, which: str
-) -> Float[Tensor, "batch pos columns"]:
+) -> Float[Tensor, "texts rows columns"]:
     """The table (``which`` is ``"cos"`` or ``"sin"``) that the model would have made for ``positions``.
 
     Computed in the precision and laid out in the columns of ``seen``, the table that it made: one column per subspace,

@@ -17,8 +17,9 @@ from tqdm.auto import tqdm
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.applied import applied
+from tl_posdisent.hooks.planner import replace_scores
 from tl_posdisent.hooks.score_components import Part, fit_inside, keep_two_axis
-from tl_posdisent.hooks.score_edits import edit_scores
+from tl_posdisent.hooks.score_edits import View
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_specs, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, stream
 from tl_posdisent.models.forward import Hook, check_seed, check_tokens, evaluating
@@ -133,11 +134,16 @@ def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | Ad
     if isinstance(stored, AdditiveFit):
         fields = {name: x for name, x in vars(stored).items() if isinstance(x, Tensor) and name != "distances"}
         some: Any = {name: x[:, list(heads)] for name, x in fields.items()}
-        return edit_scores(spec, heads, lambda view: replace(stored, **some).fitted())
+        return replace_scores(spec, heads, lambda view: replace(stored, **some).fitted(), "additive_substitution")
     assert stored.q is not None
     assert stored.k is not None
-    q, k = (x[:, :, list(heads)] for x in (stored.q, spec.per_query_head(stored.k)))
-    return edit_scores(spec, heads, lambda view: keep_two_axis(spec, q, k, view.inside, ADDITIVE))
+    q, k = stored.q, spec.per_query_head(stored.k)
+
+    def fit(view: View) -> Tensor:
+        some = list(view.heads)
+        return keep_two_axis(spec, q[:, :, some], k[:, :, some], view.inside, ADDITIVE)
+
+    return replace_scores(spec, heads, fit, "additive_substitution")
 
 
 def _zero(spec: AttentionSpec, heads: Sequence[int]) -> list[Hook]:

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.hooks.score_edits import edit_scores
+from tl_posdisent.hooks.planner import replace_scores
 from tl_posdisent.models.forward import Hook, check_tokens, evaluating, hook_name, run
 from tl_posdisent.models.reading import read_layers
 from tl_posdisent.models.spec import AttentionSpec, select
@@ -156,7 +156,7 @@ def _attend_by(spec: AttentionSpec, head: int, held: dict[str, Tensor]) -> list[
     """A head's pattern put in where the model discards edits of it: as scores of which it is the softmax."""
     (pattern,) = held.values()
     scores = pattern[:, [head]].log()
-    return edit_scores(spec, [head], lambda view: scores)
+    return replace_scores(spec, [head], lambda view: scores, "head_patching")
 
 
 def _by_transformer_lens(

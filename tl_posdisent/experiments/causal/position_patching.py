@@ -113,7 +113,7 @@ def position_patching(
         for spec, patched, reported in tqdm(_units(specs, chosen, what, keys), desc="patches", disable=not progress):
             q, k = held[spec.layer]["q"], held[spec.layer]["k"]
             vectors = None if what == "key" else q, None if what == "query" else k
-            hooks = [*base.hooks, *vector_hooks(spec, patched, *vectors, keys, base.positions)]
+            hooks = [*base.hooks, *vector_hooks(spec, patched, *vectors, keys)]
             value = measure(model, tokens, hooks, metric, tokens)
             rows += [(spec.layer, head, value) for head in reported]
     return as_table(rows, measured).drop(columns="head" if what == "layer" else [])

@@ -16,8 +16,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.phase_noise import phase_hooks
-from tl_posdisent.hooks.rotation_edits import Lie, lie_hooks
+from tl_posdisent.hooks.phase_noise import check_phases
+from tl_posdisent.hooks.planner import hooks_for
+from tl_posdisent.hooks.positions import positions_edit
+from tl_posdisent.hooks.rotation_edits import PhaseNoise
 from tl_posdisent.models.forward import Hook, check_tokens
 from tl_posdisent.models.reading import read_rotary_layers
 from tl_posdisent.models.spec import AttentionSpec, n_layers
@@ -160,13 +162,8 @@ def perturber(
 
 def _told(specs: Sequence[AttentionSpec], shifts: Tensor, generator: torch.Generator) -> list[Hook]:
     """RoPE sees each token at another position."""
-
-    def place(length: int, device: torch.device) -> Tensor:
-        if length != shifts.shape[1]:
-            raise ValueError(f"positions were perturbed for {shifts.shape[1]} tokens, and the model runs on {length}")
-        return (shifts + torch.arange(length)).to(device)
-
-    return lie_hooks(specs, Lie(place, place, len(shifts)), None)
+    edit = positions_edit("perturb", shifts + torch.arange(shifts.shape[1]))
+    return hooks_for([(spec, range(spec.n_heads)) for spec in specs], edit)
 
 
 def _dealt_out(specs: Sequence[AttentionSpec], shifts: Tensor, generator: torch.Generator) -> list[Hook]:
@@ -178,11 +175,11 @@ def _dealt_out(specs: Sequence[AttentionSpec], shifts: Tensor, generator: torch.
         hands = torch.rand(len(at), subspaces, generator=generator).argsort(0)
         row[at] = shift[at][hands]
 
-    def phases(rotary: Rotary, length: int, device: torch.device) -> Tensor:
+    def phases(rotary: Rotary, own: Tensor, texts: int) -> Tensor:
         n = len(rotary.frequencies)
-        return dealt[..., :n].to(device) * rotary.frequencies.to(device)
+        return check_phases(dealt[..., :n] * rotary.frequencies.cpu(), rotary, own, texts).to(own.device)
 
-    return phase_hooks(specs, phases)
+    return hooks_for([(spec, range(spec.n_heads)) for spec in specs], PhaseNoise("perturb", phases))
 
 
 # --- what moves, and where to --------------------------------------------------------------------------------

@@ -1,0 +1,138 @@
+"""Positions, rotation tables and attention mask of the text that a model is running on, read within the pass.
+
+Padding, ``position_ids``, a KV cache and rotations that change with the length of the text all show in what a layer
+computes: in its table of cosines, in its vectors before and after rotation, and in its scores.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from tl_posdisent.models.rotation_tables import table_like
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.rope.rotary import Rotary, rotary_from_table, rotate, to_complex
+
+_CANDIDATES = 4096  # positions that are tried where a table is not that of 0, 1, 2 …
+_CELLS_PER_BLOCK = 2**22
+
+
+def positions_from_table(
+    cos: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, expected: Int[Tensor, "pos"]
+) -> Int[Tensor, "*batch pos"] | None:
+    """The positions at which ``rotary`` gives this table of cosines; None if it gives it nowhere."""
+
+    def fits(positions: Tensor) -> bool:
+        table = table_like(cos, rotary, positions, "cos")
+        if table.shape[1:] != cos.shape[1:]:
+            return False
+        error = (cos.detach().double() - table.double()).abs().amax()
+        return bool(error <= (2 * torch.finfo(cos.dtype).eps + 1e-4) * rotary.attention_factor)
+
+    if fits(expected):
+        return expected
+    candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2), device=cos.device)
+    table = table_like(cos, rotary, candidates, "cos")[0].float()
+    rows = cos.detach().float().flatten(0, 1)
+    if table.shape[-1] != rows.shape[-1]:
+        return None
+    nearest = torch.cat([_nearest(some, table) for some in rows.split(max(1, _CELLS_PER_BLOCK // len(table)))])
+    positions = nearest.view(cos.shape[:2])
+    return (positions[0] if len(positions) == 1 else positions) if fits(positions) else None
+
+
+def _nearest(rows: Tensor, table: Tensor) -> Tensor:
+    return torch.cdist(rows, table, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1)
+
+
+def positions_from_vectors(
+    before: Float[Tensor, "batch pos head d_head"],
+    after: Float[Tensor, "batch pos head d_head"],
+    rotary: Rotary,
+    expected: Int[Tensor, "pos"],
+) -> Int[Tensor, "*batch pos"] | None:
+    """The positions to which a model has turned these vectors; None if there are none."""
+    before, after = before.detach(), after.detach()
+
+    def fits(positions: Tensor) -> bool:
+        error = (after.double() - rotate(before, positions, rotary).double()).abs().amax()
+        return bool(error <= (8 * torch.finfo(after.dtype).eps + 1e-4) * after.double().abs().amax())
+
+    if fits(expected):
+        return expected
+    turns = _turns(before, after, rotary).flatten(0, 1)
+    candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2), device=before.device)
+    angles = rotary.angles(candidates)
+    possible = torch.polar(torch.ones_like(angles), angles).to(turns.dtype).conj()
+    blocks = turns.split(max(1, _CELLS_PER_BLOCK // len(candidates)))
+    positions = torch.cat([(some @ possible.T).real.argmax(-1) for some in blocks]).view(before.shape[:2])
+    return positions if fits(positions) else None
+
+
+def _turns(before: Tensor, after: Tensor, rotary: Rotary) -> Tensor:
+    """``[batch, pos, subspace]``: by which angle each subspace was turned, as complex numbers of any length."""
+    start, end = (to_complex(x.double(), rotary)[0] for x in (before, after))
+    return (end * start.conj()).sum(2)
+
+
+def measured_rotary(cos: Tensor, sin: Tensor, rotary: Rotary) -> Rotary | None:
+    """The rotation of a running table whose rows are 0, 1, 2 …: that of a long text may not be that of a short one."""
+    for text in range(len(cos)):
+        try:
+            found = rotary_from_table(cos[text].detach(), sin[text].detach(), pairing=rotary.pairing)
+        except ValueError:
+            continue
+        if len(found.frequencies) == len(rotary.frequencies):
+            return found
+    return None
+
+
+def measured_from_vectors(before: Tensor, after: Tensor, rotary: Rotary) -> Rotary | None:
+    """The same from vectors before and after rotation."""
+    turns = _turns(before.detach(), after.detach(), rotary)
+    factor = float(after.detach().double().norm() / before.detach().double().norm()) if rotary.dim else 1.0
+    if abs(factor - rotary.attention_factor) < 1e-2:
+        factor = rotary.attention_factor
+    unit = turns / turns.abs().clamp_min(1e-300)
+    return measured_rotary(factor * unit.real, factor * unit.imag, rotary)
+
+
+def before_and_now(positions: Int[Tensor, "*batch query"], n_key: int) -> Int[Tensor, "*batch key"]:
+    """Positions of all keys of which the last are those of the queries: those in a KV cache count up to the first."""
+    cached = n_key - positions.shape[-1]
+    if cached <= 0:
+        return positions
+    steps = torch.arange(cached, 0, -1, device=positions.device)
+    return torch.cat([(positions[..., :1] - steps).clamp_min(0), positions], -1)
+
+
+def masked_cells(scores: Float[Tensor, "*cells"], vectors: torch.dtype) -> Bool[Tensor, "*cells"]:
+    """Cells that hold no score: models mask with -inf or add the most negative number (or half of it) of the dtype of
+    their vectors, which may be narrower than that of the scores."""
+    narrow = torch.finfo(vectors).min if vectors.is_floating_point else -1e30
+    return scores <= max(-1e30, torch.finfo(scores.dtype).min / 4, narrow / 4)
+
+
+def real_tokens(masked: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "batch query"]:
+    """Queries that are no padding: a token sees itself, under every mask, unless it is padding."""
+    cached = masked.shape[-1] - masked.shape[-2]
+    return ~masked.diagonal(cached, -2, -1).all(1)
+
+
+def positions_from_mask(real: Bool[Tensor, "batch query"]) -> Int[Tensor, "*batch pos"]:
+    """Positions as models count them: from the first real token on."""
+    counted = (real.long().cumsum(-1) - 1).clamp_min(0)
+    plain = torch.arange(real.shape[-1], device=real.device)
+    return plain if bool((counted == plain).all()) else counted
+
+
+def inside_mask(
+    spec: AttentionSpec, masked: Bool[Tensor, "batch head query key"]
+) -> tuple[Bool[Tensor, "*lead query key"], Bool[Tensor, "batch query"]]:
+    """Cells in which a real query sees a key, and which queries are real."""
+    n_query, n_key = masked.shape[-2:]
+    at = torch.arange(n_key, device=masked.device)
+    seen = spec.sees(at[n_key - n_query :, None] - at)
+    real = real_tokens(masked)
+    return seen & ~masked & real[:, None, :, None], real

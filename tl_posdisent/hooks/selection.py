@@ -1,0 +1,42 @@
+"""Select the layers and heads on which an intervention acts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.spec import AttentionSpec
+
+Layers = int | Iterable[int] | None
+"""None for all, an integer, or integers; negative ones count from the end."""
+
+Heads = int | Iterable[int] | Iterable[tuple[int, int]] | None
+"""None for all heads of the layers, the same heads in each of them, or pairs ``(layer, head)``."""
+
+Chosen = list[tuple[AttentionSpec, list[int]]]
+
+
+def rotary_heads(model: Any, layers: Layers, heads: Heads, tool: str) -> Chosen:
+    """Layers in which ``tool`` must find a rotation that it can change (default all that rotate), with their heads."""
+    return _chosen(model, layers, heads, tool)
+
+
+def any_heads(model: Any, layers: Layers, heads: Heads) -> Chosen:
+    """Layers with attention of any kind, with their heads."""
+    return _chosen(model, layers, heads, None)
+
+
+def _chosen(model: Any, layers: Layers, heads: Heads, tool: str | None) -> Chosen:
+    layers, heads = _listed(layers), _listed(heads)
+    reading = read_model(model, layers)
+    chosen = reading.heads(layers, heads)
+    pairs = isinstance(heads, list) and any(isinstance(x, Iterable) for x in heads)
+    named = None if layers is None and not pairs else list(chosen)
+    specs = reading.specs(named) if tool is None else reading.rotary(named, tool)
+    return [(spec, chosen[spec.layer]) for spec in specs]
+
+
+def _listed(given: Any) -> Any:
+    """What can be gone through more than once; what is no choice of indices is left for the checks to refuse."""
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)) else given
