@@ -287,7 +287,7 @@ def test_other_refusals(shared_model: Any) -> None:
     before = state(model)
     for axes in ("one", None, 3):
         for tool in (substitute_additive, lambda m, axes: additive_substitution(m, TOKENS, axes=axes)):
-            with pytest.raises(ValueError, match='axes must be "three" or "two", got'):
+            with pytest.raises(ValueError, match="axes must be 'three' or 'two', got"):
                 tool(model, axes=axes)
     for seed in (-1, 0.5, None, True):
         with pytest.raises(ValueError, match=r"seed must be a non-negative integer below 2\*\*63, got"):

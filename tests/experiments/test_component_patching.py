@@ -153,7 +153,7 @@ def test_what_the_table_refuses(arguments: dict[str, Any], message: str, shared_
         (None, "scores must have shape .* got NoneType"),
         (torch.zeros(1, 8, 12, 12), r"scores must have the shape of the run's own, .* got \(1, 8, 12, 12\)"),
         (torch.zeros(2, 8, 7, 7), r"scores must have the shape of the run's own, .* got \(2, 8, 7, 7\)"),
-        (torch.full((2, 8, 12, 12), -torch.inf), "scores of layer 0 must have the layer's mask: padded texts"),
+        (torch.full((2, 8, 12, 12), -torch.inf), "scores of layer 0 must be finite inside the mask of the run"),
     ],
 )
 def test_what_are_no_scores(given: Any, message: str, shared_model: Any) -> None:

@@ -50,10 +50,9 @@ def test_own_vectors_change_nothing_and_clean_ones_undo_every_lie(kind: str, nam
     clean, other = vectors(model), vectors(model, UNORDERED)
     own = [hook for layer in clean for hook in patched(model, layer, clean[layer], heads=[2, layer])]
     assert torch.equal(logits(model, own), plain)
-    into_lie = {"positions": UNORDERED}
     swap = swap_positions(model, UNORDERED)
-    back = [hook for layer in clean for hook in patched(model, layer, clean[layer], **into_lie)]
-    nothing = [hook for layer in clean for hook in patched(model, layer, other[layer], **into_lie)]
+    back = [hook for layer in clean for hook in patched(model, layer, clean[layer])]
+    nothing = [hook for layer in clean for hook in patched(model, layer, other[layer])]
     there = [hook for layer in clean for hook in patched(model, layer, other[layer])]
     assert (lying - plain).abs().max() > 0.1
     for hooks, expected in ((swap + back, plain), (swap + nothing, lying), (there, lying)):
@@ -77,7 +76,7 @@ def test_one_head_by_brute_force(kind: str, name: str, which: str, shared_model:
             shared = [h for h in range(8) if spec.key_head(h) == spec.key_head(HEAD)]
             seen[:, [HEAD] if keys == "head" else shared] = real[:, None]
         expected = by_brute_force(model, queries[..., :, None] - seen[..., None, :])
-        hooks = patched(model, 0, clean, which, heads=[HEAD], keys=keys, positions=UNORDERED)
+        hooks = patched(model, 0, clean, which, heads=[HEAD], keys=keys)
         close(mixed_of(model, swap_positions(model, UNORDERED) + hooks), expected, 2e-5)
 
 
@@ -87,7 +86,7 @@ def test_sixteen_bits(name: str) -> None:
     plain, lying = logits(model, []), logits(model, swap_positions(model, UNORDERED))
     clean = vectors(model)
     assert torch.equal(logits(model, [h for layer in clean for h in patched(model, layer, clean[layer])]), plain)
-    back = [h for layer in clean for h in patched(model, layer, clean[layer], positions=UNORDERED)]
+    back = [h for layer in clean for h in patched(model, layer, clean[layer])]
     error = (logits(model, swap_positions(model, UNORDERED) + back) - plain).abs().mean()
     assert error < 0.02 * (lying - plain).abs().mean()
 
@@ -104,7 +103,7 @@ def test_several_texts_and_positions_by_text(shared_model: Any) -> None:
 
 def one_head(model: Any, tokens: Tensor, positions: Tensor) -> list[Hook]:
     clean = next(capture(model, tokens, layers=[1], scores=False))
-    return patch_vectors(model, 1, clean.q_rot, clean.k_rot, heads=[HEAD], positions=positions)
+    return patch_vectors(model, 1, clean.q_rot, clean.k_rot, heads=[HEAD])
 
 
 # --- the table ------------------------------------------------------------------------------------------------
@@ -129,7 +128,7 @@ def test_table_is_a_loop_over_hooks(kind: str, name: str, shared_model: Any) -> 
         assert [(row["layer"], row["head"]) for row in rows] == [(1, 0), (1, HEAD)]
         for row in rows:
             if direction == "denoise":
-                hooks = swap + patched(model, 1, clean[1], which, heads=[row["head"]], positions=UNORDERED)
+                hooks = swap + patched(model, 1, clean[1], which, heads=[row["head"]])
             else:
                 hooks = patched(model, 1, corrupted[1], which, heads=[row["head"]])
             value = loss(logits(model, hooks), TOKENS).mean().item()
@@ -249,20 +248,6 @@ def test_what_are_no_vectors(arguments: Any, message: str, keys: Any, shared_mod
     model = shared_model("bridge", "llama-gqa")
     with pytest.raises(ValueError, match=message):
         logits(model, patch_vectors(model, 0, *arguments, heads=[1], keys=keys))
-
-
-def test_positions_that_are_not_those_of_the_run(shared_model: Any) -> None:
-    """Where vectors have to be turned back, one must know from where."""
-    model = shared_model("bridge", "neox")
-    clean, swap = vectors(model)[0], swap_positions(model, UNORDERED)
-    message = "positions must be those of the run, but the rotation table of layer 0 is of others"
-    for hooks in (
-        swap + patched(model, 0, clean),
-        patched(model, 0, clean, positions=UNORDERED),
-        swap + patched(model, 0, clean, positions=UNORDERED.flip(0)),
-    ):
-        with pytest.raises(ValueError, match=message):
-            logits(model, hooks)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "deepseek_v3"])

@@ -15,8 +15,9 @@ from tl_posdisent.models.probe.observe import mismatch
 from tl_posdisent.models.spec import n_layers
 from tl_posdisent.utils.validation import check_heads
 
-from .planner import ResultEdit, result_hook
-from .selection import Heads, Layers
+from .chosen_heads import Heads, Layers
+from .layer_plan import ResultEdit
+from .planner import result_hook
 
 AblationMode = Literal["zero", "mean", "resample"]
 

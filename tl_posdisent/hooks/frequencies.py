@@ -13,9 +13,9 @@ from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.validation import check_choice
 
+from .chosen_heads import Heads, Layers, rotary_heads
 from .planner import layer_hooks
 from .rotation_edits import FrequencyLimit
-from .selection import Heads, Layers, rotary_heads
 
 Mode = Literal["drop", "freeze"]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from tl_posdisent.models.forward import Hook
 from tl_posdisent.utils.validation import check_integer, check_number
 
+from .chosen_heads import Heads, Layers, rotary_heads
 from .planner import hooks_for
 from .rotation_edits import PositionScale
 from .score_edits import Order, ScoreEdit, View
-from .selection import Heads, Layers, rotary_heads
 
 _CELLS_PER_BLOCK = 2**22
 

@@ -12,12 +12,12 @@ from tl_posdisent.models.forward import Hook
 from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice
 
+from .chosen_heads import Heads, any_heads, rotary_heads
 from .planner import layer_hooks
 from .rotation_edits import VectorPatch
 from .running_text import masked_cells
 from .score_components import split_scores
 from .score_edits import Order, ScoreEdit, View
-from .selection import Heads, any_heads, rotary_heads
 
 Keys = Literal["group", "head"]
 MovedPart = Literal["mean", "distance", "query", "key", "residual"]

@@ -19,9 +19,9 @@ from tl_posdisent.models.forward import Hook
 from tl_posdisent.models.reading import ModelReading
 from tl_posdisent.utils.validation import check_number
 
+from .chosen_heads import Heads, Layers, rotary_heads
 from .planner import hooks_for
 from .rotation_edits import DistanceMap, Distances, Place, PositionMap
-from .selection import Heads, Layers, rotary_heads
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
 """One for each slot of the batch, or a function of the tokens' own positions."""

@@ -316,6 +316,8 @@ def rotated_vectors(
     own: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:
     """The queries and keys behind ``rotated_scores``, for edits that are no ``DistanceMap``."""
+    if not rotation:
+        return spec.rotated(_wide(q), own[0]), spec.rotated(_wide(k), own[1])
     rotary = spec.require_rotary("rotation edits")
     both = []
     for x, which, at in _sides(q, k, own):
@@ -323,17 +325,17 @@ def rotated_vectors(
         if given is None:
             both.append(rotation.rotated(_wide(x), which, at, rotary))
             continue
+        check_patch(f"{which}_rot", given, x)
         patched = given[:, :, list(heads) if which == "q" else [spec.key_head(h) for h in heads]]
-        check_patch(f"{which}_rot", patched, x)
         both.append(patched.to(_wide(x)))
     return both[0], both[1]
 
 
 def check_patch(name: str, given: Tensor, own: Tensor) -> None:
-    """Refuse vectors of another text."""
-    if given.shape != own.shape:
-        run, got = ((*x.shape[:2], "head", x.shape[3]) for x in (own, given))
-        raise ValueError(f"{name} must have the shape of the run's own, {run}, got {got}")
+    """Refuse vectors of another text; ``own`` are those of some heads."""
+    wanted = (*own.shape[:2], given.shape[2], own.shape[3])
+    if given.shape != wanted:
+        raise ValueError(f"{name} must have the shape of the run's own, {wanted}, got {tuple(given.shape)}")
 
 
 def _wide(x: Tensor) -> Tensor:

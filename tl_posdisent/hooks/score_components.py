@@ -21,9 +21,9 @@ from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.utils.validation import check_choice
 
+from .chosen_heads import Heads, Layers, any_heads
 from .planner import hooks_for
 from .score_edits import Order, ScoreEdit
-from .selection import Heads, Layers, any_heads
 
 Part = Literal["distance", "query", "key", "residual"]
 _FITTED: tuple[Component, ...] = get_args(Component)

@@ -12,10 +12,10 @@ from tl_posdisent.models.forward import Hook
 from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice
 
+from .chosen_heads import Chosen, Heads, Layers, any_heads, rotary_heads
 from .planner import layer_hooks
 from .score_components import Part, component_edit, keep_two_axis
 from .score_edits import Order, ScoreEdit, View
-from .selection import Chosen, Heads, Layers, any_heads, rotary_heads
 
 Axes = Literal["three", "two"]
 
