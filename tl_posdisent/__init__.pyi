@@ -28,7 +28,7 @@ from . import (
 from .additive.fit import (
     fit_additive as fit_additive,
 )
-from .additive.from_qk import (
+from .additive.fit_from_qk import (
     fit_additive_qk as fit_additive_qk,
 )
 from .additive.result import (

@@ -185,9 +185,9 @@ def test_frames_and_repr() -> None:
         ({"target": [1.0, math.nan, 0.0]}, "target must be finite real numbers"),
         ({"distances": torch.zeros(3, 1)}, r"distances must be one-dimensional and not empty, got shape \(3, 1\)"),
         ({"distances": []}, "distances must be one-dimensional and not empty"),
-        ({"ridge": -1.0}, "ridge must be a finite number, 0 or more, got -1.0"),
-        ({"ridge": True}, "ridge must be a finite number, 0 or more, got True"),
-        ({"ridge": math.inf}, "ridge must be a finite number, 0 or more, got inf"),
+        ({"ridge": -1.0}, "ridge must be a finite number of at least 0, got -1.0"),
+        ({"ridge": True}, "ridge must be a finite number of at least 0, got True"),
+        ({"ridge": math.inf}, "ridge must be a finite number of at least 0, got inf"),
         ({"rotary": Rotary(torch.zeros(0, dtype=torch.float64))}, "rotary must have at least one frequency"),
     ],
 )
@@ -200,5 +200,5 @@ def test_bad_inputs(change: dict, message: str) -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_bad_rows() -> None:
-    with pytest.raises(ValueError, match='rows must be "distance" or "subspace", got \'head\''):
+    with pytest.raises(ValueError, match="rows must be 'distance' or 'subspace', got 'head'"):
         rope_capacity(geometric(2), [0, 1], [1.0, 2.0]).to_frame(rows="head")

@@ -11,8 +11,7 @@ from support.every_distance import all_scores, complex_subspaces, effects
 from torch import Tensor
 
 from tl_posdisent import Moments, decompose, interaction_by_subspace
-from tl_posdisent.rope import Rotary, SubspacePatterns, interaction_bound, subspace_patterns_qk
-from tl_posdisent.rope import moments as spread_module
+from tl_posdisent.rope import Rotary, SubspacePatterns, covariance, interaction_bound, subspace_patterns_qk
 
 SCALE = 0.3
 DISTANCES = range(40)
@@ -203,7 +202,7 @@ def test_vectors_next_to_zero_have_no_say_in_the_phases() -> None:
 def test_many_chunks_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, rotary = draw("grouped")
     whole = patterns(q, k, rotary)
-    monkeypatch.setattr(spread_module, "_CHUNK", 100)
+    monkeypatch.setattr(covariance, "_CHUNK", 100)
     parts = patterns(q, k, rotary)
     for name, x in vars(whole).items():
         torch.testing.assert_close(getattr(parts, name), x)

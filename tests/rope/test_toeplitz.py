@@ -104,7 +104,7 @@ def test_low_precision_is_summed_in_double() -> None:
         ({"scores": SCORES.long()}, "scores must be floating point, got torch.int64"),
         ({"scores": SCORES[0, 0, 0]}, r"scores must have shape \(..., query, key\), got \(9,\)"),
         ({"mask": "upper"}, "mask must be .* got 'upper'"),
-        ({"window": 0}, "window must be an integer of at least 1, or None, got 0"),
+        ({"window": 0}, "window must be an integer of at least 1, got 0"),
         ({"pool": 1}, "pool must be True or False, got 1"),
         ({"scores": SCORES[0, 0], "pool": True}, r"pool=True needs a leading axis of texts, got .* \(9, 9\)"),
         ({"scores": SCORES.masked_fill(inside(), torch.nan)}, "scores must be finite inside the mask"),

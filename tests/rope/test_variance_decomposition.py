@@ -18,8 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tl_posdisent.rope import moments as spread_module
-from tl_posdisent.rope.moments import Moments, Spread
+from tl_posdisent.rope import covariance
+from tl_posdisent.rope.covariance import Spread
+from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary, rotate
 from tl_posdisent.rope.subspace_interactions import interaction_bound, interaction_by_subspace
 from tl_posdisent.rope.variance_decomposition import EFFECTS, VarianceShares, decompose
@@ -413,7 +414,7 @@ def test_merged_parts_are_the_whole(cuts: tuple[int, int], mean: float, chunk: i
     q, k = draw("grouped", 50, 50, mean=mean)
     whole = Moments.from_qk(q, k, rotary)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spread_module, "_CHUNK", chunk)
+        patch.setattr(covariance, "_CHUNK", chunk)
         parts = Moments.from_qk(q[: cuts[0]], k[: cuts[1]], rotary) + Moments.from_qk(
             q[cuts[0] :], k[cuts[1] :], rotary
         )
@@ -525,8 +526,8 @@ ENTRIES: list[Callable[..., Any]] = [decompose, interaction_by_subspace, interac
         (torch.tensor([True]), {}, r"distances must be finite real numbers"),
         (torch.tensor([1j]), {}, r"distances must be finite real numbers"),
         (range(3), {"weights": [1.0, 2.0]}, r"weights must be one per distance, got 2 weights for 3 distances"),
-        (range(2), {"weights": [1.0, -1.0]}, r"weights must not be negative, and at least one must be positive"),
-        (range(2), {"weights": [0.0, 0.0]}, r"weights must not be negative, and at least one must be positive"),
+        (range(2), {"weights": [1.0, -1.0]}, r"weights must be non-negative with at least one positive, got values"),
+        (range(2), {"weights": [0.0, 0.0]}, r"weights must be non-negative with at least one positive, got values"),
         (range(2), {"weights": [1.0, math.nan]}, r"weights must be finite real numbers"),
         (range(2), {"weights": 1.0}, r"weights must be one-dimensional"),
         (range(2), {"scale": math.nan}, r"scale must be a finite number, got nan"),
@@ -561,9 +562,9 @@ def test_unknown_names_are_refused() -> None:
     parts = interaction_by_subspace(moments, range(3), scale=1.0)
     with pytest.raises(ValueError, match="effect must be one of distance:key, distance:query:key, got 'query'"):
         parts.share("query")
-    with pytest.raises(ValueError, match='values must be "share" or "variance"'):
+    with pytest.raises(ValueError, match="values must be 'share' or 'variance'"):
         shares.to_frame("r")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match='rows must be "head" or "subspace"'):
+    with pytest.raises(ValueError, match="rows must be 'head' or 'subspace'"):
         interaction_bound(moments, range(3), scale=1.0).to_frame("layer")  # type: ignore[arg-type]
 
 

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTS = {
     "additive/cells": "additive/cells additive/solver additive/pooling additive/fit rope/corners additive/fit_inputs",
     "additive/fit": "additive/fit additive/fit_inputs",
-    "additive/from_qk": "rope/corners additive/from_qk",
+    "additive/fit_from_qk": "rope/corners additive/fit_from_qk",
     "additive/identifiability": "additive/fit additive/pooling additive/fit_inputs",
     "additive/marginals": "additive/solver additive/fit additive/fit_inputs rope/corners models/chunked_scores",
     "additive/result": "additive/fit_inputs additive/pooling additive/fit",

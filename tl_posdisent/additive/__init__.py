@@ -1,4 +1,8 @@
-"""Pure mathematics: tensors in, frozen dataclasses out. Nothing here knows what a model is."""
+"""The additive model of attention scores: least-squares fit of a distance, a query and a key component. Tensors only.
+
+Here belong the sets of cells (masks), marginal sums, solver, identifiability and results of such fits; nothing in this
+folder knows what a model or a rotation is.
+"""
 
 import lazy_loader
 

@@ -1,7 +1,7 @@
 from .fit import (
     fit_additive as fit_additive,
 )
-from .from_qk import (
+from .fit_from_qk import (
     fit_additive_qk as fit_additive_qk,
 )
 from .result import (

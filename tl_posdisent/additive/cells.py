@@ -1,8 +1,8 @@
-"""Which (query, key) cells of a score matrix count, and what a least-squares fit asks of them.
+"""Masks as sets of (query, key) cells of a score matrix, and products with the normal matrix of the additive fit.
 
-The additive model gives every cell ``a[distance] + b[query] + c[key]``. All that the normal equations ever ask are
-*marginals*: for each distance, query and key, the sum over its cells. ``Runs`` and ``Scattered`` are the two kinds
-of cell sets that answer; ``make_cells`` in ``masks.py`` chooses.
+The additive model gives every cell ``a[distance] + b[query] + c[key]``. All that the normal equations need are
+*marginals*: for each distance, query and key, the sum over its cells. ``Runs`` (no gaps in rows, columns and
+diagonals) and ``Scattered`` (any mask) are the two kinds of cell sets; ``make_cells`` chooses.
 
 Coefficients and marginals are *stacked* in one vector: first the distances, then the queries, then the keys.
 
@@ -20,6 +20,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
+
+from tl_posdisent.utils.validation import check_integer
 
 AnyCells = TypeVar("AnyCells", bound="Cells")
 
@@ -79,7 +81,7 @@ class Cells(ABC):
 
     @abstractmethod
     def product(self, x: Float64[Tensor, "*batch coefficient"]) -> Float64[Tensor, "*batch coefficient"]:
-        """Marginals of the model with coefficients ``x``: a product with the normal matrix."""
+        """Multiply the normal matrix by ``x``: the marginals of the model with these coefficients."""
 
     def to_mask(self) -> Bool[Tensor, "*mask query key"]:
         """The cells as a boolean matrix."""
@@ -93,13 +95,13 @@ class Cells(ABC):
 
 
 def cell_distances(n_query: int, n_key: int, device: torch.device | str | None = None) -> Int64[Tensor, "query key"]:
-    """Distance of every cell: query position minus key position."""
+    """Compute the distance of every cell: query position minus key position."""
     i = torch.arange(n_query, device=device) + (n_key - n_query)
     return i[:, None] - torch.arange(n_key, device=device)
 
 
 def by_distance(mask: Bool[Tensor, "*mask query key"], low: int, high: int) -> Bool[Tensor, "*mask query distance"]:
-    """A mask seen by query and distance: ``out[i, d - low]`` is the cell of query ``i`` at distance ``d``."""
+    """Lay a mask out by query and distance: ``out[i, d - low]`` is the cell of query ``i`` at distance ``d``."""
     n_query, n_key = mask.shape[-2:]
     distance = torch.arange(low, high + 1, device=mask.device)
     key = torch.arange(n_query, device=mask.device)[:, None] + (n_key - n_query) - distance
@@ -109,7 +111,7 @@ def by_distance(mask: Bool[Tensor, "*mask query key"], low: int, high: int) -> B
 
 
 def diagonal_sums(x: Float64[Tensor, "*batch row column"], low: int, high: int) -> Float64[Tensor, "*batch diagonal"]:
-    """Sum of ``x`` along each diagonal ``row - column = low … high``; ``x`` must be 0 on all others.
+    """Sum ``x`` along each diagonal ``row - column = low … high``; ``x`` must be 0 on all others.
 
     A matrix of width n read with width n + 1 shows every diagonal as a column: the sums need no index, and no
     copy either unless there are more diagonals than columns.
@@ -156,7 +158,7 @@ class Runs(Cells):
 
     @classmethod
     def band(cls, n_query: int, n_key: int, low: int, high: int, device: torch.device | str) -> Runs:
-        """All cells with ``low <= distance <= high``."""
+        """Make the cells with ``low <= distance <= high``."""
         offset = n_key - n_query
         i, j = (torch.arange(n, device=device) for n in (n_query, n_key))
         d = torch.arange(low, high + 1, device=device)
@@ -167,7 +169,7 @@ class Runs(Cells):
 
     @classmethod
     def from_mask(cls, mask: Bool[Tensor, "*mask query key"]) -> Runs | None:
-        """The cells of a boolean mask, or None if some row, column or diagonal has a gap."""
+        """Convert a boolean mask, or return None if some row, column or diagonal has a gap."""
         n_query, n_key = mask.shape[-2:]
         used = cell_distances(n_query, n_key, mask.device)[mask.reshape(-1, n_query, n_key).any(0)]
         low, high = int(used.min()), int(used.max())
@@ -324,7 +326,7 @@ def _product(x: Float64[Tensor, "*batch n"], weights: Float64[Tensor, "*mask n m
     return (x[..., None, :] @ weights)[..., 0, :]
 
 
-# From what a user calls a mask to a set of cells.
+# The ``mask`` and ``window`` arguments as a set of cells.
 
 
 MaskKind = Literal["causal", "full"]
@@ -337,23 +339,24 @@ def make_cells(
     *,
     device: torch.device | str = "cpu",
 ) -> Cells:
-    """The cells that a mask leaves of scores of this shape, ``(*batch, query, key)``.
+    """Convert ``mask`` and ``window`` to the cells of scores of this shape, ``(*batch, query, key)``.
 
     Raises:
         ValueError: an unknown mask, a mask of another size or dtype, a window below 1, nothing left.
     """
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise ValueError(f"window must be an integer of at least 1, or None, got {window!r}")
+    if window is not None:
+        window = check_integer("window", window, 1)
     if isinstance(mask, Tensor):
         mask = _checked(mask, shape, window).to(device)
         return Runs.from_mask(mask) or Scattered.from_mask(mask)
     if not (isinstance(mask, str) and mask in get_args(MaskKind)):
-        raise ValueError(f'mask must be "causal", "full" or a boolean tensor, got {mask!r}')
+        what = repr(mask) if isinstance(mask, str) else type(mask).__name__
+        raise ValueError(f'mask must be "causal", "full" or a boolean tensor, got {what}')
     n_query, n_key = shape[-2:]
     if n_query > n_key:
         raise ValueError(
-            f"scores with more queries than keys ({n_query} > {n_key}) have no distances: "
-            "the last query must stand at the last key"
+            f"scores must have shape (..., query, key) with the last query at the last key, got {n_query} queries and "
+            f"{n_key} keys; q, k, v and z, which are (batch, pos, head, d_head), are no scores"
         )
     low, high = (0 if mask == "causal" else 1 - n_query), n_key - 1
     if window is not None:
@@ -362,7 +365,7 @@ def make_cells(
 
 
 def _checked(mask: Tensor, shape: Sequence[int], window: int | None) -> Tensor:
-    """The mask, less what is outside the window: two axes, or as many as the scores have."""
+    """Return the mask within the window, with two axes or as many as the scores have, or raise."""
     n_query, n_key = shape[-2:]
     if mask.dtype != torch.bool:
         raise ValueError(

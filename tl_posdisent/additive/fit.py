@@ -1,4 +1,4 @@
-"""How nearly attention scores are a sum of a distance, a query and a key part (three-axis additivity [A])."""
+"""Least-squares fit of attention scores by a distance, a query and a key component (three-axis additivity)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def fit_additive(
 ) -> AdditiveFit:
     """Fit ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]`` by least squares, for all heads at once.
 
-    This is the three-axis model of arXiv 2503.13305, §3: how much of what a head's scores do is a sum of *where* (the
-    distance), a bias of the query and an importance of the key. Cells outside the mask are never read: they may
-    hold anything. Sums run in float64 whatever the dtype; one pass over the scores and about fifteen steps that cost
-    O(length) each.
+    This is the three-axis model of arXiv 2503.13305, §3: position (the distance), a bias of the query and an
+    importance of the key. Cells outside the mask may hold anything. Sums run in float64 whatever the dtype; the cost
+    is one pass over the scores and about fifteen steps of O(length) each.
 
     Args:
         scores: attention logits before the softmax, ``[*batch, query, key]``, e.g. ``cache["attn_scores", 3]``. The

@@ -1,4 +1,4 @@
-"""One of the many equal solutions: the convention that makes components comparable."""
+"""Identifiability of the additive model: the gauge that makes components unique, and the rank of the design."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Parts, Runs, Scattered
+from .cells import Cells, Parts, Runs, Scattered
 
 
 def fix_gauge(
     cells: Cells, weights: Float64[Tensor, "*mask coefficient"], solution: Tensor, *, pool: bool = False
 ) -> tuple[Float64[Tensor, "*batch"], Parts]:
-    """The intercept, and the same model with components that have mean 0 and a key component without trend.
+    """Return the intercept and components that have mean 0, with a key component that has no trend.
 
     Three changes leave every fitted value as it is: two constants that move between the components, and the
     straight line ``a[d] + t·d, b[i] − t·i, c[j] + t·j``. The convention: every component has mean 0 over the
@@ -39,16 +39,16 @@ def _mean(x: Tensor, weights: Tensor) -> Tensor:
     return (x * weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
 
 
-# How many independent parameters the additive model has on a given set of cells.
+# Number of parameters: the rank of the design on a given set of cells, intercept included.
 #
-# Three coefficients a token explain something even of noise, so the adjusted R² needs the exact number: the rank of
-# the design, intercept included. It is counted, not computed, wherever that can be done.
+# Three coefficients a token explain something even of noise, so the adjusted R² needs the exact number. It is counted
+# from the cells, not computed from a matrix, wherever that can be done.
 
 _NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
 
 
 def count_parameters(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit"]:
-    """Rank of the additive design, per set of cells; over all texts if they are pooled (``n_texts`` given).
+    """Count the rank of the additive design, per set of cells; over all texts if they are pooled (``n_texts`` given).
 
     Queries and keys alone have a rank of their number, less one constant for each piece that the cells fall into.
     The distances add theirs, less the profiles that queries and keys can express. Where two neighbouring queries
@@ -74,7 +74,7 @@ def count_parameters(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, 
 
 
 def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
-    """Number of connected pieces, where two cells are neighbours if they share a query or a key."""
+    """Count connected components, where two cells are neighbours if they share a query or a key."""
     if isinstance(cells, Runs):
         # A piece begins where a run of keys begins that no earlier run reaches.
         empty = cells.first_key == cells.stop_key
@@ -94,7 +94,7 @@ def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
 
 
 def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
-    """At which distances (but for the lowest and the highest) some neighbouring 2 × 2 cells are all there."""
+    """Find the distances (but for the lowest and the highest) at which some neighbouring 2 × 2 cells all exist."""
     if isinstance(cells, Runs):
         first, stop = cells.first_query, cells.stop_query
         start = torch.maximum(first[..., 1:-1], first[..., :-2]).maximum(first[..., 2:] - 1)
@@ -107,7 +107,7 @@ def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
 
 
 def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
-    """Rank of the distances' normal matrix after queries and keys are projected out."""
+    """Compute the rank of the distances' normal matrix after queries and keys are projected out."""
     if isinstance(cells, Runs):
         cells = Scattered.from_mask(cells.to_mask())
     assert isinstance(cells, Scattered)

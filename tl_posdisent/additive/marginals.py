@@ -1,4 +1,4 @@
-"""One pass over a score tensor: its sums along distances, queries and keys, and its sum of squares.
+"""Marginal sums of a score tensor along distances, queries and keys, and its sum of squares, in one pass.
 
 This is all of the scores that the additive fit needs. Blocks of a few megabytes are converted to float64 and
 summed while they are in cache; cells outside the mask are never looked at.
@@ -36,7 +36,7 @@ class Marginals:
 def read_marginals(
     scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores", *, suspicious: bool = False
 ) -> Marginals:
-    """Marginal sums of every score matrix over ``cells``, in float64.
+    """Sum every score matrix over ``cells`` along each axis, in float64.
 
     Args:
         name: of the scores, for errors.
@@ -83,8 +83,10 @@ def read_marginals(
 
 
 def _block_size(scores: Float[Tensor, "matrix query key"]) -> tuple[int, int]:
-    """Rows and matrices that are read at a time. A processor keeps them in its cache, and few rows have few keys that
-    only some of them see; a GPU wants much to do."""
+    """Choose how many rows and matrices to read at a time.
+
+    A processor keeps them in its cache, and few rows have few keys that only some of them see; a GPU needs many cells.
+    """
     _, n_query, n_key = scores.shape
     on_cpu = scores.device.type == "cpu"
     cells = 2**18 if on_cpu else 2**24
@@ -119,7 +121,7 @@ def _mask_of_matrix(cells: Cells, batch: torch.Size) -> Int64[Tensor, "matrix"] 
 def _typical(
     x: Float[Tensor, "matrix query key"], cells: Cells, masks: Int64[Tensor, "matrix"] | None
 ) -> Float64[Tensor, "matrix"]:
-    """About the mean of each matrix: from a few of its rows, or from all where these have no cells."""
+    """Estimate the mean of each matrix from a few of its rows, or from all where these have no cells."""
     for step in (max(1, cells.n_query // 8), 1):
         rows = slice(0, cells.n_query, step)
         inside = cells.inside(rows, slice(0, cells.n_key), masks)
@@ -130,11 +132,11 @@ def _typical(
     return torch.where(mean.abs() < 1e30, mean, 0.0)  # NaN and masking values are reported later
 
 
-# The marginals of a score matrix whose rows come a block at a time, as from a model with a key–value cache.
+# Streaming: the marginals of a score matrix whose rows come a block at a time, as from a model with a KV cache.
 
 
 def no_marginals(batch: torch.Size, cells: Cells) -> Marginals:
-    """Those of nothing yet."""
+    """Marginals of no scores: zeros, to which ``add_rows`` adds."""
     device = cells.counts.device
     zero = torch.zeros(batch, dtype=torch.float64, device=device)
     return Marginals(zero, zero.new_zeros(*batch, cells.counts.shape[-1]), zero.clone())
@@ -143,7 +145,7 @@ def no_marginals(batch: torch.Size, cells: Cells) -> Marginals:
 def add_rows(
     total: Marginals, scores: Float[Tensor, "*batch row seen"], rows: Cells, cells: Cells, *, first: int
 ) -> Marginals:
-    """``total`` and the scores of the queries ``first …``, of which the last stands at the last key seen.
+    """Add the scores of the queries ``first …`` to ``total``; the last of them is at the last key seen.
 
     Args:
         total: of all queries before, about 0 or about a pivot; its sums are added to.

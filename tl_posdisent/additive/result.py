@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.validation import check_choice
 
 from .cells import Cells, cell_distances
 from .score_checks import check_scores
@@ -90,13 +91,12 @@ class AdditiveFit:
         return (*self.intercept.shape, self.cells.n_query, self.cells.n_key)
 
     def component(self, name: Component) -> Float64[Tensor, "*batch query key"]:
-        """One component laid out like the scores; 0 outside the mask."""
-        if name not in get_args(Component):
-            raise ValueError(f"name must be one of {', '.join(get_args(Component))}, got {name!r}")
+        """Lay one component out like the scores; 0 outside the mask."""
+        check_choice("name", name, get_args(Component))
         return torch.where(self.mask, self._laid_out(name).expand(self._shape), 0.0)
 
     def _laid_out(self, name: Component) -> Tensor:
-        """One component in a shape that broadcasts to that of the scores."""
+        """Give one component a shape that broadcasts to that of the scores."""
         if name == "query":
             return self.query[..., :, None]
         if name == "key":
@@ -106,12 +106,12 @@ class AdditiveFit:
         return self.distance[..., distance.clamp(cells.low, cells.high) - cells.low]
 
     def fitted(self, *, fill: float = 0.0) -> Float64[Tensor, "*batch query key"]:
-        """The fitted scores; ``fill`` outside the mask (``-inf`` makes them ready for a softmax)."""
+        """Return the fitted scores; ``fill`` outside the mask (``-inf`` makes them ready for a softmax)."""
         by_token = (self.intercept[..., None] + self.query)[..., :, None] + self._laid_out("key")
         return torch.where(self.mask, by_token + self._laid_out("distance"), fill)
 
     def residual(self, scores: Float[Tensor, "*batch query key"]) -> Float64[Tensor, "*batch query key"]:
-        """What the fit leaves of the scores; 0 outside the mask.
+        """Subtract the fitted scores from the scores; 0 outside the mask.
 
         Raises:
             ValueError: no floating point tensor, or one of another shape than the scores that were fitted.
@@ -121,19 +121,18 @@ class AdditiveFit:
         return torch.where(self.mask, scores.detach().to(self.query.device).double() - self.fitted(), 0.0)
 
     def to(self, device: torch.device | str) -> AdditiveFit:
-        """The same fit on another device."""
+        """Return the same fit on another device."""
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, (Tensor, Cells))}
         return replace(self, **moved)
 
     def to_frame(self, part: TablePart = "summary") -> pd.DataFrame:
-        """The fit as a table.
+        """Return the fit as a table.
 
         ``"summary"`` has one row per fit: its leading index (``head``, or ``batch`` and ``head``, as TransformerLens
         lays scores out), ``r``, ``r2``, ``r2_adjusted`` and the shares. ``"distance"``, ``"query"`` and ``"key"``
         have one row per coefficient of that component.
         """
-        if part not in get_args(TablePart):
-            raise ValueError(f"part must be one of {', '.join(get_args(TablePart))}, got {part!r}")
+        check_choice("part", part, get_args(TablePart))
         if part == "summary":
             names = ("r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key")
             columns = {name: getattr(self, name).flatten().tolist() for name in names}

@@ -1,4 +1,4 @@
-"""How alike two score tensors are."""
+"""Pearson correlation of two score tensors over the cells of a mask."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def score_correlation(
     mask: MaskKind | Bool[Tensor, "*mask query key"] = "causal",
     window: int | None = None,
 ) -> Float64[Tensor, "*batch"]:
-    """Pearson correlation of two score tensors over the cells of a mask, one number per matrix, in float64.
+    """Correlate two score tensors (Pearson) over the cells of a mask: one number per matrix, in float64.
 
     Args:
         a, b: scores of the same shape ``[*batch, query, key]``; cells outside the mask are ignored.

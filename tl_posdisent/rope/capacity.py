@@ -1,16 +1,17 @@
-"""What RoPE could do: which function of the distance a head's frequencies can make at best."""
+"""Capacity of RoPE: the best approximation of a function of the distance by a layer's frequencies."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Literal
 
 import pandas as pd
 import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
+
+from tl_posdisent.utils.validation import check_choice, check_flag, check_number
 
 from .rotary import Rotary, check_rotary
 from .variance_decomposition import Numbers, numbers
@@ -29,7 +30,7 @@ class RopeCapacity:
         coefficients: ``[subspace]``, the z_c: the feature ``q_c · conj(k_c)`` of a query and a key that have this
             profile, times the model's scale and the square of its attention factor.
         intercept: a constant that the softmax does not see; 0 unless asked for.
-        ridge: the price of size that was paid.
+        ridge: the weight of ``Σ|z_c|²``.
         condition: largest over smallest singular value of the basis; infinite with fewer distances than real
             coefficients, and about 1e16 or infinite where ``rank`` is short. Where it is large, coefficients without a
             ridge are large and cancel each other.
@@ -85,8 +86,7 @@ class RopeCapacity:
 
         The latter has ``subspace``, ``frequency``, ``wavelength``, and ``size`` and ``phase`` (radians) of z_c.
         """
-        if rows not in ("distance", "subspace"):
-            raise ValueError(f'rows must be "distance" or "subspace", got {rows!r}')
+        check_choice("rows", rows, ("distance", "subspace"))
         if rows == "distance":
             columns = {"distance": self.distances, "target": self.target, "fitted": self.fitted}
         else:
@@ -107,9 +107,9 @@ class RopeCapacity:
 def rope_capacity(
     rotary: Rotary, distances: Numbers, target: Numbers, *, ridge: float = 0.0, intercept: bool = False
 ) -> RopeCapacity:
-    """How well can these frequencies make a score that is this function of the distance?
+    """Fit a function of the distance by a sum of a layer's rotary frequencies: what RoPE can do at best.
 
-    Least squares, in float64 by singular values:
+    Regularised least squares, in float64 by singular values:
 
         mean over d of ( Σ_c Re(z_c · exp(i θ_c d)) - target(d) )²  +  ridge · Σ_c |z_c|²   →   min.
 
@@ -121,8 +121,8 @@ def rope_capacity(
         rotary: the layer's frequencies, angles rounded as its model rounds them.
         distances: query position minus key position, 1-D, any finite numbers.
         target: the function's value at each.
-        ridge: price of large coefficients, in (units of the target / units of z)², not negative.
-        intercept: whether a constant may be added, at no price. The softmax does not see one.
+        ridge: weight of ``Σ|z_c|²``, in (units of the target / units of z)², not negative.
+        intercept: whether to fit a constant too, which the ridge leaves alone. The softmax does not see one.
 
     Returns:
         ``RopeCapacity``: fitted curve, coefficients and their norm, error, condition.
@@ -145,8 +145,8 @@ def rope_capacity(
     d, y = numbers("distances", distances, device), numbers("target", target, device)
     if d.shape != y.shape:
         raise ValueError(f"target must have one value per distance, got {len(y)} values for {len(d)} distances")
-    if isinstance(ridge, bool) or not isinstance(ridge, Real) or not 0 <= ridge < math.inf:
-        raise ValueError(f"ridge must be a finite number, 0 or more, got {ridge!r}")
+    ridge = check_number("ridge", ridge, least=0)
+    check_flag("intercept", intercept)
     if len(rotary.frequencies) == 0:
         raise ValueError("rotary must have at least one frequency, got none")
     angle = rotary.angles(d)
@@ -165,7 +165,7 @@ def rope_capacity(
         fitted=u @ (s * inverse * along) + level,  # the projection itself: large coefficients cost digits
         coefficients=torch.complex(*x.chunk(2)),
         intercept=constant.item(),
-        ridge=float(ridge),
+        ridge=ridge,
         condition=s[0].item() / smallest if smallest > 0 else math.inf,
         rank=int(kept.sum()),
         frequencies=rotary.frequencies,

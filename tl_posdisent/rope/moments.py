@@ -1,100 +1,22 @@
-"""Means and covariances of queries and keys: all that the variance of the scores depends on, and they add up."""
+"""Moments of queries and keys: the means and covariances that the variance decomposition of the scores needs."""
 
 from __future__ import annotations
 
-import functools
 import json
-import math
-import operator
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Int64
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from tl_posdisent.rope.rotary import Rotary, check_rotary, to_complex
 from tl_posdisent.utils.files import whole_file
 
-# Mean and covariance of more points than fit into memory, merged chunk by chunk.
-
-_CHUNK = 2**22  # numbers in one chunk: 32 MiB in float64
-
-
-@dataclass(frozen=True, eq=False)
-class Spread:
-    """A cloud of points per head, as far as its second moments tell. Spreads add: of both clouds together.
-
-    Attributes:
-        count: how many points there are; their total weight, if they are weighted.
-        mean: ``[head, coordinate]``, float64, in the units of the points.
-        cov: ``[head, coordinate, coordinate]``, population covariance (divided by the count).
-    """
-
-    count: float
-    mean: Float64[Tensor, "head coordinate"]
-    cov: Float64[Tensor, "head coordinate coordinate"]
-
-    def __post_init__(self) -> None:
-        for name, shape in (("mean", "(head, coordinate)"), ("cov", "(head, coordinate, coordinate)")):
-            x = getattr(self, name)
-            if x.dtype != torch.float64 or x.ndim != shape.count(",") + 1:
-                raise ValueError(f"{name} must be float64 of shape {shape}, got {x.dtype} of shape {tuple(x.shape)}")
-        if self.cov.shape != (*self.mean.shape, self.mean.shape[-1]):
-            raise ValueError(f"mean and cov do not fit: their shapes are {_shapes(self.mean, self.cov)}")
-        if not (self.count > 0 and self.mean.isfinite().all() and self.cov.isfinite().all()):
-            raise ValueError("a spread must have a positive count, and finite mean and covariance")
-
-    def __add__(self, other: Spread) -> Spread:
-        """Chan, Golub & LeVeque's formula: no sum of squares about a far-away origin, so no digits are lost."""
-        if self.mean.shape != other.mean.shape:
-            raise ValueError(f"spreads to be added must have the same shape, got {_shapes(self.mean, other.mean)}")
-        count = self.count + other.count
-        part, shift = other.count / count, other.mean - self.mean
-        between = part * (1 - part) * shift[..., :, None] * shift[..., None, :]
-        return Spread(count, self.mean + part * shift, (1 - part) * self.cov + part * other.cov + between)
-
-    def to(self, device: torch.device | str) -> Spread:
-        """The same on another device."""
-        return Spread(self.count, self.mean.to(device), self.cov.to(device))
-
-
-def total(spreads: Iterable[Spread]) -> Spread:
-    """The spread of many clouds together."""
-    return functools.reduce(operator.add, spreads)
-
-
-def spread_of(
-    points: Float64[Tensor, "point head coordinate"], weights: Float64[Tensor, "point"] | None = None
-) -> Spread:
-    """Mean and covariance of points at hand; equal points have a covariance of exactly 0."""
-    origin = points[0]
-    moved = points - origin
-    if weights is None:
-        weights = moved.new_ones(len(moved))
-    count = weights.sum()
-    mean = torch.einsum("n,nha->ha", weights, moved) / count
-    moved = (moved - mean) * (weights / count).sqrt()[:, None, None]
-    by_head = moved.permute(1, 0, 2)
-    return Spread(float(count), origin + mean, by_head.mT @ by_head)
-
-
-def chunks(x: Float[Tensor, "*point head coordinate"]) -> Iterator[Float64[Tensor, "part head coordinate"]]:
-    """``x`` in float64, a few points at a time. Points are gathered by index: flattening may copy all of ``x``."""
-    points = x.shape[:-2]
-    step = max(1, _CHUNK // math.prod(x.shape[-2:]))
-    for start in range(0, points.numel(), step):
-        here = torch.arange(start, min(start + step, points.numel()), device=x.device)
-        yield x[torch.unravel_index(here, points)].double()
-
-
-def _shapes(a: Tensor, b: Tensor) -> str:
-    return f"{tuple(a.shape)} and {tuple(b.shape)}"
-
+from .covariance import Spread, chunks, spread_of, total
+from .rotary import Rotary, check_rotary, to_complex
 
 _ANGLE_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _ANGLE_DTYPES |= {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -178,8 +100,11 @@ class Moments:
         """
         if not isinstance(other, Moments):
             return NotImplemented
-        if not _same(self.rotary, other.rotary):
-            raise ValueError(f"moments to be added must have the same rotary, got {self.rotary} and {other.rotary}")
+        if _differences(self.rotary, other.rotary):
+            raise ValueError(
+                "moments to be added must have the same rotary, got rotations that differ in "
+                f"{', '.join(_differences(self.rotary, other.rotary))}"
+            )
         return Moments(self.query + other.query, self.key + other.key, self.rotary)
 
     def __radd__(self, other: Literal[0]) -> Moments:
@@ -296,6 +221,7 @@ def _check_fit(n_heads: int, n_kv: int, d_head: int, d_key: int, rotary: Rotary)
         raise ValueError(f"d_head must be at least {rotary.dim}, two per frequency, got {d_head}")
 
 
-def _same(a: Rotary, b: Rotary) -> bool:
-    plain = (a.pairing, a.attention_factor, a.angle_dtype) == (b.pairing, b.attention_factor, b.angle_dtype)
-    return plain and torch.equal(a.frequencies.cpu(), b.frequencies.cpu())
+def _differences(a: Rotary, b: Rotary) -> list[str]:
+    """Names of the attributes in which two rotations differ."""
+    names = [x for x in ("pairing", "attention_factor", "angle_dtype") if getattr(a, x) != getattr(b, x)]
+    return names + ["frequencies"] * (not torch.equal(a.frequencies.cpu(), b.frequencies.cpu()))

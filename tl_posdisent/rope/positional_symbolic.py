@@ -1,4 +1,4 @@
-"""Does a head's score stay with the place or travel with the key? The positional–symbolic plane, exactly.
+"""Positional–symbolic plane: how far a head's scores stay with the place, and how far they travel with the key.
 
 For query i let ``x[p, j]`` be the score that key j would have at place p ≤ i. Shuffling the keys among their places
 picks one entry of every row and column of this table. Scores that stay where they are (*positional*) depend on the row
@@ -84,7 +84,7 @@ class Plane:
 def positional_symbolic_qk(
     q: Float[Tensor, "*batch pos head d_head"], k: Float[Tensor, "*batch pos kv d_head"], rotary: Rotary
 ) -> Plane:
-    """Each head's point in the positional–symbolic plane of arXiv 2511.11579, without sampling.
+    """Compute each head's point in the positional–symbolic plane of arXiv 2511.11579, without sampling.
 
     Queries see the keys at places 0 … i (causal); the first query, which sees one key, is left out.
 
@@ -191,7 +191,8 @@ def _as_subspaces(x: Tensor, rotary: Rotary) -> Complex[Tensor, "*batch subspace
 def _check(q: Tensor, k: Tensor) -> None:
     for name, x in (("q", q), ("k", k)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
-            raise ValueError(f"{name} must be a floating point tensor of shape (*batch, pos, head, d_head)")
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
         if not bool(x.isfinite().all()):
             raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
     same = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1] and q.shape[-2] % k.shape[-2] == 0

@@ -1,4 +1,4 @@
-"""Rotary position embedding as geometry: planes that turn with the position.
+"""Rotary position embedding (RoPE): rotate and unrotate vectors, and read frequencies off a model's tables.
 
 RoPE splits the first ``2n`` coordinates of a query or key into n planes (*subspaces*) and turns plane c by the angle
 ``position · θ_c``; further coordinates pass through. A score then depends on positions through their difference
@@ -7,21 +7,21 @@ alone: ``⟨R(p) q, R(s) k⟩ = Σ_c Re(q_c · conj(k_c) · exp(i θ_c (p − s)
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from numbers import Real as RealNumber
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Complex, Float, Float64, Real
 from torch import Tensor
 
+from tl_posdisent.utils.validation import check_choice, check_number
+
 Pairing = Literal["half", "adjacent"]
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """What RoPE does in one layer.
+    """Rotary geometry of one layer: frequencies, pairing of coordinates, attention factor.
 
     Attributes:
         frequencies: ``[subspace]`` float64, θ_c in radians per position, exactly as the model has them.
@@ -48,17 +48,14 @@ class Rotary:
     angle_dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
-        if self.pairing not in get_args(Pairing):
-            raise ValueError(f'pairing must be "half" or "adjacent", got {self.pairing!r}')
+        check_choice("pairing", self.pairing, get_args(Pairing))
         x = self.frequencies
         if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype != torch.float64:
             what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"frequencies must be a float64 tensor of shape (subspace,), got {what}")
         if not bool(x.isfinite().all()):
-            raise ValueError(f"frequencies must be finite, got {x.tolist()}")
-        factor = self.attention_factor
-        if isinstance(factor, bool) or not isinstance(factor, RealNumber) or not 0 < factor < math.inf:
-            raise ValueError(f"attention_factor must be a finite number above 0, got {factor!r}")
+            raise ValueError(f"frequencies must be finite, got {int((~x.isfinite()).sum())} that are not")
+        check_number("attention_factor", self.attention_factor, above=0)
         if not isinstance(self.angle_dtype, torch.dtype) or not self.angle_dtype.is_floating_point:
             raise ValueError(f"angle_dtype must be a floating point torch.dtype, got {self.angle_dtype!r}")
 
@@ -89,7 +86,7 @@ def rotate(
     *,
     start: Tensor | None = None,
 ) -> Float[Tensor, "*batch pos head d_head"]:
-    """Queries or keys, turned to ``positions``.
+    """Rotate queries or keys to ``positions``.
 
     Args:
         x: vectors before rotation, ``[*batch, pos, head, d_head]``; coordinates beyond ``rotary.dim`` pass through.
@@ -123,7 +120,7 @@ def rotate(
 def unrotate(
     x: Float[Tensor, "*batch pos head d_head"], positions: Tensor, rotary: Rotary
 ) -> Float[Tensor, "*batch pos head d_head"]:
-    """The inverse of ``rotate``: the vectors before rotation, of vectors that stand at ``positions``.
+    """Undo ``rotate``: return the vectors before rotation, of vectors rotated to ``positions``.
 
     Args:
         x: rotated vectors ``[*batch, pos, head, d_head]``.
@@ -151,7 +148,7 @@ def unrotate(
 def turn(
     x: Float[Tensor, "*batch d_head"], angle: Float64[Tensor, "*angle subspace"], pairing: Pairing, factor: float
 ) -> Float[Tensor, "*batch d_head"]:
-    """Each subspace of ``x`` turned by its angle and stretched by ``factor``; what follows them passes through."""
+    """Rotate each subspace of ``x`` by its angle and stretch it by ``factor``; further coordinates pass through."""
     n = angle.shape[-1]
     if n == 0:
         return x
@@ -166,7 +163,7 @@ def turn(
 def to_complex(
     x: Float[Tensor, "*batch d_head"], rotary: Rotary
 ) -> tuple[Complex[Tensor, "*batch subspace"], Float[Tensor, "*batch rest"]]:
-    """The subspaces as complex numbers, and the coordinates that RoPE leaves alone.
+    """Split vectors into subspaces as complex numbers, and the coordinates that RoPE leaves alone.
 
     Rotation to position p is then multiplication by ``exp(i θ p)``.
 
@@ -199,7 +196,7 @@ def to_complex(
 def from_complex(
     z: Complex[Tensor, "*batch subspace"], rest: Float[Tensor, "*batch rest"], rotary: Rotary
 ) -> Float[Tensor, "*batch d_head"]:
-    """The inverse of ``to_complex``: subspaces and the rest as vectors ``[*batch, d_head]``.
+    """Undo ``to_complex``: join subspaces and the rest into vectors ``[*batch, d_head]``.
 
     Raises:
         ValueError: subspaces that are not complex or not those of the rotation; a rest of another batch.
@@ -222,7 +219,7 @@ def from_complex(
 
 
 def check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> Tensor:
-    """Refuse positions that do not fit ``x: [*batch, pos, head, d_head]``."""
+    """Return ``positions``, or raise unless they fit ``x: [*batch, pos, head, d_head]``."""
     if not isinstance(positions, Tensor):
         raise ValueError(
             f"{name} must be a torch.Tensor of shape (pos,) or (batch, pos), got {type(positions).__name__}"
@@ -239,13 +236,16 @@ def check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> Te
             f"{name} must have shape (pos,) = ({length},) or (batch, pos) = ({batch}, {length}), "
             f"got {tuple(positions.shape)}"
         )
-    if positions.is_complex() or positions.dtype == torch.bool or not bool(positions.double().isfinite().all()):
-        raise ValueError(f"{name} must be finite real numbers, got {positions}")
+    if positions.is_complex() or positions.dtype == torch.bool:
+        raise ValueError(f"{name} must be finite real numbers, got a tensor of {positions.dtype}")
+    finite = positions.double().isfinite()
+    if not bool(finite.all()):
+        raise ValueError(f"{name} must be finite real numbers, got {int((~finite).sum())} that are not finite")
     return positions
 
 
 def check_rotary(rotary: Any) -> Rotary:
-    """Refuse what is no rotation."""
+    """Return ``rotary``, or raise unless it is a ``Rotary``."""
     if not isinstance(rotary, Rotary):
         raise ValueError(f"rotary must be a Rotary, got {type(rotary).__name__}")
     return rotary

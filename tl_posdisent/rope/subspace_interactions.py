@@ -1,4 +1,4 @@
-"""Which subspaces break additivity."""
+"""Interactions by rotary subspace: which subspaces break additivity, and a bound on how much they can."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.rope.moments import Moments
-from tl_posdisent.rope.variance_decomposition import (
+from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.validation import check_choice, check_number
+
+from .moments import Moments
+from .variance_decomposition import (
     Effect,
     Numbers,
     all_frequencies,
     check_distances,
     check_effect,
-    check_scale,
     decompose_factors,
     read_factors,
     share_of,
 )
-from tl_posdisent.utils.tables import index_columns
 
 INTERACTIONS: tuple[Effect, ...] = ("distance:key", "distance:query:key")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SubspaceShares:
-    """Effects on the scores' variance, spelled out by subspace.
+    """Effects of the variance decomposition, split by subspace.
 
     A variance of a sum over subspaces has a term for each pair of them; what a pair shares is given to both in equal
     halves. The parts of an effect therefore add up to it exactly, and a part is negative where a subspace undoes more
@@ -97,7 +98,7 @@ def interaction_by_subspace(
     weights: Numbers | None = None,
     effects: Sequence[Effect] = INTERACTIONS,
 ) -> SubspaceShares:
-    """The address of what is not additive: each subspace's part in ``distance:key`` and ``distance:query:key``.
+    """Split interactions of the variance decomposition by subspace: ``distance:key`` and ``distance:query:key``.
 
     These two are what the two-axis model ``f(query, distance) + g(query, key)`` leaves unexplained. Arguments and
     errors are those of ``decompose``; ``effects`` may name any of its effects.
@@ -117,7 +118,7 @@ def interaction_by_subspace(
     effects = tuple(check_effect(effect, "effects") for effect in effects)
     if not effects:
         raise ValueError("effects must name at least one effect")
-    factors = read_factors(moments, *check_distances(moments, distances, weights), check_scale(scale))
+    factors = read_factors(moments, *check_distances(moments, distances, weights), check_number("scale", scale))
     # Pairs are symmetric, so a row holds each subspace's own term and half of what it shares with every other.
     pairs = [factors.pair(effect) for effect in effects]
     rows = torch.stack([(hermitian + plain).real.sum(-1) / 2 for hermitian, plain in pairs])
@@ -125,7 +126,7 @@ def interaction_by_subspace(
 
 
 def subspace_frame(frequencies: Float64[Tensor, "subspace"], columns: dict[str, Tensor]) -> pd.DataFrame:
-    """One row per head and subspace of columns that are ``[head, subspace]``."""
+    """Make a table with one row per head and subspace of columns that are ``[head, subspace]``."""
     n_heads, n_subspaces = next(iter(columns.values())).shape
     index = {
         "subspace": torch.arange(n_subspaces).repeat(n_heads),
@@ -136,12 +137,12 @@ def subspace_frame(frequencies: Float64[Tensor, "subspace"], columns: dict[str, 
     return pd.DataFrame({**index_columns((n_heads,), repeat=n_subspaces), **table})
 
 
-# How much a head's scores can break additivity, from the size of what turns and of what varies.
+# An upper bound on an interaction, from the size of what turns and of what varies.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class InteractionBound:
-    """How large an interaction can be at most, and what of each subspace makes it possible.
+    """Upper bounds of an interaction's variance, and each subspace's part in them.
 
     All tensors are float64, variances in units of the scores squared: ``variance ≤ pairwise ≤ separate``.
 
@@ -181,8 +182,7 @@ class InteractionBound:
         ``separate`` as shares likewise, and ``total``, that variance. With one row per head and subspace:
         ``frequency``, ``wavelength`` and ``spread``.
         """
-        if rows not in ("head", "subspace"):
-            raise ValueError(f'rows must be "head" or "subspace", got {rows!r}')
+        check_choice("rows", rows, ("head", "subspace"))
         if rows == "subspace":
             return subspace_frame(self.frequencies, {"spread": self.spreads})
         columns = {"share": self.variance, "pairwise": self.pairwise, "separate": self.separate}
@@ -206,7 +206,7 @@ def interaction_bound(
     weights: Numbers | None = None,
     effect: Effect = "distance:key",
 ) -> InteractionBound:
-    """Bound an interaction: where no subspace both turns and has keys that vary, scores are additive.
+    """Bound the variance of an interaction: where no subspace both turns and has keys that vary, it is 0.
 
     In the notation of ``decompose``, with complex subspaces, mean query q̄, key covariances ``K = E[k_c conj(k_c')]``,
     ``K̃ = E[k_c k_c']`` of the centred keys, and U, Ũ likewise of the rotation ``u_c = scale · factor² · exp(i θ_c d)``,
@@ -235,7 +235,7 @@ def interaction_bound(
         [8.0, 8.0, 8.0]
     """
     effect = check_effect(effect)
-    factors = read_factors(moments, *check_distances(moments, distances, weights), check_scale(scale))
+    factors = read_factors(moments, *check_distances(moments, distances, weights), check_number("scale", scale))
     hermitian, plain = factors.pair(effect)
     spreads = hermitian.diagonal(dim1=-2, dim2=-1).real.clamp(min=0).sqrt()
     whole = decompose_factors(factors)

@@ -1,4 +1,4 @@
-"""Distance patterns: how large, how concentrated and how influential queries and keys are in each rotary subspace."""
+"""Distance patterns: size, phase concentration and variance shares of queries and keys in each rotary subspace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from .moments import Moments, Spread, chunks, spread_of, total
+from .covariance import Spread, chunks, spread_of, total
+from .moments import Moments
 from .rotary import Rotary, to_complex
 from .subspace_interactions import interaction_bound, interaction_by_subspace, subspace_frame
 from .variance_decomposition import EFFECTS, Numbers, check_distances, share_of
@@ -17,7 +18,7 @@ from .variance_decomposition import EFFECTS, Numbers, check_distances, share_of
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SubspacePatterns:
-    """What queries and keys look like in each subspace of a layer, and what the subspace does to the scores.
+    """Size and phase of queries and keys in each rotary subspace of a layer, and the subspace's part in the scores.
 
     All tensors are float64, ``[head, subspace]`` unless said otherwise, per *query* head: with grouped queries a key's
     numbers stand once for each head that reads it. Subspaces are complex numbers ``q_c``, ``k_c``. Coordinates that
@@ -125,7 +126,7 @@ def subspace_patterns_qk(
     scale: float,
     weights: Numbers | None = None,
 ) -> SubspacePatterns:
-    """The distance patterns of arXiv 2503.13305 (Observation 1, Theorem 2) in one layer's queries and keys.
+    """Measure the distance patterns of arXiv 2503.13305 (Observation 1, Theorem 2) in one layer's queries and keys.
 
     Scores are additive in position and content where every subspace either hardly turns over the distances that matter
     (slow: it can carry content), or has keys that are hardly different from each other (concentrated: it can carry

@@ -1,4 +1,4 @@
-"""How Toeplitz scores are, the spectrum of a product of queries and keys, and angles between subspaces."""
+"""Toeplitz share of scores, singular spectrum of ``q kᵀ``, and principal angles between subspaces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def toeplitz_share(
     window: int | None = None,
     pool: bool = False,
 ) -> Float64[Tensor, "*fit"]:
-    """The share of the scores' variance that is a function of the distance: 1 for a Toeplitz matrix.
+    """Compute the share of the scores' variance that is a function of the distance: 1 for a Toeplitz matrix.
 
     With ``w̄_d`` the mean of the ``n_d`` cells at distance d, and w̄ that of all: ``Σ_d n_d (w̄_d - w̄)² / Σ (w - w̄)²``.
     It is ``AdditiveFit.share_distance`` without the fit. A score that only depends on the key (or the query) is not
@@ -55,7 +55,7 @@ def toeplitz_share(
 
 
 def _between_distances(read: Marginals, cells: Cells, *, pool: bool) -> Float64[Tensor, "*fit"]:
-    """The variance between distances over that of all cells, from sums along the diagonals."""
+    """Divide the variance between distances by that of all cells, from sums along the diagonals."""
     sums, squares = cells.split(read.sums).distance, read.squares
     counts, n = cells.split(cells.counts).distance, cells.n_cells
     pivot = read.pivot
@@ -77,7 +77,7 @@ def _between_distances(read: Marginals, cells: Cells, *, pool: bool) -> Float64[
 def product_spectrum(
     q: Float[Tensor, "*batch query d"], k: Float[Tensor, "*batch key d"]
 ) -> Float64[Tensor, "*batch rank"]:
-    """Singular values of ``q kᵀ``, descending, without forming it: those of a product of two triangles.
+    """Compute the singular values of ``q kᵀ``, descending, without forming it.
 
     Args:
         q, k: ``[*batch, query, d]`` and ``[*batch, key, d]``.
@@ -104,7 +104,7 @@ def product_spectrum(
 
 
 def condition_number(spectrum: Float64[Tensor, "*batch rank"]) -> Float64[Tensor, "*batch"]:
-    """The largest singular value over the smallest; infinite if that is 0 to rounding.
+    """Divide the largest singular value by the smallest; infinite if that is 0 to rounding.
 
     >>> condition_number(torch.tensor([[4.0, 2.0], [1.0, 1e-18]]).double()).tolist()
     [2.0, inf]
@@ -115,7 +115,7 @@ def condition_number(spectrum: Float64[Tensor, "*batch rank"]) -> Float64[Tensor
 
 
 def effective_rank(spectrum: Float64[Tensor, "*batch rank"]) -> Float64[Tensor, "*batch"]:
-    """``exp`` of the entropy of the singular values over their sum: how many directions matter. NaN if all are 0.
+    """Compute ``exp`` of the entropy of the singular values over their sum. NaN if all are 0.
 
     >>> effective_rank(torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]).double()).tolist()
     [2.0, 1.0]
@@ -126,7 +126,7 @@ def effective_rank(spectrum: Float64[Tensor, "*batch rank"]) -> Float64[Tensor, 
 
 
 def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float64[Tensor, "angle"]:
-    """Angles between two subspaces, each spanned by the columns of a matrix.
+    """Compute the principal angles between two subspaces, each spanned by the columns of a matrix.
 
     Angles below 45° come from their sines, the others from their cosines (Knyazev and Argentati, SIAM J. Sci. Comput.
     23, 2002): both keep all their digits.

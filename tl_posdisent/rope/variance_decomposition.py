@@ -1,11 +1,12 @@
-"""What varies the scores at controlled distances: the distance, the query, the key, or what they do together."""
+"""Factorial variance decomposition (ANOVA) of attention scores at controlled distances.
+
+Effects are the distance, the query, the key and their interactions.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Literal, NamedTuple, get_args
 
 import pandas as pd
@@ -13,9 +14,12 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
-from tl_posdisent.rope.moments import Moments, Spread, spread_of, total
-from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.validation import check_choice, check_number
+
+from .covariance import Spread, spread_of, total
+from .moments import Moments
+from .rotary import Rotary
 
 # A score as a product of three numbers per subspace, and the variance of such sums of products.
 #
@@ -47,7 +51,7 @@ class Pair(NamedTuple):
 
 
 class Factor(NamedTuple):
-    """One of the three factors of a score, as far as variances go."""
+    """One of the three factors of a score: its mean and covariance."""
 
     mean: Complex128[Tensor, "*head subspace"]
     of_mean: Pair
@@ -78,7 +82,7 @@ class Factors(NamedTuple):
         return (self.distance.mean * self.query.mean * self.key.mean).sum(-1).real.flatten()
 
     def reach(self) -> Float64[Tensor, "head"]:
-        """No mean square of scores is larger (Cauchy–Schwarz); what is tiny beside it is rounding."""
+        """Upper bound of the mean square of the scores (Cauchy–Schwarz); what is tiny beside it is rounding."""
         vectors = self.query.power.sum(-1) * self.key.power.sum(-1)
         return (self.distance.power.amax(-1) * vectors).flatten()
 
@@ -87,7 +91,7 @@ class Factors(NamedTuple):
 def read_factors(
     moments: Moments, distances: Float64[Tensor, "distance"], weights: Float64[Tensor, "distance"], scale: float
 ) -> Factors:
-    """The factors' means and covariances; the key's are those of its conjugate, so that all three multiply."""
+    """Compute the factors' means and covariances; the key's are those of its conjugate, so that all three multiply."""
     d_head, rotary = moments.query.mean.shape[-1], moments.rotary
     used = weights > 0
     turned = _rotations(rotary, distances[used], weights[used], -(-d_head // 2), scale)
@@ -193,8 +197,7 @@ class VarianceShares:
 
     def to_frame(self, values: Literal["share", "variance"] = "share") -> pd.DataFrame:
         """One row per head: ``mean``, ``total``, a column for the share (or variance) of every effect, and both r."""
-        if values not in ("share", "variance"):
-            raise ValueError(f'values must be "share" or "variance", got {values!r}')
+        check_choice("values", values, ("share", "variance"))
         table = self.shares if values == "share" else self.variances
         columns = {"mean": self.mean, "total": self.total, **dict(zip(EFFECTS, table, strict=True))}
         columns |= {"r_three_axis": self.r_three_axis, "r_two_axis": self.r_two_axis}
@@ -215,7 +218,7 @@ def decompose(
     scale: float,
     weights: Numbers | None = None,
 ) -> VarianceShares:
-    """Whose variance is it? Exactly, for all combinations of these distances with all queries and keys.
+    """Decompose the variance of the scores over all combinations of these distances, queries and keys, exactly.
 
     Each score is taken at every distance, as if it were its own (arXiv 2503.13305, §3):
     ``W[d, i, j] = scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))`` with RoPE's subspaces c as complex numbers. Then
@@ -253,11 +256,12 @@ def decompose(
         >>> {effect: round(float(shares.share(effect)), 3) for effect in ("distance", "query:key", "distance:key")}
         {'distance': 0.5, 'query:key': 0.5, 'distance:key': 0.0}
     """
-    return decompose_factors(read_factors(moments, *check_distances(moments, distances, weights), check_scale(scale)))
+    scale = check_number("scale", scale)
+    return decompose_factors(read_factors(moments, *check_distances(moments, distances, weights), scale))
 
 
 def decompose_factors(factors: Factors) -> VarianceShares:
-    """The decomposition of any sum of products of three independent complex numbers."""
+    """Decompose the variance of a sum of products of three independent complex numbers."""
     sums = torch.stack([torch.stack([x.sum((-2, -1)).real for x in factors.pair(effect)]) for effect in EFFECTS])
     variances = (sums.sum(1) / 2).clamp(min=0)
     constant = variances.sum(0) <= _ROUNDING**2 * factors.reach()
@@ -273,7 +277,7 @@ def share_of(part: Tensor, total: Tensor) -> Tensor:
 def check_distances(
     moments: Moments, distances: Numbers, weights: Numbers | None
 ) -> tuple[Float64[Tensor, "distance"], Float64[Tensor, "distance"]]:
-    """Distances and weights in float64 beside the moments."""
+    """Return distances and weights in float64 on the device of the moments, or raise."""
     if not isinstance(moments, Moments):
         raise ValueError(f"moments must be Moments (Moments.from_qk makes them), got {type(moments).__name__}")
     device = moments.query.mean.device
@@ -282,19 +286,14 @@ def check_distances(
     if d.shape != w.shape:
         raise ValueError(f"weights must be one per distance, got {len(w)} weights for {len(d)} distances")
     if bool((w < 0).any()) or not bool((w > 0).any()):
-        raise ValueError(f"weights must not be negative, and at least one must be positive, got {w.tolist()}")
+        raise ValueError(
+            f"weights must be non-negative with at least one positive, got values from {w.min():g} to {w.max():g}"
+        )
     return d, w
 
 
-def check_scale(scale: float) -> float:
-    """The scale as a Python number."""
-    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale!r}")
-    return float(scale)
-
-
 def check_effect(effect: str, name: str = "effect") -> Effect:
-    """Refuse what is no effect."""
+    """Return ``effect``, or raise unless it is one of ``EFFECTS``."""
     for known in EFFECTS:
         if effect == known:
             return known
@@ -302,15 +301,17 @@ def check_effect(effect: str, name: str = "effect") -> Effect:
 
 
 def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "distance"]:
-    """What a user gave as numbers, checked, in float64."""
+    """Return a user's numbers as a float64 tensor with one axis, or raise."""
     try:
         x = values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
-        raise ValueError(f"{name} must be finite real numbers, got {values!r}") from error
+        raise ValueError(f"{name} must be finite real numbers, got {type(values).__name__}: {error}") from error
     if x.ndim != 1 or len(x) == 0:
         raise ValueError(f"{name} must be one-dimensional and not empty, got shape {tuple(x.shape)}")
-    if x.is_complex() or x.dtype == torch.bool or not bool(x.double().isfinite().all()):
-        raise ValueError(f"{name} must be finite real numbers, got {x}")
+    if x.is_complex() or x.dtype == torch.bool:
+        raise ValueError(f"{name} must be finite real numbers, got a tensor of {x.dtype}")
+    if not bool(x.double().isfinite().all()):
+        raise ValueError(f"{name} must be finite real numbers, got {int((~x.isfinite()).sum())} that are not finite")
     return x.detach().to(device).double()
 
 

@@ -25,7 +25,8 @@ from tl_posdisent.models.forward import check_tokens
 from tl_posdisent.models.reading import read_layers, read_model
 from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.models.texts import read_texts
-from tl_posdisent.rope.moments import Moments, Spread, total
+from tl_posdisent.rope.covariance import Spread, total
+from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 

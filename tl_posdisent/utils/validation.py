@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 
@@ -53,7 +54,7 @@ def check_number(name: str, value: Any, *, least: float | int = -math.inf, above
     Traceback (most recent call last):
     ValueError: factor must be a finite number above 0, got 0
     """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < least or value <= above:
         bound = f" above {above:g}" if above > -math.inf else f" of at least {least:g}" if least > -math.inf else ""
         raise ValueError(f"{name} must be a finite number{bound}, got {value!r}")

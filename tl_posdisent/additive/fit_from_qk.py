@@ -1,8 +1,8 @@
-"""The additive fit of scores that are never formed: time O(length · d²), memory O(length · d).
+"""Additive fit from queries and keys, without the scores: time O(length · d²), memory O(length · d).
 
 Plain scores are inner products of rotated queries and keys, and all that the fit needs of them (``Marginals``) can be
-had from the vectors: row and column sums from cumulative sums, sums along diagonals by a Fourier transform, the sum of
-squares from Gram matrices of blocks of keys.
+computed from the vectors: row and column sums from cumulative sums, sums along diagonals by a Fourier transform, the
+sum of squares from Gram matrices of blocks of keys.
 
 Means first leave the vectors. With ``u = q - q̄`` and ``v = k - k̄`` the score is ``u_i·v_j + q_i·k̄ + q̄·v_j``, whose
 last two terms are a query and a key component already: their marginals are known exactly, and nothing large is left to
@@ -16,6 +16,8 @@ import math
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
+
+from tl_posdisent.utils.validation import check_flag, check_number
 
 from .cells import Cells, MaskKind, make_cells
 from .fit import fit_marginals
@@ -36,7 +38,7 @@ def fit_additive_qk(
     window: int | None = None,
     pool: bool = False,
 ) -> AdditiveFit:
-    """``fit_additive`` of the scores ``scale · ⟨q_rot[i], k_rot[j]⟩`` without the scores.
+    """Fit the scores ``scale · ⟨q_rot[i], k_rot[j]⟩`` as ``fit_additive`` does, without forming them.
 
     The same numbers, to rounding, where scores would not fit: at 131 072 tokens one head's scores take 64 GiB, its
     queries and keys 128 MiB. Scores with a bias or a soft cap are not inner products and need ``fit_additive``.
@@ -178,7 +180,8 @@ def _check(q: Tensor, k: Tensor, scale: float, mask: object, pool: bool) -> None
         raise ValueError('mask must be "causal" or "full"; fits to other masks need scores: use fit_additive')
     for name, x in (("q_rot", q), ("k_rot", k)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
-            raise ValueError(f"{name} must be a floating point tensor of shape (*batch, pos, head, d_head)")
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
         if not bool(x.isfinite().all()):
             raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
     if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-3] < 2:
@@ -186,7 +189,7 @@ def _check(q: Tensor, k: Tensor, scale: float, mask: object, pool: bool) -> None
             "q_rot and k_rot must have the same batch axes and d_head, at least two keys, and a number of query heads "
             f"that is a multiple of the key heads, got {tuple(q.shape)} and {tuple(k.shape)}"
         )
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    check_number("scale", scale)
+    check_flag("pool", pool)
     if pool and q.ndim < 4:
         raise ValueError(f"pool=True needs a leading axis of texts, got q_rot of shape {tuple(q.shape)}")

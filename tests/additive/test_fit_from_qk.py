@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tl_posdisent import fit_additive, fit_additive_qk
-from tl_posdisent.additive import from_qk as linear
+from tl_posdisent.additive import fit_from_qk as linear
 
 MASKS = [
     {"mask": "causal"},
@@ -119,7 +119,7 @@ def test_bfloat16_is_read_as_it_is() -> None:
         ({"scale": float("inf")}, "scale must be a finite number, got inf"),
         ({"mask": torch.ones(5, 5, dtype=torch.bool)}, 'mask must be "causal" or "full".*use fit_additive'),
         ({"mask": "diagonal"}, "mask must be .*'diagonal'"),
-        ({"window": 0}, "window must be an integer of at least 1, or None, got 0"),
+        ({"window": 0}, "window must be an integer of at least 1, got 0"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
