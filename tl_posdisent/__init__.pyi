@@ -25,6 +25,12 @@ from . import (
 from . import (
     viz as viz,
 )
+from .additive.attention_fit import (
+    fit_attention as fit_attention,
+)
+from .additive.attention_result import (
+    AttentionFit as AttentionFit,
+)
 from .additive.fit import (
     fit_additive as fit_additive,
 )

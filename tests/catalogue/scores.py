@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tl_posdisent import fit_additive, fit_additive_qk, score_correlation
+from tl_posdisent import fit_additive, fit_additive_qk, fit_attention, score_correlation
 from tl_posdisent.rope import principal_angles, toeplitz_share
 
 from .given import INF, NAN, SCORES, numbers, with_one
@@ -105,6 +105,25 @@ ROWS: list[Row] = [
     refused("fit_additive_qk", "one position", lambda at: fit_additive_qk(Q[:1], K[:1], scale=1.0), "at least"),
     refused(
         "fit_additive_qk", "a boolean mask", lambda at: fit_additive_qk(Q, K, scale=1.0, mask=ONE_CELL), "mask must be"
+    ),
+    refused("fit_attention", "nothing", lambda at: fit_attention(), "scores or pattern="),
+    refused("fit_attention", "a pattern for scores", lambda at: fit_attention(X.softmax(-1)), "pass", "pattern="),
+    refused("fit_attention", "scores for a pattern", lambda at: fit_attention(pattern=X), "pattern must be"),
+    refused("fit_attention", "another mask", lambda at: fit_attention(pattern=X.softmax(-1)), "pattern must", "mask"),
+    refused("fit_attention", "masking values", lambda at: fit_attention(with_one(-INF, 3, 6, 6)), "finite", "-inf"),
+    refused("fit_attention", "one axis", lambda at: fit_attention(numbers(6)), "scores must have", "(6,)"),
+    refused("fit_attention", "bands descend", lambda at: fit_attention(X, bands=(4, 2)), "bands must", "(4, 2)"),
+    refused("fit_attention", "half a band", lambda at: fit_attention(X, bands=(0.5,)), "bands must", "0.5"),
+    refused("fit_attention", "pseudo-count", lambda at: fit_attention(X, pseudo_count=1.0), "pseudo_count must"),
+    refused("fit_attention", "a needless sink", lambda at: fit_attention(X, sink=True), "sink must be", "keys"),
+    refused("fit_attention", "keys elsewhere", lambda at: fit_attention(X, keys=numbers(5, 1, 4)), "keys must have"),
+    refused("fit_attention", "keys are NaN", lambda at: fit_attention(X, keys=numbers(6, 1, 4) * NAN), "keys must be"),
+    refused("fit_attention", "nothing to pool", lambda at: fit_attention(X[0], pool=True), "pool=True needs"),
+    refused(
+        "fit_attention",
+        "hard zeros",
+        lambda at: fit_attention(pattern=torch.eye(6), pseudo_count=0),
+        "pseudo_count must be above 0",
     ),
     refused("score_correlation", "unequal shapes", lambda at: score_correlation(X, X[:2]), "shape"),
     refused("score_correlation", "one axis", lambda at: score_correlation(X[0, 0], X[0, 0]), "must have"),

@@ -18,6 +18,7 @@ ROWS = rows()
 RESULTS = {
     *(
         "AdditiveFit",
+        "AttentionFit",
         "AttentionSpec",
         "Captured",
         "ContentPosition",

@@ -1,3 +1,9 @@
+from .attention_fit import (
+    fit_attention as fit_attention,
+)
+from .attention_result import (
+    AttentionFit as AttentionFit,
+)
 from .fit import (
     fit_additive as fit_additive,
 )

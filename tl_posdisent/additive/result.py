@@ -148,15 +148,16 @@ class AdditiveFit:
         kind = "pooled over the first axis, " if self.pooled else ""
         lines = [
             f"AdditiveFit of {batch} score matrices, {self.cells.n_query} queries × {self.cells.n_key} keys, {kind}"
-            f"{_range(self.n_cells, '.0f')} cells, {_range(self.n_parameters, '.0f')} parameters",
-            f"  r {_range(self.r)}   r² {_range(self.r2)}   adjusted r² {_range(self.r2_adjusted)}",
-            f"  alone: distance {_range(self.share_distance)}   query {_range(self.share_query)}   "
-            f"key {_range(self.share_key)}",
+            f"{mean_and_range(self.n_cells, '.0f')} cells, {mean_and_range(self.n_parameters, '.0f')} parameters",
+            f"  r {mean_and_range(self.r)}   r² {mean_and_range(self.r2)}   "
+            f"adjusted r² {mean_and_range(self.r2_adjusted)}",
+            f"  alone: distance {mean_and_range(self.share_distance)}   query {mean_and_range(self.share_query)}   "
+            f"key {mean_and_range(self.share_key)}",
         ]
         return "\n".join(lines)
 
 
-def _range(x: Tensor, spec: str = ".3f") -> str:
+def mean_and_range(x: Tensor, spec: str = ".3f") -> str:
     """``mean (lowest…highest)``, or the one number."""
     x = x.double()[~x.double().isnan()]
     if x.numel() == 0:

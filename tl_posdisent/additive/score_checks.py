@@ -33,17 +33,22 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
     return scores
 
 
-def refuse_patterns(scores: Float[Tensor, "*batch query key"]) -> None:
-    """Raise if the tensor is an attention pattern: every row is non-negative and sums to 1.
+def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:
+    """Whether the tensor is an attention pattern: every row is non-negative and sums to 1.
 
     Rows of zeros or NaN, as padding leaves them, count as rows of a pattern if there are others.
     """
     if not bool(((scores[..., -1, :] >= 0) | scores[..., -1, :].isnan()).all()):
-        return  # one row of real scores is enough to know, without reading all
+        return False  # one row of real scores is enough to know, without reading all
     rows = torch.nan_to_num(scores.detach(), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     sums = rows.sum(-1, dtype=torch.float64)
     ones = (sums - 1).abs() < 0.01  # bfloat16 rounds each probability to three digits
-    if bool((rows >= 0).all() & (ones | (sums == 0)).all() & ones.any()):
+    return bool((rows >= 0).all() & (ones | (sums == 0)).all() & ones.any())
+
+
+def refuse_patterns(scores: Float[Tensor, "*batch query key"]) -> None:
+    """Raise if the tensor is an attention pattern."""
+    if is_pattern(scores):
         raise ValueError(
             "scores must be attention logits before the softmax, got rows that are non-negative and sum to 1, which "
             'is an attention pattern; pass cache["attn_scores", layer], or check=False to fit these values as they are'

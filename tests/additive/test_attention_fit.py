@@ -1,0 +1,253 @@
+"""The best additive attention: its optimum is that of generic solvers, and its marginals are the data's."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from scipy.optimize import minimize
+from support.masks import CASES, padding
+from torch import Tensor
+
+from tl_posdisent import fit_attention
+from tl_posdisent.additive.cells import cell_distances
+
+BANDS = (1, 2, 4, 8)
+BANDED = ("causal-9", "full-17", "window-8", "fewer-queries-window", "documents", "padding-window", "mask-per-matrix")
+HARD = [(name, ()) for name in CASES] + [(name, BANDS) for name in BANDED]
+
+
+def pattern_of(scores: Tensor, mask: Tensor) -> Tensor:
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+
+def mixed(pattern: Tensor, mask: Tensor, part: float) -> Tensor:
+    """With a pseudo-count."""
+    n = mask.sum(-1, keepdim=True).clamp_min(1)
+    return (1 - part) * pattern + part * mask / n
+
+
+def causal(n: int) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+def divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL of each row, cell by cell."""
+    return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1)
+
+
+def marginals(pattern: Tensor, low: int, high: int, edges: tuple[int, ...] = ()) -> list[Tensor]:
+    """Total attention of every distance, and of every key in every band, by masks."""
+    d = cell_distances(*pattern.shape[-2:])
+    starts = [low, *edges, high + 1]
+    keys = [(pattern * ((d >= a) & (d < b))).sum(-2) for a, b in pairwise(starts)]
+    return [torch.stack([(pattern * (d == x)).sum((-2, -1)) for x in range(low, high + 1)], -1), *keys]
+
+
+@pytest.mark.parametrize(("name", "bands"), HARD, ids=str)
+def test_every_distance_and_key_gets_the_attention_of_the_data(name: str, bands: tuple[int, ...]) -> None:
+    case = CASES[name]
+    scores = case.scores()
+    fit = fit_attention(scores, bands=bands, **case.options)
+    mask = case.mask.expand(scores.shape)
+    data = mixed(pattern_of(scores, mask), mask, 1e-3)
+    fitted = fit.pattern()
+    torch.testing.assert_close(fitted.sum(-1), mask.any(-1).double())
+    low, high = int(fit.distances[0]), int(fit.distances[-1])
+    for found, expected in zip(marginals(fitted, low, high, bands), marginals(data, low, high, bands), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(fit.kl, divergence(pattern_of(scores, mask), fitted), rtol=0, atol=1e-9)
+
+
+def convex_optimum(data: Tensor, mask: Tensor, bands: tuple[int, ...] = ()) -> Tensor:
+    """The same problem for scipy: minimise the divergence over distances and keys, one coefficient each."""
+    n_query, n_key = data.shape
+    d = cell_distances(n_query, n_key)
+    distance = d - d.min()
+    band = torch.bucketize(d, torch.tensor(bands, dtype=torch.long), right=True)
+    key = int(distance.max()) + 1 + band * n_key + torch.arange(n_key)
+    x = torch.zeros(int(key.max()) + 1, dtype=torch.float64)
+
+    def objective(values: object) -> tuple[float, object]:
+        x = torch.as_tensor(values).requires_grad_()
+        logits = (x[distance] + x[key]).masked_fill(~mask, -torch.inf)
+        loss = (logits.logsumexp(-1) - (data * logits.masked_fill(~mask, 0.0)).sum(-1))[mask.any(-1)].sum()
+        return loss.item(), torch.autograd.grad(loss, x)[0].numpy()
+
+    found = minimize(objective, x.numpy(), jac=True, method="BFGS", options={"gtol": 1e-9, "maxiter": 5000})
+    x = torch.as_tensor(found.x)
+    return pattern_of(x[distance] + x[key], mask)
+
+
+@pytest.mark.parametrize("name", ["causal-9", "full-17", "window-3", "fewer-queries", "documents", "random-50"])
+@pytest.mark.parametrize("bands", [(), (1, 3)], ids=["", "bands"])
+def test_equals_a_generic_convex_solver(name: str, bands: tuple[int, ...]) -> None:
+    case = CASES[name]
+    scores = 1.5 * case.scores(seed=3)[0]
+    data = mixed(pattern_of(scores, case.mask), case.mask, 1e-2)
+    fit = fit_attention(scores, bands=bands, pseudo_count=1e-2, **case.options)
+    torch.testing.assert_close(fit.pattern(), convex_optimum(data, case.mask, bands), rtol=0, atol=1e-6)
+
+
+def test_equals_poisson_regression_with_fixed_effects() -> None:
+    """Of the cells' attention on queries, distances and keys, by reweighted least squares, which know no softmax."""
+    n = 12
+    scores = 1.5 * torch.randn(n, n, dtype=torch.float64)
+    i, j = torch.tril_indices(n, n)
+    data = mixed(pattern_of(scores, causal(n)), causal(n), 1e-2)[i, j]
+    design = torch.cat([torch.nn.functional.one_hot(x, n) for x in (i, j, i - j)], 1).double()
+    logits = data.log()
+    for _ in range(30):
+        weight = logits.exp()
+        target = design.mT @ (weight * logits + data - weight)
+        logits = design @ (torch.linalg.pinv(design.mT @ (weight[:, None] * design), hermitian=True) @ target)
+    fit = fit_attention(scores, pseudo_count=1e-2)
+    torch.testing.assert_close(fit.pattern()[i, j], logits.exp(), rtol=0, atol=1e-8)
+
+
+def planted(n: int = 24, bands: tuple[int, ...] = (), seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A distance component, and logits of it and of importances."""
+    generator = torch.Generator().manual_seed(seed)
+    d = cell_distances(n, n)
+    band = torch.bucketize(d, torch.tensor(bands, dtype=torch.long), right=True)
+    profile = 2 * torch.randn(n, generator=generator, dtype=torch.float64)
+    keys = 2 * torch.randn(len(bands) + 1, n, generator=generator, dtype=torch.float64)
+    return profile, profile[d.clamp_min(0)] + keys[band, torch.arange(n).expand(n, n)]
+
+
+@pytest.mark.parametrize("bands", [(), (2, 5)], ids=["", "bands"])
+def test_planted_components_are_found_up_to_what_the_softmax_ignores(bands: tuple[int, ...]) -> None:
+    profile, logits = planted(bands=bands)
+    fit = fit_attention(logits, bands=bands, pseudo_count=0)
+    assert fit.explained.item() == pytest.approx(1, abs=1e-9)
+    found = fit.distance + 0
+    # What is left of the planted profile, less the found one, is a straight line and a constant per band.
+    d = torch.arange(len(profile)).double()
+    band = torch.bucketize(torch.arange(len(profile)), torch.tensor(bands, dtype=torch.long), right=True)
+    freedoms = torch.cat([d[:, None], torch.nn.functional.one_hot(band).double()], 1)
+    rest = profile - found
+    line = torch.linalg.lstsq(freedoms, rest[:, None]).solution
+    torch.testing.assert_close(freedoms @ line, rest[:, None], rtol=0, atol=1e-6)
+    torch.testing.assert_close(fit.pattern(), pattern_of(logits, causal(len(d))), rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("bands", [(), (2, 5)], ids=["", "bands"])
+def test_components_obey_the_convention(bands: tuple[int, ...]) -> None:
+    n, d = 24, cell_distances(24, 24)
+    fit = fit_attention(planted(bands=bands)[1], bands=bands)
+    counts = torch.stack([((d >= a) & (d < b)).sum(0) for a, b in pairwise([0, *bands, n])]).double()
+    zero = torch.zeros((), dtype=torch.float64)
+    torch.testing.assert_close((fit.distance * (n - torch.arange(n))).sum(), zero, rtol=0, atol=1e-9)
+    torch.testing.assert_close((fit.key * counts).sum(-1), zero.expand(len(counts)), rtol=0, atol=1e-9)
+    at = torch.arange(n).double()
+    lever = counts * (at - (at * counts).sum(-1, keepdim=True) / counts.sum(-1, keepdim=True))
+    torch.testing.assert_close((lever * fit.key).sum(), zero, rtol=0, atol=1e-8)
+
+
+def test_what_softmax_ignores_changes_nothing() -> None:
+    case = CASES["causal-40"]
+    scores = case.scores()
+    query = 50 * torch.randn(*scores.shape[:-1], 1, dtype=torch.float64)
+    plain, shifted = fit_attention(scores), fit_attention(scores + query)
+    for name in ("distance", "key", "kl", "explained"):
+        torch.testing.assert_close(getattr(shifted, name), getattr(plain, name), rtol=0, atol=1e-6)
+    by_pattern = fit_attention(pattern=pattern_of(scores, case.mask))
+    torch.testing.assert_close(by_pattern.key, plain.key, rtol=0, atol=1e-8)
+    spoilt = torch.where(case.mask, scores, torch.nan)
+    torch.testing.assert_close(fit_attention(spoilt).key, plain.key, rtol=0, atol=1e-12)
+
+
+def test_finer_bands_explain_more_and_static_heads_less() -> None:
+    scores = 2 * torch.randn(2, 20, 20, dtype=torch.float64)
+    shares = [fit_attention(scores, bands=b).explained for b in ((), (4,), (1, 4), (1, 2, 4, 9))]
+    for coarse, fine in pairwise(shares):
+        assert bool((fine > coarse).all())
+    features = torch.randn(20, 1, 5, dtype=torch.float64)
+    static = fit_attention(scores, keys=features)
+    assert bool((static.explained <= shares[0] + 1e-6).all())
+    assert bool((static.explained > static.explained_distance).all())
+    assert bool((shares[0] > fit_attention(scores).explained_key).all())
+
+
+def test_the_inputs_are_left_alone() -> None:
+    scores = CASES["causal-9"].scores()
+    for given in ({"scores": scores.clone()}, {"pattern": pattern_of(scores, causal(9))}):
+        (x,) = given.values()
+        before = x.clone()
+        fit_attention(**given)
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_padding_changes_nothing(pool: bool) -> None:
+    """A text in a padded batch is that text alone; texts that are pooled share their profile, padded or not."""
+    mask = padding(12, (0, 3), (2, 0))
+    scores = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    fit = fit_attention(scores, mask=mask, pool=pool)
+    if pool:
+        assert fit.distance.shape == (3, 10)
+    for text, real in enumerate((slice(0, 10), slice(3, 12))):
+        alone = fit_attention(scores[text, :, real, real])
+        if not pool:
+            torch.testing.assert_close(fit.kl[text, :, real], alone.kl, rtol=0, atol=1e-9)
+            torch.testing.assert_close(fit.explained_key[text], alone.explained_key, rtol=0, atol=1e-9)
+        assert float(fit.kl[text, :, ~mask[text, 0].any(-1)].abs().sum()) == 0
+
+
+def test_pooled_texts_share_one_profile() -> None:
+    """At the optimum, distances get the attention of all texts together, and keys that of their own."""
+    mask = causal(10)
+    scores = torch.randn(3, 2, 10, 10, dtype=torch.float64)
+    fit = fit_attention(scores, pool=True, bands=(3,))
+    data = mixed(pattern_of(scores, mask), mask, 1e-3)
+    found, expected = marginals(fit.pattern(), 0, 9, (3,)), marginals(data, 0, 9, (3,))
+    torch.testing.assert_close(found[0].sum(0), expected[0].sum(0), rtol=0, atol=1e-7)
+    for by_key, of_data in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(by_key, of_data, rtol=0, atol=1e-8)
+    repeated = fit_attention(scores[:1].expand(4, -1, -1, -1), pool=True)
+    torch.testing.assert_close(repeated.distance, fit_attention(scores[0]).distance, rtol=0, atol=1e-6)
+
+
+def test_one_feature_for_each_key_is_a_free_fit() -> None:
+    scores = torch.randn(2, 9, 9, dtype=torch.float64)
+    free = fit_attention(scores)
+    static = fit_attention(scores, keys=torch.eye(9, dtype=torch.float64)[:, None], sink=False)
+    torch.testing.assert_close(static.pattern(), free.pattern(), rtol=0, atol=1e-7)
+
+
+def test_a_planted_static_head_is_found() -> None:
+    """Over texts with a shared direction, profile and sink; and on each head's own key vectors."""
+    keys = torch.randn(4, 15, 2, 3, dtype=torch.float64)
+    direction = torch.randn(6, 3, dtype=torch.float64)
+    profile, sink = torch.randn(6, 15, dtype=torch.float64), torch.randn(6, 1, dtype=torch.float64)
+    importance = torch.einsum("tkhf,hf->thk", keys.repeat_interleave(3, 2), direction)
+    importance[..., :1] += sink
+    logits = importance[..., None, :] + profile[:, cell_distances(15, 15).clamp_min(0)]
+    fit = fit_attention(logits, keys=keys, pseudo_count=0)
+    assert fit.direction is not None
+    assert fit.sink is not None
+    assert fit.pooled
+    torch.testing.assert_close(fit.direction[:, 0], direction, rtol=0, atol=1e-6)
+    torch.testing.assert_close(fit.sink, sink, rtol=0, atol=1e-6)
+    torch.testing.assert_close(fit.key[:, :, 0], importance, rtol=0, atol=1e-6)
+    torch.testing.assert_close(fit.pattern(), pattern_of(logits, causal(15)), rtol=0, atol=1e-8)
+
+
+def test_tables_hold_the_results() -> None:
+    fit: AttentionFit = fit_attention(torch.randn(2, 3, 6, 6), bands=(2,))
+    assert fit.to_frame()["explained"].tolist() == fit.explained.flatten().tolist()
+    keys = fit.to_frame("key")
+    assert keys.columns.tolist() == ["batch", "head", "band", "key", "value"]
+    assert keys.query("batch == 1 and head == 2 and band == 2 and key == 3")["value"].item() == fit.key[1, 2, 1, 3]
+    distances = fit.to_frame("distance")
+    assert distances.query("batch == 1 and head == 0 and distance == 4")["value"].item() == fit.distance[1, 0, 4]
+    assert fit.to_frame("query").query("batch == 0 and head == 1 and query == 5")["value"].item() == fit.kl[0, 1, 5]
+
+
+def test_without_a_pseudo_count_what_gets_no_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="pseudo_count must be above 0"):
+        fit_attention(pattern=torch.eye(5), pseudo_count=0)
+    fit = fit_attention(pattern=torch.eye(5))  # a previous-token head to the letter
+    assert fit.explained.item() > 0.99
+    assert bool(fit.key.isfinite().all())

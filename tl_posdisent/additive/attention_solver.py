@@ -1,0 +1,233 @@
+"""Newton's method for additive attention: coefficients whose pattern has given marginals.
+
+``Σ_i log Z_i - marginals · coefficients`` is convex, and its gradient is the marginals of the model less those of the
+data. Conjugate gradients solve for each step, with products from ``AttentionSums`` and the marginals as a diagonal
+preconditioner. Directions that change no pattern (constants, a straight line) have no gradient either, and neither the
+gradient nor the preconditioner leads into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from .attention_sums import AttentionSums, Layout, Stacked
+
+_AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
+_LONGEST = 8.0  # nats that a step may change a coefficient by
+_MAX_STEPS, _MAX_PRODUCTS = 60, 400
+_NEGLIGIBLE = 1e-12  # of the largest eigenvalue of the features' second moments
+
+Keys = Literal["free", "none", "features"]
+Coefficients = Float64[Tensor, "system parameter"]
+
+
+@dataclass(frozen=True, eq=False)
+class Design:
+    """How the coefficients of a fit become those of the cells: one distance profile for all texts of a system.
+
+    Attributes:
+        distance: whether there is a profile.
+        keys: a coefficient for each key of each text (``"free"``), none, or linear in the features of the keys.
+        features: of each key; one direction per system and band.
+    """
+
+    layout: Layout
+    n_text: int
+    distance: bool = True
+    keys: Keys = "free"
+    features: Float64[Tensor, "system text key feature"] | None = None
+
+    @property
+    def n_profile(self) -> int:
+        """Number of coefficients of the distance."""
+        return self.layout.n_distance if self.distance else 0
+
+    @property
+    def separate(self) -> list[slice]:
+        """Groups of coefficients of which each cell has one at most."""
+        keys = [slice(self.n_profile, None)] if self.keys == "free" else []
+        return [slice(0, self.n_profile), *keys] if self.distance else keys
+
+    def expand(self, x: Coefficients) -> Stacked:
+        """The coefficients of the cells."""
+        layout, n = self.layout, len(x)
+        by_distance = x.new_zeros(n, self.n_text, layout.n_distance)
+        if self.distance:
+            by_distance = by_distance + x[:, None, : self.n_profile]
+        rest = x[:, self.n_profile :]
+        if self.features is not None:
+            rest = torch.einsum("stkf,sbf->stbk", self.features, rest.unflatten(-1, (layout.n_band, -1)))
+        elif self.keys == "none":
+            rest = x.new_zeros(n, self.n_text, layout.n_band * layout.n_key)
+        return torch.cat([by_distance, rest.reshape(n, self.n_text, -1)], -1)
+
+    def reduce(self, stacked: Stacked, *, size: bool = False) -> Coefficients:
+        """The transpose of ``expand``; with ``size`` of the absolute features, for what rounding may amount to."""
+        by_distance, by_key = self.layout.split(stacked)
+        parts = [by_distance.sum(1)] if self.distance else []
+        if self.features is not None:
+            features = self.features.abs() if size else self.features
+            parts.append(torch.einsum("stkf,stbk->sbf", features, by_key).flatten(1))
+        elif self.keys == "free":
+            parts.append(by_key.flatten(1))
+        return torch.cat(parts, -1) if parts else stacked.new_zeros(len(stacked), 0)
+
+    def preconditioner(self, marginals: Stacked) -> Callable[[Coefficients], Coefficients]:
+        """Division by the marginals; of features, by their second moments, weighted with the marginals."""
+        weights = self.reduce(marginals)
+        inverse = torch.where(weights > 0, 1 / weights, 0.0)
+        if self.features is None:
+            return lambda x: x * inverse
+        n, n_band = self.n_profile, self.layout.n_band
+        by_key = self.layout.split(marginals)[1]
+        moments = torch.einsum("stkf,stbk,stkg->sbfg", self.features, by_key, self.features)
+        values, vectors = torch.linalg.eigh(moments)
+        kept = values > _NEGLIGIBLE * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
+        moments_inverse = (vectors * torch.where(kept, 1 / values, 0.0)[..., None, :]) @ vectors.mT
+
+        def divide(x: Coefficients) -> Coefficients:
+            of_features = torch.einsum("sbfg,sbg->sbf", moments_inverse, x[:, n:].unflatten(-1, (n_band, -1)))
+            return torch.cat([x[:, :n] * inverse[:, :n], of_features.flatten(1)], -1)
+
+        return divide
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What Newton's method found.
+
+    Attributes:
+        coefficients: of the design.
+        stacked: of the cells.
+        sums: normalisers and marginals there.
+        steps, products: of Newton's method, and products with the Hessian.
+    """
+
+    coefficients: Coefficients
+    stacked: Stacked
+    sums: AttentionSums
+    steps: int
+    products: int
+
+
+def solve_attention(design: Design, marginals: Stacked) -> Solution:
+    """Coefficients at which the marginals of the model are the given ones, as far as the design can tell them apart.
+
+    Args:
+        design: what the coefficients are.
+        marginals: of the data, stacked; inside the polytope of possible ones, or there is no solution.
+
+    Raises:
+        RuntimeError: not converged; says how far it came.
+    """
+    x = _begin(design, marginals)
+    target = design.reduce(marginals)
+    allowed = _AIM * design.reduce(marginals, size=True).clamp_min(1)
+    n_rows = design.layout.queries.expand(len(x), design.n_text, -1).sum((-2, -1))[:, None]
+    steps = products = 0
+    while True:
+        x, stacked, sums = _scale(design, target, x)
+        value = _value(sums, stacked, marginals)
+        gradient = design.reduce(sums.marginals) - target
+        worst = (gradient.abs() / allowed).amax(-1, keepdim=True) if gradient.shape[-1] else value.new_zeros(1, 1)
+        if bool((worst <= 1).all()):
+            return Solution(x, stacked, sums, steps, products)
+        if steps == _MAX_STEPS or not bool(worst.isfinite().all()):
+            raise RuntimeError(
+                f"the additive model of attention has not converged after {steps} steps: a marginal is off by "
+                f"{float(gradient.abs().max()):.1e}; a larger pseudo_count makes the problem better posed"
+            )
+        precondition = design.preconditioner(sums.marginals)
+        size = ((gradient * precondition(gradient)).sum(-1, keepdim=True) / n_rows).sqrt()
+        tolerance = size.clamp(1e-6, 0.1)
+        gradient = torch.where(worst > 1, gradient, 0.0)  # a solved system stands still while others go on
+        step, n = _conjugate_gradients(design, sums, precondition, -gradient, tolerance)
+        products += n
+        x = _line_search(design, marginals, x, value, gradient, step)
+        steps += 1
+
+
+def _begin(design: Design, marginals: Stacked) -> Coefficients:
+    """Logarithms of the marginals, relative to those of uniform attention; features begin at 0."""
+    target = design.reduce(marginals)
+    uniform = design.reduce(AttentionSums(design.layout, torch.zeros_like(marginals)).marginals)
+    start = torch.where(target > 0, (target / uniform).log(), 0.0)
+    if design.features is not None:
+        start[:, design.n_profile :] = 0
+    return start
+
+
+def _value(sums: AttentionSums, stacked: Stacked, marginals: Stacked) -> Float64[Tensor, "system 1"]:
+    return sums.log_z.sum((-2, -1))[:, None] - (stacked * marginals).sum((-2, -1))[:, None]
+
+
+def _scale(design: Design, target: Coefficients, x: Coefficients) -> tuple[Coefficients, Stacked, AttentionSums]:
+    """Iterative proportional fitting, one sweep: give distances, then keys, the marginals that they should have.
+
+    This never raises the objective. Newton's method by itself overshoots, by orders of magnitude, where a coefficient
+    is so low that the model's marginal is much below the data's.
+    """
+    stacked = design.expand(x)
+    sums = AttentionSums(design.layout, stacked)
+    for part in design.separate:
+        now = design.reduce(sums.marginals)[:, part]
+        ratio = (target[:, part] / now.clamp_min(1e-12)).clamp_min(1e-300).log().clamp(-_LONGEST, _LONGEST)
+        x = x.clone()
+        x[:, part] += torch.where(target[:, part] > 0, ratio, 0.0)
+        stacked = design.expand(x)
+        sums = AttentionSums(design.layout, stacked)
+    return x, stacked, sums
+
+
+def _line_search(
+    design: Design, marginals: Stacked, x: Coefficients, value: Tensor, gradient: Coefficients, step: Coefficients
+) -> Coefficients:
+    """Halve the step of each system until it lowers the objective as it should."""
+    slope = (gradient * step).sum(-1, keepdim=True)
+    longest = design.expand(step).abs().flatten(1).amax(-1, keepdim=True)
+    length = (_LONGEST / longest).clamp_max(1)
+    for _ in range(40):
+        moved = torch.addcmul(x, length, step)
+        stacked = design.expand(moved)
+        new = _value(AttentionSums(design.layout, stacked), stacked, marginals)
+        rounding = 1e-11 * value.abs().clamp_min(1)
+        good = (new <= value + 1e-4 * length * slope + rounding) & new.isfinite()
+        if bool(good.all()):
+            break
+        length = torch.where(good, length, length / 2)
+    return moved
+
+
+def _conjugate_gradients(
+    design: Design,
+    sums: AttentionSums,
+    precondition: Callable[[Coefficients], Coefficients],
+    target: Coefficients,
+    tolerance: Float64[Tensor, "system 1"],
+) -> tuple[Coefficients, int]:
+    """Solve until every system's residual is below its tolerance, relative to the target; and how many products."""
+    solution, residual = torch.zeros_like(target), target.clone()
+    direction = precondition(residual)
+    rho = (residual * direction).sum(-1, keepdim=True)
+    aim = rho * tolerance**2
+    n = 0
+    while n < _MAX_PRODUCTS:
+        n += 1
+        image = design.reduce(sums.product(design.expand(direction)))
+        curvature = (direction * image).sum(-1, keepdim=True)
+        alpha = torch.where((rho > aim) & (curvature > 0), rho / curvature, 0.0)
+        solution.addcmul_(alpha, direction)
+        residual.addcmul_(alpha, image, value=-1)
+        z = precondition(residual)
+        new = (residual * z).sum(-1, keepdim=True)
+        if bool((new <= aim).all()):
+            break
+        direction = torch.addcmul(z, torch.where(rho > 0, new / rho, 0.0), direction)
+        rho = new
+    return solution, n

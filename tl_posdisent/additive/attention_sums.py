@@ -1,0 +1,342 @@
+"""Normalisers and marginals of additive attention ``softmax_j(d[i - j] + k[j])``, and products with its Hessian.
+
+The normalisers ``Z_i = Σ_j e^{d[i - j]} e^{k[j]}`` are a convolution, and the marginals of the pattern are correlations
+with ``1/Z``: O(length · log length) by Fourier transforms, without a pattern. Their rounding errors are relative to the
+largest normaliser, so tiles of queries that have a small one are formed cell by cell, in the log domain, and the
+transforms see the other queries only. Masks that are not a band of distances are formed cell by cell throughout.
+
+Coefficients and marginals are *stacked* in one vector: first the distances, then the keys of each band of distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
+
+from .cells import Cells, cell_distances, diagonal_sums
+
+# Transforms err by about 2e-16 of the product of the norms of what is convolved, so a normaliser above this part of
+# that product is good to about 1e-10.
+_SAFE = 2e-6
+_TILE = 64  # queries that are formed cell by cell together
+_STORED = 2**26  # cells of a pattern that are kept from one product to the next; beyond, they are formed anew
+_BLOCK = 2**21  # cells that are formed at a time
+
+Stacked = Float64[Tensor, "system text coefficient"]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which cells there are, and which coefficients each of them has. A system is what is fitted by itself.
+
+    Attributes:
+        n_query, n_key, low, high: as in ``Cells``.
+        edges: distances at which a new band begins, ascending; keys have coefficients of their own in each band.
+        queries, keys: those that have cells.
+        counts: number of cells of each coefficient, stacked.
+        mask: None if the cells are all those of these queries and keys with ``low <= distance <= high``.
+    """
+
+    n_query: int
+    n_key: int
+    low: int
+    high: int
+    edges: tuple[int, ...]
+    queries: Bool[Tensor, "some_systems some_texts query"]
+    keys: Bool[Tensor, "some_systems some_texts key"]
+    counts: Float64[Tensor, "some_systems some_texts coefficient"]
+    mask: Bool[Tensor, "some_systems some_texts query key"] | None
+
+    @classmethod
+    def of(cls, cells: Cells, edges: Sequence[int], batch: Sequence[int], *, pool: bool, named: bool) -> Layout:
+        """The layout of cells; ``named`` says that they are those of a named mask, which is always a band."""
+
+        def arranged(x: Tensor, n: int) -> Tensor:
+            return by_system(x.expand(*batch, *x.shape[-n:]), n, pool=pool) if x.ndim > n else x[None, None]
+
+        _, by_query, by_key = cells.split(cells.counts > 0)
+        mask = None
+        if not named:
+            mask = cells.to_mask()
+            d = cell_distances(cells.n_query, cells.n_key, mask.device)
+            band = (d >= cells.low) & (d <= cells.high) & by_query[..., :, None] & by_key[..., None, :]
+            mask = None if torch.equal(mask, band) else arranged(mask, 2)
+        of_distance, _, of_key = (arranged(x, 1) for x in cells.split(cells.counts))
+        counts = torch.cat([of_distance, *([of_key] * (len(edges) + 1))], -1)
+        shape = (cells.n_query, cells.n_key, cells.low, cells.high, tuple(edges))
+        layout = cls(*shape, arranged(by_query, 1), arranged(by_key, 1), counts, mask)
+        return replace(layout, counts=layout._count()) if edges else layout
+
+    def _count(self) -> Stacked:
+        """The counts, with keys counted in each band."""
+        counts = self.counts.clone()
+        by_key = self.split(counts)[1]
+        if self.mask is not None:
+            counts.zero_()
+            self.add_sums(counts, self.mask.double(), slice(0, self.n_query), slice(0, self.n_key))
+            return counts
+        starts = [self.low, *(min(max(e, self.low), self.high + 1) for e in self.edges), self.high + 1]
+        before = torch.nn.functional.pad(self.queries.cumsum(-1), (1, 0))
+        key = torch.arange(self.n_key, device=before.device) - self.offset
+        for b, (first, stop) in enumerate(pairwise(starts)):
+            end, begin = ((key + x).clamp(0, self.n_query) for x in (stop, first))
+            by_key[..., b, :] = (before[..., end] - before[..., begin]) * self.keys
+        return counts
+
+    @property
+    def used(self) -> Bool[Tensor, "some_systems some_texts coefficient"]:
+        """Coefficients that have cells."""
+        return self.counts > 0
+
+    @property
+    def offset(self) -> int:
+        """Position of the first query."""
+        return self.n_key - self.n_query
+
+    @property
+    def n_distance(self) -> int:
+        """Distances between the lowest and the highest, both included."""
+        return self.high - self.low + 1
+
+    @property
+    def n_band(self) -> int:
+        """Number of bands."""
+        return len(self.edges) + 1
+
+    @property
+    def n_coefficient(self) -> int:
+        """Length of a stacked vector."""
+        return self.n_distance + self.n_band * self.n_key
+
+    @property
+    def band(self) -> Int64[Tensor, "distance"]:
+        """The band of each distance."""
+        distances = torch.arange(self.low, self.high + 1, device=self.queries.device)
+        return torch.bucketize(distances, distances.new_tensor(self.edges), right=True)
+
+    def split(self, stacked: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of the distances ``[..., distance]`` and of the keys ``[..., band, key]``."""
+        return stacked[..., : self.n_distance], stacked[..., self.n_distance :].unflatten(-1, (self.n_band, self.n_key))
+
+    def without_bands(self) -> Layout:
+        """The layout with one importance for each key."""
+        return replace(self, edges=(), counts=self.drop_bands(self.counts))
+
+    def drop_bands(self, sums: Tensor) -> Tensor:
+        """Stacked sums with those of keys added up over the bands."""
+        by_distance, by_key = self.split(sums)
+        return torch.cat([by_distance, by_key.sum(-2)], -1)
+
+    def select(self, systems: slice) -> Layout:
+        """The layout of some systems."""
+
+        def some(x: Tensor) -> Tensor:
+            return x if len(x) == 1 else x[systems]
+
+        mask = None if self.mask is None else some(self.mask)
+        queries, keys, counts = (some(x) for x in (self.queries, self.keys, self.counts))
+        return replace(self, queries=queries, keys=keys, counts=counts, mask=mask)
+
+    def columns(self, rows: slice) -> slice:
+        """Keys that some of these queries can see."""
+        left = max(0, rows.start + self.offset - self.high)
+        right = min(self.n_key, rows.stop + self.offset - self.low)
+        return slice(min(left, right), right)
+
+    def _distances(self, rows: slice, columns: slice) -> Int64[Tensor, "row column"]:
+        device = self.queries.device
+        query = torch.arange(rows.start, rows.stop, device=device) + self.offset
+        return query[:, None] - torch.arange(columns.start, columns.stop, device=device)
+
+    def inside(self, rows: slice, columns: slice) -> Bool[Tensor, "some_systems some_texts row column"]:
+        """True where a cell of this block counts."""
+        if self.mask is not None:
+            return self.mask[..., rows, columns]
+        d = self._distances(rows, columns)
+        band = (d >= self.low) & (d <= self.high)
+        return band & self.queries[..., rows, None] & self.keys[..., None, columns]
+
+    def spread(self, stacked: Stacked, rows: slice, columns: slice) -> Float64[Tensor, "system text row column"]:
+        """The sum of its two coefficients at each cell of a block."""
+        by_distance, by_key = self.split(stacked)
+        d = self._distances(rows, columns)
+        out = by_distance[..., d.clamp(self.low, self.high) - self.low]
+        if self.n_band == 1:
+            return out.add_(by_key[..., 0, None, columns])
+        band = torch.bucketize(d, d.new_tensor(self.edges), right=True)
+        for b in range(self.n_band):
+            out = torch.where(band == b, out + by_key[..., b, None, columns], out)
+        return out
+
+    def add_sums(
+        self, sums: Stacked, block: Float64[Tensor, "system text row column"], rows: slice, columns: slice
+    ) -> None:
+        """Add a block's sums along distances and keys to ``sums``; the block must be 0 where no cell counts."""
+        by_distance, by_key = self.split(sums)
+        shift = rows.start + self.offset - columns.start  # distance of the block's first cell
+        n_row, n_column = block.shape[-2:]
+        low, high = max(self.low, shift - n_column + 1), min(self.high, shift + n_row - 1)
+        by_distance[..., low - self.low : high - self.low + 1] += diagonal_sums(block, low - shift, high - shift)
+        if self.n_band == 1:
+            by_key[..., 0, columns] += block.sum(-2)
+            return
+        d = self._distances(rows, columns)
+        band = torch.bucketize(d, d.new_tensor(self.edges), right=True)
+        for b in range(self.n_band):
+            by_key[..., b, columns] += (block * (band == b)).sum(-2)
+
+
+def by_system(x: Tensor, n: int, *, pool: bool) -> Tensor:
+    """Leading axes as ``(system, text)``, before the last ``n``: pooled texts, the first axis, share a system."""
+    last = x.shape[x.ndim - n :]
+    if not pool:
+        return x.reshape(-1, 1, *last)
+    return x.movedim(0, x.ndim - n - 1).reshape(-1, x.shape[0], *last)
+
+
+def to_batch(x: Tensor, batch: Sequence[int], *, pool: bool) -> Tensor:
+    """The transpose of ``by_system``: leading axes of the scores, from ``(system, text)``."""
+    return (x.movedim(1, 0) if pool else x[:, 0]).reshape((*batch, *x.shape[2:]))
+
+
+class AttentionSums:
+    """Additive attention with given coefficients: all that a step of Newton's method asks of it.
+
+    Attributes:
+        log_z: logarithm of the normaliser of each query; 0 for a query without cells.
+        marginals: total attention of each distance, and of each key in each band, stacked.
+    """
+
+    log_z: Float64[Tensor, "system text query"]
+    marginals: Stacked
+
+    def __init__(self, layout: Layout, stacked: Stacked, *, direct: bool = False) -> None:
+        """Evaluate at these coefficients; ``direct`` forms every cell."""
+        self._layout, self._transforms = layout, None
+        tiles = [slice(t, min(t + _TILE, layout.n_query)) for t in range(0, layout.n_query, _TILE)]
+        self.log_z = stacked.new_zeros(*stacked.shape[:-1], layout.n_query)
+        self.marginals = torch.zeros_like(stacked)
+        if layout.mask is None and not direct:
+            self._transforms = _Transforms(layout, stacked, tiles)
+            self.log_z, tiles = self._transforms.log_z, self._transforms.unsafe
+            self.marginals = self._transforms.marginals.clone()
+        self._tiles = _Tiles(layout, stacked, tiles, self.log_z)
+        for rows, columns, pattern in self._tiles.blocks():
+            layout.add_sums(self.marginals, pattern, rows, columns)
+        self.marginals *= layout.used  # where there are no cells, transforms leave rounding errors
+
+    @property
+    def n_direct(self) -> int:
+        """Number of queries that are formed cell by cell."""
+        return sum(rows.stop - rows.start for rows in self._tiles.rows)
+
+    def product(self, x: Stacked) -> Stacked:
+        """Product of the Hessian of ``Σ log Z`` with ``x``: marginals of the pattern times ``x - mean per query``."""
+        out = torch.zeros_like(x) if self._transforms is None else self._transforms.product(x)
+        for rows, columns, pattern in self._tiles.blocks():
+            weighted = self._layout.spread(x, rows, columns).mul_(pattern)
+            mean = weighted.sum(-1, keepdim=True)
+            self._layout.add_sums(out, weighted.addcmul_(pattern, mean, value=-1), rows, columns)
+        return out.mul_(self._layout.used)
+
+
+class _Tiles:
+    """Queries whose attention is formed cell by cell."""
+
+    def __init__(self, layout: Layout, stacked: Stacked, rows: list[slice], log_z: Tensor) -> None:
+        """Enter the normalisers of these queries into ``log_z``; keep their pattern if it is not too large."""
+        self._layout, self._stacked, self.rows, self._log_z = layout, stacked, rows, log_z
+        columns = [layout.columns(r) for r in rows]
+        size = sum((r.stop - r.start) * (c.stop - c.start) for r, c in zip(rows, columns, strict=True))
+        keep = size * stacked[..., 0].numel() <= _STORED
+        self._stored: list[Tensor] | None = [] if keep else None
+        for r in rows:
+            logits = self._logits(r)
+            z = logits.logsumexp(-1)
+            log_z[..., r] = torch.where(z > -torch.inf, z, 0.0)
+            if self._stored is not None:
+                self._stored.append(logits.sub_(log_z[..., r, None]).exp_())
+
+    def _logits(self, rows: slice) -> Float64[Tensor, "system text row column"]:
+        columns = self._layout.columns(rows)
+        cells = self._layout.spread(self._stacked, rows, columns)
+        return cells.masked_fill_(~self._layout.inside(rows, columns), -torch.inf)
+
+    def blocks(self) -> Iterator[tuple[slice, slice, Float64[Tensor, "system text row column"]]]:
+        """Queries, keys and pattern of every tile."""
+        for n, r in enumerate(self.rows):
+            formed = None if self._stored is None else self._stored[n]
+            if formed is None:
+                formed = self._logits(r).sub_(self._log_z[..., r, None]).exp_()
+            yield r, self._layout.columns(r), formed
+
+
+class _Transforms:
+    """Queries whose attention is summed by Fourier transforms; ``unsafe`` lists the tiles that are left out.
+
+    On a grid where query ``t`` sees key ``j`` at distance ``low + t - j``, ``Z[t] = Σ_j e^{d[t - j]} e^{k[j]}``. No
+    exponential is above 1, as a constant moves from the keys of a band to its distances.
+    """
+
+    def __init__(self, layout: Layout, stacked: Stacked, tiles: list[slice]) -> None:
+        self._layout = layout
+        by_distance, by_key = layout.split(stacked)
+        member = layout.band == torch.arange(layout.n_band, device=stacked.device)[:, None]
+        level = by_key.masked_fill(~layout.keys[..., None, :], -torch.inf).amax(-1, keepdim=True)
+        logits = (by_distance[..., None, :] + level).masked_fill(~member, -torch.inf)
+        shift = logits.amax((-2, -1))
+        self._distance = (logits - shift[..., None, None]).exp_()
+        self._key = (by_key - level).exp_() * layout.keys[..., None, :]
+        self._length = 1 << (layout.n_key + layout.n_distance - 2).bit_length()
+        self._first = layout.offset - layout.low
+        self._distance_spectrum, self._key_spectrum = self._spectrum(self._distance), self._spectrum(self._key)
+
+        z = self._at_queries(self._distance_spectrum * self._key_spectrum)
+        norms = torch.linalg.vector_norm(self._distance, dim=-1) * torch.linalg.vector_norm(self._key, dim=-1)
+        bad = (z < _SAFE * norms.sum(-1, keepdim=True)) & layout.queries
+        touched = bad.flatten(0, -2).any(0).nonzero()[:, 0] // _TILE
+        self.unsafe = [tiles[t] for t in touched.unique().tolist()]
+        safe = layout.queries.expand(z.shape).clone()
+        for rows in self.unsafe:
+            safe[..., rows] = False
+        self.log_z = torch.where(safe, z.log() + shift[..., None], 0.0)
+        self._inverse = torch.where(safe, 1 / z, 0.0)
+        self._inverse_spectrum = self._spectrum_of_queries(self._inverse)
+        to_distance = self._inverse_spectrum * self._key_spectrum.conj()
+        to_key = self._inverse_spectrum * self._distance_spectrum.conj()
+        of_distance = (self._distance * self._inverse_transform(to_distance, layout.n_distance)).sum(-2)
+        of_key = self._key * self._inverse_transform(to_key, layout.n_key)
+        self.marginals = torch.cat([of_distance, of_key.flatten(-2)], -1)
+
+    def _spectrum(self, x: Tensor) -> Tensor:
+        spectrum: Tensor = torch.fft.rfft(x, self._length)
+        return spectrum
+
+    def _inverse_transform(self, spectrum: Tensor, n: int) -> Tensor:
+        x: Tensor = torch.fft.irfft(spectrum, self._length)
+        return x[..., :n]
+
+    def _spectrum_of_queries(self, x: Tensor) -> Tensor:
+        return self._spectrum(torch.nn.functional.pad(x, (self._first, 0)))[..., None, :]
+
+    def _at_queries(self, spectrum: Tensor) -> Tensor:
+        x = self._inverse_transform(spectrum.sum(-2), self._first + self._layout.n_query)[..., max(self._first, 0) :]
+        return torch.nn.functional.pad(x, (max(-self._first, 0), 0))  # queries before the grid have no cells
+
+    def product(self, x: Stacked) -> Stacked:
+        """These queries' part of ``AttentionSums.product``."""
+        by_distance, by_key = self._layout.split(x)
+        distance = self._spectrum(self._distance * by_distance[..., None, :])
+        key = self._spectrum(self._key * by_key)
+        mean = self._at_queries(distance * self._key_spectrum + self._distance_spectrum * key) * self._inverse
+        removed = self._spectrum_of_queries(mean * self._inverse)
+        to_distance = self._inverse_spectrum * key.conj() - removed * self._key_spectrum.conj()
+        to_key = self._inverse_spectrum * distance.conj() - removed * self._distance_spectrum.conj()
+        of_distance = (self._distance * self._inverse_transform(to_distance, self._layout.n_distance)).sum(-2)
+        of_key = self._key * self._inverse_transform(to_key, self._layout.n_key)
+        return torch.addcmul(torch.cat([of_distance, of_key.flatten(-2)], -1), self.marginals, x)
