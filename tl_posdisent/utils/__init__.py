@@ -1,1 +1,1 @@
-"""Validation, files and table columns that every room uses."""
+"""Validation, files and table columns that every folder uses."""
