@@ -155,3 +155,19 @@ def test_two_tokens_have_no_correlation() -> None:
     fit = fit_additive_qk(torch.randn(2, 4, 8), torch.randn(2, 2, 8), scale=1.0)
     assert bool(fit.r.isnan().all())
     assert not bool(fit.share_distance.isnan().any())
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_fit_without_scores_is_the_fit_of_the_scores_across_blocks(seed: int) -> None:
+    """At lengths on both sides of a block of keys, where an index that is off by one leaves or doubles a column."""
+    for length in (2, 3, 127, 128, 129, 257):
+        q, k = normal(length, 2, 3, seed=seed), normal(length, 1, 3, seed=seed + 5)
+        scores = 0.5 * torch.einsum("ihd,jgd->hij", q, k)
+        for mask in ("causal", "full"):
+            one, other = fit_additive_qk(q, k, scale=0.5, mask=mask), fit_additive(scores, mask=mask)
+            torch.testing.assert_close(one.r2, other.r2, rtol=1e-8, atol=1e-10, equal_nan=True)
+            torch.testing.assert_close(one.key, other.key, rtol=1e-7, atol=1e-8)

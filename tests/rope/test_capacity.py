@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 from tl_posdisent import rope_capacity
-from tl_posdisent.rope import RopeCapacity, Rotary, from_complex, rotate
+from tl_posdisent.rope import (
+    RopeCapacity,
+    Rotary,
+    from_complex,
+    rotate,
+)
 
 DISTANCES = range(256)
 
@@ -202,3 +207,16 @@ def test_bad_inputs(change: dict, message: str) -> None:
 def test_bad_rows() -> None:
     with pytest.raises(ValueError, match="rows must be 'distance' or 'subspace', got 'head'"):
         rope_capacity(geometric(2), [0, 1], [1.0, 2.0]).to_frame(rows="head")
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_capacity_says_of_how_many_dimensions_the_rank_is(n: int) -> None:
+    """A frequency brings two functions of the distance, a cosine and a sine."""
+    rotary = Rotary(torch.linspace(1, 0.2, n, dtype=torch.float64))
+    best = rope_capacity(rotary, range(20), normal(20))
+    assert best.rank == 2 * n
+    assert f"rank {2 * n} of {2 * n}" in repr(best)

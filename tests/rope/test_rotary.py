@@ -11,7 +11,14 @@ from transformers import LlamaConfig
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_apply
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tl_posdisent.rope import Rotary, from_complex, rotary_from_table, rotate, to_complex, unrotate
+from tl_posdisent.rope import (
+    Rotary,
+    from_complex,
+    rotary_from_table,
+    rotate,
+    to_complex,
+    unrotate,
+)
 
 PAIRINGS = ("half", "adjacent")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -300,3 +307,14 @@ def test_refusals(function: Any, arguments: dict[str, Any], message: str) -> Non
     }
     with pytest.raises(ValueError, match=message):
         function(**{**defaults[function], **arguments})
+
+
+def test_angles_that_do_not_grow_with_the_position_are_no_rotation() -> None:
+    angle = torch.arange(64, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1], dtype=torch.float64)
+    table = rotary_from_table(angle.cos(), angle.sin())
+    torch.testing.assert_close(table.frequencies, torch.tensor([1.0, 0.1], dtype=torch.float64))
+    for bend in (0.1, 0.5, 0.9):  # radians, at one position that doubling from the first does not come by
+        bent = angle.clone()
+        bent[37] += bend
+        with pytest.raises(ValueError, match="its angles do not grow linearly"):
+            rotary_from_table(bent.cos(), bent.sin())

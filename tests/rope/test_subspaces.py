@@ -11,7 +11,13 @@ from support.every_distance import all_scores, complex_subspaces, effects
 from torch import Tensor
 
 from tl_posdisent import Moments, decompose, interaction_by_subspace
-from tl_posdisent.rope import Rotary, SubspacePatterns, covariance, interaction_bound, subspace_patterns_qk
+from tl_posdisent.rope import (
+    Rotary,
+    SubspacePatterns,
+    covariance,
+    interaction_bound,
+    subspace_patterns_qk,
+)
 
 SCALE = 0.3
 DISTANCES = range(40)
@@ -265,3 +271,16 @@ def test_bad_inputs(change: dict, message: str) -> None:
     arguments = {"q": q, "k": k, "rotary": rotary, "distances": DISTANCES, "scale": SCALE} | change
     with pytest.raises(ValueError, match=message):
         subspace_patterns_qk(**arguments)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+ROTARY = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
+
+
+def test_subspaces_know_their_wavelengths() -> None:
+    patterns = subspace_patterns_qk(normal(12, 2, 4), normal(12, 2, 4, seed=1), ROTARY, range(4), scale=1.0)
+    turns = patterns.wavelengths * patterns.frequencies
+    torch.testing.assert_close(turns, torch.full_like(turns, 2 * torch.pi))

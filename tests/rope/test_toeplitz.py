@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from tl_posdisent import fit_additive
-from tl_posdisent.rope import principal_angles, toeplitz_share
+from tl_posdisent.rope import (
+    principal_angles,
+    toeplitz_share,
+)
 from tl_posdisent.rope.toeplitz import condition_number, effective_rank, product_spectrum
 
 TEXT, HEAD, LENGTH = 3, 2, 9
@@ -175,3 +178,11 @@ def test_dependent_columns_are_no_directions() -> None:
 def test_bad_subspaces(b: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         principal_angles(normal(8, 2), b)
+
+
+def test_a_toeplitz_matrix_is_all_toeplitz_and_an_anti_one_as_little_as_chance() -> None:
+    i = torch.arange(30)
+    by_distance = normal(59)[i[:, None] - i + 29]
+    torch.testing.assert_close(toeplitz_share(by_distance, mask="full"), torch.tensor(1.0, dtype=torch.float64))
+    by_sum = normal(59)[i[:, None] + i]
+    assert float(toeplitz_share(by_sum, mask="full")) < 0.2

@@ -35,6 +35,18 @@ def boolean(mask: Tensor, batch: tuple[int, ...] = (2,), window: int | None = No
     return Case((*batch, *mask.shape[-2:]), mask, options)
 
 
+def cells_of(x: Tensor, case: Case) -> list[Tensor]:
+    """The cells of every score matrix, flattened."""
+    masks = case.mask.expand(case.shape).reshape(-1, *case.shape[-2:])
+    return [one[mask] for one, mask in zip(x.reshape(masks.shape), masks, strict=True)]
+
+
+def distances(case: Case) -> Tensor:
+    """Query position minus key position of every cell."""
+    n_query, n_key = case.shape[-2:]
+    return torch.arange(n_query)[:, None] + (n_key - n_query) - torch.arange(n_key)
+
+
 def padding(length: int, left: tuple[int, ...], right: tuple[int, ...]) -> Tensor:
     """One causal mask per text ``[text, 1, query, key]``, with so much padding at its two ends."""
     token = torch.arange(length)

@@ -27,25 +27,38 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The tests of each file beside those that bear its name and its own examples; those that need no model come first.
-TESTS = {
-    "additive/cells": "additive/cells additive/solver additive/pooling additive/fit rope/corners additive/fit_inputs",
-    "additive/fit": "additive/fit additive/fit_inputs",
-    "additive/fit_from_qk": "rope/corners additive/fit_from_qk",
-    "additive/identifiability": "additive/fit additive/pooling additive/fit_inputs",
-    "additive/marginals": "additive/solver additive/fit additive/fit_inputs rope/corners models/chunked_scores",
-    "additive/result": "additive/fit_inputs additive/pooling additive/fit",
-    "additive/score_correlation": "additive/score_correlation rope/corners",
-    "additive/solver": "additive/solver additive/fit additive/fit_inputs additive/pooling",
-    "rope/capacity": "rope/capacity rope/corners",
-    "rope/moments": "rope/subspaces rope/variance_decomposition rope/corners",
-    "rope/positional_symbolic": "rope/positional_symbolic experiments/positional_symbolic_plane rope/corners",
-    "rope/rotary": "rope/rotary rope/corners",
-    "rope/subspace_interactions": "rope/subspaces rope/variance_decomposition rope/corners",
-    "rope/subspaces": "rope/subspaces rope/corners experiments/subspace_patterns",
-    "rope/toeplitz": "rope/toeplitz rope/corners",
-    "rope/variance_decomposition": "rope/variance_decomposition rope/subspaces rope/corners",
+# The tests of ROOM/FILE.py are its own examples and tests/ROOM/test_FILE*.py, of which what is marked slow is left out;
+# these are more, from other files, by the name after test_.
+MORE_TESTS = {
+    "additive/cells": "additive/solver additive/fit additive/fit_pooling",
+    "additive/identifiability": "additive/fit additive/fit_pooling",
+    "additive/marginals": "additive/fit additive/fit_inputs",
+    "additive/result": "additive/fit additive/fit_pooling",
+    "additive/score_checks": "additive/fit_inputs additive/score_correlation",
+    "additive/solver": "additive/fit_pooling",
+    "rope/capacity": "rope/rope_refusals",
+    "rope/covariance": "rope/moments rope/variance_decomposition rope/subspaces",
+    "rope/moments": "rope/variance_decomposition rope/rope_refusals",
+    "rope/positional_symbolic": "rope/rope_refusals",
+    "rope/rotary": "rope/rope_refusals",
+    "rope/subspace_interactions": "rope/subspaces rope/variance_decomposition rope/rope_refusals",
+    "rope/toeplitz": "rope/rope_refusals",
+    "rope/variance_decomposition": "rope/subspace_interactions rope/subspaces rope/rope_refusals",
 }
+
+
+def all_files() -> list[str]:
+    """Such as ``rope/rotary``."""
+    paths = sorted(path for room in ("additive", "rope") for path in (ROOT / "tl_posdisent" / room).glob("[a-z]*.py"))
+    return [f"{path.parent.name}/{path.stem}" for path in paths]
+
+
+def tests_of(stem: str) -> list[str]:
+    """Paths of the tests of a file, its own first, each once; from the project's root."""
+    room, name = stem.split("/")
+    own = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / room).glob(f"test_{name}*.py"))
+    more = [f"tests/{test.replace('/', '/test_')}.py" for test in MORE_TESTS.get(stem, "").split()]
+    return list(dict.fromkeys([*own, *more, f"tl_posdisent/{stem}.py"]))
 
 
 def without_annotations(source: str) -> str:
@@ -106,7 +119,7 @@ def seconds_of_tests(tests: list[str], log: Path, limit: float | None) -> tuple[
             resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, int(limit) + 5))
         import pytest
 
-        os._exit(int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *tests])))
+        os._exit(int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "not slow", *tests])))
     begun = time.monotonic()
     while True:
         done, status, used = os.wait4(child, os.WNOHANG)
@@ -123,7 +136,7 @@ def try_file(stem: str, number: int, seed: int) -> tuple[int, int]:
     """Killed and tried of one file, in the copy that is the current folder; survivors are printed."""
     path, log = Path("tl_posdisent") / f"{stem}.py", Path("mutant.log")
     source = path.read_text(encoding="utf-8")
-    tests = [str(path), *(f"tests/{name.replace('/', '/test_')}.py" for name in TESTS[stem].split())]
+    tests = tests_of(stem)
     code, usual = seconds_of_tests(tests, log, None)
     if code:
         sys.stderr.write(f"{stem}: its tests fail as it is\n{log.read_text()[-2000:]}\n")
@@ -147,7 +160,7 @@ def try_file(stem: str, number: int, seed: int) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", default=list(TESTS), help="such as rope/rotary; all by default")
+    parser.add_argument("files", nargs="*", default=all_files(), help="such as rope/rotary; all by default")
     parser.add_argument("--per-file", type=int, default=8, help="mutants per file, 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     options = parser.parse_args()

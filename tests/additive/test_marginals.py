@@ -1,0 +1,58 @@
+"""Marginal sums are the sums over the cells, read in one pass, in blocks, or row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.masks import CASES, Case, distances
+from torch import Tensor
+
+from tl_posdisent.additive import marginals as module
+from tl_posdisent.additive.cells import Cells, Runs, make_cells
+from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals, read_marginals
+
+KINDS = [name for name in CASES if name not in ("narrow-window",)]
+
+
+def cells_of(case: Case) -> Cells:
+    return make_cells(case.shape, case.options.get("mask", "causal"), case.options.get("window"))
+
+
+def assert_sums(read: Marginals, scores: Tensor, case: Case, cells: Cells) -> None:
+    """About the pivot, by definition."""
+    x = torch.where(case.mask, scores.double() - read.pivot[..., None, None], 0.0)
+    by_axis = cells.split(read.sums)
+    torch.testing.assert_close(by_axis.query, x.sum(-1), rtol=0, atol=1e-10)
+    torch.testing.assert_close(by_axis.key, x.sum(-2), rtol=0, atol=1e-10)
+    for n, d in enumerate(cells.distances.tolist()):
+        here = (x * (distances(case) == d)).sum((-2, -1))
+        torch.testing.assert_close(by_axis.distance[..., n], here, rtol=0, atol=1e-10)
+    torch.testing.assert_close(read.squares, x.square().sum((-2, -1)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("blocks", [(64, 2**18), (3, 1)], ids=["whole", "blocks"])
+def test_sums_are_those_over_the_cells(blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_block_size", lambda _: blocks)
+    for name in KINDS:
+        case = CASES[name]
+        scores, cells = 40 + case.scores(), cells_of(case)
+        for dtype in (torch.float64, torch.float16):
+            assert_sums(read_marginals(scores.to(dtype), cells), scores.to(dtype), case, cells)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_rows_add_up_to_the_whole(window: int | None) -> None:
+    """As a model with a KV cache gives them: more and more keys, the last query at the last key."""
+    n, shape = 13, (2, 3)
+    scores = 7 + torch.randn(*shape, n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cells = make_cells((*shape, n, n), "causal", window)
+    whole, total, first = read_marginals(scores, cells), no_marginals(torch.Size(shape), cells), 0
+    for stop in (1, 4, 5, n):
+        rows = Runs.band(stop - first, stop, 0, min(cells.high, stop - 1), "cpu")
+        total = add_rows(total, scores[..., first:stop, :stop], rows, cells, first=first)
+        first = stop
+    shift = (total.pivot - whole.pivot)[..., None]
+    torch.testing.assert_close(total.sums, whole.sums - cells.counts * shift, rtol=0, atol=1e-10)
+    sums = cells.split(whole.sums).query.sum(-1)
+    squares = whole.squares - shift[..., 0] * (2 * sums - cells.n_cells * shift[..., 0])
+    torch.testing.assert_close(total.squares, squares, rtol=1e-10, atol=1e-9)

@@ -1,0 +1,115 @@
+"""Results of fits: tables, components laid out, another device, and what they print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.masks import documents, padding
+from torch import Tensor
+
+from tl_posdisent import AdditiveFit, fit_additive
+
+FIELDS = (
+    *("intercept", "distance", "query", "key", "distances", "r", "r2", "r2_adjusted"),
+    *("share_distance", "share_query", "share_key", "n_cells", "n_parameters"),
+)
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 3},
+    "narrow": {"window": 1},
+    "documents": {"mask": documents(4, 3, 2)},
+    "padding": {"mask": padding(9, (2, 0), (0, 3))},
+}
+
+
+every_mask = pytest.mark.parametrize("options", MASKS.values(), ids=MASKS.keys())
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_equal(found: AdditiveFit, expected: AdditiveFit) -> None:
+    """To the last bit."""
+    for name in FIELDS:
+        torch.testing.assert_close(
+            getattr(found, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True, msg=name
+        )
+
+
+@every_mask
+@pytest.mark.parametrize("pool", [False, True])
+def test_to_moves_everything_and_changes_nothing(options: dict[str, Any], pool: bool) -> None:
+    scores = noise(2, 3, 9, 9)
+    fit = fit_additive(scores, pool=pool, **options)
+    there = fit.to("meta")
+    assert {getattr(there, name).device.type for name in FIELDS} == {"meta"}
+    assert there.mask.device.type == "meta"
+    assert there.fitted().device.type == "meta"
+    back = fit.to("cpu")
+    assert_equal(back, fit)
+    torch.testing.assert_close(back.residual(scores), fit.residual(scores), rtol=0, atol=0)
+    assert back.pooled is pool
+
+
+def test_the_summary_table_holds_the_fields() -> None:
+    fit = fit_additive(noise(2, 3, 9, 9))
+    table = fit.to_frame()
+    columns = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key"]
+    assert list(table.columns) == ["batch", "head", *columns]
+    assert len(table) == 6
+    for row in table.itertuples():
+        for name in columns:
+            assert getattr(row, name) == getattr(fit, name)[row.batch, row.head].item()
+    assert list(fit_additive(noise(9, 9)).to_frame().columns) == columns
+    assert list(fit_additive(noise(3, 9, 9)).to_frame().columns) == ["head", *columns]
+    assert list(fit_additive(noise(1, 2, 3, 4, 4)).to_frame().columns[:3]) == ["axis_0", "axis_1", "axis_2"]
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("part", ["distance", "query", "key"])
+def test_a_component_table_has_a_row_for_each_coefficient(part: Any, pool: bool) -> None:
+    fit = fit_additive(noise(2, 3, 7, 9), mask="full", pool=pool)
+    table, values = fit.to_frame(part), getattr(fit, part)
+    batch = ["head"] if pool and part == "distance" else ["batch", "head"]
+    assert list(table.columns) == [*batch, part, "value"]
+    assert len(table) == values.numel()
+    for row in table.itertuples():
+        index = [getattr(row, name) for name in batch]
+        at = getattr(row, part) - (int(fit.distances[0]) if part == "distance" else 0)
+        assert row.value == values[(*index, at)].item()
+
+
+def test_a_pooled_summary_has_a_row_for_each_head() -> None:
+    fit = fit_additive(noise(2, 3, 9, 9), pool=True)
+    table = fit.to_frame()
+    assert list(table.columns[:2]) == ["head", "r"]
+    assert table["r"].tolist() == fit.r.tolist()
+
+
+def test_repr_tells_the_numbers() -> None:
+    fit = fit_additive(noise(2, 3, 9, 9))
+    shown = repr(fit)
+    assert "2×3 score matrices, 9 queries × 9 keys, 45 cells, 24 parameters" in shown
+    for x in (fit.r, fit.r2, fit.r2_adjusted, fit.share_distance, fit.share_query, fit.share_key):
+        assert f"{x.mean():.3f} ({x.min():.3f}…{x.max():.3f})" in shown
+    assert "pooled" not in shown
+    assert "pooled over the first axis" in repr(fit_additive(noise(2, 3, 9, 9), pool=True))
+    assert "r undefined" in repr(fit_additive(torch.ones(4, 4)))
+    assert "one score matri" in repr(fit_additive(noise(4, 4)))
+
+
+def test_methods_refuse(unchecked: None) -> None:
+    fit: Any = fit_additive(noise(2, 5, 5))
+    with pytest.raises(ValueError, match="name must be 'distance', 'query' or 'key', got 'keys'"):
+        fit.component("keys")
+    with pytest.raises(ValueError, match="part must be 'summary', 'distance', 'query' or 'key', got 'all'"):
+        fit.to_frame("all")
+    with pytest.raises(ValueError, match=r"scores must have the fitted shape \(2, 5, 5\), got \(5, 5\)"):
+        fit.residual(noise(5, 5))
+    with pytest.raises(ValueError, match=r"scores must be a torch.Tensor, got list"):
+        fit.residual([1.0])

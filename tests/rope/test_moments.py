@@ -1,0 +1,220 @@
+"""Moments are those of the coordinates, add up, and survive a file; other files are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from support.rotary_layers import LAYERS, SCALE, draw, frequencies
+from torch import Tensor
+
+from tl_posdisent.rope import covariance
+from tl_posdisent.rope.moments import Moments
+from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.rope.variance_decomposition import decompose
+
+HALF = LAYERS["half"][0]
+
+
+def assert_equal_moments(a: Moments, b: Moments, close: float) -> None:
+    for x, y in ((a.query, b.query), (a.key, b.key)):
+        assert x.count == y.count
+        torch.testing.assert_close(x.mean, y.mean, rtol=close, atol=close)
+        torch.testing.assert_close(x.cov, y.cov, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("pairing", ["half", "adjacent"])
+def test_moments_are_those_of_the_coordinates_in_order_of_subspaces(pairing: Any) -> None:
+    q, k = draw("odd rest")
+    moments = Moments.from_qk(q, k, Rotary(frequencies(2), pairing))
+    order = [0, 2, 1, 3, 4, 5, 6] if pairing == "half" else list(range(7))
+    for x, spread in ((q, moments.query), (k, moments.key)):
+        torch.testing.assert_close(spread.mean, x.mean(0)[:, order])
+        for head in range(x.shape[1]):
+            torch.testing.assert_close(spread.cov[head], x[:, head, order].T.cov(correction=0))
+
+
+@settings(derandomize=True, deadline=None, max_examples=25)
+@given(
+    cuts=st.tuples(st.integers(1, 49), st.integers(1, 49)),
+    mean=st.sampled_from([0.0, 1.0, 1e5]),
+    chunk=st.sampled_from([1, 20, 2**22]),
+)
+def test_merged_parts_are_the_whole(cuts: tuple[int, int], mean: float, chunk: int) -> None:
+    torch.manual_seed(cuts[0])
+    rotary = LAYERS["grouped"][0]
+    q, k = draw("grouped", 50, 50, mean=mean)
+    whole = Moments.from_qk(q, k, rotary)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(covariance, "_CHUNK", chunk)
+        parts = Moments.from_qk(q[: cuts[0]], k[: cuts[1]], rotary) + Moments.from_qk(
+            q[cuts[0] :], k[cuts[1] :], rotary
+        )
+    close = 1e-12 * max(1.0, mean)  # subtracting the mean costs the digits that float64 has not got
+    assert_equal_moments(parts, whole, close)
+
+
+def test_sum_over_texts_and_leading_axes() -> None:
+    rotary = LAYERS["half"][0]
+    q, k = (x.unflatten(0, (2, 3, 4)) for x in draw("half", 24, 24))
+    whole = Moments.from_qk(q, k, rotary)
+    assert_equal_moments(sum(Moments.from_qk(a, b, rotary) for a, b in zip(q, k, strict=True)), whole, 1e-12)
+    other_layout = (x.permute(3, 0, 1, 2, 4).contiguous().permute(1, 2, 3, 0, 4) for x in (q, k))
+    assert_equal_moments(Moments.from_qk(*other_layout, rotary), whole, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_run_in_float64_whatever_the_dtype(dtype: torch.dtype) -> None:
+    q, k = (x.to(dtype) for x in draw("half", 200, 200, mean=1000.0))
+    rotary = LAYERS["half"][0]
+    assert_equal_moments(Moments.from_qk(q, k, rotary), Moments.from_qk(q.double(), k.double(), rotary), 0.0)
+
+
+def test_gradients_are_not_followed() -> None:
+    q, k = draw("half")
+    moments = Moments.from_qk(q.requires_grad_(), k, LAYERS["half"][0])
+    assert not moments.query.cov.requires_grad
+    assert not decompose(moments, torch.ones(3, requires_grad=True), scale=SCALE).variances.requires_grad
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_file_round_trip(layer: str, tmp_path: Path) -> None:
+    moments = Moments.from_qk(*draw(layer), replace(LAYERS[layer][0], attention_factor=0.1 + 0.2))
+    moments.to_file(tmp_path / "layer.moments")
+    back = Moments.from_file(str(tmp_path / "layer.moments"))
+    assert_equal_moments(back, moments, 0.0)
+    assert_equal_moments(back + moments, moments + moments, 0.0)
+    before, after = (decompose(x, range(5), scale=SCALE).variances for x in (moments, back))
+    assert torch.equal(before, after)
+    assert repr(back) == repr(moments)
+
+
+def test_read_moments_outlive_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    moments = Moments.from_qk(*draw("half"), LAYERS["half"][0])
+    moments.to_file(path)
+    back = Moments.from_file(path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert_equal_moments(back, moments, 0.0)
+
+
+def test_repr_tells_size_grouping_and_rotation() -> None:
+    assert repr(Moments.from_qk(*draw("yarn"), LAYERS["yarn"][0])).splitlines() == [
+        "Moments of 9 queries and 7 keys: 2 heads, d_head 10",
+        "  3 subspaces, wavelengths 6.28…85.3, 4 coordinates un-rotated",
+    ]
+    assert "4 heads on 1 key heads" in repr(Moments.from_qk(*draw("multi-query"), LAYERS["multi-query"][0]))
+    assert "0 subspaces, 5 coordinates" in repr(Moments.from_qk(*draw("no rotation"), LAYERS["no rotation"][0]))
+
+
+def test_to_keeps_everything() -> None:
+    moments = Moments.from_qk(*draw("half"), LAYERS["half"][0])
+    assert_equal_moments(moments.to("cpu"), moments, 0.0)
+
+
+GOOD = torch.ones(3, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "rotary", "match"),
+    [
+        ([1.0], GOOD, HALF, r"q must be a floating-point torch\.Tensor, got list"),
+        (GOOD, GOOD.long(), HALF, r"k must be a floating-point torch\.Tensor, got torch\.int64"),
+        (GOOD[0], GOOD, HALF, r"q must have shape \(\*n_q, head, d_head\) and not be empty, got \(2, 8\)"),
+        (GOOD, GOOD[:0], HALF, r"k must have shape \(\*n_k, kv_head, d_head\) and not be empty, got \(0, 2, 8\)"),
+        (GOOD, GOOD[..., :6], HALF, r"queries and keys must have the same d_head, got 8 and 6"),
+        (GOOD, torch.ones(3, 3, 8), HALF, r"number of key heads must divide that of heads, got 3 and 2"),
+        (GOOD[..., :6], GOOD[..., :6], HALF, r"d_head must be at least 8, two per frequency, got 6"),
+        (GOOD, GOOD.to("meta"), HALF, r"q and k must be on the same device, got cpu and meta"),
+        (GOOD / 0, GOOD, HALF, r"q must be finite"),
+        (GOOD, GOOD * torch.tensor([1.0] * 7 + [torch.nan]), HALF, r"k must be finite"),
+        (
+            GOOD.double() * torch.arange(3)[:, None, None] * 1e200,
+            GOOD,
+            HALF,
+            r"q must be .* small enough to be squared",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_vectors_are_refused(q: Any, k: Any, rotary: Rotary, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        Moments.from_qk(q, k, rotary)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_moments_of_different_layers_are_not_added() -> None:
+    one = Moments.from_qk(*draw("half"), HALF)
+    with pytest.raises(ValueError, match="must have the same rotary"):
+        one + replace(one, rotary=Rotary(frequencies(4, 1e4)))
+    with pytest.raises(ValueError, match="must have the same rotary"):
+        one + replace(one, rotary=replace(HALF, pairing="adjacent"))
+    with pytest.raises(ValueError, match=r"must have the same shape, got \(2, 8\) and \(4, 8\)"):
+        one + Moments.from_qk(torch.randn(3, 4, 8), torch.randn(3, 2, 8), HALF)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        one + 1  # type: ignore[operator]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        sum([one], start=1)  # type: ignore[call-overload]
+
+
+def saved(path: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> Path:
+    """A file of moments in which something was changed."""
+    Moments.from_qk(*draw("half"), HALF).to_file(path)
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["tl_posdisent"])
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    change(about, tensors)
+    save_file(tensors, path, {"tl_posdisent": json.dumps(about)})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda about, _: about.update(kind="Fit"), "does not hold Moments of version 1"),
+        (lambda about, _: about.update(version=2), "does not hold Moments of version 1"),
+        (lambda about, _: about.pop("pairing"), "holds damaged Moments: 'pairing'"),
+        (lambda about, _: about.update(pairing="third"), "holds damaged Moments: pairing must be"),
+        (lambda about, _: about.update(angle_dtype="int8"), "holds damaged Moments: 'int8'"),
+        (lambda about, _: about.update(queries=None), "holds damaged Moments"),
+        (lambda about, _: about.update(keys=-3), "holds damaged Moments: .*positive count"),
+        (lambda _, tensors: tensors.pop("k_cov"), "holds damaged Moments: 'k_cov'"),
+        (lambda _, tensors: tensors.update(q_cov=torch.ones(2)), "holds damaged Moments: cov must be float64"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_changed_files_are_refused(change: Any, match: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=match):
+        Moments.from_file(saved(tmp_path / "file", change))
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_truncated_files_are_refused(kept: int, tmp_path: Path) -> None:
+    path = saved(tmp_path / "file", lambda *_: None)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match="is no safetensors file, or is truncated"):
+        Moments.from_file(path)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mean,cov\n1,2\n" * 100)
+    with pytest.raises(ValueError, match="is no safetensors file, or is truncated"):
+        Moments.from_file(path)
+    save_file({"weight": torch.ones(3)}, path)
+    with pytest.raises(ValueError, match="does not hold Moments of version 1"):
+        Moments.from_file(path)
+    save_file({"weight": torch.ones(3)}, path, {"tl_posdisent": "no json"})
+    with pytest.raises(ValueError, match="is no safetensors file, or is truncated"):
+        Moments.from_file(path)
+    with pytest.raises(FileNotFoundError):
+        Moments.from_file(tmp_path / "nothing")
