@@ -28,7 +28,7 @@ def count_passes(model: Any, call: Callable[[], Any]) -> int:
 def test_reading_again_runs_nothing(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     reading = read_model(model)
-    assert count_passes(model, lambda: read_model(model)) == 3
+    assert count_passes(model, lambda: read_model(model)) == (4 if kind == "bridge" else 3)
     assert count_passes(model, lambda: read_model(reading, [1])) == 0
     assert read_model(reading) is reading
 

@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from tl_posdisent.utils.validation import check_flag
 
 from .forward import Hook, check_tokens, device_of, run
 from .reading import read_model
+from .rotation_tables import running_rotary
 from .spec import AttentionSpec
 
 _ROWS_CHECKED = 32
@@ -35,7 +36,8 @@ class Captured:
 
     Attributes:
         layer: its number.
-        spec: what the layer does.
+        spec: what the layer does in this text: of models that rotate long texts by other frequencies, ``spec.rotary``
+            has those of this one.
         q: ``[batch, pos, head, d_head]``, queries before rotation, after any QK-norm.
         k: ``[batch, pos, kv_head, d_head]``, keys likewise.
         q_rot, k_rot: the same after rotation.
@@ -149,8 +151,9 @@ class _Wanted:
 
 def _vectors(spec: AttentionSpec, scores: bool) -> _Wanted:
     spec.require_scale()
-    taps = [spec.q, spec.k, spec.turn_q, spec.turn_k]
-    names = [*dict.fromkeys(tap.name for tap in taps if tap), _last_hook(spec)]
+    vectors = [tap.name for tap in (spec.q, spec.k, spec.turn_q, spec.turn_k) if tap]
+    tables = [spec.cos, spec.sin] if spec.holds_to is not None else []
+    names = [*dict.fromkeys([*vectors, *(name for name in tables if name), _last_hook(spec)])]
     return _Wanted(spec.layer, names, partial(_gather, spec, scores))
 
 
@@ -325,8 +328,12 @@ def _alone(spec: AttentionSpec, held: dict[str, Tensor]) -> tuple[AttentionSpec,
 def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captured:
     assert spec.q
     assert spec.k
-    q, k = (tap.read(held[tap.name]) for tap in (spec.q, spec.k))
-    if spec.turn_q and spec.turn_k and spec.turn_q.name != spec.q.name and spec.turn_k.name != spec.k.name:
+    q_tap, k_tap = spec.q, spec.k
+    q, k = (tap.read(held[tap.name]) for tap in (q_tap, k_tap))
+    cos, sin = (held.get(name or "") for name in (spec.cos, spec.sin))
+    if spec.rotary is not None and cos is not None and sin is not None:
+        spec = replace(spec, rotary=running_rotary(cos, sin, spec.rotary))
+    if spec.turn_q and spec.turn_k and spec.turn_q.name != q_tap.name and spec.turn_k.name != k_tap.name:
         q_rot, k_rot = (tap.read(held[tap.name]) for tap in (spec.turn_q, spec.turn_k))
     else:
         positions = torch.arange(q.shape[1], device=q.device)

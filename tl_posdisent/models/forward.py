@@ -150,15 +150,23 @@ class _Bare:
 @contextlib.contextmanager
 def restored(model: Any) -> Iterator[None]:
     """On exit, also by an exception, every buffer of the model's modules, and every number and tensor that they keep
-    beside (such as the longest text so far), is the object that it was."""
+    beside (such as the longest text so far), is the object that it was.
+
+    Vectors, such as frequencies, which some models write over for each text, have the values that they had."""
     plain = (int, float, Tensor, type(None))
     saved = [
         (part, dict(part._buffers), {name: x for name, x in vars(part).items() if isinstance(x, plain)})
         for part in modules(model)
     ]
+    found = [x for _, buffers, _ in saved for x in buffers.values() if x is not None and x.ndim == 1]
+    vectors = {id(x): (x, x.clone()) for x in found}
     try:
         yield
     finally:
+        with torch.no_grad():
+            for vector, values in vectors.values():
+                if not torch.equal(vector, values):
+                    vector.copy_(values)
         for part, buffers, numbers in saved:
             part._buffers.update(buffers)
             now = vars(part)

@@ -1,4 +1,4 @@
-"""A model's own tables of cosines and sines, for other positions."""
+"""A model's own tables of cosines and sines: of a running text, and for other positions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.rope.rotary import Rotary, rotary_from_table
 
 
 def table_like(
@@ -24,3 +24,22 @@ def table_like(
         halves = torch.equal(seen[..., :n], seen[..., n:])
         values = torch.cat([values, values], -1) if halves else values.repeat_interleave(2, -1)
     return (values if values.ndim == 3 else values[None]).to(seen.dtype)
+
+
+def running_rotary(
+    cos: Float[Tensor, "one_or_batch pos columns"], sin: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary
+) -> Rotary:
+    """The rotation of a running text, from the tables that it passes to the hooks ``spec.cos`` and ``spec.sin``.
+
+    ``rotary``, as it was read, where these are its tables; otherwise what they show, for models that rotate long texts
+    by other frequencies than short ones.
+
+    Raises:
+        ValueError: tables of other positions than 0, 1, 2 …, from which no frequencies can be read.
+    """
+    positions = torch.arange(cos.shape[1], device=cos.device)
+    for which, table in (("cos", cos), ("sin", sin)):
+        error = (table - table_like(table, rotary, positions, which)).abs()
+        if bool((error > 4 * torch.finfo(table.dtype).eps * rotary.attention_factor).any()):
+            return rotary_from_table(cos[0], sin[0], pairing=rotary.pairing)
+    return rotary

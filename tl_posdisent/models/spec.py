@@ -72,6 +72,9 @@ class AttentionSpec:
         scores: the hook of the scores; None if it does not fire or does not carry scores.
         scores_editable: whether an edit at ``scores`` reaches the output.
         pattern, z, v: the hooks that fire, else None.
+        holds_to: ``rotary`` and ``scale`` are those of texts of up to this many tokens; longer ones are rotated by
+            other tables (longrope, dynamic NTK) or scaled by position. None if they hold at any length. Whoever acts on
+            a running text calls ``check_length``, or takes its own tables: ``rotation_tables.running_rotary``.
         masked_below: scores at or below hold no score (see ``is_masked``).
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
@@ -104,6 +107,7 @@ class AttentionSpec:
     pattern: str | None = None
     z: str | None = None
     v: Tap | None = None
+    holds_to: int | None = None
     masked_below: float = -1e30
     problem: str | None = None
     no_rotation: str | None = None
@@ -156,6 +160,14 @@ class AttentionSpec:
         if self.problem is not None or self.scale is None:
             raise ValueError(f"layer {self.layer} of {self.architecture}: {self.problem}")
         return self.scale
+
+    def check_length(self, length: int, tool: str) -> None:
+        """Refuse a running text whose rotation or scale are not those that were read."""
+        if self.holds_to is not None and length > self.holds_to:
+            raise ValueError(
+                f"tokens must be at most {self.holds_to} long for {tool}, got {length}: beyond, layer {self.layer} of "
+                f"{self.architecture} rotates by other frequencies or scales scores by position"
+            )
 
     def require_rotary(self, tool: str) -> Rotary:
         """The rotary of a layer in which rotations can be changed, or a ``ValueError`` that says what is missing."""

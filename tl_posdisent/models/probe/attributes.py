@@ -34,6 +34,24 @@ def attention_implementations(model: Any) -> set[Any]:
     return {getattr(config, "_attn_implementation", None) for config in configs if config is not None}
 
 
+def lengths_of_note(model: Any) -> tuple[list[int], int]:
+    """Lengths at which a model's rotation or scale may change, and the greatest at which it can be tried."""
+    config: Any = getattr(getattr(model, "original_model", None), "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [x for x in (rope, *rope.values()) if isinstance(x, dict)]  # some have one for each kind of layer
+    values = [x.get("original_max_position_embeddings") for x in kinds]
+    names = ("original_max_position_embeddings", "max_position_embeddings", "floor_scale")
+    values += [getattr(config, name, None) for name in names] + [getattr(model.cfg, "n_ctx", None)]
+    noted = [int(x) for x in values if isinstance(x, (int, float)) and x > 1]
+    if not noted:
+        return [], 0
+    # Positions looked up in a table end with it; computed ones (whose table passes a hook) go on.
+    computed = any(name.endswith("attn.hook_cos") for name in model.hook_dict) and not hasattr(model, "pos_embed")
+    ends = [x for x in (getattr(config, "max_position_embeddings", None), getattr(model.cfg, "n_ctx", None)) if x]
+    return noted, 4 * max(noted) if computed else min(ends, default=0)
+
+
 def query_or_key(attn: Any, which: str, seen: dict[str, Tensor], n_heads: int) -> Tap | None:
     """The last hook that carries queries or keys before rotation."""
     if f"hook_{which}_normed" in seen:

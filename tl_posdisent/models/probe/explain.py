@@ -1,8 +1,9 @@
-"""Find out what each attention layer does, by three short forward passes.
+"""Find out what each attention layer does, by a few short forward passes.
 
 First listen: which hooks fire and what they carry. Of all combinations of rotation, scale and soft cap that the
 model's attributes suggest, the one that reproduces the layer's own scores is the answer; if none does, that is said.
-Then disturb what was found (``edit_checks.py``): which edits take effect?
+Then the same at far positions: up to which length does that hold (``length_checks.py``)? And disturb what was found:
+which edits take effect (``edit_checks.py``)?
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tl_posdisent.models.probe import attributes as facts
 from tl_posdisent.models.spec import AttentionSpec, Tap, n_layers
 
 from .edit_checks import check_tables_and_scores, check_turns
+from .length_checks import check_lengths
 from .observe import Seen, is_mask, listen, masked_below, misfit, mismatch, shows_scores, visible_cells
 
 
@@ -37,6 +39,7 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
             seen = listen(model, tokens, layers, edits)
             again = [_explain(model, layer, seen[layer]) for layer in layers]
             specs = [s if now.problem else now for s, now in zip(specs, again, strict=True)]
+        specs = check_lengths(model, tokens, specs, edits)
         specs = check_turns(model, tokens, specs, edits)
         return check_tables_and_scores(model, tokens, specs, edits)
 

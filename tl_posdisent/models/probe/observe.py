@@ -22,8 +22,13 @@ Seen = dict[str, Tensor]
 """What fired in one layer during one pass, by short hook name."""
 
 
-def listen(model: Any, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = ()) -> dict[int, Seen]:
-    """One forward pass, with edits if there are any: what fired in each of the layers, after the edits."""
+def listen(
+    model: Any, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = (), **more: Any
+) -> dict[int, Seen]:
+    """One forward pass, with edits if there are any: what fired in each of the layers, after the edits.
+
+    ``more`` are arguments of the pass.
+    """
     seen: dict[int, Seen] = {layer: {} for layer in layers}
     there = model.hook_dict
     recorders = [
@@ -32,7 +37,7 @@ def listen(model: Any, tokens: Tensor, layers: Sequence[int], edits: Sequence[Ho
         for short in _LISTEN
         if (name := hook_name(layer, short)) in there
     ]
-    run(model, tokens, [*edits, *recorders])
+    run(model, tokens, [*edits, *recorders], **more)
     return seen
 
 
