@@ -109,9 +109,9 @@ class ModelReading:
 def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelReading:
     """Read the attention of a model once, to be passed to other functions in the model's place.
 
-    Nothing is taken from a list of architectures. The model runs three or four times on some ten tokens; rotation, scale,
-    mask, grouping and working hooks are what explains its own scores. Dropout and hooks of yours are off meanwhile
-    (permanent hooks are not), and the model is left as it was.
+    Nothing is taken from a list of architectures. The model runs three or four times on some ten tokens; rotation,
+    scale, mask, grouping and working hooks are what explains its own scores. Dropout and hooks of yours are off
+    meanwhile (permanent hooks are not), and the model is left as it was.
 
     Args:
         model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or a
