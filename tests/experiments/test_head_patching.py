@@ -139,7 +139,7 @@ def test_the_bar_is_ours_alone(shared_model: Any, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"activation": "result"}, "activation must be one of z, q, k, v, pattern, got 'result'"),
+        ({"activation": "result"}, "activation must be 'z', 'q', 'k', 'v' or 'pattern', got 'result'"),
         (
             {"corrupted_tokens": CORRUPTED[:, :5]},
             r"corrupted_tokens must have the shape of clean_tokens, \(2, 12\), got",

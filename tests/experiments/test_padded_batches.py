@@ -50,13 +50,49 @@ POOLED: dict[str, Call] = {
 }
 """One table for all texts."""
 
+MEANS: dict[str, Call] = {
+    "head_ablation": lambda *x, **y: tp.head_ablation(*x, layers=1, heads=[0, 5], **y),
+    "head_ablation by hand": lambda *x, **y: tp.head_ablation(*x, real_logits, heads=[(0, 1), (1, 3)], **y),
+    "position_patching": lambda model, tokens, **y: tp.position_patching(
+        model, tokens, torch.arange(tokens.shape[1]) ** 1.1, heads=[0, 5], **y
+    ),
+    "position_patching of keys": lambda model, tokens, **y: tp.position_patching(
+        model, tokens, torch.arange(tokens.shape[1]) ** 1.1, real_logits, what="key", keys="head", heads=3, **y
+    ),
+    "component_patching": lambda model, tokens, **y: tp.component_patching(
+        model, tokens, "residual", from_tokens=others(tokens), heads=[1, 2], layers=1, **y
+    ),
+    "component_patching by positions": lambda model, tokens, **y: tp.component_patching(
+        model, tokens, "distance", from_positions=torch.arange(tokens.shape[1]) ** 1.1, heads=[1, 2], layers=0, **y
+    ),
+    "head_patching": lambda model, tokens, **y: tp.head_patching(
+        model, tokens, others(tokens), real_logits, heads=[0, 3], **y
+    ),
+    "head_patching of patterns": lambda model, tokens, **y: tp.head_patching(
+        model, tokens, others(tokens), real_logits, activation="pattern", heads=[3], **y
+    ),
+}
+"""The mean over texts of a metric of each text."""
+
+
+def others(tokens: Tensor) -> Tensor:
+    """Other texts of the same lengths, with the same padding."""
+    return torch.where(tokens > 2, 3 + (tokens * 7) % 58, tokens)
+
+
+def real_logits(logits: Tensor, tokens: Tensor) -> Tensor:
+    """A metric of a user's, with NaN exactly at padding, which has the ids 0."""
+    assert torch.equal(logits.isnan().all(-1), tokens == 0)
+    assert torch.equal(logits.isnan().any(-1), tokens == 0)
+    return logits[:, :, 5].square().nanmean(1)
+
 
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name_of", BY_TEXT)
 def test_rows_of_a_text(name_of: str, side: str, kind: str, name: str, shared_model: Any) -> None:
     """The rows of each text are those of a table of that text alone, in the order of the batch."""
-    model, run = shared_model(kind, name), BY_TEXT[name_of]
+    model, run = tp.read_model(shared_model(kind, name)), BY_TEXT[name_of]
     tokens, mask = batch(side)
     found = run(model, tokens, attention_mask=mask, progress=False)
     alone = [run(model, text, progress=False).assign(batch=i) for i, text in enumerate(TEXTS)]
@@ -69,7 +105,7 @@ def test_rows_of_a_text(name_of: str, side: str, kind: str, name: str, shared_mo
 @pytest.mark.parametrize("name_of", POOLED)
 def test_one_padded_text(name_of: str, side: str, kind: str, name: str, shared_model: Any) -> None:
     """Where texts are measured together: a padded text has the numbers of that text."""
-    model, run = shared_model(kind, name), POOLED[name_of]
+    model, run = tp.read_model(shared_model(kind, name)), POOLED[name_of]
     tokens, mask = batch(side, TEXTS[:1])
     same(run(model, tokens, attention_mask=mask, progress=False), run(model, TEXTS[0], progress=False))
 
@@ -77,10 +113,10 @@ def test_one_padded_text(name_of: str, side: str, kind: str, name: str, shared_m
 @pytest.mark.parametrize("name_of", POOLED)
 def test_padding_changes_no_pool(name_of: str, shared_model: Any) -> None:
     """Texts of two lengths, padded on either side or grouped by hand in another order, give one table."""
-    model, run = shared_model("bridge", "llama-gqa"), POOLED[name_of]
+    model, run = tp.read_model(shared_model("bridge", "llama-gqa")), POOLED[name_of]
     tables = []
     for side in SIDES:
-        for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
+        for order in ([0, 1, 2, 3], [3, 2, 1, 0])[: 1 if side == "left" else 2]:
             tokens, mask = batch(side, [TEXTS[i] for i in order])
             tables.append(run(model, tokens, attention_mask=mask, progress=False))
     for table in tables[1:]:
@@ -99,3 +135,70 @@ def test_pooled_fit_of_unequal_lengths(shared_model: Any) -> None:
         scores[i, :, :n, :n], inside[i, :, :n, :n] = layer.scores[0], torch.ones(n, n).tril().bool()
     expected = tp.fit_additive(scores, mask=inside, pool=True).to_frame()
     same(found.drop(columns="layer"), expected)
+
+
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name_of", MEANS)
+def test_metrics_of_real_tokens(name_of: str, side: str, kind: str, name: str, shared_model: Any) -> None:
+    """A metric of a batch is the mean over its texts of the metric of each alone."""
+    model, run = tp.read_model(shared_model(kind, name)), MEANS[name_of]
+    tokens, mask = batch(side)
+    found = run(model, tokens, attention_mask=mask, progress=False)
+    alone = [run(model, text, progress=False) for text in TEXTS]
+    names = [x for x in found if x not in ("effect", "layer", "head")]
+    same(found[names], sum(table[names] for table in alone) / len(alone))
+    if "baseline" in found and "source" not in found:
+        same(found[["effect"]], sum(table[["effect"]] for table in alone) / len(alone))
+
+
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("axes", ["three", "two"])
+def test_additive_substitution(axes: Any, side: str, kind: str, name: str, shared_model: Any) -> None:
+    """Losses are means over predicted tokens, divergences over tokens."""
+    model = shared_model(kind, name)
+    tokens, mask = batch(side)
+    options = {"axes": axes, "layers": 1, "progress": False}
+    model = tp.read_model(model)
+    found = tp.additive_substitution(model, tokens, attention_mask=mask, **options)
+    alone = [tp.additive_substitution(model, text, **options) for text in TEXTS]
+    for column, fewer in (("loss", 1), ("change", 1), ("kl", 0)):
+        weights = torch.tensor(LENGTHS) - fewer
+        values = torch.stack([torch.tensor(table[column].tolist(), dtype=torch.float64) for table in alone])
+        expected = (weights[:, None] * values).sum(0) / weights.sum()
+        assert torch.allclose(torch.tensor(found[column].tolist(), dtype=torch.float64), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean", "resample"])
+def test_ablation_of_padded_texts(mode: Any, shared_model: Any) -> None:
+    """The mean is that of the real tokens of all texts; another text to resample from must be as long."""
+    model = shared_model("bridge", "llama-gqa")
+    tokens, mask = batch("left")
+    if mode == "resample":
+        with pytest.raises(ValueError, match="texts of equal length"):
+            tp.head_ablation(model, tokens, attention_mask=mask, mode=mode, progress=False)
+        return
+    found = tp.head_ablation(model, tokens, attention_mask=mask, mode=mode, layers=0, heads=2, progress=False)
+    z = []
+    for text in TEXTS:
+        _, cache = model.run_with_cache(text, names_filter="blocks.0.attn.hook_z")
+        z.append(cache["z", 0][0, :, 2])
+    mean = torch.cat(z).mean(0)
+
+    def put(z: Tensor, hook: Any) -> Tensor:
+        z[:, :, 2] = mean
+        return z
+
+    losses = [model.run_with_hooks(x, return_type="loss", fwd_hooks=[("blocks.0.attn.hook_z", put)]) for x in TEXTS]
+    assert found["value"][0] == pytest.approx(float(torch.stack(losses).mean()), abs=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_pairs_must_have_the_same_lengths(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    tokens, mask = batch("right")
+    with pytest.raises(ValueError, match="corrupted_tokens must have the shape of clean_tokens"):
+        tp.head_patching(model, tokens, tokens[:, :7], real_logits, attention_mask=mask, progress=False)
+    with pytest.raises(ValueError, match=r"positions must have shape \(pos,\) or \(batch, pos\) with pos = 14"):
+        tp.position_patching(model, tokens, torch.arange(9), attention_mask=mask, progress=False)

@@ -44,6 +44,8 @@ def test_groups_hold_each_text_alone(demo: Any, side: str, dtype: torch.dtype) -
     back = batch.lay_out([group.cut(x) for group in batch.groups])
     assert torch.equal(back[mask.bool()], x[mask.bool()])
     assert bool(back[~mask.bool()].isnan().all())
+    answers = torch.randn(4, 3)
+    assert torch.equal(batch.lay_out([answers[group.rows] for group in batch.groups]), answers)
 
 
 def test_without_padding_there_is_one_group(demo: Any) -> None:

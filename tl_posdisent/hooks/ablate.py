@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook, at_rest, check_seed, check_tokens, hook_name, hooked, run
+from tl_posdisent.models.forward import Hook, at_rest, check_seed, hook_name, hooked, run
 from tl_posdisent.models.probe.explain import probe_tokens
 from tl_posdisent.models.probe.observe import mismatch
 from tl_posdisent.models.spec import n_layers
+from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.validation import check_heads
 
 from .chosen_heads import Heads, Layers
@@ -93,7 +94,8 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
     means: dict[int, Tensor] = {}
     if mode == "mean":
         try:
-            means = mean_z(model, check_tokens(model, reference), layers)
+            texts = reference if isinstance(reference, Texts) else read_texts(model, reference)
+            means = mean_z(model, [group.tokens for group in texts.groups], layers)
         except ValueError as error:
             raise ValueError(f"reference: {error}") from error
 
@@ -108,18 +110,21 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
 
 
 def mean_z(
-    model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int]
+    model: Any, batches: Sequence[Int[Tensor, "_batch _pos"]], layers: Sequence[int]
 ) -> dict[int, Float[Tensor, "head d_head"]]:
     """Each layer's z averaged over texts and positions, summed in float64."""
     means: dict[int, Tensor] = {}
+    n_tokens = sum(batch.numel() for batch in batches)
 
     def average(layer: int) -> Hook:
         def listen(z: Tensor, hook: Any) -> None:
-            means[layer] = z.double().mean((0, 1))
+            part = z.double().mean((0, 1)) * (z.shape[0] * z.shape[1] / n_tokens)
+            means[layer] = means[layer] + part if layer in means else part
 
         return hook_name(layer, "hook_z"), listen
 
-    run(model, tokens, [average(layer) for layer in layers], stop=max(layers) + 1)
+    for batch in batches:
+        run(model, batch, [average(layer) for layer in layers], stop=max(layers) + 1)
     return means
 
 

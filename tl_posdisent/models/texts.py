@@ -78,13 +78,22 @@ class Texts:
         return self.groups[0].tokens
 
     def lay_out(self, parts: Sequence[Tensor], fill: float | int | bool = torch.nan) -> Tensor:
-        """What was computed group by group, ``[text, pos, ...]``, laid out like the batch; ``fill`` at the padding."""
-        if len(parts) == 1 and parts[0].shape[:2] == self.tokens.shape:
+        """What was computed group by group, laid out like the batch.
+
+        ``[text, pos, ...]`` of three axes or more gets ``fill`` at the padding; ``[text, ...]`` is put in order.
+        """
+        if len(parts) == 1 and (parts[0].ndim < 3 or parts[0].shape[:2] == self.tokens.shape):
             return parts[0]
-        whole = parts[0].new_full((*self.tokens.shape, *parts[0].shape[2:]), fill)
+        whole = None
         for group, part in zip(self.groups, parts, strict=True):
-            rows, starts = group.rows.to(part.device), group.starts.to(part.device)
-            whole[rows[:, None], starts[:, None] + torch.arange(part.shape[1], device=part.device)] = part
+            rows, starts, n = group.rows.to(part.device), group.starts.to(part.device), group.tokens.shape[1]
+            by_token = part.ndim > 2 and part.shape[1] == n
+            if whole is None:
+                shape = [*self.tokens.shape, *part.shape[2:]] if by_token else [len(self.tokens), *part.shape[1:]]
+                whole = part.new_full(shape, fill)
+            where = (rows[:, None], starts[:, None] + torch.arange(n, device=part.device)) if by_token else rows
+            whole[where] = part
+        assert whole is not None
         return whole
 
 

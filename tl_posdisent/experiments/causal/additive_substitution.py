@@ -1,9 +1,8 @@
-"""Additive scores put in the place of the real ones: does the model need what the fits leave out?"""
+"""Substitute additive fits for attention scores and measure the loss, head by head and layer by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
@@ -21,17 +20,21 @@ from tl_posdisent.hooks.planner import replace_scores
 from tl_posdisent.hooks.score_components import Part, fit_inside, keep_two_axis
 from tl_posdisent.hooks.score_edits import View
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_specs, keep_parts_hooks
-from tl_posdisent.models.capture import Captured, stream
-from tl_posdisent.models.forward import Hook, check_seed, check_tokens, evaluating
+from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
+from tl_posdisent.models.forward import Hook, evaluating
+from tl_posdisent.models.reading import read_model
 from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.validation import check_seed
 
 
 def additive_substitution(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     *,
+    attention_mask: Tensor | None = None,
     axes: Axes = "three",
-    layers: Iterable[int] | None = None,
+    layers: int | Iterable[int] | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -44,11 +47,12 @@ def additive_substitution(
     each row, and one of the shuffled text.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, with its own hooks if it has any.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``, with its own hooks if it has any.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         axes: the additive model, ``"three"`` or ``"two"`` (see ``substitute_additive``).
         layers: default all (all that rotate, for two axes).
-        seed: of the order of the shuffled text.
+        seed: of the order of the shuffled text, which is the same for all texts of one length.
         progress: show a bar.
 
     Returns:
@@ -71,24 +75,32 @@ def additive_substitution(
         >>> bool(full["fit", "distance+query+key"] < full["zero", ""])
         True
     """
-    specs = additive_specs(model, axes, layers, "additive_substitution")
-    tokens = check_tokens(model, tokens)
-    shuffled = tokens.gather(1, _shuffled_order(tokens, seed))
+    reading = read_model(model, layers)
+    model, specs = reading.model, additive_specs(reading, axes, layers, "additive_substitution")
+    texts = read_texts(model, tokens, attention_mask)
+    shuffled = [group.tokens[:, _shuffled_order(group.tokens.shape[1], seed)] for group in texts.groups]
     check_reach(model, [spec.layer for spec in specs])
-    stored = _fits_of(model, shuffled, specs, axes)
-    clean = _log_probabilities(model, tokens, [])
-    clean_loss = _loss(clean, tokens)
+    stored = [_fits_of(model, tokens, specs, axes) for tokens in shuffled]
+    clean = [_log_probabilities(model, group.tokens, []) for group in texts.groups]
+    clean_loss = _mean([_losses(log_p, group.tokens) for log_p, group in zip(clean, texts.groups, strict=True)])
     rows = []
-    for run in tqdm(list(_runs(specs, axes, stored)), desc="runs", disable=not progress):
-        hooks = [hook for spec, heads in run.where for hook in run.put(spec, heads)]
-        log_p = _log_probabilities(model, tokens, hooks)
-        loss = _loss(log_p, tokens)
-        rows.append((*run[:5], loss, loss - clean_loss, _divergence(clean, log_p)))
+    for run in tqdm(list(_runs(specs, axes)), desc="runs", disable=not progress):
+        losses, divergences = [], []
+        for group, before, fits in zip(texts.groups, clean, stored, strict=True):
+            hooks = [hook for spec, heads in run.where for hook in run.put(spec, heads, fits)]
+            log_p = _log_probabilities(model, group.tokens, hooks)
+            losses.append(_losses(log_p, group.tokens))
+            divergences.append(_divergences(before, log_p))
+        loss = _mean(losses)
+        rows.append((*run[:5], loss, loss - clean_loss, _mean(divergences)))
     columns = ["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"]
     return pd.DataFrame(rows, columns=columns).astype({"layer": "Int64", "head": "Int64"})
 
 
-Put = Callable[[AttentionSpec, Sequence[int]], list[Hook]]
+Fits = dict[int, Captured | AdditiveFit]
+"""What the fits of each layer's scores are made of, in the shuffled texts of one length."""
+
+Put = Callable[[AttentionSpec, Sequence[int], Fits], list[Hook]]
 """From a layer and some of its heads to hooks that put something in their place."""
 
 
@@ -104,14 +116,14 @@ class _Run(NamedTuple):
     put: Put
 
 
-def _runs(specs: Sequence[AttentionSpec], axes: Axes, stored: dict[int, Captured | AdditiveFit]) -> Iterator[_Run]:
+def _runs(specs: Sequence[AttentionSpec], axes: Axes) -> Iterator[_Run]:
     """Every head, every layer, all layers; then the other subsets of the parts in all layers."""
 
     def fit(keep: Collection[Part]) -> Put:
-        return lambda spec, heads: keep_parts_hooks(spec, heads, keep, axes)
+        return lambda spec, heads, fits: keep_parts_hooks(spec, heads, keep, axes)
 
-    def shuffled_fit(spec: AttentionSpec, heads: Sequence[int]) -> list[Hook]:
-        return _stored_fit(spec, heads, stored[spec.layer])
+    def shuffled_fit(spec: AttentionSpec, heads: Sequence[int], fits: Fits) -> list[Hook]:
+        return _stored_fit(spec, heads, fits[spec.layer])
 
     whole = [(spec, list(range(spec.n_heads))) for spec in specs]
     scopes: list[tuple[str, int | None, int | None, list[tuple[AttentionSpec, list[int]]]]] = [
@@ -135,8 +147,6 @@ def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | Ad
         fields = {name: x for name, x in vars(stored).items() if isinstance(x, Tensor) and name != "distances"}
         some: Any = {name: x[:, list(heads)] for name, x in fields.items()}
         return replace_scores(spec, heads, lambda view: replace(stored, **some).fitted(), "additive_substitution")
-    assert stored.q is not None
-    assert stored.k is not None
     q, k = stored.q, spec.per_query_head(stored.k)
 
     def fit(view: View) -> Tensor:
@@ -146,32 +156,29 @@ def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | Ad
     return replace_scores(spec, heads, fit, "additive_substitution")
 
 
-def _zero(spec: AttentionSpec, heads: Sequence[int]) -> list[Hook]:
+def _zero(spec: AttentionSpec, heads: Sequence[int], fits: Fits) -> list[Hook]:
     return [replace_heads(spec.layer, heads, lambda layer, heads, z: torch.zeros_like(z))]
 
 
-def _fits_of(
-    model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], axes: Axes
-) -> dict[int, Captured | AdditiveFit]:
-    """What the fits of each layer's scores are made of, in one forward pass: O(length) for each head."""
-    two = axes == "two"
-    stored: dict[int, Captured | AdditiveFit] = {}
-    with closing(stream(model, tokens, specs, scores=not two, vectors=two)) as run:
-        for layer in run:
-            if two:
-                stored[layer.layer] = layer
-            else:
-                assert layer.scores is not None
-                stored[layer.layer] = fit_inside(layer.scores, layer.spec.mask(tokens.shape[1], layer.scores.device))
+def _fits_of(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], axes: Axes) -> Fits:
+    """The fits of each layer's scores, in one forward pass: O(length) for each head."""
+    stored: Fits = {}
+
+    def fit(spec: AttentionSpec, scores: Tensor) -> None:
+        stored[spec.layer] = fit_inside(scores, spec.mask(tokens.shape[1], scores.device))
+
+    if axes == "two":
+        for_each_layer(model, tokens, specs, lambda layer: stored.update({layer.layer: layer}), scores=False)
+    else:
+        for_each_scores(model, tokens, specs, fit)
     return stored
 
 
-def _shuffled_order(tokens: Int[Tensor, "batch pos"], seed: int) -> Int[Tensor, "batch pos"]:
-    """The first token, then the others of each text in an order of its own."""
-    check_seed(seed)
-    drawn = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed))
-    drawn[:, 0] = -1
-    return drawn.argsort(-1).to(tokens.device)
+def _shuffled_order(length: int, seed: int) -> Int[Tensor, "pos"]:
+    """The first token, then the others in an order that the seed draws."""
+    drawn = torch.rand(length, generator=torch.Generator().manual_seed(check_seed(seed)))
+    drawn[0] = -1
+    return drawn.argsort()
 
 
 @torch.no_grad()
@@ -181,11 +188,18 @@ def _log_probabilities(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
-def _loss(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch pos"]) -> float:
-    """Mean over predicted tokens."""
-    return -log_p[:, :-1].gather(-1, tokens[:, 1:, None]).double().mean().item()
+def _losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch _"]:
+    """Of each predicted token."""
+    return -log_p[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
 
 
-def _divergence(log_p: Float[Tensor, "batch pos v"], log_q: Float[Tensor, "batch pos v"]) -> float:
-    """KL(p ‖ q), mean over positions."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1).double().mean().item()
+def _divergences(
+    log_p: Float[Tensor, "batch pos v"], log_q: Float[Tensor, "batch pos v"]
+) -> Float[Tensor, "batch pos"]:
+    """KL(p ‖ q) at each position."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _mean(parts: Sequence[Tensor]) -> float:
+    """Over the tokens of all texts."""
+    return torch.cat([part.flatten().double() for part in parts]).mean().item()

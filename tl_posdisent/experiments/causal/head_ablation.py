@@ -1,8 +1,8 @@
-"""What does the model lose with each head? All heads, one at a time, at the price of a fraction of the loop."""
+"""Ablate each head alone and measure the effect on a metric, at a fraction of the cost of a loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,15 @@ from tl_posdisent.hooks.ablate import (
     replace_heads,
     stand_in,
 )
-from tl_posdisent.models.forward import check_tokens, evaluating, hook_name
+from tl_posdisent.hooks.chosen_heads import Heads, Layers
+from tl_posdisent.models.forward import evaluating, hook_name
 from tl_posdisent.models.partial_forward import Clean, attention_from, of_texts, run_clean, run_from
 from tl_posdisent.models.probe.observe import mismatch
-from tl_posdisent.models.spec import n_layers, select
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.validation import check_integer
 
-from .metrics import Metric, as_number, check_metric, next_token_loss
+from .metrics import Metric, check_metric, next_token_loss, value_of
 
 _BYTES_HELD = 2**28
 _BYTES_PER_TENSOR = 2**22
@@ -34,13 +37,14 @@ _BYTES_PER_TENSOR = 2**22
 
 def head_ablation(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     metric: Metric = next_token_loss,
     *,
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    attention_mask: Tensor | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
     mode: AblationMode = "zero",
-    reference: Int[Tensor, "batch pos"] | str | None = None,
+    reference: Tokens | None = None,
     seed: int = 0,
     batch_size: int | None = None,
     progress: bool = True,
@@ -54,14 +58,16 @@ def head_ablation(
     as it is, the plain loop is run then.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike. Dropout is off meanwhile.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
         metric: ``f(logits, tokens)``, called with what the model returns for ``tokens``, once for every head: a number,
-            or one for each text, of which the mean is taken. Default: the loss of the next token, in nats.
-        layers: default all.
-        heads: which heads of these layers, default all.
-        mode: "zero", "mean" or "resample", see ``ablate_heads``.
-        reference: texts for the mean; default ``tokens``.
+            or one for each text, of which the mean is taken. At padding its logits are NaN. Default: the mean loss of
+            each text's next tokens, in nats.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        layers: default all that have attention.
+        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
+        mode: "zero", "mean" or "resample", see ``ablate_heads``; "resample" needs texts of equal length.
+        reference: texts for the mean, without padding; default ``tokens``.
         seed: of "resample".
         batch_size: texts in one forward pass at most (but all of ``tokens``, where it must be); default by a rough
             estimate of what is fast on a processor and fits on a GPU.
@@ -83,29 +89,31 @@ def head_ablation(
         >>> len(table), bool(effect[4] > 0.05 > effect[1])
         (16, True)
     """
-    chosen_layers = sorted(select("layers", layers, n_layers(model)))
-    chosen_heads = select("heads", heads, model.cfg.n_heads)
-    tokens = check_tokens(model, tokens)
-    reference = tokens if reference is None and mode == "mean" else reference
-    check_mode(mode, reference, seed)
+    reading = read_model(model, layers)
+    model, chosen = reading.model, reading.heads(layers, heads)
+    texts = read_texts(model, tokens, attention_mask)
+    averaged: Any = texts if reference is None and mode == "mean" else reference
+    check_mode(mode, averaged, seed)
     check_metric(metric)
-    whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
-    if batch_size is not None and not (whole and batch_size >= 1):
-        raise ValueError(f"batch_size must be a positive integer or None, got {batch_size!r}")
+    if batch_size is not None:
+        check_integer("batch_size", batch_size, 1)
     if mode == "resample":
-        derangement(len(tokens), seed)
-    check_reach(model, chosen_layers)
+        derangement(len(texts.one_group('mode="resample"')), seed)
+    check_reach(model, list(chosen))
     with torch.no_grad(), evaluating(model):
-        replace = stand_in(model, chosen_layers, mode, reference, seed)
-        clean = run_clean(model, tokens, chosen_layers)
-        baseline = as_number(metric(clean.output, tokens), len(tokens))
-        rows = []
-        with tqdm(total=len(chosen_layers) * len(chosen_heads), desc="heads", disable=not progress) as bar:
-            task = _Task(model, tokens, replace, clean, batch_size or _texts_at_once(model, tokens, clean.output))
-            ways = _ways(task)
-            for layer in chosen_layers:
-                for head, output in _without_each(task, ways, layer, chosen_heads):
-                    value = as_number(metric(output, tokens), len(tokens))
+        replace = stand_in(model, list(chosen), mode, averaged, seed)
+        runs = [run_clean(model, group.tokens, list(chosen)) for group in texts.groups]
+        baseline = value_of(metric, [clean.output for clean in runs], texts)
+        tasks = []
+        for group, clean in zip(texts.groups, runs, strict=True):
+            at_once = batch_size or _texts_at_once(model, group.tokens, clean.output)
+            tasks.append(_Task(model, group.tokens, replace, clean, at_once))
+        ways, rows = [_ways(task) for task in tasks], []
+        with tqdm(total=sum(map(len, chosen.values())), desc="heads", disable=not progress) as bar:
+            for layer, some in chosen.items():
+                ablated = [_without_each(task, own, layer, some) for task, own in zip(tasks, ways, strict=True)]
+                for head, *outputs in zip(some, *ablated, strict=True):
+                    value = value_of(metric, outputs, texts)
                     rows.append((layer, head, baseline, value, value - baseline))
                     bar.update()
     return pd.DataFrame(rows, columns=["layer", "head", "baseline", "value", "effect"])
@@ -162,8 +170,8 @@ def _ways(task: _Task) -> list[Way]:
     return [_attention_once, _from_the_layer, _from_the_start]
 
 
-def _without_each(task: _Task, ways: list[Way], layer: int, heads: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Each head of a layer and what the model returns without it. Ways that prove wrong are struck from the list."""
+def _without_each(task: _Task, ways: list[Way], layer: int, heads: Sequence[int]) -> Iterator[Any]:
+    """What the model returns without each head of a layer. Ways that prove wrong are struck from the list."""
     heads, limit = list(heads), len(heads)
     while heads:
         some = heads[: min(limit, _heads_at_once(task, ways))]
@@ -179,7 +187,7 @@ def _without_each(task: _Task, ways: list[Way], layer: int, heads: Sequence[int]
         if outputs is None:
             del ways[0]
             continue
-        yield from zip(some, outputs, strict=True)
+        yield from outputs
         heads = heads[len(some) :]
 
 

@@ -1,9 +1,9 @@
-"""Ordinary activation patching of heads, by TransformerLens wherever its own does what it says."""
+"""Activation patching of heads, by TransformerLens's own functions wherever these are right."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -12,25 +12,29 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tl_posdisent.hooks.chosen_heads import Heads, Layers, any_heads
 from tl_posdisent.hooks.planner import replace_scores
-from tl_posdisent.models.forward import Hook, check_tokens, evaluating, hook_name, run
-from tl_posdisent.models.reading import read_layers
-from tl_posdisent.models.spec import AttentionSpec, select
+from tl_posdisent.models.forward import Hook, evaluating, hook_name, run
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.validation import check_choice
 
-from .metrics import Metric, as_number, as_table, check_apart, check_metric, measure
+from .metrics import Metric, as_table, check_apart, check_metric, measure, read_pair, value_of
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
 
 
 def head_patching(
     model: Any,
-    clean_tokens: Int[Tensor, "batch pos"] | str,
-    corrupted_tokens: Int[Tensor, "batch pos"] | str,
+    clean_tokens: Tokens,
+    corrupted_tokens: Tokens,
     metric: Metric,
     *,
+    attention_mask: Tensor | None = None,
     activation: Activation = "z",
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Activation patching of heads at all positions: in a run on one text, a head does what it did on another.
@@ -52,14 +56,16 @@ def head_patching(
     activations of one layer are held meanwhile.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike. Dropout is off meanwhile.
-        clean_tokens, corrupted_tokens: ids ``[batch, pos]`` of the same shape, or text: the run that is patched from,
-            and the one that is patched.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile.
+        clean_tokens, corrupted_tokens: ids ``[batch, pos]`` of the same shape, or texts that have the same lengths:
+            the run that is patched from, and the one that is patched.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids, the same for both. Each text is run without its
+            padding.
         metric: a function of ``(logits [batch, pos, vocab], clean_tokens)`` that returns a number or one for each
-            text, of which the mean counts.
+            text, of which the mean counts. At padding its logits are NaN.
         activation: ``"z"`` (a head's result), ``"q"``, ``"k"``, ``"v"`` (before rotation and norm) or ``"pattern"``.
         layers: default all.
-        heads: query heads, default all.
+        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
         progress: show a bar.
 
     Returns:
@@ -81,31 +87,34 @@ def head_patching(
         >>> list(table.columns)
         ['layer', 'head', 'clean', 'corrupted', 'value', 'effect']
     """
-    if activation not in get_args(Activation):
-        raise ValueError(f"activation must be one of {', '.join(get_args(Activation))}, got {activation!r}")
+    check_choice("activation", activation, get_args(Activation))
     check_metric(metric)
-    specs = read_layers(model, layers)
-    clean, corrupted = check_tokens(model, clean_tokens), check_tokens(model, corrupted_tokens)
-    if clean.shape != corrupted.shape:
-        raise ValueError(
-            f"corrupted_tokens must have the shape of clean_tokens, {tuple(clean.shape)}, got {tuple(corrupted.shape)}"
-        )
-    chosen = select("heads", heads, specs[0].n_heads)
+    reading = read_model(model, layers)
+    model, chosen = reading.model, any_heads(reading, layers, heads)
+    clean = read_texts(model, clean_tokens, attention_mask)
+    names = ("corrupted_tokens", "clean_tokens")
+    corrupted = read_pair(model, clean, names, corrupted_tokens, attention_mask)
     rows: list[tuple[int, int, float]] = []
-    with evaluating(model), tqdm(total=len(specs) * len(chosen), desc="patches", disable=not progress) as bar:
+    n_rows = sum(len(some) for _, some in chosen)
+    untouched: list[list[Hook]] = [[] for _ in clean.groups]
+    with evaluating(model), tqdm(total=n_rows, desc="patches", disable=not progress) as bar:
         measured = {
-            "clean": measure(model, clean, [], metric, clean),
-            "corrupted": measure(model, corrupted, [], metric, clean),
+            "clean": measure(model, clean, untouched, metric, clean),
+            "corrupted": measure(model, corrupted, untouched, metric, clean),
         }
         check_apart(model, measured, "clean_tokens")
-        for spec in specs:
-            held = _held(model, clean, spec, activation)
-            for there, members in _at_hook(spec, chosen, activation).items():
+        for spec, some in chosen:
+            held = [_held(model, group.tokens, spec, activation) for group in clean.groups]
+            for there, members in _at_hook(spec, some, activation).items():
                 if activation == "pattern" and not spec.scores_editable:
-                    hooks = _attend_by(spec, there, held)
+                    hooks = [_attend_by(spec, there, theirs) for theirs in held]
                     value = measure(model, corrupted, hooks, metric, clean)
                 else:
-                    value = _by_transformer_lens(model, corrupted, held, (spec.layer, there), activation, metric, clean)
+                    outputs = [
+                        _by_transformer_lens(model, group.tokens, theirs, (spec.layer, there), activation)
+                        for group, theirs in zip(corrupted.groups, held, strict=True)
+                    ]
+                    value = value_of(metric, outputs, clean)
                 rows += [(spec.layer, head, value) for head in members]
                 bar.update(len(members))
     return as_table(rows, measured)
@@ -165,25 +174,23 @@ def _by_transformer_lens(
     held: dict[str, Tensor],
     where: tuple[int, int],
     activation: Activation,
-    metric: Metric,
-    target: Int[Tensor, "batch pos"],
-) -> float:
-    """The metric with one head's activation from another run."""
+) -> Any:
+    """What the model returns with one head's activation from another run."""
     from transformer_lens import patching  # takes seconds
 
     setter = (
         patching.layer_head_pattern_patch_setter if activation == "pattern" else patching.layer_head_vector_patch_setter
     )
-    values: list[float] = []
+    outputs: list[Any] = []
 
-    def keep(logits: Tensor) -> Tensor:
-        values.append(as_number(metric(logits, target), len(tokens)))
-        return torch.tensor(values[-1])
+    def keep(output: Any) -> Tensor:
+        outputs.append(output)
+        return torch.tensor(0.0)
 
     index = pd.DataFrame([where], columns=["layer", "head"])
     with torch.no_grad(), _without_its_bar(patching):
         patching.generic_activation_patch(model, tokens, held, keep, setter, activation, index_df=index)
-    return values[0]
+    return outputs[0]
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a metric is: from logits and tokens to a number, or one for each text."""
+"""Metrics of a run: from logits and tokens to a number, or one for each text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.texts import Texts, read_texts
 
 Metric = Callable[[Any, Tensor], Any]
 """From what the model returns (logits ``[batch, pos, vocab]``) and tokens ``[batch, pos]`` to a number, or one for each
-text."""
+text. In a padded batch logits are NaN at padding."""
 
 
 def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:
@@ -50,21 +51,41 @@ def check_metric(metric: Any) -> None:
         raise ValueError(f"metric must be a function of (logits, tokens), got {metric!r}")
 
 
-# What a run is worth by a metric, and how far a patch takes it from one run to another.
+# The metric of a run, and the effect of a patch relative to two runs.
 
 
-def measure(
-    model: Any,
-    tokens: Int[Tensor, "batch pos"],
-    hooks: Sequence[Hook],
-    metric: Metric,
-    target: Int[Tensor, "batch pos"],
-) -> float:
-    """The metric of one run with these hooks, the mean over texts; the hooks are off when the metric is asked."""
+def outputs_of(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]]) -> list[Any]:
+    """What the model returns for each group of texts, with hooks for each."""
+    outputs = []
     with torch.no_grad():
-        with applied(model, hooks):
-            logits = model(tokens)
-        return as_number(metric(logits, target), len(tokens))
+        for group, some in zip(texts.groups, hooks, strict=True):
+            with applied(model, some):
+                outputs.append(model(group.tokens))
+    return outputs
+
+
+def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
+    """The metric of a run: the mean over texts where it is one number for each.
+
+    Metrics of the user's get logits and tokens laid out like the batch, with NaN at padding.
+    """
+    n = len(texts.tokens)
+    if metric is next_token_loss:
+        losses = [next_token_loss(some, group.tokens) for some, group in zip(outputs, texts.groups, strict=True)]
+        return as_number(torch.cat(losses), n)
+    if len(outputs) == 1 and bool(texts.real.all()):
+        return as_number(metric(outputs[0], texts.tokens), n)
+    if not all(isinstance(some, Tensor) for some in outputs):
+        raise ValueError(
+            f"attention_mask needs a model that returns logits, got {type(outputs[0]).__name__}: call the model for "
+            "each length of text"
+        )
+    return as_number(metric(texts.lay_out(outputs), texts.tokens), n)
+
+
+def measure(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]], metric: Metric, target: Texts) -> float:
+    """The metric of one run with hooks for each group of texts, by the tokens of ``target``."""
+    return value_of(metric, outputs_of(model, texts, hooks), target)
 
 
 def check_apart(model: Any, measured: dict[str, float], argument: str) -> None:
@@ -87,3 +108,21 @@ def as_table(rows: list[tuple[int, int, float]], measured: dict[str, float]) -> 
     table.insert(3, base, nothing)
     table["effect"] = (table["value"] - nothing) / (everything - nothing)
     return table.sort_values(["layer", "head"], ignore_index=True)
+
+
+def read_pair(model: Any, texts: Texts, names: tuple[str, str], tokens: Any, attention_mask: Any) -> Texts:
+    """Texts that are compared with others one by one, each as long as its counterpart; same padding, if any.
+
+    Raises:
+        ValueError: another number of texts, or a text of another length.
+    """
+    name, of = names
+    given_as_ids = isinstance(tokens, Tensor)
+    if given_as_ids and tokens.shape != texts.tokens.shape and tokens.shape != texts.tokens.shape[1:]:
+        raise ValueError(f"{name} must have the shape of {of}, {tuple(texts.tokens.shape)}, got {tuple(tokens.shape)}")
+    other = read_texts(model, tokens, attention_mask if given_as_ids else None)
+    if other.lengths != texts.lengths:
+        raise ValueError(
+            f"{name} must be texts of as many tokens as those of {of}, {texts.lengths}, got {other.lengths}"
+        )
+    return other

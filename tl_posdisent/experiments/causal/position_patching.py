@@ -1,48 +1,43 @@
-"""Which heads carry the effect of positions? Rotated vectors, or parts of scores, moved between two runs."""
+"""Patch rotated vectors, or parts of scores, of single heads between runs at different positions or on other texts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import pandas as pd
-import torch
-from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tl_posdisent.hooks.chosen_heads import Heads, Layers, any_heads, rotary_heads
 from tl_posdisent.hooks.patch import Keys, MovedPart, check_parts, score_hooks, vector_hooks
-from tl_posdisent.hooks.positions import swap_positions
-from tl_posdisent.models.forward import Hook, check_tokens, evaluating, run
-from tl_posdisent.models.reading import read_layers, read_rotary_layers
+from tl_posdisent.hooks.positions import real_tensor, swap_positions
+from tl_posdisent.models.forward import Hook, evaluating, run
+from tl_posdisent.models.reading import ModelReading, read_model
 from tl_posdisent.models.rotated_qk import listen_scores, listen_vectors
-from tl_posdisent.models.spec import AttentionSpec, select
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
+from tl_posdisent.utils.validation import check_choice
 
-from .metrics import Metric, as_table, check_apart, check_metric, measure, next_token_loss
+from .metrics import Metric, as_table, check_apart, check_metric, measure, next_token_loss, read_pair
 
 What = Literal["head", "query", "key", "layer"]
 Direction = Literal["denoise", "noise"]
 
 
-class _Run(NamedTuple):
-    """A run that is patched, or patched from."""
-
-    tokens: Int[Tensor, "batch pos"]
-    hooks: list[Hook]
-    positions: Tensor | None  # what swap_positions was told, if it was used
-
-
 def position_patching(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     positions: Tensor | Sequence[float],
     metric: Metric = next_token_loss,
     *,
+    attention_mask: Tensor | None = None,
     what: What = "head",
     keys: Keys = "group",
     direction: Direction = "denoise",
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Which heads need the real positions? Their rotated queries and keys, moved between two runs of the same text.
@@ -57,11 +52,14 @@ def position_patching(
     asked for are held meanwhile. Hooks of your own on the model act in every run. Dropout is off meanwhile.
 
     Args:
-        model: a model with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
-        positions: ``(pos,)`` or ``(batch, pos)``, what RoPE sees in the corrupted run.
+        model: a model with rotary embeddings, or its ``read_model``.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        positions: what RoPE sees in the corrupted run: ``(pos,)``, counted from each text's first token, or
+            ``(batch, pos)``, laid out like ``tokens``.
         metric: a function of ``(logits [batch, pos, vocab], tokens [batch, pos])`` that returns a number or one for
-            each text, of which the mean counts. Default: the loss of the next token, in nats.
+            each text, of which the mean counts. At padding its logits are NaN. Default: the mean loss of each text's
+            next tokens, in nats.
         what: what is moved: queries and keys of a ``"head"``, its ``"query"`` or its ``"key"`` alone, or both of all
             heads of a ``"layer"``.
         keys: where heads share keys, ``"group"`` moves the key head's, which all heads of the group then see: by
@@ -70,7 +68,7 @@ def position_patching(
         direction: ``"denoise"`` moves from the clean run into the corrupted one, ``"noise"`` the other way. The effect
             is on the same scale, so that noise in vain leaves 1.
         layers: layers that are patched, default all that rotate. The corrupted run sees other positions in all.
-        heads: query heads that are patched, default all.
+        heads: query heads that are patched, default all: of each of these layers, or pairs ``(layer, head)``.
         progress: show a bar.
 
     Returns:
@@ -91,49 +89,87 @@ def position_patching(
         (5, True)
     """
     for name, option, options in (("what", what, What), ("keys", keys, Keys), ("direction", direction, Direction)):
-        if option not in get_args(options):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(options))}, got {option!r}")
+        check_choice(name, option, get_args(options))
     check_metric(metric)
-    specs = read_rotary_layers(model, layers, "position_patching")
-    tokens = check_tokens(model, tokens)
-    chosen = select("heads", heads, specs[0].n_heads)
-    clean, corrupted = _Run(tokens, [], None), _swapped(model, tokens, positions)
-    source, base = (clean, corrupted) if direction == "denoise" else (corrupted, clean)
-    held: dict[int, dict[str, Tensor]] = {spec.layer: {} for spec in specs}
-    listeners = [hook for spec in specs for hook in listen_vectors(spec, source.positions, held[spec.layer])]
+    reading = read_model(model)
+    model, chosen = reading.model, rotary_heads(reading, layers, heads, "position_patching")
+    texts = read_texts(model, tokens, attention_mask)
+    runs = [_Runs.of(reading, texts, group, positions, direction) for group in texts.groups]
+    specs = [spec for spec, _ in chosen]
     with evaluating(model):
         measured = {
-            "clean": measure(model, tokens, [*clean.hooks, *(listeners if source is clean else [])], metric, tokens),
-            "corrupted": measure(
-                model, tokens, [*corrupted.hooks, *(listeners if base is clean else [])], metric, tokens
-            ),
+            name: measure(model, texts, [run.hooks(name, specs) for run in runs], metric, texts)
+            for name in ("clean", "corrupted")
         }
         check_apart(model, measured, "positions")
         rows: list[tuple[int, int, float]] = []
-        for spec, patched, reported in tqdm(_units(specs, chosen, what, keys), desc="patches", disable=not progress):
-            q, k = held[spec.layer]["q"], held[spec.layer]["k"]
-            vectors = None if what == "key" else q, None if what == "query" else k
-            hooks = [*base.hooks, *vector_hooks(spec, patched, *vectors, keys)]
-            value = measure(model, tokens, hooks, metric, tokens)
+        for spec, patched, reported in tqdm(_units(chosen, what, keys), desc="patches", disable=not progress):
+            hooks = [run.patched(spec, patched, what, keys) for run in runs]
+            value = measure(model, texts, hooks, metric, texts)
             rows += [(spec.layer, head, value) for head in reported]
     return as_table(rows, measured).drop(columns="head" if what == "layer" else [])
 
 
-def _swapped(model: Any, tokens: Int[Tensor, "batch pos"], positions: Tensor | Sequence[float]) -> _Run:
-    hooks = swap_positions(model, positions)
-    return _Run(tokens, hooks, torch.as_tensor(positions).detach().double())
+@dataclass(frozen=True)
+class _Runs:
+    """The run that is patched from and the one that is patched, of texts of equal length."""
+
+    corrupting: list[Hook]
+    positions: Tensor
+    direction: Direction
+    held: dict[int, dict[str, Tensor]]  # vectors of the run that is patched from, by layer
+
+    @classmethod
+    def of(cls, reading: ModelReading, texts: Texts, group: TextGroup, positions: Any, direction: Direction) -> _Runs:
+        place = positions_of(texts, group, positions)
+        return cls(swap_positions(reading, place), place, direction, {})
+
+    @property
+    def _source(self) -> str:
+        return "clean" if self.direction == "denoise" else "corrupted"
+
+    def _of(self, name: str) -> tuple[list[Hook], Tensor | None]:
+        return ([], None) if name == "clean" else (self.corrupting, self.positions)
+
+    def hooks(self, name: str, specs: Sequence[AttentionSpec]) -> list[Hook]:
+        """Those of a run as it is; of the source they keep its vectors, too."""
+        hooks, positions = self._of(name)
+        if name != self._source:
+            return hooks
+        self.held.update({spec.layer: {} for spec in specs})
+        return [*hooks, *(hook for spec in specs for hook in listen_vectors(spec, positions, self.held[spec.layer]))]
+
+    def patched(self, spec: AttentionSpec, heads: list[int], what: What, keys: Keys) -> list[Hook]:
+        """Those of the run that is patched, with the vectors of the other."""
+        hooks, _ = self._of("corrupted" if self._source == "clean" else "clean")
+        q, k = self.held[spec.layer]["q"], self.held[spec.layer]["k"]
+        vectors = None if what == "key" else q, None if what == "query" else k
+        return [*hooks, *vector_hooks(spec, heads, *vectors, keys)]
+
+
+def positions_of(texts: Texts, group: TextGroup, positions: Any) -> Tensor:
+    """Positions of texts of equal length, from those of the batch: ``(pos,)`` or ``(batch, pos)``."""
+    place = real_tensor("positions", positions)
+    if place.ndim in (1, 2) and place.shape[-1] != texts.tokens.shape[1]:
+        raise ValueError(
+            f"positions must have shape (pos,) or (batch, pos) with pos = {texts.tokens.shape[1]}, got "
+            f"{tuple(place.shape)}"
+        )
+    if place.shape == texts.tokens.shape:
+        return group.cut(place)
+    return place[: group.tokens.shape[1]] if place.ndim == 1 else place
 
 
 def _units(
-    specs: list[AttentionSpec], heads: list[int], what: What, keys: Keys
+    chosen: Sequence[tuple[AttentionSpec, list[int]]], what: What, keys: Keys
 ) -> list[tuple[AttentionSpec, list[int], list[int]]]:
     """What is patched at once: a layer, heads, and the heads of which the result is reported."""
     if what == "layer":
-        return [(spec, heads, [-1]) for spec in specs]
+        return [(spec, heads, [-1]) for spec, heads in chosen]
     if what != "key" or keys == "head":
-        return [(spec, [head], [head]) for spec in specs for head in heads]
+        return [(spec, [head], [head]) for spec, heads in chosen for head in heads]
     units = []
-    for spec in specs:
+    for spec, heads in chosen:
         for group in sorted({spec.key_head(head) for head in heads}):
             members = [head for head in heads if spec.key_head(head) == group]
             units.append((spec, members, members))
@@ -142,14 +178,15 @@ def _units(
 
 def component_patching(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     component: MovedPart | Collection[MovedPart] = "distance",
     *,
+    attention_mask: Tensor | None = None,
     from_tokens: Int[Tensor, "batch pos"] | str | None = None,
     from_positions: Tensor | Sequence[float] | None = None,
     metric: Metric = next_token_loss,
-    layers: Iterable[int] | None = None,
-    heads: Iterable[int] | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """How much of another run comes with one component of one head's scores?
@@ -163,16 +200,19 @@ def component_patching(
     One forward pass for each row, and for each layer a part of one. The scores of one layer are held meanwhile.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike; with rotary embeddings for ``from_positions``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings for
+            ``from_positions``.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them together; all
             five are the scores themselves. A softmax ignores ``"query"`` and ``"mean"``: their effect is 0, except
             beside an attention sink.
-        from_tokens: tokens of the run from which the component comes, as many texts as long.
-        from_positions: or its positions, as in ``swap_positions``.
+        from_tokens: tokens of the run from which the component comes, texts of the same lengths; ids are padded as
+            ``tokens`` are.
+        from_positions: or its positions, as in ``position_patching``.
         metric: as in ``position_patching``. Its tokens are ``tokens`` in all three runs.
         layers: default all.
-        heads: query heads, default all.
+        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
         progress: show a bar.
 
     Returns:
@@ -194,40 +234,44 @@ def component_patching(
     """
     parts = check_parts(component)
     check_metric(metric)
-    specs = read_layers(model, layers)
-    tokens = check_tokens(model, tokens)
-    chosen = select("heads", heads, specs[0].n_heads)
-    source = _source(model, tokens, from_tokens, from_positions)
+    reading = read_model(model)
+    model, chosen = reading.model, any_heads(reading, layers, heads)
+    texts = read_texts(model, tokens, attention_mask)
+    source, hooks, positions = _source(reading, texts, from_tokens, from_positions, attention_mask)
     rows: list[tuple[int, int, float]] = []
-    with evaluating(model), tqdm(total=len(specs) * len(chosen), desc="patches", disable=not progress) as bar:
+    n_rows = sum(len(heads) for _, heads in chosen)
+    with evaluating(model), tqdm(total=n_rows, desc="patches", disable=not progress) as bar:
         measured = {
-            "source": measure(model, source.tokens, source.hooks, metric, tokens),
-            "baseline": measure(model, tokens, [], metric, tokens),
+            "source": measure(model, source, hooks, metric, texts),
+            "baseline": measure(model, texts, [[] for _ in texts.groups], metric, texts),
         }
         check_apart(model, measured, "from_tokens" if from_positions is None else "from_positions")
-        for spec in specs:
-            scores = _scores(model, source, spec)
-            for head in chosen:
-                value = measure(model, tokens, score_hooks(spec, [head], scores, parts), metric, tokens)
-                rows.append((spec.layer, head, value))
+        for spec, some in chosen:
+            scores = [_scores(model, *run, spec) for run in zip(source.groups, hooks, positions, strict=True)]
+            for head in some:
+                patches = [score_hooks(spec, [head], theirs, parts) for theirs in scores]
+                rows.append((spec.layer, head, measure(model, texts, patches, metric, texts)))
                 bar.update()
     return as_table(rows, measured)
 
 
-def _source(model: Any, tokens: Int[Tensor, "batch pos"], from_tokens: Any, from_positions: Any) -> _Run:
-    """The run from which components come."""
+def _source(
+    reading: ModelReading, texts: Texts, from_tokens: Any, from_positions: Any, attention_mask: Any
+) -> tuple[Texts, list[list[Hook]], list[Tensor | None]]:
+    """The run from which components come: its texts, and hooks and positions for each group of them."""
     if (from_tokens is None) == (from_positions is None):
         raise ValueError("from_tokens or from_positions must be given, and not both")
-    if from_positions is not None:
-        return _swapped(model, tokens, from_positions)
-    other = check_tokens(model, from_tokens)
-    if other.shape != tokens.shape:
-        raise ValueError(f"from_tokens must have the shape of tokens, {tuple(tokens.shape)}, got {tuple(other.shape)}")
-    return _Run(other, [], None)
+    if from_positions is None:
+        other = read_pair(reading.model, texts, ("from_tokens", "tokens"), from_tokens, attention_mask)
+        return other, [[] for _ in other.groups], [None for _ in other.groups]
+    places = [positions_of(texts, group, from_positions) for group in texts.groups]
+    return texts, [swap_positions(reading, place) for place in places], [*places]
 
 
-def _scores(model: Any, source: _Run, spec: AttentionSpec) -> Tensor:
+def _scores(
+    model: Any, group: TextGroup, hooks: Sequence[Hook], positions: Tensor | None, spec: AttentionSpec
+) -> Tensor:
     """A layer's scores, of all heads, in another run; the layers behind it are left out."""
     held: dict[str, Tensor] = {}
-    run(model, source.tokens, [*source.hooks, *listen_scores(spec, source.positions, held)], stop=spec.layer + 1)
+    run(model, group.tokens, [*hooks, *listen_scores(spec, positions, held)], stop=spec.layer + 1)
     return held["scores"]
