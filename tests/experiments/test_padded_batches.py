@@ -191,7 +191,7 @@ def test_ablation_of_padded_texts(mode: Any, shared_model: Any) -> None:
         return z
 
     losses = [model.run_with_hooks(x, return_type="loss", fwd_hooks=[("blocks.0.attn.hook_z", put)]) for x in TEXTS]
-    assert found["value"][0] == pytest.approx(float(torch.stack(losses).mean()), abs=1e-5)
+    assert found["value"][0] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)
 
 
 @pytest.mark.usefixtures("unchecked")
