@@ -1,4 +1,4 @@
-"""A small language model with rotary positions that comes with the package, its text, and how it was trained.
+"""The demo model: a small language model with rotary positions, its text and its training.
 
 It has about a million parameters, loads without a network and runs on any machine, so that every analysis of
 the package can be tried, shown and tested on a model that really uses position and content."""

@@ -32,7 +32,7 @@ def _file(name: str) -> bytes:
 
 
 def demo_text() -> str:
-    """An original English text, about three thousand tokens long, in the register that the demo model knows.
+    """Return an English text of about three thousand tokens, in the style of the demo model's training text.
 
     >>> demo_text()[:21]
     'My friends and fellow'
@@ -41,7 +41,7 @@ def demo_text() -> str:
 
 
 def demo_tokenizer() -> PreTrainedTokenizerFast:
-    """The byte-level BPE tokenizer of the demo model: 1024 tokens, any text round-trips.
+    """Load the byte-level BPE tokenizer of the demo model: 1024 tokens, any text round-trips.
 
     Encoding puts ``<|endoftext|>`` (token 0) first unless ``add_special_tokens=False``; TransformerLens is
     told so.
@@ -62,7 +62,7 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) -> Int[Tensor, "1 pos"]:
-    """``<|endoftext|>`` and the first ``length - 1`` tokens of the demo text, shape ``(1, length)``.
+    """Return ``<|endoftext|>`` and the first ``length - 1`` tokens of the demo text, shape ``(1, length)``.
 
     The model was trained on 512 positions; a longer excerpt asks how it extrapolates (a HookedTransformer has no
     more positions than its context, unless within ``longer_context``).
@@ -86,7 +86,7 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
 
 
 def demo_hf_model(*, trained: bool = True, seed: int = 0) -> PreTrainedModel:
-    """The demo model as a plain Hugging Face model, float32, on the CPU, in evaluation mode.
+    """Load the demo model as a plain Hugging Face model, float32, on the CPU, in evaluation mode.
 
     Args:
         trained: False gives the same architecture at its random initialisation, the control of every claim.
@@ -116,7 +116,7 @@ def load_demo_model(
     seed: int = 0,
     device: str | torch.device | None = None,
 ) -> TransformerLensModel:
-    """The demo model in TransformerLens, with its tokenizer: 5 layers, 8 query heads on 4 key heads, RoPE.
+    """Load the demo model in TransformerLens, with its tokenizer: 5 layers, 8 query heads on 4 key heads, RoPE.
 
     Args:
         backend: ``'hooked'`` (HookedTransformer, TransformerLens 2 and 3), ``'bridge'`` (TransformerBridge, from 3.4

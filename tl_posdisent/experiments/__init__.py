@@ -1,4 +1,4 @@
-"""A question asked of a model and a text; a pandas table out."""
+"""Experiments on a model and a text; each returns a pandas table."""
 
 import lazy_loader
 

@@ -98,7 +98,7 @@ Measured = Literal["additivity", "controlled_distance", "subspace_patterns"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a measurement takes; bytes are above those of other programs and other tensors of yours.
+    """Memory, operations and time of a measurement, without the memory of other programs and other tensors.
 
     Attributes:
         tool, length, batch, block: what was asked about.
@@ -190,7 +190,7 @@ def estimate(
     available: int | None = None,
     flops_per_second: float | None = None,
 ) -> Estimate:
-    """How much memory, how many operations and roughly how much time a measurement of a text takes.
+    """Estimate memory, operations and approximate time of a measurement of a text.
 
     Nothing is looked up. The model runs on a few texts of at most 48 tokens while its tensors are counted; as their
     sizes are polynomials of the length, what it holds at each step of a long text is then known. A model on ``meta``

@@ -1,4 +1,4 @@
-"""Everything that returns fwd_hooks."""
+"""Interventions on position and content, as lists of fwd_hooks."""
 
 import lazy_loader
 

@@ -13,7 +13,7 @@ from tl_posdisent.models.spec import n_layers
 
 @contextlib.contextmanager
 def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
-    """Run a block with hooks on the model; on exit check that every one of them fired, and take them off.
+    """Run a block with hooks on the model; on exit remove them and check that each fired.
 
     A hook that is accepted and never called is the commonest way to measure nothing: TransformerLens ignores or
     skips some names without a word. Other hooks that the model has are left alone. The lists work without this

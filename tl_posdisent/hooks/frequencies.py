@@ -31,7 +31,7 @@ def limit_frequencies(
     layers: Layers = None,
     heads: Heads = None,
 ) -> list[Hook]:
-    """Hooks under which heads see only the frequencies ``low ≤ θ ≤ high`` of RoPE: the causal knob of arXiv 2511.11579.
+    """Restrict heads to the rotary frequencies ``low ≤ θ ≤ high`` (arXiv 2511.11579).
 
     The score of query i and key j is ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c (i - j)))`` and what RoPE does not
     rotate. ``"drop"`` leaves the terms outside the band out: neither position nor content comes through there.

@@ -27,7 +27,7 @@ def lambda_mask(
     layers: Layers = None,
     heads: Heads = None,
 ) -> list[Hook]:
-    """Hooks of LM-Infinite: a query sees the first keys and the nearest ones, and nothing is further than a ceiling.
+    """Restrict attention to the first and the nearest keys, with a ceiling on distances (LM-Infinite).
 
     The mask is shaped like a Λ (arXiv 2308.16137): query i sees key j if ``j < n_sink`` or ``i - j < window``, and
     RoPE sees the distance ``min(i - j, distance_ceiling)``. What the layer's own mask hides stays hidden. Up to the
@@ -80,7 +80,7 @@ def lambda_mask(
 def position_interpolation(
     model: Any, factor: int | float, *, layers: Layers = None, heads: Heads = None
 ) -> list[Hook]:
-    """Hooks under which RoPE sees position ``i`` as ``i / factor``, for texts of any length.
+    """Divide all positions by ``factor`` (position interpolation).
 
     With the factor by which a text is too long, every distance is one that the model knows (arXiv 2306.15595), at the
     price that neighbours are nearer than they ever were. The same as ``swap_positions(model, arange(pos) / factor)``.

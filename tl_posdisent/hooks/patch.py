@@ -33,7 +33,7 @@ def patch_vectors(
     heads: Heads = None,
     keys: Keys = "group",
 ) -> list[Hook]:
-    """Hooks under which heads of a layer attend with these rotated queries, these rotated keys, or both.
+    """Patch the rotated queries, the rotated keys, or both, of a layer's heads.
 
     The vectors are those of another run, as ``capture`` gives them. Where the model has no hook behind its rotation
     that takes effect, they are turned back by the angle by which the model is going to turn them.
@@ -90,7 +90,7 @@ def patch_scores(
     *,
     heads: Heads = None,
 ) -> list[Hook]:
-    """Hooks under which heads of a layer attend with one or more components of these scores, and the rest their own.
+    """Patch one or more additive components of the scores of a layer's heads.
 
     Both are split as ``mean + distance[i - j] + query[i] + key[j] + residual`` (the three-axis fit of each text and
     head, in the gauge of ``AdditiveFit``), the run's own within the pass. Rotary embeddings are not needed.

@@ -31,7 +31,7 @@ def phase_noise(
     layers: Layers = None,
     heads: Heads = None,
 ) -> list[Hook]:
-    """Hooks under which RoPE's angles are off by these, the same for the query and the key of a position.
+    """Add angles to those of RoPE, the same for the query and the key of a position.
 
     The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i (θ_c (i - j) + ε_ic - ε_jc)))``
     and what RoPE does not rotate. Lengths of vectors, the mask, and a token's score of itself stay. Zero changes

@@ -34,7 +34,7 @@ def swap_positions(
     layers: Layers = None,
     heads: Heads = None,
 ) -> list[Hook]:
-    """Hooks under which RoPE sees these positions instead of 0, 1, 2 ….
+    """Replace the positions that RoPE receives.
 
     The score of query i and key j becomes what it would be at the distance ``positions[i] - positions[j]``.
     Only the rotation changes: the causal mask, and what each token is, stay. Giving 0, 1, 2 … or any constant more
@@ -79,7 +79,7 @@ def positions_edit(tool: str, positions: Positions) -> PositionMap:
 
 
 def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, heads: Heads = None) -> list[Hook]:
-    """Hooks under which every query sees every key at one and the same distance.
+    """Set the distance of every query and key to one number.
 
     What is left of a head's scores is content at that distance: ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))``
     for query i and key j, with the dummy distance d of arXiv 2503.13305.
@@ -121,7 +121,7 @@ def remap_distance(
     layers: Layers = None,
     heads: Heads = None,
 ) -> list[Hook]:
-    """Hooks under which RoPE sees any function of the real distance, or any matrix of distances.
+    """Replace distances by a function of the real distance, or by a matrix.
 
     The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c D[i, j]))`` and what RoPE
     does not rotate. The mask stays as it is: a distance says how RoPE sees a pair, not whether it is seen.

@@ -85,7 +85,7 @@ def _as_few_as_there_are(inside: Tensor) -> Tensor:
 
 
 def drop_component(model: Any, component: Part, *, layers: Layers = None, heads: Heads = None) -> list[Hook]:
-    """Hooks under which heads attend by their scores less one part of these.
+    """Remove one additive component from the scores of heads.
 
     In each forward pass the scores of each text and head are fitted by ``mean + distance[i - j] + query[i] + key[j]``
     (the three-axis model of arXiv 2503.13305, with the gauge of ``AdditiveFit``), and one component, or what the fit

@@ -31,7 +31,7 @@ def substitute_additive(
     layers: Layers = None,
     heads: Heads = None,
 ) -> list[Hook]:
-    """Hooks under which heads attend by the additive fit of their scores, made anew in every forward pass.
+    """Replace the scores of heads by their additive fit, computed in every forward pass.
 
     With ``axes="three"`` the scores of each text and head become ``mean + distance[i - j] + query[i] + key[j]``, fitted
     by least squares to what they are (``fit_additive``). With ``"two"`` they become what a query makes of the

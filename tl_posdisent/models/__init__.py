@@ -1,4 +1,4 @@
-"""TransformerLens: reads a model, returns hooks; never changes or subclasses it."""
+"""Reading, loading and running TransformerLens models, without changing or subclassing them."""
 
 import lazy_loader
 

@@ -32,7 +32,7 @@ _ROWS_CHECKED = 32
 
 @dataclass(frozen=True, repr=False)
 class Captured:
-    """What one layer computed. Tensors are the model's own, in its dtype: read them, do not write.
+    """Queries, keys and scores of one layer. Tensors are the model's own, in its dtype: read them, do not write.
 
     Attributes:
         layer: its number.

@@ -19,7 +19,7 @@ from .spec import AttentionSpec, n_layers
 
 @contextlib.contextmanager
 def longer_context(model: Any, length: int) -> Iterator[Any]:
-    """Within the block, a model whose positions are rotary takes texts of ``length`` tokens.
+    """Extend the position tables of a rotary model to ``length`` tokens within a block.
 
     Some models keep their rotation as a table with a row for each position of their context (HookedTransformer,
     GPT-J) and fail on longer texts. The table is continued: by the model's own formula where it has one, otherwise by

@@ -177,7 +177,7 @@ def _check_unchanged(reading: ModelReading) -> None:
 
 
 def read_attention(model: Any, layer: int) -> AttentionSpec:
-    """What one layer's attention is: rotary, scale, mask, grouping, and which hooks work (see ``read_model``).
+    """Read one layer's attention: rotary, scale, mask, grouping and working hooks (see ``read_model``).
 
     Args:
         model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or its
@@ -200,7 +200,7 @@ def read_attention(model: Any, layer: int) -> AttentionSpec:
 
 
 def read_layers(model: Any, layers: int | Iterable[int] | None = None) -> list[AttentionSpec]:
-    """``read_attention`` for several layers at the price of one.
+    """Read the attention of several layers in one pass.
 
     Args:
         model: as in ``read_attention``.

@@ -54,7 +54,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention, as measured.
+    """Properties of one layer's attention, as measured on the running model.
 
     Attributes:
         layer: its number.

@@ -1,4 +1,4 @@
-"""The report: what the package measures of one model and one text, as one HTML file that needs no network."""
+"""The measurements of one model and one text as one HTML file that needs no network."""
 
 from tl_posdisent.report.build import report
 

@@ -163,7 +163,7 @@ def turn(
 def to_complex(
     x: Float[Tensor, "*batch d_head"], rotary: Rotary
 ) -> tuple[Complex[Tensor, "*batch subspace"], Float[Tensor, "*batch rest"]]:
-    """Split vectors into subspaces as complex numbers, and the coordinates that RoPE leaves alone.
+    """Split vectors into subspaces as complex numbers, and the coordinates that RoPE does not rotate.
 
     Rotation to position p is then multiplication by ``exp(i θ p)``.
 

@@ -206,7 +206,7 @@ def interaction_bound(
     weights: Numbers | None = None,
     effect: Effect = "distance:key",
 ) -> InteractionBound:
-    """Bound the variance of an interaction: where no subspace both turns and has keys that vary, it is 0.
+    """Bound the variance of an interaction; it is 0 if no subspace both rotates and has varying keys.
 
     In the notation of ``decompose``, with complex subspaces, mean query q̄, key covariances ``K = E[k_c conj(k_c')]``,
     ``K̃ = E[k_c k_c']`` of the centred keys, and U, Ũ likewise of the rotation ``u_c = scale · factor² · exp(i θ_c d)``,

@@ -1,4 +1,4 @@
-"""Many experiments over models, checkpoints, texts and seeds: what is to be done, who does it, and what is kept."""
+"""Sweeps of experiments over models, checkpoints, texts and seeds, with stored results."""
 
 import lazy_loader
 

@@ -92,7 +92,7 @@ def jobs(
     backend: Backend = "auto",
     dtype: str = "float32",
 ) -> list[Job]:
-    """Every experiment on every model (at every checkpoint), text and seed, those of one model together.
+    """Make a job for each combination of model, checkpoint, experiment, text and seed; jobs of one model are adjacent.
 
     Weights and texts that lie in files are read once, for a hash: what changes later is refused and not mixed in.
 

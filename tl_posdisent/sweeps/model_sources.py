@@ -33,7 +33,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def checkpoint_steps(folder: str | Path) -> list[int]:
-    """The steps of a training whose checkpoints lie in a folder, ascending.
+    """List the steps of the checkpoints in a folder, ascending.
 
     Files ``step-000100.safetensors`` (of the demo model's training, or of ``train``) and folders such as ``step100``
     or ``checkpoint-100`` with a Hugging Face model in each.

@@ -96,7 +96,7 @@ def sweep(
     chunk: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Do the jobs that are not done yet, and put the results of all of them into one table.
+    """Run the jobs that have no result yet, and return the results of all jobs as one table.
 
     Each finished job is written at once, so a sweep that was stopped or killed goes on where it was when it is called
     again with the same ``out``. A job that fails is written down with its error and does not stop the others. Ctrl-C

@@ -19,7 +19,7 @@ _KEY = b"tl_posdisent"
 
 
 def failures(out: str | Path) -> pd.DataFrame:
-    """Jobs of a sweep that failed, and why.
+    """List the failed jobs of a sweep with their errors.
 
     Args:
         out: the sweep's folder.

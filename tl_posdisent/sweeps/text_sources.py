@@ -22,7 +22,7 @@ Kind = Literal["demo", "file", "words", "ids"]
 
 @dataclass(frozen=True)
 class Text:
-    """Consecutive stretches of a text, by the content of the text; made by ``Text.of``.
+    """Consecutive parts of a text, identified by the content of the text; made by ``Text.of``.
 
     Attributes:
         kind: ``"demo"``, a ``"file"``, ``"words"`` or token ``"ids"``.

@@ -1,4 +1,4 @@
-"""Small models and tasks for experiments on position: what an encoding makes a transformer learn."""
+"""Small models, tasks and training for experiments on position encodings."""
 
 import lazy_loader
 

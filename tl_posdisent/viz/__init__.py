@@ -1,4 +1,4 @@
-"""Results in, pictures out: plotly figures and circuitsvis widgets, returned and never shown."""
+"""Plotly figures and circuitsvis widgets of results; they are returned, never shown."""
 
 import lazy_loader
 

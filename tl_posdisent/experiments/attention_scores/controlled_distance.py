@@ -98,7 +98,7 @@ def dummy_distance_check(
     layers: int | Iterable[int] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Are the fitted parts causal? Put all pairs at a dummy distance and see which part moves.
+    """Test the fitted components causally: run the model with all pairs at one dummy distance and fit its scores again.
 
     One layer at a time, hooks let every query see every key at distance d. If the three parts are what they are called,
     the key and the query part of the fit stay where they were, and the mean score follows the fitted distance part.

@@ -19,7 +19,7 @@ _CONTROLLED = ["r_three_axis", "r_two_axis"]
 def disentanglement(
     model: Any, tokens: Tokens, *, attention_mask: Tensor | None = None, burn_in: int = 0, progress: bool = True
 ) -> pd.DataFrame:
-    """Both r of every head where distance can be controlled, and the r of the observed scores everywhere.
+    """Measure r of every head's scores: of the text, and three-axis and two-axis at controlled distances.
 
     The same columns whatever the encoding, so that tables of several models, or of the checkpoints of one training
     (``dynamics``), can be put one below the other.

@@ -28,7 +28,7 @@ def positional_symbolic(
     burn_in: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """How far each head's scores stay with the place (*positional*) or travel with the keys (*symbolic*).
+    """Measure whether each head's scores stay at a position (*positional*) or move with the keys (*symbolic*).
 
     Exact, where the paper samples permutations: see ``positional_symbolic_qk``. One forward pass, no score matrix.
 

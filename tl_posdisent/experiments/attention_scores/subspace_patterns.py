@@ -28,7 +28,7 @@ def subspace_patterns(
     burn_in: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Size, concentration and shares of every subspace of every head (arXiv 2503.13305, Observation 1 and Theorem 2).
+    """Measure size, concentration and shares of every subspace of every head (arXiv 2503.13305).
 
     Additivity needs each subspace to be slow, or its keys to be concentrated: see ``subspace_patterns_qk``, which this
     asks layer by layer in one forward pass, without score matrices.

@@ -38,7 +38,7 @@ def trained_vs_random(
     burn_in: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """The measures of additivity, of the positional–symbolic plane and of the distance patterns, and what chance gives.
+    """Compare additivity and other measures of a model's scores with their random-weights baseline.
 
     The measures, with the function that has more to say about each:
 

@@ -117,7 +117,7 @@ def content_position_terms(
     *,
     grand_mean: Literal["content", "bias"] = "content",
 ) -> ContentPosition:
-    """Split a layer's scores by what the residual stream says about positions and about tokens (arXiv 2505.13027).
+    """Split a layer's scores into terms of the positional and content parts of the residual stream (arXiv 2505.13027).
 
     The positional part of the stream is its mean over the texts at each position less the mean of all; content is what
     is left. With M the map from stream to query at the norm's actual scale s (see ``reading.py``), a query is

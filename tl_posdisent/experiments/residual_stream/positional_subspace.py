@@ -20,7 +20,7 @@ from .qk_readout import residual_hook, watch
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PositionalSubspace:
-    """Where positions stand in the residual stream before a layer. All tensors are float64.
+    """Positional subspace of the residual stream before a layer. All tensors are float64.
 
     Attributes:
         layer: its number.
@@ -70,7 +70,7 @@ def positional_subspace(
     explained: float = 0.95,
     burn_in: int = 0,
 ) -> PositionalSubspace:
-    """Principal directions of the positional part of the residual stream before a layer.
+    """Compute the principal directions of the positional part of the residual stream before a layer.
 
     The positional part is the mean over the texts at each position less the mean of all (arXiv 2505.13027). Two layers,
     or two models that share an embedding, are compared by ``principal_angles`` of their bases.

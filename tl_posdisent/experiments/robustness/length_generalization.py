@@ -188,7 +188,7 @@ def length_generalization(
     layers: Iterable[int] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Loss, attention and attention outputs by position, in texts that may be longer than the model's context.
+    """Measure loss, attention and attention outputs by position, in texts that may be longer than the model's context.
 
     Attention that has never seen a distance can fail in several ways: scores may explode, attention may spread over
     ever more keys, and what heads take along (``z``) may be nothing that later layers know. Each has a column, beside

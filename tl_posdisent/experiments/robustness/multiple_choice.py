@@ -21,7 +21,7 @@ Text = str | Int[Tensor, "_pos"]
 
 @dataclass(frozen=True)
 class MultipleChoice:
-    """A context, what might follow it, and which of that is right: one question for ``perturbation_curve``.
+    """A multiple-choice question for ``perturbation_curve``: context, choices and index of the correct choice.
 
     Attributes:
         context: text, or token ids ``(pos,)`` with the beginning-of-text token that the model expects.
@@ -56,7 +56,7 @@ class MultipleChoice:
 
 
 def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | None = None) -> Float64[Tensor, "choice"]:
-    """How likely the model finds each choice: its mean log-likelihood per token, given the context.
+    """Compute the mean log-likelihood per token of each choice, given the context.
 
     Args:
         model: a causal HookedTransformer, TransformerBridge or alike.

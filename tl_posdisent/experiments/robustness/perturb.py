@@ -32,7 +32,7 @@ Unit = Literal["word", "token"]
 
 @dataclass(frozen=True)
 class Perturbed:
-    """A text and hooks in which some positions are wrong.
+    """A perturbed text and the hooks to run it with.
 
     Attributes:
         tokens: ``[batch, pos]``, in another order if that is what was perturbed, else as they were.
@@ -74,7 +74,7 @@ def perturb(
     jitter: float | int | None = None,
     until: int | None = None,
 ) -> Perturbed:
-    """Let a fraction of a text's words or tokens be at the wrong place, in one of three ways (arXiv 2503.13305).
+    """Perturb the order, the positions or the rotary phases of a fraction of a text (arXiv 2503.13305).
 
     Of the n units that can move, ``round(fraction · n / 2)`` disjoint pairs change places, at most n // 2. The first
     position never moves (attention sinks are another subject), nor do special tokens of the model's tokenizer, nor the

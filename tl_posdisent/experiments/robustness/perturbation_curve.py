@@ -37,7 +37,7 @@ def perturbation_curve(
     downstream: Downstream | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Put a fraction of a text's words or tokens at the wrong place in three ways, and see what the model loses.
+    """Measure the added loss if a fraction of a text is perturbed in order, positions or rotary phases.
 
     What is done is that of ``perturb``, with the same pairs in all kinds: the ``order`` of the text, the position
     ``index`` that RoPE is told, or RoPE's phases (``feature``) as far off as with ``index``, but in disagreement.

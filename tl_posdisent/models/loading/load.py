@@ -133,7 +133,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None) -> HookedTransformer:
-    """A HookedTransformer with the weights of ``hf_model``, unprocessed (nothing folded, nothing centred).
+    """Convert ``hf_model`` to a HookedTransformer with unprocessed weights (nothing folded, nothing centred).
 
     Args:
         hf_model: a causal language model; it is read, not changed. Its device and dtype are kept.
@@ -165,7 +165,7 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
 
 
 def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None) -> TransformerBridge:
-    """A TransformerBridge around ``hf_model``, with eager attention so that every hook can fire.
+    """Wrap ``hf_model`` in a TransformerBridge, with eager attention so that every hook can fire.
 
     Args:
         hf_model: a causal language model. The bridge *wraps* it: its submodules are replaced by hooked ones

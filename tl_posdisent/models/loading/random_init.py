@@ -17,7 +17,7 @@ _STD = 0.02  # Hugging Face's usual initializer_range, so that both model classe
 
 
 def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
-    """Copies of a model with new random weights, one per seed, one in memory at a time.
+    """Yield copies of a model with new random weights, one per seed, one in memory at a time.
 
     Whatever a trained model shows is worth as much as it exceeds this. A TransformerBridge is built anew with the
     initialisation of its Hugging Face class; any other model is copied, its weights drawn from N(0, 0.02²), its

@@ -24,7 +24,7 @@ _MEASURES = ("baseline", "drop", "second", "share", "effective_heads", "layer", 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DepositReport:
-    """How drops are spread over heads. A drop is what is lost with one head; a gain counts as no drop.
+    """Distribution of drops over heads. A drop is how much worse the metric is without one head, or 0.
 
     With ``drop_h`` of head h and ``p_h = drop_h / Σ drop``:
 
@@ -86,7 +86,7 @@ class DepositReport:
 
 
 def deposit(drops: pd.DataFrame, *, better: Literal["higher", "lower"] = "higher") -> DepositReport:
-    """Is what heads are worth deposited in one of them?
+    """Summarise a table of ``head_drops`` or ``head_ablation``: largest drop, share, effective number of heads.
 
     [B] sees RoPE models put the whole task in one head of the first layer: without it accuracy falls by 60 points, and
     without any other by next to nothing.
@@ -131,7 +131,7 @@ def deposit(drops: pd.DataFrame, *, better: Literal["higher", "lower"] = "higher
 
 
 def deposit_spread(reports: Iterable[DepositReport]) -> pd.DataFrame:
-    """The same measures of several reports, of several seeds for instance.
+    """Compute mean and standard deviation of several ``DepositReport``, for instance of several seeds.
 
     Args:
         reports: one or more.
@@ -178,7 +178,7 @@ def head_drops(
     batch_size: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """The accuracy of a synthetic model without each of its heads: ``head_ablation`` with labels.
+    """Measure the accuracy of a synthetic model without each of its heads: ``head_ablation`` with labels.
 
     Args:
         model: trained; where it is.

@@ -22,7 +22,7 @@ _SPREAD = ["drop", "second", "share", "effective_heads", "layer"]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DepositStudy:
-    """What came of several trainings.
+    """Accuracies, drops and deposits of several training runs.
 
     Attributes:
         accuracy: one row per training, as ``accuracies`` makes it.
@@ -99,7 +99,7 @@ def deposit_study(
     progress: bool = True,
     **changed: Any,
 ) -> DepositStudy:
-    """Which encodings learn which task, and in which heads?
+    """Train position encodings on tasks and measure accuracy and deposit of each training run.
 
     Trains every encoding on every task from every seed, and measures the test accuracy without each head in turn
     (zeroed, as in [B]).

@@ -34,7 +34,7 @@ def positional_gradients(
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """The gradient that reaches the positional part of every head's scores, and what is left of it on average.
+    """Measure the gradient of the positional part of every head's scores, per batch and averaged over batches.
 
     With ``G[t, i, j]`` the gradient of the loss (the mean cross-entropy of a batch) for a head's score in text t, a
     batch gives every head a vector g:
@@ -163,7 +163,7 @@ def _check(model: SyntheticModel, part: str) -> None:
 
 
 def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.DataFrame:
-    """By how much the leading head of every layer is ahead, and how much further ahead it is than that of the next.
+    """Compute the margin of the largest positional gradient in each layer, and its ratio to that of the next layer.
 
     Theorem 6.1 of arXiv 2505.13027 has margins grow towards the first layer: ``margin_l ≥ margin_L · Π_k γ_k`` over
     the layers k from l to the last but one, with every ``γ_k > 1``.

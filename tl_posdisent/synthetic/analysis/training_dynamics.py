@@ -27,7 +27,7 @@ def dynamics(
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Disentanglement and positional gradients of every head at every checkpoint of a training.
+    """Measure disentanglement and positional gradients of every head at every checkpoint of a training run.
 
     All checkpoints see the same texts and the same batches; none of these is a sample of the training but by chance.
 

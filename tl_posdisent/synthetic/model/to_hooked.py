@@ -20,7 +20,7 @@ _KINDS = {"none": "standard", "sinusoidal": "standard", "learned": "standard", "
 
 
 def to_hooked_transformer(model: SyntheticModel) -> HookedTransformer:
-    """A HookedTransformer with the same weights and the same logits.
+    """Convert a synthetic model to a HookedTransformer with the same weights and logits.
 
     Causal models with a read-out of every token and no, sinusoidal, learned, rotary or ALiBi positions; no position
     at all becomes a table of zeros. Padding is a token like others there, so texts without it compute the same.

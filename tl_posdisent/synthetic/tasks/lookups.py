@@ -12,7 +12,7 @@ from .sampling import Samples, Task, texts, uniform, whole
 
 @dataclass(frozen=True)
 class IndexLookup(Task):
-    """Which token stands at the place that is asked for? A purely positional task.
+    """Task: the token at a queried position. Purely positional.
 
     A text of ``min_length`` to ``max_length`` symbols, then the question, a token that names a place: for
     ``count_from="start"`` the place of that number, for ``"end"`` the one so many steps before the last symbol. The
@@ -83,7 +83,7 @@ class IndexLookup(Task):
 
 @dataclass(frozen=True)
 class Retrieval(Task):
-    """Which value follows the key that is asked for? A symbolic task: only the order of neighbours matters.
+    """Task: the value that follows a queried key. Symbolic: only the order of neighbours matters.
 
     A text of ``n_pairs`` pairs, a key and then its value, among ``min_fill`` to ``max_fill`` fillers, then the
     question: one of the keys again. The label is its value. No key occurs in two pairs.

@@ -16,7 +16,7 @@ Samples = tuple[Int[Tensor, "sample pos"], Int[Tensor, " sample"]]
 
 @dataclass(frozen=True)
 class Split:
-    """Fixed samples to train on and to test with; no sample occurs twice, in either or across.
+    """Fixed training and test samples without duplicates.
 
     Attributes:
         train_tokens: ``[sample, pos]`` int64, padded behind with the task's ``pad_id``.

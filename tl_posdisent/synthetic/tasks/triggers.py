@@ -11,7 +11,7 @@ from .sampling import Samples, Task, texts, uniform, whole
 
 @dataclass(frozen=True)
 class TriggerDistance(Task):
-    """How far apart are the two triggers? Only positions tell.
+    """Task: the distance between two triggers. Only positions give the answer.
 
     A text is ``before`` fillers, a trigger, ``gap`` fillers, the trigger again, ``after`` fillers. The label is
     ``gap - min_gap``. The defaults are the paper's sizes (section 2.5 of the design: 1–70 tokens between the triggers,
@@ -85,7 +85,7 @@ class TriggerDistance(Task):
 
 @dataclass(frozen=True)
 class TriggerCount(Task):
-    """How many triggers are there? Positions do not matter.
+    """Task: the number of triggers. Positions do not matter.
 
     A text of ``min_length`` to ``max_length`` tokens has ``min_count`` to ``max_count`` triggers, of ``n_triggers``
     kinds, at random places. The label is their number minus ``min_count``. Defaults are the paper's sizes (section 2.5

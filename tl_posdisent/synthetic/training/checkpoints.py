@@ -22,7 +22,7 @@ WEIGHTS, FIRST, SECOND = "weights", "first_moment", "second_moment"
 
 
 def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
-    """Write the weights and the configuration.
+    """Save the weights and the configuration of a synthetic model to a file.
 
     The file appears whole or not at all: it is written beside its place and then moved.
 
@@ -54,7 +54,7 @@ def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str,
 
 
 def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> SyntheticModel:
-    """The model that ``save_checkpoint`` or ``train`` wrote, in evaluation mode.
+    """Load a synthetic model that ``save_checkpoint`` or ``train`` saved, in evaluation mode.
 
     Raises:
         ValueError: no such file; a file that is damaged, cut short, or no checkpoint; weights of another shape than

@@ -22,7 +22,7 @@ Key = tuple[str, str, int]
 
 @dataclass(frozen=True)
 class Preset:
-    """What is trained on what, and how.
+    """Tasks, models and training settings that belong together.
 
     Attributes:
         name: ``"small"`` or ``"paper"``, for one of the package's.
@@ -107,7 +107,7 @@ PAPER = Preset(
 
 
 def preset(name: Literal["small", "paper"]) -> Preset:
-    """The sizes of a laptop, or those of the paper.
+    """Return the ``small`` preset (a laptop) or the ``paper`` preset (the sizes of arXiv 2505.13027).
 
     ``"small"``: texts of at most 34 tokens from a vocabulary of 32, 16 distances, 0–16 triggers of 4 kinds; 3 layers,
     d_model 64, 4 heads; ten trainings take some minutes on two cores. ``"paper"``: sizes of [B] as section 2.5 of the

@@ -21,7 +21,7 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of a training: optimiser, schedule, samples, seeds. The defaults are those of arXiv 2505.13027.
+    """Settings of a training run: optimiser, schedule, samples, seeds. The defaults are those of arXiv 2505.13027.
 
     AdamW, whose learning rate grows linearly from nothing to ``lr`` over the first ``warmup`` of all steps and falls
     back to nothing along half a cosine. An epoch goes through the training samples in a new order and leaves out the
@@ -127,7 +127,7 @@ def number(name: str, value: float, good: bool, rule: str) -> None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TrainRun:
-    """A training, finished or stopped.
+    """A training run, finished or stopped.
 
     Attributes:
         model: as it is after the last step, in evaluation mode.

@@ -152,7 +152,7 @@ def evaluate(
     *,
     batch_size: int = 1024,
 ) -> tuple[float, float]:
-    """Mean cross-entropy and accuracy on labelled samples, without dropout.
+    """Compute mean cross-entropy and accuracy on labelled samples, without dropout.
 
     Hooks on the model act, so this is also the measure of an intervention: ``with model.hooks(fwd_hooks=…)`` around it.
 

@@ -26,7 +26,7 @@ _MOMENTS = ("first_moment", "second_moment")
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Ctrl-C during ``train``: ``run`` is the training as far as it came.
+    """Raised at Ctrl-C during ``train``; ``run`` is the training run up to that step.
 
     Example:
         >>> from tl_posdisent.synthetic import TrainingInterrupted
@@ -50,7 +50,7 @@ def train(
     on_step: Callable[[int, SyntheticModel], None] | None = None,
     progress: bool = True,
 ) -> TrainRun:
-    """Train a model on a task, in place.
+    """Train a synthetic model on a task, in place.
 
     Everything that is drawn (order of samples, dropout) follows from ``config.seed`` and the number of the step; the
     global random state is left alone. So a training that was stopped and taken up again ends, on a CPU with the same

@@ -18,7 +18,7 @@ _PUT_IN_COLOURS = {"fit": BLUE, "shuffled fit": ORANGE, "zero": GREY}
 
 
 def plot_shares(table: pd.DataFrame) -> go.Figure:
-    """Whose variance are the scores of each head? Seven shares, one on top of the other, 1 together.
+    """Plot the variance decomposition of each head's scores: seven stacked shares that add up to 1.
 
     Args:
         table: of ``controlled_distance``, or ``to_frame`` of ``VarianceShares``: one row per head with a column for
@@ -60,7 +60,7 @@ def plot_shares(table: pd.DataFrame) -> go.Figure:
 
 
 def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"]) -> go.Figure:
-    """How much worse is the model without each head? Is it one head, in an early layer, that holds it all?
+    """Plot how much worse the model is without each head, the heads with the largest drops first.
 
     In models with RoPE that are trained on a position-sensitive task, nearly all positional work is done by one head of
     the first layer, the *deposit* of arXiv 2505.13027.
@@ -107,7 +107,7 @@ def plot_substitution(
     *,
     scope: Literal["all", "layer"] = "all",
 ) -> go.Figure:
-    """What does the model lose when its scores are replaced by some of their parts?
+    """Plot the added loss if scores are replaced by some of their parts.
 
     Args:
         table: of ``additive_substitution``.

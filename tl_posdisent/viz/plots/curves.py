@@ -23,7 +23,7 @@ def plot_distance(
     wavelengths: Sequence[float] | None = None,
     value: str = "value",
 ) -> go.Figure:
-    """The distance profile of each head: what its scores owe to the distance between query and key.
+    """Plot the distance component of each head's scores.
 
     Args:
         profiles: an ``AdditiveFit``; or a table with ``distance`` and ``value``, and ``layer`` and ``head`` where
@@ -108,7 +108,7 @@ def _marks(wavelengths: list[float], distances: Any, values: Any) -> go.Scatter:
 
 
 def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss") -> go.Figure:
-    """What does disorder cost, by how much of the text is out of place? With bands of one standard error.
+    """Plot the cost of a perturbation against the fraction moved, with bands of one standard error.
 
     Args:
         table: of ``perturbation_curve``.
@@ -166,7 +166,7 @@ def plot_length(
     *,
     in_range: int | None = None,
 ) -> go.Figure:
-    """What becomes of the loss and of attention as a text goes on? One panel for each measure.
+    """Plot loss and attention measures by position in the text, one panel for each measure.
 
     Args:
         tables: of ``length_generalization`` with ``by="bucket"``, one, or several by name, such as

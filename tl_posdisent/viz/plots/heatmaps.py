@@ -23,7 +23,7 @@ def plot_heads(
     signed: bool | None = None,
     limits: tuple[float | int, float | int] | None = None,
 ) -> go.Figure:
-    """A number for each head of a model: layers on y, the first at the top, heads on x.
+    """Plot a number for each head of a model: layers on y, the first at the top, heads on x.
 
     Args:
         table: with the columns ``layer``, ``head`` and ``value``, one row per layer and head, or per text, layer and
@@ -69,7 +69,7 @@ def plot_subspaces(
     signed: bool | None = None,
     limits: tuple[float | int, float | int] | None = None,
 ) -> go.Figure:
-    """A number for each rotary subspace of each head: subspaces on y, in their order in the model, heads on x.
+    """Plot a number for each rotary subspace of each head: subspaces on y, in their order in the model, heads on x.
 
     Args:
         table: with the columns ``head``, ``subspace``, ``frequency`` and ``value``, of one layer or with a column

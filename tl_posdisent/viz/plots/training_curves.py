@@ -12,7 +12,7 @@ from .table_checks import check_table
 
 
 def plot_training(run: TrainRun | pd.DataFrame) -> go.Figure:
-    """Loss and accuracy over a training, on the samples trained on and on those for the test.
+    """Plot training and test loss and accuracy over training steps.
 
     Args:
         run: what ``train`` returned, or its ``metrics``.
@@ -55,7 +55,7 @@ def plot_training(run: TrainRun | pd.DataFrame) -> go.Figure:
 
 
 def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis") -> go.Figure:
-    """What becomes of every head, or of every layer, while a model learns.
+    """Plot a measure of every head, or of every layer, over training steps.
 
     Args:
         table: from ``dynamics``; from ``disentanglement`` or any other table by head, with a column ``step``, one

@@ -37,7 +37,7 @@ def show_change(
     raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
-    """Two patterns, or two score matrices, and their difference, side by side in one colour scale, head by head.
+    """Show two patterns, or two score matrices, and their difference, side by side in one colour scale, head by head.
 
     Args:
         before, after: ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``, from whatever runs.
@@ -106,7 +106,7 @@ def show_interventions(
     raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
-    """Where the heads of a layer look before and under an intervention, such as a dummy distance or swapped positions.
+    """Show the attention of a layer's heads without and with an intervention, such as a dummy distance.
 
     The model runs twice, without gradients. It is left as it was, and every hook is known to have fired.
 

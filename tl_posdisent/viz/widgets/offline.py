@@ -39,7 +39,7 @@ _STYLE = (
 
 
 class Widget(RenderedHTML):  # type: ignore[misc]
-    """A picture that a notebook shows, and that goes into a file: circuitsvis's ``RenderedHTML``, offline.
+    """A widget that a notebook displays and that can be saved: circuitsvis's ``RenderedHTML``, without a network.
 
     It is the last expression of a cell, or ``display(widget)``. ``str(widget)``, ``show_code()`` and ``_repr_html_()``
     are its HTML, with the library of circuitsvis inside (1.3 MB), or with a link to it where ``cdn=True`` was asked

@@ -37,7 +37,7 @@ def show_scores(
     raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
-    """One part of the scores, for all heads: small, and the one you point at or click in full.
+    """Show one part of the scores for all heads: small, and the selected head in full size.
 
     Blue is positive, red negative, white 0. All parts of the same heads have the same colour scale, so that two calls
     can be compared. Cells outside the fit's mask are 0, and grey where they lie after the query.
@@ -116,7 +116,7 @@ def show_parts(
     raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
-    """All parts of one head's scores side by side, in one colour scale: distance + query + key = fitted.
+    """Show all parts of one head's scores side by side, in one colour scale: distance + query + key = fitted.
 
     With ``scores`` these and the residual are shown too: fitted + residual = scores.
 
@@ -171,7 +171,7 @@ def show_patterns(
     raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
-    """The model's attention pattern beside that of the additive scores, head by head.
+    """Show the model's attention pattern beside that of the additive scores, head by head.
 
     The additive pattern is the softmax of ``fit.fitted()`` over the fit's mask: where the head would look if its scores
     were exactly a distance, a query and a key part. The query part has no effect on it.

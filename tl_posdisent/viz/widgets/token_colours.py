@@ -31,7 +31,7 @@ def show_key_importance(
     max_values: int = VALUES,
     cdn: bool = False,
 ) -> Widget:
-    """The text, its tokens coloured by the key part of their scores: to whom a head listens, wherever they stand.
+    """Show the text with tokens coloured by their key component: tokens with high scores for all queries.
 
     Blue keys get more attention than the head's average from every query, red ones less; in units of the scores, so
     that 0.69 more doubles a key's weight in the softmax. A list chooses the head; all have the same colour scale. Point
@@ -77,7 +77,7 @@ def show_query_bias(
     max_values: int = VALUES,
     cdn: bool = False,
 ) -> Widget:
-    """The text, its tokens coloured by the query part of their scores.
+    """Show the text with tokens coloured by their query component.
 
     All scores of a blue query are higher than the head's average, whatever the key; the softmax does not see that.
 
