@@ -41,9 +41,20 @@ def assert_same(found, expected, scale: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("options", MASKS, ids=str)
-@pytest.mark.parametrize("length", [2, 3, 255, 257, 700])
-def test_equals_dense_fit(length: int, options: dict) -> None:
-    q, k = vectors(length)
+def test_equals_dense_fit(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At lengths and windows on both sides of blocks, also with fewer queries than keys; blocks are 8 here."""
+    options = {name: max(1, x // 32) if name == "window" else x for name, x in options.items()}
+    monkeypatch.setattr(linear, "_BLOCK", 8)
+    for length, before in ((2, 0), (3, 0), (7, 0), (9, 0), (33, 0), (33, 1), (40, 9), (40, 24)):
+        q, k = vectors(length)
+        scores = dense(q[:, before:], k, 0.3)
+        found = fit_additive_qk(q[:, before:], k, scale=0.3, **options)
+        assert_same(found, fit_additive(scores, **options, check=False), scores.std())
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_equals_dense_fit_at_length(options: dict) -> None:
+    q, k = vectors(257, heads=2, kv=1, batch=())
     scores = dense(q, k, 0.3)
     assert_same(fit_additive_qk(q, k, scale=0.3, **options), fit_additive(scores, **options), scores.std())
 

@@ -118,7 +118,7 @@ def test_masked_cells_never_matter(drawn: Drawn, filler: float) -> None:
     torch.testing.assert_close(r[~r.isnan()], torch.ones_like(r[~r.isnan()]))
 
 
-@examples(40)
+@examples(20)
 @given(drawn_scores(), st.integers(0, 2**31))
 def test_matrices_do_not_know_of_each_other(drawn: Drawn, seed: int) -> None:
     """Heads and texts in another order, or one by one, give the same in that order."""
@@ -178,7 +178,7 @@ def bands(draw: Any) -> dict[str, Any]:
     return {"mask": draw(st.sampled_from(["causal", "full"])), "window": draw(st.none() | st.integers(1, 12))}
 
 
-@examples(60)
+@examples(40)
 @given(drawn_heads(), bands(), st.integers(0, 3), st.booleans(), st.floats(0.01, 3.0))
 def test_linear_time_is_the_same_fit(heads: Any, options: dict[str, Any], left: int, pool: bool, scale: float) -> None:
     """Queries of the last positions only, grouped heads, means far from 0."""

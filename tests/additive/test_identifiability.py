@@ -19,7 +19,7 @@ quick = settings(max_examples=40, derandomize=True, deadline=None)
 
 @every_case
 def test_parameters_are_the_rank_of_the_design(case: Case) -> None:
-    fit = fit_additive(case.scores(), **case.options)
+    fit = case.fitted[1]
     ranks = [Dense(mask[None]).rank() for mask in case.mask.reshape(-1, *case.shape[-2:])]
     expected = torch.tensor(ranks).reshape(case.mask.shape[:-2]).expand(case.shape[:-2])
     assert torch.equal(fit.n_parameters, expected)
@@ -28,22 +28,20 @@ def test_parameters_are_the_rank_of_the_design(case: Case) -> None:
 
 @every_case
 def test_components_have_mean_0_and_the_key_no_trend(case: Case) -> None:
-    fit = fit_additive(3 + case.scores(4) + 0.5 * distances(case), **case.options)
+    scores, fit = case.fitted
     position = torch.arange(case.shape[-1]).double().expand(case.shape)
     for name in ("distance", "query", "key"):
         for x in cells_of(fit.component(name), case):
             assert abs(x.mean().item()) < 1e-10
     for x, j in zip(cells_of(fit.component("key"), case), cells_of(position, case), strict=True):
         assert abs((x * (j - j.mean())).mean().item()) < 1e-10
-    for x, mean in zip(
-        cells_of(3 + case.scores(4) + 0.5 * distances(case), case), fit.intercept.flatten(), strict=True
-    ):
+    for x, mean in zip(cells_of(scores, case), fit.intercept.flatten(), strict=True):
         assert mean.item() == pytest.approx(x.mean().item(), abs=1e-11)
 
 
 @every_case
 def test_components_of_what_has_no_cells_are_0(case: Case) -> None:
-    fit = fit_additive(10 + case.scores(), **case.options)
+    fit = case.fitted[1]
     mask = case.mask.expand(case.shape)
     assert bool((fit.query[~mask.any(-1)] == 0).all())
     assert bool((fit.key[~mask.any(-2)] == 0).all())

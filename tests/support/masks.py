@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tl_posdisent import AdditiveFit, fit_additive
 
 from .dense import allowed
 
@@ -22,6 +25,12 @@ class Case:
     def scores(self, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(self.shape, generator=generator, dtype=torch.float64)
+
+    @functools.cached_property
+    def fitted(self) -> tuple[Tensor, AdditiveFit]:
+        """Scores with a mean and a trend, and their fit: made once, and looked at by many tests."""
+        scores = 5 + 3 * self.scores(1) + 0.5 * distances(self)
+        return scores, fit_additive(scores, **self.options, check=False)
 
 
 def named(n_query: int, n_key: int, batch: tuple[int, ...] = (2,), **options: Any) -> Case:
