@@ -46,9 +46,9 @@ def main(
 ) -> None:
     """Is this attention head looking at where, or at what?
 
-    Results go to stdout, progress and errors to stderr. Every table can be kept with --out.
+    Results go to stdout, progress and errors to stderr. --out saves the whole table.
 
-    Exit codes: 0 all went well, 2 wrong usage or input, 130 interrupted, 1 a defect.
+    Exit codes: 0 success, 2 wrong usage or input, 130 interrupted, 1 a defect.
 
     Examples:
       tl-posdisent fit --model demo --out table.csv

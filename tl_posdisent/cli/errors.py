@@ -1,4 +1,4 @@
-"""What went wrong, in one line on stderr, and the exit code that says whose fault it was."""
+"""Errors as one line on stderr, and exit codes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _OPTIONS |= {"path": "out", "name": "preset"}
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Everything that a command does before it shows its results.
+    """Run a command's work before it shows its results.
 
-    What loading and measuring print goes to stderr. What the user can put right ends in one line there and exit code 2,
-    Ctrl-C in 130. Anything else is a defect, and passes through with its traceback (exit code 1).
+    Output of loading and measuring goes to stderr. Errors of the user end in one line there and exit code 2, Ctrl-C in
+    130. Anything else is a defect, and passes through with its traceback (exit code 1).
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):

@@ -1,4 +1,4 @@
-"""The options that several commands share, each said once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ Model = Annotated[
     ),
 ]
 Backend = Annotated[
-    BackendName, typer.Option("--backend", help="HookedTransformer, TransformerBridge, or the first that is right.")
+    BackendName, typer.Option("--backend", help="HookedTransformer, TransformerBridge, or the first that is supported.")
 ]
 Text = Annotated[
     Path | None,
     typer.Option(
-        "--text", metavar="FILE|-", allow_dash=True, help="UTF-8 text, - for stdin; the demo model brings its own."
+        "--text", metavar="FILE|-", allow_dash=True, help="UTF-8 text, - for stdin; the demo model has its own."
     ),
 ]
 Device = Annotated[
@@ -48,11 +48,11 @@ Heads = Annotated[str | None, typer.Option("--heads", help="Heads of these layer
 Length = Annotated[
     int | None, typer.Option("--length", min=2, help="Tokens per text; default the context, 512 at most.")
 ]
-Texts = Annotated[int, typer.Option("--texts", min=1, help="Consecutive stretches of the text to read.")]
+Texts = Annotated[int, typer.Option("--texts", min=1, help="Number of consecutive parts of the text.")]
 Control = Annotated[
-    int, typer.Option("--control", min=0, help="Random initialisations to set beside it, from --seed on.")
+    int, typer.Option("--control", min=0, help="Number of random initialisations for the baseline, from --seed on.")
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Of whatever is random.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Random seed.")]
 Out = Annotated[
     Path | None,
     typer.Option("--out", help="Where the whole table goes: .csv, .parquet, .json or .html."),
@@ -103,7 +103,7 @@ def numbers(option: str, text: str) -> list[float]:
 
 
 def one_of(option: str, given: Sequence[str], known: Sequence[str]) -> list[str]:
-    """What was given to an option that may be repeated, each once.
+    """Validate the values of an option that may be repeated, and drop duplicates.
 
     Raises:
         ValueError: a word that is not known.

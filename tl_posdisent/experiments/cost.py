@@ -1,4 +1,4 @@
-"""What a measurement of a long text will take, before it is begun."""
+"""Estimates of the memory and time of a measurement before it runs."""
 
 from __future__ import annotations
 
@@ -101,16 +101,16 @@ class Estimate:
     """Memory, operations and time of a measurement, without the memory of other programs and other tensors.
 
     Attributes:
-        tool, length, batch, block: what was asked about.
+        tool, length, batch, block: the measurement.
         model_bytes: parameters and buffers.
         activation_bytes: the forward pass at its worst step, without what has the size of score matrices.
         score_bytes: score matrices, patterns and masks at that step.
-        tool_bytes: what the measurement needs besides.
+        tool_bytes: additional memory of the measurement.
         peak_bytes: all of these.
         flops: operations of matrix products, two for each multiply and add.
         seconds: roughly; NaN for a model on ``meta`` unless a rate was given.
-        available_bytes: free beside the model; None where it is not known, and then everything fits.
-        advice: what would fit, where this does not; else empty.
+        available_bytes: free memory in addition to the model; None if unknown, and then everything fits.
+        advice: arguments that would fit, if this does not; else empty.
 
     Example:
         >>> from tl_posdisent import estimate, load_demo_model
@@ -152,7 +152,7 @@ class Estimate:
         """Itself, if it fits.
 
         Raises:
-            MemoryError: it does not; says what is needed, what is there, and what would fit.
+            MemoryError: it does not fit; names the needed and the free memory, and arguments that would fit.
         """
         if not self.fits:
             assert self.available_bytes is not None
@@ -192,19 +192,19 @@ def estimate(
 ) -> Estimate:
     """Estimate memory, operations and approximate time of a measurement of a text.
 
-    Nothing is looked up. The model runs on a few texts of at most 48 tokens while its tensors are counted; as their
-    sizes are polynomials of the length, what it holds at each step of a long text is then known. A model on ``meta``
-    (shapes without numbers) can be asked about too. What matrix routines use internally is not counted.
+    The model runs on a few texts of at most 48 tokens while its tensors are counted; their sizes are polynomials of the
+    length, from which the memory at each step of a long text follows. Models on ``meta`` (shapes without numbers) work
+    as well. The internal memory of matrix routines is not counted.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
         length: tokens of a text, at least 2.
         batch: texts that run at once.
-        tool: ``"additivity"``, ``"controlled_distance"`` or ``"subspace_patterns"``; others that go through a text
+        tool: ``"additivity"``, ``"controlled_distance"`` or ``"subspace_patterns"``; other tools that run
             once, layer by layer, need about as much as the second.
         block: as in ``additivity``, which alone has it.
-        available: bytes that may be used beside the model; default what is free where the model is (RAM or the limit of
-            the process's control group; memory of the fullest GPU).
+        available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
+            or the limit of the process's control group; memory of the fullest GPU).
         flops_per_second: rate for ``seconds``, of this model on other hardware; default measured here with a matrix
             product, an exponential and a small sum.
 

@@ -1,4 +1,4 @@
-"""``tl-posdisent ablate``: heads taken away, one at a time."""
+"""``tl-posdisent ablate``: head ablation, one head at a time."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def ablate(
     metric: Annotated[Literal["loss", "accuracy"], typer.Option(help="Of the next token.")] = "loss",
     mode: Annotated[
         Literal["zero", "mean", "resample"],
-        typer.Option(help="What stands in for a head's output: nothing, its mean, or another text's (--texts 2 …)."),
+        typer.Option(help="Replacement of a head's output: zero, its mean, or another text's output (--texts 2 …)."),
     ] = "zero",
     seed: o.Seed = 0,
     progress: o.Progress = True,
 ) -> None:
-    """What does the model lose with each head, and is that deposited in one of them?
+    """Ablate each head and measure the change of loss or accuracy.
 
     Columns:
-      layer, head   which head was taken away
-      baseline      the metric with all heads: loss in nats, or the share of next tokens that are foreseen
+      layer, head   the ablated head
+      baseline      the metric with all heads: loss in nats, or the share of next tokens predicted correctly
       value         the metric without this head
       effect        value - baseline
 
@@ -74,5 +74,5 @@ def ablate(
 
 
 def next_token_accuracy(logits: Any, tokens: Any) -> Any:
-    """The share of each text's next tokens that are the likeliest one, ``[batch]``."""
+    """Compute the share of next tokens that the model predicts correctly, ``[batch]``."""
     return (logits[:, :-1].argmax(-1) == tokens[:, 1:].to(logits.device)).double().mean(1)

@@ -1,4 +1,4 @@
-"""``tl-posdisent controlled``: every query at every key and distance."""
+"""``tl-posdisent controlled``: variance decomposition of the scores at controlled distances."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def controlled(
     seed: o.Seed = 0,
     progress: o.Progress = True,
 ) -> None:
-    """What are scores made of, if every query meets every key at every distance? By layer and head.
+    """Decompose the variance of scores with every query at every key and distance, by layer and head.
 
-    The variance of the scores over all combinations, in closed form; rotary models only.
+    The variance over all combinations is computed in closed form; rotary models only.
 
     Columns:
       layer, head             which head
       mean, total             mean and variance of its scores
-      distance, query, key    shares of the variance that each has alone
-      distance:query …        shares that only a combination explains
+      distance, query, key    shares of the variance (main effects)
+      distance:query …        shares of the interactions
       r_three_axis            correlation of scores with distance + query + key
       r_two_axis              the same with (query, distance) + (query, key)
       weights                 trained, or random and the seed

@@ -1,4 +1,4 @@
-"""``tl-posdisent fit``: the scores as they are in a text."""
+"""``tl-posdisent fit``: the additive fit of the scores of a text."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def fit(
     seed: o.Seed = 0,
     progress: o.Progress = True,
 ) -> None:
-    """How additive are a model's attention scores? r per layer and head, against random initialisation.
+    """Fit attention scores by a distance, a query and a key part: r per layer and head, beside random weights.
 
-    Scores of a text are fitted by a part of the distance, a part of the query and a part of the key.
+    The scores are those of the text itself.
 
     Columns:
       batch, layer, head   which text and which head
-      r, r2, r2_adjusted   correlation of scores and fit, its square, the same less what chance gives
+      r, r2, r2_adjusted   correlation of scores and fit, its square, adjusted for the number of parameters
       share_distance …     share of the variance that one part explains alone
-      cells, parameters    how many scores were fitted, by how many numbers
+      cells, parameters    number of fitted scores and of free parameters
       weights              trained, or random and the seed
 
     Examples:

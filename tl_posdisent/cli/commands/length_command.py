@@ -1,4 +1,4 @@
-"""``tl-posdisent length``: texts longer than those of the training."""
+"""``tl-posdisent length``: texts beyond the training length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def length(
     ] = None,
     in_range: Annotated[
         int | None,
-        typer.Option(min=1, help="Where the training texts end; default the context, or the first bucket's end."),
+        typer.Option(min=1, help="The training length; default the context, or the first bucket's end."),
     ] = None,
     way: Annotated[
         list[str] | None,
@@ -51,17 +51,17 @@ def length(
     layers: o.Layers = None,
     progress: o.Progress = True,
 ) -> None:
-    """What becomes of loss and attention as a text grows beyond the training length, and what helps?
+    """Measure loss and attention by position in texts beyond the training length, with and without remedies.
 
-    The text is read as it is (plain), with a window and a ceiling on distances (lambda-mask), or at denser positions.
+    Ways: unmodified (plain), a window and a ceiling on distances (lambda-mask), divided positions (interpolation).
 
     Columns:
-      way, start, stop       how it was read, and the bucket of positions
+      way, start, stop       the remedy, and the bucket of positions
       loss                   cross entropy of the next token, in nats
       entropy                of the attention, in nats
-      largest_score          that a query gives to any key
-      share_key              of the variance of the scores, what the key alone explains
-      mahalanobis, cosine    of attention outputs, from and with those in range
+      largest_score          of each query, averaged
+      share_key              share of the variance of the scores that the key alone explains
+      mahalanobis, cosine    distance of attention outputs from those in range, and similarity to them
       outside                share of outputs further away than 99 % of those in range
 
     Examples:

@@ -27,22 +27,20 @@ _ENCODING = {architecture: name for name, group in _POSITIONS.items() for archit
 
 def models(
     search: Annotated[str | None, typer.Option(help="Only names and architectures that contain this.")] = None,
-    backend: Annotated[
-        Literal["any", "hooked", "bridge"], typer.Option(help="Only those that this class can carry.")
-    ] = "any",
+    backend: Annotated[Literal["any", "hooked", "bridge"], typer.Option(help="Only models of this class.")] = "any",
     untested: Annotated[
         bool, typer.Option("--untested", help="Also names that TransformerLens lists for its bridge without a test.")
     ] = False,
     out: o.Out = None,
 ) -> None:
-    """Which names can --model have? The demo model, and what the installed TransformerLens knows.
+    """List the names for --model: the demo model, and the models of the installed TransformerLens.
 
     Columns:
       name           for --model
-      hooked         yes, if there is a HookedTransformer of it
-      bridge         what TransformerLens says of its TransformerBridge: tested, untested, skipped, fails, in part
-      architecture   the class in transformers, where TransformerLens says it
-      positions      how it tells positions apart, where this package has tried such a model
+      hooked         yes, if HookedTransformer supports it
+      bridge         status of TransformerBridge as listed by TransformerLens: tested, untested, skipped, fails, in part
+      architecture   the class in transformers, if TransformerLens lists it
+      positions      position encoding, for architectures that this package was tested with
 
     Examples:
       tl-posdisent models --search pythia

@@ -1,4 +1,4 @@
-"""``tl-posdisent perturb``: words, positions or rotary phases at the wrong place."""
+"""``tl-posdisent perturb``: perturbed word order, positions and rotary phases."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def perturb(
         ),
     ] = None,
     fractions: Annotated[str, typer.Option(help="Of the words or tokens that can move.")] = "0,0.02,0.1,0.5",
-    window: Annotated[int, typer.Option(min=1, help="How far apart are those that change places, at most.")] = 1,
-    unit: Annotated[Literal["token", "word"], typer.Option(help="What changes places.")] = "token",
+    window: Annotated[int, typer.Option(min=1, help="Largest distance of an exchange.")] = 1,
+    unit: Annotated[Literal["token", "word"], typer.Option(help="Unit of an exchange.")] = "token",
     seeds: Annotated[int, typer.Option(min=1, help="Perturbations of each kind, from --seed on.")] = 5,
     seed: o.Seed = 0,
     progress: o.Progress = True,
 ) -> None:
-    """What does a model lose if a fraction of a text, or of its positions, is at the wrong place?
+    """Measure the added loss if a fraction of a text is perturbed.
 
-    The order of the text is changed, the index that RoPE is told, or RoPE's phases (feature), at the same places.
+    Kinds: the order of the text, the positions that RoPE receives (index), or RoPE's phases (feature).
 
     Columns:
-      kind, fraction          what was perturbed, and how much of it
-      moved, intact           shares of positions that are wrong, and that are right and followed by a right one
-      perplexity, accuracy    of the next token, everywhere
-      added_loss, kl          nats lost, and KL divergence from the untouched model, where positions are intact
+      kind, fraction          kind of the perturbation, and fraction of tokens or words exchanged
+      moved, intact           shares of positions that moved, and of those where neither token nor next token moved
+      perplexity, accuracy    of the next token, at all positions
+      added_loss, kl          added loss in nats, and KL divergence from the unmodified model, at intact positions
       …_se                    standard error over seeds
 
     Examples:

@@ -1,4 +1,4 @@
-"""``tl-posdisent report``: one page with everything."""
+"""``tl-posdisent report``: all measurements on one page."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def report(
     seed: o.Seed = 0,
     progress: o.Progress = True,
 ) -> None:
-    """Everything about a model and a text on one HTML page that needs no network. Its path goes to stdout.
+    """Write all measurements of a model and a text to one HTML page that needs no network, and print its path.
 
-    Each section of the page says what its figures mean, and the page says with which command it was made.
+    Each section explains its figures, and the page contains the command that made it.
 
     Examples:
       tl-posdisent report

@@ -1,4 +1,4 @@
-"""``tl-posdisent sweep``: one experiment over models, checkpoints and texts, that goes on where it was stopped."""
+"""``tl-posdisent sweep``: one experiment over models, checkpoints and texts, resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def sweep(
     ] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens per text.")] = 256,
     texts: o.Texts = 1,
-    split: Annotated[int, typer.Option(min=1, help="Jobs that these stretches are split into.")] = 1,
+    split: Annotated[int, typer.Option(min=1, help="Number of jobs that the parts of a text are split into.")] = 1,
     seeds: Annotated[str | None, typer.Option(help="Such as 0-4, for experiments that take seeds.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the sweep; what is done there already is not done again.")] = (
+    out: Annotated[Path, typer.Option(help="Folder of the sweep; finished jobs are not repeated.")] = (
         Path("out/sweep")
     ),
     table: Annotated[Path | None, typer.Option(help="The whole table: .csv, .parquet, .json or .html.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes on this machine; 0 is this one.")] = 0,
     dask: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Of a Dask scheduler, instead.")] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Do failed jobs again, too.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Repeat failed jobs.")] = False,
     backend: o.Backend = "auto",
     device: o.Device = None,
     dtype: o.Dtype = "float32",
     progress: o.Progress = True,
 ) -> None:
-    """How does a measure develop over a training, or differ between models? Stop it, and go on later.
+    """Run one experiment over models, checkpoints and texts; an interrupted sweep can be resumed.
 
     Columns:
       model, checkpoint, step, seed   what was measured, and at which step of its training

@@ -1,4 +1,4 @@
-"""``tl-posdisent synthetic``: small models, trained from nothing, and where their skill is deposited."""
+"""``tl-posdisent synthetic``: small models, trained from scratch, and the deposit of position in their heads."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def synthetic(
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each, from --seed on.")] = 1,
     seed: o.Seed = 0,
     rotary_heads: Annotated[
-        int | None, typer.Option(min=0, help="RoPE on the first so many heads of each layer; default all.")
+        int | None, typer.Option(min=0, help="Number of heads with RoPE in each layer (the first ones); default all.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for tables and trainings; what is there already is taken up.")] = (
+    out: Annotated[Path, typer.Option(help="Folder for tables and training runs; existing runs are resumed.")] = (
         Path("out/synthetic")
     ),
     device: Annotated[str, typer.Option(help="cpu, cuda, …")] = "cpu",
     progress: o.Progress = True,
 ) -> None:
-    """Train small models with several position encodings, and see which heads their skill is deposited in.
+    """Train small models with several position encodings, and measure how their accuracy depends on single heads.
 
     Columns:
-      task, encoding    what was learned, with what
-      chance, accuracy  of guessing, and of the trained model on test samples
+      task, encoding    task and position encoding
+      chance, accuracy  accuracy of guessing, and of the trained model on test samples
       largest drop      of accuracy without one head; second: without the next one
       share             of the largest drop in all drops
-      effective heads   exp of the entropy of the drops: 1, if one head has it all
+      effective heads   exp of the entropy of the drops: 1 if one head has the whole drop
       layer             of the largest drop, seed by seed
 
     Examples:

@@ -1,4 +1,4 @@
-"""Scores taken apart by what they are made of: what queries and keys know of their place, and what of their token."""
+"""Decomposition of scores into terms of the content and the positional part of the residual stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ContentPosition:
         layer: its number.
         query, key: ``[source, batch, pos, head, d_head]``, the parts of queries and of keys in the order of
             ``SOURCES`` (content, position, bias), scale and rotation included; one key head per query head.
-        attention_bias: ``[head, query, key]``, what is added to the products; 0 where nothing is, and outside the mask.
+        attention_bias: ``[head, query, key]``, added to the products (ALiBi, T5); 0 without one, and outside the mask.
         position: ``[pos, d_model]``, the positional part of the residual stream that queries read.
         mask: ``[query, key]``, where a query sees a key.
 
@@ -119,20 +119,20 @@ def content_position_terms(
 ) -> ContentPosition:
     """Split a layer's scores into terms of the positional and content parts of the residual stream (arXiv 2505.13027).
 
-    The positional part of the stream is its mean over the texts at each position less the mean of all; content is what
-    is left. With M the map from stream to query at the norm's actual scale s (see ``reading.py``), a query is
-    ``s·M content + s·M position + bias``, a key likewise, and a score the sum of nine products and of what the layer
-    adds (ALiBi, T5). Rotary layers too: their rotation acts on each part. The map is measured, and whether the parts
-    add up to the model's own scores is checked.
+    The positional part of the stream is its mean over the texts at each position minus the overall mean; the content
+    part is the remainder. With M the map from stream to query at the norm's actual scale s (see ``reading.py``), a
+    query is ``s·M content + s·M position + bias``, a key likewise, and a score is the sum of nine products and of the
+    terms that the layer adds (ALiBi, T5). In rotary layers the rotation acts on each part. The map is measured, and the
+    sum of the parts is checked against the model's own scores.
 
-    With T texts a T-th of the content's variance at each position is taken for position: use many, and different ones.
+    With T texts, 1/T of the content's variance at each position is counted as position: use many different texts.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, with a norm before its attention.
         tokens: ids ``[batch, pos]`` of at least two different texts without padding, or texts of equal length.
         layer: 0 … n_layers - 1.
-        grand_mean: where the mean of the whole stream goes, which is neither: ``"content"`` as in the paper, or
-            ``"bias"``, so that a term with ``content`` has nothing that is the same for all tokens.
+        grand_mean: which part contains the mean of the whole stream: ``"content"`` as in the paper, or ``"bias"``, so
+            that a term with ``content`` contains nothing that all tokens share.
 
     Returns:
         ``ContentPosition``: ``term(name)``, ``scores()``, and ``to_frame()`` with shares and Toeplitz shares.

@@ -1,4 +1,4 @@
-"""The directions of the residual stream in which positions stand, layer by layer."""
+"""The positional subspace of the residual stream, layer by layer."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class PositionalSubspace:
         variances: ``[min(pos, d_model)]``, variance of the positional part along all of its principal directions,
             descending; the first ``rank`` belong to the basis.
         share: the positional part's share of the variance of the residual stream.
-        noise: the share that it would have on average in texts of this number in which positions mean nothing: the
-            part of ``share`` that may be content which did not average out.
+        noise: the share expected for this number of texts if vectors did not depend on position: the part of ``share``
+            that may be content that did not average out.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, positional_subspace
@@ -79,7 +79,7 @@ def positional_subspace(
         model: HookedTransformer, TransformerBridge or alike.
         tokens: ids ``[batch, pos]`` of at least two texts without padding.
         layer: 0 … n_layers - 1.
-        rank: number of directions; None for as many as it takes to have the share ``explained``.
+        rank: number of directions; None for the smallest number that explains the share ``explained``.
         explained: of the positional part's variance, above 0 and up to 1; used without ``rank``.
         burn_in: positions to leave out at the beginning (the first token's vector is often unlike all others).
 

@@ -1,4 +1,4 @@
-"""Rotary scores as a Hadamard product: what queries and keys say, times a Toeplitz kernel, in every subspace."""
+"""Rotary scores as a Hadamard product: in each subspace, a Gram matrix of queries and keys times a Toeplitz kernel."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tl_posdisent.utils.tables import index_columns
 class RopeHadamard:
     """The scores of a rotary layer, ``Σ_c Re(gram_c ∘ kernel_c) + rest``, with ∘ the product cell by cell.
 
-    ``gram_c[i, j] = scale · q_ic · conj(k_jc)`` knows no position, and ``kernel_c[i, j] = exp(i θ_c (i - j))`` knows
-    nothing else; with ``gram = a + ib``, the real part is ``a ∘ cos(θ_c (i - j)) - b ∘ sin(θ_c (i - j))``. All tensors
-    are float64 or complex128.
+    ``gram_c[i, j] = scale · q_ic · conj(k_jc)`` does not depend on positions, ``kernel_c[i, j] = exp(i θ_c (i - j))``
+    depends only on them; with ``gram = a + ib``, the real part is ``a ∘ cos(θ_c (i - j)) - b ∘ sin(θ_c (i - j))``. All
+    tensors are float64 or complex128.
 
     Attributes:
         layer: its number.
@@ -131,7 +131,7 @@ class RopeHadamard:
 def rope_hadamard(model: Any, tokens: Int[Tensor, "batch pos"] | str, layer: int) -> RopeHadamard:
     """Write a rotary layer's scores as content Gram matrices times Toeplitz kernels (arXiv 2505.13027).
 
-    The scores that this is about are compared with the model's own on the way (see ``capture``).
+    The scores are compared with the model's own (see ``capture``).
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, with rotary embeddings in this layer.

@@ -1,1 +1,1 @@
-"""Perturbed order and positions, and longer texts."""
+"""Robustness to perturbed order and positions, and length generalization."""

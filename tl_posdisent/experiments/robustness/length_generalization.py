@@ -1,4 +1,4 @@
-"""What happens to a model's attention, and to its loss, as texts grow beyond those of the training."""
+"""Loss and attention in texts beyond the training length."""
 
 from __future__ import annotations
 
@@ -190,21 +190,21 @@ def length_generalization(
 ) -> pd.DataFrame:
     """Measure loss, attention and attention outputs by position, in texts that may be longer than the model's context.
 
-    Attention that has never seen a distance can fail in several ways: scores may explode, attention may spread over
-    ever more keys, and what heads take along (``z``) may be nothing that later layers know. Each has a column, beside
-    the loss that they shall explain. The text is one pass; tables of positions are continued where the model has them
+    Attention at untrained distances can fail in several ways: scores may become very large, attention may spread over
+    more and more keys, and the outputs of heads (``z``) may leave the distribution that later layers were trained on.
+    Each has a column, beside the loss. Each text is one pass; position tables are extended where the model has them
     (``longer_context``).
 
     **The drift of z.** The reference of each head is its z at positions ``lengths[0] … in_range - 1`` of the same
-    texts, read in a pass of their own that ends there, without ``hooks``: what the layers behind were trained on. Its
-    covariance is shrunk (Ledoit and Wolf). A position of the reference is compared with all others but itself, so that
-    positions in and out of range are judged alike.
+    texts, read in a separate pass that ends there, without ``hooks``. Its covariance is shrunk (Ledoit and Wolf). A
+    position of the reference is compared with the reference without that position, so that positions in and out of
+    range are treated alike.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
-        lengths: edges of the buckets, ascending: bucket n holds the queries ``lengths[n] … lengths[n + 1] - 1``. What
-            lies before the first and after the last is not counted.
+        lengths: edges of the buckets, ascending: bucket n holds the queries ``lengths[n] … lengths[n + 1] - 1``.
+            Positions before the first edge and after the last are not counted.
         hooks: an intervention, such as ``lambda_mask`` or ``position_interpolation``. Default none.
         in_range: where the reference ends, usually the length of the training texts; default ``lengths[1]``.
         by: one row per bucket (mean over layers and heads), per bucket and layer, or per bucket, layer and head.

@@ -1,4 +1,4 @@
-"""Multiple choice: which continuation does the model find likeliest, and is it the right one?"""
+"""Multiple-choice questions, scored by the log-likelihood of each choice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MultipleChoice:
         answer: which choice is right, from 0.
 
     Raises:
-        ValueError: fewer than two choices; an answer that is none of them; neither text nor ids, or empty ones.
+        ValueError: fewer than two choices; an answer out of range; neither text nor ids, or empty ones.
 
     Example:
         >>> from tl_posdisent import load_demo_model
@@ -61,8 +61,8 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
     Args:
         model: a causal HookedTransformer, TransformerBridge or alike.
         question: context and choices.
-        perturb: what ``perturbation_curve`` hands to its ``downstream``: the context is then perturbed, and the choice
-            stays as it is, right behind it.
+        perturb: what ``perturbation_curve`` passes to its ``downstream``: it perturbs the context; the choice follows
+            unperturbed.
 
     Returns:
         Nats per token, one number for each choice; the likeliest is the model's answer.
@@ -88,7 +88,7 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
 
 
 def share_right(model: Any, questions: Sequence[MultipleChoice], perturb: Perturb | None) -> float:
-    """The share of questions in which the right choice is the likeliest; of equals, the first counts."""
+    """Compute the share of questions in which the correct choice has the highest score; ties go to the first."""
     right = [int(choice_scores(model, q, perturb=perturb).argmax()) == q.answer for q in questions]
     return sum(right) / len(right)
 

@@ -1,8 +1,8 @@
-"""The wrong place, in three ways that can be set side by side: told by the text, by RoPE, or by RoPE's features.
+"""Perturbations of the order of a text, of the positions that RoPE receives, or of RoPE's phases, from the same pairs.
 
-One drawing of places serves all three. Pairs of units (words or tokens) change places; then either the text is put in
-that order, or the text stays and RoPE is told those positions, or each subspace of RoPE is told displacements of the
-same sizes that agree on no position.
+Pairs of units (words or tokens) are exchanged. Then either the text has the new order, or RoPE receives the new
+positions for the unchanged text, or each subspace of RoPE receives the same displacements in another order, so that
+subspaces disagree about the position.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Perturbed:
     """A perturbed text and the hooks to run it with.
 
     Attributes:
-        tokens: ``[batch, pos]``, in another order if that is what was perturbed, else as they were.
-        hooks: for ``model.hooks(fwd_hooks=...)`` or ``applied``; none if only the order is another.
-        moved: ``[batch, pos]``, True at the positions that are wrong: where another token stands than before, or
-            whose token is told another position (the same positions in all three kinds).
+        tokens: ``[batch, pos]``, in the new order if the order is perturbed, else unchanged.
+        hooks: for ``model.hooks(fwd_hooks=...)`` or ``applied``; empty if only the order is perturbed.
+        moved: ``[batch, pos]``, True at the positions that moved: they have another token, or their token receives
+            another position (the same positions in all three kinds).
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, perturb
@@ -53,8 +53,8 @@ class Perturbed:
 
     @property
     def intact(self) -> Bool[Tensor, "batch _"]:
-        """``[batch, pos - 1]``, True where a position and the next are right: there the same token is to be foreseen
-        as before, after the same token, in all three kinds alike; only what went before is perturbed."""
+        """``[batch, pos - 1]``, True where neither a position nor the next moved: there all three kinds have the same
+        token and the same next token, and only the context before is perturbed."""
         return ~(self.moved[:, :-1] | self.moved[:, 1:])
 
 
@@ -76,17 +76,16 @@ def perturb(
 ) -> Perturbed:
     """Perturb the order, the positions or the rotary phases of a fraction of a text (arXiv 2503.13305).
 
-    Of the n units that can move, ``round(fraction · n / 2)`` disjoint pairs change places, at most n // 2. The first
-    position never moves (attention sinks are another subject), nor do special tokens of the model's tokenizer, nor the
-    word behind one. Then
+    Of the n units that can move, ``round(fraction · n / 2)`` disjoint pairs are exchanged, at most n // 2. The first
+    position never moves (it is often an attention sink), nor do special tokens of the model's tokenizer, nor the
+    word after one. Then
 
-    * ``"order"``: the tokens are put in the new order;
-    * ``"index"``: tokens and mask stay, and RoPE sees each token at the place where ``"order"`` puts it. Each position
-      then holds the same token and position as there; what a causal mask hides is all that differs (see
-      ``perturbation_curve``);
-    * ``"feature"``: tokens and mask stay, and in each of RoPE's subspaces the displacements of ``"index"`` are dealt
-      out anew among the positions that moved. So each frequency sees the same phase errors at the same positions as
-      with ``"index"``, but those of one token do not belong together.
+    * ``"order"``: the tokens have the new order;
+    * ``"index"``: tokens and mask are unchanged, and RoPE receives for each token its position under ``"order"``. Each
+      token then has the same position as there; only the causal mask differs (see ``perturbation_curve``);
+    * ``"feature"``: tokens and mask are unchanged, and in each of RoPE's subspaces the displacements of ``"index"`` are
+      permuted among the positions that moved. Each frequency has the same phase errors at the same positions as
+      with ``"index"``, but the subspaces of a token have different displacements.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike; with rotary embeddings unless ``kind`` is ``"order"``.
@@ -161,13 +160,13 @@ def perturber(
 
 
 def _told(specs: Sequence[AttentionSpec], shifts: Tensor, generator: torch.Generator) -> list[Hook]:
-    """RoPE sees each token at another position."""
+    """Hooks that give RoPE other positions."""
     edit = positions_edit("perturb", shifts + torch.arange(shifts.shape[1]))
     return hooks_for([(spec, range(spec.n_heads)) for spec in specs], edit)
 
 
 def _dealt_out(specs: Sequence[AttentionSpec], shifts: Tensor, generator: torch.Generator) -> list[Hook]:
-    """Each subspace sees the displacements in another order; all layers see the same."""
+    """Permute the displacements in each subspace, in the same way in all layers."""
     subspaces = max(len(spec.require_rotary("perturb").frequencies) for spec in specs)
     dealt = torch.zeros(*shifts.shape, subspaces, dtype=torch.float64)
     for row, shift in zip(dealt, shifts, strict=True):
@@ -188,7 +187,7 @@ def _dealt_out(specs: Sequence[AttentionSpec], shifts: Tensor, generator: torch.
 def _reordered(
     units: Sequence[range], length: int, fraction: float | int, window: int, generator: torch.Generator
 ) -> Int[Tensor, " pos"]:
-    """Which old position stands at each new one: pairs of units change places, what lies between stays between."""
+    """Compute the old position of each new one: pairs of units are exchanged, units between them keep their order."""
     order = _exchanged(len(units), fraction, window, generator)
     old, at, pieces = torch.arange(length), 0, []
     for slot, n in zip(units, order, strict=True):
@@ -276,6 +275,6 @@ def _check_options(kinds: Sequence[Kind], window: int, unit: Unit | None, jitter
 
 
 def check_fraction(name: str, value: Any) -> None:
-    """Refuse what is no share."""
+    """Raise unless ``value`` is a number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}")

@@ -1,4 +1,4 @@
-"""What does it cost a model if words, or positions, or positional features, are at the wrong place?"""
+"""The added loss of perturbed word order, positions and rotary phases."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ def perturbation_curve(
 ) -> pd.DataFrame:
     """Measure the added loss if a fraction of a text is perturbed in order, positions or rotary phases.
 
-    What is done is that of ``perturb``, with the same pairs in all kinds: the ``order`` of the text, the position
-    ``index`` that RoPE is told, or RoPE's phases (``feature``) as far off as with ``index``, but in disagreement.
+    The perturbations are those of ``perturb``, with the same pairs in all kinds: the ``order`` of the text, the
+    position ``index`` that RoPE receives, or RoPE's phases (``feature``) with the same displacements as ``index`` in
+    another order.
 
-    Two things make a scrambled text harder: its context is in disorder, and the next token may be one that does not
-    follow. ``perplexity`` and ``accuracy`` take in both; they are of all positions, so ``order`` is asked for the next
-    token of the scrambled text, the other kinds for that of the text. ``added_loss`` and ``kl`` tell the first from the
-    second: they are taken where position and next position are *intact* (``Perturbed.intact``), where every kind and
-    the untouched model have the same token and the same token to foresee. Only these compare kinds fairly. In a model
-    of one layer ``order`` and ``index`` are there the same computation, as far as pairs do not reach across.
+    A perturbed text is harder to predict for two reasons: its context is perturbed, and the next token may have moved.
+    ``perplexity`` and ``accuracy`` include both; they are over all positions, with the next token of the perturbed text
+    as target for ``order`` and that of the text for the other kinds. ``added_loss`` and ``kl`` measure the first alone:
+    they are over positions where neither token nor next token moved (``Perturbed.intact``), where every kind and the
+    unmodified model have the same token and the same target. Compare kinds by these only. In a model of one layer
+    ``order`` and ``index`` are the same computation at such positions, unless a pair lies on both sides of one.
 
     Args:
         model: a causal HookedTransformer, TransformerBridge or alike; with rotary embeddings, unless ``kinds`` is
