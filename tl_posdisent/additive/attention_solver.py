@@ -21,6 +21,7 @@ from .attention_sums import AttentionSums, Layout, Stacked
 _AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
 _LONGEST = 8.0  # nats that a step may change a coefficient by
 _MAX_STEPS, _MAX_PRODUCTS = 60, 400
+_LEAST = 1e-3  # of its marginal, that a diagonal entry is taken to be
 _NEGLIGIBLE = 1e-12  # of the largest eigenvalue of the features' second moments
 
 Keys = Literal["free", "none", "features"]
@@ -78,14 +79,15 @@ class Design:
             parts.append(by_key.flatten(1))
         return torch.cat(parts, -1) if parts else stacked.new_zeros(len(stacked), 0)
 
-    def preconditioner(self, marginals: Stacked) -> Callable[[Coefficients], Coefficients]:
-        """Division by the marginals; of features, by their second moments, weighted with the marginals."""
-        weights = self.reduce(marginals)
+    def preconditioner(self, sums: AttentionSums) -> Callable[[Coefficients], Coefficients]:
+        """Division by the Hessian's diagonal; of features, by their second moments, weighted with it."""
+        diagonal = sums.diagonal.maximum(_LEAST * sums.marginals)
+        weights = self.reduce(diagonal)
         inverse = torch.where(weights > 0, 1 / weights, 0.0)
         if self.features is None:
             return lambda x: x * inverse
         n, n_band = self.n_profile, self.layout.n_band
-        by_key = self.layout.split(marginals)[1]
+        by_key = self.layout.split(diagonal)[1]
         moments = torch.einsum("stkf,stbk,stkg->sbfg", self.features, by_key, self.features)
         values, vectors = torch.linalg.eigh(moments)
         kept = values > _NEGLIGIBLE * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
@@ -143,11 +145,11 @@ def solve_attention(design: Design, marginals: Stacked) -> Solution:
                 f"the additive model of attention has not converged after {steps} steps: a marginal is off by "
                 f"{float(gradient.abs().max()):.1e}; a larger pseudo_count makes the problem better posed"
             )
-        precondition = design.preconditioner(sums.marginals)
+        precondition = design.preconditioner(sums)
         size = ((gradient * precondition(gradient)).sum(-1, keepdim=True) / n_rows).sqrt()
         tolerance = size.clamp(1e-6, 0.1)
         gradient = torch.where(worst > 1, gradient, 0.0)  # a solved system stands still while others go on
-        step, n = _conjugate_gradients(design, sums, precondition, -gradient, tolerance)
+        step, n = _conjugate_gradients(design, sums, precondition, -gradient, tolerance, allowed)
         products += n
         x = _line_search(design, marginals, x, value, gradient, step)
         steps += 1
@@ -210,24 +212,31 @@ def _conjugate_gradients(
     precondition: Callable[[Coefficients], Coefficients],
     target: Coefficients,
     tolerance: Float64[Tensor, "system 1"],
+    allowed: Coefficients,
 ) -> tuple[Coefficients, int]:
-    """Solve until every system's residual is below its tolerance, relative to the target; and how many products."""
+    """Solve until each system's residual is below its tolerance, relative to the target, or allowed for a gradient.
+
+    Returns:
+        The solution, and the number of products.
+    """
     solution, residual = torch.zeros_like(target), target.clone()
     direction = precondition(residual)
     rho = (residual * direction).sum(-1, keepdim=True)
-    aim = rho * tolerance**2
+    aim, least = rho * tolerance**2, rho
+    active = rho > 0
     n = 0
-    while n < _MAX_PRODUCTS:
+    while n < _MAX_PRODUCTS and bool(active.any()):
         n += 1
         image = design.reduce(sums.product(design.expand(direction)))
         curvature = (direction * image).sum(-1, keepdim=True)
-        alpha = torch.where((rho > aim) & (curvature > 0), rho / curvature, 0.0)
+        alpha = torch.where(active & (curvature > 0), rho / curvature, 0.0)
         solution.addcmul_(alpha, direction)
         residual.addcmul_(alpha, image, value=-1)
         z = precondition(residual)
         new = (residual * z).sum(-1, keepdim=True)
-        if bool((new <= aim).all()):
-            break
-        direction = torch.addcmul(z, torch.where(rho > 0, new / rho, 0.0), direction)
+        least = least.minimum(new)
+        enough = (residual.abs() <= allowed / 4).all(-1, keepdim=True)  # less would be rounding
+        active &= (curvature > 0) & (new > aim) & ~enough & (new <= 1e6 * least)
+        direction = torch.addcmul(z, torch.where(active, new / rho, 0.0), direction)
         rho = new
     return solution, n

@@ -210,25 +210,29 @@ class AttentionSums:
     Attributes:
         log_z: logarithm of the normaliser of each query; 0 for a query without cells.
         marginals: total attention of each distance, and of each key in each band, stacked.
+        diagonal: of the Hessian of ``Σ log Z``, sums of ``p (1 - p)``; by transforms to about 1e-5 of the marginals.
     """
 
     log_z: Float64[Tensor, "system text query"]
     marginals: Stacked
+    diagonal: Stacked
 
     def __init__(self, layout: Layout, stacked: Stacked, *, direct: bool = False) -> None:
         """Evaluate at these coefficients; ``direct`` forms every cell."""
         self._layout, self._transforms = layout, None
         tiles = [slice(t, min(t + _TILE, layout.n_query)) for t in range(0, layout.n_query, _TILE)]
         self.log_z = stacked.new_zeros(*stacked.shape[:-1], layout.n_query)
-        self.marginals = torch.zeros_like(stacked)
+        self.marginals, self.diagonal = torch.zeros_like(stacked), torch.zeros_like(stacked)
         if layout.mask is None and not direct:
             self._transforms = _Transforms(layout, stacked, tiles)
             self.log_z, tiles = self._transforms.log_z, self._transforms.unsafe
-            self.marginals = self._transforms.marginals.clone()
+            self.marginals, self.diagonal = self._transforms.marginals.clone(), self._transforms.diagonal()
         self._tiles = _Tiles(layout, stacked, tiles, self.log_z)
         for rows, columns, pattern in self._tiles.blocks():
             layout.add_sums(self.marginals, pattern, rows, columns)
+            layout.add_sums(self.diagonal, pattern * (1 - pattern), rows, columns)
         self.marginals *= layout.used  # where there are no cells, transforms leave rounding errors
+        self.diagonal *= layout.used
 
     @property
     def n_direct(self) -> int:
@@ -327,6 +331,15 @@ class _Transforms:
     def _at_queries(self, spectrum: Tensor) -> Tensor:
         x = self._inverse_transform(spectrum.sum(-2), self._first + self._layout.n_query)[..., max(self._first, 0) :]
         return torch.nn.functional.pad(x, (max(-self._first, 0), 0))  # queries before the grid have no cells
+
+    def diagonal(self) -> Stacked:
+        """These queries' part of ``AttentionSums.diagonal``: a distance meets a query in one cell, and so does a key."""
+        squares = self._spectrum_of_queries(self._inverse.square())
+        distance, key = self._distance.square(), self._key.square()
+        to_distance, to_key = squares * self._spectrum(key).conj(), squares * self._spectrum(distance).conj()
+        of_distance = (distance * self._inverse_transform(to_distance, self._layout.n_distance)).sum(-2)
+        of_key = key * self._inverse_transform(to_key, self._layout.n_key)
+        return self.marginals - torch.cat([of_distance, of_key.flatten(-2)], -1)
 
     def product(self, x: Stacked) -> Stacked:
         """These queries' part of ``AttentionSums.product``."""
