@@ -14,13 +14,14 @@ from torch import Tensor
 from tl_posdisent.utils.validation import check_flag, check_number, is_integer
 
 from .attention_result import AttentionFit
-from .attention_solver import Design, Keys, solve_attention
+from .attention_solver import AIM, Design, Keys, solve_attention
 from .attention_sums import AttentionSums, Layout, Stacked, by_system, to_batch
 from .cells import Cells, MaskKind, make_cells
 from .score_checks import check_scores, is_pattern, refuse_masking_values, refuse_non_finite
 
 _BLOCK = 2**20  # cells that are read at a time
 _AT_ONCE = 2**14  # keys of all texts of the systems that are solved together
+_AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``solve_attention``
 _HUGE = 1e30  # no score comes near
 
 Block = tuple[slice, slice, Float64[Tensor, "system text row column"]]
@@ -270,7 +271,7 @@ def _fit(
     plain = replace(data, layout=data.layout.without_bands(), own=own, marginals=marginals)
 
     def alone(keys: Keys, *, distance: bool) -> Tensor:
-        _, x, z = _solve(plain, keys, features, distance=distance)
+        _, x, z = _solve(plain, keys, features, distance=distance, aim=_AIM_ALONE)
         return data.explained((z - data.entropy).sum((-2, -1)) - (x * own).sum((-2, -1)))
 
     by_distance, by_key = _fix_gauge(data.layout, stacked, free=features is None)
@@ -310,7 +311,7 @@ def _refuse_empty(data: _Data, *, free: bool) -> None:
 
 
 def _solve(
-    data: _Data, keys: Keys, features: Tensor | None, *, distance: bool = True
+    data: _Data, keys: Keys, features: Tensor | None, *, distance: bool = True, aim: float = AIM
 ) -> tuple[Tensor, Stacked, Tensor]:
     """Coefficients beyond the distances, stacked ones, and normalisers; some systems at a time."""
     layout, (n_system, n_text) = data.layout, data.marginals.shape[:2]
@@ -320,7 +321,7 @@ def _solve(
         some = slice(first, first + at_once)
         chosen = features[some] if features is not None and keys == "features" else None
         design = Design(layout.select(some), n_text, distance=distance, keys=keys, features=chosen)
-        solution = solve_attention(design, data.marginals[some])
+        solution = solve_attention(design, data.marginals[some], aim)
         parts.append((solution.coefficients[:, design.n_profile :], solution.stacked, solution.sums.log_z))
     extra, stacked, log_z = (torch.cat(x) for x in zip(*parts, strict=True))
     return extra, stacked, log_z

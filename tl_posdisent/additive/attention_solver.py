@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .attention_sums import AttentionSums, Layout, Stacked
 
-_AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
+AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
 _LONGEST = 8.0  # nats that a step may change a coefficient by
 _MAX_STEPS, _MAX_PRODUCTS = 60, 400
 _LEAST = 1e-3  # of its marginal, that a diagonal entry is taken to be
@@ -54,6 +54,10 @@ class Design:
         """Groups of coefficients of which each cell has one at most."""
         keys = [slice(self.n_profile, None)] if self.keys == "free" else []
         return [slice(0, self.n_profile), *keys] if self.distance else keys
+
+    def sums(self, stacked: Stacked) -> AttentionSums:
+        """Normalisers and marginals at these coefficients of the cells."""
+        return AttentionSums(self.layout, stacked, keys_alone=not self.distance)
 
     def expand(self, x: Coefficients) -> Stacked:
         """The coefficients of the cells."""
@@ -118,19 +122,20 @@ class Solution:
     products: int
 
 
-def solve_attention(design: Design, marginals: Stacked) -> Solution:
+def solve_attention(design: Design, marginals: Stacked, aim: float = AIM) -> Solution:
     """Coefficients at which the marginals of the model are the given ones, as far as the design can tell them apart.
 
     Args:
         design: what the coefficients are.
         marginals: of the data, stacked; inside the polytope of possible ones, or there is no solution.
+        aim: how near to come to each marginal. The objective then errs by about its square.
 
     Raises:
         RuntimeError: not converged; says how far it came.
     """
     x = _begin(design, marginals)
     target = design.reduce(marginals)
-    allowed = _AIM * design.reduce(marginals, size=True).clamp_min(1)
+    allowed = aim * design.reduce(marginals, size=True).clamp_min(1)
     n_rows = design.layout.queries.expand(len(x), design.n_text, -1).sum((-2, -1))[:, None]
     steps = products = 0
     while True:
@@ -158,7 +163,7 @@ def solve_attention(design: Design, marginals: Stacked) -> Solution:
 def _begin(design: Design, marginals: Stacked) -> Coefficients:
     """Logarithms of the marginals, relative to those of uniform attention; features begin at 0."""
     target = design.reduce(marginals)
-    uniform = design.reduce(AttentionSums(design.layout, torch.zeros_like(marginals)).marginals)
+    uniform = design.reduce(design.sums(torch.zeros_like(marginals)).marginals)
     start = torch.where(target > 0, (target / uniform).log(), 0.0)
     if design.features is not None:
         start[:, design.n_profile :] = 0
@@ -176,14 +181,14 @@ def _scale(design: Design, target: Coefficients, x: Coefficients) -> tuple[Coeff
     is so low that the model's marginal is much below the data's.
     """
     stacked = design.expand(x)
-    sums = AttentionSums(design.layout, stacked)
+    sums = design.sums(stacked)
     for part in design.separate:
         now = design.reduce(sums.marginals)[:, part]
         ratio = (target[:, part] / now.clamp_min(1e-12)).clamp_min(1e-300).log().clamp(-_LONGEST, _LONGEST)
         x = x.clone()
         x[:, part] += torch.where(target[:, part] > 0, ratio, 0.0)
         stacked = design.expand(x)
-        sums = AttentionSums(design.layout, stacked)
+        sums = design.sums(stacked)
     return x, stacked, sums
 
 
@@ -197,7 +202,7 @@ def _line_search(
     for _ in range(40):
         moved = torch.addcmul(x, length, step)
         stacked = design.expand(moved)
-        new = _value(AttentionSums(design.layout, stacked), stacked, marginals)
+        new = _value(design.sums(stacked), stacked, marginals)
         rounding = 1e-11 * value.abs().clamp_min(1)
         good = (new <= value + 1e-4 * length * slope + rounding) & new.isfinite()
         if bool(good.all()):

@@ -217,14 +217,21 @@ class AttentionSums:
     marginals: Stacked
     diagonal: Stacked
 
-    def __init__(self, layout: Layout, stacked: Stacked, *, direct: bool = False) -> None:
-        """Evaluate at these coefficients; ``direct`` forms every cell."""
-        self._layout, self._transforms = layout, None
+    def __init__(self, layout: Layout, stacked: Stacked, *, direct: bool = False, keys_alone: bool = False) -> None:
+        """Evaluate at these coefficients.
+
+        Args:
+            direct: form every cell.
+            keys_alone: the distances have no coefficients, and their marginals and products are not asked for.
+        """
+        self._layout = layout
+        self._transforms: _Transforms | _PrefixSums | None = None
         tiles = [slice(t, min(t + _TILE, layout.n_query)) for t in range(0, layout.n_query, _TILE)]
         self.log_z = stacked.new_zeros(*stacked.shape[:-1], layout.n_query)
         self.marginals, self.diagonal = torch.zeros_like(stacked), torch.zeros_like(stacked)
         if layout.mask is None and not direct:
-            self._transforms = _Transforms(layout, stacked, tiles)
+            prefixes = keys_alone and layout.n_band == 1 and layout.low == 0 and layout.high == layout.n_key - 1
+            self._transforms = (_PrefixSums if prefixes else _Transforms)(layout, stacked, tiles)
             self.log_z, tiles = self._transforms.log_z, self._transforms.unsafe
             self.marginals, self.diagonal = self._transforms.marginals.clone(), self._transforms.diagonal()
         self._tiles = _Tiles(layout, stacked, tiles, self.log_z)
@@ -333,7 +340,7 @@ class _Transforms:
         return torch.nn.functional.pad(x, (max(-self._first, 0), 0))  # queries before the grid have no cells
 
     def diagonal(self) -> Stacked:
-        """These queries' part of ``AttentionSums.diagonal``: a distance meets a query in one cell, and so does a key."""
+        """These queries' part of ``AttentionSums.diagonal``."""
         squares = self._spectrum_of_queries(self._inverse.square())
         distance, key = self._distance.square(), self._key.square()
         to_distance, to_key = squares * self._spectrum(key).conj(), squares * self._spectrum(distance).conj()
@@ -353,3 +360,37 @@ class _Transforms:
         of_distance = (self._distance * self._inverse_transform(to_distance, self._layout.n_distance)).sum(-2)
         of_key = self._key * self._inverse_transform(to_key, self._layout.n_key)
         return torch.addcmul(torch.cat([of_distance, of_key.flatten(-2)], -1), self.marginals, x)
+
+
+class _PrefixSums:
+    """Importances of keys alone under a causal mask: sums over the keys so far. They keep small normalisers."""
+
+    def __init__(self, layout: Layout, stacked: Stacked, tiles: list[slice]) -> None:
+        self._layout, self.unsafe = layout, tiles[:0]
+        by_key = layout.split(stacked)[1][..., 0, :].masked_fill(~layout.keys, -torch.inf)
+        level = by_key.amax(-1, keepdim=True)
+        self._key = (by_key - level).exp_()
+        z = self._at_queries(self._key)
+        self._inverse = torch.where(layout.queries, 1 / z, 0.0)
+        self.log_z = torch.where(layout.queries, z.log() + level, 0.0)
+        self._sums = self._at_keys(self._inverse)
+        self.marginals = self._stacked(self._key * self._sums)
+
+    def _at_queries(self, x: Tensor) -> Tensor:
+        return x.cumsum(-1)[..., self._layout.offset :]
+
+    def _at_keys(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (self._layout.offset, 0)).flip(-1).cumsum(-1).flip(-1)
+
+    def _stacked(self, by_key: Tensor) -> Stacked:
+        return torch.nn.functional.pad(by_key, (self._layout.n_distance, 0))
+
+    def diagonal(self) -> Stacked:
+        """As of ``_Transforms``."""
+        return self.marginals - self._stacked(self._key.square() * self._at_keys(self._inverse.square()))
+
+    def product(self, x: Stacked) -> Stacked:
+        """As of ``_Transforms``."""
+        weighted = self._layout.split(x)[1][..., 0, :] * self._key
+        mean = self._at_queries(weighted) * self._inverse
+        return self._stacked(weighted * self._sums - self._key * self._at_keys(mean * self._inverse))
