@@ -1,1 +1,1 @@
-"""What trained synthetic models do with positions."""
+"""Analysis of positional work in trained synthetic models."""

@@ -1,4 +1,4 @@
-"""The deposit: how much of what single heads are worth sits in one of them."""
+"""The positional deposit: concentration of ablation effects in single heads."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class DepositReport:
         baseline: the metric with all heads.
         drop: largest drop, in units of the metric; 0 or more.
         second: second largest drop; NaN if there is one head.
-        share: ``max p``, from 1 / heads (all alike) to 1 (one has it all). NaN where no head costs anything.
-        effective_heads: ``exp(-Σ p log p)``, from 1 (one has it all) to the number of heads. NaN likewise.
-        layer: of the largest drop (the first, if several are equal); None where no head costs anything.
+        share: ``max p``, from 1 / heads (equal drops) to 1 (one head has the whole drop). NaN if all drops are 0.
+        effective_heads: ``exp(-Σ p log p)``, from 1 (one head has the whole drop) to the number of heads. NaN likewise.
+        layer: of the largest drop (the first, if several are equal); None if all drops are 0.
         head: likewise.
         drops: one row per head: ``layer``, ``head``, ``drop`` (negative: a gain), ``share`` (its p).
 
@@ -88,8 +88,8 @@ class DepositReport:
 def deposit(drops: pd.DataFrame, *, better: Literal["higher", "lower"] = "higher") -> DepositReport:
     """Summarise a table of ``head_drops`` or ``head_ablation``: largest drop, share, effective number of heads.
 
-    [B] sees RoPE models put the whole task in one head of the first layer: without it accuracy falls by 60 points, and
-    without any other by next to nothing.
+    [B] reports that in RoPE models one head of the first layer does nearly the whole task: without it accuracy falls by
+    60 points, without any other head it hardly changes.
 
     Args:
         drops: a table of ``head_ablation`` or ``head_drops``: ``layer``, ``head``, ``baseline``, ``effect``.

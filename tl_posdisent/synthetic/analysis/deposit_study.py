@@ -1,4 +1,4 @@
-"""Encodings × tasks × seeds: train them all, take their heads away one by one, and put the figures side by side."""
+"""Study of the deposit: train encodings × tasks × seeds, ablate each head, and collect the results."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ def deposit_study(
     Args:
         preset: from ``preset``, or one of your own.
         encodings, tasks, seeds, device, changed: as in ``train_preset``.
-        samples: test samples on which heads are taken away, the first so many; None for all. The accuracy table is
-            about all.
-        folder: keep the trainings and the tables there, the tables anew after every training; trainings that are
-            there already are not done again, and one that was stopped goes on.
+        samples: number of test samples (the first ones) on which heads are ablated; None for all. The accuracy table
+            uses all.
+        folder: save training runs and tables there, the tables after every run; finished runs are not repeated, and
+            an interrupted run is resumed.
         progress: show bars.
 
     Raises:

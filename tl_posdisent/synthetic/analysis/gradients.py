@@ -1,4 +1,4 @@
-"""How strongly, and how steadily over batches, the loss pulls at the positional part of a head's scores."""
+"""Gradients of the loss for the positional part of a head's scores: their size, and their agreement over batches."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def positional_gradients(
     batch gives every head a vector g:
 
     * ``part="distance"``: ``g[d] = Σ_t Σ_{i-j=d} G[t, i, j]``, the gradient for a profile ``a(i - j)`` added to the
-      scores, whatever the encoding. Its entries sum to 0, as a softmax sees no constant.
-    * ``part="encoding"``: ``g[c] = Σ G ∘ P_c``, the gradient for a gain of what the encoding makes of this head's own
+      scores, for any encoding. Its entries sum to 0, as the softmax cancels a constant.
+    * ``part="encoding"``: ``g[c] = Σ G ∘ P_c``, the gradient for a gain of the encoding's contribution to this head's
       scores: all that changes with the distance, the interactions ``distance:query`` and ``distance:key`` included. For
-      RoPE and MLA, ``P_c`` is subspace c of the scores less what it would be on average over all distances
+      RoPE and MLA, ``P_c`` is subspace c of the scores minus its average over all distances
       ``1 - pos … pos - 1``; for a bias (ALiBi, T5) it is the bias, centred, and g has one entry.
 
     Norms are Euclidean. If batches agree, the norm of the mean is near the mean of the norms; if they cancel, it is
-    about ``1/√batches`` of it. Propositions 6.1 and 6.2 of arXiv 2505.13027 are about this at initialisation: a floor
-    under RoPE, cancelling under ALiBi. Dropout is off, and the model is left as it was.
+    about ``1/√batches`` of it. Propositions 6.1 and 6.2 of arXiv 2505.13027 are about this at initialisation: a lower
+    bound under RoPE, cancellation under ALiBi. Dropout is off, and the model is left unchanged.
 
     Args:
         model: with one answer per text (``read_out`` "mean" or "last"), trained or not.
@@ -65,8 +65,8 @@ def positional_gradients(
         without the noise of finitely many batches, ``√max(0, ‖mean g‖² - tr cov(g) / batches)``.
 
     Raises:
-        ValueError: a model with an answer per token; an encoding without a part of its own in the scores; numbers of
-            batches or texts that are none, or more than there are samples; a loss that is not finite.
+        ValueError: a model with an answer per token; an encoding without a part of its own in the scores; invalid
+            numbers of batches or texts, or more than there are samples; a loss that is not finite.
 
     Example:
         >>> from tl_posdisent.synthetic import positional_gradients, preset

@@ -1,4 +1,4 @@
-"""What happens to position and content while a synthetic model learns: a table over the checkpoints of a training."""
+"""Training dynamics of position and content: a table over the checkpoints of a training run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def dynamics(
 ) -> pd.DataFrame:
     """Measure disentanglement and positional gradients of every head at every checkpoint of a training run.
 
-    All checkpoints see the same texts and the same batches; none of these is a sample of the training but by chance.
+    All checkpoints are measured on the same texts and batches, which are drawn independently of the training samples.
 
     Args:
         run: a training with checkpoints (``TrainConfig(checkpoints=...)`` and ``train(..., folder=...)``).

@@ -1,4 +1,4 @@
-"""Attention with HookedTransformer's names: fused where nobody looks at the scores, step by step where someone does."""
+"""Attention with HookedTransformer's names: fused unless a hook reads the scores, else computed step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .encodings import Encoding
 
 
 def hooked(*points: HookPoint) -> bool:
-    """Whether anybody looks at, or changes, what passes these points."""
+    """Whether a hook reads or changes the activations at these points."""
     return any(point._forward_hooks or point._forward_pre_hooks or point._backward_hooks for point in points)
 
 

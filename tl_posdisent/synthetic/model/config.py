@@ -1,4 +1,4 @@
-"""The shape of a small transformer, and which combinations make sense."""
+"""The configuration of a small transformer, and its validation."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class SyntheticConfig:
             ``"alibi"``, ``"rope"``, ``"absolute_rope"`` (learned absolute and RoPE), ``"mla"`` (latent attention with
             a decoupled rotary part).
         rope_base: frequencies are ``rope_base ** (-2c / rotated coordinates)``.
-        rotary_heads: RoPE on the first so many heads of every layer only; default all.
-        t5_buckets, t5_max_distance: distances share so many biases, and all beyond that distance share one.
+        rotary_heads: number of heads with RoPE in every layer (the first ones); default all.
+        t5_buckets, t5_max_distance: number of biases that distances share; all beyond that distance share one.
         d_query_latent, d_key_latent: latent sizes of MLA; default ``d_model / 2`` and ``d_model / 4``.
         d_rope: rotated coordinates of each MLA head, of its ``d_head``; default the even number at or below half.
         causal: hide keys after the query.

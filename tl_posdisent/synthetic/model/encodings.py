@@ -1,7 +1,7 @@
-"""Ways to tell a transformer where its tokens stand, behind one interface.
+"""Position encodings with a common interface.
 
-An encoding may add to the embedded text (absolute), turn queries and keys (rotary) or add to the scores (biases).
-Tables that do not train are made once for ``n_ctx`` positions; what can be computed for more is.
+An encoding may add to the embedded text (absolute), rotate queries and keys (rotary) or add to the scores (biases).
+Fixed tables are made once for ``n_ctx`` positions, and extended where a formula allows it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .config import SyntheticConfig
 
 
 class Encoding(nn.Module):
-    """No position at all (NoPE), and what the others are measured by.
+    """No position (NoPE); the base class of the other encodings.
 
     Distances are query position minus key position. Nothing here depends on the text, only on its length.
     """

@@ -123,7 +123,7 @@ def _state(model: SyntheticModel, there: dict[str, torch.Tensor]) -> dict[str, t
 
 @torch.no_grad()
 def _check_same(model: SyntheticModel, hooked: Any) -> None:
-    """No conversion is handed out untested."""
+    """Raise unless the converted model computes the same logits."""
     real = torch.tensor([t for t in range(min(model.config.d_vocab, 4096)) if t != model.config.pad_id])
     picked = torch.randint(len(real), (2, min(model.config.n_ctx, 64)), generator=torch.Generator().manual_seed(0))
     tokens = real[picked].to(model.embed.W_E.device)

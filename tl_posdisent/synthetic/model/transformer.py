@@ -1,4 +1,4 @@
-"""A small transformer that speaks TransformerLens, with any position encoding."""
+"""A small transformer with TransformerLens's interface and any position encoding."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         config: as given.
         cfg: the same in TransformerLens's words, with ``use_attn_result`` as a switch: ``hook_result`` fires only
             while it is on.
-        encoding: what knows about positions, shared by all layers.
+        encoding: the position encoding, shared by all layers.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Two look-ups: by place alone, and by content alone. Every encoding stands somewhere between them."""
+"""Two look-up tasks: by position alone, and by content alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .sampling import Samples, Task, texts, uniform, whole
 class IndexLookup(Task):
     """Task: the token at a queried position. Purely positional.
 
-    A text of ``min_length`` to ``max_length`` symbols, then the question, a token that names a place: for
-    ``count_from="start"`` the place of that number, for ``"end"`` the one so many steps before the last symbol. The
-    label is the symbol there. Absolute positions answer the one, distances from the question the other.
+    A text of ``min_length`` to ``max_length`` symbols, then the question, a token that names a position: counted from
+    the first symbol for ``count_from="start"``, back from the last symbol for ``"end"``. The label is the symbol there.
+    Absolute positions answer the first, distances from the question the second.
 
-    Symbols, length and place are uniform and independent, so labels are uniform. Question ids are 1 … ``n_places``
-    (for places 0 … ``n_places - 1``), symbols the ``n_symbols`` ids above. All sizes are this package's own.
+    Symbols, length and position are uniform and independent, so labels are uniform. Question ids are 1 … ``n_places``
+    (for positions 0 … ``n_places - 1``), symbols the ``n_symbols`` ids above. The sizes are not those of a paper.
 
     Attributes:
         n_symbols: different symbols, and labels.

@@ -1,4 +1,4 @@
-"""What every synthetic task is: an endless source of labelled samples, and of splits in which none occurs twice."""
+"""The base class of synthetic tasks: labelled samples, and splits without duplicates."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Task(ABC):
             Tokens ``[n, n_ctx]`` and labels ``[n]``, int64.
 
         Raises:
-            ValueError: ``n`` or ``seed`` that are none; a generator of another device.
+            ValueError: invalid ``n`` or ``seed``; a generator of another device.
 
         Example:
             >>> from tl_posdisent.synthetic import TriggerCount
@@ -105,7 +105,7 @@ class Task(ABC):
             device: where the tensors go; default the CPU, where they are made.
 
         Raises:
-            ValueError: sizes or ``seed`` that are none, or more samples than the task can be found to have.
+            ValueError: invalid sizes or ``seed``; more samples than the task was found to have.
 
         Example:
             >>> from tl_posdisent.synthetic import TriggerDistance
@@ -156,7 +156,7 @@ def _first_times(tokens: Int[Tensor, "sample pos"]) -> Tensor:
 
 
 def whole(name: str, value: int, *, least: int, most: int | None = None, why: str = "") -> None:
-    """Refuse what is no whole number in these bounds."""
+    """Raise unless ``value`` is an integer within these bounds."""
     bounds = f"{least} or more" if most is None else f"from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         raise ValueError(f"{name} must be a whole number, {bounds}{why and f' ({why})'}, got {value!r}")

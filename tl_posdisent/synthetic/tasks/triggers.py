@@ -1,4 +1,4 @@
-"""The two tasks of the position-encoding paper: how far apart two triggers are, and how many triggers there are."""
+"""The two tasks of arXiv 2505.13027: the distance between two triggers, and the number of triggers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class TriggerDistance(Task):
     """Task: the distance between two triggers. Only positions give the answer.
 
     A text is ``before`` fillers, a trigger, ``gap`` fillers, the trigger again, ``after`` fillers. The label is
-    ``gap - min_gap``. The defaults are the paper's sizes (section 2.5 of the design: 1–70 tokens between the triggers,
+    ``gap - min_gap``. The defaults are the paper's sizes (1–70 tokens between the triggers,
     1–25 on each side, 574 tokens of vocabulary, padded to 128).
 
     ``gap``, ``before`` and ``after`` are uniform and independent, fillers uniform over the ids 2 … ``d_vocab - 1``, and
-    the trigger is id 1; so labels are uniform. The paper leaves that open, and whether its longest text has 120 tokens
-    or, as here, 122. Being longer where the gap is wider, a text gives its label away in part: ``from_length`` says
-    how often a guess by the length alone is right.
+    the trigger is id 1; so labels are uniform. The paper does not specify this, nor whether its longest text has 120
+    tokens or, as here, 122. Texts with a wider gap are longer, so the length predicts the label in part:
+    ``from_length`` is the accuracy of a guess from the length alone.
 
     Attributes:
         d_vocab: token ids, the padding (0) and the trigger (1) among them.
@@ -88,12 +88,12 @@ class TriggerCount(Task):
     """Task: the number of triggers. Positions do not matter.
 
     A text of ``min_length`` to ``max_length`` tokens has ``min_count`` to ``max_count`` triggers, of ``n_triggers``
-    kinds, at random places. The label is their number minus ``min_count``. Defaults are the paper's sizes (section 2.5
-    of the design: 30 kinds, 0–100 occurrences, no text longer than 120, padded to 128).
+    kinds, at random places. The label is their number minus ``min_count``. Defaults are the paper's sizes (30
+    kinds, 0–100 occurrences, no text longer than 120, padded to 128).
 
-    The number and the length are uniform and independent: every text has room for every number, so the length says
-    nothing about the label. Places are uniform without repetition, kinds uniform over ids 1 … ``n_triggers``, fillers
-    over the ids above. The paper leaves all of this open, the shortest length (100 here) too.
+    The number and the length are uniform and independent: every text is long enough for every number, so the length
+    does not predict the label. Positions are uniform without repetition, kinds uniform over ids 1 … ``n_triggers``,
+    fillers over the ids above. The paper does not specify any of this, nor the shortest length (100 here).
 
     Attributes:
         d_vocab: token ids, the padding (0) and the triggers among them.

@@ -1,4 +1,4 @@
-"""Weights, and all that a training needs to go on, in safetensors: tensors, and JSON beside them; nothing is run."""
+"""Checkpoints in safetensors: weights and the state of a training run as tensors and JSON, without pickles."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ WEIGHTS, FIRST, SECOND = "weights", "first_moment", "second_moment"
 def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
     """Save the weights and the configuration of a synthetic model to a file.
 
-    The file appears whole or not at all: it is written beside its place and then moved.
+    The file is written completely or not at all: under a temporary name first, and then moved.
 
     Args:
         model: any ``SyntheticModel``.
         path: where; folders are made, a file there is replaced.
-        notes: kept beside them, for whoever reads the file: whatever JSON can hold.
+        notes: saved in the file as well: any JSON-compatible mapping.
 
     Returns:
         The path.
@@ -78,13 +78,13 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
 
 
 def put(model: SyntheticModel, weights: Mapping[str, Tensor], path: str | Path) -> None:
-    """Load weights into a model, or refuse and leave it as it was."""
+    """Load weights into a model, or raise and leave it unchanged."""
     check_shapes(WEIGHTS, weights, model.state_dict(), path)
     model.load_state_dict(weights)
 
 
 def check_shapes(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: str | Path) -> None:
-    """Refuse tensors of other names or shapes."""
+    """Raise if tensors have other names or shapes."""
     for name in [*wanted, *found]:
         shapes = [tuple(group[name].shape) if name in group else "none" for group in (wanted, found)]
         if shapes[0] != shapes[1]:

@@ -1,4 +1,4 @@
-"""Tasks, models and trainings that go together: a laptop's, and the paper's."""
+"""Presets of tasks, models and training settings: ``small`` for a laptop, ``paper`` for the paper's sizes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Preset:
         return SyntheticConfig(**{**self.shape, **sizes, "encoding": encoding, **changed})
 
     def model(self, encoding: str, task: str, seed: int = 0, **changed: Any) -> SyntheticModel:
-        """A model that has learned nothing yet."""
+        """Build an untrained model."""
         return SyntheticModel(self.config(encoding, task, **changed), seed=seed)
 
     def train_config(self, task: str, seed: int = 0, **changed: Any) -> TrainConfig:
@@ -110,8 +110,8 @@ def preset(name: Literal["small", "paper"]) -> Preset:
     """Return the ``small`` preset (a laptop) or the ``paper`` preset (the sizes of arXiv 2505.13027).
 
     ``"small"``: texts of at most 34 tokens from a vocabulary of 32, 16 distances, 0–16 triggers of 4 kinds; 3 layers,
-    d_model 64, 4 heads; ten trainings take some minutes on two cores. ``"paper"``: sizes of [B] as section 2.5 of the
-    design has them; its models read keys and values from the embedded input, as the authors' do. For a GPU.
+    d_model 64, 4 heads; ten trainings take some minutes on two cores. ``"paper"``: the sizes of [B]; its
+    models read keys and values from the embedded input, as the authors' do. It needs a GPU.
 
     Raises:
         ValueError: another name.
@@ -146,7 +146,7 @@ def train_preset(
         encodings: default all of the preset's; any that ``SyntheticConfig`` knows.
         tasks: names, default all of the preset's.
         seeds: of the weights, the order of samples and dropout; the samples are those of ``split_seed``.
-        folder: keep each training in a folder of its own there; one that was stopped is taken up again.
+        folder: save each training run in a subfolder there; an interrupted run is resumed.
         device: where to train.
         progress: show a bar per training.
         changed: other arguments of ``SyntheticConfig`` for all models, ``rotary_heads=1`` for instance.

@@ -1,4 +1,4 @@
-"""What a training is asked for, and what it leaves."""
+"""Settings and results of a training run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ Precision = Literal["auto", "float32", "bfloat16"]
 class TrainConfig:
     """Settings of a training run: optimiser, schedule, samples, seeds. The defaults are those of arXiv 2505.13027.
 
-    AdamW, whose learning rate grows linearly from nothing to ``lr`` over the first ``warmup`` of all steps and falls
-    back to nothing along half a cosine. An epoch goes through the training samples in a new order and leaves out the
-    last ones that fill no batch.
+    AdamW, whose learning rate grows linearly from 0 to ``lr`` over the first ``warmup`` of all steps and falls back to
+    0 along half a cosine. An epoch uses the training samples in a new order, without an incomplete last batch.
 
     Attributes:
         epochs: times that every sample is seen.
@@ -34,10 +33,10 @@ class TrainConfig:
         betas: AdamW's, each from 0 to 1 (not included).
         weight_decay: AdamW's, 0 or more.
         warmup: share of the steps, from 0 to 1.
-        clip: greatest norm of the gradient, above 0; None lets it be.
+        clip: greatest norm of the gradient, above 0; None for no clipping.
         n_train: samples to train on.
         n_test: samples to test with; no sample is in both.
-        seed: order of the samples, and dropout; not the model's first weights, which it brings.
+        seed: of the order of samples and of dropout; the initial weights are the model's.
         split_seed: which samples.
         log_every: steps per row of metrics.
         test_every: steps between measurements on the test samples; None for the end alone.
@@ -46,8 +45,8 @@ class TrainConfig:
             wide models also on a CPU that multiplies bfloat16 itself (AVX512-BF16, AMX). ``"auto"`` is that on a GPU,
             and ``"float32"`` on a CPU.
         compile: run the model through ``torch.compile``.
-        pieces: a batch is sorted by length and cut into so many pieces, each as long as its longest text, so that less
-            padding is computed. Gradients are the same up to rounding. None: 4 on a CPU, 1 on a GPU.
+        pieces: number of pieces that a batch, sorted by length, is split into, each as long as its longest text, so
+            that less padding is computed. Gradients are the same up to rounding. None: 4 on a CPU, 1 on a GPU.
 
     Raises:
         ValueError: a value out of range.
@@ -120,7 +119,7 @@ class TrainConfig:
 
 
 def number(name: str, value: float, good: bool, rule: str) -> None:
-    """Refuse what the rule does not allow."""
+    """Raise unless the value obeys the rule."""
     if isinstance(value, bool) or not good:
         raise ValueError(f"{name} must be {rule}, got {value!r}")
 

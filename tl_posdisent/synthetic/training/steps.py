@@ -26,7 +26,7 @@ _EIGHT = 8  # lengths are rounded up to this: kernels like it, and a compiled mo
 
 
 class Training:
-    """A training under way: how far it is, and all that the next step depends on.
+    """The state of a training run: all that the next step depends on.
 
     That is the weights, AdamW's two moments and ``done``; orders and dropout are drawn anew from the seed and the
     number of the epoch or step. ``rows`` are the metrics.
@@ -154,7 +154,7 @@ def evaluate(
 ) -> tuple[float, float]:
     """Compute mean cross-entropy and accuracy on labelled samples, without dropout.
 
-    Hooks on the model act, so this is also the measure of an intervention: ``with model.hooks(fwd_hooks=…)`` around it.
+    Hooks on the model act: call it inside ``with model.hooks(fwd_hooks=…)`` to measure an intervention.
 
     Args:
         model: left in the mode it was in.
@@ -195,7 +195,7 @@ def evaluate(
 
 
 def check_samples(model: Any, tokens: Any, labels: Any) -> None:
-    """Refuse samples that are none, or not the model's."""
+    """Raise if samples are invalid, or do not fit the model."""
     if not isinstance(model, SyntheticModel):
         raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
     for name, x in (("tokens", tokens), ("labels", labels)):

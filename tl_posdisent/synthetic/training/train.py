@@ -1,4 +1,4 @@
-"""Training a synthetic model: fast, seeded, and stopped and taken up again without a trace in the weights."""
+"""Training of synthetic models: fast, seeded, and resumable with identical weights."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tables in, plotly figures out. Figures follow your own plotly template; palettes are safe for the colour-blind."""
+"""Plotly figures of result tables. They follow your own plotly template; palettes are colour-blind safe."""

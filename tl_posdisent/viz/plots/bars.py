@@ -1,4 +1,4 @@
-"""Bars: whose variance it is, which head holds most, what is lost with which part."""
+"""Bar charts: variance shares, head ablation, additive substitution."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def plot_shares(table: pd.DataFrame) -> go.Figure:
 def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"]) -> go.Figure:
     """Plot how much worse the model is without each head, the heads with the largest drops first.
 
-    In models with RoPE that are trained on a position-sensitive task, nearly all positional work is done by one head of
-    the first layer, the *deposit* of arXiv 2505.13027.
+    According to arXiv 2505.13027, in models with RoPE trained on a position-sensitive task one head of the first layer
+    does nearly all of the positional work, the *deposit*.
 
     Args:
         table: of ``head_ablation``.
@@ -71,7 +71,7 @@ def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"]) -> 
 
     Returns:
         A figure with a bar for each head: by how much the metric is worse without it, in the units of the metric. A
-        bar below 0 is a head without which the model does better. The head that is missed most is named.
+        bar below 0 is a head without which the metric is better. The head with the largest drop is labelled.
 
     Raises:
         ValueError: a table without ``layer``, ``head`` and ``effect``, or without rows; several rows for a head; an
@@ -111,7 +111,7 @@ def plot_substitution(
 
     Args:
         table: of ``additive_substitution``.
-        measure: the column to draw: ``"change"``, the loss beyond that of the untouched model, ``"kl"`` or
+        measure: the column to draw: ``"change"``, the loss beyond that of the unmodified model, ``"kl"`` or
             ``"loss"``, all in nats per token.
         scope: ``"all"``, everything replaced at once, with a bar for each subset of the parts and for the controls,
             the worst on top; or ``"layer"``, one layer at a time, the additive fit beside the controls.
@@ -145,7 +145,7 @@ def plot_substitution(
 
 
 def _everything(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
-    """A bar for each run, named by what was put in, the worst on top."""
+    """Draw a bar for each run, named by its replacement, the highest loss on top."""
     ranked = rows.sort_values(measure, kind="stable")
     names = ranked["keep"].str.replace("+", " + ", regex=False)
     names = names.mask(names == "mean", "uniform attention").mask(ranked["put_in"] == "zero", "no attention output")

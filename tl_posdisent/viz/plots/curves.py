@@ -1,4 +1,4 @@
-"""Curves: over distances, over fractions moved, over positions of a text."""
+"""Line charts over distances, over perturbed fractions, and over positions of a text."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def plot_subspaces(
 
 
 def head_axis(heads: pd.DataFrame) -> list[Any]:
-    """Heads along an x axis: as categories, in a group for each layer where the table has layers; numbers for many."""
+    """Put heads on an x axis: as categories, grouped by layer if the table has layers; as numbers if they are many."""
     if _crowded(heads):
         return list(range(len(heads)))
     by_head = whole(heads["head"])
@@ -129,7 +129,7 @@ def head_axis(heads: pd.DataFrame) -> list[Any]:
 
 
 def head_ticks(heads: pd.DataFrame) -> dict[str, Any]:
-    """What to write along it: all heads, or the middle of each layer where they are too many."""
+    """Choose tick labels: all heads, or the middle of each layer if there are too many."""
     if not _crowded(heads):
         return {"title": "head", "showgrid": False}
     middle = pd.Series(range(len(heads))).groupby(heads["layer"].to_numpy()).mean()
@@ -142,7 +142,7 @@ def _crowded(heads: pd.DataFrame) -> bool:
 
 
 def head_names(heads: pd.DataFrame) -> list[str]:
-    """What heads are called where the mouse is."""
+    """Names of heads for hover texts."""
     columns = [[f"{name} {number}" for number in whole(heads[name])] for name in head_index(heads)]
     return [", ".join(names) for names in zip(*columns, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Colours, and what axes are called."""
+"""Colours and axis titles."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _TITLES = {
 
 
 def title_of(name: str, table: pd.DataFrame) -> str:
-    """What an axis or colour bar with this column is called, with its unit."""
+    """Title of an axis or colour bar for this column, with its unit."""
     if name == "effect" and {"clean", "source"} & set(table.columns):
         return "effect (0: run as it was, 1: as the other)" if "source" in table else "effect (0 corrupted, 1 clean)"
     if name == "effect" and "baseline" in table:

@@ -1,4 +1,4 @@
-"""What a plot may count on in the table that it is given."""
+"""Validation of the tables that plots draw."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEAD = ("layer", "head")
 
 
 def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], makers: str) -> pd.DataFrame:
-    """A table with rows, these columns, and numbers in some of them; else an error that says who makes such a table."""
+    """Return the table, or raise unless it has rows, these columns and numbers; the error names its makers."""
     needed = [*columns, *numbers]
     if not isinstance(table, pd.DataFrame):
         raise ValueError(f"table must be a pandas table as made by {makers}, got {type(table).__name__}")
@@ -31,7 +31,7 @@ def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], make
 
 
 def head_index(table: pd.DataFrame) -> list[str]:
-    """The columns that name a head: layer and head, or what there is of them."""
+    """Columns that identify a head: layer and head, or those of the two that exist."""
     return [name for name in _HEAD if name in table.columns]
 
 

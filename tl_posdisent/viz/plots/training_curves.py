@@ -1,4 +1,4 @@
-"""Curves over the steps of a training: what it learns, and what becomes of its heads."""
+"""Line charts over training steps: loss and accuracy, and measures of heads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def plot_training(run: TrainRun | pd.DataFrame) -> go.Figure:
     """Plot training and test loss and accuracy over training steps.
 
     Args:
-        run: what ``train`` returned, or its ``metrics``.
+        run: the result of ``train``, or its ``metrics``.
 
     Returns:
-        A figure of two panels. In training, a point is the mean since the one before, with dropout; in the test, the
-        model as it was then.
+        A figure of two panels. A training point is the mean since the previous point, with dropout; a test point is
+        measured with the model at that step.
 
     Raises:
         ValueError: neither a run nor a table with ``step``, ``loss``, ``accuracy``, ``test_loss`` and

@@ -1,4 +1,4 @@
-"""The cells of an additive fit that a widget shows, computed for these alone: the text may be as long as it likes."""
+"""The cells of an additive fit that a widget shows; only these are computed, so texts may be long."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def choose_of(
 
 
 def check_alike(fit: AdditiveFit, name: str, x: Any) -> None:
-    """Refuse a tensor that is not one of the scores' shape."""
+    """Raise unless a tensor has the scores' shape."""
     shape = check_fit(fit)
     if not isinstance(x, Tensor) or tuple(check_scores(x).shape) != shape:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -60,7 +60,7 @@ def check_alike(fit: AdditiveFit, name: str, x: Any) -> None:
 
 
 def causal(fit: AdditiveFit) -> bool:
-    """Whether no query sees a key behind it."""
+    """Whether no query sees a key after it."""
     return fit.cells.low >= 0
 
 

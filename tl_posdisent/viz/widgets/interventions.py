@@ -1,4 +1,4 @@
-"""Attention before and after an intervention, head by head, and what it changed."""
+"""Attention before and after an intervention, and the difference, head by head."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def show_change(
     """Show two patterns, or two score matrices, and their difference, side by side in one colour scale, head by head.
 
     Args:
-        before, after: ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``, from whatever runs.
+        before, after: ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``, from any two runs.
         tokens: the text, one string for each key, such as ``model.to_str_tokens(ids)``.
         mask: cells that count, as in ``fit_additive``; others may hold anything, and are shown as 0.
         heads: default all.
         text: which entry of the first axis, if there are four.
         positions: which to show, as queries and as keys, ascending; default all.
-        scale: magnitude of the darkest colours; default the largest there is in the chosen heads.
+        scale: magnitude of the darkest colours; default the largest in the chosen heads.
         title, max_cells, raster, cdn: as in ``show_scores``.
 
     Raises:
@@ -108,7 +108,7 @@ def show_interventions(
 ) -> Widget:
     """Show the attention of a layer's heads without and with an intervention, such as a dummy distance.
 
-    The model runs twice, without gradients. It is left as it was, and every hook is known to have fired.
+    The model runs twice, without gradients. It is left unchanged, and a hook that does not fire is an error.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
@@ -118,7 +118,7 @@ def show_interventions(
         what: ``"pattern"``, or ``"scores"`` where the model shows them.
         heads: default all.
         text: which of the batch.
-        positions, scale, title, max_cells, raster, cdn: as in ``show_change``, which draws what was seen.
+        positions, scale, title, max_cells, raster, cdn: as in ``show_change``, which draws the result.
 
     Raises:
         ValueError: unusable tokens, hooks, layer, heads; a layer that does not show its scores; a layer whose pattern
@@ -165,7 +165,7 @@ def show_interventions(
 
 
 def _seen(model: Any, ids: Tensor, tap: str, hooks: Sequence[Hook]) -> Tensor:
-    """What comes by at a hook of the whole model, under other hooks."""
+    """Activation at one hook of the model, under other hooks."""
     held: list[Tensor] = []
 
     def listen(x: Tensor, hook: Any) -> None:

@@ -1,4 +1,4 @@
-"""How a widget is laid out: a title, the colour scale, and charts of circuitsvis, side by side and by choice."""
+"""Layout of widgets: title, colour scale, and charts of circuitsvis, side by side or selected from a list."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def head_selector(
     note: str,
     cdn: bool,
 ) -> Widget:
-    """All heads small, and the one that is pointed at or clicked in full: circuitsvis's ``AttentionHeads``."""
+    """All heads small, and the selected one in full size: circuitsvis's ``AttentionHeads``."""
     props = {
         "attention": rounded(matrices, scale),
         "attentionHeadNames": [f"H{name}" for name in names],  # short: it covers the chart

@@ -1,8 +1,8 @@
-"""circuitsvis without a network: its library inside the page, and nothing in the data that a page could run.
+"""circuitsvis without a network: the page contains its library, and data in the page are never run as code.
 
-What circuitsvis renders by itself asks google.com, at every display, whether there is a network, and then depends on
-unpkg.com for ever; it lets a token of the text become a script of the page; and it leaves its ``<div>`` open, which
-swallows whatever follows. So the page is written here, and only what draws is taken from circuitsvis.
+circuitsvis's own HTML contacts google.com at every display and then loads its library from unpkg.com; it allows a token
+of the text to become a script of the page; and it leaves its ``<div>`` open, which then contains what follows. So the
+page is written here, and only the drawing code is circuitsvis's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Widget(RenderedHTML):  # type: ignore[misc]
 
     Attributes:
         title: plain text.
-        cdn: whether the library comes from unpkg.com when the widget is looked at.
+        cdn: whether the library is loaded from unpkg.com when the widget is displayed.
 
     Example:
         >>> import tempfile, pathlib
@@ -143,7 +143,7 @@ def _import() -> str:
 
 
 def hashes(scripts: Iterable[str]) -> str:
-    """What a page's policy says of the scripts that may run."""
+    """Hashes of the scripts that a page's Content-Security-Policy allows."""
     digests = (hashlib.sha256(script.encode("utf-8")).digest() for script in scripts)
     return " ".join(f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
 

@@ -1,4 +1,4 @@
-"""Score matrices of heads as circuitsvis widgets: whole, taken apart, and beside what the model does with them."""
+"""Score matrices of heads as circuitsvis widgets: the scores, their parts, and the attention patterns."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def show_scores(
             breaks as ``↵``; axes show at most 24 characters of each.
         part: ``"fitted"`` is the sum of ``"distance"``, ``"query"`` and ``"key"``; ``"scores"`` and ``"residual"``
             (scores less fitted) need ``scores``.
-        scores: those that were fitted, as the fit does not keep them.
+        scores: the fitted scores, which the fit does not store.
         heads: default all.
         text: which entry of the first axis, if the scores have four.
         positions: which to show, as queries and as keys, ascending; default all. Where some are left out at the
             beginning or in between, the axes show ``token@position``.
-        centred: take each head's mean (``fit.intercept``) off the scores and the fitted scores, as the parts have
-            mean 0 and the softmax does not see it. False shows them as they are.
+        centred: subtract each head's mean (``fit.intercept``) from the scores and the fitted scores, as the parts have
+            mean 0 and the softmax cancels it. False shows the original values.
         scale: magnitude of the darkest colours, in units of the scores; default the largest there is in the
             chosen heads.
-        title: default says what is shown.
-        max_cells: refuse to draw more.
+        title: default describes the content.
+        max_cells: raise an error for more cells.
         raster: draw images instead of charts, a pixel for each cell: for some 4000 positions of a head, or 500 of 64.
             Beyond 1024 positions a pixel is the mean of a square of cells. A list chooses the head.
         cdn: link to circuitsvis at unpkg.com (a widget of kilobytes that needs a network) instead of including it.
@@ -173,8 +173,8 @@ def show_patterns(
 ) -> Widget:
     """Show the model's attention pattern beside that of the additive scores, head by head.
 
-    The additive pattern is the softmax of ``fit.fitted()`` over the fit's mask: where the head would look if its scores
-    were exactly a distance, a query and a key part. The query part has no effect on it.
+    The additive pattern is the softmax of ``fit.fitted()`` over the fit's mask: the attention of the head if its scores
+    were exactly the sum of a distance, a query and a key part. The query part has no effect on it.
 
     Args:
         fit, tokens, heads, text, positions, scale, title, max_cells, raster, cdn: as in ``show_scores``.

@@ -1,4 +1,4 @@
-"""Which heads, which text and which positions a widget shows, and whether a browser can draw that many cells."""
+"""Selection of heads, text and positions for a widget, and the limit on the number of cells."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def check_tokens(tokens: Any, length: int) -> list[str]:
 
 
 def check_cells(n_heads: int, length: int, max_cells: int, *, charts: int, more: int = 0, raster: bool = False) -> None:
-    """Refuse what a browser would not draw, and say what it would."""
+    """Raise for more cells than a browser can draw; the error suggests selections that fit."""
     if isinstance(max_cells, bool) or not isinstance(max_cells, int) or max_cells < 1:
         raise ValueError(f"max_cells must be a positive integer, got {max_cells!r}")
     if raster:

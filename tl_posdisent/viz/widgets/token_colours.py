@@ -1,4 +1,4 @@
-"""A text with its tokens coloured by what one head's additive fit says of each."""
+"""A text with tokens coloured by a component of one head's additive fit."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def show_query_bias(
 ) -> Widget:
     """Show the text with tokens coloured by their query component.
 
-    All scores of a blue query are higher than the head's average, whatever the key; the softmax does not see that.
+    All scores of a blue query are higher than the head's average, for every key; the softmax cancels this.
 
     Args:
         fit, heads, text, scale, title, max_values, cdn: as in ``show_key_importance``.
