@@ -227,7 +227,7 @@ def test_padding_by_a_tokenizer_is_refused() -> None:
     model = load_demo_model(backend="hooked")
     model.tokenizer.padding_side = "left"
     texts = ["We the people of the United States", "We the people"]
-    with pytest.raises(ValueError, match=r"texts of unequal length \(\[\d+, \d+\] tokens\): pass them one by one"):
+    with pytest.raises(ValueError, match=r"texts of equal length for capture, got texts of \d+, \d+ tokens"):
         capture(model, texts)
     with pytest.raises(
         ValueError,
@@ -235,6 +235,18 @@ def test_padding_by_a_tokenizer_is_refused() -> None:
     ):
         list(capture(model, model.to_tokens(texts)))
     assert len(list(capture(model, texts[:1] * 2))) == 5
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_that_a_mask_names_is_cut_off(side: str, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    pad, mask = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 12, dtype=torch.int64)
+    padded, real = (torch.cat(x if side == "right" else x[::-1], 1) for x in ((TOKENS, pad), (mask, pad)))
+    for got, expected in zip(capture(model, padded, attention_mask=real), capture(model, TOKENS), strict=True):
+        assert torch.equal(got.scores, expected.scores)
+    real[0, 3 if side == "left" else 11] = 0  # one more token of padding in one of the texts
+    with pytest.raises(ValueError, match=r"texts of equal length for capture, got texts of"):
+        capture(model, padded, attention_mask=real)
 
 
 # --- callbacks ------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from jaxtyping import TypeCheckError
+from support import zoo
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -274,3 +276,54 @@ def test_hooked_without_hooked_transformer_names_the_way_out(monkeypatch: pytest
     with pytest.raises(ValueError, match="has no HookedTransformer, use backend='bridge'"):
         hooked_from_hf(llama())
     check_backend("auto")
+
+
+@needs_hooked
+@pytest.mark.parametrize("window", [60, 1500])
+def test_windows_of_any_size_are_converted_or_refused(window: int) -> None:
+    """Qwen 2's are not converted, Mistral's are; a text shorter than the window does not show it."""
+    small = {
+        **{"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096},
+    }
+    sliding = transformers.Qwen2Config(**small, use_sliding_window=True, max_window_layers=1, sliding_window=window)
+    with pytest.raises(ValueError, match=rf"does not compute|are \[None, None\] instead of \[None, {window}\]"):
+        hooked_from_hf(transformers.Qwen2ForCausalLM(sliding))
+    mistral = transformers.MistralForCausalLM(transformers.MistralConfig(**small, sliding_window=window)).eval()
+    tokens = some_tokens(length=window + 100)[:1]
+    with torch.no_grad():
+        assert relative_error(hooked_from_hf(mistral)(tokens), hf_logits(mistral, tokens)) < 1e-4
+
+
+@needs_hooked
+def test_rotations_that_change_beyond_the_tokens_tried_are_not_converted() -> None:
+    parameters = rope("dynamic", factor=4.0)["rope_parameters"]
+    with pytest.raises(ValueError, match=r"change with the length of the text \(rope_type dynamic\)"):
+        hooked_from_hf(llama(rope_parameters=parameters))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_models_without_logits_or_with_an_encoder_are_refused(backend: str) -> None:
+    with pytest.raises(ValueError, match="hf_model must return logits, got LlamaModel, which has no language-mod"):
+        CONVERT[backend](llama().model)
+    config = transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    with pytest.raises(ValueError, match="a decoder alone, got T5ForConditionalGeneration, which has an encoder"):
+        CONVERT[backend](transformers.T5ForConditionalGeneration(config))
+
+
+@needs_hooked
+@zoo.needs_bridge
+def test_a_refusal_of_one_backend_names_the_other(tmp_path: Path) -> None:
+    zoo.hf_model("gemma2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r'Gemma2ForCausalLM .*; use backend="bridge"$') as caught:
+        load_model(tmp_path, backend="hooked")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "xpu", "mps", "meta", "hpu"])
+def test_a_device_that_is_not_there_is_refused_in_one_line(device: str, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="device must") as caught:
+        load_model(tmp_path, device=device)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200

@@ -22,10 +22,11 @@ from torch import Tensor
 from tl_posdisent.models.probe.observe import score_tolerance
 from tl_posdisent.utils.validation import check_flag
 
-from .forward import Hook, check_tokens, device_of, run
+from .forward import Hook, device_of, run
 from .reading import read_model
 from .rotation_tables import running_rotary
 from .spec import AttentionSpec
+from .texts import Tokens, read_texts
 
 _ROWS_CHECKED = 32
 
@@ -75,10 +76,11 @@ class Captured:
 
 def capture(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     *,
     layers: int | Iterable[int] | None = None,
     scores: bool = True,
+    attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
 ) -> Generator[Captured, None, None]:
     """Run the model once and yield each layer's queries, keys and scores while it waits.
 
@@ -89,17 +91,18 @@ def capture(
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off until the run has
             ended.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        tokens: ids ``[batch, pos]``, or text or texts if the model has a tokenizer; texts of equal length.
         layers: which layers, in the model's order; default all that have attention. Layers after the last are not run.
         scores: False leaves the score matrices out (and their memory).
+        attention_mask: where ids are padded, True at tokens. The padding is cut off before the run.
 
     Yields:
         ``Captured``, one per layer. Do not keep them all unless they fit. A loop that is left early ends the run; so
         does ``close()``, where the generator has a name of its own.
 
     Raises:
-        ValueError: unusable tokens or layers; a layer whose scores cannot be recomputed from queries and keys
-            (``additivity`` still fits those); scores that differ from the recomputed ones.
+        ValueError: unusable tokens or layers; texts of unequal length; a layer whose scores cannot be recomputed from
+            queries and keys (``additivity`` still fits those); scores that differ from the recomputed ones.
 
     Example:
         >>> from tl_posdisent import capture, demo_tokens, load_demo_model
@@ -110,7 +113,7 @@ def capture(
     """
     check_flag("scores", scores)
     reading = read_model(model, layers)
-    tokens = check_tokens(reading.model, tokens)
+    tokens = read_texts(reading.model, tokens, attention_mask).one_group("capture")
     return _generated(reading.model, tokens, [_vectors(spec, scores) for spec in reading.specs(layers)])
 
 

@@ -142,7 +142,10 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
     picked = check_indices("layers", layers, n)
     without = tuple(layer for layer in range(n) if not _attends(model, layer))
     if len(without) == n:
-        raise ValueError(f"model must have attention layers, got {architecture(model)}, which has none")
+        raise ValueError(
+            f"model must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of whose "
+            f"{n} blocks has them"
+        )
     if layers is None:
         picked = [layer for layer in picked if layer not in without]
     elif bad := sorted(set(picked) & set(without)):

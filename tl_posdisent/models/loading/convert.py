@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 else:  # what a run-time type checker can know of them
     HookedTransformer, HookedTransformerConfig = torch.nn.Module, Any
 
-__all__ = ["check_same_logits", "hf_logits", "probe_tokens", "quietly", "to_hooked"]
+__all__ = ["check_same_logits", "first_line", "hf_logits", "probe_tokens", "quietly", "to_hooked"]
 
 
 @contextlib.contextmanager
@@ -34,6 +34,11 @@ def quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="HookedTransformer", category=DeprecationWarning)
         yield
+
+
+def first_line(error: BaseException) -> str:
+    """An error's message without the lists that transformers and torch append to it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def probe_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
@@ -171,6 +176,8 @@ def _converted(hf_model: PreTrainedModel) -> tuple[HookedTransformerConfig, dict
             raise ValueError(f"the path of the temporary directory must not name a model: {folder}")
         hf_config = copy.deepcopy(hf_model.config).to_dict()
         hf_config["architectures"] = [type(hf_model).__name__]
+        if "n_positions" in hf_config:  # of GPT-2, where TransformerLens looks for the older name
+            hf_config.setdefault("n_ctx", hf_config["n_positions"])
         (Path(folder) / "config.json").write_text(json.dumps(hf_config, default=str))
         parameter = next(hf_model.parameters())
         config = loading.get_pretrained_model_config(
@@ -203,6 +210,41 @@ def _check_rotary_tables(model: HookedTransformer, hf_model: PreTrainedModel, *,
         raise ValueError(f"{what} does not compute what the original does: its rotary frequencies differ")
 
 
+_SAME_AT_ANY_LENGTH = {"default", "linear", "llama3", "yarn"}
+
+
+def _check_lengths(model: HookedTransformer, hf_model: PreTrainedModel, *, what: str) -> None:
+    """Refuse what no short text shows: sliding windows longer than it, and rotations that change with the length."""
+    named = [getattr(module, "rope_type", None) for module in hf_model.modules()]
+    kinds = {kind for x in named for kind in (x.values() if isinstance(x, dict) else [x]) if isinstance(kind, str)}
+    if changing := sorted(kinds - _SAME_AT_ANY_LENGTH):
+        raise ValueError(
+            f"{what} does not compute what the original does: its rotary frequencies change with the length of the "
+            f"text (rope_type {', '.join(changing)})"
+        )
+    wanted = [window if window and window < model.cfg.n_ctx else None for window in _hf_windows(hf_model.config)]
+    found = [model.cfg.window_size if block.attn.attn_type == "local" else None for block in model.blocks]
+    found = [window if window and window < model.cfg.n_ctx else None for window in found]
+    if wanted != found:
+        raise ValueError(
+            f"{what} does not compute what the original does: its sliding windows, layer by layer, are {found} instead "
+            f"of {wanted}"
+        )
+
+
+def _hf_windows(config: Any) -> list[int | None]:
+    """The sliding window of each layer; None where there is none."""
+    config = config.get_text_config()
+    n, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "attention_layers", None)  # GPT-Neo
+    if kinds is not None:
+        return [config.window_size if kind == "local" else None for kind in kinds]
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return [None] * n
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * n
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
     """Convert and compare; see `tl_posdisent.models.loading.load.hooked_from_hf` for the contract."""
     from transformer_lens import HookedTransformer
@@ -220,8 +262,11 @@ def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
         with torch.no_grad():
             got = model(tokens)
     except Exception as error:  # the converter fails in many ways on a model that it was not written for
-        raise ValueError(f"TransformerLens cannot convert {name} to a HookedTransformer: {error}") from error
+        raise ValueError(
+            f"TransformerLens cannot convert {name} to a HookedTransformer: {first_line(error)}"
+        ) from error
     what = f"the HookedTransformer made of {name}"
     check_same_logits(got, hf_logits(hf_model, tokens), what=what)
+    _check_lengths(model, hf_model, what=what)
     _check_rotary_tables(model, hf_model, what=what)
     return model

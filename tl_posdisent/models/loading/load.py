@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from tl_posdisent.models.loading.convert import check_same_logits, hf_logits, probe_tokens, to_hooked
+from tl_posdisent.models.loading.convert import check_same_logits, first_line, hf_logits, probe_tokens, to_hooked
 
 # Which device was meant, or a refusal that says what there is.
 
@@ -41,6 +41,12 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
         raise ValueError(f'device must be one of torch\'s, such as "cpu" or "cuda:0", got {device!r}') from error
     if chosen.type == "cuda" and not (chosen.index or 0) < torch.cuda.device_count():
         raise ValueError(f"device must be there, got {device!r}, and torch sees {torch.cuda.device_count()} of cuda")
+    if chosen.type == "meta":
+        raise ValueError("device must hold numbers, got 'meta'")
+    try:
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ValueError(f"device must be there, got {str(device)!r}: {first_line(error).split('. ')[0]}") from error
     return chosen
 
 
@@ -119,6 +125,14 @@ def _own_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedToken
 def _check_hf_model(hf_model: Any) -> None:
     if not isinstance(hf_model, PreTrainedModel):
         raise ValueError(f"hf_model must be a causal language model of transformers, got {type(hf_model).__name__}")
+    name = type(hf_model).__name__
+    if getattr(hf_model.config, "is_encoder_decoder", False):
+        raise ValueError(f"hf_model must be a decoder alone, got {name}, which has an encoder and a decoder")
+    if hf_model.get_output_embeddings() is None:
+        raise ValueError(
+            f"hf_model must return logits, got {name}, which has no language-model head: load it as its class "
+            "...ForCausalLM"
+        )
 
 
 @contextlib.contextmanager
@@ -203,7 +217,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         with torch.no_grad():
             got = bridge(tokens)
     except Exception as error:
-        raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {error}") from error
+        raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {first_line(error)}") from error
     check_same_logits(got, expected, what=f"the TransformerBridge of {name}")
     return bridge
 
@@ -226,7 +240,7 @@ def _read_hugging_face(
         if not isinstance(source, Path) or any((source / name).is_file() for name in names):
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(f"cannot load a causal language model from {source}: {error}") from error
+        raise ValueError(f"cannot load a causal language model from {source}: {first_line(error)}") from error
     if device is not None:
         hf_model.to(device)
     return hf_model, tokenizer
@@ -308,7 +322,9 @@ def load_model(
     if backend == "hooked" or (backend == "auto" and has_hooked()):
         try:
             return hooked_from_hf(hf_model, tokenizer=tokenizer)
-        except ValueError:
-            if backend == "hooked" or not has_bridge():
+        except ValueError as error:
+            if not has_bridge():
                 raise
+            if backend == "hooked":
+                raise ValueError(f'{str(error).rstrip(".")}; use backend="bridge"') from error
     return bridge_from_hf(hf_model, tokenizer=tokenizer)
