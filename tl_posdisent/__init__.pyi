@@ -91,6 +91,9 @@ from .experiments.causal.position_patching import (
 from .experiments.cost import (
     estimate as estimate,
 )
+from .experiments.model_check import (
+    check_model as check_model,
+)
 from .experiments.residual_stream.content_position import (
     content_position_terms as content_position_terms,
 )

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from .commands.ablate_command import ablate
+from .commands.check_command import check
 from .commands.controlled_command import controlled
 from .commands.fit_command import fit
 from .commands.length_command import length
@@ -60,5 +61,5 @@ def main(
             stream.reconfigure(errors="replace")
 
 
-for command in (fit, controlled, perturb, length, ablate, sweep, synthetic, report, models):
+for command in (fit, controlled, perturb, length, ablate, sweep, synthetic, report, check, models):
     app.command()(command)

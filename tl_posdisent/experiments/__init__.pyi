@@ -40,6 +40,9 @@ from .cost import (
 from .cost import (
     estimate as estimate,
 )
+from .model_check import (
+    check_model as check_model,
+)
 from .residual_stream.content_position import (
     ContentPosition as ContentPosition,
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from tl_posdisent.models.forward import Hook, at_rest, check_seed, hook_name, hooked, run
 from tl_posdisent.models.probe.explain import probe_tokens
 from tl_posdisent.models.probe.observe import mismatch
+from tl_posdisent.models.reading import model_of
 from tl_posdisent.models.spec import n_layers
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.validation import check_heads
@@ -75,6 +76,7 @@ def ablate_heads(
         >>> cache["z", 0].abs().sum((0, 1, 3)).bool().tolist()  # head by head
         [True, True, True, False, True, False, True, True]
     """
+    model = model_of(model)
     by_layer = check_heads(layers, heads, n_layers(model), model.cfg.n_heads)
     check_mode(mode, reference, seed)
     check_reach(model, list(by_layer))

@@ -153,6 +153,11 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
     return ModelReading(model, tuple(probe(model, picked)), n, without, _state(model))
 
 
+def model_of(model: Any) -> Any:
+    """The model itself, given it or its reading; a reading that no longer describes its model is refused."""
+    return read_model(model).model if isinstance(model, ModelReading) else model
+
+
 def _attends(model: Any, layer: int) -> bool:
     return getattr(model.blocks[layer], "attn", None) is not None
 

@@ -1,0 +1,122 @@
+"""The check of every tool on a model: it passes where tools work, and finds those that do something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from torch import Tensor
+
+from tl_posdisent import ablate_heads, check_model
+from tl_posdisent.experiments import model_check
+from tl_posdisent.hooks import applied
+
+HEAD = 1
+_REAL = {name: getattr(model_check, name) for name in dir(model_check)}
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2"))
+@pytest.mark.usefixtures("unchecked")
+def test_tools_work_or_are_refused(kind: str, name: str, shared_model: Callable[[str, str], Any]) -> None:
+    table = check_model(shared_model(kind, name), lengths=(8, 20), progress=False)
+    assert set(table["tool"]) == set(model_check.TOOLS)
+    assert not len(table[table["verdict"] == "wrong"])
+    works = table[table["verdict"] == "works"]
+    assert works["error"].max() < 2e-4
+    assert (works["reason"] == "").all()
+    refused = table[table["verdict"] == "refused"]
+    assert refused["error"].isna().all()
+    assert (refused["reason"].str.len() > 30).all()
+    rotary = name == "llama-gqa"
+    assert (table.loc[table["tool"] == "swap_positions", "verdict"] == ("works" if rotary else "refused")).all()
+    texts = table.loc[table["tool"] == "remap_distance", "text"].tolist()
+    assert texts == (["8 tokens", "20 tokens", "padded", "KV cache"] if rotary else ["8 tokens"])
+
+
+def _another_head(model: Any, heads: Any, **options: Any) -> Any:
+    return _REAL["ablate_heads"](model, [(layer, head + 1) for layer, head in heads], **options)
+
+
+def _halved(tool: str, column: str) -> Callable[..., pd.DataFrame]:
+    def table(*arguments: Any, **options: Any) -> pd.DataFrame:
+        real = _REAL[tool](*arguments, **options)
+        return real.assign(**{column: real[column] / 2})
+
+    return table
+
+
+def _nothing(*arguments: Any, **options: Any) -> list[Any]:
+    return []
+
+
+_BROKEN: dict[str, Callable[..., Any]] = {
+    "additivity": _halved("additivity", "r2"),
+    "controlled_distance": _halved("controlled_distance", "total"),
+    **dict.fromkeys(model_check.INTERVENTIONS, _nothing),
+    "ablate_heads": _another_head,
+    "head_ablation": _halved("head_ablation", "value"),
+    "head_patching": _halved("head_patching", "value"),
+    "position_patching": _halved("position_patching", "value"),
+    "component_patching": _halved("component_patching", "value"),
+}
+
+
+@pytest.mark.parametrize("tool", _BROKEN)
+@pytest.mark.usefixtures("unchecked")
+def test_a_tool_that_does_something_else_is_found(
+    tool: str, shared_model: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shared_model("bridge" if zoo.BRIDGE_NAMES else "hooked", "llama-gqa")
+    monkeypatch.setattr(model_check, tool, _BROKEN[tool])
+    table = check_model(model, tools=[tool], lengths=8, progress=False)
+    assert (table["verdict"] == "wrong").any()
+    assert (table.loc[table["verdict"] == "wrong", "reason"] != "").all()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_arguments_are_refused(shared_model: Callable[[str, str], Any]) -> None:
+    model = shared_model(*_a_case())
+    for wrong, message in (({"tools": ["fit"]}, "tools must be"), ({"lengths": 3}, "lengths must be an integer")):
+        with pytest.raises(ValueError, match=message):
+            check_model(model, progress=False, **wrong)
+
+
+def _a_case() -> tuple[str, str]:
+    return ("bridge" if zoo.BRIDGE_NAMES else "hooked"), "llama-gqa"
+
+
+@pytest.mark.parametrize("kind", ["bridge", "hooked"])
+def test_a_head_silenced_by_torch_is_gone_for_hooks_too(kind: str, shared_model: Callable[[str, str], Any]) -> None:
+    """Zeros at `hook_z`, which the check compares with, are zeros for the output projection."""
+    model, tokens = shared_model(kind, "llama"), zoo.random_tokens(12)
+    without = _silenced(model, tokens, 0)
+    for head, expected in ((HEAD, True), (HEAD + 1, False)):
+        with torch.no_grad(), applied(model, ablate_heads(model, [(0, head)])):
+            assert bool((model(tokens) - without).abs().max() < 1e-4) == expected
+
+
+def _silenced(model: Any, tokens: Tensor, layer: int) -> Tensor:
+    """The logits where the output projection gets zeros from the head, by torch alone."""
+    attention = model.blocks[layer].attn
+    weights = dict(attention.named_parameters(recurse=False))
+    if "W_O" in weights:  # HookedTransformer: as well no weights for what comes from it
+        weight = weights["W_O"].detach().clone()
+        weight[HEAD] = 0
+        with torch.no_grad():
+            return torch.func.functional_call(model, {f"blocks.{layer}.attn.W_O": weight}, (tokens,))
+
+    def silence(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        by_head = args[0].clone().unflatten(-1, (model.cfg.n_heads, -1))
+        by_head[..., HEAD, :] = 0
+        return by_head.flatten(-2), *args[1:]
+
+    handle = attention.o.original_component.register_forward_pre_hook(silence)
+    try:
+        with torch.no_grad():
+            return model(tokens)
+    finally:
+        handle.remove()
