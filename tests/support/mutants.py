@@ -27,8 +27,10 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# The tests of ROOM/FILE.py are its own examples and tests/ROOM/test_FILE*.py, of which what is marked slow is left out;
-# these are more, from other files, by the name after test_.
+# As `make test` runs them: without what is marked slow, and without checks of annotations.
+FAST_LANE = ["-m", "not slow", "-o", "addopts=--doctest-modules"]
+# The tests of ROOM/FILE.py are its own examples and tests/ROOM/test_FILE*.py, and
+# these, from other files, by the name after test_.
 MORE_TESTS = {
     "additive/cells": "additive/solver additive/fit additive/fit_pooling",
     "additive/identifiability": "additive/fit additive/fit_pooling",
@@ -119,7 +121,7 @@ def seconds_of_tests(tests: list[str], log: Path, limit: float | None) -> tuple[
             resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, int(limit) + 5))
         import pytest
 
-        os._exit(int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", "not slow", *tests])))
+        os._exit(int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *FAST_LANE, *tests])))
     begun = time.monotonic()
     while True:
         done, status, used = os.wait4(child, os.WNOHANG)
