@@ -116,6 +116,9 @@ MEASURED: dict[str, Callable[[], Any]] = {
     "toeplitz_share": lambda: toeplitz_share(ATTENDED),
     "score_correlation": lambda: score_correlation(ATTENDED, ATTENDED * 2),
     "Moments.from_qk": lambda: Moments.from_qk(*LEARNT, ROTARY).query,
+    "decompose": lambda: decompose(Moments.from_qk(*LEARNT, ROTARY), range(4), scale=1.0),
+    "interaction_by_subspace": lambda: interaction_by_subspace(Moments.from_qk(*LEARNT, ROTARY), range(4), scale=1.0),
+    "interaction_bound": lambda: interaction_bound(Moments.from_qk(*LEARNT, ROTARY), range(4), scale=1.0),
     "subspace_patterns_qk": lambda: subspace_patterns_qk(*LEARNT, ROTARY, range(4), scale=1.0),
     "positional_symbolic_qk": lambda: positional_symbolic_qk(*LEARNT, ROTARY),
     "rope_capacity": lambda: rope_capacity(ROTARY, range(8), LEARNT[0][:8, 0, 0]),
@@ -129,3 +132,5 @@ def test_what_is_measured_holds_no_graph(name: str) -> None:
     tensors = [result] if isinstance(result, torch.Tensor) else [x for x in vars(result).values() if torch.is_tensor(x)]
     assert tensors
     assert not any(x.requires_grad for x in tensors)
+    if not isinstance(result, torch.Tensor):
+        assert result != MEASURED[name]()  # by identity: of two tensors, equality is not one truth value

@@ -197,7 +197,7 @@ ENTRIES: list[Callable[..., Any]] = [decompose, interaction_by_subspace, interac
         (range(2), {"scale": math.nan}, r"scale must be a finite number, got nan"),
         (range(2), {"scale": "1"}, r"scale must be a finite number, got '1'"),
         (range(2), {"scale": True}, r"scale must be a finite number, got True"),
-        (range(2), {"scale": torch.ones(2)}, r"scale must be a finite number, got tensor"),
+        (range(2), {"scale": torch.ones(2)}, r"scale must be a finite number, got a Tensor of shape \(2,\)"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -12,6 +12,20 @@ from numbers import Real
 from typing import Any
 
 
+def shown(value: Any) -> str:
+    """Describe a value in an error: its repr, cut to 120 characters; of a tensor or an array, type and shape alone.
+
+    >>> import torch
+    >>> shown("far"), shown(torch.ones(2, 3))
+    ("'far'", 'a Tensor of shape (2, 3)')
+    """
+    shape = getattr(value, "shape", ())
+    if isinstance(shape, tuple) and shape != ():
+        return f"a {type(value).__name__} of shape {tuple(shape)}"
+    text = repr(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
 def is_integer(value: Any) -> bool:
     """Whether ``value`` is an integer: Python's, numpy's or a torch scalar's; True and False are not.
 
@@ -43,7 +57,7 @@ def check_integer(name: str, value: Any, least: int) -> int:
     ValueError: window must be an integer of at least 1, got True
     """
     if not is_integer(value) or operator.index(value) < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        raise ValueError(f"{name} must be an integer of at least {least}, got {shown(value)}")
     return operator.index(value)
 
 
@@ -57,7 +71,7 @@ def check_number(name: str, value: Any, *, least: float | int = -math.inf, above
     number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < least or value <= above:
         bound = f" above {above:g}" if above > -math.inf else f" of at least {least:g}" if least > -math.inf else ""
-        raise ValueError(f"{name} must be a finite number{bound}, got {value!r}")
+        raise ValueError(f"{name} must be a finite number{bound}, got {shown(value)}")
     return float(value)
 
 
@@ -72,7 +86,7 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         words = [repr(choice) for choice in choices]
         listed = " or ".join(words) if len(words) < 3 else ", ".join(words[:-1]) + " or " + words[-1]
-        raise ValueError(f"{name} must be {listed}, got {value!r}")
+        raise ValueError(f"{name} must be {listed}, got {shown(value)}")
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -83,7 +97,7 @@ def check_flag(name: str, value: Any) -> None:
     ValueError: pool must be True or False, got 1
     """
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
+        raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_seed(seed: Any) -> int:
@@ -94,7 +108,7 @@ def check_seed(seed: Any) -> int:
     ValueError: seed must be a non-negative integer below 2**63, got -1
     """
     if not is_integer(seed) or not 0 <= operator.index(seed) < 2**63:
-        raise ValueError(f"seed must be a non-negative integer below 2**63, got {seed!r}")
+        raise ValueError(f"seed must be a non-negative integer below 2**63, got {shown(seed)}")
     return operator.index(seed)
 
 
@@ -115,16 +129,16 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
     if is_integer(chosen):
         chosen = [chosen]
     if isinstance(chosen, (str, bytes, Mapping)) or not isinstance(chosen, Iterable):
-        raise ValueError(f"{name} must be an integer or a sequence of integers, got {chosen!r}")
+        raise ValueError(f"{name} must be an integer or a sequence of integers, got {shown(chosen)}")
     given = list(chosen)
     for x in given:
         if not is_integer(x) or not -n <= operator.index(x) < n:
             raise ValueError(
-                f"{name} must be integers from 0 to {n - 1} (or from {-n} to -1, counted from the end), got {x!r}"
+                f"{name} must be integers from 0 to {n - 1} (or from {-n} to -1, counted from the end), got {shown(x)}"
             )
     picked = [operator.index(x) % n for x in given]
     if not picked or len(set(picked)) < len(picked):
-        raise ValueError(f"{name} must name at least one and none twice, got {given!r}")
+        raise ValueError(f"{name} must name at least one and none twice, got {shown(given)}")
     return picked
 
 
@@ -152,7 +166,7 @@ def check_heads(layers: Any, heads: Any, n_layers: int, n_heads: int) -> dict[in
     if heads is None or is_integer(heads):
         return {layer: check_indices("heads", heads, n_heads) for layer in chosen}
     if isinstance(heads, (str, bytes, Mapping)) or not isinstance(heads, Iterable):
-        raise ValueError(f"heads must be an integer, integers, or pairs (layer, head), got {heads!r}")
+        raise ValueError(f"heads must be an integer, integers, or pairs (layer, head), got {shown(heads)}")
     given = list(heads)
     if not any(_is_pair(x) for x in given):
         return {layer: check_indices("heads", given, n_heads) for layer in chosen}
@@ -161,13 +175,13 @@ def check_heads(layers: Any, heads: Any, n_layers: int, n_heads: int) -> dict[in
         if not _is_pair(x) or not (-n_layers <= x[0] < n_layers and -n_heads <= x[1] < n_heads):
             raise ValueError(
                 f"heads must be pairs (layer, head) with layers from 0 to {n_layers - 1} and heads from 0 to "
-                f"{n_heads - 1} (or negative, counted from the end), got {x!r}"
+                f"{n_heads - 1} (or negative, counted from the end), got {shown(x)}"
             )
         by_layer.setdefault(operator.index(x[0]) % n_layers, []).append(operator.index(x[1]) % n_heads)
     if any(len(set(some)) < len(some) for some in by_layer.values()):
-        raise ValueError(f"heads must name none twice, got {given!r}")
+        raise ValueError(f"heads must name none twice, got {shown(given)}")
     if not set(by_layer) <= set(chosen):
-        raise ValueError(f"heads must lie within layers={layers!r}, got {given!r}")
+        raise ValueError(f"heads must lie within layers={shown(layers)}, got {shown(given)}")
     return dict(sorted(by_layer.items()))
 
 
