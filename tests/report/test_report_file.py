@@ -45,7 +45,7 @@ def test_hostile_words_are_text(tmp_path: Path) -> None:
 
 def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     """80 layers of 64 heads of 64 subspaces; what is random is their numbers, not their tables."""
-    subject, drawn = read_subject(tp.load_demo_model(), TOKENS, None, None), 0
+    subject, drawn = read_subject(tp.load_demo_model(), TOKENS, None, None, None), 0
     index = pd.MultiIndex.from_product([range(80), range(64)], names=HEAD).to_frame(index=False)
     columns = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key", "r_two_axis", "r_three_axis"]
     columns += [*tp.rope.EFFECTS, "baseline", "value", "effect"]
@@ -87,8 +87,8 @@ def test_refusals_leave_no_file_and_no_trace(tmp_path: Path) -> None:
         ({"sections": []}, "sections must be some of"),
         ({"sections": ["heads", "heads"]}, "none twice"),
         ({"sections": "heads"}, "sections must be a sequence of additivity"),
-        ({"control": -1}, "control must be a non-negative integer, got -1"),
-        ({"control": True}, "control must be a non-negative integer"),
+        ({"control": -1}, "control must be an integer of at least 0, got -1"),
+        ({"control": True}, "control must be an integer of at least 0"),
         ({"seed": 0.5}, "seed must be a non-negative integer"),
         ({"title": 3}, "title must be text, got 3"),
         ({"command": b"x"}, "command must be text"),

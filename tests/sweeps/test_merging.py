@@ -7,8 +7,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 
-from tl_posdisent import additivity, controlled_distance, demo_tokens, load_demo_model, sweep
+from tl_posdisent import additivity, controlled_distance, demo_tokens, load_demo_model, read_model, sweep
 from tl_posdisent.sweeps import (
     Text,
     jobs,
@@ -95,3 +96,26 @@ def test_pooled_fits_of_texts_of_several_lengths_are_refused() -> None:
     parts = [marginals_by_layer(model, demo_tokens(length=n), layers=[0], progress=False) for n in (30, 40)]
     with pytest.raises(ValueError, match="texts must have one length to be pooled"):
         merge_additivity(pd.concat(parts))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_texts_are_the_texts(side: str) -> None:
+    """Each row of a padded batch is that of its text alone, or adds up to it; a reading stands for the model."""
+    model, lengths = read_model(load_demo_model()), (40, 25)
+    texts = [demo_tokens(length=n) for n in lengths]
+    pads = [(40 - n, 0) if side == "left" else (0, 40 - n) for n in lengths]
+    tokens = torch.cat([torch.nn.functional.pad(x, pad) for x, pad in zip(texts, pads, strict=True)])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(x), pad) for x, pad in zip(texts, pads, strict=True)])
+    options: dict[str, Any] = {**LAST, "progress": False}
+    rows = marginals_by_layer(model, tokens, attention_mask=mask, **options)
+    for n, text in enumerate(texts):
+        alone = marginals_by_layer(model, text, **options).drop(columns="batch")
+        shown = rows[rows["batch"] == n].drop(columns="batch").reset_index(drop=True)
+        pd.testing.assert_frame_equal(shown, alone, check_exact=False, rtol=1e-6, atol=1e-6)
+    together = merge_controlled_distance(moments_by_layer(model, tokens, attention_mask=mask, **options))
+    apart = pd.concat([moments_by_layer(model, text, **options) for text in texts])
+    apart = merge_controlled_distance(apart, range(40))
+    pd.testing.assert_frame_equal(together, apart, check_exact=False, rtol=1e-6, atol=1e-6)
+    for measure in (marginals_by_layer, moments_by_layer):
+        with pytest.raises(ValueError, match="attention_mask"):
+            measure(model, tokens, **options)

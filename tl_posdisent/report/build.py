@@ -7,11 +7,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.forward import check_seed
+from tl_posdisent.models.texts import Tokens
 from tl_posdisent.utils.files import whole_file
+from tl_posdisent.utils.validation import check_integer, check_seed
 
 from .head_widgets import widgets
 from .measurements import SECTIONS, SectionName, measure
@@ -23,12 +23,13 @@ from .summary import analysed, headline, reproduce
 
 def report(
     model: Any,
-    text: str | Int[Tensor, "batch pos"],
+    text: Tokens,
     path: str | PathLike[str],
     *,
-    layers: Iterable[int] | None = None,
+    attention_mask: Tensor | None = None,
+    layers: int | Iterable[int] | None = None,
     control: int = 1,
-    heads: Iterable[int] | None = None,
+    heads: int | Iterable[int] | Iterable[tuple[int, int]] | None = None,
     sections: Iterable[SectionName] | None = None,
     title: str | None = None,
     seed: int = 0,
@@ -47,13 +48,16 @@ def report(
     (perturbation), 128 and 512 (ablation). The file says what was read.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike; hooks on it act on all that is measured.
-        text: a string, if the model has a tokenizer, or ids ``[batch, pos]``.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; hooks on it act on all that is
+            measured. It is read once.
+        text: ids ``[batch, pos]``, or text if the model has a tokenizer: a string, or a list of strings of any lengths.
         path: the HTML file; its folder is made if need be, and a file that is there is replaced once the new one is
             whole.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) to set beside it; 0 for none.
-        heads: those that tables and pictures show and that are ablated; default all.
+        heads: those that tables and pictures show and that are ablated, as integers (in each layer) or pairs
+            ``(layer, head)``; default all.
         sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"heads"``,
             ``"perturbation"``, ``"ablation"``; default all. What the model cannot be asked is there with the reason.
         title: of the page; default names the model.
@@ -79,11 +83,10 @@ def report(
         ...     path.name, "Headline numbers" in path.read_text(encoding="utf-8")
         ('report.html', True)
     """
-    subject = read_subject(model, text, layers, heads)
+    subject = read_subject(model, text, attention_mask, layers, heads)
     wanted = _check_sections(sections)
     check_seed(seed)
-    if isinstance(control, bool) or not isinstance(control, int) or control < 0:
-        raise ValueError(f"control must be a non-negative integer, got {control!r}")
+    control = check_integer("control", control, 0)
     for name, value in (("title", title), ("command", command)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name} must be text, got {value!r}")
@@ -127,6 +130,13 @@ def _check_path(path: Any) -> Path:
     return target
 
 
+class _Name(str):
+    """Printed without quotation marks."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def _call(
     subject: Subject,
     text: Any,
@@ -140,10 +150,11 @@ def _call(
     options = {
         "layers": subject.asked,
         "control": control if control != 1 else None,
-        "heads": None if heads is None else subject.heads,
+        "heads": None if heads is None else subject.pairs,
+        "attention_mask": None if bool(subject.real.all()) or isinstance(text, list) else _Name("attention_mask"),
         "sections": sections,
         "seed": seed or None,
     }
     given = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
-    what = "text" if isinstance(text, str) else "tokens"
+    what = "text" if isinstance(text, (str, list)) else "tokens"
     return f"from tl_posdisent import report\n\nreport(model, {what}, {path.name!r}{given})"

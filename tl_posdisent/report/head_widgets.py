@@ -23,7 +23,7 @@ _HEADS = 12  # of one layer, each with a chart
 def exhibits(subject: Subject, found: Found) -> str:
     """Places for the widgets of ``widgets``, with what to look for."""
     shown: Exhibits = found.trained
-    n = min(SHOWN, subject.tokens.shape[1])
+    n = min(SHOWN, subject.lengths[0])
     said = paragraph(
         f"Scores of the first {n} tokens of the first text: rows are queries, columns keys, blue is high, red low. The "
         "distance part has stripes along the diagonal, the query part rows, the key part columns; fitted is their sum, "
@@ -52,14 +52,14 @@ def place(number: int) -> str:
 
 def widgets(subject: Subject, shown: Exhibits) -> list[Widget]:
     """In the order of their places."""
-    n = min(SHOWN, subject.tokens.shape[1])
+    n = min(SHOWN, subject.lengths[0])
     drawn = []
     for layer, head in dict.fromkeys((shown.most, shown.least)):
         scores, fit = shown.scores[layer], shown.fits[layer]
         title = f"Layer {layer}, head {head}: the scores and their parts"
         drawn.append(show_parts(fit, subject.words, head, scores=scores, positions=range(n), title=title))
     layer = shown.most[0]
-    heads = subject.heads[:_HEADS]
+    heads = subject.heads[layer][:_HEADS]
     drawn.append(
         show_scores(
             shown.fits[layer],
@@ -76,13 +76,14 @@ def widgets(subject: Subject, shown: Exhibits) -> list[Widget]:
 
 def _key_importance(subject: Subject, shown: Exhibits) -> Widget:
     """``show_key_importance`` of the first tokens. The first of all is often a sink, and would leave others pale."""
-    n = min(TEXT, subject.tokens.shape[1])
+    n = min(TEXT, subject.lengths[0])
     layers = sorted(shown.fits.items(), key=lambda one: one[0] != shown.most[0])
-    values = {f"layer {layer}": fit.key[0, subject.heads, :n].double() for layer, fit in layers}
+    heads = sorted({head for layer, _ in layers for head in subject.heads[layer]})
+    values = {f"layer {layer}": fit.key[0, heads, :n].double() for layer, fit in layers}
     largest = max(float(key[:, 1:].abs().max()) for key in values.values())
     return coloured_text(
         values,
-        [str(head) for head in subject.heads],
+        [str(head) for head in heads],
         [text_token(word) for word in subject.words[:n]],
         scale=max(largest, 1e-9),
         title="Key importance",

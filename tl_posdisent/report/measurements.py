@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -20,9 +19,9 @@ from tl_posdisent.experiments.attention_scores.controlled_distance import contro
 from tl_posdisent.experiments.attention_scores.subspace_patterns import subspace_patterns
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
-from tl_posdisent.models.capture import stream
+from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.reading import read_model
 from tl_posdisent.models.spec import AttentionSpec
 
 from .subject import Subject
@@ -98,9 +97,10 @@ def measure(
         copies = random_control(subject.model, seeds) if control and chance else iter(())
         for n, copy in zip(seeds, copies, strict=False):
             bar.set_postfix_str("random initialisation")
+            untrained = replace(subject, reading=read_model(copy))
             for name, tables in chance.items():
-                tables.append(_EXPERIMENTS[name](replace(subject, model=copy), seed).assign(seed=n))
-            del copy  # makes room for the next
+                tables.append(_EXPERIMENTS[name](untrained, seed).assign(seed=n))
+            del copy, untrained  # free their memory before the next
             bar.update()
     for name, tables in chance.items():
         if tables:
@@ -115,8 +115,10 @@ def by_head(table: pd.DataFrame) -> pd.DataFrame:
 
 def _try(name: SectionName, subject: Subject, seed: int) -> Found:
     """An experiment, or its reason not to be made: they refuse with a ``ValueError``, whatever else is a mistake."""
+    shorter = name == "distance" and len(set(subject.lengths)) > 1
+    note = f"Of each text the first {min(subject.lengths)} tokens, as many as the shortest has." if shorter else None
     try:
-        return Found(_EXPERIMENTS[name](subject, seed))
+        return Found(_EXPERIMENTS[name](subject, seed), note=note)
     except ValueError as error:
         if name != "perturbation":
             return Found(refused=str(error))
@@ -127,42 +129,47 @@ def _try(name: SectionName, subject: Subject, seed: int) -> Found:
 
 
 def _common(subject: Subject) -> dict[str, Any]:
-    return {"layers": subject.asked, "progress": False}
+    return {"model": subject.reading, **subject.texts, "layers": subject.asked, "progress": False}
 
 
 def _chosen(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
-    return table[table["head"].isin(subject.heads)].reset_index(drop=True)
+    shown = pd.MultiIndex.from_frame(table[HEAD]).isin(subject.pairs)
+    return table[shown].reset_index(drop=True)
 
 
 def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
-    return _chosen(subject, additivity(subject.model, subject.tokens, **_common(subject)))
+    return _chosen(subject, additivity(**_common(subject)))
 
 
 def _shares(subject: Subject, seed: int) -> pd.DataFrame:
-    return _chosen(subject, controlled_distance(subject.model, subject.tokens, **_common(subject)))
+    return _chosen(subject, controlled_distance(**_common(subject)))
 
 
 def _subspaces(subject: Subject, seed: int) -> pd.DataFrame:
-    return _chosen(subject, subspace_patterns(subject.model, subject.tokens, **_common(subject)))
+    return _chosen(subject, subspace_patterns(**_common(subject)))
 
 
 def _perturbation(subject: Subject, seed: int, kinds: Any = ("order", "index", "feature")) -> pd.DataFrame:
-    tokens, seeds = subject.some(*_PERTURBED), range(seed, seed + PERTURBATIONS)
-    return perturbation_curve(subject.model, tokens, kinds, FRACTIONS, seeds, progress=False)
+    texts, seeds = subject.some(*_PERTURBED).texts, range(seed, seed + PERTURBATIONS)
+    return perturbation_curve(subject.model, **texts, kinds=kinds, fractions=FRACTIONS, seeds=seeds, progress=False)
 
 
 def _ablation(subject: Subject, seed: int) -> pd.DataFrame:
-    return head_ablation(subject.model, subject.some(*_ABLATED), heads=subject.heads, **_common(subject))
+    return head_ablation(**_common(subject.some(*_ABLATED)), heads=subject.pairs)
 
 
 def _distance(subject: Subject, seed: int) -> pd.DataFrame:
     """The distance component of each head over all texts: ``layer``, ``head``, ``distance``, ``value``, ``cells``."""
     picked = np.unique(np.linspace(0, len(subject.specs) - 1, _PROFILES).round().astype(int))
-    tables = []
-    for spec, scores in _scores(subject.model, subject.tokens, [subject.specs[n].layer for n in picked]):
+    tables: list[pd.DataFrame] = []
+    tokens = subject.tokens[:, : min(subject.lengths)]
+
+    def fitted(spec: AttentionSpec, scores: Tensor) -> None:
         fit = fit_additive(scores, pool=True, **_cells(spec))
         table = fit.to_frame("distance").assign(layer=spec.layer)
-        tables.append(table.assign(cells=subject.tokens.shape[1] - table["distance"].abs()))
+        tables.append(table.assign(cells=tokens.shape[1] - table["distance"].abs()))
+
+    for_each_scores(subject.model, tokens, [subject.specs[n] for n in picked], fitted)
     return _chosen(subject, pd.concat(tables, ignore_index=True))[[*HEAD, "distance", "value", "cells"]]
 
 
@@ -173,19 +180,15 @@ def _heads(subject: Subject, found: Found) -> Found:
     if r.empty:
         return Found(refused="no head has scores that vary, so none is more additive than another")
     most, least = ((int(row["layer"]), int(row["head"])) for row in (r.iloc[0], r.iloc[-1]))
-    fits, kept = {}, {}
-    for spec, scores in _scores(subject.model, subject.tokens[:1], sorted({most[0], least[0]})):
+    fits: dict[int, AdditiveFit] = {}
+    kept: dict[int, Tensor] = {}
+
+    def fitted(spec: AttentionSpec, scores: Tensor) -> None:
         fits[spec.layer], kept[spec.layer] = fit_additive(scores, **_cells(spec)), scores
+
+    specs = subject.reading.specs(sorted({most[0], least[0]}))
+    for_each_scores(subject.model, subject.first, specs, fitted)
     return Found(Exhibits(most, least, r[[*HEAD, "r", *SHARES]], fits, kept))
-
-
-def _scores(model: Any, tokens: Tensor, layers: list[int]) -> Iterator[tuple[AttentionSpec, Tensor]]:
-    """The scores of some layers, one after the other."""
-    with closing(stream(model, tokens, read_layers(model, layers), vectors=False)) as run:
-        for layer in run:
-            assert layer.scores is not None
-            yield layer.spec, layer.scores
-            del layer
 
 
 def _cells(spec: AttentionSpec) -> dict[str, Any]:

@@ -1,19 +1,19 @@
-"""What a report is about: a model and as much of a text as can be afforded."""
+"""The subject of a report: a model, read once, and the part of the texts that is measured."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_posdisent.models.forward import check_tokens, token_words
-from tl_posdisent.models.reading import read_layers
-from tl_posdisent.models.spec import AttentionSpec, select
+from tl_posdisent.models.forward import token_words
+from tl_posdisent.models.reading import ModelReading, read_model
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
 
 POSITIONS = 1024
 """The longest text that is measured: scores grow with its square."""
@@ -30,22 +30,44 @@ class Subject:
     """A model, and what of it and of a text is measured.
 
     Attributes:
-        model: as given.
-        tokens: ``[batch, pos]``, ids of the texts that are measured.
+        reading: of the model, all layers.
+        tokens: ``[batch, pos]``, ids of the texts that are measured, padded on the right.
+        real: ``[batch, pos]``, False at padding.
         given: tokens that there were.
         words: of the first text, one string per position.
         asked: the layers asked for; None for all.
         specs: what these layers do.
-        heads: those shown.
+        heads: those shown, of each of these layers.
     """
 
-    model: Any
+    reading: ModelReading
     tokens: Int[Tensor, "batch pos"]
+    real: Bool[Tensor, "batch pos"]
     given: int
     words: list[str]
     asked: list[int] | None
     specs: list[AttentionSpec]
-    heads: list[int]
+    heads: dict[int, list[int]]
+
+    @property
+    def model(self) -> Any:
+        """As given."""
+        return self.reading.model
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each text."""
+        return [int(n) for n in self.real.sum(1)]
+
+    @property
+    def first(self) -> Int[Tensor, "1 pos"]:
+        """The first text."""
+        return self.tokens[:1, : self.lengths[0]]
+
+    @property
+    def texts(self) -> dict[str, Any]:
+        """Arguments ``tokens`` and ``attention_mask`` of an experiment on all texts."""
+        return {"tokens": self.tokens} | ({} if bool(self.real.all()) else {"attention_mask": self.real})
 
     @property
     def layers(self) -> list[int]:
@@ -53,17 +75,29 @@ class Subject:
         return [spec.layer for spec in self.specs]
 
     @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Layer and head of each head that is shown."""
+        return [(layer, head) for layer, some in self.heads.items() for head in some]
+
+    @property
     def rotary(self) -> list[int]:
         """Those that rotate."""
         return [spec.layer for spec in self.specs if spec.rotary is not None]
 
-    def some(self, positions: int, tokens: int) -> Int[Tensor, "fewer shorter"]:
-        """The beginnings of the first texts: at most so many positions, and tokens altogether."""
-        return _fewer(self.tokens, positions, tokens)
+    def some(self, positions: int, tokens: int) -> Subject:
+        """The same with the beginnings of the first texts: at most so many positions, and tokens altogether."""
+        rows = max(1, tokens // min(positions, self.tokens.shape[1]))
+        return replace(self, tokens=self.tokens[:rows, :positions], real=self.real[:rows, :positions])
 
     def fingerprint(self) -> str:
-        """Of the ids that are measured, to know them again."""
-        return hashlib.sha256(self.tokens.cpu().numpy().tobytes()).hexdigest()[:16]
+        """A hash of the ids that are measured; padding counts as -1."""
+        ids = torch.where(self.real, self.tokens, -1)
+        return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()[:16]
+
+    def sizes(self) -> str:
+        """Number and lengths of the texts, in words."""
+        n, low, high = len(self.tokens), min(self.lengths), max(self.lengths)
+        return f"{n} text{'s' if n > 1 else ''} of {low if low == high else f'{low} to {high}'} tokens"
 
     def excerpt(self) -> str:
         """How the first text begins."""
@@ -88,26 +122,36 @@ class Subject:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 
-def read_subject(model: Any, text: Any, layers: Iterable[int] | None, heads: Iterable[int] | None) -> Subject:
+def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
     """Check the arguments of a report and read the model.
 
     Raises:
         ValueError: of each of them that is unusable.
     """
-    specs = read_layers(model, layers)
-    chosen = select("heads", heads, min(spec.n_heads for spec in specs))
+    reading = read_model(model)
+    chosen = reading.heads(layers, heads)
+    specs = reading.specs(list(chosen))
+    model = reading.model
     try:
-        whole = check_tokens(model, text)
+        texts = read_texts(model, text, attention_mask)
     except ValueError as error:
+        if str(error).startswith("attention_mask"):
+            raise
         raise ValueError(f"text cannot be used: {error}") from error
     context = getattr(model.cfg, "n_ctx", None) or POSITIONS
-    if isinstance(text, str) and whole.shape[1] > min(STRETCH, context):
-        tokens = _stretches(model, text, whole[0], min(STRETCH, context))
-    else:
-        tokens = whole
-    tokens = _fewer(tokens, min(POSITIONS, context), TOKENS)
-    asked = None if layers is None else [spec.layer for spec in specs]
-    return Subject(model, tokens, whole.numel(), token_words(model, tokens[0]), asked, specs, chosen)
+    tokens, real = _padded_right(texts)
+    if isinstance(text, str) and tokens.shape[1] > min(STRETCH, context):
+        tokens = _stretches(model, text, tokens[0], min(STRETCH, context))
+        real = torch.ones_like(tokens, dtype=torch.bool)
+    asked = list(chosen) if layers is not None or len(chosen) < len(reading.specs()) else None
+    whole = Subject(reading, tokens, real, sum(texts.lengths), [], asked, specs, chosen)
+    subject = whole.some(min(POSITIONS, context), TOKENS)
+    return replace(subject, words=token_words(model, subject.first[0]))
+
+
+def _padded_right(texts: Texts) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
+    order = texts.real.long().argsort(dim=1, descending=True, stable=True)[:, : texts.longest]
+    return texts.tokens.gather(1, order), texts.real.gather(1, order)
 
 
 def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:
@@ -120,8 +164,3 @@ def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) 
     texts = -(-len(rest) // (longest - begin))
     rows = rest[: len(rest) // texts * texts].view(texts, -1)
     return torch.cat([first.expand(texts, -1), rows], 1)
-
-
-def _fewer(tokens: Int[Tensor, "batch pos"], positions: int, total: int) -> Int[Tensor, "fewer shorter"]:
-    tokens = tokens[:, :positions]
-    return tokens[: max(1, total // tokens.shape[1])]

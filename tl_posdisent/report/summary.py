@@ -21,23 +21,30 @@ _FEW = 0.05  # the share of tokens that [A] says may be out of place
 
 def analysed(subject: Subject) -> str:
     """Which model, which text."""
-    model, (texts, length) = subject.model, subject.tokens.shape
+    model = subject.model
     spec, rotary = subject.specs[0], subject.rotary
-    cut = "" if subject.tokens.numel() == subject.given else f", of {subject.given} tokens given"
+    cut = "" if sum(subject.lengths) == subject.given else f", of {subject.given} tokens given"
     turned = "all layers" if rotary == subject.layers else f"layers {numbers(rotary)}" if rotary else "none"
     parameters = next(model.parameters(), torch.zeros(0))
     rows = {
         "Model": f"{subject.name()} ({type(model).__name__}, {_millions(subject.parameters())} parameters, "
         f"{str(parameters.dtype).removeprefix('torch.')})",
         "Layers": f"{numbers(subject.layers)} of {plural(model.cfg.n_layers, 'layer')}",
-        "Heads": f"{numbers(subject.heads)} of {spec.n_heads} in each layer, {spec.d_head} coordinates, "
+        "Heads": f"{_heads(subject)} of {spec.n_heads} in each layer, {spec.d_head} coordinates, "
         f"{plural(spec.n_kv_heads, 'key head')}",
         "Attention": f"{'causal' if spec.causal else 'in both directions'}; rotary embeddings: {turned}",
-        "Text": f"{plural(texts, 'text')} of {length} tokens{cut}",
+        "Text": f"{subject.sizes()}{cut}",
         "It begins": subject.excerpt(),
     }
     items = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows.items())
     return f'<section id="analysed"><h2>What was analysed</h2><dl>{items}</dl></section>\n'
+
+
+def _heads(subject: Subject) -> str:
+    different = {tuple(heads) for heads in subject.heads.values()}
+    if len(different) == 1:
+        return numbers(different.pop())
+    return "; ".join(f"{numbers(heads)} in layer {layer}" for layer, heads in subject.heads.items())
 
 
 def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
@@ -56,7 +63,7 @@ def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
     ]
     heads = "".join(f'<th scope="col">{name}</th>' for name in ("measure", *_COLUMNS))
     said = paragraph(
-        f"This model has {_millions(subject.parameters())} parameters and read {subject.tokens.numel()} tokens. "
+        f"This model has {_millions(subject.parameters())} parameters and read {sum(subject.lengths)} tokens. "
         f"{A} measured large language models, {B} six-layer models trained on two synthetic tasks: their figures are a "
         "landmark, not a target. "
         + _small(subject)

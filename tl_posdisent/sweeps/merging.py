@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -20,11 +19,10 @@ from tl_posdisent.additive.fit import fit_marginals
 from tl_posdisent.additive.marginals import Marginals, read_marginals
 from tl_posdisent.additive.result import AdditiveFit, TablePart
 from tl_posdisent.experiments.attention_scores.rotary_layers import measure_layers
-from tl_posdisent.models.capture import stream
-from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.reading import read_layers, read_model
+from tl_posdisent.models.capture import for_each_scores
+from tl_posdisent.models.reading import read_model
 from tl_posdisent.models.spec import AttentionSpec
-from tl_posdisent.models.texts import read_texts
+from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
 from tl_posdisent.rope.covariance import Spread, total
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary
@@ -57,20 +55,21 @@ def by_setting(table: pd.DataFrame, one: list[str]) -> list[tuple[dict[str, Any]
     return [({name: rows[name].iloc[0] for name in kept}, rows) for _, rows in found]
 
 
-# Marginal sums of scores as a table, so that texts read by many workers are fitted together as by one.
+# Marginal sums of scores
 
 
 def marginals_by_layer(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     *,
-    layers: Iterable[int] | None = None,
+    attention_mask: Tensor | None = None,
+    layers: int | Iterable[int] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """All that ``additivity(..., pool=True)`` needs of a text, in a form that texts can be pooled from.
+    """Measure all that ``additivity(..., pool=True)`` needs of a text, in a form that texts can be pooled from.
 
     Args:
-        model, tokens, layers, progress: as in ``additivity``. Cells are those of each layer's own mask.
+        model, tokens, attention_mask, layers, progress: as in ``additivity``. Cells are those of each layer's own mask.
 
     Returns:
         One row per layer, text and head: ``layer``, ``batch``, ``head``, ``pivot`` (about the mean score), ``squares``
@@ -87,33 +86,40 @@ def marginals_by_layer(
         >>> len(table), len(table["sums"][0])
         (8, 192)
     """
-    specs = read_layers(model, layers)
-    tokens = check_tokens(model, tokens)
-    tables, length = [], tokens.shape[1]
-    with (
-        closing(stream(model, tokens, specs, vectors=False)) as run,
-        tqdm(total=len(specs), desc="layers", disable=not progress) as bar,
-    ):
-        for layer in run:
-            assert layer.scores is not None
-            causal, window, scores = layer.spec.causal, layer.spec.window, layer.scores
-            cells = make_cells(scores.shape, "causal" if causal else "full", window, device=scores.device)
-            with torch.no_grad():
-                read = read_marginals(scores, cells)
-            rows = [
-                (layer.layer, text, head, read.pivot[text, head].item(), read.squares[text, head].item(), sums)
-                for text, heads in enumerate(read.sums.cpu().numpy())
-                for head, sums in enumerate(heads)
-            ]
-            table = pd.DataFrame(rows, columns=["layer", "batch", "head", "pivot", "squares", "sums"])
-            tables.append(table.assign(length=length, causal=causal, window=window or 0))
-            del layer, scores  # make room for those of the next
-            bar.update()
-    return pd.concat(tables, ignore_index=True)
+    reading = read_model(model, layers)
+    specs, texts = reading.specs(layers), read_texts(reading.model, tokens, attention_mask)
+    tables: list[pd.DataFrame] = []
+    with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+        for group in texts.groups:
+
+            def measured(spec: AttentionSpec, scores: Tensor, group: TextGroup = group) -> None:
+                tables.append(_marginals(spec, scores, group))
+                bar.update()
+
+            for_each_scores(reading.model, group.tokens, specs, measured)
+    order = {spec.layer: n for n, spec in enumerate(specs)}
+    table = pd.concat(tables, ignore_index=True)
+    by_layer = table.assign(order=table["layer"].map(order)).sort_values(["order", "batch"], kind="stable")
+    return by_layer.drop(columns="order").reset_index(drop=True)
+
+
+def _marginals(spec: AttentionSpec, scores: Float[Tensor, "batch head query key"], group: TextGroup) -> pd.DataFrame:
+    """One layer's rows of texts of equal length."""
+    causal, window = spec.causal, spec.window
+    cells = make_cells(scores.shape, "causal" if causal else "full", window, device=scores.device)
+    with torch.no_grad():
+        read = read_marginals(scores, cells)
+    rows = [
+        (spec.layer, int(group.rows[text]), head, read.pivot[text, head].item(), read.squares[text, head].item(), sums)
+        for text, heads in enumerate(read.sums.cpu().numpy())
+        for head, sums in enumerate(heads)
+    ]
+    table = pd.DataFrame(rows, columns=["layer", "batch", "head", "pivot", "squares", "sums"])
+    return table.assign(length=scores.shape[-1], causal=causal, window=window or 0)
 
 
 def merge_additivity(table: pd.DataFrame, part: TablePart = "summary") -> pd.DataFrame:
-    """``additivity(..., pool=True)`` of all texts together, from what was measured text by text.
+    """Merge marginal sums into ``additivity(..., pool=True)`` of all texts together.
 
     Args:
         table: what ``marginals_by_layer`` returned, for one text or (by ``sweep``, or ``pandas.concat``) for many of
@@ -170,24 +176,24 @@ def _pooled(rows: pd.DataFrame, layer: Any) -> AdditiveFit:
     return fit_marginals(read, cells, pool=True)
 
 
-# Moments of queries and keys as a table, so that a corpus read by many workers is decomposed as by one.
-
+# Moments of queries and keys
 
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
 def moments_by_layer(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     *,
-    layers: Iterable[int] | None = None,
+    attention_mask: Tensor | None = None,
+    layers: int | Iterable[int] | None = None,
     burn_in: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """All that ``controlled_distance`` needs of a text, in a form that adds up over texts.
+    """Measure all that ``controlled_distance`` needs of a text, in a form that adds up over texts.
 
     Args:
-        model, tokens, layers, burn_in, progress: as in ``controlled_distance``.
+        model, tokens, attention_mask, layers, burn_in, progress: as in ``controlled_distance``.
 
     Returns:
         One row per layer, side and head: ``layer``, ``side`` (``"query"`` or ``"key"``), ``head`` (of keys: the key
@@ -208,7 +214,7 @@ def moments_by_layer(
         8
     """
     reading = read_model(model, layers)
-    texts = read_texts(reading.model, tokens)
+    texts = read_texts(reading.model, tokens, attention_mask)
 
     def rows(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
         return _rows(functools.reduce(operator.add, parts), spec, texts.longest)
@@ -226,7 +232,7 @@ def moments_by_layer(
 
 
 def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
-    """Layer → ``Moments`` of all texts in the table.
+    """Merge moments: layer → ``Moments`` of all texts in the table.
 
     Args:
         table: what ``moments_by_layer`` returned, for one text or (by ``sweep``, or ``pandas.concat``) for many. Rows
@@ -255,7 +261,7 @@ def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
 
 
 def merge_controlled_distance(table: pd.DataFrame, distances: Numbers | None = None) -> pd.DataFrame:
-    """``controlled_distance`` of all texts together, from what was measured text by text.
+    """Merge moments into ``controlled_distance`` of all texts together.
 
     Args:
         table: as in ``merge_moments``, of any number of models and checkpoints.

@@ -1,0 +1,133 @@
+"""A report of padded texts is that of the texts; its model is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.documents import Document, as_number
+from torch import Tensor
+
+import tl_posdisent as tp
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.synthetic import TrainConfig, TriggerCount, dynamics, train
+from tl_posdisent.synthetic.model.transformer import SyntheticModel
+
+BACKENDS = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]
+TEXTS = [tp.demo_tokens(length=61)[:, 1:30], tp.demo_tokens(length=61)[:, 20:]]
+SECTIONS: Any = ["additivity", "distance", "shares", "heads", "ablation"]
+
+
+def padded(side: str) -> tuple[Tensor, Tensor]:
+    width = max(x.shape[1] for x in TEXTS)
+    pads = [(width - x.shape[1], 0) if side == "left" else (0, width - x.shape[1]) for x in TEXTS]
+    rows = [torch.nn.functional.pad(x, pad, value=0) for x, pad in zip(TEXTS, pads, strict=True)]
+    real = [torch.nn.functional.pad(torch.ones_like(x), pad) for x, pad in zip(TEXTS, pads, strict=True)]
+    return torch.cat(rows), torch.cat(real)
+
+
+@pytest.mark.parametrize(("backend", "side"), list(zip(BACKENDS, ("left", "right"), strict=False)))
+def test_padding_is_no_text(backend: str, side: str, tmp_path: Path) -> None:
+    """Numbers are means of the texts alone; the loss without a head is over the tokens of each text."""
+    model = tp.load_demo_model(backend=backend)  # type: ignore[arg-type]
+    tokens, mask = padded(side)
+    path = tmp_path / "padded.html"
+    tp.report(model, tokens, path, attention_mask=mask, control=0, sections=SECTIONS, progress=False)
+    document = Document(path)
+    alone = pd.concat([tp.additivity(model, x, progress=False) for x in TEXTS]).groupby(["layer", "head"])["r"].mean()
+    assert [as_number(row["r"]) for row in document.rows("heads-r")] == pytest.approx(alone.tolist(), abs=6e-4)
+    shares = tp.controlled_distance(model, tokens, attention_mask=mask, progress=False)["r_two_axis"].tolist()
+    shown = [as_number(row["r two axis"]) for row in document.rows("heads-shares")]
+    assert shown == pytest.approx(shares, abs=6e-4)
+    drops = [tp.head_ablation(model, x, progress=False)["value"] for x in TEXTS]
+    shown = [as_number(row["loss without it"]) for row in document.rows("heads-ablation")]
+    assert shown == pytest.approx(((drops[0] + drops[1]) / 2).tolist(), abs=6e-5)
+    n = TEXTS[0].shape[1]
+    profile = tp.fit_additive(next(tp.capture(model, torch.cat([x[:, :n] for x in TEXTS]))).scores, pool=True)
+    assert as_number(document.rows("distance")[0]["d = 8"]) == pytest.approx(
+        profile.distance.mean(0)[8].item(), abs=6e-4
+    )
+    assert "2 texts of 29 to 41 tokens" in document.source
+    assert f"Of each text the first {n} tokens" in document.source
+
+
+def test_padding_needs_a_mask_and_texts_do_not(tmp_path: Path) -> None:
+    model = tp.load_demo_model()
+    tokens, mask = padded("right")
+    with pytest.raises(ValueError, match="attention_mask"):
+        tp.report(model, tokens, tmp_path / "a.html", progress=False)
+    with pytest.raises(ValueError, match="attention_mask must have the shape of tokens"):
+        tp.report(model, tokens, tmp_path / "a.html", attention_mask=mask[:1], progress=False)
+    words = ["We hold these truths to be self-evident", "that all men are created equal, and so on, and so on"]
+    tp.report(model, words, tmp_path / "b.html", sections=["additivity"], control=0, progress=False)
+    alone = pd.concat([tp.additivity(model, x, progress=False) for x in words]).groupby(["layer", "head"])["r"].mean()
+    shown = [as_number(row["r"]) for row in Document(tmp_path / "b.html").rows("heads-r")]
+    assert shown == pytest.approx(alone.tolist(), abs=6e-4)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.html"]
+
+
+def test_heads_as_pairs(tmp_path: Path) -> None:
+    model, path = tp.load_demo_model(), tmp_path / "report.html"
+    options: Any = {"heads": [(4, 2), (1, 0), (4, -1)], "control": 0, "progress": False}
+    tp.report(model, TEXTS[0], path, sections=["additivity", "heads", "ablation"], **options)
+    for table in ("heads-r", "heads-ablation"):
+        shown = [(row["layer"], row["head"]) for row in Document(path).rows(table)]
+        assert shown == [("1", "0"), ("4", "2"), ("4", "7")]
+    assert "0 in layer 1; 2, 7 in layer 4 of 8" in Document(path).source
+
+
+def short_passes(model: Any, call: Callable[[], Any]) -> int:
+    """Forward passes on fewer tokens than any text here has: those with which a model is read."""
+    seen = []
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        ids = args[0] if args else kwargs.get("input", kwargs.get("input_ids"))
+        seen.append(isinstance(ids, Tensor) and ids.shape[-1] <= 12)
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        call()
+    finally:
+        handle.remove()
+    return sum(seen)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_report_reads_its_model_once(backend: str, tmp_path: Path) -> None:
+    model = tp.load_demo_model(backend=backend)  # type: ignore[arg-type]
+    once = short_passes(model, lambda: read_model(model))
+    path = tmp_path / "report.html"
+    assert once >= 1
+    # Perturbation and ablation make short passes of their own, to check their hooks.
+    sections = ["additivity", "distance", "shares", "subspaces", "heads"]
+    options: Any = {"sections": sections, "control": 0, "progress": False}
+    assert short_passes(model, lambda: tp.report(model, TEXTS[0], path, **options)) == once
+    reading = read_model(model)
+    assert short_passes(model, lambda: tp.report(reading, TEXTS[0], path, **options)) == 0
+
+
+def test_dynamics_reads_each_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=16, max_length=16, n_ctx=16)
+    how = TrainConfig(epochs=1, batch_size=8, n_train=16, n_test=8, checkpoints=(0, 1, 2))
+    shape = {"d_vocab": task.d_vocab, "n_ctx": task.n_ctx, "n_out": task.n_out, "pad_id": task.pad_id}
+    model = SyntheticModel(tp.synthetic.SyntheticConfig(n_layers=3, d_model=16, n_heads=2, d_mlp=16, **shape))
+    run = train(model, task, how, folder=tmp_path, progress=False)
+    counted = []
+    forward = SyntheticModel.forward
+
+    def count(self: SyntheticModel, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        counted.append(tokens.shape[-1] <= 12)
+        return forward(self, tokens, *args, **kwargs)
+
+    monkeypatch.setattr(SyntheticModel, "forward", count)
+    read_model(model)
+    once = sum(counted)
+    counted.clear()
+    dynamics(run, batches=2, batch_size=4, progress=False)
+    assert once >= 1
+    assert sum(counted) == 3 * once
