@@ -28,7 +28,7 @@ AVOIDED = {
     r"\bforesee": "predict",
     r"\bthe house\b(?! of)": "the package",
     r"\*(?:read|what (?:it means|it does not|follows|does not))[.:]\*": "Result, Not supported by this",
-    r"\b(?:said|learned|found|asked|meant|alike) (?:is|they are)\b": "subject, verb, object",
+    r"\b(?:said|learned|found|asked|meant|alike) (?:is|they are)\b(?! (?:not|None)\b)": "subject, verb, object",
     r"\b(?:says?|tells?|means?) (?:something|nothing|so little)\b": "does not show, is meaningful if",
     r"\bloud(?:er|est|ness)?\b|\bquiet(?:er|est)\b": "high, low",
     r"\bstand(?:s|ing)? (?:in for|beside)\b|\bset(?:s)? beside\b": "replace, compensate for, compare with",

@@ -75,7 +75,7 @@ def fit_attention(
         >>> import torch
         >>> from tl_posdisent import fit_attention
         >>> i = torch.arange(6.0)
-        >>> scores = -0.5 * (i[:, None] - i) + torch.tensor([3.0, 0, 0, 1, 0, 0])  # a slope and two loud keys
+        >>> scores = -0.5 * (i[:, None] - i) + torch.tensor([3.0, 0, 0, 1, 0, 0])  # a slope and two high keys
         >>> scores = scores + 10 * torch.randn(6, 1)  # of which a softmax sees nothing
         >>> fit = fit_attention(scores, pseudo_count=0)
         >>> round(fit.explained.item(), 6)

@@ -55,7 +55,7 @@ def fit_additive(
         >>> import torch
         >>> from tl_posdisent import fit_additive
         >>> i = torch.arange(6.0)
-        >>> scores = -0.5 * (i[:, None] - i) + torch.tensor([3.0, 0, 0, 1, 0, 0])  # a slope and two loud keys
+        >>> scores = -0.5 * (i[:, None] - i) + torch.tensor([3.0, 0, 0, 1, 0, 0])  # a slope and two high keys
         >>> fit = fit_additive(scores)
         >>> round(fit.r.item(), 6), fit.distances.tolist()
         (1.0, [0, 1, 2, 3, 4, 5])

@@ -1,4 +1,4 @@
-"""Load the demo model, its tokenizer and its text from the package's own files; no network is ever asked."""
+"""Load the demo model, its tokenizer and its text from the package's own files, without a network."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def demo_text() -> str:
 def demo_tokenizer() -> PreTrainedTokenizerFast:
     """Load the byte-level BPE tokenizer of the demo model: 1024 tokens, any text round-trips.
 
-    Encoding puts ``<|endoftext|>`` (token 0) first unless ``add_special_tokens=False``; TransformerLens is
-    told so.
+    Encoding puts ``<|endoftext|>`` (token 0) first unless ``add_special_tokens=False``, and is configured so for
+    TransformerLens.
 
     >>> demo_tokenizer().decode(demo_tokenizer().encode("the people", add_special_tokens=False))
     'the people'
@@ -64,8 +64,8 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
 def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) -> Int[Tensor, "1 pos"]:
     """Return ``<|endoftext|>`` and the first ``length - 1`` tokens of the demo text, shape ``(1, length)``.
 
-    The model was trained on 512 positions; a longer excerpt asks how it extrapolates (a HookedTransformer has no
-    more positions than its context, unless within ``longer_context``).
+    The model was trained on 512 positions; a longer excerpt tests how it extrapolates (a HookedTransformer has no
+    more positions than its context, except within ``longer_context``).
 
     Args:
         length: in tokens, the first one included.
@@ -89,7 +89,7 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0) -> PreTrainedModel:
     """Load the demo model as a plain Hugging Face model, float32, on the CPU, in evaluation mode.
 
     Args:
-        trained: False gives the same architecture at its random initialisation, the control of every claim.
+        trained: False gives the same architecture with random weights, the baseline of measurements.
         seed: of the random initialisation; the global random state is left as it was.
 
     >>> sum(p.numel() for p in demo_hf_model().parameters())
@@ -130,8 +130,8 @@ def load_demo_model(
         logits ``(batch, pos, 1024)`` out; ``to_tokens`` puts ``<|endoftext|>`` first, as in training.
 
     Raises:
-        ValueError: for an unknown backend or device, a seed that is none, or a backend that the installed
-            TransformerLens does not have.
+        ValueError: for an unknown backend or device, an invalid seed, or a backend that the installed TransformerLens
+            does not have.
 
     >>> model = load_demo_model()
     >>> model(model.to_tokens("We the people")).shape[-1]

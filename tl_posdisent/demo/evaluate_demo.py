@@ -1,4 +1,4 @@
-"""How well a language model predicts a text, and how much that owes to the order of the text.
+"""Perplexity of a language model on a text, and on the same text in shuffled order.
 
 Every document is cut into non-overlapping windows and each window is preceded by the beginning-of-text token,
 so that every token of the text is predicted exactly once. The scrambled controls keep the multiset of tokens
@@ -107,7 +107,7 @@ def perplexity(
     *,
     device: torch.device | None = None,
 ) -> float:
-    """Perplexity per token over windows as `text_windows` makes them (1 = every token foreseen).
+    """Perplexity per token over windows as `text_windows` makes them (1 = every token predicted with certainty).
 
     Raises:
         ValueError: if no window has two tokens.

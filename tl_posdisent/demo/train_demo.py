@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--data", type=Path, default=Path(default_data), help="folder of the two text files")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to (made if absent)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto", help="auto (a GPU if at hand), cpu, cuda, ...")
+    parser.add_argument("--device", default="auto", help="auto (a GPU if available), cpu, cuda, ...")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=8, help="windows of 512 tokens per step")
     parser.add_argument("--peak", type=float, default=3e-3, help="highest learning rate")

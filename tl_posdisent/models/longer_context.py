@@ -1,4 +1,4 @@
-"""Texts beyond a model's tables of positions: the tables made longer for a while."""
+"""Texts beyond a model's position tables: temporarily extended tables."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
     """Extend the position tables of a rotary model to ``length`` tokens within a block.
 
     Some models keep their rotation as a table with a row for each position of their context (HookedTransformer,
-    GPT-J) and fail on longer texts. The table is continued: by the model's own formula where it has one, otherwise by
-    the frequencies and the factor that were read from it, and only if that reproduces the rows that are there. These
-    stay to the last bit, so texts within the context give what they always gave. Models that compute their rotation
-    for any length are left as they are. Whether the model makes sense of what it reads there is another question
-    (``length_generalization``).
+    GPT-J) and fail on longer texts. The table is extended by the model's own formula if it has one, otherwise by the
+    frequencies and the factor that were read from it, and only if that reproduces the existing rows. These are kept to
+    the last bit, so results for texts within the context do not change. Models that compute their rotation for any
+    length are left unchanged. ``length_generalization`` measures how well the model predicts such texts.
 
-    On exit, also by an exception, every buffer and number of the model's modules is again the very object that it was,
-    what models keep of the longest text so far included.
+    On exit, also by an exception, every buffer and number of the model's modules is again the same object as before,
+    including what models store about the longest text so far.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
@@ -67,7 +66,7 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
 
 
 def _grown(spec: AttentionSpec, slot: facts.TableSlot, length: int) -> Tensor:
-    """The table with further rows, by the first formula that gives those that it has."""
+    """Extend the table by the first formula that reproduces its rows."""
     n = len(slot.table)
     for table in facts.longer_tables(slot, spec.rotary, length):
         table = table.to(slot.table)

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much a model takes."""
+"""Free memory of devices, and memory and time of a model's forward pass."""
 
 from __future__ import annotations
 

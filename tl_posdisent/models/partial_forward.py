@@ -1,8 +1,8 @@
-"""A forward pass without the work that would come out as it did before.
+"""Forward passes that reuse outputs of an unmodified run.
 
 The model still runs itself: its embedding, masks and rotation tables are its own. Only the ``forward`` of modules whose
-output is known gives way, for the duration, to one that returns it. That works for any model that calls its blocks one
-after the other, and whoever uses it checks that the output is what it was.
+output is known is temporarily replaced by one that returns it. This works for any model that calls its blocks one after
+the other; callers check that the output is the same.
 """
 
 from __future__ import annotations

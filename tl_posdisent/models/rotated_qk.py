@@ -1,8 +1,8 @@
-"""Where rotated queries and keys are read and set, and scores are read.
+"""Read and write rotated queries and keys at hooks after or before the rotation, and read scores.
 
-Layers differ: the hook lies behind the rotation, or only before it, where the model's own table has yet to turn what is
-put in; and that table may have been exchanged (``lies.py``). A ``Door`` knows; what passes through it is rotated in
-both directions.
+In some layers a hook after the rotation takes effect, in others only one before it, whose vectors the model's own table
+then rotates; and an intervention may have replaced that table. ``RotatedTap`` reads and writes rotated vectors in both
+cases.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .spec import AttentionSpec, Tap
 
 
 @dataclass(frozen=True)
-class Door:
-    """Where rotated queries or keys are read and set.
+class RotatedTap:
+    """A hook at which rotated queries or keys are read and written.
 
-    ``ahead`` is the rotation that the model has yet to make behind this hook, to ``positions`` (None for 0, 1, 2 …);
-    None where the vectors are rotated already.
+    ``ahead`` is the rotation that the model applies after this hook, to ``positions`` (None for 0, 1, 2 …); None if the
+    vectors at the hook are rotated already.
     """
 
     tap: Tap
@@ -33,45 +33,45 @@ class Door:
     positions: Tensor | None = None
 
     def read(self, x: Tensor) -> Float[Tensor, "batch pos h d_head"]:
-        """The hook's tensor as rotated vectors."""
+        """Return the hook's tensor as rotated vectors."""
         vectors = self.tap.read(x)
-        # In float64, or what is turned and turned back would not be the same.
+        # In float64: rotating and rotating back must give the same vectors.
         return vectors if self.ahead is None else rotate(vectors.double(), self.place(vectors), self.ahead)
 
     def write(self, rotated: Float[Tensor, "batch pos h d_head"]) -> Float[Tensor, "batch pos h d_head"]:
-        """Rotated vectors as they have to be at the hook."""
+        """Convert rotated vectors to those that the hook expects."""
         return rotated if self.ahead is None else unrotate(rotated.double(), self.place(rotated), self.ahead)
 
     def place(self, x: Tensor) -> Tensor:
-        """The positions to which the model is going to turn these vectors."""
+        """Positions to which the model will rotate these vectors."""
         return torch.arange(x.shape[1], device=x.device) if self.positions is None else self.positions.to(x.device)
 
 
-def doors(spec: AttentionSpec, positions: Tensor | None) -> tuple[Door, Door]:
-    """The doors for queries and for keys in a run in which all heads see these positions by ``swap_positions``."""
+def rotated_taps(spec: AttentionSpec, positions: Tensor | None) -> tuple[RotatedTap, RotatedTap]:
+    """Return the taps of queries and keys in a run in which ``swap_positions`` gives all heads these positions."""
     if spec.rotary is None and spec.q and spec.k:
-        return Door(spec.q), Door(spec.k)
+        return RotatedTap(spec.q), RotatedTap(spec.k)
     rotary = spec.require_rotary("patching")
 
-    def door(turn: Tap | None, plain: Tap | None) -> Door:
+    def tap_of(turn: Tap | None, plain: Tap | None) -> RotatedTap:
         assert turn is not None
         if plain is not None and turn.name != plain.name:
-            return Door(turn)
-        return Door(turn, rotary, positions if spec.cos else None)  # without tables the vectors are turned instead
+            return RotatedTap(turn)
+        return RotatedTap(turn, rotary, positions if spec.cos else None)  # without tables, vectors are rotated
 
-    return door(spec.turn_q, spec.q), door(spec.turn_k, spec.k)
+    return tap_of(spec.turn_q, spec.q), tap_of(spec.turn_k, spec.k)
 
 
 def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str, Tensor]) -> list[Hook]:
     """Hooks that keep a layer's rotated vectors in ``held``, under ``"q"`` and ``"k"``."""
 
-    def listen(which: str, door: Door) -> Hook:
+    def listen(which: str, rotated: RotatedTap) -> Hook:
         def keep(x: Tensor, hook: Any) -> None:
-            held[which] = door.read(x.detach()).clone()
+            held[which] = rotated.read(x.detach()).clone()
 
-        return door.tap.name, keep
+        return rotated.tap.name, keep
 
-    return [listen(which, door) for which, door in zip("qk", doors(spec, positions), strict=True)]
+    return [listen(which, rotated) for which, rotated in zip("qk", rotated_taps(spec, positions), strict=True)]
 
 
 def listen_scores(spec: AttentionSpec, positions: Tensor | None, held: dict[str, Tensor]) -> list[Hook]:
@@ -86,7 +86,7 @@ def listen_scores(spec: AttentionSpec, positions: Tensor | None, held: dict[str,
 
 
 def _listen_products(spec: AttentionSpec, positions: Tensor | None, held: dict[str, Tensor]) -> list[Hook]:
-    """The same where a model does not show its scores."""
+    """Hooks that compute the scores of a model that does not return them."""
     spec.require_scale()
     assert spec.pattern is not None
 

@@ -1,4 +1,4 @@
-"""What is to be done: one frozen description per job, equal for equal work, and the product of many."""
+"""Jobs of a sweep: frozen descriptions with a hash, and their product over models, texts and seeds."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Job:
     Attributes:
         model: ``"demo"``, a model's name, or the path of a folder or file.
         checkpoint: a step of a training in a folder, or a revision of a named model.
-        weights: a hash of what lies at the path; empty for names.
-        text: what is read.
+        weights: a hash of the files at the path; empty for names.
+        text: the text.
         experiment: name of a public function of ``(model, tokens)``.
-        arguments: what else it is given, as JSON.
-        seed: what it takes as ``seed`` or ``seeds``; None if it takes none.
+        arguments: its further arguments, as JSON.
+        seed: its ``seed`` or ``seeds``; None if it takes none.
         backend, dtype: how the model is loaded.
 
     Example:
@@ -94,17 +94,17 @@ def jobs(
 ) -> list[Job]:
     """Make a job for each combination of model, checkpoint, experiment, text and seed; jobs of one model are adjacent.
 
-    Weights and texts that lie in files are read once, for a hash: what changes later is refused and not mixed in.
+    Weights and texts in files are read once for a hash; a job raises an error if its files have changed since.
 
     Args:
         models: ``"demo"``, names that ``load_model`` takes, folders or safetensors files (of Hugging Face models, of
             ``save_checkpoint``, of the demo model's training).
-        experiments: names of public functions of ``(model, tokens)`` that answer with a table, or pairs of a name and
-            a dict of further arguments (numbers, words, lists: what JSON can hold).
+        experiments: names of public functions of ``(model, tokens)`` that return a table, or pairs of a name and a dict
+            of further JSON-compatible arguments.
         texts: each ``"demo"``, words, a ``Path`` of a UTF-8 file, or a ``Text`` (stretches of any of these).
         checkpoints: steps of the trainings in the folders ``models``, or ``"all"`` of them; for names, revisions of
             which an integer ``n`` means ``"stepn"``, as Pythia has it. None: the models as they are.
-        seeds: for experiments that take ``seed`` or ``seeds``; others are done once. None leaves them their default.
+        seeds: for experiments that take ``seed`` or ``seeds``; others run once. None for their default.
         backend: as in ``load_model``.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
 

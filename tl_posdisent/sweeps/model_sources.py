@@ -1,4 +1,4 @@
-"""Which model: by name, revision, folder or step of a training; how it is told from others, and how it is loaded."""
+"""Sources of a sweep's models (name, revision, folder, training step): their identity, and how they are loaded."""
 
 from __future__ import annotations
 

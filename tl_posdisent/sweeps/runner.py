@@ -1,4 +1,4 @@
-"""Do many jobs, here or wherever an executor sends them, and go on where a sweep was stopped."""
+"""Run jobs in this process or by an executor, and resume an interrupted sweep."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tl_posdisent.sweeps.storage import (
 )
 from tl_posdisent.utils.files import locked
 
-# What a worker does: one job after the other, one model at a time, each answer on the disk before the next begins.
+# A worker runs one job after the other, one model at a time, and writes each result to disk before the next begins.
 
 # A worker keeps the last model for the jobs of the next call, and no more than one. Hooks belong to a model and random
 # numbers to a process, so threads of one process take turns.
@@ -42,10 +42,10 @@ _turn = threading.Lock()
 
 
 def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
-    """Do these jobs, unless they are done: a table or a reason for each in ``out``.
+    """Run these jobs, unless they are finished: each leaves a table or an error in ``out``.
 
     Raises:
-        OSError: ``out`` cannot be written. Everything else is the job's failure, and is written down.
+        OSError: ``out`` cannot be written. Any other error is recorded as the job's failure.
     """
     with _turn:
         for job in todo:
@@ -109,19 +109,19 @@ def sweep(
             ``dask.distributed.Client(...).get_executor()`` for a cluster, whose workers must see ``out`` and the files
             of the jobs under the same paths. It is not shut down. Each of its processes holds one model at a time;
             threads take turns.
-        out: a folder. ``parts/HASH.parquet`` is the table of a job, ``failed/HASH.json`` the reason why there is none.
-        retry: do failed jobs again, too.
+        out: a folder. ``parts/HASH.parquet`` is the table of a job, ``failed/HASH.json`` the error of a failed job.
+        retry: repeat failed jobs.
         device: where models go, such as ``"cuda"``; by default what ``load_model`` takes.
         chunk: how many jobs of one model a worker is given at a time. By default so many that there are some 64 such
             calls in all.
         progress: show a bar.
 
     Returns:
-        The tables of all jobs below each other, in the order of ``jobs`` whatever the order in which they were done. In
+        The concatenated tables of all jobs, in the order of ``jobs``, whatever the order in which they finished. In
         front ``model``, ``checkpoint``, ``step`` (if the checkpoint names one), ``text``, ``seed``, ``experiment``,
         ``arguments`` (JSON), ``backend``, ``dtype`` and ``job``, its hash; then a column for each argument (lists as
-        JSON) that is not a column of the experiment. A column of the experiment that has a job column's name and says
-        something else gets the experiment's name as a prefix. Of several experiments each has its own columns, NaN
+        JSON) that is not a column of the experiment. A column of the experiment with the name of a job column
+        but other values gets the experiment's name as a prefix. Of several experiments each has its own columns, NaN
         elsewhere. Failed jobs have no rows: there is a warning, ``attrs["failed"]`` has their hashes, and
         ``failures(out)`` says more.
 

@@ -1,8 +1,8 @@
 """From a Hugging Face model, a directory or a name to a TransformerLens model with the original's logits.
 
-Converting a model can fail silently: a head size, a rotary base or a frequency scaling that the converter
-does not read gives a model that runs and is wrong. So every conversion made here is compared with the
-original before it is handed out, and one that disagrees is refused.
+Converting a model can fail without an error: if the converter does not read a head size, a rotary base or a
+frequency scaling, the model runs with wrong outputs. So every conversion is compared with the original, and
+raises an error if the logits differ.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     """
     check_backend("bridge")
     _check_hf_model(hf_model)
-    # A private module, but the only door that takes a model without asking a network for a tokenizer.
+    # A private module, but the only function that takes a model without downloading a tokenizer.
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
     hf_model.eval()
@@ -259,7 +259,7 @@ def _official(name: str) -> str:
 
 
 def _source(name_or_dir: Any) -> str | Path:
-    """A folder that is there, or what can be a model's name. Whatever looks like a path never asks a network."""
+    """An existing folder, or a possible model name. Names that look like paths never use a network."""
     if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip() or "\0" in str(name_or_dir):
         what = repr(name_or_dir) if isinstance(name_or_dir, (str, Path)) else type(name_or_dir).__name__
         raise ValueError(f"name_or_dir must be the folder of a model, or a model's name, got {what}")

@@ -1,4 +1,4 @@
-"""The same architecture at random initialisation: what chance gives."""
+"""The random-weights baseline: the same architecture at random initialisation."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _STD = 0.02  # Hugging Face's usual initializer_range, so that both model classe
 def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
     """Yield copies of a model with new random weights, one per seed, one in memory at a time.
 
-    Whatever a trained model shows is worth as much as it exceeds this. A TransformerBridge is built anew with the
-    initialisation of its Hugging Face class; any other model is copied, its weights drawn from N(0, 0.02²), its
-    norms' gains set to 1 and its biases to 0. Hooks that hang on the model do not come along.
+    Compare every figure of a trained model with this baseline. A TransformerBridge is rebuilt with the initialisation
+    of its Hugging Face class; any other model is copied, with weights drawn from N(0, 0.02²), gains of norms set to 1
+    and biases to 0. Hooks on the model are not copied.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike; read, not changed.

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from tl_posdisent.utils.validation import check_integer
 
 EncodingName = Literal["none", "sinusoidal", "learned", "t5", "relative", "alibi", "rope", "absolute_rope", "mla"]
-"""How a model is told about positions; see ``encodings.py``."""
+"""Position encodings; see ``encodings.py``."""
 ReadOut = Literal["mean", "last", "token"]
 KeysFrom = Literal["layer", "input"]
 
