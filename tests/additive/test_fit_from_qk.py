@@ -91,7 +91,7 @@ def test_shared_keys_and_no_batch(heads: int, kv: int) -> None:
 def test_fewer_queries_than_keys() -> None:
     q, k = vectors(400)
     scores = dense(q[:, 370:], k, 1.0)
-    assert_same(fit_additive_qk(q[:, 370:], k, scale=1.0), fit_additive(scores), scores.std())
+    assert_same(fit_additive_qk(q[:, 370:], k, scale=1.0), fit_additive(scores, check=False), scores.std())
 
 
 def test_no_tensor_has_two_sequence_axes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,46 +85,34 @@ def fit_marginals(
         size: of the terms that make up a score, where these are larger than the scores. Scores that vary by no more
             than its rounding do not vary.
     """
-    pivot, sums, squares = read.pivot, read.sums, read.squares
     weights, n_cells = cells.counts, cells.n_cells
     if pool:
         # One pivot for all texts: every sum and square is then about the same number.
-        pivot = pivot.mean(0, keepdim=True)
-        shift = read.pivot - pivot
-        squares = squares + shift * (2 * cells.split(sums).query.sum(-1) + n_cells * shift)
-        sums = pooled(cells, torch.addcmul(sums, weights, shift[..., None]))
-        weights = pooled(cells, weights.expand_as(sums))
-        n_cells, squares = n_cells.expand_as(shift).sum(0), squares.sum(0)
+        read = read.about(read.pivot.mean(0, keepdim=True).expand_as(read.pivot), cells)
+        weights = pooled(cells, weights.expand_as(read.sums))
+        n_cells = n_cells.expand_as(read.pivot).sum(0)
+    sums = pooled(cells, read.sums) if pool else read.sums
+    squares, pivot = (read.squares.sum(0), read.pivot[0]) if pool else (read.squares, read.pivot)
 
     solution = solve(cells, sums, pool=pool)
     offset, parts = fix_gauge(cells, weights, solution, pool=pool)
 
-    def add_up(stacked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums over each axis; pooled texts have their own queries and keys, and the same distances."""
-        d, q, k = (x.sum(-1) for x in cells.split(stacked))
-        return (d[0], q.sum(0), k.sum(0)) if pool else (d, q, k)
-
     # Variation about the mean of all cells: in total, explained by the model, and by each axis alone.
-    mean = add_up(sums)[0] / n_cells
+    mean = _axis_sums(cells, sums, pool=pool)[0] / n_cells
     total = squares - n_cells * mean**2
     centred = torch.addcmul(sums, weights, mean[..., None], value=-1)
-    d, q, k = add_up(solution * centred)
-    alone = add_up(torch.where(weights > 0, centred**2 / weights, 0.0))
-    level = (mean + (pivot[0] if pool else pivot)).abs()
-    size = torch.as_tensor(size, dtype=level.dtype, device=level.device)
-    level = level.maximum(size.amax(0) if pool and size.ndim else size)
-    constant = total <= n_cells * (ROUNDING * level) ** 2
-
-    def share(x: Tensor) -> Tensor:
-        return torch.where(constant, torch.nan, (x / total).clamp(0, 1))
-
-    r2 = share(d + q + k)
+    explained = sum(_axis_sums(cells, solution * centred, pool=pool))
+    alone = _axis_sums(cells, torch.where(weights > 0, centred**2 / weights, 0.0), pool=pool)
+    size = torch.as_tensor(size, dtype=mean.dtype, device=mean.device)
+    size = (mean + pivot).abs().maximum(size.amax(0) if pool and size.ndim else size)
+    constant = total <= n_cells * (ROUNDING * size) ** 2
+    r2, *shares = (torch.where(constant, torch.nan, (x / total).clamp(0, 1)) for x in (explained, *alone))
     n_cells = n_cells.expand_as(r2)
     n_parameters = count_parameters(cells, len(sums) if pool else None).expand_as(r2)
     spare = n_cells - n_parameters  # residual degrees of freedom; without any, the model fits whatever there is
     r2 = torch.where(spare > 0, r2, torch.nan)
     return AdditiveFit(
-        intercept=pivot + offset,
+        intercept=read.pivot + offset,
         distance=parts.distance[0] if pool else parts.distance,
         query=parts.query,
         key=parts.key,
@@ -132,11 +120,17 @@ def fit_marginals(
         r=r2.sqrt(),
         r2=r2,
         r2_adjusted=torch.where(spare > 0, 1 - (1 - r2) * (n_cells - 1) / spare, torch.nan),
-        share_distance=share(alone[0]),
-        share_query=share(alone[1]),
-        share_key=share(alone[2]),
+        share_distance=shares[0],
+        share_query=shares[1],
+        share_key=shares[2],
         n_cells=n_cells.long(),
         n_parameters=n_parameters,
         cells=cells,
         pooled=pool,
     )
+
+
+def _axis_sums(cells: Cells, stacked: Tensor, *, pool: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum over distances, queries and keys; pooled texts have their own queries and keys, and the same distances."""
+    d, q, k = (x.sum(-1) for x in cells.split(stacked))
+    return (d[0], q.sum(0), k.sum(0)) if pool else (d, q, k)

@@ -32,6 +32,13 @@ class Marginals:
     sums: Float64[Tensor, "*batch coefficient"]
     squares: Float64[Tensor, "*batch"]
 
+    def about(self, pivot: Float64[Tensor, "*batch"], cells: Cells) -> Marginals:
+        """Convert to the sums of ``scores - pivot`` over the same cells, for another pivot."""
+        shift = self.pivot - pivot
+        total = cells.split(self.sums).query.sum(-1)
+        squares = self.squares + shift * (2 * total + cells.n_cells * shift)
+        return Marginals(pivot, torch.addcmul(self.sums, cells.counts, shift[..., None]), squares)
+
 
 def read_marginals(
     scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores", *, suspicious: bool = False
@@ -155,13 +162,12 @@ def add_rows(
     """
     read = read_marginals(scores, rows)
     n_row, n_seen = scores.shape[-2:]
-    pivot = read.pivot if first == 0 else total.pivot  # near the mean of the first rows, so that squares do not cancel
-    shift = read.pivot - pivot
-    added = rows.split(torch.addcmul(read.sums, rows.counts, shift[..., None]))
+    if first:  # the pivot of the first rows is near their mean, so that squares do not cancel
+        read = read.about(total.pivot, rows)
+    added = rows.split(read.sums)
     of_all = cells.split(total.sums)
     low = rows.low - cells.low
     of_all.distance[..., low : low + rows.n_distance] += added.distance
     of_all.query[..., first : first + n_row] += added.query
     of_all.key[..., :n_seen] += added.key
-    square = read.squares + shift * (2 * rows.split(read.sums).query.sum(-1) + rows.n_cells * shift)
-    return Marginals(pivot, total.sums, total.squares + square)
+    return Marginals(read.pivot, total.sums, total.squares + read.squares)

@@ -56,16 +56,12 @@ def toeplitz_share(
 
 def _between_distances(read: Marginals, cells: Cells, *, pool: bool) -> Float64[Tensor, "*fit"]:
     """Divide the variance between distances by that of all cells, from sums along the diagonals."""
-    sums, squares = cells.split(read.sums).distance, read.squares
     counts, n = cells.split(cells.counts).distance, cells.n_cells
-    pivot = read.pivot
     if pool:  # the pivot of each text becomes that of all
-        pivot = pivot.mean(0, keepdim=True)
-        shift = read.pivot - pivot
-        squares = (squares + shift * (2 * sums.sum(-1) + n * shift)).sum(0)
-        sums = (sums + counts * shift[..., None]).sum(0)
+        read = read.about(read.pivot.mean(0, keepdim=True).expand_as(read.pivot), cells)
         counts = counts.expand(*read.pivot.shape, -1).sum(0)
-        n, pivot = counts.sum(-1), pivot[0]
+        n, read = counts.sum(-1), Marginals(read.pivot[0], read.sums.sum(0), read.squares.sum(0))
+    pivot, sums, squares = read.pivot, cells.split(read.sums).distance, read.squares
     mean = sums.sum(-1) / n
     total = squares - n * mean**2
     centred = sums - counts * mean[..., None]
