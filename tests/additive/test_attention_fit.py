@@ -11,6 +11,7 @@ from support.masks import CASES, padding
 from torch import Tensor
 
 from tl_posdisent import fit_attention
+from tl_posdisent.additive import attention_patterns, fit_attention_qk
 from tl_posdisent.additive.cells import cell_distances
 
 BANDS = (1, 2, 4, 8)
@@ -242,6 +243,7 @@ def test_tables_hold_the_results() -> None:
     assert keys.query("batch == 1 and head == 2 and band == 2 and key == 3")["value"].item() == fit.key[1, 2, 1, 3]
     distances = fit.to_frame("distance")
     assert distances.query("batch == 1 and head == 0 and distance == 4")["value"].item() == fit.distance[1, 0, 4]
+    assert "explained_key" in fit._repr_html_()
     assert fit.to_frame("query").query("batch == 0 and head == 1 and query == 5")["value"].item() == fit.kl[0, 1, 5]
 
 
@@ -251,3 +253,18 @@ def test_without_a_pseudo_count_what_gets_no_attention_is_refused() -> None:
     fit = fit_attention(pattern=torch.eye(5))  # a previous-token head to the letter
     assert fit.explained.item() > 0.99
     assert bool(fit.key.isfinite().all())
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": "full"}, {"window": 5, "bands": (1, 3)}, {"pool": True}], ids=str)
+def test_queries_and_keys_are_their_scores(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of few queries and of one head, too."""
+    q, k = torch.randn(2, 30, 4, 6, dtype=torch.float64), torch.randn(2, 30, 2, 6, dtype=torch.float64)
+    scores = 0.4 * torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2))
+    monkeypatch.setattr(attention_patterns, "_BLOCK", 100)
+    found = fit_attention_qk(q, k, scale=0.4, keys=k, **options)
+    monkeypatch.undo()
+    expected = fit_attention(scores, keys=k, **options)
+    assert found.direction is not None
+    assert expected.direction is not None
+    for name in ("distance", "key", "direction", "sink", "kl", "explained", "explained_key", "explained_distance"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-6)

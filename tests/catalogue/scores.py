@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tl_posdisent import fit_additive, fit_additive_qk, fit_attention, score_correlation
+from tl_posdisent.additive import fit_attention_qk
 from tl_posdisent.rope import principal_angles, toeplitz_share
 
 from .given import INF, NAN, SCORES, numbers, with_one
@@ -125,6 +126,9 @@ ROWS: list[Row] = [
         lambda at: fit_attention(pattern=torch.eye(6), pseudo_count=0),
         "pseudo_count must be above 0",
     ),
+    refused("fit_attention_qk", "no scale", lambda at: fit_attention_qk(Q, K, scale=NAN), "scale must"),
+    refused("fit_attention_qk", "another batch", lambda at: fit_attention_qk(Q[None], K, scale=1.0), "q_rot"),
+    refused("fit_attention_qk", "a mask", lambda at: fit_attention_qk(Q, K, scale=1.0, mask=ONE_CELL), "mask must be"),
     refused("score_correlation", "unequal shapes", lambda at: score_correlation(X, X[:2]), "shape"),
     refused("score_correlation", "one axis", lambda at: score_correlation(X[0, 0], X[0, 0]), "must have"),
     refused("score_correlation", "NaN", lambda at: score_correlation(X, with_one(NAN, 3, 6, 6)), "finite"),

@@ -1,6 +1,9 @@
 from .attention_fit import (
     fit_attention as fit_attention,
 )
+from .attention_fit import (
+    fit_attention_qk as fit_attention_qk,
+)
 from .attention_result import (
     AttentionFit as AttentionFit,
 )

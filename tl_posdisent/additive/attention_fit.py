@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -13,18 +13,16 @@ from torch import Tensor
 
 from tl_posdisent.utils.validation import check_flag, check_number, is_integer
 
+from .attention_patterns import Pattern, pattern_of_pattern, pattern_of_scores, pattern_of_vectors, refuse_unusable
 from .attention_result import AttentionFit
 from .attention_solver import AIM, Design, Keys, solve_attention
 from .attention_sums import AttentionSums, Layout, Stacked, by_system, to_batch
 from .cells import Cells, MaskKind, make_cells
-from .score_checks import check_scores, is_pattern, refuse_masking_values, refuse_non_finite
+from .fit_from_qk import check_vectors
+from .score_checks import check_scores
 
-_BLOCK = 2**20  # cells that are read at a time
 _AT_ONCE = 2**14  # keys of all texts of the systems that are solved together
 _AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``solve_attention``
-_HUGE = 1e30  # no score comes near
-
-Block = tuple[slice, slice, Float64[Tensor, "system text row column"]]
 
 
 @torch.no_grad()
@@ -85,21 +83,73 @@ def fit_attention(
         True
     """
     x, kind = _input(scores, pattern)
-    pool, sink = _check_options(x, keys, sink, pool)
-    edges = _check_bands(bands)
-    pseudo_count = check_number("pseudo_count", pseudo_count, least=0)
-    if pseudo_count >= 1:
-        raise ValueError(f"pseudo_count must be below 1, got {pseudo_count!r}")
+    pool, sink = _check_options(x.shape, keys, sink, pool)
+    pseudo_count, edges = _check_pseudo_count(pseudo_count), _check_bands(bands)
     cells = make_cells(x.shape, mask, window, device=x.device)
     layout = Layout.of(cells, edges, x.shape[:-2], pool=pool, named=isinstance(mask, str))
     features = None if keys is None else _features(keys, x.shape, layout, pool=pool, sink=sink)
     arranged = by_system(x.detach(), 2, pool=pool)
-    read: Callable[[Tensor, Layout], Iterator[Block]] = _blocks_of_pattern
     if kind == "scores":
-        read = _blocks_of_scores
-        _refuse_unusable(x, arranged, cells, layout, pool=pool, suspicious=isinstance(mask, str))
-    data = _Data.read(lambda: read(arranged, layout), layout, arranged.shape[:2], pseudo_count)
+        refuse_unusable(x, arranged, cells, layout, pool=pool, suspicious=isinstance(mask, str))
+    read = (pattern_of_pattern if kind == "pattern" else pattern_of_scores)(arranged, layout)
+    data = _Data.read(read, layout, arranged.shape[:2], pseudo_count)
     return _fit(data, features, cells, x.shape[:-2], pool=pool, sink=sink)
+
+
+@torch.no_grad()
+def fit_attention_qk(
+    q_rot: Float[Tensor, "*batch query head d_head"],
+    k_rot: Float[Tensor, "*batch key kv d_head"],
+    *,
+    scale: float | int,
+    mask: MaskKind = "causal",
+    window: int | None = None,
+    bands: Sequence[int] = (),
+    keys: Float[Tensor, "*texts key kv feature"] | None = None,
+    sink: bool | None = None,
+    pool: bool | None = None,
+    pseudo_count: float | int = 1e-3,
+) -> AttentionFit:
+    """Fit additive attention to ``softmax(scale · ⟨q_rot[i], k_rot[j]⟩)`` without holding the scores.
+
+    The same fit as of ``fit_attention``, in memory O(length · d_head): the pattern is formed a block at a time, twice.
+    Between the two passes, normalisers and marginals are convolutions of the coefficients.
+
+    Args:
+        q_rot: rotated queries ``[*batch, query, head, d_head]``, as ``capture`` yields them.
+        k_rot: rotated keys ``[*batch, key, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
+        scale: what the inner products are multiplied by, usually ``d_head ** -0.5`` (``AttentionSpec.scale``).
+        mask: ``"causal"`` or ``"full"``.
+        window, bands, keys, sink, pool, pseudo_count: as in ``fit_attention``.
+
+    Returns:
+        An ``AttentionFit`` with leading axes ``*batch head``.
+
+    Raises:
+        ValueError: as ``fit_additive_qk`` and ``fit_attention``.
+        RuntimeError: as ``fit_attention``.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import fit_attention
+        >>> from tl_posdisent.additive import fit_attention_qk
+        >>> q, k = torch.randn(2, 64, 4, 8), torch.randn(2, 64, 2, 8)  # two texts, four heads on two key heads
+        >>> scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 8**0.5
+        >>> fit = fit_attention_qk(q, k, scale=8**-0.5)
+        >>> bool(torch.allclose(fit.explained, fit_attention(scores).explained, atol=1e-5))
+        True
+    """
+    check_vectors(q_rot, k_rot, scale, mask, bool(pool))
+    q, k = (x.detach().transpose(-3, -2) for x in (q_rot, k_rot))
+    shape = (*q.shape[:-1], k.shape[-2])
+    pool, sink = _check_options(shape, keys, sink, pool)
+    pseudo_count, edges = _check_pseudo_count(pseudo_count), _check_bands(bands)
+    cells = make_cells(shape, mask, window, device=q.device)
+    layout = Layout.of(cells, edges, shape[:-2], pool=pool, named=True)
+    features = None if keys is None else _features(keys, shape, layout, pool=pool, sink=sink)
+    q, k = (by_system(x, 2, pool=pool) for x in (q, k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)))
+    data = _Data.read(pattern_of_vectors(q, k, scale, layout), layout, q.shape[:2], pseudo_count)
+    return _fit(data, features, cells, shape[:-2], pool=pool, sink=sink)
 
 
 def _input(scores: Any, pattern: Any) -> tuple[Tensor, str]:
@@ -108,19 +158,19 @@ def _input(scores: Any, pattern: Any) -> tuple[Tensor, str]:
     return (check_scores(pattern, "pattern"), "pattern") if scores is None else (check_scores(scores), "scores")
 
 
-def _check_options(x: Tensor, keys: Any, sink: Any, pool: Any) -> tuple[bool, bool]:
+def _check_options(shape: Sequence[int], keys: Any, sink: Any, pool: Any) -> tuple[bool, bool]:
     """Whether to pool, and whether there is a sink."""
     for name, flag in (("sink", sink), ("pool", pool)):
         if flag is not None:
             check_flag(name, flag)
-    if pool and x.ndim < 3:
-        raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(x.shape)}")
+    if pool and len(shape) < 3:
+        raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(shape)}")
     if sink and keys is None:
         raise ValueError(
             "sink must be False or None without keys=, got True: free importances contain the first key's; for a sink "
             "and no other importance pass keys=keys[..., :0]"
         )
-    return (keys is not None and x.ndim > 3) if pool is None else pool, (keys is not None) if sink is None else sink
+    return (keys is not None and len(shape) > 3) if pool is None else pool, (keys is not None) if sink is None else sink
 
 
 def _check_bands(bands: Any) -> tuple[int, ...]:
@@ -131,7 +181,14 @@ def _check_bands(bands: Any) -> tuple[int, ...]:
     return tuple(map(int, bands))
 
 
-def _features(keys: Any, shape: torch.Size, layout: Layout, *, pool: bool, sink: bool) -> Tensor:
+def _check_pseudo_count(value: Any) -> float:
+    number = check_number("pseudo_count", value, least=0)
+    if number >= 1:
+        raise ValueError(f"pseudo_count must be below 1, got {value!r}")
+    return number
+
+
+def _features(keys: Any, shape: Sequence[int], layout: Layout, *, pool: bool, sink: bool) -> Tensor:
     """Features per head ``[system, text, key, feature]``; the last one marks the first key, if there is a sink."""
     if not isinstance(keys, Tensor) or not keys.is_floating_point():
         raise ValueError(f"keys must be a floating point tensor, got {getattr(keys, 'dtype', type(keys).__name__)}")
@@ -157,74 +214,19 @@ def first_key(layout: Layout, like: Tensor) -> Tensor:
     return (first & layout.keys).to(like.dtype)[..., None].expand(*like.shape[:-1], 1)
 
 
-def _blocks(layout: Layout, n_matrix: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of queries, the keys that they see, and which of the cells count."""
-    rows = max(1, min(_BLOCK // (layout.n_key * n_matrix), layout.n_query))
-    for row in range(0, layout.n_query, rows):
-        some = slice(row, min(row + rows, layout.n_query))
-        columns = layout.columns(some)
-        if columns.stop > columns.start:
-            yield some, columns, layout.inside(some, columns)
-
-
-def _refuse_unusable(
-    scores: Tensor, arranged: Tensor, cells: Cells, layout: Layout, *, pool: bool, suspicious: bool
-) -> None:
-    """Raise if scores are an attention pattern, or not finite, or hold masking values."""
-    if is_pattern(scores):
-        raise ValueError(
-            "scores must be attention logits before the softmax, got rows that are non-negative and sum to 1: pass an "
-            "attention pattern as pattern="
-        )
-    lowest = torch.zeros(arranged.shape[:2], dtype=torch.float64, device=scores.device)
-    highest = lowest.clone()
-    for rows, columns, inside in _blocks(layout, lowest.numel()):
-        x = arranged[..., rows, columns].masked_fill(~inside, 0.0)
-        lowest, highest = lowest.minimum(x.amin((-2, -1))), highest.maximum(x.amax((-2, -1)))
-    refuse_non_finite(scores, cells, lowest.square().maximum(highest.square()), "scores")
-    if suspicious:
-        refuse_masking_values(scores, cells, to_batch(lowest, scores.shape[:-2], pool=pool).flatten(), "scores")
-
-
-def _blocks_of_scores(scores: Tensor, layout: Layout) -> Iterator[Block]:
-    """The pattern, from scores."""
-    for rows, columns, inside in _blocks(layout, scores[..., 0, 0].numel()):
-        logits = scores[..., rows, columns].to(torch.float64, copy=True).masked_fill_(~inside, -torch.inf)
-        pattern = logits.sub_(logits.amax(-1, keepdim=True).clamp_min(-_HUGE)).exp_()
-        yield rows, columns, pattern.div_(pattern.sum(-1, keepdim=True).clamp_min(1))  # or 0, without cells
-
-
-def _blocks_of_pattern(pattern: Tensor, layout: Layout) -> Iterator[Block]:
-    """The pattern itself, with rows that add up to 1 exactly."""
-    tolerance = 1e-2 if pattern.dtype in (torch.float16, torch.bfloat16) else 1e-3
-    for rows, columns, inside in _blocks(layout, pattern[..., 0, 0].numel()):
-        x = pattern[..., rows, columns].double().masked_fill(~inside, 0.0)
-        if not _adds_up(x, inside.any(-1), tolerance):
-            raise ValueError(
-                "pattern must be attention after the softmax: not negative, and rows that add up to 1 within the mask, "
-                f"got others among the queries {rows.start} to {rows.stop - 1}; pass the mask that the model used, or "
-                "scores as the first argument"
-            )
-        yield rows, columns, x.div_(torch.where(inside.any(-1), x.sum(-1), 1.0)[..., None])
-
-
-def _adds_up(x: Tensor, used: Tensor, tolerance: float) -> bool:
-    return bool((x >= 0).all()) and bool((((x.sum(-1) - 1).abs() <= tolerance) | ~used).all())
-
-
 @dataclass(frozen=True, eq=False)
 class _Data:
     """What a fit needs of a pattern: its marginals, and those of uniform attention.
 
     Attributes:
-        blocks: a pass over the pattern.
+        pattern: a pass over it.
         own: marginals of the pattern.
         marginals: the same with the pseudo-count.
         entropy: of each query.
         uniform: uniform attention over the same cells.
     """
 
-    blocks: Callable[[], Iterator[Block]]
+    pattern: Pattern
     layout: Layout
     own: Stacked
     marginals: Stacked
@@ -233,24 +235,23 @@ class _Data:
     pseudo_count: float
 
     @classmethod
-    def read(
-        cls, blocks: Callable[[], Iterator[Block]], layout: Layout, systems: Sequence[int], pseudo_count: float
-    ) -> _Data:
+    def read(cls, pattern: Pattern, layout: Layout, shape: Sequence[int], pseudo_count: float) -> _Data:
         """One pass over the pattern."""
-        own = torch.zeros(*systems, layout.n_coefficient, dtype=torch.float64, device=layout.queries.device)
-        entropy = own.new_zeros(*systems, layout.n_query)
-        for rows, columns, pattern in blocks():
-            layout.add_sums(own, pattern, rows, columns)
-            entropy[..., rows] = torch.special.entr(pattern).sum(-1)
+        own = torch.zeros(*shape, layout.n_coefficient, dtype=torch.float64, device=layout.queries.device)
+        entropy = own.new_zeros(*shape, layout.n_query)
+        for systems, rows, columns, block in pattern():
+            layout.add_sums(own[systems], block, rows, columns)
+            entropy[systems][..., rows] = torch.special.entr(block).sum(-1)
         uniform = AttentionSums(layout, torch.zeros_like(own))
         marginals = torch.lerp(own, uniform.marginals, pseudo_count)
-        return cls(blocks, layout, own, marginals, entropy, uniform, pseudo_count)
+        return cls(pattern, layout, own, marginals, entropy, uniform, pseudo_count)
 
     def divergence(self, stacked: Stacked, log_z: Tensor) -> Float64[Tensor, "system text query"]:
         """KL(pattern ‖ additive attention) of each query: another pass."""
         divergence = log_z - self.entropy
-        for rows, columns, pattern in self.blocks():
-            divergence[..., rows] -= self.layout.spread(stacked, rows, columns).mul_(pattern).sum(-1)
+        for systems, rows, columns, block in self.pattern():
+            logits = self.layout.spread(stacked[systems], rows, columns)
+            divergence[systems][..., rows] -= logits.mul_(block).sum(-1)
         return divergence
 
     def explained(self, divergence: Float64[Tensor, "system"]) -> Float64[Tensor, "system"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -124,6 +125,10 @@ class AttentionFit:
         used = (self.cells.split(self.cells.counts).query > 0).expand(self.kl.shape)
         sums, n = self.kl.sum(-1), used.sum(-1)
         return sums.sum(0) / n.sum(0) if self.pooled else sums / n
+
+    def _repr_html_(self) -> str:
+        title = html.escape(repr(self).splitlines()[0])
+        return f"<p>{title}</p>{self.to_frame().round(3).to_html(index=False)}"
 
     def __repr__(self) -> str:
         batch = "×".join(map(str, self.kl.shape[:-1])) or "one"

@@ -64,7 +64,7 @@ def fit_additive_qk(
         >>> bool(torch.allclose(fit_additive_qk(q, k, scale=8**-0.5).r, fit_additive(scores).r, atol=1e-6))
         True
     """
-    _check(q_rot, k_rot, scale, mask, pool)
+    check_vectors(q_rot, k_rot, scale, mask, pool)
     *batch, n_query, n_heads, _ = q_rot.shape
     n_key, n_kv = k_rot.shape[-3:-1]
     cells = make_cells((*batch, n_heads, n_query, n_key), mask, window, device=q_rot.device)
@@ -175,9 +175,12 @@ def _key_blocks(cells: Cells, row: int, stop: int) -> tuple[range, list[int]]:
     return whole, [b for b in touched if b not in whole]
 
 
-def _check(q: Tensor, k: Tensor, scale: float, mask: object, pool: bool) -> None:
+def check_vectors(q: Tensor, k: Tensor, scale: float, mask: object, pool: bool) -> None:
+    """Raise unless rotated queries and keys belong together."""
     if not isinstance(mask, str):
-        raise ValueError('mask must be "causal" or "full"; fits to other masks need scores: use fit_additive')
+        raise ValueError(
+            'mask must be "causal" or "full"; fits to other masks need scores: use fit_additive or fit_attention'
+        )
     for name, x in (("q_rot", q), ("k_rot", k)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
             what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from tl_posdisent.additive.attention_result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
 
 from .palette import COLOURS, GREY, faint, line_style, title_of
@@ -18,7 +19,7 @@ _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 
 
 def plot_distance(
-    profiles: AdditiveFit | pd.DataFrame,
+    profiles: AdditiveFit | AttentionFit | pd.DataFrame,
     *,
     wavelengths: Sequence[float] | None = None,
     value: str = "value",
@@ -26,9 +27,9 @@ def plot_distance(
     """Plot the distance component of each head's scores.
 
     Args:
-        profiles: an ``AdditiveFit``; or a table with ``distance`` and ``value``, and ``layer`` and ``head`` where
-            there are several: from ``AdditiveFit.to_frame("distance")`` or ``dummy_distance_check``. Of several texts
-            the mean is drawn.
+        profiles: an ``AdditiveFit`` or ``AttentionFit``; or a table with ``distance`` and ``value``, and ``layer`` and
+            ``head`` where there are several: from ``AdditiveFit.to_frame("distance")`` or ``dummy_distance_check``. Of
+            several texts the mean is drawn.
         wavelengths: of RoPE, in positions, marked by dotted lines as far as they lie within the distances:
             ``read_attention(model, layer).rotary.wavelengths.tolist()``.
         value: the column to draw.
@@ -54,7 +55,7 @@ def plot_distance(
         [6, 20, 63]
     """
     makers = 'AdditiveFit.to_frame("distance") or dummy_distance_check'
-    table = profiles.to_frame("distance") if isinstance(profiles, AdditiveFit) else profiles
+    table = profiles.to_frame("distance") if isinstance(profiles, (AdditiveFit, AttentionFit)) else profiles
     table = check_table(table, [], ["distance", value], makers)
     heads = head_index(table)
     means = mean_over_texts(table, [*heads, "distance"], [value])
