@@ -60,9 +60,11 @@ def mixed_of(model: Any, hooks: list[Hook], layer: int = 0) -> Tensor:
         return model.run_with_cache(TOKENS, names_filter=name)[1][name].transpose(1, 2)
 
 
-def by_brute_force(model: Any, wanted: Tensor, layer: int = 0) -> Tensor:
+def by_brute_force(
+    model: Any, wanted: Tensor, layer: int = 0, angles: Tensor | None = None, kept: Tensor | None = None
+) -> Tensor:
     """The same at any distances ``[query, key]`` or ``[batch, head, query, key]``: by complex numbers in float64, from
-    queries, keys and values of the model."""
+    queries, keys and values of the model; with other angles of each subspace, and some subspaces left out."""
     captured = next(x for x in capture(model, TOKENS, layers=[layer]))
     spec, rotary = captured.spec, captured.spec.rotary
     name = f"blocks.{layer}.attn.hook_v"
@@ -73,7 +75,10 @@ def by_brute_force(model: Any, wanted: Tensor, layer: int = 0) -> Tensor:
     n = len(rotary.frequencies)
     halves = (slice(0, n), slice(n, 2 * n)) if rotary.pairing == "half" else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
     zq, zk = (torch.complex(x[..., halves[0]], x[..., halves[1]]) for x in (q, k))
-    turn = torch.exp(1j * wanted.expand(2, spec.n_heads, L, L)[..., None] * rotary.frequencies)
+    turn = torch.exp(
+        1j * (wanted.expand(2, spec.n_heads, L, L)[..., None] * rotary.frequencies if angles is None else angles)
+    )
+    turn = turn.expand(2, spec.n_heads, L, L, n) * (torch.ones(n) if kept is None else kept)
     scores = torch.einsum("bqhc,bkhc,bhqkc->bhqk", zq, zk.conj(), turn).real * rotary.attention_factor**2
     scores = scores + torch.einsum("bqhd,bkhd->bhqk", q[..., 2 * n :], k[..., 2 * n :])
     scores = scores * spec.scale

@@ -30,6 +30,7 @@ class CachedText:
     n_key: int = 0  # keys in the cache
     seen: int = 0  # tokens so far, of which a sliding window may have forgotten some
     keys: Tensor | None = None
+    last: Tensor | None = None  # the last key, unrotated: by it one knows the text again
 
 
 class LayerPass:
@@ -215,10 +216,14 @@ class LayerPass:
             self.held["scores"] = x
         inside, real = text.inside_mask(self.spec, text.masked_cells(x, self.dtype))
         self._check_cache(x.shape[-1])
+        if self.own is None and self._turned_before and not self._counted_as_expected(x.shape[-1], real):
+            self._rescore()
+        own = self._positions(x.shape[-1], real)
+        if x.shape[-1] > x.shape[-2]:
+            self._check_last_key(x, inside, own)
         if not self._edits:
             self._remember(x.shape[-1])
             return None
-        own = self._positions(x.shape[-1], real)
         self._compare(x, inside, own)
         new = self._edited(x, inside, own) if self.plan.editable else None
         self._remember(x.shape[-1])
@@ -326,9 +331,15 @@ class LayerPass:
     def _positions(self, n_key: int, real: Tensor) -> tuple[Tensor, Tensor]:
         """Positions of queries and keys."""
         if self.own is None:
-            cached = n_key - self.n_query if self.n_query else 0
-            self.own = text.positions_from_mask(real) + cached
+            self.own = self._counted(n_key, real)
         return self.own, text.before_and_now(self.own, n_key)
+
+    def _counted_as_expected(self, n_key: int, real: Tensor) -> bool:
+        return bool((self._counted(n_key, real) == self.expected).expand(real.shape)[real].all())
+
+    def _counted(self, n_key: int, real: Tensor) -> Tensor:
+        """Positions of the queries where nothing but the mask shows them."""
+        return text.positions_from_mask(real) + (n_key - self.n_query if self.n_query else 0)
 
     def _vectors(self, heads: Sequence[int], n_key: int, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Unrotated queries and keys of some heads, a key head for each query head."""
@@ -344,8 +355,8 @@ class LayerPass:
         k_rot = self.held.get("k_rot")
         if k_rot is not None and k_rot.shape[1] == n_key:  # HookedTransformer caches keys before rotation
             return unrotate(k_rot, own, self.spec.require_rotary("recomputed scores"))
-        if self.memory.keys is not None and self.memory.keys.shape[1] + k.shape[1] == n_key:
-            return torch.cat([self.memory.keys, k], 1)
+        if self.memory.keys is not None and self.memory.keys.shape[1] + k.shape[1] >= n_key:
+            return torch.cat([self.memory.keys, k], 1)[:, -n_key:]  # a sliding window forgets the first
         raise ValueError(f"layer {self.spec.layer} sees {self.n_query} queries against {n_key} keys: {_NO_CACHE}")
 
     def _check_cache(self, n_key: int) -> None:
@@ -355,16 +366,39 @@ class LayerPass:
             return
         window = self.spec.window is not None and min(self.memory.n_key, self.spec.window - 1) <= cached
         if self.memory.texts != self.texts or (self.memory.n_key != cached and not window):
-            raise ValueError(
-                f"layer {self.spec.layer} sees {self.n_query} queries against {n_key} keys, of which the KV cache was "
-                f"not filled under these hooks: fill and use it in one model.hooks block, or {_NO_CACHE}"
+            self._refuse_cache(n_key)
+
+    def _check_last_key(self, x: Tensor, inside: Tensor, own: tuple[Tensor, Tensor]) -> None:
+        """The last cached key must be that of the pass before: its score shows it."""
+        last, (q_at, k_at), cached = self.memory.last, own, x.shape[-1] - self.n_query
+        if last is None or self.spec.problem is not None or self.rescored != self.plan.rescored:
+            return
+        rescored = {head for some in self.rescored.values() for head in some}
+        for rotation, heads in self._alike(range(self.spec.n_heads)):
+            done = HeadRotation() if set(heads) <= rescored else rotation
+            if done.q_rot is not None or done.k_rot is not None or done.slots:
+                continue
+            key = last[:, :, [self.spec.key_head(h) for h in heads]]
+            at = q_at, k_at[..., cached - 1 : cached]
+            ours = self.spec.score(
+                *rotated_vectors(self.spec, done, heads, self.held["q"][:, :, heads].detach(), key, at)
             )
+            theirs, seen = (each[:, heads, :, cached - 1 : cached] for each in (x.detach(), inside.expand(x.shape)))
+            if mismatch(theirs[seen], ours[seen], self.dtype) > 1:
+                self._refuse_cache(x.shape[-1])
+
+    def _refuse_cache(self, n_key: int) -> None:
+        raise ValueError(
+            f"layer {self.spec.layer} sees {self.n_query} queries against {n_key} keys, of which the KV cache was "
+            f"not filled under these hooks: fill and use it in one model.hooks block, or {_NO_CACHE}"
+        )
 
     def _remember(self, n_key: int) -> None:
         """Keep what the next pass needs to know if it goes on with this text."""
         continued = n_key > self.n_query
         self.memory.seen = self.n_query + (self.memory.seen if continued else 0)
         self.memory.texts, self.memory.n_key = self.texts, n_key
+        self.memory.last = self.held["k"][:, -1:].detach().clone() if "k" in self.held else None
         k_rot = self.held.get("k_rot")
         if self.plan.reads_vectors and (k_rot is None or k_rot.shape[1] == self.n_query):
             self.memory.keys = self._keys(n_key, self.expected).detach().clone()
