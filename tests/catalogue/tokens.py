@@ -74,8 +74,8 @@ ROWS: list[Row] = [
         "positional_subspace",
         "texts of unequal length",
         lambda at: positional_subspace(demo(), ["one", "one two three"], 0),
-        "unequal length",
-        "one by one",
+        "texts of equal length",
+        "2, 7 tokens",
     ),
     refused(
         "additivity",

@@ -216,7 +216,7 @@ def test_hooks_in_between_are_noticed() -> None:
 @pytest.mark.usefixtures("unchecked")
 def test_bad_names() -> None:
     model = small_model(encoding="learned")
-    with pytest.raises(ValueError, match='grand_mean must be "content" or "bias", got \'position\''):
+    with pytest.raises(ValueError, match="grand_mean must be 'content' or 'bias', got 'position'"):
         content_position_terms(model, TOKENS, 1, grand_mean="position")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"name must be one of content:content, .* got 'content'"):
         content_position_terms(model, TOKENS, 1).term("content")

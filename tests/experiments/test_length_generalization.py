@@ -294,7 +294,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"in_range": 41}, "in_range must be an integer from 7 to 40, got 41"),
     ({"in_range": 16.0}, r"in_range must be an integer from 7 to 40, got 16\.0"),
     ({"in_range": True}, "in_range must be an integer from 7 to 40, got True"),
-    ({"by": "text"}, "by must be one of bucket, layer, head, got 'text'"),
+    ({"by": "text"}, "by must be 'bucket', 'layer' or 'head', got 'text'"),
     ({"hooks": [("blocks.7.attn.hook_z", print)]}, "hooks names 'blocks.7.attn.hook_z', which the model does not have"),
     ({"hooks": [3]}, r"hooks must be a list of \(hook name, function\), got 3 in it"),
 ]
@@ -352,3 +352,14 @@ def test_outputs_that_are_not_finite(shared_model: Any) -> None:
     message = "the attention outputs of layer 0 are not finite"
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", spoil)]), pytest.raises(ValueError, match=message):
         table(model, TOKENS, EDGES)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_truncation_is_named() -> None:
+    """``to_tokens`` cuts a text at the model's context; the message says so, and how to pass the whole."""
+    model = load_demo_model()
+    with pytest.raises(ValueError, match=r"to_tokens truncates longer ones .* truncate=False"):
+        length_generalization(model, demo_tokens(length=512), [0, 256, 1024], progress=False)
+    with pytest.raises(ValueError) as caught:
+        length_generalization(model, demo_tokens(length=500), [0, 256, 1024], progress=False)
+    assert "truncate" not in str(caught.value)

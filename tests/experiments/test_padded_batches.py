@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.public import public_names
 from torch import Tensor
 
 import tl_posdisent as tp
@@ -202,3 +204,83 @@ def test_pairs_must_have_the_same_lengths(shared_model: Any) -> None:
         tp.head_patching(model, tokens, tokens[:, :7], real_logits, attention_mask=mask, progress=False)
     with pytest.raises(ValueError, match=r"positions must have shape \(pos,\) or \(batch, pos\) with pos = 14"):
         tp.position_patching(model, tokens, torch.arange(9), attention_mask=mask, progress=False)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_perturbation_curve(side: str, shared_model: Any) -> None:
+    """Each text is perturbed as it would be alone; means are over tokens."""
+    model = tp.read_model(shared_model("bridge", "llama-gqa"))
+    tokens, mask = batch(side)
+    options = {"fractions": [0, 0.5], "seeds": [3], "progress": False}
+    found = tp.perturbation_curve(model, tokens, attention_mask=mask, **options)
+    alone = [tp.perturbation_curve(model, text, **options) for text in TEXTS]
+    predicted = torch.tensor(LENGTHS)[:, None] - 1.0
+
+    def values(column: str, tables: list[pd.DataFrame]) -> Tensor:
+        return torch.stack([torch.tensor(table[column].tolist(), dtype=torch.float64) for table in tables])
+
+    intact = values("intact", alone) * predicted
+    for column, weights in (("moved", predicted + 1), ("accuracy", predicted), ("added_loss", intact), ("kl", intact)):
+        expected = (values(column, alone).nan_to_num() * weights).sum(0) / weights.expand_as(intact).sum(0)
+        assert torch.allclose(values(column, [found])[0], expected, atol=1e-5), column
+    expected = ((values("perplexity", alone).log() * predicted).sum(0) / predicted.sum()).exp()
+    assert torch.allclose(values("perplexity", [found])[0], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("what", ["order", "index", "feature"])
+def test_perturbed_batches_run_with_their_mask(what: Any, side: str, kind: str, name: str, shared_model: Any) -> None:
+    """Tokens, hooks and moved places of each text are those of the text alone."""
+    model = shared_model(kind, name)
+    reading = tp.read_model(model)
+    tokens, mask = batch(side)
+    whole = tp.perturb(reading, tokens, what, 0.5, attention_mask=mask)
+    assert torch.equal(whole.attention_mask, mask.bool())
+    with torch.no_grad(), model.hooks(fwd_hooks=whole.hooks):
+        logits = model(whole.tokens, attention_mask=mask)
+    for row, text in enumerate(TEXTS):
+        alone = tp.perturb(reading, text, what, 0.5)
+        with torch.no_grad(), model.hooks(fwd_hooks=alone.hooks):
+            expected = model(alone.tokens)[0]
+        real = mask[row].bool()
+        assert torch.equal(whole.moved[row, real], alone.moved[0])
+        assert torch.equal(whole.tokens[row, real], alone.tokens[0])
+        assert torch.allclose(logits[row, real], expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_length_generalization(side: str, shared_model: Any) -> None:
+    """As on the texts cut to one length; a text that is too short is refused."""
+    model = tp.read_model(shared_model("bridge", "llama-gqa"))
+    tokens, mask = batch(side)
+    found = tp.length_generalization(model, tokens, [0, 4, 8], attention_mask=mask, progress=False)
+    cut = torch.cat([text[:, :9] for text in TEXTS])
+    same(found, tp.length_generalization(model, cut, [0, 4, 8], progress=False))
+    with pytest.raises(ValueError, match="lengths must lie within the text of 9 tokens"):
+        tp.length_generalization(model, tokens, [0, 4, 12], attention_mask=mask, progress=False)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_texts_of_equal_length(side: str, shared_model: Any) -> None:
+    """What averages over texts at each position runs padded texts of one length, and refuses others."""
+    model = tp.read_model(shared_model("bridge", "llama-gqa"))
+    whole, whole_mask = batch(side)
+    equal = torch.cat([TEXTS[0], TEXTS[2]])
+    tokens, mask = batch(side, [TEXTS[0], TEXTS[2]])
+    for function, table in (
+        (tp.positional_subspace, lambda space: pd.DataFrame(space.variances[None].numpy())),
+        (tp.content_position_terms, lambda terms: terms.to_frame()),
+        (ex.rope_hadamard, lambda form: form.to_frame()),
+    ):
+        same(table(function(model, tokens, -1, attention_mask=mask)), table(function(model, equal, 1)))
+        with pytest.raises(ValueError, match=f"tokens must be texts of equal length for {function.__name__}"):
+            function(model, whole, 1, attention_mask=whole_mask)
+
+
+def test_every_experiment_takes_a_mask() -> None:
+    """All public experiments on tokens; their laws are above."""
+    for name, function in public_names().items():
+        if inspect.isfunction(function) and function.__module__.startswith("tl_posdisent.experiments"):
+            named = inspect.signature(function).parameters
+            assert "attention_mask" in named or not {"tokens", "clean_tokens"} & set(named), name

@@ -8,15 +8,16 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float64, Int
+from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from tl_posdisent.models.forward import check_tokens
 from tl_posdisent.models.probe.observe import score_tolerance
-from tl_posdisent.models.reading import read_attention
+from tl_posdisent.models.reading import read_model
 from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.validation import check_choice
 
 from .qk_readout import Reading, measure_readings, watch
 
@@ -112,15 +113,16 @@ class ContentPosition:
 
 def content_position_terms(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     layer: int,
     *,
+    attention_mask: Tensor | None = None,
     grand_mean: Literal["content", "bias"] = "content",
 ) -> ContentPosition:
     """Split a layer's scores into terms of the positional and content parts of the residual stream (arXiv 2505.13027).
 
     The positional part of the stream is its mean over the texts at each position minus the overall mean; the content
-    part is the remainder. With M the map from stream to query at the norm's actual scale s (see ``reading.py``), a
+    part is the remainder. With M the map from stream to query at the norm's actual scale s (see ``qk_readout.py``), a
     query is ``s·M content + s·M position + bias``, a key likewise, and a score is the sum of nine products and of the
     terms that the layer adds (ALiBi, T5). In rotary layers the rotation acts on each part. The map is measured, and the
     sum of the parts is checked against the model's own scores.
@@ -128,9 +130,10 @@ def content_position_terms(
     With T texts, 1/T of the content's variance at each position is counted as position: use many different texts.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, with a norm before its attention.
-        tokens: ids ``[batch, pos]`` of at least two different texts without padding, or texts of equal length.
-        layer: 0 … n_layers - 1.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with a norm before its attention.
+        tokens: ids ``[batch, pos]``, or a list of texts: at least two different texts of equal length.
+        layer: 0 … n_layers - 1; negative ones count from the end.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
         grand_mean: which part contains the mean of the whole stream: ``"content"`` as in the paper, or ``"bias"``, so
             that a term with ``content`` contains nothing that all tokens share.
 
@@ -156,10 +159,11 @@ def content_position_terms(
         >>> bool(table.groupby("head")["share"].sum().round(6).eq(1).all())
         True
     """
-    spec = read_attention(model, layer)
-    tokens = check_tokens(model, tokens)
-    if grand_mean not in ("content", "bias"):
-        raise ValueError(f'grand_mean must be "content" or "bias", got {grand_mean!r}')
+    reading = read_model(model, layer)
+    model, (spec,) = reading.model, reading.specs(layer)
+    layer = spec.layer
+    tokens = read_texts(model, tokens, attention_mask).one_group("content_position_terms")
+    check_choice("grand_mean", grand_mean, ("content", "bias"))
     if bool((tokens == tokens[:1]).all()):
         raise ValueError(f"tokens must be at least two different texts, got {len(tokens)} that do not differ")
     if spec.soft_cap is not None:

@@ -7,12 +7,12 @@ from numbers import Real
 from typing import Any
 
 import torch
-from jaxtyping import Float64, Int
+from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.rotary_layers import check_burn_in
-from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.reading import read_attention
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.texts import Tokens, read_texts
 
 from .content_position import split_stream
 from .qk_readout import residual_hook, watch
@@ -63,9 +63,10 @@ class PositionalSubspace:
 
 def positional_subspace(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     layer: int,
     *,
+    attention_mask: Tensor | None = None,
     rank: int | None = None,
     explained: float = 0.95,
     burn_in: int = 0,
@@ -76,9 +77,10 @@ def positional_subspace(
     or two models that share an embedding, are compared by ``principal_angles`` of their bases.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
-        tokens: ids ``[batch, pos]`` of at least two texts without padding.
-        layer: 0 … n_layers - 1.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
+        tokens: ids ``[batch, pos]``, or a list of texts: at least two texts of equal length.
+        layer: 0 … n_layers - 1; negative ones count from the end.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
         rank: number of directions; None for the smallest number that explains the share ``explained``.
         explained: of the positional part's variance, above 0 and up to 1; used without ``rank``.
         burn_in: positions to leave out at the beginning (the first token's vector is often unlike all others).
@@ -88,7 +90,7 @@ def positional_subspace(
 
     Raises:
         ValueError: unusable tokens or layer; a single text; a ``rank`` beyond the directions in which the positional
-            part varies, or no such direction; ``explained`` or ``burn_in`` out of range; padded texts.
+            part varies, or no such direction; ``explained`` or ``burn_in`` out of range; texts of unequal length.
 
     Example:
         >>> from tl_posdisent import positional_subspace
@@ -101,8 +103,10 @@ def positional_subspace(
         >>> space.rank, 0.4 < space.share < 0.6
         (7, True)
     """
-    spec = read_attention(model, layer)
-    tokens = check_tokens(model, tokens)
+    reading = read_model(model, layer)
+    model, (spec,) = reading.model, reading.specs(layer)
+    layer = spec.layer
+    tokens = read_texts(model, tokens, attention_mask).one_group("positional_subspace")
     _check(rank, explained, len(tokens))
     check_burn_in(burn_in, [tokens.shape[1]], leave=2)
     seen, _, _ = watch(model, tokens, spec, [residual_hook(layer)])

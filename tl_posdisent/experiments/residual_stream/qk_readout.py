@@ -1,4 +1,4 @@
-"""What a layer's queries and keys read from the residual stream: an affine map, measured from outside.
+"""The affine map from the residual stream to the queries and keys of a layer, measured from outside.
 
 A pre-norm layer makes a query of a vector x as ``s(x) · M x + bias``: the norm's gain, its centring and the projection
 are in M, its offset and the projection's in the bias, and what the norm divides by in the number s. ``M`` and the bias
@@ -8,7 +8,6 @@ of a real text is then the one number that takes ``M x`` to its query. Whether i
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.capture import stream
+from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.forward import Hook, at_rest, hook_name, run
 from tl_posdisent.models.probe.observe import score_tolerance
 from tl_posdisent.models.spec import AttentionSpec, Tap
@@ -130,14 +129,11 @@ def watch(
     Hooks that the model has act on all of it. Padded texts are refused.
     """
     seen: dict[str, Tensor] = {}
+    scores: list[Tensor] = []
     _require(model, names, spec)
-    with (
-        applied(model, [keep(name, seen) for name in dict.fromkeys(names)]),
-        closing(stream(model, tokens, [spec], vectors=False)) as layers,
-    ):
-        (layer,) = layers
-    assert layer.scores is not None
-    return seen, layer.scores, spec.mask(tokens.shape[1], tokens.device)
+    with applied(model, [keep(name, seen) for name in dict.fromkeys(names)]):
+        for_each_scores(model, tokens, [spec], lambda spec, x: scores.append(x))
+    return seen, scores[0], spec.mask(tokens.shape[1], tokens.device)
 
 
 def tap_of(spec: AttentionSpec, side: Side) -> Tap:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Complex128, Float64, Int
+from jaxtyping import Bool, Complex128, Float64
 from torch import Tensor
 
-from tl_posdisent.models.capture import stream
-from tl_posdisent.models.forward import check_tokens
-from tl_posdisent.models.reading import read_rotary_layers
+from tl_posdisent.models.capture import Captured, for_each_layer
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.rope.toeplitz import condition_number, effective_rank, product_spectrum, toeplitz_share
 from tl_posdisent.utils.tables import index_columns
@@ -128,21 +128,22 @@ class RopeHadamard:
         )
 
 
-def rope_hadamard(model: Any, tokens: Int[Tensor, "batch pos"] | str, layer: int) -> RopeHadamard:
+def rope_hadamard(model: Any, tokens: Tokens, layer: int, *, attention_mask: Tensor | None = None) -> RopeHadamard:
     """Write a rotary layer's scores as content Gram matrices times Toeplitz kernels (arXiv 2505.13027).
 
     The scores are compared with the model's own (see ``capture``).
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, with rotary embeddings in this layer.
-        tokens: ids ``[batch, pos]`` without padding, or text if the model has a tokenizer.
-        layer: 0 … n_layers - 1.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer; texts of equal length.
+        layer: 0 … n_layers - 1; negative ones count from the end.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
 
     Returns:
         ``RopeHadamard``: ``gram(c)``, ``kernel(c)``, ``rest()``, ``scores()``, and the spectrum before and after.
 
     Raises:
-        ValueError: unusable tokens or layer; a layer without rotary embeddings; padded texts.
+        ValueError: unusable tokens or layer; a layer without rotary embeddings; texts of unequal length.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -151,12 +152,13 @@ def rope_hadamard(model: Any, tokens: Int[Tensor, "batch pos"] | str, layer: int
         >>> bool((table["toeplitz_before"] < table["toeplitz_after"]).mean() > 0.5)
         True
     """
-    (spec,) = read_rotary_layers(model, [layer], "rope_hadamard")
+    reading = read_model(model, layer)
+    (spec,) = reading.rotary(layer, "rope_hadamard")
     scale, rotary = spec.require_scale(), spec.require_rotary("rope_hadamard")
-    tokens = check_tokens(model, tokens)
-    (seen,) = stream(model, tokens, [spec], scores=False)
-    assert seen.q is not None
-    assert seen.k is not None
+    tokens = read_texts(reading.model, tokens, attention_mask).one_group("rope_hadamard")
+    found: list[Captured] = []
+    for_each_layer(reading.model, tokens, [spec], found.append, scores=False)
+    (seen,) = found
     q, k = scale * seen.q.double(), spec.per_query_head(seen.k).double()
     z, rest = to_complex(q, rotary)
     q = from_complex(rotary.attention_factor**2 * z, rest, rotary)  # YaRN stretches what it rotates, and no more

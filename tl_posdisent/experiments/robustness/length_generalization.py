@@ -15,11 +15,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.forward import Hook, check_tokens, evaluating, run
+from tl_posdisent.models.forward import Hook, evaluating, run
 from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.probe.observe import is_masked
-from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.reading import read_model
 from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.validation import check_choice, is_integer
 
 # Figures of each query's attention, from score matrices of long texts: a block of queries at a time.
 
@@ -179,13 +181,14 @@ _QUANTILE = 0.99
 
 def length_generalization(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     lengths: Sequence[int],
     hooks: Sequence[Hook] | None = None,
     *,
+    attention_mask: Tensor | None = None,
     in_range: int | None = None,
     by: By = "bucket",
-    layers: Iterable[int] | None = None,
+    layers: int | Iterable[int] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure loss, attention and attention outputs by position, in texts that may be longer than the model's context.
@@ -201,11 +204,13 @@ def length_generalization(
     range are treated alike.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths. Every text
+            must have as many tokens as the last of ``lengths``.
         lengths: edges of the buckets, ascending: bucket n holds the queries ``lengths[n] … lengths[n + 1] - 1``.
             Positions before the first edge and after the last are not counted.
         hooks: an intervention, such as ``lambda_mask`` or ``position_interpolation``. Default none.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         in_range: where the reference ends, usually the length of the training texts; default ``lengths[1]``.
         by: one row per bucket (mean over layers and heads), per bucket and layer, or per bucket, layer and head.
         layers: default all.
@@ -244,21 +249,23 @@ def length_generalization(
         >>> bool(plain["loss"][2] > plain["loss"][0] + 0.5), bool(kept["loss"][2] < plain["loss"][2] - 0.5)
         (True, True)
     """
-    specs = read_layers(model, layers)
-    tokens = check_tokens(model, tokens)
-    if by not in get_args(By):
-        raise ValueError(f"by must be one of {', '.join(get_args(By))}, got {by!r}")
-    edges = _check_lengths(lengths, tokens.shape[1])
+    reading = read_model(model, layers)
+    model, specs = reading.model, reading.specs(layers)
+    check_choice("by", by, get_args(By))
+    batch = read_texts(model, tokens, attention_mask)
+    edges = _check_lengths(lengths, min(batch.lengths), getattr(model.cfg, "n_ctx", None))
     end = edges[1] if in_range is None else in_range
-    if isinstance(end, bool) or not isinstance(end, int) or not edges[0] + 3 <= end <= edges[-1]:
+    if not is_integer(end) or not edges[0] + 3 <= end <= edges[-1]:
         raise ValueError(f"in_range must be an integer from {edges[0] + 3} to {edges[-1]}, got {in_range!r}")
     for spec in specs:
         if spec.z is None or spec.pattern is None:
             raise ValueError(f"layer {spec.layer} of {spec.architecture} shows no hook_z or no hook_pattern")
+    texts = [row[real] for row, real in zip(batch.tokens, batch.real, strict=True)]
+    read = torch.stack([text[: edges[-1]] for text in texts])
     given = list(hooks or [])
     rows: list[dict[str, Any]] = []
     with torch.no_grad(), longer_context(model, max(edges[-1], end)):
-        typical = _typical(model, tokens[:, :end], specs, edges[0])
+        typical = _typical(model, read[:, :end], specs, edges[0])
         with tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
             observers = [
                 hook
@@ -266,24 +273,25 @@ def length_generalization(
                 for hook in _observers(spec, edges, typical[spec.layer], rows, bar, edited=bool(given))
             ]
             with evaluating(model), applied(model, [*given, *observers]):
-                logits = model(tokens[:, : edges[-1]])
-    losses = [_loss(logits, tokens, start, stop) for start, stop in pairwise(edges)]
+                logits = model(read)
+    losses = [_loss(logits, texts, start, stop) for start, stop in pairwise(edges)]
     return _table(rows, edges, losses, by)
 
 
-def _check_lengths(lengths: Any, length: int) -> list[int]:
+def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
     if isinstance(lengths, (str, bytes)) or not isinstance(lengths, Iterable):
         raise ValueError(f"lengths must be a sequence of integers, got {lengths!r}")
     edges = list(lengths)
-    whole = all(isinstance(x, int) and not isinstance(x, bool) for x in edges)
-    if not whole or len(edges) < 2 or any(b <= a for a, b in pairwise(edges)):
+    if not all(map(is_integer, edges)) or len(edges) < 2 or any(b <= a for a, b in pairwise(edges)):
         raise ValueError(f"lengths must be at least two ascending integers, got {edges}")
     if edges[0] < 0 or edges[-1] > length or edges[-2] > length - 2 or edges[1] < edges[0] + 3:
+        cut = ". The text is as long as the model's context: TransformerLens's to_tokens truncates longer ones there; "
+        cut += "pass the text itself as a string, or to_tokens(text, truncate=False)"
         raise ValueError(
             f"lengths must lie within the text of {length} tokens, with three positions or more in the first bucket "
-            f"and a token to predict in the last, got {edges}"
+            f"and a token to predict in the last, got {edges}{cut if length == context < edges[-1] else ''}"
         )
-    return edges
+    return [int(edge) for edge in edges]
 
 
 def _typical(model: Any, tokens: Tensor, specs: list[AttentionSpec], start: int) -> dict[int, Typical]:
@@ -356,15 +364,15 @@ def _drift(
     return distance, cosine, limit
 
 
-def _loss(logits: Tensor, tokens: Tensor, start: int, stop: int) -> float:
+def _loss(logits: Tensor, texts: Sequence[Tensor], start: int, stop: int) -> float:
     """Mean cross entropy of what follows the queries of a bucket."""
-    targets = tokens[:, start + 1 : stop + 1]
-    given = logits[:, start : start + targets.shape[1]]
-    losses = [  # text by text: a vocabulary is large
-        torch.nn.functional.cross_entropy(x.float(), y.to(x.device), reduction="sum")
-        for x, y in zip(given, targets, strict=True)
-    ]
-    return float(torch.stack(losses).double().sum()) / targets.numel()
+    losses, count = [], 0
+    for of_text, text in zip(logits, texts, strict=True):  # text by text: a vocabulary is large
+        targets = text[start + 1 : stop + 1].to(of_text.device)
+        given = of_text[start : start + len(targets)].float()
+        losses.append(torch.nn.functional.cross_entropy(given, targets, reduction="sum"))
+        count += len(targets)
+    return float(torch.stack(losses).double().sum()) / count
 
 
 _MEASURES = ["entropy", "largest_score", "share_key", "mahalanobis", "cosine", "outside"]

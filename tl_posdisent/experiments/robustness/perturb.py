@@ -20,9 +20,10 @@ from tl_posdisent.hooks.phase_noise import check_phases
 from tl_posdisent.hooks.planner import hooks_for
 from tl_posdisent.hooks.positions import positions_edit
 from tl_posdisent.hooks.rotation_edits import PhaseNoise
-from tl_posdisent.models.forward import Hook, check_tokens
-from tl_posdisent.models.reading import read_rotary_layers
-from tl_posdisent.models.spec import AttentionSpec, n_layers
+from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.reading import ModelReading, read_model
+from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.validation import check_integer
 
@@ -39,6 +40,7 @@ class Perturbed:
         hooks: for ``model.hooks(fwd_hooks=...)`` or ``applied``; empty if only the order is perturbed.
         moved: ``[batch, pos]``, True at the positions that moved: they have another token, or their token receives
             another position (the same positions in all three kinds).
+        attention_mask: ``[batch, pos]``, False at padding: run the model with it where there is padding.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, perturb
@@ -50,12 +52,14 @@ class Perturbed:
     tokens: Int[Tensor, "batch pos"]
     hooks: list[Hook]
     moved: Bool[Tensor, "batch pos"]
+    attention_mask: Bool[Tensor, "batch pos"]
 
     @property
     def intact(self) -> Bool[Tensor, "batch _"]:
         """``[batch, pos - 1]``, True where neither a position nor the next moved: there all three kinds have the same
         token and the same next token, and only the context before is perturbed."""
-        return ~(self.moved[:, :-1] | self.moved[:, 1:])
+        changed = self.moved | ~self.attention_mask
+        return ~(changed[:, :-1] | changed[:, 1:])
 
 
 Perturb = Callable[..., Perturbed]
@@ -64,10 +68,11 @@ Perturb = Callable[..., Perturbed]
 
 def perturb(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     kind: Kind,
     fraction: float | int,
     *,
+    attention_mask: Tensor | None = None,
     seed: int = 0,
     window: int = 1,
     unit: Unit | None = None,
@@ -88,9 +93,12 @@ def perturb(
       with ``"index"``, but the subspaces of a token have different displacements.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike; with rotary embeddings unless ``kind`` is ``"order"``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer. Each text is perturbed on its own.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings unless
+            ``kind`` is ``"order"``.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths. Each text is
+            perturbed as it would be alone.
         kind: what is perturbed.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Padding stays where it is.
         fraction: of the units that can move, from 0 (the model and the text as they are, no hooks) to 1.
         seed: the same seed draws the same pairs for every kind; those of a smaller fraction are, nearly, a part of
             those of a larger one.
@@ -99,7 +107,7 @@ def perturb(
             the space before it; ``"token"`` moves single tokens. Default words for text and tokens for ids.
         jitter: instead of exchanging them, let RoPE see the moved positions off by normal displacements of this
             standard deviation, in positions (``"index"`` and ``"feature"``).
-        until: positions from here on stay; default none.
+        until: positions of each text from here on stay; default none.
 
     Returns:
         A ``Perturbed``.
@@ -123,53 +131,76 @@ def perturb(
         True
     """
     ready = perturber(model, [kind], window=window, unit=unit, jitter=jitter)
-    return ready(tokens, kind=kind, fraction=fraction, seed=seed, until=until)
+    return ready(tokens, attention_mask, kind=kind, fraction=fraction, seed=seed, until=until)
 
 
 def perturber(
     model: Any, kinds: Sequence[Kind], *, window: int, unit: Unit | None, jitter: float | int | None
 ) -> Callable[..., Perturbed]:
-    """``perturb`` for a model that is looked at once: ``(tokens, kind, fraction, seed, until=None, unit=None)``."""
+    """``perturb`` for a model read once: ``(tokens, attention_mask=None, kind, fraction, seed, until, unit)``."""
     _check_options(kinds, window, unit, jitter)
-    n_layers(model)  # or it is no model
-    specs = read_rotary_layers(model, None, "perturb") if set(kinds) - {"order"} else []
+    reading = read_model(model)
+    model = reading.model
+    specs = _rotary_specs(reading) if set(kinds) - {"order"} else []
     own = unit
 
     def ready(
-        tokens: Any, *, kind: Kind, fraction: float | int, seed: int, until: int | None = None, unit: Unit | None = None
+        tokens: Any,
+        attention_mask: Tensor | None = None,
+        *,
+        kind: Kind,
+        fraction: float | int,
+        seed: int,
+        until: int | None = None,
+        unit: Unit | None = None,
     ) -> Perturbed:
         check_fraction("fraction", fraction)
         check_integer("seed", seed, 0)
-        ids, by = check_tokens(model, tokens), own or unit or ("token" if isinstance(tokens, Tensor) else "word")
         if until is not None:
             check_integer("until", until, 0)
-        generator = torch.Generator().manual_seed(seed)
-        stop = ids.shape[1] if until is None else until
-        units = [_movable(model, row.tolist(), by, stop) for row in ids]
-        source = torch.stack([_reordered(row, ids.shape[1], fraction, window, generator) for row in units])
-        moved = (source != torch.arange(ids.shape[1])).to(ids.device)
+        texts = read_texts(model, tokens, attention_mask)
+        by = own or unit or ("token" if isinstance(tokens, Tensor) else "word")
+        places = torch.arange(texts.tokens.shape[1])
+        source, shifts = places.repeat(len(texts.tokens), 1), torch.zeros(texts.tokens.shape, dtype=torch.float64)
+        generators = []
+        for row, (ids, real) in enumerate(zip(texts.tokens, texts.real.cpu(), strict=True)):
+            generator = torch.Generator().manual_seed(seed)  # each text's own: it is perturbed as it would be alone
+            at = places[real]
+            stop = len(at) if until is None else until
+            order = _reordered(_movable(model, ids[at].tolist(), by, stop), len(at), fraction, window, generator)
+            source[row, at] = at[order]
+            shift = order.argsort().double() - torch.arange(len(at))
+            if jitter is not None:
+                shift = torch.randn(len(at), generator=generator, dtype=torch.float64) * jitter * (shift != 0)
+            shifts[row, at] = shift
+            generators.append(generator)
+        moved = (source != places).to(texts.tokens.device)
         if kind == "order":
-            return Perturbed(ids.gather(1, source.to(ids.device)), [], moved)
-        shifts = source.argsort(1).double() - torch.arange(ids.shape[1])
-        if jitter is not None:
-            shifts = torch.randn(shifts.shape, generator=generator, dtype=torch.float64) * jitter * (shifts != 0)
-        hooks = (_told if kind == "index" else _dealt_out)(specs, shifts, generator) if bool(moved.any()) else []
-        return Perturbed(ids, hooks, moved)
+            return Perturbed(texts.tokens.gather(1, source.to(texts.tokens.device)), [], moved, texts.real)
+        hooks = (_told if kind == "index" else _dealt_out)(specs, shifts, generators) if bool(moved.any()) else []
+        return Perturbed(texts.tokens, hooks, moved, texts.real)
 
     return ready
 
 
-def _told(specs: Sequence[AttentionSpec], shifts: Tensor, generator: torch.Generator) -> list[Hook]:
+def _rotary_specs(reading: ModelReading) -> list[AttentionSpec]:
+    try:
+        return reading.rotary(None, "perturb")
+    except ValueError as error:
+        raise ValueError(f'kind must be "order" for a model without rotary position embeddings: {error}') from error
+
+
+def _told(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]) -> list[Hook]:
     """Hooks that give RoPE other positions."""
     edit = positions_edit("perturb", shifts + torch.arange(shifts.shape[1]))
     return hooks_for([(spec, range(spec.n_heads)) for spec in specs], edit)
 
 
-def _dealt_out(specs: Sequence[AttentionSpec], shifts: Tensor, generator: torch.Generator) -> list[Hook]:
+def _dealt_out(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]) -> list[Hook]:
     """Permute the displacements in each subspace, in the same way in all layers."""
     subspaces = max(len(spec.require_rotary("perturb").frequencies) for spec in specs)
     dealt = torch.zeros(*shifts.shape, subspaces, dtype=torch.float64)
-    for row, shift in zip(dealt, shifts, strict=True):
+    for row, shift, generator in zip(dealt, shifts, generators, strict=True):
         at = shift.nonzero()[:, 0]
         hands = torch.rand(len(at), subspaces, generator=generator).argsort(0)
         row[at] = shift[at][hands]

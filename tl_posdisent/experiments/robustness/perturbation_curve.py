@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.forward import check_tokens, evaluating
-from tl_posdisent.models.reading import read_layers
+from tl_posdisent.models.forward import Hook, evaluating
+from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.texts import Tokens, read_texts
 
 from .multiple_choice import MultipleChoice, share_right
 from .perturb import Kind, Perturb, Perturbed, Unit, check_fraction, perturber
@@ -26,11 +28,12 @@ _MEASURES = ["perplexity", "accuracy", "added_loss", "kl"]
 
 def perturbation_curve(
     model: Any,
-    tokens: Int[Tensor, "batch pos"] | str,
+    tokens: Tokens,
     kinds: Sequence[Kind] = ("order", "index", "feature"),
     fractions: Sequence[float | int] = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1),
     seeds: int | Iterable[int] = 5,
     *,
+    attention_mask: Tensor | None = None,
     window: int = 1,
     unit: Unit | None = None,
     jitter: float | int | None = None,
@@ -51,9 +54,11 @@ def perturbation_curve(
     ``order`` and ``index`` are the same computation at such positions, unless a pair lies on both sides of one.
 
     Args:
-        model: a causal HookedTransformer, TransformerBridge or alike; with rotary embeddings, unless ``kinds`` is
-            ``["order"]``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer. Each text is perturbed on its own.
+        model: a causal HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings,
+            unless ``kinds`` is ``["order"]``.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths. Each text is
+            perturbed as it would be alone.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         kinds: what to perturb.
         fractions: of the units that can move. At 0 model and text are as they are.
         seeds: how many perturbations (seeds 0, 1, 2 …), or the seeds themselves.
@@ -87,20 +92,25 @@ def perturbation_curve(
         (True, True)
     """
     kinds, fractions, seeds = _checked(kinds, fractions, seeds)
-    ready = perturber(model, kinds, window=window, unit=unit, jitter=jitter)
+    reading = read_model(model)
+    model, ready = reading.model, perturber(reading, kinds, window=window, unit=unit, jitter=jitter)
     own_unit: Unit = "token" if isinstance(tokens, Tensor) else "word"
-    tokens = check_tokens(model, tokens)
-    if not read_layers(model)[0].causal:
-        raise ValueError("model must be causal: one that sees the next token need not foresee it")
+    groups = read_texts(model, tokens, attention_mask).groups
+    if not reading.specs()[0].causal:
+        raise ValueError("model must be causal: one that sees the next token need not predict it")
     score = _downstream(downstream)
-    clean = _logits(model, Perturbed(tokens, [], torch.zeros_like(tokens, dtype=torch.bool)))
+    clean = [_logits(model, group.tokens, []) for group in groups]
     untouched: dict[str, float] = {}  # what is the same for all kinds and seeds
     runs = [(kind, fraction, seed) for kind in kinds for fraction in fractions for seed in seeds]
     rows = []
     for kind, fraction, seed in tqdm(runs, desc="perturbations", disable=not progress):
         perturbation = partial(ready, kind=kind, fraction=fraction, seed=seed)
-        perturbed = perturbation(tokens, unit=own_unit)
-        row = _measured(perturbed, clean, clean if fraction == 0 else _logits(model, perturbed), tokens)
+        parts = []
+        for group, before in zip(groups, clean, strict=True):
+            perturbed = perturbation(group.tokens, torch.ones_like(group.tokens), unit=own_unit)
+            now = before if fraction == 0 else _logits(model, perturbed.tokens, perturbed.hooks)
+            parts.append(_measured(perturbed, before, now, group.tokens))
+        row = _means(parts)
         if score is not None:
             row["downstream"] = untouched["score"] if fraction == 0 and untouched else score(model, perturbation)
             untouched |= {"score": row["downstream"]} if fraction == 0 else {}
@@ -148,27 +158,33 @@ def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None
     return score
 
 
-def _logits(model: Any, perturbed: Perturbed) -> Float[Tensor, "batch pos vocab"]:
-    with torch.no_grad(), evaluating(model), applied(model, perturbed.hooks):
-        logits: Tensor = model(perturbed.tokens)
+def _logits(model: Any, tokens: Tensor, hooks: list[Hook]) -> Float[Tensor, "batch pos vocab"]:
+    with torch.no_grad(), evaluating(model), applied(model, hooks):
+        logits: Tensor = model(tokens)
     return logits
 
 
-def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tensor) -> dict[str, float]:
-    """All measures of one run. Texts one by one: predictions of a vocabulary take room."""
+def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tensor) -> dict[str, Tensor]:
+    """All measures of one run, at each position. Texts one by one: predictions of a vocabulary take room."""
     per_text = [_of_text(*each) for each in zip(clean, logits, tokens, perturbed.tokens, strict=True)]
     loss, right, added, kl = (torch.stack(values) for values in zip(*per_text, strict=True))
     if not bool(loss.isfinite().all() and added.isfinite().all()):
         raise ValueError("the model's logits are not finite")
     intact = perturbed.intact
     return {
-        "moved": float(perturbed.moved.double().mean()),
-        "intact": float(intact.double().mean()),
-        "perplexity": float(loss.mean().exp()),
-        "accuracy": float(right.mean()),
-        "added_loss": float(added[intact].mean()),
-        "kl": float(kl[intact].mean()),
+        "moved": perturbed.moved.double().flatten(),
+        "intact": intact.double().flatten(),
+        "perplexity": loss.flatten(),
+        "accuracy": right.flatten(),
+        "added_loss": added[intact],
+        "kl": kl[intact],
     }
+
+
+def _means(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Means over the positions of all texts; the perplexity of the mean loss."""
+    means = {name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]}
+    return means | {"perplexity": math.exp(means["perplexity"])}
 
 
 def _of_text(clean: Tensor, logits: Tensor, tokens: Tensor, perturbed: Tensor) -> tuple[Tensor, ...]:
