@@ -159,8 +159,8 @@ def content_position_terms(
         >>> bool(table.groupby("head")["share"].sum().round(6).eq(1).all())
         True
     """
-    reading = read_model(model, layer)
-    model, (spec,) = reading.model, reading.specs(layer)
+    reading = read_model(model, [layer])
+    model, (spec,) = reading.model, reading.specs([layer])
     layer = spec.layer
     tokens = read_texts(model, tokens, attention_mask).one_group("content_position_terms")
     check_choice("grand_mean", grand_mean, ("content", "bias"))

@@ -103,8 +103,8 @@ def positional_subspace(
         >>> space.rank, 0.4 < space.share < 0.6
         (7, True)
     """
-    reading = read_model(model, layer)
-    model, (spec,) = reading.model, reading.specs(layer)
+    reading = read_model(model, [layer])
+    model, (spec,) = reading.model, reading.specs([layer])
     layer = spec.layer
     tokens = read_texts(model, tokens, attention_mask).one_group("positional_subspace")
     _check(rank, explained, len(tokens))

@@ -152,8 +152,8 @@ def rope_hadamard(model: Any, tokens: Tokens, layer: int, *, attention_mask: Ten
         >>> bool((table["toeplitz_before"] < table["toeplitz_after"]).mean() > 0.5)
         True
     """
-    reading = read_model(model, layer)
-    (spec,) = reading.rotary(layer, "rope_hadamard")
+    reading = read_model(model, [layer])
+    (spec,) = reading.rotary([layer], "rope_hadamard")
     scale, rotary = spec.require_scale(), spec.require_rotary("rope_hadamard")
     tokens = read_texts(reading.model, tokens, attention_mask).one_group("rope_hadamard")
     found: list[Captured] = []
