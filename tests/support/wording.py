@@ -32,7 +32,7 @@ AVOIDED = {
     r"\b(?:says?|tells?|means?) (?:something|nothing|so little)\b": "does not show, is meaningful if",
     r"\bloud(?:er|est|ness)?\b|\bquiet(?:er|est)\b": "high, low",
     r"\bstand(?:s|ing)? (?:in for|beside)\b|\bset(?:s)? beside\b": "replace, compensate for, compare with",
-    r"\b(?:is|are|was|were|be) told\b": "receives",
+    r"\b(?:is|are|was|were|be) told\b(?! apart)": "receives",
     r"\bat hand\b": "available",
     r"\bon trust\b": "checked, assumed",
     r"\bgiven up\b": "falls back to, drops",

@@ -1,4 +1,4 @@
-"""Taking heads away: what they hand on is replaced at ``hook_z``, before the output projection mixes heads."""
+"""Head ablation: replace the output of heads at ``hook_z``, before the output projection mixes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .planner import result_hook
 AblationMode = Literal["zero", "mean", "resample"]
 
 StandIn = Callable[[int, Sequence[int], Tensor], Tensor]
-"""From a layer, some of its heads and their z ``[batch, pos, head, d_head]`` to what they shall hand on instead."""
+"""From a layer, some of its heads and their z ``[batch, pos, head, d_head]`` to their replacement."""
 
 
 def ablate_heads(
@@ -36,16 +36,15 @@ def ablate_heads(
     reference: Int[Tensor, "batch pos"] | str | None = None,
     seed: int = 0,
 ) -> list[Hook]:
-    """Hooks under which some heads hand on nothing, or nothing of their own.
+    """Ablate heads at ``hook_z`` (zero, mean or resample).
 
-    ``z[b, i, h]``, the values that head h gathers for position i, is replaced by
+    ``z[b, i, h]``, the output of head h at position i before the output projection, is replaced by
 
     * ``"zero"``: 0;
-    * ``"mean"``: its mean over all texts and positions of a reference, so that neither content nor position is left of
-      what the head says, only what it always says;
-    * ``"resample"``: ``z[σ(b), i, h]``, what the head says at the same position of another text of the batch. σ is
-      drawn evenly from the permutations that leave no text in its place; it is the same for all heads and follows from
-      the seed and the number of texts.
+    * ``"mean"``: its mean over all texts and positions of a reference, which depends on neither content nor position;
+    * ``"resample"``: ``z[σ(b), i, h]``, its output at the same position of another text of the batch. σ is drawn
+      uniformly from the permutations that leave no text in its place; it is the same for all heads and depends on the
+      seed and the number of texts.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
@@ -142,7 +141,7 @@ def derangement(n: int, seed: int) -> Int[Tensor, "text"]:
 
 
 def check_mode(mode: Any, reference: Any, seed: Any) -> None:
-    """Refuse modes that there are not, and arguments that do not go with the mode."""
+    """Validate ``mode`` and its arguments."""
     if mode not in get_args(AblationMode):
         raise ValueError(f"mode must be one of {', '.join(get_args(AblationMode))}, got {mode!r}")
     if (mode == "mean") != (reference is not None):
@@ -153,9 +152,9 @@ def check_mode(mode: Any, reference: Any, seed: Any) -> None:
 
 
 def check_reach(model: Any, layers: Sequence[int]) -> None:
-    """Refuse layers in which another z makes no other output, or in which z does not come head by head.
+    """Raise for layers in which an edit of z has no effect on the output, or whose z is not laid out by heads.
 
-    One pass over copies of a few tokens: each of the layers is disturbed in a copy of its own, and one copy in none.
+    One pass over copies of a few tokens: each of the layers is disturbed in one copy, and one copy is not disturbed.
     """
     seen: dict[int, tuple[int, ...]] = {}
     tokens = probe_tokens(model)[:1].expand(len(layers) + 1, -1)

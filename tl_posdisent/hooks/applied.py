@@ -1,4 +1,4 @@
-"""``with applied(model, hooks)``: interventions that are known to have happened, and a model that is as before."""
+"""``with applied(model, hooks)``: run with hooks, check that each fired, and restore the model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tl_posdisent.models.spec import n_layers
 def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     """Run a block with hooks on the model; on exit remove them and check that each fired.
 
-    A hook that is accepted and never called is the commonest way to measure nothing: TransformerLens ignores or
-    skips some names without a word. Other hooks that the model has are left alone. The lists work without this
+    TransformerLens accepts some hook names that it never calls; an intervention then has no effect, without an error.
+    Other hooks on the model are not changed. The lists work without this
     context too, in ``model.hooks(fwd_hooks=...)`` and ``model.run_with_hooks(...)``.
 
     Args:
@@ -28,7 +28,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         The model itself.
 
     Raises:
-        ValueError: hooks that are no such list; names that the model does not have; a model that is not
+        ValueError: hooks that are not such a list; names that the model does not have; a model that is not
             TransformerLens's.
         RuntimeError: at the end of the block, names of hooks that never fired (unless an exception is on its way).
 

@@ -34,19 +34,19 @@ def limit_frequencies(
     """Restrict heads to the rotary frequencies ``low ≤ θ ≤ high`` (arXiv 2511.11579).
 
     The score of query i and key j is ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c (i - j)))`` and what RoPE does not
-    rotate. ``"drop"`` leaves the terms outside the band out: neither position nor content comes through there.
-    ``"freeze"`` puts ``exp(0)`` in: content stays and position does not. Coordinates that RoPE does not rotate (the
-    rest under partial rotary, and frequency 0) stay in any case. The scores of bands that share out the frequencies
-    add up to the scores, with ``"drop"`` and counting the un-rotated rest once.
+    rotate. ``"drop"`` removes the terms outside the band, with their position and their content. ``"freeze"`` sets
+    their exponential to 1: content stays and position does not. Coordinates that RoPE does not rotate (the rest under
+    partial rotary, and frequency 0) always stay. With ``"drop"``, the scores of bands that partition the frequencies
+    add up to the scores, if the un-rotated rest is counted once.
 
     A frequency is in radians per position: ``θ = 2π / wavelength``, so that ``low=2 * pi / 100`` keeps wavelengths up
     to 100 positions. A model's own are ``read_attention(model, layer).rotary.frequencies``.
 
     Args:
         model: a model with rotary embeddings.
-        low, high: the band, both ends included (to 1e-6 of their size); None is no limit. ``high=0`` is the band of
-            nothing, on purpose: frozen, the model sees no positions at all, as under ``dummy_distance(model, 0)``.
-        mode: what becomes of subspaces outside the band.
+        low, high: the band, both ends included (to 1e-6 of their size); None is no limit. ``high=0`` is the empty band:
+            frozen, the model receives no positions at all, as under ``dummy_distance(model, 0)``.
+        mode: how subspaces outside the band are removed.
         layers: default all that rotate.
         heads: query heads, default all. A head that shares its keys with others gets its own view of them.
 

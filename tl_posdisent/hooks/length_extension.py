@@ -1,4 +1,4 @@
-"""Two ways to read texts longer than those of the training, as hooks: a Λ-shaped window, and denser positions."""
+"""Hooks for texts beyond the training length: a Λ-shaped window, and position interpolation."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def lambda_mask(
 
     Args:
         model: a causal model with rotary embeddings. For texts beyond its tables of positions see ``longer_context``.
-        n_sink: how many keys at the beginning every query sees; 0 for a plain sliding window.
-        window: how many of the last keys a query sees, itself included.
-        distance_ceiling: in positions. One that is not less than the length of the text changes nothing.
-        layers: default all that rotate; other layers attend as they are.
+        n_sink: number of keys at the beginning that every query sees; 0 for a plain sliding window.
+        window: number of last keys that a query sees, itself included.
+        distance_ceiling: in positions. A ceiling of at least the length of the text changes nothing.
+        layers: default all that rotate; other layers are not changed.
         heads: query heads, default all.
 
     Returns:
@@ -82,8 +82,8 @@ def position_interpolation(
 ) -> list[Hook]:
     """Divide all positions by ``factor`` (position interpolation).
 
-    With the factor by which a text is too long, every distance is one that the model knows (arXiv 2306.15595), at the
-    price that neighbours are nearer than they ever were. The same as ``swap_positions(model, arange(pos) / factor)``.
+    With the factor by which a text exceeds the training length, every distance is within the trained range (arXiv
+    2306.15595), but neighbours are nearer than in training. Equals ``swap_positions(model, arange(pos) / factor)``.
 
     Args:
         model, layers, heads: as in ``swap_positions``. For texts beyond a model's tables see ``longer_context``.

@@ -1,4 +1,4 @@
-"""Rotated queries and keys, or parts of the scores, of one run of a model put into another."""
+"""Patch rotated queries and keys, or parts of the scores, of one run of a model into another."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def patch_vectors(
 ) -> list[Hook]:
     """Patch the rotated queries, the rotated keys, or both, of a layer's heads.
 
-    The vectors are those of another run, as ``capture`` gives them. Where the model has no hook behind its rotation
-    that takes effect, they are turned back by the angle by which the model is going to turn them.
+    The vectors are those of another run, as ``capture`` returns them. If no hook after the model's rotation takes
+    effect, they are rotated back by the angle by which the model will rotate them.
 
     Args:
         model: a model with rotary embeddings.
@@ -44,9 +44,8 @@ def patch_vectors(
         q_rot: ``[batch, pos, head, d_head]``, queries of all heads; None leaves the run's own.
         k_rot: ``[batch, pos, kv, d_head]``, keys of all key heads, likewise.
         heads: query heads that are patched, default all.
-        keys: who sees the patched keys where several heads share them. ``"group"``: they belong to the key head, so
-            all heads that read it do, also those that are not in ``heads``. ``"head"``: the patched heads alone, whose
-            scores are recomputed.
+        keys: which heads receive the patched keys if several share them. ``"group"``: all heads that read the key head,
+            also those that are not in ``heads``. ``"head"``: the patched heads alone, whose scores are recomputed.
 
     Returns:
         ``[(hook name, function), ...]``. The run's own vectors put in change nothing: bit for bit in most models, to

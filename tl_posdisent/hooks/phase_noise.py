@@ -1,7 +1,7 @@
-"""Noise in the phases that RoPE gives to queries and keys: every subspace may stand at a place of its own.
+"""Noise in the phases of RoPE, by position and subspace.
 
-RoPE turns subspace c at position p by ``θ_c · p``. Other positions (``swap_positions``) turn all subspaces of a token
-together; here each is turned by an angle of its own, so that its features may agree on no position at all.
+RoPE rotates subspace c at position p by ``θ_c · p``. Other positions (``swap_positions``) displace all subspaces of a
+token alike; here each subspace is rotated by an angle of its own, so that they may disagree about the position.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def remap_distance(
     """Replace distances by a function of the real distance, or by a matrix.
 
     The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c D[i, j]))`` and what RoPE
-    does not rotate. The mask stays as it is: a distance says how RoPE sees a pair, not whether it is seen.
+    does not rotate. The mask does not change: a distance changes the rotation of a pair, not its visibility.
     A map that is a difference of positions (``D[i, j] = u[i] - w[j]``, such as halving every distance) is done by
     rotation; anything else (a ceiling, a matrix per head) by recomputing the scores in blocks of bounded memory.
 

@@ -1,8 +1,7 @@
-"""The parts of a head's scores, taken apart inside the forward pass: what is distance, what query, key and the rest.
+"""Additive components of a head's scores, computed within the forward pass: distance, query, key and residual.
 
-A part is a component of the three-axis fit of the scores that are there (``additive/fit.py``), of each text and head
-by itself. The mean score is a part of its own, which no tool here removes: a softmax does not see it, an attention
-sink does.
+A part is a component of the three-axis fit of the pass's own scores (``additive/fit.py``), for each text and head. The
+mean score is a separate part, which no tool here removes: a softmax cancels it, but not beside an attention sink.
 """
 
 from __future__ import annotations
@@ -129,11 +128,11 @@ def component_edit(tool: str, keep: Collection[Part]) -> ScoreEdit:
     return ScoreEdit(tool, lambda view: keep_parts(view.scores(), view.inside, keep), Order.COMPONENT, scores=True)
 
 
-# The two-axis model of a text's scores: what a query makes of a distance, and what it makes of a key.
+# The two-axis model of a text's scores: a function of query and distance plus a function of query and key.
 #
-# In observed scores the two cannot be told apart, as the distance from a query says which key it is. They are parts of
-# the table ``W[d, i, j]`` in which each query meets each key at each distance (arXiv 2503.13305, §3). Its means over
-# keys and over distances are the scores of a mean key and of a mean rotation, so the table is never made.
+# Observed scores do not determine the two, because query and distance determine the key. They are parts of the table
+# ``W[d, i, j]`` in which each query meets each key at each distance (arXiv 2503.13305, §3). Its means over keys and
+# over distances are the scores of a mean key and of a mean rotation, so the table is never made.
 
 
 class TwoAxisParts(NamedTuple):

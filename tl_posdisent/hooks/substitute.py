@@ -34,13 +34,13 @@ def substitute_additive(
     """Replace the scores of heads by their additive fit, computed in every forward pass.
 
     With ``axes="three"`` the scores of each text and head become ``mean + distance[i - j] + query[i] + key[j]``, fitted
-    by least squares to what they are (``fit_additive``). With ``"two"`` they become what a query makes of the
-    distance and what it makes of the key, ``f(i, i - j) + g(i, j)``. In the scores of one text these cannot be told
-    apart, so they are those of the table ``W[d, i, j]``, in which each query of the text meets each of its keys (also
-    later ones) at each distance that the layer's mask leaves in it, all with equal weight. With a dot for a mean::
+    by least squares to the scores (``fit_additive``). With ``"two"`` they become a function of query and distance plus
+    a function of query and key, ``f(i, i - j) + g(i, j)``. The scores of one text do not determine these, so they are
+    those of the table ``W[d, i, j]``, in which each query of the text meets each of its keys (also later ones) at each
+    distance that the layer's mask allows, all with equal weight. With a dot for a mean::
 
-        distance = W[i - j, i, ·] - W[·, i, ·]       what this query makes of the distance
-        key      = W[·, i, j]     - W[·, i, ·]       what this query makes of the key
+        distance = W[i - j, i, ·] - W[·, i, ·]       of this query and the distance
+        key      = W[·, i, j]     - W[·, i, ·]       of this query and the key
         query    = W[·, i, ·]     - W[·, ·, ·]
         residual = W[i - j, i, j] - W[i - j, i, ·] - W[·, i, j] + W[·, i, ·]
 

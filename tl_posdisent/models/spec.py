@@ -125,7 +125,7 @@ class AttentionSpec:
         """Cells that hold no score in a run of this model, whatever masked them (padding too).
 
         Models mask with -inf, or add the most negative number of their dtype to the score, also where the scores
-        themselves are wider: -65504 of a float16 model says nothing in float32 by its size alone.
+        themselves are wider: -65504 of a float16 model is not recognised in float32 by its size alone.
         """
         return scores <= self.masked_below
 

@@ -1,1 +1,1 @@
-"""What the output owes to heads, positions and parts of scores."""
+"""Causal effects of heads, positions and parts of scores on the output."""

@@ -38,13 +38,12 @@ def additive_substitution(
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """What does a model lose when its attention is additive? Head by head, layer by layer, and all at once.
+    """Measure the added loss if scores are replaced by their additive fit: by head, by layer, and in all layers.
 
     The scores of heads are replaced by their additive fit (``substitute_additive``) and the next token is predicted.
-    Beside it stand two controls on the same heads: nothing at all (their output is 0), and the fit of a *shuffled*
-    text, the same tokens in another order, of which the first stays where it is (it often marks the beginning and takes
-    much attention). What the shuffled fit does as well owes nothing to which token stands where. One forward pass for
-    each row, and one of the shuffled text.
+    There are two baselines on the same heads: zero output, and the fit of a *shuffled* text, the same tokens in another
+    order with the first one in place (it often marks the beginning and receives much attention). The shuffled fit does
+    not depend on which token has which position. One forward pass for each row, and one of the shuffled text.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``, with its own hooks if it has any.
@@ -59,8 +58,8 @@ def additive_substitution(
         One row for each run: ``scope``, what was replaced: ``"head"``, ``"layer"`` (all its heads) or ``"all"`` (of
         the layers asked for); ``layer`` and ``head`` where one is meant; ``put_in``: ``"fit"``, ``"shuffled fit"`` or
         ``"zero"`` (the heads' output); ``keep``, the parts that were kept, joined by ``+``, ``"mean"`` if none and
-        empty for ``"zero"``; ``loss``, nats per predicted token; ``change``, loss less that of the untouched model;
-        ``kl``, mean over positions of the divergence KL(untouched ‖ this) of the predictions, nats per token. Scope
+        empty for ``"zero"``; ``loss``, nats per predicted token; ``change``, loss minus that of the unmodified model;
+        ``kl``, mean over positions of the divergence KL(unmodified ‖ this) of the predictions, nats per token. Scope
         ``"all"`` has a row for each subset of the four parts.
 
     Raises:

@@ -49,13 +49,13 @@ def head_ablation(
     batch_size: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Ablate each head alone and see what becomes of a metric.
+    """Ablate each head alone and measure the change of a metric.
 
-    The same numbers as a loop over ``ablate_heads``, faster: layers before the ablated one are not run again (their
-    output is that of the untouched run), its attention runs once for many heads, and heads run side by side in one
-    batch. An untouched text runs along in every batch; should it not come out as it did before, the shortcuts that this
-    model does not bear are given up. Hooks of your own on the model stay in force; since they may count on the batch
-    as it is, the plain loop is run then.
+    The numbers equal those of a loop over ``ablate_heads``, but are computed faster: layers before the ablated one are
+    not run again (their output is that of the unmodified run), its attention runs once for many heads, and several
+    heads run in one batch. Every batch includes an unmodified text; if its output differs from the unmodified run, the
+    function falls back to full forward passes. Other hooks on the model are kept; since they may depend on the batch,
+    only full forward passes are used then.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile.
@@ -74,7 +74,7 @@ def head_ablation(
         progress: show a bar.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``, ``baseline`` (the metric untouched), ``value`` (without the
+        One row per layer and head: ``layer``, ``head``, ``baseline`` (the metric of all heads), ``value`` (without the
         head), ``effect`` (value − baseline).
 
     Raises:
@@ -85,7 +85,7 @@ def head_ablation(
     Example:
         >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
         >>> table = head_ablation(load_demo_model(), demo_tokens(length=64), layers=[1, 4], progress=False)
-        >>> effect = table.groupby("layer")["effect"].max()  # the head that is missed most
+        >>> effect = table.groupby("layer")["effect"].max()  # the head with the largest effect
         >>> len(table), bool(effect[4] > 0.05 > effect[1])
         (16, True)
     """

@@ -1,4 +1,4 @@
-"""Activation patching of heads, by TransformerLens's own functions wherever these are right."""
+"""Activation patching of heads, by TransformerLens's own functions where these are correct."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def head_patching(
     heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Activation patching of heads at all positions: in a run on one text, a head does what it did on another.
+    """Patch the activation of each head at all positions from a run on one text into a run on another.
 
     This is ``transformer_lens.patching.generic_activation_patch`` with one table for every model; the values are those
-    of ``get_act_patch_attn_head_{out,q,k,v,pattern}_all_pos``, where these are right. What they lack (3.9 and 4.3
-    alike, without an error):
+    of ``get_act_patch_attn_head_{out,q,k,v,pattern}_all_pos``, where these are correct. Their limits (in 3.9 and 4.3,
+    without an error):
 
     * Grouped heads: keys and values come as a column per key head, and as columns of zeros in the ``..._every``
       functions. Here each query head has a row, with the effect of the key head that it reads. Of a HookedTransformer
       that repeats keys for every head (``ungroup_grouped_query_attention``) they patch only as many as there are key
       heads; here all are.
-    * Bridges that hand attention to Hugging Face whole (GPT-J, GPT-Neo, OPT): a patched pattern is discarded, and every
+    * Bridges that leave attention to Hugging Face (GPT-J, GPT-Neo, OPT): a patched pattern is discarded, and every
       effect is 0. Here the attention's result is recomputed from the pattern.
     * Multi-head latent attention (DeepSeek): its hooks are not laid out by heads, and positions are patched in their
       stead. Here that is an error.

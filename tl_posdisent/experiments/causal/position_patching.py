@@ -40,11 +40,11 @@ def position_patching(
     heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Which heads need the real positions? Their rotated queries and keys, moved between two runs of the same text.
+    """Patch rotated queries and keys between runs at different positions, to measure which heads use positions.
 
-    The *clean* run sees the positions 0, 1, 2 …; in the *corrupted* one RoPE sees others, in every layer
-    (``swap_positions``). Then one head at a time gets the rotated vectors that it has in the clean run, while all else
-    stays corrupted. As in ``transformer_lens.patching``, 0 is the corrupted run and 1 the clean one::
+    The *clean* run has the positions 0, 1, 2 …; in the *corrupted* one RoPE receives others, in every layer
+    (``swap_positions``). Then one head at a time receives its rotated vectors of the clean run, while all else stays
+    corrupted. As in ``transformer_lens.patching``, 0 is the corrupted run and 1 the clean one::
 
         effect = (value - corrupted) / (clean - corrupted)
 
@@ -189,7 +189,7 @@ def component_patching(
     heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """How much of another run comes with one component of one head's scores?
+    """Patch one additive component of each head's scores from a run on other tokens or at other positions.
 
     Scores are a sum of ``mean``, ``distance``, ``query``, ``key`` and ``residual`` (the three-axis fit of each text and
     head, with the gauge of ``AdditiveFit``). In a run on ``tokens``, the *baseline*, one head at a time gets a
@@ -217,8 +217,8 @@ def component_patching(
 
     Returns:
         One row per layer and head: ``layer``, ``head``; ``source``, ``baseline`` and ``value``, the metric of the run
-        that was patched from, of the one that was patched, and with the patch; ``effect``, 0 where nothing came along,
-        1 where everything did.
+        that was patched from, of the one that was patched, and with the patch; ``effect``, 0 for the result of the
+        baseline, 1 for that of the source.
 
     Raises:
         ValueError: not one of ``from_tokens`` and ``from_positions``; two runs with the same metric; tokens of other
