@@ -89,7 +89,6 @@ def test_live_bytes_by_hand() -> None:
     counted = count(lambda: old * 2, work)
     assert max(counted.live) == 3 * 4000  # ready, repetition, sum
     assert counted.flops == 2 * 8 * 100 * 8
-    assert counted.written >= 2 * 4000 + 8 * 8 * 4
 
 
 @pytest.mark.parametrize(("tool", "block"), [("additivity", None), ("additivity", 16), ("controlled_distance", None)])
@@ -116,9 +115,6 @@ def test_bytes_add_up_and_the_model_counts_once() -> None:
     assert plan.model_bytes == pytest.approx(sum(tensors.values()), rel=0.01)
     assert plan.fits
     assert plan.check() is plan
-    assert plan.seconds > 0
-    fast, slow = (tp.estimate(model, 300, flops_per_second=rate).seconds for rate in (1e12, 1e9))
-    assert slow == pytest.approx(1000 * fast) == pytest.approx(plan.flops / 1e9)
 
 
 @pytest.mark.parametrize("available", [10**9, 10**8, 3 * 10**7])
@@ -156,8 +152,6 @@ def test_a_model_without_numbers() -> None:
     assert there.flops == here.flops
     assert there.needed_bytes == pytest.approx(here.needed_bytes, rel=0.01)
     assert there.model_bytes == here.model_bytes
-    assert torch.isnan(torch.tensor(there.seconds))
-    assert tp.estimate(empty, 5000, flops_per_second=1e9).seconds == here.flops / 1e9
 
 
 def test_additivity_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +187,6 @@ def test_bad_arguments() -> None:
         ({"block": 0}, "block must be a positive integer"),
         ({"block": 8, "tool": "subspace_patterns"}, "block must be None for subspace_patterns"),
         ({"available": -1}, "available must be an integer of at least 0"),
-        ({"flops_per_second": 0}, "flops_per_second must be a positive number"),
     ):
         with pytest.raises(ValueError, match=message):
             tp.estimate(model, **{"length": 100} | arguments)

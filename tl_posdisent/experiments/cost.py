@@ -1,8 +1,10 @@
-"""Estimates of the memory and time of a measurement before it runs."""
+"""Estimates of the memory and operations of a measurement before it runs.
+
+Not of its time, which depends on the machine: divide the operations by the rate of yours.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -11,11 +13,9 @@ import pandas as pd
 from tl_posdisent.models.chunked_scores import check_block, check_blocks
 from tl_posdisent.models.memory import (
     Costs,
-    Rates,
     free_memory,
     gigabytes,
     measure_costs,
-    measure_rates,
     model_bytes,
     model_devices,
 )
@@ -45,16 +45,6 @@ def memory(model: Any, costs: Costs, tool: str, length: int, batch: int, block: 
         extra = 12 * coefficients + 3 * cells * 8  # those of the solver; blocks that are read
         extra += 0 if block is None else n_layers(model) * coefficients
     return round(batch * (peak - of_scores)), round(batch * of_scores), batch * extra
-
-
-def seconds(model: Any, costs: Costs, rates: Rates, tool: str, length: int, batch: int, block: int | None) -> float:
-    """Matrix products, what is written to memory, the start of each step, and the reading of the scores."""
-    rows = length if block is None else min(block, length)
-    written, flops = costs.total(length, rows)
-    if tool == "additivity":
-        written += n_layers(model) * int(model.cfg.n_heads) * length**2 * 8  # the visible half, converted and summed
-    blocks = -(-length // rows)
-    return batch * (flops / rates.flops + written / rates.written) + costs.steps * blocks / rates.steps
 
 
 def advice(model: Any, costs: Costs, tool: str, length: int, batch: int, block: int | None, free: int) -> str:
@@ -98,7 +88,7 @@ Measured = Literal["additivity", "controlled_distance", "subspace_patterns"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory, operations and time of a measurement, without the memory of other programs and other tensors.
+    """Memory and operations of a measurement, without the memory of other programs and other tensors.
 
     Attributes:
         tool, length, batch, block: the measurement.
@@ -108,7 +98,6 @@ class Estimate:
         tool_bytes: additional memory of the measurement.
         peak_bytes: all of these.
         flops: operations of matrix products, two for each multiply and add.
-        seconds: roughly; NaN for a model on ``meta`` unless a rate was given.
         available_bytes: free memory in addition to the model; None if unknown, and then everything fits.
         advice: arguments that would fit, if this does not; else empty.
 
@@ -129,7 +118,6 @@ class Estimate:
     tool_bytes: int
     peak_bytes: int
     flops: float
-    seconds: float
     available_bytes: int | None
     advice: str
 
@@ -169,14 +157,13 @@ class Estimate:
         return pd.DataFrame([asdict(self) | derived])
 
     def __repr__(self) -> str:
-        time = "" if math.isnan(self.seconds) else f", about {_duration(self.seconds)}"
         there = "" if self.available_bytes is None else f" of {gigabytes(self.available_bytes)} available"
         return (
             f"Estimate: {self.tool} of {self.batch}×{self.length} tokens in {self.path}\n"
             f"  model {gigabytes(self.model_bytes)}, beside it {gigabytes(self.needed_bytes)}{there}: activations "
             f"{gigabytes(self.activation_bytes)}, scores {gigabytes(self.score_bytes)}, "
             f"measurement {gigabytes(self.tool_bytes)}\n"
-            f"  {self.flops:.2g} FLOPs{time}; {'fits' if self.fits else f'does not fit: use {self.advice}'}"
+            f"  {self.flops:.2g} FLOPs; {'fits' if self.fits else f'does not fit: use {self.advice}'}"
         )
 
 
@@ -188,9 +175,8 @@ def estimate(
     tool: Measured = "additivity",
     block: int | None = None,
     available: int | None = None,
-    flops_per_second: float | None = None,
 ) -> Estimate:
-    """Estimate memory, operations and approximate time of a measurement of a text.
+    """Estimate memory and operations of a measurement of a text.
 
     The model runs on a few texts of at most 48 tokens while its tensors are counted; their sizes are polynomials of the
     length, from which the memory at each step of a long text follows. Models on ``meta`` (shapes without numbers) work
@@ -205,8 +191,6 @@ def estimate(
         block: as in ``additivity``, which alone has it.
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
             or the limit of the process's control group; memory of the fullest GPU).
-        flops_per_second: rate for ``seconds``, of this model on other hardware; default measured here with a matrix
-            product, an exponential and a small sum.
 
     Returns:
         An ``Estimate``. ``estimate(...).check()`` raises a ``MemoryError`` if it does not fit.
@@ -233,8 +217,6 @@ def estimate(
         check_block(block)
         if tool != "additivity":
             raise ValueError(f"block must be None for {tool}: only additivity runs in blocks")
-    if flops_per_second is not None and not 0 < flops_per_second < math.inf:
-        raise ValueError(f"flops_per_second must be a positive number, got {flops_per_second!r}")
     costs = measure_costs(model, stop=layers, cached=block is not None)
     devices, weights = model_devices(model), model_bytes(model)
     on_meta = all(device.type == "meta" for device in devices)
@@ -242,11 +224,7 @@ def estimate(
     if available is None and on_meta and free is not None:
         free = max(0, free - weights)  # the model is still to come
     activations, scores, extra = memory(model, costs, tool, length, batch, block)
-    _, flops = costs.total(length, length if block is None else min(block, length))
-    if flops_per_second is not None:
-        time = batch * flops / flops_per_second
-    else:
-        time = math.nan if on_meta else seconds(model, costs, measure_rates(model), tool, length, batch, block)
+    flops = costs.flops(length, length if block is None else min(block, length))
     needed = activations + scores + extra
     fits = free is None or needed <= free
     return Estimate(
@@ -260,14 +238,6 @@ def estimate(
         tool_bytes=extra,
         peak_bytes=weights + needed,
         flops=batch * flops,
-        seconds=time,
         available_bytes=free,
         advice="" if fits or free is None else advice(model, costs, tool, length, batch, block, free),
     )
-
-
-def _duration(time: float) -> str:
-    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if time >= 2 * size:
-            return f"{time / size:.2g} {unit}"
-    return f"{time:.2g} s"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tl_posdisent.models.chunked_scores import empty_cache
-from tl_posdisent.models.forward import at_rest, device_of, modules, run
+from tl_posdisent.models.forward import at_rest, modules, run
 from tl_posdisent.models.probe.explain import probe_tokens
 
 # What a piece of code holds in tensors at each of its steps, and how many operations it takes: counted, not looked up.
@@ -31,12 +30,10 @@ class Counted(NamedTuple):
 
     Attributes:
         live: bytes in tensors that were made since counting began, after each step.
-        written: bytes of all results, kept or not.
         flops: of all matrix products, two for each multiply and add.
     """
 
     live: list[int]
-    written: int
     flops: int
 
 
@@ -45,10 +42,9 @@ def count(prepare: Callable[[], Any], work: Callable[[Any], Any]) -> Counted:
     with torch.no_grad(), _Live() as live:
         ready = prepare()
         live.steps.clear()
-        live.written = 0
         with FlopCounterMode(display=False) as flops:
             work(ready)
-    return Counted(live.steps, live.written, flops.get_total_flops())
+    return Counted(live.steps, flops.get_total_flops())
 
 
 class _Live(TorchDispatchMode):
@@ -57,7 +53,6 @@ class _Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[int] = []
-        self.written = 0
         self._now = 0
         self._known: dict[int, int] = {}
 
@@ -76,7 +71,6 @@ class _Live(TorchDispatchMode):
             return
         self._known[name] = size
         self._now += size
-        self.written += size
         weakref.finalize(storage, self._forget, name).atexit = False
 
     def _forget(self, name: int) -> None:
@@ -97,13 +91,11 @@ class Costs:
 
     Attributes:
         live: bytes after each step.
-        totals: bytes written, and operations of matrix products.
-        steps: how many there are.
+        products: operations of matrix products.
     """
 
     live: Float64[Tensor, "step 6"]
-    totals: Float64[Tensor, "2 6"]
-    steps: int
+    products: Float64[Tensor, "6"]
 
     def peak(self, rows: int, before: int = 0) -> tuple[float, float]:
         """Bytes at the worst step, and how many of them are in tensors of the size of score matrices."""
@@ -113,20 +105,11 @@ class Costs:
         of_scores = (self.live[worst, 3:5] * terms[3:5]).sum()
         return float(at[worst]), float(of_scores)
 
-    def total(self, length: int, rows: int) -> tuple[float, float]:
-        """Bytes written and operations of a whole text in blocks of ``rows``."""
+    def flops(self, length: int, rows: int) -> float:
+        """Operations of a whole text in blocks of ``rows``."""
         firsts = range(0, length, rows)
         terms = torch.stack([_terms(min(rows, length - first), first) for first in firsts]).sum(0)
-        written, flops = (self.totals @ terms).tolist()
-        return written, flops
-
-
-class Rates(NamedTuple):
-    """What a device does in a second: operations of matrix products, bytes of elementwise results, small steps."""
-
-    flops: float
-    written: float
-    steps: float
+        return float(self.products @ terms)
 
 
 def measure_costs(model: Any, *, stop: int, cached: bool) -> Costs:
@@ -177,37 +160,11 @@ def _interpolated(counted: Sequence[Counted], terms: Tensor, columns: list[int])
         full[:, columns] = found
         return full
 
-    return Costs(solved(live), solved([[one.written, one.flops] for one in counted]), max(steps))
+    return Costs(solved(live), solved([[one.flops] for one in counted])[0])
 
 
 def _terms(rows: int, before: int) -> Float64[Tensor, "6"]:
     return torch.tensor([1, rows, before, rows**2, rows * before, before**2], dtype=torch.float64)
-
-
-def measure_rates(model: Any) -> Rates:
-    """From a matrix product, an exponential and a small sum on the model's device, in its dtype; some 0.1 s."""
-    parameter = next(p for p in model.parameters() if p.is_floating_point())
-    device = device_of(model)
-    size, many = (512, 2**21) if device.type == "cpu" else (4096, 2**26)
-    square = torch.ones(size, size, dtype=parameter.dtype, device=device)
-    long, short = square.new_ones(many), square.new_ones(8)
-    return Rates(
-        2 * size**3 / _seconds(lambda: square @ square, device),
-        many * long.element_size() / _seconds(long.exp, device),
-        1 / _seconds(short.exp, device),
-    )
-
-
-def _seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """The shortest of a few runs."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return max(1e-9, min(times))
 
 
 _NO_LIMIT = 1 << 60  # control groups say "none" as a huge number

@@ -1,4 +1,7 @@
-"""Score matrices too large for charts, as images: a pixel for each cell, in the chart's colours."""
+"""Score matrices too large for charts, as images: a pixel for each cell, in the chart's colours.
+
+The PNG is written here and not by Pillow, since the page's script reads numbers back from its one unfiltered chunk.
+"""
 
 from __future__ import annotations
 
