@@ -158,7 +158,7 @@ def restored(model: Any) -> Iterator[None]:
         (part, dict(part._buffers), {name: x for name, x in vars(part).items() if isinstance(x, plain)})
         for part in modules(model)
     ]
-    found = [x for _, buffers, _ in saved for x in buffers.values() if x is not None and x.ndim == 1]
+    found = [x for _, buffers, _ in saved for x in buffers.values() if x is not None and x.ndim == 1 and not x.is_meta]
     vectors = {id(x): (x, x.clone()) for x in found}
     try:
         yield

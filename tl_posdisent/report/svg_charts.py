@@ -1,4 +1,8 @@
-"""Lines over distances and fractions, and bars one on top of the other."""
+"""Line charts and stacked bars of the report, as SVG.
+
+Not plotly's: its library adds 4.8 MB of script to a page that is to stay small, and its figures do not follow the page
+in dark mode and print.
+"""
 
 from __future__ import annotations
 

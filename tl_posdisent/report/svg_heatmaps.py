@@ -1,4 +1,4 @@
-"""Pictures as SVG inside the page: heat maps. They take their colours from the page's style, so that they follow it."""
+"""Heat maps of the report, as SVG, with the colours of the page's style."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is kept: a Parquet file per finished job, a JSON file per failed one, each whole or not there at all."""
+"""Storage of a sweep: a Parquet file per finished job, a JSON file per failed one, each whole or absent.
+
+Not joblib's memory, which keeps pickles, nor Dask's own store, which lasts as long as its cluster.
+"""
 
 from __future__ import annotations
 
