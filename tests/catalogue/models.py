@@ -162,7 +162,10 @@ ROWS: list[Row] = [
     refused("capture", "weights with inf", lambda at: next(capture(_spoilt(float("inf")), TOKENS)), "NaN", "weights"),
     gives("read_attention", "weights with NaN are a problem that it tells", lambda at: _tells()),
     refused("read_attention", "a layer too many", lambda at: read_attention(model(), 2), "from 0 to 1", "got 2"),
-    refused("read_attention", "the last layer as -1", lambda at: read_attention(model(), -1), "from 0 to 1", "got -1"),
+    gives("read_attention", "the last layer as -1", lambda at: read_attention(model(), -1).layer == 1),
+    refused(
+        "read_attention", "a layer before the first", lambda at: read_attention(model(), -3), "from 0 to 1", "got -3"
+    ),
     refused("read_attention", "half a layer", lambda at: read_attention(model(), 0.5), "from 0 to 1", "got 0.5"),
     gives("additivity", "quantised weights", lambda at: _quantised()),
     refused("bridge_from_hf", "quantised weights", lambda at: _quantised_before(), "cannot wrap LlamaForCausalLM"),

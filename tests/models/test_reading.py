@@ -9,7 +9,17 @@ import pytest
 import torch
 from support import zoo
 
-from tl_posdisent import read_model
+from tl_posdisent import (
+    additivity,
+    capture,
+    controlled_distance,
+    dummy_distance_check,
+    head_ablation,
+    longer_context,
+    read_model,
+    remap_distance,
+    swap_positions,
+)
 from tl_posdisent.models import ModelReading
 
 
@@ -92,3 +102,29 @@ def test_hooks_of_the_user_are_no_part_of_the_reading(shared_model: Any) -> None
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_q", lambda x, hook: x.flip(1))]):
         assert read_model(reading) is reading
         assert [str(spec) for spec in read_model(model).specs()] == [str(spec) for spec in reading.specs()]
+
+
+READERS: dict[str, Callable[[Any, Any], Any]] = {
+    "capture": lambda model, tokens: list(capture(model, tokens)),
+    "longer_context": lambda model, tokens: entered(longer_context(model, 20)),
+    "additivity": lambda model, tokens: additivity(model, tokens, progress=False),
+    "controlled_distance": lambda model, tokens: controlled_distance(model, tokens, progress=False),
+    "dummy_distance_check": lambda model, tokens: dummy_distance_check(model, tokens, distances=[1, 3]),
+    "head_ablation": lambda model, tokens: head_ablation(model, tokens, progress=False),
+    "swap_positions": lambda model, tokens: swap_positions(model, torch.arange(tokens.shape[1])),
+    "remap_distance": lambda model, tokens: remap_distance(model, lambda d: d),
+}
+
+
+def entered(context: Any) -> None:
+    with context:
+        pass
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_public_call_reads_its_model_once(name: str, shared_model: Any) -> None:
+    """And not at all where it is given a reading."""
+    model, tokens = shared_model("bridge", "llama-gqa"), zoo.random_tokens(16)
+    reading = read_model(model)
+    given = count_passes(model, lambda: READERS[name](reading, tokens))
+    assert count_passes(model, lambda: READERS[name](model, tokens)) == given + 4

@@ -13,8 +13,8 @@ from tl_posdisent.models.probe import attributes as facts
 from tl_posdisent.utils.validation import check_integer
 
 from .forward import at_rest, device_of, restored, run
-from .reading import read_layers
-from .spec import AttentionSpec, n_layers
+from .reading import read_model
+from .spec import AttentionSpec
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
     including what models store about the longest text so far.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
         length: in tokens. Up to the model's context there is nothing to do.
 
     Yields:
@@ -50,12 +50,13 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
         >>> logits.shape, bool(torch.allclose(logits[:, :512], model(tokens[:, :512]), atol=1e-3))
         (torch.Size([1, 600, 1024]), True)
     """
-    n_layers(model)
     check_integer("length", length, 1)
+    reading = read_model(model)
+    model = reading.model
     with restored(model):
         grown = [
             (slot, _grown(spec, slot, length))
-            for spec in read_layers(model)
+            for spec in reading.specs()
             for slot in facts.table_slots(model.blocks[spec.layer].attn)
             if len(slot.table) < length
         ]

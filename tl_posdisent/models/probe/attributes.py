@@ -110,13 +110,27 @@ def windows(model: Any, attn: Any) -> Iterator[int | None]:
     yield None
 
 
-def rotaries(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[Rotary]:
+class OwnNumbers(NamedTuple):
+    """What a model's modules keep of their rotations; collected once, for all layers."""
+
+    frequencies: list[Tensor]
+    factors: list[float]
+
+
+def own_numbers(model: Any) -> OwnNumbers:
+    """The model's own frequencies (float64) and attention factors."""
+    buffers = [x.detach().double() for name, x in model.named_buffers() if name.endswith("inv_freq")]
+    values = [x for part in model.modules() for name, x in vars(part).items() if name.endswith("attention_scaling")]
+    return OwnNumbers(buffers, [number for x in values if (number := _number(x)) is not None])
+
+
+def rotaries(model: Any, attn: Any, seen: dict[str, Tensor], own: OwnNumbers) -> Iterator[Rotary]:
     """Frequencies from every table that the layer may be using, in both pairings."""
     for cos, sin in _tables(model, attn, seen):
         if cos.shape[-1] == 0 or cos.shape[0] < 2:
             continue
         try:
-            rotary = _exact(model, rotary_from_table(cos, sin), cos.dtype)
+            rotary = _exact(rotary_from_table(cos, sin), cos.dtype, own)
         except ValueError:
             continue
         for pairing in ("half", "adjacent"):
@@ -180,22 +194,20 @@ def _hooked_table(attn: Any, which: int, length: int) -> Tensor:
     return tables[which]
 
 
-def _exact(model: Any, measured: Rotary, dtype: torch.dtype) -> Rotary:
+def _exact(measured: Rotary, dtype: torch.dtype, own: OwnNumbers) -> Rotary:
     """The model's own float32 frequencies, if it keeps them and the table confirms them: a table is rounded."""
     close = 4 * torch.finfo(dtype).eps + 1e-5
     frequencies, factor = measured.frequencies, measured.attention_factor
     nearest = close
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq") and buffer.shape == frequencies.shape:
-            own = buffer.detach().to(frequencies.device).double()
-            error = float(((own - measured.frequencies).abs() / measured.frequencies.abs().clamp_min(1e-9)).max())
+    for candidate in own.frequencies:
+        if candidate.shape == measured.frequencies.shape:
+            candidate = candidate.to(frequencies.device)
+            error = float(((candidate - measured.frequencies).abs() / measured.frequencies.abs().clamp_min(1e-9)).max())
             if error < nearest:
-                frequencies, nearest = own, error
-    for module in model.modules():
-        for name, value in vars(module).items():
-            number = _number(value) if name.endswith("attention_scaling") else None
-            if number is not None and abs(number - measured.attention_factor) < close:
-                factor = number
+                frequencies, nearest = candidate, error
+    for number in own.factors:
+        if abs(number - measured.attention_factor) < close:
+            factor = number
     return replace(measured, frequencies=frequencies, attention_factor=factor)
 
 

@@ -8,7 +8,7 @@ which edits take effect (``edit_checks.py``)?
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from tl_posdisent.models.forward import Hook, at_rest, check_tokens, device_of, hook_name
 from tl_posdisent.models.probe import attributes as facts
 from tl_posdisent.models.spec import AttentionSpec, Tap, n_layers
+from tl_posdisent.rope.rotary import Rotary
 
 from .edit_checks import check_tables_and_scores, check_turns
 from .length_checks import check_lengths
@@ -31,13 +32,14 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     tokens = check_tokens(model, probe_tokens(model))
     with at_rest(model), torch.no_grad():
         seen = listen(model, tokens, layers)
-        specs = [_explain(model, layer, seen[layer]) for layer in layers]
+        own = facts.own_numbers(model)  # after the pass, which may write them over
+        specs = [_explain(model, layer, seen[layer], own) for layer in layers]
         edits = [
             edit for layer in layers if not shows_scores(seen[layer]) for edit in _gentle(model, layer, seen[layer])
         ]
         if edits:
             seen = listen(model, tokens, layers, edits)
-            again = [_explain(model, layer, seen[layer]) for layer in layers]
+            again = [_explain(model, layer, seen[layer], own) for layer in layers]
             specs = [s if now.problem else now for s, now in zip(specs, again, strict=True)]
         specs = check_lengths(model, tokens, specs, edits)
         specs = check_turns(model, tokens, specs, edits)
@@ -69,7 +71,7 @@ def probe_tokens(model: Any) -> Int[Tensor, "2 pos"]:
     return ids[torch.randint(0, len(ids), (2, length), generator=generator)].to(device_of(model))
 
 
-def _explain(model: Any, layer: int, seen: Seen) -> AttentionSpec:
+def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> AttentionSpec:
     attn, cfg = model.blocks[layer].attn, model.cfg
     n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     visible = visible_cells(seen)
@@ -108,11 +110,12 @@ def _explain(model: Any, layer: int, seen: Seen) -> AttentionSpec:
         return replace(spec, problem="its mask is neither causal nor full nor a sliding window")
     if q is None or k is None:
         return replace(spec, problem="hook_q and hook_k do not fire")
-    return _explain_scores(model, attn, spec, q, k, seen, visible)
+    rotaries = facts.rotaries(model, attn, seen, own)
+    return _explain_scores(model, attn, spec, q, k, seen, visible, rotaries)
 
 
 def _explain_scores(
-    model: Any, attn: Any, spec: AttentionSpec, q: Tap, k: Tap, seen: Seen, visible: Tensor
+    model: Any, attn: Any, spec: AttentionSpec, q: Tap, k: Tap, seen: Seen, visible: Tensor, rotaries: Iterable[Rotary]
 ) -> AttentionSpec:
     """The rotation, scale and soft cap under which queries and keys give the scores that were seen."""
     fits = q.read(seen[q.name]), k.read(seen[k.name])
@@ -122,7 +125,7 @@ def _explain_scores(
     k = replace(k, n_heads=spec.n_kv_heads)
     positions = torch.arange(len(visible), device=visible.device)
     tried: list[tuple[float, AttentionSpec, tuple[Tensor, Tensor]]] = []
-    for candidate, turned in _candidates(model, attn, spec, fits, seen, positions):
+    for candidate, turned in _candidates(model, attn, spec, fits, rotaries, positions):
         tried.append((misfit(candidate, *turned, seen, visible), candidate, turned))
         if tried[-1][0] < _EXACT:
             break
@@ -142,10 +145,10 @@ _EXACT = 0.02  # of what is taken for rounding: no other candidate can be right 
 
 
 def _candidates(
-    model: Any, attn: Any, spec: AttentionSpec, fits: Sequence[Tensor], seen: Seen, positions: Tensor
+    model: Any, attn: Any, spec: AttentionSpec, fits: Sequence[Tensor], rotaries: Iterable[Rotary], positions: Tensor
 ) -> Iterator[tuple[AttentionSpec, tuple[Tensor, Tensor]]]:
     """Every rotation, scale and soft cap there may be, with the vectors turned; the most specific first."""
-    for rotary in [*facts.rotaries(model, attn, seen), None]:
+    for rotary in [*rotaries, None]:
         rotating = replace(spec, rotary=rotary)
         q_rot, k_rot = (rotating.rotated(x.double(), positions) for x in fits)
         for scale in dict.fromkeys(facts.scales(attn, spec.d_head)):
