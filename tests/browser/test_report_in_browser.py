@@ -127,7 +127,7 @@ def test_a_tooltip_says_the_number_of_its_cell(path: Path, opened: Open) -> None
 def test_contents_lead_to_sections(path: Path, opened: Open) -> None:
     page = opened(path)
     page.settle(CANVASES)
-    page.page.get_by_role("link", name="Which heads are missed?").click()
+    page.page.get_by_role("link", name="Head ablation").click()
     top = page.page.locator("#ablation").evaluate("x => x.getBoundingClientRect().top")
     assert abs(top) < 5
 

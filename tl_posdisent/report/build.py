@@ -55,11 +55,11 @@ def report(
             whole.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
-        control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) to set beside it; 0 for none.
+        control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
         heads: those that tables and pictures show and that are ablated, as integers (in each layer) or pairs
             ``(layer, head)``; default all.
         sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"heads"``,
-            ``"perturbation"``, ``"ablation"``; default all. What the model cannot be asked is there with the reason.
+            ``"perturbation"``, ``"ablation"``; default all. Sections that the model does not support give the reason.
         title: of the page; default names the model.
         seed: of random initialisations and perturbations.
         command: the command line to print under "How to reproduce"; default this call.
@@ -69,8 +69,8 @@ def report(
         The path.
 
     Raises:
-        ValueError: unusable arguments; unknown sections; a model of which no section asked for can be measured. No
-            file is left then, nor in any other case of an exception.
+        ValueError: unusable arguments; unknown sections; a model for which none of these sections can be measured.
+            After any exception no file is left.
 
     Example:
         >>> import pathlib, tempfile

@@ -1,4 +1,4 @@
-"""Sections about distances: the profiles of heads, the variance at controlled distances, the subspaces of RoPE."""
+"""Sections on distance profiles, variance decomposition at controlled distances, and rotary subspaces."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def distance(subject: Subject, found: Found) -> str:
     if len(heads) > len(lines_of):
         left += f" Heads {numbers(lines_of)} are drawn."
     said = paragraph(
-        "The part of the scores that depends on the distance alone, of all texts together: a line that falls is a head "
-        "that prefers near keys, a flat one does not look at the distance. A score higher by 0.69 doubles a key’s "
-        "weight. Means of neighbouring distances are drawn beyond 16; few pairs are far apart, so the right ends are "
-        "noisy. Without any structure lines would be flat, up to noise." + left
+        "The distance part of the scores, fitted to all texts together. A decreasing line is a head that prefers "
+        "near keys; the scores of a head with a flat line do not depend on the distance alone. A score higher by "
+        "0.69 doubles a key’s weight. Beyond 16, means of neighbouring distances are drawn; few pairs are far apart, "
+        "so the right ends are noisy." + left
     )
     pictures = ""
     causal = bool((profiles["distance"] >= 0).all())
@@ -99,11 +99,10 @@ def shares(subject: Subject, found: Found) -> str:
         chance = found.random.groupby("layer")["r_two_axis"].mean()
         means.insert(2, "random r_two_axis", means["layer"].map(chance))
     said = paragraph(
-        "Here every query meets every key at every distance, so that position and content cannot hide behind each "
-        "other. A bar is one head’s variance: what the distance, the query or the key do alone, and what they do only "
-        "together. What stands on top, with “distance ×”, breaks additivity; in an untrained head most of it is "
-        "“distance × query × key”. The two-axis <em>r</em> is that of a function of query and distance "
-        "plus one of query and key."
+        "At controlled distances every query meets every key at every distance, so that position and content are not "
+        "confounded. A bar is the variance of one head’s scores: main effects of distance, query and key, and their "
+        "interactions. The interactions with the distance, on top, are the part that is not additive. The two-axis "
+        "<em>r</em> is that of a function of query and distance plus a function of query and key."
     )
     titles = {name: name.replace("_", " ").replace(":", " × ") for name in means.columns}
     every = table(
@@ -135,7 +134,7 @@ def subspaces(subject: Subject, found: Found) -> str:
         waves,
         {part: means[part].tolist() for part in parts},
         [""] * len(means),
-        label="Stacked bars: what each subspace contributes to the variance of the scores",
+        label="Stacked bars: contribution of each subspace to the variance of the scores",
         x_name="wavelength (positions)",
     )
     grid = found.trained.pivot_table(index="subspace", columns="layer", values="key_concentration")
@@ -150,10 +149,10 @@ def subspaces(subject: Subject, found: Found) -> str:
         names=None if several else waves,
     )
     said = paragraph(
-        "RoPE turns each head’s coordinates in pairs, from fast to slow. A pair whose keys all point the same way "
-        "(<em>concentration</em> near 1) says where a key stands, not what it is; a pair that hardly turns over the "
-        "text (<em>turn</em> near 0) says what it is. Keys of random initialisations are less alike. Where neither "
-        "holds, position and content interact."
+        "RoPE rotates each head’s coordinates in pairs (subspaces), from fast to slow. A subspace in which all keys "
+        "have the same direction (<em>concentration</em> near 1) carries position but no content; one that hardly "
+        "rotates over the text (<em>turn</em> near 0) carries content but no position. In other subspaces position "
+        "and content interact."
     )
     titles = {"key_concentration": "concentration of keys", "random key_concentration": "random concentration"}
     return (

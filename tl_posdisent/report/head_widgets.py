@@ -27,7 +27,7 @@ def exhibits(subject: Subject, found: Found) -> str:
     said = paragraph(
         f"Scores of the first {n} tokens of the first text: rows are queries, columns keys, blue is high, red low. The "
         "distance part has stripes along the diagonal, the query part rows, the key part columns; fitted is their sum, "
-        "and the residual is what no such sum can say. Of an additive head hardly a residual is left, of chance all."
+        "and the residual is the difference between scores and fit."
     )
     both = [("Most additive", shown.most)]
     both += [("Least additive", shown.least)] if shown.least != shown.most else []
@@ -40,7 +40,7 @@ def exhibits(subject: Subject, found: Found) -> str:
     content += f"<h3>Heads of layer {shown.most[0]}</h3>"
     content += paragraph("Their scores. Point at a head or select it to see it in full.")
     content += f'<div class="narrow">{place(len(both))}</div>'
-    content += "<h3>Whom heads listen to, wherever it stands</h3>"
+    content += "<h3>Key part by token</h3>"
     content += paragraph("The key part of their scores, as the colours of the text.") + place(len(both) + 1)
     return said + content
 

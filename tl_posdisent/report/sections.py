@@ -1,4 +1,4 @@
-"""The sections of a report as HTML: what each shows, how to read it, what chance would be, its pictures and numbers."""
+"""The sections of a report as HTML: explanation, random-weights baseline, pictures and tables."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .svg_charts import Line, legend, line_chart
 from .svg_heatmaps import colour_bar, figure, heat_map
 
 TITLES: dict[SectionName, str] = {
-    "additivity": "How additive is each head?",
-    "distance": "What heads make of the distance",
-    "shares": "Whose variance are the scores?",
-    "subspaces": "Which wavelengths do the work?",
+    "additivity": "Additivity of each head",
+    "distance": "Distance profiles",
+    "shares": "Variance decomposition of the scores",
+    "subspaces": "Rotary subspaces",
     "heads": "The most and the least additive head",
-    "perturbation": "Words and positions at the wrong place",
-    "ablation": "Which heads are missed?",
+    "perturbation": "Robustness to perturbed word order and positions",
+    "ablation": "Head ablation",
 }
-_KINDS = {"order": "order of the text", "index": "position that RoPE is told", "feature": "phases of RoPE"}
+_KINDS = {"order": "order of the text", "index": "positions that RoPE receives", "feature": "phases of RoPE"}
 
 
 def section(name: SectionName, subject: Subject, found: Found) -> str:
@@ -42,10 +42,10 @@ def _additivity(subject: Subject, found: Found) -> str:
     trained = by_head(found.trained)
     random = None if found.random is None else by_head(found.random)
     said = paragraph(
-        "The scores of each head in the text, fitted by a sum of a part of the distance, one of the query and one of "
-        "the key. <em>r</em> is the correlation of the scores with that sum: 1 is a head whose scores are such a sum. "
-        "Even noise fits a little, and untrained heads of late layers fit well, so read every number beside its value "
-        "at random initialisation."
+        "The scores of each head in the text are fitted by the three-axis model: a distance part plus a query part "
+        "plus a key part. <em>r</em> is the correlation of the scores with the fit; 1 means that the scores are "
+        "exactly such a sum. A <em>share</em> is a fraction of the variance of the scores. Scores of random weights "
+        "fit partly too, so compare every number with its random-weights baseline."
     )
     maps = [_r_map(trained, "r of this model")]
     by_layer = trained.groupby("layer")["r"].agg(["mean", "min", "max"]).reset_index()
@@ -82,18 +82,17 @@ def _perturbation(subject: Subject, found: Found) -> str:
     ticks = sorted(set((curve["fraction"] * 100).tolist()))
     drawn = line_chart(
         lines,
-        label="Lines: loss added against the share of tokens that change places",
-        x_name="tokens that change places (%)",
+        label="Lines: added loss against the fraction of exchanged tokens",
+        x_name="exchanged tokens (%)",
         y_name="added loss (nats per token)",
         ticks=ticks,
         dots=True,
     )
     said = paragraph(
-        "Pairs of neighbouring tokens change places: in the text, or only in the position that RoPE is told, or as "
-        "disagreement among RoPE’s phases. <em>Added loss</em> is what this costs at places that did not move, in "
-        f"nats per token; 0 would be a model that does not care. {A} reports that up to 5 % is tolerated. Look for a "
-        "step behind it; where there is none, the cost grows in proportion. Perplexity is of all places; with the "
-        "order of the text it counts next tokens that do not follow, too."
+        "Pairs of neighbouring tokens are exchanged: in the text, or only in the positions that RoPE receives, or "
+        "independently in each of RoPE’s subspaces. <em>Added loss</em> is measured at positions that did not move, in "
+        f"nats per token; 0 means no effect. {A} reports that large models tolerate up to 5 %. Perplexity is over all "
+        "positions; for the order of the text it also counts next tokens that moved."
     )
     columns = ["kind", "fraction", "moved", "added_loss", "added_loss_se", "kl", "perplexity", "accuracy"]
     titles = {"moved": "tokens moved", "added_loss_se": "standard error", "kl": "KL", "fraction": "fraction asked for"}
@@ -105,7 +104,11 @@ def _perturbation(subject: Subject, found: Found) -> str:
         {"fraction": 2, "added_loss": 4, "added_loss_se": 4, "kl": 4, "perplexity": 1},
         index=2,
     )
-    return said + figure(drawn + legend([_KINDS[kind] for kind in kinds], lines=True), "the cost of disorder") + shown
+    return (
+        said
+        + figure(drawn + legend([_KINDS[kind] for kind in kinds], lines=True), "added loss by perturbed fraction")
+        + shown
+    )
 
 
 def _ablation(subject: Subject, found: Found) -> str:
@@ -114,7 +117,7 @@ def _ablation(subject: Subject, found: Found) -> str:
     largest = float(np.nanmax(np.abs(grid.to_numpy()), initial=0.0)) or 1.0
     heat = heat_map(
         grid,
-        label="Heat map: loss added without each head, layers by heads",
+        label="Heat map: added loss without each head, layers by heads",
         rows="layer",
         columns="head",
         low=-largest,
@@ -123,10 +126,10 @@ def _ablation(subject: Subject, found: Found) -> str:
     )
     scale = colour_bar(signed(-largest, 2), signed(largest, 2), diverging=True)
     said = paragraph(
-        "The output of one head at a time is set to zero. The number is the loss that this adds, in nats per token: "
-        f"0 is a head that nobody misses here, below 0 one without which the model does better on this text. {B} "
-        "reports one head of an early layer that carries nearly all positional work, in models trained on a task that "
-        "needs positions; language models need many things at once. Chance would be that all heads matter alike."
+        "The output of one head at a time is set to zero. The number is the added loss, in nats per token: 0 is a "
+        f"head without effect on this text, below 0 one without which the loss is lower. {B} reports one head of an "
+        "early layer that does nearly all of the positional work, in models trained on a task that needs positions; "
+        "the added loss here includes all other effects of a head as well."
     )
     worst = drops.sort_values("effect", ascending=False, kind="stable").head(8)[[*HEAD, "value", "effect"]]
     titles = {"value": "loss without it", "effect": "added loss"}
@@ -135,7 +138,9 @@ def _ablation(subject: Subject, found: Found) -> str:
     return (
         said
         + figure(heat, f"added loss without the head {scale}")
-        + table("ablation", f"Missed most; the loss of the whole model is {baseline:.4f}", worst, titles, 4, index=2)
+        + table(
+            "ablation", f"Largest added loss; the loss of the whole model is {baseline:.4f}", worst, titles, 4, index=2
+        )
         + folded("The numbers of every head", every)
     )
 

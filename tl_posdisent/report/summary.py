@@ -1,4 +1,4 @@
-"""The beginning and the end of a report: what was analysed, the papers' numbers beside it, how to do it again."""
+"""The first and the last sections of a report: model and text, main figures beside the papers', reproduction."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _heads(subject: Subject) -> str:
 
 
 def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
-    """The papers' claims beside what came out here."""
+    """The papers' claims beside the figures of this model."""
     rows = [
         _correlation(
             found.get("shares"),
@@ -63,11 +63,9 @@ def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
     ]
     heads = "".join(f'<th scope="col">{name}</th>' for name in ("measure", *_COLUMNS))
     said = paragraph(
-        f"This model has {_millions(subject.parameters())} parameters and read {sum(subject.lengths)} tokens. "
-        f"{A} measured large language models, {B} six-layer models trained on two synthetic tasks: their figures are a "
-        "landmark, not a target. "
-        + _small(subject)
-        + "Correlations are means over heads. Only what exceeds the column "
+        f"This model has {_millions(subject.parameters())} parameters and read {sum(subject.lengths)} tokens. {A} "
+        f"measured large language models, {B} six-layer models trained on two synthetic tasks: their figures are "
+        "given for comparison. " + _small(subject) + "Correlations are means over heads. Only what exceeds the column "
         "“random” (the same architecture, untrained, on the same text) has been learned."
     )
     body = raw_table("headline", "The papers’ claims, and this model", heads, rows)
@@ -96,7 +94,7 @@ def _correlation(found: Found | None, column: str, measure: str, papers: str) ->
 
 
 def _disorder(found: Found | None) -> str:
-    measure, papers = "loss added with 5 % of the tokens out of place (nats)", f"up to 5 % is tolerated {A}"
+    measure, papers = "loss added with 5 % of the tokens exchanged (nats)", f"up to 5 % is tolerated {A}"
     absent = _absent(found)
     if absent or found is None:
         return _row(measure, absent or "", MISSING, papers)
@@ -108,18 +106,18 @@ def _disorder(found: Found | None) -> str:
 
 
 def _missed(found: Found | None) -> str:
-    measure, papers = "head that is missed most", f"one head of an early layer {B}"
+    measure, papers = "head with the largest added loss", f"one head of an early layer {B}"
     absent = _absent(found)
     if absent or found is None:
         return _row(measure, absent or "", MISSING, papers)
     drops: pd.DataFrame = found.trained.sort_values("effect", ascending=False, kind="stable")
     most = drops.iloc[0]
     if not most["effect"] > 0:
-        return _row(measure, "none: without each of them the loss is no higher", MISSING, papers)
+        return _row(measure, "none: the loss is no higher without any of them", MISSING, papers)
     share = most["effect"] / drops["effect"].clip(lower=0).sum()
     here = (
         f"layer {int(most['layer'])}, head {int(most['head'])}: {signed(most['effect'])} nats, "
-        f"{100 * share:.0f} % of what all heads cost one by one"
+        f"{100 * share:.0f} % of the sum over heads"
     )
     return _row(measure, here, MISSING, papers)
 
@@ -127,7 +125,7 @@ def _missed(found: Found | None) -> str:
 def _small(subject: Subject) -> str:
     if subject.parameters() >= 1e8:
         return ""
-    return "A small model is a small model: what holds for it need not hold for a large one, nor the other way round. "
+    return "Results for a small model may not transfer to a large one, or the other way round. "
 
 
 def _millions(n: int) -> str:

@@ -72,5 +72,5 @@ def perturb(
             progress=progress,
         )
         what = f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens, {seeds} seed{'s' if seeds > 1 else ''}"
-        save(table, out, f"Words and positions at the wrong place: {what}")
+        save(table, out, f"Perturbed word order and positions: {what}")
     rows(table, f"what is lost: {what}", digits=3)

@@ -113,8 +113,8 @@ def perturb(
         A ``Perturbed``.
 
     Raises:
-        ValueError: an unknown kind or unit; a fraction outside 0 … 1; a seed, window, jitter or ``until`` that is
-            none; unusable tokens or fewer than two units that can move; words of a model without tokenizer; positions
+        ValueError: an unknown kind or unit; a fraction outside 0 … 1; an invalid seed, window, jitter or ``until``;
+            unusable tokens or fewer than two units that can move; words of a model without tokenizer; positions
             of a model without rotary embeddings.
 
     Example:
