@@ -406,7 +406,10 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         (["length", "--lengths", "4,16", "--in-range", "17"], "--in-range must be an integer from 7 to 16"),
         (["length", "--lengths", "4,16", "--way", "interpolation", "--factor", "0"], "--factor must be"),
         (["ablate", "--length", "16", "--mode", "resample"], '--mode "resample" needs a batch of at least two texts'),
-        (["ablate", "--length", "16", "--heads", "8"], "--heads must be integers from 0 to 7, got 8"),
+        (
+            ["ablate", "--length", "16", "--heads", "8"],
+            "--heads must be integers from 0 to 7 (or from -8 to -1, counted from the end), got 8",
+        ),
         (["controlled", "--length", "16", "--burn-in", "16"], "burn_in"),
         (["report", "--out", "page.csv"], "--out must end in .html, got 'page.csv'"),
         (["report", "--section", "weather"], "--section must be one of additivity, "),
