@@ -71,6 +71,7 @@ class LayerPass:
     def _at_v(self, x: Tensor) -> None:
         assert self.spec.v is not None
         self.held["v"] = self.spec.v.read(x)
+        self.n_query = self.n_query or self.held["v"].shape[1]
 
     def _check_heads(self, vectors: Tensor, n: int, tap: Tap) -> None:
         if vectors.shape[2:] != (n, self.spec.d_head):
@@ -236,23 +237,42 @@ class LayerPass:
     def _at_z(self, x: Tensor) -> Tensor | None:
         if not self._edits:
             return None
+        self.held["z"] = x
+        self._check_values()
         if "scores" in self.held:
             scores = self.held.pop("scores")
             inside, real = text.inside_mask(self.spec, text.masked_cells(scores, self.dtype))
         else:
             at = torch.arange(self.n_query, device=x.device)
             inside, real = self.spec.sees(at[:, None] - at), torch.ones(len(x), self.n_query, dtype=torch.bool)
-            scores = self._own_scores()
+            wanted = self.rescored or any(edit.scores for edit, _ in self.plan.score_edits)
+            scores = self._own_scores() if wanted else x.new_zeros(len(x), self.spec.n_heads, *inside.shape)
         own = self._positions(scores.shape[-1], real.to(x.device))
         pattern = masked_softmax(self._edited(scores, inside, own), inside)
         heads = sorted({*(h for some in self.rescored.values() for h in some), *self._score_heads()})
-        at = torch.tensor(heads, device=x.device)
         v = self.held["v"]
+        at = torch.tensor(heads, device=x.device)
         if v.shape[1] != pattern.shape[-1]:
             raise ValueError(f"layer {self.spec.layer} sees cached keys: {_NO_CACHE}")
         values = v[:, :, torch.tensor([self.spec.key_head(h) for h in heads], device=v.device)]
         mixed = torch.einsum("bhqk,bkhd->bqhd", pattern[:, at], values.to(pattern.dtype))
         return x.index_copy(2, at, mixed.to(x.dtype))
+
+    def _check_values(self) -> None:
+        """What heads gather must be their pattern times ``hook_v``, or it could not be put together anew."""
+        if not {"z", "pattern"} <= set(self.held):
+            return
+        z, pattern, v = (self.held[name].detach().double() for name in ("z", "pattern", "v"))
+        if pattern.shape[-1] != v.shape[1] or pattern.shape[-2] != z.shape[1]:
+            raise ValueError(f"layer {self.spec.layer} sees cached keys: {_NO_CACHE}")
+        rows = torch.linspace(0, z.shape[1] - 1, min(z.shape[1], _ROWS_CHECKED), device=z.device).round().long()
+        values = v[:, :, [self.spec.key_head(head) for head in range(self.spec.n_heads)]]
+        ours = torch.einsum("bhqk,bkhd->bqhd", pattern[:, :, rows], values)
+        if ours.shape != z[:, rows].shape or mismatch(z[:, rows], ours, self.held["z"].dtype) > 1:
+            raise ValueError(
+                f"layer {self.spec.layer} of {self.spec.architecture} discards edited scores, and its hook_z is not "
+                "its pattern times hook_v (values are normalised or gated in between): its scores cannot be changed"
+            )
 
     def _score_heads(self) -> Iterator[int]:
         for _, heads in self.plan.score_edits:
@@ -283,6 +303,11 @@ class LayerPass:
 
     def _at_pattern(self, x: Tensor) -> None:
         """Where a model shows its pattern alone: check that its mask and positions are those of a whole text."""
+        if self._edits:
+            self.held["pattern"] = x
+            self._check_values()
+        if self.spec.scores is not None:
+            return
         self._check_cache(x.shape[-1])
         if self.n_query != x.shape[-1] and self._edits:
             raise ValueError(

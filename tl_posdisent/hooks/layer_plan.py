@@ -102,9 +102,7 @@ class LayerPlan:
         names = [("q", spec.q), ("k", spec.k), ("cos", spec.cos), ("sin", spec.sin)]
         names += [("turn_q", spec.turn_q), ("turn_k", spec.turn_k), ("scores", spec.scores)]
         if not self.editable:
-            names += [("v", spec.v), ("z", spec.z)]
-        if spec.scores is None:
-            names.append(("pattern", spec.pattern))
+            names += [("v", spec.v), ("z", spec.z), ("pattern", spec.pattern)]
         roles: dict[str, list[str]] = {}
         for role, where in names:
             if where is not None:
