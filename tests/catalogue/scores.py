@@ -56,7 +56,7 @@ ROWS: list[Row] = [
     refused("fit_additive", "None", lambda at: fit_additive(None), "scores must", "NoneType"),
     refused("fit_additive", "empty", lambda at: fit_additive(numbers(0, 6, 6)), "scores must"),
     refused("fit_additive", "one key", lambda at: fit_additive(numbers(3, 1, 1)), "scores must"),
-    refused("fit_additive", "more queries than keys", lambda at: fit_additive(numbers(6, 4)), "more queries than keys"),
+    refused("fit_additive", "more queries than keys", lambda at: fit_additive(numbers(6, 4)), "6 queries and 4 keys"),
     refused("fit_additive", "NaN", lambda at: fit_additive(with_one(NAN, 3, 6, 6)), "finite", "nan", "(0, 0, 0)"),
     refused("fit_additive", "inf", lambda at: fit_additive(with_one(INF, 3, 6, 6)), "finite", "inf", "(0, 0, 0)"),
     refused("fit_additive", "a masking value", lambda at: fit_additive(with_one(-3.4e38, 3, 6, 6)), "-3.4e+38", "mask"),

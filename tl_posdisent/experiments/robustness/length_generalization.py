@@ -17,7 +17,6 @@ from tqdm.auto import tqdm
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.forward import Hook, evaluating, run
 from tl_posdisent.models.longer_context import longer_context
-from tl_posdisent.models.probe.observe import is_masked
 from tl_posdisent.models.reading import read_model
 from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -81,7 +80,7 @@ def _visible(
     position = torch.arange(scores.shape[-1], device=scores.device)
     for some in _blocks(scores, start, stop):
         block = scores[:, :, some]
-        yield block, spec.sees(position[some, None] - position) & ~is_masked(block)
+        yield block, spec.sees(position[some, None] - position) & ~spec.is_masked(block)
 
 
 # How far vectors lie from a sample of typical ones: Mahalanobis distance with a shrunk covariance.
