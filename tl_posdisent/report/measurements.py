@@ -1,4 +1,4 @@
-"""What a report says is measured here, section by section; what a model has not is refused with the reason."""
+"""Measurements of a report, section by section, with the reason where a model does not support one."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _subspaces(subject: Subject, seed: int) -> pd.DataFrame:
 
 def _perturbation(subject: Subject, seed: int, kinds: Any = ("order", "index", "feature")) -> pd.DataFrame:
     texts, seeds = subject.some(*_PERTURBED).texts, range(seed, seed + PERTURBATIONS)
-    return perturbation_curve(subject.model, **texts, kinds=kinds, fractions=FRACTIONS, seeds=seeds, progress=False)
+    return perturbation_curve(subject.reading, **texts, kinds=kinds, fractions=FRACTIONS, seeds=seeds, progress=False)
 
 
 def _ablation(subject: Subject, seed: int) -> pd.DataFrame:
