@@ -241,30 +241,6 @@ def _generated(model: Any, tokens: Int[Tensor, "batch pos"], wanted: Sequence[_W
             _wait(ended)
 
 
-def stream(
-    model: Any,
-    tokens: Int[Tensor, "batch pos"],
-    specs: list[AttentionSpec],
-    *,
-    scores: bool = True,
-    vectors: bool = True,
-) -> Generator[Any, None, None]:
-    """``capture`` for layers already read; without ``vectors``, objects with ``layer``, ``spec`` and ``scores``."""
-    if vectors:
-        return _generated(model, tokens, [_vectors(spec, scores) for spec in specs])
-    return (_OnlyScores(*pair) for pair in _generated(model, tokens, [_scores(spec) for spec in specs]))
-
-
-@dataclass
-class _OnlyScores:
-    spec: AttentionSpec
-    scores: Tensor
-
-    @property
-    def layer(self) -> int:
-        return self.spec.layer
-
-
 def _modes(device: torch.device) -> list[tuple[str, bool, torch.dtype]]:
     """Autocast in this thread, which another does not inherit."""
     kinds = dict.fromkeys(("cpu", device.type))

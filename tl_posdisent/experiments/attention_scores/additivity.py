@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -15,7 +14,7 @@ from tqdm.auto import tqdm
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import fit_marginals
 from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals, read_marginals
-from tl_posdisent.models.capture import stream
+from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.chunked_scores import read_blocks
 from tl_posdisent.models.memory import require_room
 from tl_posdisent.models.reading import read_model
@@ -90,9 +89,16 @@ def additivity(
     found: dict[int, list[Part]] = {}
     with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
         for group in texts.groups:
-            for layer, read, cells in _read(model, group.tokens, specs, mask, block):
+
+            def note(layer: int, read: Marginals, cells: Cells, group: TextGroup = group) -> None:
                 found.setdefault(layer, []).append(Part(group, read, cells))
                 bar.update()
+
+            chosen = {spec.layer: _cells(spec, mask, group.tokens.shape[1]) for spec in specs}
+            if block is None:
+                _whole(model, group.tokens, specs, chosen, note)
+            else:
+                _by_block(model, group.tokens, specs, chosen, block, note)
     tables = []
     for layer in sorted(found):
         table = _fitted(found.pop(layer), pool)
@@ -138,34 +144,26 @@ def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
     return whole, cells
 
 
-Read = Generator[tuple[int, Marginals, Cells], None, None]
+Note = Callable[[int, Marginals, Cells], None]
+"""What is called with each layer's marginal sums and the cells they are taken over."""
 
 
-def _read(
-    model: Any, tokens: Tensor, specs: list[AttentionSpec], mask: MaskKind | Tensor | None, block: int | None
-) -> Read:
-    """Marginal sums of each layer's scores, and the cells they are taken over."""
-    chosen = {spec.layer: _cells(spec, mask, tokens.shape[1]) for spec in specs}
-    return _whole(model, tokens, specs, chosen) if block is None else _by_block(model, tokens, specs, chosen, block)
+def _whole(
+    model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: dict[int, dict[str, Any]], note: Note
+) -> None:
+    """Within one forward pass."""
 
+    def read(spec: AttentionSpec, scores: Tensor) -> None:
+        cells = make_cells(scores.shape, device=scores.device, **chosen[spec.layer])
+        with torch.no_grad():
+            note(spec.layer, read_marginals(scores, cells), cells)
 
-def _whole(model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: dict[int, dict[str, Any]]) -> Read:
-    """While the forward pass waits."""
-    with closing(stream(model, tokens, specs, vectors=False)) as run:
-        for layer in run:
-            assert layer.scores is not None
-            scores = layer.scores
-            cells = make_cells(scores.shape, device=scores.device, **chosen[layer.layer])
-            with torch.no_grad():
-                read = read_marginals(scores, cells)
-            number = layer.layer
-            del layer, scores  # they make room for those of the next
-            yield number, read, cells
+    for_each_scores(model, tokens, specs, read)
 
 
 def _by_block(
-    model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: dict[int, dict[str, Any]], block: int
-) -> Read:
+    model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: dict[int, dict[str, Any]], block: int, note: Note
+) -> None:
     """Added up block by block."""
     if any(options["mask"] == "full" for options in chosen.values() if isinstance(options["mask"], str)):
         raise ValueError('block must be None with mask="full": a cache holds the keys before a query')
@@ -187,7 +185,7 @@ def _by_block(
 
     read_blocks(model, tokens, specs, block, add)
     for spec in sorted(specs, key=lambda spec: spec.layer):
-        yield spec.layer, sums.pop(spec.layer), cells[spec.layer]
+        note(spec.layer, sums.pop(spec.layer), cells[spec.layer])
 
 
 def _cells(spec: AttentionSpec, mask: MaskKind | Tensor | None, length: int) -> dict[str, Any]:

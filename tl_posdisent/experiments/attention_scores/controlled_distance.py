@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from contextlib import closing
 from typing import Any
 
 import pandas as pd
@@ -13,12 +12,11 @@ from jaxtyping import Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.additive.cells import MaskKind
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.positions import dummy_distance
-from tl_posdisent.models.capture import stream
+from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading import read_model
 from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -164,12 +162,12 @@ def _check_distances(distances: Any, length: int) -> list[int]:
 
 def _fits(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> dict[int, AdditiveFit]:
     """The additive fit of each layer's scores as they are under the hooks that the model has now."""
-    fits = {}
-    with closing(stream(model, tokens, specs, vectors=False)) as run:
-        for layer in run:
-            assert layer.scores is not None
-            mask: MaskKind = "causal" if layer.spec.causal else "full"
-            fits[layer.layer] = fit_additive(layer.scores, mask=mask, window=layer.spec.window)
+    fits: dict[int, AdditiveFit] = {}
+
+    def fit(spec: AttentionSpec, scores: Tensor) -> None:
+        fits[spec.layer] = fit_additive(scores, mask="causal" if spec.causal else "full", window=spec.window)
+
+    for_each_scores(model, tokens, specs, fit)
     return fits
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
@@ -11,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.models.capture import stream
+from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.rope.rotary import Rotary
@@ -63,20 +62,18 @@ def measure_layers(
     found: dict[int, list[Measured]] = {}
     tables = []
     with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+
+        def note(layer: Captured) -> None:
+            rotary = layer.spec.require_rotary("measure_layers")
+            q, k = layer.q[:, burn_in:], layer.k[:, burn_in:]
+            parts = found.setdefault(layer.layer, [])
+            parts.append(measure(RotaryLayer(rotary, scales[layer.layer], q, k)))
+            if len(parts) == len(texts.groups):
+                of_layer = table(layer.spec, found.pop(layer.layer))
+                of_layer.insert(list(of_layer.columns).index("head"), "layer", layer.layer)
+                tables.append(of_layer)
+            bar.update()
+
         for group in texts.groups:
-            with closing(
-                stream(model, group.tokens, specs, scores=False)
-            ) as run:  # or an error leaves the pass waiting
-                for layer in run:
-                    assert layer.q is not None
-                    assert layer.k is not None
-                    assert layer.spec.rotary is not None
-                    q, k = layer.q[:, burn_in:], layer.k[:, burn_in:]
-                    measured = measure(RotaryLayer(layer.spec.rotary, scales[layer.layer], q, k))
-                    found.setdefault(layer.layer, []).append(measured)
-                    if len(found[layer.layer]) == len(texts.groups):
-                        of_layer = table(layer.spec, found.pop(layer.layer))
-                        of_layer.insert(list(of_layer.columns).index("head"), "layer", layer.layer)
-                        tables.append(of_layer)
-                    bar.update()
+            for_each_layer(model, group.tokens, specs, note, scores=False)
     return pd.concat(tables, ignore_index=True)

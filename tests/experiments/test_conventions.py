@@ -1,0 +1,103 @@
+"""Every experiment reads the model once, and takes layers and heads in the same forms."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.public import public_names
+
+import tl_posdisent as tp
+from tl_posdisent.models import reading as reading_module
+
+TOKENS = zoo.random_tokens(10)
+Call = Callable[..., Any]
+
+GOOD: dict[str, Any] = {
+    "tokens": TOKENS,
+    "clean_tokens": TOKENS,
+    "corrupted_tokens": TOKENS.flip(1),
+    "from_tokens": TOKENS.flip(1),
+    "positions": torch.arange(10) ** 1.1,
+    "metric": lambda logits, tokens: logits[:, -1, 5],
+    "kind": "index",
+    "fraction": 0.5,
+    "fractions": [0.5],
+    "lengths": [0, 4, 8],
+    "distances": [1, 2],
+    "layer": 1,
+    "seeds": [0],
+    "progress": False,
+}
+
+
+def experiments(*parameters: str) -> Any:
+    """Public experiments on tokens that have these parameters."""
+    found = [
+        function
+        for function in public_names().values()
+        if inspect.isfunction(function)
+        and function.__module__.startswith("tl_posdisent.experiments")
+        and {"attention_mask", *parameters} <= set(inspect.signature(function).parameters)
+    ]
+    assert found
+    return pytest.mark.parametrize("function", found, ids=lambda function: function.__name__)
+
+
+def call(function: Call, model: Any, **more: Any) -> Any:
+    named = list(inspect.signature(function).parameters)[1:]
+    return function(model, **{name: GOOD[name] for name in named if name in GOOD} | more)
+
+
+@experiments()
+def test_the_model_is_read_once(function: Call, shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for a model (and once for each random copy), and not at all for a reading of it."""
+    model = shared_model("bridge", "llama-gqa")
+    reading, read = tp.read_model(model), []
+    probe = reading_module.probe
+
+    def counted(*arguments: Any) -> Any:
+        read.append(arguments)
+        return probe(*arguments)
+
+    monkeypatch.setattr(reading_module, "probe", counted)
+    copies = int(function is tp.experiments.trained_vs_random)
+    call(function, model)
+    assert len(read) == 1 + copies
+    call(function, reading)
+    assert len(read) == 1 + 2 * copies
+
+
+@pytest.mark.usefixtures("unchecked")
+@experiments("layers")
+def test_forms_of_layers(function: Call, shared_model: Any) -> None:
+    """An integer, one from the end, numpy's, and a list of one are the same; a dict is refused."""
+    reading = tp.read_model(shared_model("bridge", "llama-gqa"))
+    expected = call(function, reading, layers=[1])
+    for form in (1, -1, np.int64(1), torch.tensor([1])):
+        pd.testing.assert_frame_equal(call(function, reading, layers=form), expected)
+    for wrong in ({1: [0]}, "1", True, 1.0):
+        with pytest.raises(ValueError, match="^layers must"):
+            call(function, reading, layers=wrong)
+
+
+@pytest.mark.usefixtures("unchecked")
+@experiments("heads")
+def test_forms_of_heads(function: Call, shared_model: Any) -> None:
+    """Heads of each layer, or pairs; a dict is refused."""
+    reading = tp.read_model(shared_model("bridge", "llama-gqa"))
+    expected = call(function, reading, layers=[1], heads=[3])
+    for form in (3, -5, np.int64(3), [np.int64(3)], [(1, 3)], [(-1, -5)], np.array([[1, 3]]).tolist()):
+        pd.testing.assert_frame_equal(call(function, reading, layers=[1], heads=form), expected)
+    pd.testing.assert_frame_equal(call(function, reading, heads=[(1, 3)]), expected)
+    both = call(function, reading, heads=[(1, 3), (0, 2)])
+    assert both[["layer", "head"]].values.tolist() == [[0, 2], [1, 3]]
+    for wrong in ({1: [3]}, "3", True, [3, (1, 3)], [(1, 9)]):
+        with pytest.raises(ValueError, match="^heads must"):
+            call(function, reading, heads=wrong)
