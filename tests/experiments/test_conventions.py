@@ -83,7 +83,7 @@ def test_forms_of_layers(function: Call, shared_model: Any) -> None:
     for form in (1, -1, np.int64(1), torch.tensor([1])):
         pd.testing.assert_frame_equal(call(function, reading, layers=form), expected)
     for wrong in ({1: [0]}, "1", True, 1.0):
-        with pytest.raises(ValueError, match="^layers must"):
+        with pytest.raises(ValueError, match=r"^layers must"):
             call(function, reading, layers=wrong)
 
 
@@ -99,5 +99,5 @@ def test_forms_of_heads(function: Call, shared_model: Any) -> None:
     both = call(function, reading, heads=[(1, 3), (0, 2)])
     assert both[["layer", "head"]].values.tolist() == [[0, 2], [1, 3]]
     for wrong in ({1: [3]}, "3", True, [3, (1, 3)], [(1, 9)]):
-        with pytest.raises(ValueError, match="^heads must"):
+        with pytest.raises(ValueError, match=r"^heads must"):
             call(function, reading, heads=wrong)

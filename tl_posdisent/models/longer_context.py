@@ -50,13 +50,15 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
         >>> logits.shape, bool(torch.allclose(logits[:, :512], model(tokens[:, :512]), atol=1e-3))
         (torch.Size([1, 600, 1024]), True)
     """
-    check_integer("length", length, 1)
     reading = read_model(model)
     model = reading.model
+    check_integer("length", length, 1)
+    if len(reading.attention) + len(reading.without_attention) < reading.n_layers:
+        reading = read_model(model)  # tables of all layers are extended
     with restored(model):
         grown = [
             (slot, _grown(spec, slot, length))
-            for spec in reading.specs()
+            for spec in reading.attention
             for slot in facts.table_slots(model.blocks[spec.layer].attn)
             if len(slot.table) < length
         ]

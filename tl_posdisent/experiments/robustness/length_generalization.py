@@ -248,7 +248,7 @@ def length_generalization(
         >>> bool(plain["loss"][2] > plain["loss"][0] + 0.5), bool(kept["loss"][2] < plain["loss"][2] - 0.5)
         (True, True)
     """
-    reading = read_model(model, layers)
+    reading = read_model(model)
     model, specs = reading.model, reading.specs(layers)
     check_choice("by", by, get_args(By))
     batch = read_texts(model, tokens, attention_mask)
@@ -263,7 +263,7 @@ def length_generalization(
     read = torch.stack([text[: edges[-1]] for text in texts])
     given = list(hooks or [])
     rows: list[dict[str, Any]] = []
-    with torch.no_grad(), longer_context(model, max(edges[-1], end)):
+    with torch.no_grad(), longer_context(reading, max(edges[-1], end)):
         typical = _typical(model, read[:, :end], specs, edges[0])
         with tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
             observers = [

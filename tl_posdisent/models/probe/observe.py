@@ -82,7 +82,7 @@ def masked_below(seen: Seen) -> float:
 
 
 def _masked_below(*dtypes: torch.dtype) -> float:
-    return max(-1e30, *(torch.finfo(dtype).min / 4 for dtype in dtypes))
+    return max([-1e30, *(torch.finfo(dtype).min / 4 for dtype in dtypes)])
 
 
 def is_masked(scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
