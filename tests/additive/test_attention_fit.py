@@ -268,3 +268,11 @@ def test_queries_and_keys_are_their_scores(options: dict, monkeypatch: pytest.Mo
     assert expected.direction is not None
     for name in ("distance", "key", "direction", "sink", "kl", "explained", "explained_key", "explained_distance"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-6)
+
+
+def test_importances_alone_may_span_hundreds_of_nats() -> None:
+    """Where attention is local, the best importances rise to the end of the text."""
+    i = torch.arange(160).double()
+    fit = fit_attention(-6 * (i[:, None] - i).abs().log1p() + torch.randn(160, 160, dtype=torch.float64))
+    assert fit.explained_key.item() > 0.5
+    assert fit.explained.item() > fit.explained_key.item()

@@ -74,15 +74,15 @@ def test_normalisers_of_any_size_are_right(span: int, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("name", ["causal-40", "fewer-queries"])
-@pytest.mark.parametrize("span", [1, 300])
-def test_importances_alone_need_prefix_sums_only(name: str, span: int) -> None:
+@pytest.mark.parametrize("span", [1, 300, 900])
+def test_importances_alone_are_prefix_sums(name: str, span: int) -> None:
     layout = layout_of(CASES[name])
     stacked = torch.zeros(2, 1, layout.n_coefficient, dtype=torch.float64)
-    layout.split(stacked)[1].copy_(span * torch.rand(2, 1, 1, layout.n_key))
+    layout.split(stacked)[1].copy_(span * torch.linspace(0, 1, layout.n_key))
     x = torch.zeros_like(stacked)
     layout.split(x)[1].normal_()
     fast, slow = AttentionSums(layout, stacked, keys_alone=True), AttentionSums(layout, stacked, direct=True)
-    assert fast.n_direct == 0
+    assert (fast.n_direct > 0) == (name == "causal-40" and span == 900)  # no number is below e^-700
     torch.testing.assert_close(fast.log_z, slow.log_z, rtol=0, atol=1e-9)
     pairs = ((fast.marginals, slow.marginals), (fast.product(x), slow.product(x)), (fast.diagonal, slow.diagonal))
     for found, expected in pairs:

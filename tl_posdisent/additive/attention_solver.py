@@ -19,7 +19,7 @@ from torch import Tensor
 from .attention_sums import AttentionSums, Layout, Stacked
 
 AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
-_LONGEST = 8.0  # nats that a step may change a coefficient by
+_LONGEST = 8.0  # nats that a sweep may change a coefficient by
 _MAX_STEPS, _MAX_PRODUCTS = 60, 400
 _LEAST = 1e-3  # of its marginal, that a diagonal entry is taken to be
 _NEGLIGIBLE = 1e-12  # of the largest eigenvalue of the features' second moments
@@ -197,8 +197,7 @@ def _line_search(
 ) -> Coefficients:
     """Halve the step of each system until it lowers the objective as it should."""
     slope = (gradient * step).sum(-1, keepdim=True)
-    longest = design.expand(step).abs().flatten(1).amax(-1, keepdim=True)
-    length = (_LONGEST / longest).clamp_max(1)
+    length = torch.ones_like(slope)
     for _ in range(40):
         moved = torch.addcmul(x, length, step)
         stacked = design.expand(moved)

@@ -23,6 +23,7 @@ from .cells import Cells, cell_distances, diagonal_sums
 # Transforms err by about 2e-16 of the product of the norms of what is convolved, so a normaliser above this part of
 # that product is good to about 1e-10.
 _SAFE = 2e-6
+_TINY = 1e-140  # normalisers whose inverse squares overflow soon
 _TILE = 64  # queries that are formed cell by cell together
 _STORED = 2**26  # cells of a pattern that are kept from one product to the next; beyond, they are formed anew
 _BLOCK = 2**21  # cells that are formed at a time
@@ -310,11 +311,7 @@ class _Transforms:
         z = self._at_queries(self._distance_spectrum * self._key_spectrum)
         norms = torch.linalg.vector_norm(self._distance, dim=-1) * torch.linalg.vector_norm(self._key, dim=-1)
         bad = (z < _SAFE * norms.sum(-1, keepdim=True)) & layout.queries
-        touched = bad.flatten(0, -2).any(0).nonzero()[:, 0] // _TILE
-        self.unsafe = [tiles[t] for t in touched.unique().tolist()]
-        safe = layout.queries.expand(z.shape).clone()
-        for rows in self.unsafe:
-            safe[..., rows] = False
+        self.unsafe, safe = _unsafe_tiles(bad, layout, tiles)
         self.log_z = torch.where(safe, z.log() + shift[..., None], 0.0)
         self._inverse = torch.where(safe, 1 / z, 0.0)
         self._inverse_spectrum = self._spectrum_of_queries(self._inverse)
@@ -362,17 +359,30 @@ class _Transforms:
         return torch.addcmul(torch.cat([of_distance, of_key.flatten(-2)], -1), self.marginals, x)
 
 
+def _unsafe_tiles(
+    bad: Bool[Tensor, "system text query"], layout: Layout, tiles: list[slice]
+) -> tuple[list[slice], Bool[Tensor, "system text query"]]:
+    """Tiles with queries that are bad, and the queries with cells in the other tiles."""
+    touched = bad.flatten(0, -2).any(0).nonzero()[:, 0] // _TILE
+    unsafe = [tiles[t] for t in touched.unique().tolist()]
+    safe = layout.queries.expand(bad.shape).clone()
+    for rows in unsafe:
+        safe[..., rows] = False
+    return unsafe, safe
+
+
 class _PrefixSums:
     """Importances of keys alone under a causal mask: sums over the keys so far. They keep small normalisers."""
 
     def __init__(self, layout: Layout, stacked: Stacked, tiles: list[slice]) -> None:
-        self._layout, self.unsafe = layout, tiles[:0]
+        self._layout = layout
         by_key = layout.split(stacked)[1][..., 0, :].masked_fill(~layout.keys, -torch.inf)
         level = by_key.amax(-1, keepdim=True)
         self._key = (by_key - level).exp_()
         z = self._at_queries(self._key)
-        self._inverse = torch.where(layout.queries, 1 / z, 0.0)
-        self.log_z = torch.where(layout.queries, z.log() + level, 0.0)
+        self.unsafe, safe = _unsafe_tiles((z < _TINY) & layout.queries, layout, tiles)
+        self._inverse = torch.where(safe, 1 / z, 0.0)
+        self.log_z = torch.where(safe, z.log() + level, 0.0)
         self._sums = self._at_keys(self._inverse)
         self.marginals = self._stacked(self._key * self._sums)
 

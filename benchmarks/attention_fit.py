@@ -1,0 +1,160 @@
+"""Additive attention: compared with Poisson fixed effects and torch's L-BFGS, and its time by length."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pandas as pd
+import torch
+from common import device, medians, report, seconds
+
+from tl_posdisent import fit_attention
+from tl_posdisent.additive import fit_attention_qk
+
+HEADS = 8
+
+
+def scores_like_a_model(length: int, heads: int = HEADS, sharpness: float = 1.0) -> torch.Tensor:
+    """A slope, loud keys, a sink, and noise."""
+    generator = torch.Generator().manual_seed(0)
+    i = torch.arange(length)
+    distance = -2 * torch.log1p((i[:, None] - i).clamp_min(0).float())
+    keys = torch.randn(heads, 1, length, generator=generator)
+    keys[..., 0] += 4
+    noise = torch.randn(heads, length, length, generator=generator)
+    return sharpness * (distance + keys + noise).to(device())
+
+
+def pattern_of(scores: torch.Tensor) -> torch.Tensor:
+    """What is fitted, with the pseudo-count."""
+    inside = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    pattern = scores.double().masked_fill(~inside, -torch.inf).softmax(-1)
+    return 0.999 * pattern + 0.001 * inside / inside.sum(-1, keepdim=True)
+
+
+def divergence(pattern: torch.Tensor, fitted: torch.Tensor) -> float:
+    """Mean over heads of the sum over queries."""
+    return float((torch.special.xlogy(pattern, pattern) - torch.special.xlogy(pattern, fitted)).sum() / len(pattern))
+
+
+def lbfgs(pattern: torch.Tensor, goal: float) -> float:
+    """Of the dense logits, until the divergence is the goal."""
+    length = pattern.shape[-1]
+    i = torch.arange(length, device=pattern.device)
+    distance, inside = (i[:, None] - i).clamp_min(0), i[:, None] >= i
+    d, k = (pattern.new_zeros(len(pattern), length, requires_grad=True) for _ in range(2))
+    entropy = torch.special.entr(pattern).sum() / len(pattern)
+    optimiser = torch.optim.LBFGS([d, k], max_iter=20, history_size=20, line_search_fn="strong_wolfe")
+    last = torch.inf
+
+    def loss() -> torch.Tensor:
+        nonlocal last
+        optimiser.zero_grad()
+        logits = (d[:, distance] + k[:, None]).masked_fill(~inside, -torch.inf)
+        x = (logits.logsumexp(-1).sum() - (pattern * logits.masked_fill(~inside, 0.0)).sum()) / len(pattern)
+        x.backward()
+        last = float(x.detach() - entropy)
+        return x
+
+    for _ in range(100):
+        optimiser.step(loss)
+        if last <= goal:
+            break
+    return last
+
+
+def fepois(pattern: torch.Tensor) -> float:
+    """Fixed effects of query, distance and key, head by head."""
+    import pyfixest
+
+    i, j = np.tril_indices(pattern.shape[-1])
+    total = 0.0
+    for head in pattern.cpu().numpy():
+        y = head[i, j]
+        table = pd.DataFrame({"y": y, "i": i, "j": j, "d": i - j})
+        fit = pyfixest.fepois("y ~ 1 | i + j + d", table, iwls_tol=1e-8, fixef_rm="none")
+        mu = np.asarray(fit.predict(type="response"))
+        total += float((y * np.log(y / mu)).sum())
+    return total / len(pattern)
+
+
+def against_others() -> None:
+    rows = []
+    for length in (512, 2048):
+        scores = scores_like_a_model(length)
+        pattern = pattern_of(scores)
+        ours = divergence(pattern, fit_attention(scores).pattern().clamp_min(1e-300))
+        for name, rival in {"fepois": fepois, "L-BFGS": lambda p, goal=ours: lbfgs(p, goal * (1 + 1e-6))}.items():
+            try:
+                reached = rival(pattern)
+            except ImportError as missing:
+                print(f"{name} left out: {missing}")
+                continue
+            one = medians({"ours": lambda scores=scores: fit_attention(scores)}, repeats=3)
+            time = seconds(lambda rival=rival, pattern=pattern: rival(pattern))
+            row = {"length": length, "against": name, "ours s": one["ours"], "theirs s": time}
+            rows.append(row | {"times faster": time / one["ours"], "KL ours": ours, "KL theirs": reached})
+    report("attention_fit", f"Additive attention of {HEADS} heads, with both parts alone, by scores", rows)
+
+
+def multiples_of_a_pass() -> None:
+    rows = []
+    for length in (512, 2048):
+        for sharpness in (0.5, 1.0, 2.0):
+            scores = scores_like_a_model(length, sharpness=sharpness)
+            times = medians(
+                {"fit": lambda s=scores: fit_attention(s), "pass": lambda s=scores: pattern_of(s)}, repeats=3
+            )
+            row = {"length": length, "sharpness": sharpness, "fit s": times["fit"], "softmax s": times["pass"]}
+            rows.append(row | {"ratio": times["fit"] / times["pass"], **steps(scores)})
+    report("attention_passes", f"Additive attention of {HEADS} heads, as multiples of a softmax in float64", rows)
+
+
+def steps(scores: torch.Tensor) -> dict[str, int]:
+    """Newton steps, products with the Hessian, and queries formed cell by cell at the end."""
+    from tl_posdisent.additive import attention_fit
+
+    found, solve = [], attention_fit.solve_attention
+
+    def counted(*arguments: object) -> object:
+        found.append(solve(*arguments))
+        return found[-1]
+
+    attention_fit.solve_attention = counted
+    try:
+        fit_attention(scores)
+    finally:
+        attention_fit.solve_attention = solve
+    first = found[: max(1, len(found) // 3)]  # the whole model; its parts alone follow
+    names = ("steps", "products")
+    return {name: max(getattr(x, name) for x in first) for name in names} | {
+        "direct queries": max(x.sums.n_direct for x in first)
+    }
+
+
+def by_length() -> None:
+    rows = []
+    for length in (2048, 4096, 8192, 16384, 32768):
+        generator = torch.Generator().manual_seed(0)
+        q, k = (torch.randn(length, 1, 64, generator=generator).to(device()) for _ in range(2))
+        time = seconds(lambda q=q, k=k: fit_attention_qk(q, k, scale=0.125))
+        one_pass = seconds(lambda q=q, k=k: softmax_in_blocks(q[:, 0], k[:, 0]))
+        rows.append({"length": length, "seconds": time, "one pass s": one_pass, "ratio": time / one_pass})
+    report("attention_by_length", "Additive attention of one head from q and k, d_head 64", rows)
+
+
+def softmax_in_blocks(q: torch.Tensor, k: torch.Tensor) -> float:
+    """One pass over the pattern, as plainly as it can be done."""
+    total = 0.0
+    for row in range(0, len(q), 64):
+        scores = q[row : row + 64].double() @ k[: row + 64].double().T * 0.125
+        seen = torch.arange(scores.shape[1]) <= torch.arange(row, row + 64)[:, None]
+        total += float(scores.masked_fill(~seen.to(scores.device), -torch.inf).softmax(-1).sum())
+    return total
+
+
+if __name__ == "__main__":
+    chosen = sys.argv[1:] or ["against_others", "multiples_of_a_pass", "by_length"]
+    for name in chosen:
+        globals()[name]()
