@@ -1,5 +1,5 @@
-# `make` alone says what there is. Everything is installed into .venv, .venv-tl4 and .venv-oldest beside
-# this file and nowhere else; a stamp in each remembers what was installed, so that only the first call takes a minute.
+# `make` alone lists the targets. Everything is installed into .venv, .venv-tl4 and .venv-oldest beside this file; a
+# stamp in each records what was installed, so that only the first call takes a minute.
 
 PYTHON     ?= python3
 WORKERS    ?= 2
@@ -8,23 +8,22 @@ TORCH_ARGS ?=
 # Not the oldest, 2.6.0, of which PyPI has no build for CPUs: see requirements/oldest.txt.
 OLDEST_TORCH ?= 2.13.0
 
-# pip is told what to take by the constraints; torch goes first, alone, so that TORCH_ARGS concern only it.
+# Constraints determine pip's versions; torch is installed first, alone, so that TORCH_ARGS apply to it only.
 PIP = -m pip install --quiet --no-input --disable-pip-version-check
-# Nothing here asks a hub for anything.
+# No target downloads from a hub.
 OFFLINE = HF_HUB_OFFLINE=1
 # One process per core, one thread per process. An ARGS of your own is appended: make test ARGS='-k additive'
 PYTEST = -m pytest -n $(WORKERS) $(ARGS)
 # Without the check of every annotation at every call, which `make test-all` makes.
 UNCHECKED = -o addopts='--doctest-modules --strict-markers --strict-config'
-# What shows old versions: every tool on every architecture, what asks TransformerLens for something, and what hands
-# numbers to pandas, plotly, rich and typer. Annotations are not checked: TransformerLens 2 pins a beartype too old for it.
+# Tests for old versions: every tool on every architecture, and tests that use TransformerLens, pandas, plotly, rich and
+# typer. Annotations are not checked: TransformerLens 2 pins a beartype too old for it.
 OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/%.py, \
     docs/test_support_table docs/test_docs models/test_zoo demo/test_demo \
     additive/test_fit_inputs experiments/test_additivity hooks/test_position_hooks hooks/test_ablate \
     experiments/test_head_patching experiments/test_component_patching models/test_chunked_scores synthetic/test_transformer \
     viz/test_plots viz/test_widgets cli/test_fit_command sweeps/test_sweep)
-# Alike in every lane, and not quick: what a browser draws, what processes and files survive, what a shell sees. They run
-# in the first.
+# Slow tests that do not depend on the versions (browsers, processes, files, shells): they run in one environment only.
 ALIKE = --ignore=tests/browser $(addprefix --ignore=tests/, \
     sweeps/test_sweep.py cli/test_sweep_command.py sweeps/test_process_pools.py synthetic/test_training_faults.py \
     cli/test_cli_docs.py cli/test_shell.py additive/test_fuzz_fits.py rope/test_fuzz_rotations.py \
@@ -36,7 +35,7 @@ help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  ARGS= (more for pytest, or synthetic)  TORCH_ARGS= (more for pip, for torch only)"
 
-demo: .venv/run.stamp ## from nothing: install, fit the heads of the demo model, and write out/demo.csv and the page out/demo.html
+demo: .venv/run.stamp ## install, fit the heads of the demo model, and write out/demo.csv and the page out/demo.html
 	mkdir -p out
 	$(OFFLINE) .venv/bin/tl-posdisent fit --model demo --out out/demo.csv
 	$(OFFLINE) .venv/bin/tl-posdisent report --model demo --out out/demo.html
@@ -44,28 +43,28 @@ demo: .venv/run.stamp ## from nothing: install, fit the heads of the demo model,
 synthetic: .venv/run.stamp ## train five position encodings on two tasks and save the tables in out/synthetic/ (minutes)
 	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)
 
-test: .venv/dev.stamp ## every law on its cheapest carrier, and the doctests, in some three minutes
+test: .venv/dev.stamp ## every law on the smallest model that can show it, and the doctests, in about three minutes
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow" $(UNCHECKED)
 
-test-slow: .venv/dev.stamp ## what make test leaves out: further architectures, processes, browsers, long runs
+test-slow: .venv/dev.stamp ## the tests that make test leaves out: further architectures, processes, browsers, long runs
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m slow
 
 test-all: test test-slow test-tl4 test-oldest ## all tests, with all versions of TransformerLens
 
-fuzz: .venv/dev.stamp ## laws against 20 000 examples that are drawn anew each time (FUZZ=100000: so many)
+fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets the number)
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --dist worksteal tests/*/test_fuzz_*.py
 
-test-tl4: .venv-tl4/dev.stamp ## the same with the newest TransformerLens 4, but for what has nothing to do with it
+test-tl4: .venv-tl4/dev.stamp ## all tests that depend on versions, with the newest TransformerLens 4
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) $(ALIKE)
 
-test-oldest: .venv-oldest/dev.stamp ## what stands on other packages, with the oldest that pyproject.toml allows
+test-oldest: .venv-oldest/dev.stamp ## tests that use other packages, with the oldest versions that pyproject.toml allows
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) $(OLDEST_TESTS)
 
 lint: .venv/dev.stamp ## ruff: mistakes and formatting
 	.venv/bin/python -m ruff check .
 	.venv/bin/python -m ruff format --check .
 
-format: .venv/dev.stamp ## let ruff put right what lint complains of, as far as it can
+format: .venv/dev.stamp ## apply ruff's fixes
 	.venv/bin/python -m ruff check --fix .
 	.venv/bin/python -m ruff format .
 
@@ -84,10 +83,10 @@ coverage: .venv/dev.stamp ## all tests, and which lines and branches of additive
 	$(OFFLINE) OMP_NUM_THREADS=1 COVERAGE_FILE=out/.coverage .venv/bin/python $(PYTEST) --cov-branch --cov-fail-under=95 \
 	    $(addprefix --cov=tl_posdisent.,additive rope models hooks) --cov-report=term-missing:skip-covered
 
-mutants: .venv/mutants.stamp ## small errors put into additive/ and rope/ and how many the tests notice: ARGS='--per-file 3 rope/rotary rope/moments'
+mutants: .venv/mutants.stamp ## small errors in additive/ and rope/, and how many the tests detect: ARGS='--per-file 3 rope/rotary rope/moments'
 	.venv/bin/python tests/support/mutants.py $(ARGS)
 
-dist: .venv/dev.stamp ## build dist/, and try the wheel alone in a new environment
+dist: .venv/dev.stamp ## build dist/, and test the wheel in a new environment
 	rm -rf dist .venv-dist
 	.venv/bin/python -m build --no-isolation --outdir dist .
 	$(PYTHON) -m venv .venv-dist
