@@ -273,7 +273,7 @@ def _wait(ended: threading.Event) -> None:
 
 
 class _Stopped(BaseException):
-    """Unwinds the forward pass when nobody waits for more layers."""
+    """Unwinds the forward pass when the caller wants no more layers."""
 
 
 def _listeners(wanted: Sequence[_Wanted], hand_over: Callable[[Any], None]) -> list[Hook]:

@@ -53,7 +53,7 @@ def train(
     """Train a synthetic model on a task, in place.
 
     Everything that is drawn (order of samples, dropout) follows from ``config.seed`` and the number of the step; the
-    global random state is left alone. So a training that was stopped and taken up again ends, on a CPU with the same
+    global random state is left alone. So a training run that was interrupted and resumed ends, on a CPU with the same
     number of threads, with the same weights to the last bit as one that was not.
 
     Ctrl-C lets the step under way end, keeps a checkpoint and the state in ``folder``, and raises
