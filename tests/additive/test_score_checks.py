@@ -62,6 +62,13 @@ def test_one_head_masked_and_two_tokens(value: float) -> None:
         fit_additive(two, mask="full")
 
 
+def test_one_number_three_times_beside_very_different_scores() -> None:
+    """Scores of a sharp head are far from each other too: three tokens, and three cells of the future."""
+    scores = torch.tensor([[-900.0, 0, 0], [1100.0, 30.0, 0], [-20.0, 700.0, 5.0]]).masked_fill(~allowed(3, 3), -65504)
+    with pytest.raises(ValueError, match=r'and 2 more such cells; pass mask="causal"'):
+        fit_additive(scores, mask="full")
+
+
 def test_a_boolean_mask_is_taken_as_it_is() -> None:
     scores = masked(scores_of(torch.float64), allowed(LENGTH, LENGTH), -1e4, "replaced")
     everything = torch.ones(LENGTH, LENGTH, dtype=torch.bool)

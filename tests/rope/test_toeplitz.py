@@ -186,3 +186,12 @@ def test_a_toeplitz_matrix_is_all_toeplitz_and_an_anti_one_as_little_as_chance()
     torch.testing.assert_close(toeplitz_share(by_distance, mask="full"), torch.tensor(1.0, dtype=torch.float64))
     by_sum = normal(59)[i[:, None] + i]
     assert float(toeplitz_share(by_sum, mask="full")) < 0.2
+
+
+def test_scores_that_vary_by_rounding_alone_have_no_share() -> None:
+    for value in (0.1, -3.7, 12345.678):
+        constant = torch.full((2, 9, 9), value, dtype=torch.float64)
+        nearly = constant * (1 + 2**-52 * torch.randint(0, 3, constant.shape))
+        for scores in (constant, nearly):
+            assert bool(toeplitz_share(scores).isnan().all())
+            assert bool(toeplitz_share(scores, pool=True).isnan().all())
