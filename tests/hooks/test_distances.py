@@ -20,6 +20,7 @@ from support.lies import (
 from torch import Tensor
 
 from tl_posdisent import dummy_distance, read_layers, remap_distance
+from tl_posdisent.hooks.rotation_edits import PositionMap
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "halved": lambda d: 3 - d / 2,
@@ -40,7 +41,7 @@ def test_any_function_of_the_distance(kind: str, name: str, name_of_map: str, sh
     close(mixed_of(model, hooks), expected, 2e-5)
     close(mixed_of(model, remap_distance(model, matrix)), expected, 2e-5)
     close(mixed_of(model, remap_distance(model, matrix[None])), expected, 2e-5)  # never by rotation
-    by_rotation = "turn" in {act.__name__ for _, act in hooks}
+    by_rotation = all(isinstance(act.intervention.edit, PositionMap) for _, act in hooks)  # the most exact way
     assert by_rotation == (name_of_map in ("halved", "constant"))
     if name_of_map == "constant":
         assert torch.equal(logits(model, dummy_distance(model, 5)), logits(model, hooks))
