@@ -18,6 +18,7 @@ from tl_posdisent import (
     capture,
     drop_component,
     dummy_distance,
+    head_patching,
     lambda_mask,
     limit_frequencies,
     patch_scores,
@@ -191,3 +192,29 @@ def test_hooks_that_a_function_hides_are_refused(shared_model: Any) -> None:
         outer.f = inner
     with pytest.raises(ValueError, match="a hook of dummy_distance is called by a function that hides it"):
         logits(model, hidden)
+
+
+def test_results_that_are_no_pattern_times_values_are_refused() -> None:
+    """Gemma 4 normalises its values behind hook_v and discards edited patterns: its own pattern would change it."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Gemma4ForCausalLM"):
+        pytest.skip("this version of transformers has no Gemma 4")
+    config = transformers.Gemma4TextConfig(
+        vocab_size=zoo.VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        global_head_dim=16,
+        max_position_embeddings=128,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+    )
+    config._attn_implementation = "eager"
+    whole = transformers.Gemma4ForCausalLM(config).float().eval()
+    zoo.randomise(whole, 0.1, 1.0)
+    model = zoo.as_bridge(whole)
+    with pytest.raises(ValueError, match="is not its pattern times hook_v"):
+        head_patching(model, TOKENS, TOKENS.flip(1), lambda x, t: x[:, -1, 3], activation="pattern", progress=False)

@@ -109,6 +109,11 @@ def test_gradients_flow(kind: str, name: str, lie: Any) -> None:
         (lambda m: remap_distance(m, lambda d: d[:-1]), r"same shape \(.*\), got shape \(\d+,\)"),
         (lambda m: remap_distance(m, lambda d: 1 / d), "got values that are not finite"),
         (lambda m: remap_distance(m, torch.log), "got values that are not finite"),
+        (
+            lambda m: remap_distance(m, lambda d: min(d, 16)),
+            r"distances is called with a .*tensor .* d\.clamp\(max=16\)",
+        ),
+        (lambda m: dummy_distance(m, 3, heads={0: [1]}), "heads must be an integer, integers, or pairs .* got {0: "),
     ],
 )
 def test_what_is_no_position_and_no_distance(call: Any, message: str, shared_model: Any) -> None:

@@ -21,8 +21,11 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
-        hooks: ``[(hook name, function), ...]`` as every intervention of this package returns them. Concatenate lists
-            to combine interventions.
+        hooks: ``[(hook name, function), ...]`` as every intervention of this package returns them. Concatenated or
+            nested lists act together, in any order alike: on each head at most one position intervention (swapped
+            positions, a dummy or remapped distance, the Λ-mask), with interpolation, frequency limits and phase noise;
+            on its scores, edits of components; on its result, one ablation. What does not compose is a ``ValueError``
+            while the model runs.
 
     Yields:
         The model itself.

@@ -56,8 +56,8 @@ def limit_frequencies(
     Raises:
         ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; a band above 0 that holds no
             frequency of any of the layers; an unknown mode; a model or layer without rotary embeddings or without the
-            hooks for it; layers or heads out of range or repeated. While running, where vectors are turned or scores
-            recomputed: texts in parts (a key/value cache), padding.
+            hooks for it; layers or heads out of range or repeated. While running: a KV cache
+            that was not filled under these hooks.
 
     Example:
         >>> import torch

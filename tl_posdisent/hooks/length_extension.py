@@ -47,8 +47,8 @@ def lambda_mask(
 
     Raises:
         ValueError: numbers that are no integers or too small; a model or layer that is not causal, has no rotary
-            embeddings or lacks the hooks; layers or heads out of range or repeated. While running: parts of texts (a
-            key/value cache), padding on the left, positions that are not 0, 1, 2 ….
+            embeddings or lacks the hooks; layers or heads out of range or repeated. While running: a KV cache that
+            was not filled under these hooks, another position intervention on the same head.
 
     Example:
         >>> from tl_posdisent import demo_tokens, lambda_mask, load_demo_model

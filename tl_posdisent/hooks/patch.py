@@ -108,7 +108,7 @@ def patch_scores(
 
     Raises:
         ValueError: unknown components; scores of wrong shape; a layer or heads out of range; a layer whose scores
-            cannot be changed. While running: a text of another shape, padding, scores that are not finite.
+            cannot be changed. While running: a text of another shape or padding, scores that are not finite.
 
     Example:
         >>> from tl_posdisent import capture, demo_text, demo_tokens, load_demo_model, patch_scores

@@ -52,7 +52,7 @@ def phase_noise(
     Raises:
         ValueError: a model or layer without rotary embeddings or without the hooks for it; angles of wrong rank or not
             finite, a negative standard deviation or seed; layers or heads out of range or repeated. While running:
-            angles that do not fit the text or the subspaces; parts of texts (a key/value cache).
+            angles that do not fit the text or the subspaces; a KV cache that was not filled under these hooks.
 
     Example:
         >>> import torch

@@ -42,7 +42,9 @@ def swap_positions(
 
     Args:
         model: a model with rotary embeddings.
-        positions: ``(pos,)`` for all texts or ``(batch, pos)``; any finite real numbers.
+        positions: ``(pos,)`` or ``(batch, pos)``, any finite real numbers, one for each slot of the batch, padding
+            included; or a function from a float64 tensor of the tokens' own positions (0 for a text's first token,
+            whatever the padding before it) to one of the same shape, for texts of any length and for generation.
         layers: default all that rotate.
         heads: query heads, default all. A head that shares its keys with others gets its own view of them.
 
@@ -52,7 +54,7 @@ def swap_positions(
     Raises:
         ValueError: a model or layer without rotary embeddings or without the hooks for it; positions of wrong rank
             or not finite; layers or heads out of range or repeated. While running: positions whose length is not that
-            of the text.
+            of the text, a second position intervention on the same head, a KV cache not filled under these hooks.
 
     Example:
         >>> import torch
