@@ -22,6 +22,7 @@ from tl_posdisent.models.loading.load import (
     has_hooked,
     hooked_from_hf,
 )
+from tl_posdisent.utils.validation import is_integer
 
 BOS = "<|endoftext|>"
 
@@ -78,7 +79,7 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
     (torch.Size([1, 3]), 0)
     """
     ids = demo_tokenizer().encode(demo_text())
-    if isinstance(length, bool) or not isinstance(length, int):
+    if not is_integer(length):
         raise ValueError(f"length must be an integer, got {length!r}")
     if not 1 <= length <= len(ids):
         raise ValueError(f"length must be between 1 and {len(ids)}, the length of the demo text, got {length}")

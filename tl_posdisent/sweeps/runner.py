@@ -32,6 +32,7 @@ from tl_posdisent.sweeps.storage import (
     write_part,
 )
 from tl_posdisent.utils.files import locked
+from tl_posdisent.utils.validation import check_integer
 
 # A worker runs one job after the other, one model at a time, and writes each result to disk before the next begins.
 
@@ -144,8 +145,8 @@ def sweep(
     listed, folder = list(dict.fromkeys(_checked(jobs))), Path(out).resolve()
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise ValueError(f"executor must be a concurrent.futures.Executor or None, got {type(executor).__name__}")
-    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
-        raise ValueError(f"chunk must be an integer of at least 1, or None, got {chunk!r}")
+    if chunk is not None:
+        chunk = check_integer("chunk", chunk, 1)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out must be a folder, or a path where one can be made, got the file {folder}")
     different = list({job.hash: job for job in listed}.values())

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.validation import check_flag, check_integer
 
 EncodingName = Literal["none", "sinusoidal", "learned", "t5", "relative", "alibi", "rope", "absolute_rope", "mla"]
 """Position encodings; see ``encodings.py``."""
@@ -98,8 +98,7 @@ class SyntheticConfig:
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
         _check_integers(self)
-        if not isinstance(self.causal, bool):
-            raise ValueError(f"causal must be True or False, got {self.causal!r}")
+        check_flag("causal", self.causal)
         if not _is_number(self.rope_base) or not 0 < self.rope_base < math.inf:
             raise ValueError(f"rope_base must be a finite number above 0, got {self.rope_base!r}")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores
+from tl_posdisent.utils.validation import check_flag
 
 from .selection import Choice, choose
 
@@ -66,8 +67,7 @@ def causal(fit: AdditiveFit) -> bool:
 
 def parts_of(fit: AdditiveFit, choice: Choice, scores: Tensor | None, *, centred: bool) -> dict[str, Matrices]:
     """All parts of the chosen cells, 0 outside the mask; without the intercept if ``centred``."""
-    if not isinstance(centred, bool):
-        raise ValueError(f"centred must be True or False, got {centred!r}")
+    check_flag("centred", centred)
     parts, mean, inside = _cells(fit, choice, choice.positions)
     fitted = parts["distance"] + parts["query"] + parts["key"] + (0.0 if centred else mean)
     parts["fitted"] = fitted

@@ -26,6 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.utils.files import whole_file
+from tl_posdisent.utils.validation import check_flag
 
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -62,8 +63,7 @@ class Widget(RenderedHTML):  # type: ignore[misc]
 
     def __init__(self, body: str, draw: str, *, title: str, cdn: bool = False) -> None:
         """``draw`` is JavaScript, a function of the library and of the element with ``body``; both are trusted."""
-        if not isinstance(cdn, bool):
-            raise ValueError(f"cdn must be True or False, got {cdn!r}")
+        check_flag("cdn", cdn)
         self._body, self._draw = body, draw
         self.title, self.cdn = title, cdn
 

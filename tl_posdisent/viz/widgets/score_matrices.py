@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.utils.validation import is_integer
 
 from .fit_cells import additive_pattern, causal, check_alike, check_fit, choose_of, parts_of
 from .layout import head_selector
@@ -138,7 +139,7 @@ def show_parts(
     check_fit(fit)
     if scores is not None:
         check_alike(fit, "scores", scores)
-    if isinstance(head, bool) or not isinstance(head, int):
+    if not is_integer(head):
         raise ValueError(f"head must be an integer, got {head!r}")
     shown = _PARTS if scores is not None else tuple(p for p in _PARTS if p not in ("scores", "residual"))
     choice = choose_of(

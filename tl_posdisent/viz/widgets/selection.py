@@ -12,6 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.models.spec import select
+from tl_posdisent.utils.validation import check_flag, is_integer
 
 from .offline import axis_token
 
@@ -79,8 +80,7 @@ def choose(
     at = select("positions", positions, n_key)
     if at != sorted(at):
         raise ValueError(f"positions must be ascending, got {at}")
-    if not isinstance(raster, bool):
-        raise ValueError(f"raster must be True or False, got {raster!r}")
+    check_flag("raster", raster)
     check_cells(len(chosen), len(at), max_cells, charts=charts, more=0 if raster else more, raster=raster)
     labels = [axis_token(words[i]) for i in at]
     if at != list(range(len(at))):
@@ -96,7 +96,7 @@ def check_batch(batch: Sequence[int], text: int) -> tuple[int, int]:
             f"{len(batch)} leading axes: {tuple(batch)}"
         )
     texts, n_heads = _two(batch)
-    if isinstance(text, bool) or not isinstance(text, int) or not 0 <= text < texts:
+    if not is_integer(text) or not 0 <= text < texts:
         raise ValueError(f"text must be an integer from 0 to {texts - 1}, got {text!r}")
     return texts, n_heads
 
@@ -117,7 +117,7 @@ def check_tokens(tokens: Any, length: int) -> list[str]:
 
 def check_cells(n_heads: int, length: int, max_cells: int, *, charts: int, more: int = 0, raster: bool = False) -> None:
     """Raise for more cells than a browser can draw; the error suggests selections that fit."""
-    if isinstance(max_cells, bool) or not isinstance(max_cells, int) or max_cells < 1:
+    if not is_integer(max_cells) or max_cells < 1:
         raise ValueError(f"max_cells must be a positive integer, got {max_cells!r}")
     if raster:
         max_cells = max(max_cells, IMAGE_CELLS)

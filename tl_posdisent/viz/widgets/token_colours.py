@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.models.spec import select
+from tl_posdisent.utils.validation import is_integer
 
 from .fit_cells import check_fit
 from .layout import coloured_text
@@ -141,7 +142,7 @@ def _show(
 
 
 def _check_values(n_heads: int, length: int, max_values: int) -> None:
-    if isinstance(max_values, bool) or not isinstance(max_values, int) or max_values < 1:
+    if not is_integer(max_values) or max_values < 1:
         raise ValueError(f"max_values must be a positive integer, got {max_values!r}")
     if n_heads * length > max_values:
         raise ValueError(
