@@ -25,10 +25,10 @@ from . import (
 from . import (
     viz as viz,
 )
-from .additive.attention_fit import (
+from .additive.attention.attention_fit import (
     fit_attention as fit_attention,
 )
-from .additive.attention_result import (
+from .additive.attention.attention_result import (
     AttentionFit as AttentionFit,
 )
 from .additive.fit import (
@@ -163,13 +163,13 @@ from .models.loading.random_init import (
 from .models.longer_context import (
     longer_context as longer_context,
 )
-from .models.reading import (
+from .models.reading.model_reading import (
     read_attention as read_attention,
 )
-from .models.reading import (
+from .models.reading.model_reading import (
     read_layers as read_layers,
 )
-from .models.reading import (
+from .models.reading.model_reading import (
     read_model as read_model,
 )
 from .report.build import (

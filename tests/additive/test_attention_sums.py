@@ -9,8 +9,8 @@ import torch
 from support.masks import CASES, Case
 from torch import Tensor
 
-from tl_posdisent.additive import attention_sums
-from tl_posdisent.additive.attention_sums import AttentionSums, Layout, to_batch
+from tl_posdisent.additive.attention import attention_sums
+from tl_posdisent.additive.attention.attention_sums import AttentionSums, Layout, to_batch
 from tl_posdisent.additive.cells import cell_distances, make_cells
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_posdisent import capture, component_patching, fit_additive, patch_scores, position_patching, read_layers
 from tl_posdisent.experiments.causal.metrics import next_token_loss
-from tl_posdisent.models.rotated_qk import listen_scores
+from tl_posdisent.models.reading.rotated_qk import listen_scores
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 OTHER = zoo.random_tokens(seed=1)

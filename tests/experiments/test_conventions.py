@@ -14,7 +14,7 @@ from support import zoo
 from support.public import public_names
 
 import tl_posdisent as tp
-from tl_posdisent.models import reading as reading_module
+from tl_posdisent.models.reading import model_reading as reading_module
 
 TOKENS = zoo.random_tokens(10)
 Call = Callable[..., Any]

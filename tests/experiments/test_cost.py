@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import tl_posdisent as tp
 from tl_posdisent.experiments.attention_scores import additivity as additivity_module
 from tl_posdisent.models import memory
-from tl_posdisent.models.forward import run
 from tl_posdisent.models.memory import count
+from tl_posdisent.models.reading.forward import run
 
 MEASURE = """
 import json, sys

@@ -12,9 +12,9 @@ from support.lies import REAL, TOKENS, UNORDERED, WAYS, by_brute_force, close, e
 from torch import Tensor
 
 from tl_posdisent import capture, patch_vectors, position_patching, read_layers, swap_positions
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.reading import read_rotary_layers
-from tl_posdisent.models.rotated_qk import listen_vectors
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.model_reading import read_rotary_layers
+from tl_posdisent.models.reading.rotated_qk import listen_vectors
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 HEAD = 5

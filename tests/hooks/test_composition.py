@@ -29,7 +29,7 @@ from tl_posdisent import (
     substitute_additive,
     swap_positions,
 )
-from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.reading.forward import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 # Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.

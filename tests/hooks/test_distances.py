@@ -20,7 +20,7 @@ from support.lies import (
 from torch import Tensor
 
 from tl_posdisent import dummy_distance, read_layers, remap_distance
-from tl_posdisent.hooks.rotation_edits import PositionMap
+from tl_posdisent.hooks.planning.rotation_edits import PositionMap
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "halved": lambda d: 3 - d / 2,

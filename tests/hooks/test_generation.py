@@ -23,7 +23,7 @@ from tl_posdisent import (
     substitute_additive,
     swap_positions,
 )
-from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.reading.forward import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 TEXTS = zoo.random_tokens(L)

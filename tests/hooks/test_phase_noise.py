@@ -11,7 +11,7 @@ from support.lies import BROKEN, FEW, REAL, TOKENS, L, close, every_way, logits,
 
 from tl_posdisent import capture, phase_noise, read_layers, swap_positions
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.reading.forward import Hook
 
 SHIFTS = torch.stack([BROKEN - REAL, torch.linspace(-2, 3, L).flip(0)])
 

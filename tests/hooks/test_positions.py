@@ -25,7 +25,7 @@ from support.lies import (
 )
 
 from tl_posdisent import dummy_distance, read_layers, remap_distance, swap_positions
-from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.reading.forward import Hook
 
 
 @pytest.mark.parametrize(("kind", "name"), ROTARY)

@@ -20,7 +20,7 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.reading.forward import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 ORIGINAL, LENGTH = 16, 28  # tokens of the original context, and of the texts here

@@ -11,7 +11,7 @@ from support import zoo
 from torch import Tensor
 
 from tl_posdisent import capture, read_model
-from tl_posdisent.models.forward import modules
+from tl_posdisent.models.reading.forward import modules
 from tl_posdisent.rope import rotate
 
 ORIGINAL = 48  # tokens of the training, of a context of 128

@@ -11,7 +11,7 @@ from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import capture, longer_context, read_attention, swap_positions
-from tl_posdisent.models.probe import attributes as facts
+from tl_posdisent.models.reading import attributes as facts
 
 LONG = zoo.random_tokens(128)
 

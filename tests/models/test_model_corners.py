@@ -12,14 +12,14 @@ import torch
 from support import zoo
 
 import tl_posdisent as tp
-from tl_posdisent.hooks.planner import layer_hooks, replace_scores
-from tl_posdisent.hooks.rotation_edits import FrequencyLimit
-from tl_posdisent.models.forward import check_tokens
+from tl_posdisent.hooks.planning.planner import layer_hooks, replace_scores
+from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit
 from tl_posdisent.models.loading.load import check_device
 from tl_posdisent.models.memory import _of_device
-from tl_posdisent.models.probe.attributes import _number
-from tl_posdisent.models.probe.edit_checks import _judge_turns
-from tl_posdisent.models.probe.observe import listen, misfit, mismatch, visible_cells
+from tl_posdisent.models.reading.attributes import _number
+from tl_posdisent.models.reading.edit_checks import _judge_turns
+from tl_posdisent.models.reading.forward import check_tokens
+from tl_posdisent.models.reading.observe import listen, misfit, mismatch, visible_cells
 
 TOKENS = zoo.random_tokens(10)
 Shared = Callable[[str, str], Any]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_posdisent import capture, read_layers, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.probe.observe import is_masked
+from tl_posdisent.models.reading.observe import is_masked
 
 TOKENS = zoo.random_tokens()
 

@@ -10,7 +10,7 @@ import torch
 from support import zoo
 
 import tl_posdisent as tp
-from tl_posdisent.models.forward import check_tokens
+from tl_posdisent.models.reading.forward import check_tokens
 from tl_posdisent.models.texts import equal_length_texts, read_texts
 
 LENGTHS = [7, 12, 7, 3]

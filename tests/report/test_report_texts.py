@@ -14,7 +14,7 @@ from support.documents import Document, as_number
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.synthetic import TrainConfig, TriggerCount, dynamics, train
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_posdisent import capture, dummy_distance, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.reading.forward import Hook
 
 from . import zoo
 

@@ -1,10 +1,10 @@
-from .attention_fit import (
+from .attention.attention_fit import (
     fit_attention as fit_attention,
 )
-from .attention_fit import (
+from .attention.attention_fit import (
     fit_attention_qk as fit_attention_qk,
 )
-from .attention_result import (
+from .attention.attention_result import (
     AttentionFit as AttentionFit,
 )
 from .fit import (

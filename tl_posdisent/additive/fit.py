@@ -6,14 +6,13 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
+from tl_posdisent.additive.identifiability import count_parameters, fix_gauge
+from tl_posdisent.additive.marginals import ROUNDING, Marginals, read_marginals
+from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.additive.score_checks import check_scores, refuse_patterns, warn_of_vectors
+from tl_posdisent.additive.solver import pooled, solve
 from tl_posdisent.utils.validation import check_flag
-
-from .cells import Cells, MaskKind, make_cells
-from .identifiability import count_parameters, fix_gauge
-from .marginals import ROUNDING, Marginals, read_marginals
-from .result import AdditiveFit
-from .score_checks import check_scores, refuse_patterns, warn_of_vectors
-from .solver import pooled, solve
 
 
 @torch.no_grad()

@@ -17,12 +17,11 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
+from tl_posdisent.additive.fit import fit_marginals
+from tl_posdisent.additive.marginals import Marginals
+from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.utils.validation import check_flag, check_number
-
-from .cells import Cells, MaskKind, make_cells
-from .fit import fit_marginals
-from .marginals import Marginals
-from .result import AdditiveFit
 
 _BLOCK = 256  # queries and keys a side in the blocks of which some cells are masked
 _COLUMNS = 8  # coordinates summed and transformed at a time: what they need stays in cache

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from .cells import Cells, Parts, Runs, Scattered
+from tl_posdisent.additive.cells import Cells, Parts, Runs, Scattered
 
 
 def fix_gauge(

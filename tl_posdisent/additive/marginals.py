@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from .cells import Cells, diagonal_sums
-from .score_checks import refuse_masking_values, refuse_non_finite
+from tl_posdisent.additive.cells import Cells, diagonal_sums
+from tl_posdisent.additive.score_checks import refuse_masking_values, refuse_non_finite
 
 ROUNDING = 1e-14  # scores that vary by less than this of their size do not vary
 

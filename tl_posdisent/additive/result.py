@@ -10,11 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from tl_posdisent.additive.cells import Cells, cell_distances
+from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice
-
-from .cells import Cells, cell_distances
-from .score_checks import check_scores
 
 Component = Literal["distance", "query", "key"]
 TablePart = Literal["summary", "distance", "query", "key"]

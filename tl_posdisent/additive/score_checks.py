@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .cells import Cells, cell_distances
+from tl_posdisent.additive.cells import Cells, cell_distances
 
 # Models mask with -inf, the lowest number of some dtype, or a round number: -1e4 is the least that is in use. Real
 # scores are hundreds at most, and come to -1000 only where attention is far sharper than in any trained model.

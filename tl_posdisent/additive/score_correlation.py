@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from .cells import MaskKind, make_cells
-from .marginals import ROUNDING, read_marginals
-from .score_checks import check_scores
+from tl_posdisent.additive.cells import MaskKind, make_cells
+from tl_posdisent.additive.marginals import ROUNDING, read_marginals
+from tl_posdisent.additive.score_checks import check_scores
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .cells import Cells, Runs
+from tl_posdisent.additive.cells import Cells, Runs
 
 # Relative size of the residual of the normal equations, in the norm of the preconditioner: what a run of conjugate
 # gradients aims at by its own reckoning, what the true residual must then be to need no second run (which would

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tl_posdisent.models.forward import check_seed
 from tl_posdisent.models.loading.load import (
     Backend,
     TransformerLensModel,
@@ -22,6 +21,7 @@ from tl_posdisent.models.loading.load import (
     has_hooked,
     hooked_from_hf,
 )
+from tl_posdisent.models.reading.forward import check_seed
 from tl_posdisent.utils.validation import is_integer
 
 BOS = "<|endoftext|>"

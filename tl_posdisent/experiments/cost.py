@@ -19,9 +19,9 @@ from tl_posdisent.models.memory import (
     model_bytes,
     model_devices,
 )
-from tl_posdisent.models.probe.explain import probe_tokens
-from tl_posdisent.models.reading import read_layers
-from tl_posdisent.models.spec import n_layers
+from tl_posdisent.models.reading.explain import probe_tokens
+from tl_posdisent.models.reading.model_reading import read_layers
+from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.validation import check_integer
 
 # From the costs of a forward pass to those of a measurement, and to the nearest measurement that fits.

@@ -24,8 +24,8 @@ from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive
 from tl_posdisent.models.capture import capture
 from tl_posdisent.models.chunked_scores import empty_cache
-from tl_posdisent.models.forward import Hook, device_of, evaluating, padding_id
-from tl_posdisent.models.reading import ModelReading, read_model
+from tl_posdisent.models.reading.forward import Hook, device_of, evaluating, padding_id
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.utils.validation import check_choice, check_integer, check_seed
 
 from .attention_scores.additivity import additivity

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import n_layers
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.spec import n_layers
 
 
 @contextlib.contextmanager

@@ -8,14 +8,13 @@ from typing import Any, Literal, get_args
 from jaxtyping import Bool
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
+from tl_posdisent.hooks.planning.planner import layer_hooks
+from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.validation import check_choice
-
-from .chosen_heads import Heads, Layers, rotary_heads
-from .planner import layer_hooks
-from .rotation_edits import FrequencyLimit
 
 Mode = Literal["drop", "freeze"]
 

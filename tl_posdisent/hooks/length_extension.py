@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook
+from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
+from tl_posdisent.hooks.planning.planner import hooks_for
+from tl_posdisent.hooks.planning.rotation_edits import PositionScale
+from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.utils.validation import check_integer, check_number
-
-from .chosen_heads import Heads, Layers, rotary_heads
-from .planner import hooks_for
-from .rotation_edits import PositionScale
-from .score_edits import Order, ScoreEdit, View
 
 _CELLS_PER_BLOCK = 2**22
 

@@ -8,16 +8,15 @@ from typing import Any, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.hooks.planning.chosen_heads import Heads, any_heads, rotary_heads
+from tl_posdisent.hooks.planning.planner import layer_hooks
+from tl_posdisent.hooks.planning.rotation_edits import VectorPatch
+from tl_posdisent.hooks.planning.running_text import masked_cells
+from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.score_components import split_scores
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice
-
-from .chosen_heads import Heads, any_heads, rotary_heads
-from .planner import layer_hooks
-from .rotation_edits import VectorPatch
-from .running_text import masked_cells
-from .score_components import split_scores
-from .score_edits import Order, ScoreEdit, View
 
 Keys = Literal["group", "head"]
 MovedPart = Literal["mean", "distance", "query", "key", "residual"]

@@ -12,13 +12,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook
+from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
+from tl_posdisent.hooks.planning.planner import hooks_for
+from tl_posdisent.hooks.planning.rotation_edits import PhaseNoise, Phases
+from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.validation import check_number, check_seed
-
-from .chosen_heads import Heads, Layers, rotary_heads
-from .planner import hooks_for
-from .rotation_edits import PhaseNoise, Phases
 
 _BLOCK = 64  # positions drawn at a time, so that those of a longer text begin with those of a shorter one
 

@@ -15,13 +15,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.reading import ModelReading
+from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
+from tl_posdisent.hooks.planning.planner import hooks_for
+from tl_posdisent.hooks.planning.rotation_edits import DistanceMap, Distances, Place, PositionMap
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.utils.validation import check_number
-
-from .chosen_heads import Heads, Layers, rotary_heads
-from .planner import hooks_for
-from .rotation_edits import DistanceMap, Distances, Place, PositionMap
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
 """One for each slot of the batch, or a function of the tokens' own positions."""

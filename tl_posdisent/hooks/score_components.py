@@ -15,14 +15,13 @@ from torch import Tensor
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit, Component
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
+from tl_posdisent.hooks.planning.planner import hooks_for
+from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.utils.validation import check_choice
-
-from .chosen_heads import Heads, Layers, any_heads
-from .planner import hooks_for
-from .score_edits import Order, ScoreEdit
 
 Part = Literal["distance", "query", "key", "residual"]
 _FITTED: tuple[Component, ...] = get_args(Component)

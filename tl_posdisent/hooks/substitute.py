@@ -8,14 +8,13 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads, rotary_heads
+from tl_posdisent.hooks.planning.planner import layer_hooks
+from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.score_components import Part, component_edit, keep_two_axis
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice
-
-from .chosen_heads import Chosen, Heads, Layers, any_heads, rotary_heads
-from .planner import layer_hooks
-from .score_components import Part, component_edit, keep_two_axis
-from .score_edits import Order, ScoreEdit, View
 
 Axes = Literal["three", "two"]
 

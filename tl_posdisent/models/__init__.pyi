@@ -19,18 +19,18 @@ from .loading.random_init import (
 from .longer_context import (
     longer_context as longer_context,
 )
-from .reading import (
+from .reading.model_reading import (
     ModelReading as ModelReading,
 )
-from .reading import (
+from .reading.model_reading import (
     read_attention as read_attention,
 )
-from .reading import (
+from .reading.model_reading import (
     read_layers as read_layers,
 )
-from .reading import (
+from .reading.model_reading import (
     read_model as read_model,
 )
-from .spec import (
+from .reading.spec import (
     AttentionSpec as AttentionSpec,
 )

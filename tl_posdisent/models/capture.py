@@ -19,14 +19,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.probe.observe import score_tolerance
+from tl_posdisent.models.reading.forward import Hook, device_of, run
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.observe import score_tolerance
+from tl_posdisent.models.reading.rotation_tables import running_rotary
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_flag
-
-from .forward import Hook, device_of, run
-from .reading import read_model
-from .rotation_tables import running_rotary
-from .spec import AttentionSpec
-from .texts import Tokens, read_texts
 
 _ROWS_CHECKED = 32
 

@@ -14,10 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.probe.observe import score_tolerance
-
-from .forward import Hook, run
-from .spec import AttentionSpec
+from tl_posdisent.models.reading.forward import Hook, run
+from tl_posdisent.models.reading.observe import score_tolerance
+from tl_posdisent.models.reading.spec import AttentionSpec
 
 Rows = Callable[[AttentionSpec, int, Float[Tensor, "batch head row seen"]], None]
 """What is done with a layer's scores of some queries: ``(spec, first query, scores)``."""

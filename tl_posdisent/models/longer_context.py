@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.probe import attributes as facts
+from tl_posdisent.models.reading import attributes as facts
+from tl_posdisent.models.reading.forward import at_rest, device_of, restored, run
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_integer
-
-from .forward import at_rest, device_of, restored, run
-from .reading import read_model
-from .spec import AttentionSpec
 
 
 @contextlib.contextmanager

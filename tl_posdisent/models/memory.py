@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tl_posdisent.models.chunked_scores import empty_cache
-from tl_posdisent.models.forward import at_rest, modules, run
-from tl_posdisent.models.probe.explain import probe_tokens
+from tl_posdisent.models.reading.explain import probe_tokens
+from tl_posdisent.models.reading.forward import at_rest, modules, run
 
 # What a piece of code holds in tensors at each of its steps, and how many operations it takes: counted, not looked up.
 #

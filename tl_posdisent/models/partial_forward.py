@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from .forward import Hook
+from tl_posdisent.models.reading.forward import Hook
 
 Forward = Callable[..., Any]
 

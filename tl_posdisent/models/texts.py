@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from .forward import check_tokens, encode, padding_id
+from tl_posdisent.models.reading.forward import check_tokens, encode, padding_id
 
 Tokens = Int[Tensor, "*batch pos"] | str | list[str]
 """Token ids ``[batch, pos]`` or ``[pos]``, a text, or texts of any lengths."""

@@ -21,8 +21,8 @@ from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 
 from .subject import Subject
 

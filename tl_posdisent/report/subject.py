@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_posdisent.models.forward import token_words
-from tl_posdisent.models.reading import ModelReading, read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.forward import token_words
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 
 POSITIONS = 1024

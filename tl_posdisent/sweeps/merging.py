@@ -20,8 +20,8 @@ from tl_posdisent.additive.marginals import Marginals, read_marginals
 from tl_posdisent.additive.result import AdditiveFit, TablePart
 from tl_posdisent.experiments.attention_scores.rotary_layers import measure_layers
 from tl_posdisent.models.capture import for_each_scores
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
 from tl_posdisent.rope.covariance import Spread, total
 from tl_posdisent.rope.moments import Moments

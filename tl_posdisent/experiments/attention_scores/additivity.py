@@ -17,8 +17,8 @@ from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals, r
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.chunked_scores import read_blocks
 from tl_posdisent.models.memory import require_room
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
 from tl_posdisent.utils.tables import join_texts
 from tl_posdisent.utils.validation import check_flag

@@ -17,8 +17,8 @@ from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import for_each_scores
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 
 from .additivity import additivity

@@ -8,8 +8,8 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.utils.tables import join_texts

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.models.capture import Captured, for_each_layer
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.validation import is_integer

@@ -9,8 +9,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.subspaces import subspace_patterns_qk
 from tl_posdisent.rope.variance_decomposition import Numbers

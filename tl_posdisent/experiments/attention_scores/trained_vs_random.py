@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.reading import ModelReading, read_model
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.subspace_interactions import INTERACTIONS
 from tl_posdisent.rope.variance_decomposition import Numbers

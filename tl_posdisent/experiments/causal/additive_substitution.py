@@ -16,14 +16,14 @@ from tqdm.auto import tqdm
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.planner import replace_scores
+from tl_posdisent.hooks.planning.planner import replace_scores
+from tl_posdisent.hooks.planning.score_edits import View
 from tl_posdisent.hooks.score_components import Part, fit_inside, keep_two_axis
-from tl_posdisent.hooks.score_edits import View
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_specs, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
-from tl_posdisent.models.forward import Hook, evaluating
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_seed
 

@@ -21,11 +21,11 @@ from tl_posdisent.hooks.ablate import (
     replace_heads,
     stand_in,
 )
-from tl_posdisent.hooks.chosen_heads import Heads, Layers
-from tl_posdisent.models.forward import evaluating, hook_name
+from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers
 from tl_posdisent.models.partial_forward import Clean, attention_from, of_texts, run_clean, run_from
-from tl_posdisent.models.probe.observe import mismatch
-from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.reading.forward import evaluating, hook_name
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer
 

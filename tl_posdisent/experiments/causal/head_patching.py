@@ -12,11 +12,11 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.hooks.chosen_heads import Heads, Layers, any_heads
-from tl_posdisent.hooks.planner import replace_scores
-from tl_posdisent.models.forward import Hook, evaluating, hook_name, run
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
+from tl_posdisent.hooks.planning.planner import replace_scores
+from tl_posdisent.models.reading.forward import Hook, evaluating, hook_name, run
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.forward import Hook
+from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.texts import Texts, read_texts
 
 Metric = Callable[[Any, Tensor], Any]

@@ -10,13 +10,13 @@ import pandas as pd
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.hooks.chosen_heads import Heads, Layers, any_heads, rotary_heads
 from tl_posdisent.hooks.patch import Keys, MovedPart, check_parts, score_hooks, vector_hooks
+from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads, rotary_heads
 from tl_posdisent.hooks.positions import real_tensor, swap_positions
-from tl_posdisent.models.forward import Hook, evaluating, run
-from tl_posdisent.models.reading import ModelReading, read_model
-from tl_posdisent.models.rotated_qk import listen_scores, listen_vectors
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.forward import Hook, evaluating, run
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.rotated_qk import listen_scores, listen_vectors
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
 

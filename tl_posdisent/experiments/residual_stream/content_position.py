@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
-from tl_posdisent.models.probe.observe import score_tolerance
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.observe import score_tolerance
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.tables import index_columns

@@ -11,7 +11,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.rotary_layers import check_burn_in
-from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 
 from .content_position import split_stream

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import for_each_scores
-from tl_posdisent.models.forward import Hook, at_rest, hook_name, run
-from tl_posdisent.models.probe.observe import score_tolerance
-from tl_posdisent.models.spec import AttentionSpec, Tap
+from tl_posdisent.models.reading.forward import Hook, at_rest, hook_name, run
+from tl_posdisent.models.reading.observe import score_tolerance
+from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 
 Side = Literal["q", "k"]
 

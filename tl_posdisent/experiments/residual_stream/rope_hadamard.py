@@ -11,7 +11,7 @@ from jaxtyping import Bool, Complex128, Float64
 from torch import Tensor
 
 from tl_posdisent.models.capture import Captured, for_each_layer
-from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.rope.toeplitz import condition_number, effective_rank, product_spectrum, toeplitz_share

@@ -15,10 +15,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.forward import Hook, evaluating, run
 from tl_posdisent.models.longer_context import longer_context
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.forward import Hook, evaluating, run
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice, is_integer
 

@@ -11,8 +11,8 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.forward import check_tokens, device_of, evaluating
-from tl_posdisent.models.spec import n_layers
+from tl_posdisent.models.reading.forward import check_tokens, device_of, evaluating
+from tl_posdisent.models.reading.spec import n_layers
 
 from .perturb import Perturb
 

@@ -17,12 +17,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.phase_noise import check_phases
-from tl_posdisent.hooks.planner import hooks_for
+from tl_posdisent.hooks.planning.planner import hooks_for
+from tl_posdisent.hooks.planning.rotation_edits import PhaseNoise
 from tl_posdisent.hooks.positions import positions_edit
-from tl_posdisent.hooks.rotation_edits import PhaseNoise
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.reading import ModelReading, read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.validation import check_integer

@@ -14,8 +14,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.forward import Hook, evaluating
-from tl_posdisent.models.reading import read_model
+from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 
 from .multiple_choice import MultipleChoice, share_right

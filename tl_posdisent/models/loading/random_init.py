@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from tl_posdisent.models.forward import device_of
-from tl_posdisent.models.spec import n_layers
-
-from .load import bridge_from_hf
+from tl_posdisent.models.loading.load import bridge_from_hf
+from tl_posdisent.models.reading.forward import device_of
+from tl_posdisent.models.reading.spec import n_layers
 
 _STD = 0.02  # Hugging Face's usual initializer_range, so that both model classes start alike
 

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from tl_posdisent.additive.cells import diagonal_sums
 from tl_posdisent.experiments.residual_stream.qk_readout import keep
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.forward import evaluating, hook_name
+from tl_posdisent.models.reading.forward import evaluating, hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import Samples, Task, whole

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.additive.attention_result import AttentionFit
+from tl_posdisent.additive.attention.attention_result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
 
 from .palette import COLOURS, GREY, faint, line_style, title_of

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import MaskKind, make_cells
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.forward import Hook, check_tokens, run, token_words
-from tl_posdisent.models.probe.observe import is_masked
-from tl_posdisent.models.reading import read_attention
+from tl_posdisent.models.reading.forward import Hook, check_tokens, run, token_words
+from tl_posdisent.models.reading.model_reading import read_attention
+from tl_posdisent.models.reading.observe import is_masked
 
 from .offline import Widget
 from .raster import beside

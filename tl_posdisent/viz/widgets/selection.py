@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.models.spec import select
+from tl_posdisent.models.reading.spec import select
 from tl_posdisent.utils.validation import check_flag, is_integer
 
 from .offline import axis_token

@@ -9,7 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.models.spec import select
+from tl_posdisent.models.reading.spec import select
 from tl_posdisent.utils.validation import is_integer
 
 from .fit_cells import check_fit

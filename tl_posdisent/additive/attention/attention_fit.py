@@ -11,15 +11,20 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from tl_posdisent.additive.attention.attention_patterns import (
+    Pattern,
+    pattern_of_pattern,
+    pattern_of_scores,
+    pattern_of_vectors,
+    refuse_unusable,
+)
+from tl_posdisent.additive.attention.attention_result import AttentionFit
+from tl_posdisent.additive.attention.attention_solver import AIM, Design, Keys, solve_attention
+from tl_posdisent.additive.attention.attention_sums import AttentionSums, Layout, Stacked, by_system, to_batch
+from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
+from tl_posdisent.additive.fit_from_qk import check_vectors
+from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.validation import check_flag, check_number, is_integer
-
-from .attention_patterns import Pattern, pattern_of_pattern, pattern_of_scores, pattern_of_vectors, refuse_unusable
-from .attention_result import AttentionFit
-from .attention_solver import AIM, Design, Keys, solve_attention
-from .attention_sums import AttentionSums, Layout, Stacked, by_system, to_batch
-from .cells import Cells, MaskKind, make_cells
-from .fit_from_qk import check_vectors
-from .score_checks import check_scores
 
 _AT_ONCE = 2**14  # keys of all texts of the systems that are solved together
 _AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``solve_attention``

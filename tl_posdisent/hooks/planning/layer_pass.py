@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.probe.observe import mismatch
-from tl_posdisent.models.spec import Tap
+from tl_posdisent.hooks.planning import running_text as text
+from tl_posdisent.hooks.planning.layer_plan import LayerPlan
+from tl_posdisent.hooks.planning.rotation_edits import HeadRotation, Side, check_patch, rotated_scores, rotated_vectors
+from tl_posdisent.hooks.planning.score_edits import ScoreEdit, View, masked_softmax
+from tl_posdisent.models.reading.observe import mismatch
+from tl_posdisent.models.reading.spec import Tap
 from tl_posdisent.rope.rotary import Rotary, turn, unrotate
-
-from . import running_text as text
-from .layer_plan import LayerPlan
-from .rotation_edits import HeadRotation, Side, check_patch, rotated_scores, rotated_vectors
-from .score_edits import ScoreEdit, View, masked_softmax
 
 _ROWS_CHECKED = 8
 _NO_CACHE = "run the model on whole texts, without a KV cache (generate with use_past_kv_cache=False)"

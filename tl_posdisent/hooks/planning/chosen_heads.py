@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from tl_posdisent.models.reading import read_model
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 
 Layers = int | Iterable[int] | None
 """None for all, an integer, or integers; negative ones count from the end."""

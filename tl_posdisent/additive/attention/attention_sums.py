@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from .cells import Cells, cell_distances, diagonal_sums
+from tl_posdisent.additive.cells import Cells, cell_distances, diagonal_sums
 
 # Transforms err by about 2e-16 of the product of the norms of what is convolved, so a normaliser above this part of
 # that product is good to about 1e-10.

@@ -14,10 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 from tl_posdisent.rope.rotary import Rotary, rotate, unrotate
-
-from .forward import Hook
-from .spec import AttentionSpec, Tap
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tl_posdisent.models.spec import AttentionSpec, Tap
-
-from .rotation_edits import HeadRotation, RotationEdit, compose
-from .score_edits import ScoreEdit, score_conflict
+from tl_posdisent.hooks.planning.rotation_edits import HeadRotation, RotationEdit, compose
+from tl_posdisent.hooks.planning.score_edits import ScoreEdit, score_conflict
+from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.rotation_tables import table_like
-from tl_posdisent.models.spec import Tap
+from tl_posdisent.models.reading.rotation_tables import table_like
+from tl_posdisent.models.reading.spec import Tap
 from tl_posdisent.rope.rotary import Rotary, rotary_from_table
 
 

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tl_posdisent.models.reading.attributes import architecture, attention_implementations
+from tl_posdisent.models.reading.explain import probe
+from tl_posdisent.models.reading.forward import device_of
+from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
 from tl_posdisent.utils.validation import check_heads, check_indices, is_integer
-
-from .forward import device_of
-from .probe.attributes import architecture, attention_implementations
-from .probe.explain import probe
-from .spec import AttentionSpec, n_layers
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.rotation_tables import table_like
-from tl_posdisent.models.spec import AttentionSpec, Tap
-
-from .observe import Seen, is_softmax, listen, misfit, short_name, visible_cells
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.observe import Seen, is_softmax, listen, misfit, short_name, visible_cells
+from tl_posdisent.models.reading.rotation_tables import table_like
+from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 
 
 def check_turns(model: Any, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:

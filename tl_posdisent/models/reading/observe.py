@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook, hook_name, run
-from tl_posdisent.models.spec import AttentionSpec, Tap
+from tl_posdisent.models.reading.forward import Hook, hook_name, run
+from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 
 _LISTEN = (
     *("hook_q", "hook_k", "hook_v", "hook_q_normed", "hook_k_normed", "hook_rot_q", "hook_rot_k"),

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import AttentionSpec
-
-from .attributes import lengths_of_note
-from .observe import Seen, listen, misfit, short_name, visible_cells
+from tl_posdisent.models.reading.attributes import lengths_of_note
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.observe import Seen, listen, misfit, short_name, visible_cells
+from tl_posdisent.models.reading.spec import AttentionSpec
 
 
 def check_lengths(model: Any, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:

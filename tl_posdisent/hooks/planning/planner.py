@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook
-from tl_posdisent.models.spec import AttentionSpec
-
-from .layer_pass import CachedText, LayerPass
-from .layer_plan import LayerEdit, LayerPlan, ResultEdit
-from .rotation_edits import RotationEdit
-from .score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.planning.layer_pass import CachedText, LayerPass
+from tl_posdisent.hooks.planning.layer_plan import LayerEdit, LayerPlan, ResultEdit
+from tl_posdisent.hooks.planning.rotation_edits import RotationEdit
+from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.spec import AttentionSpec
 
 
 @dataclass(frozen=True, eq=False)

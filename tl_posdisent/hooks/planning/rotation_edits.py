@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_posdisent.models.rotation_tables import table_like
-from tl_posdisent.models.spec import AttentionSpec
+from tl_posdisent.models.reading.rotation_tables import table_like
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, rotate, turn
 
 Side = Literal["q", "k"]

@@ -16,14 +16,22 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.forward import Hook, at_rest, check_tokens, device_of, hook_name
-from tl_posdisent.models.probe import attributes as facts
-from tl_posdisent.models.spec import AttentionSpec, Tap, n_layers
+from tl_posdisent.models.reading import attributes as facts
+from tl_posdisent.models.reading.edit_checks import check_tables_and_scores, check_turns
+from tl_posdisent.models.reading.forward import Hook, at_rest, check_tokens, device_of, hook_name
+from tl_posdisent.models.reading.length_checks import check_lengths
+from tl_posdisent.models.reading.observe import (
+    Seen,
+    is_mask,
+    listen,
+    masked_below,
+    misfit,
+    mismatch,
+    shows_scores,
+    visible_cells,
+)
+from tl_posdisent.models.reading.spec import AttentionSpec, Tap, n_layers
 from tl_posdisent.rope.rotary import Rotary
-
-from .edit_checks import check_tables_and_scores, check_turns
-from .length_checks import check_lengths
-from .observe import Seen, is_mask, listen, masked_below, misfit, mismatch, shows_scores, visible_cells
 
 
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .attention_sums import Layout, to_batch
-from .cells import Cells
-from .score_checks import is_pattern, refuse_masking_values, refuse_non_finite
+from tl_posdisent.additive.attention.attention_sums import Layout, to_batch
+from tl_posdisent.additive.cells import Cells
+from tl_posdisent.additive.score_checks import is_pattern, refuse_masking_values, refuse_non_finite
 
 _BLOCK = 2**20  # cells that are read at a time
 _ROWS = 64  # queries that are read together at least, if need be of one system at a time

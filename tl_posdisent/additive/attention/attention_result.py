@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
+from tl_posdisent.additive.cells import Cells
+from tl_posdisent.additive.result import mean_and_range
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice
-
-from .cells import Cells
-from .result import mean_and_range
 
 AttentionPart = Literal["summary", "distance", "key", "query"]
 

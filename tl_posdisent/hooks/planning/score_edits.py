@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_posdisent.models.spec import AttentionSpec
-
-from .rotation_edits import FrequencyLimit, HeadRotation, PositionScale
+from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit, HeadRotation, PositionScale
+from tl_posdisent.models.reading.spec import AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from .attention_sums import AttentionSums, Layout, Stacked
+from tl_posdisent.additive.attention.attention_sums import AttentionSums, Layout, Stacked
 
 AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
 _LONGEST = 8.0  # nats that a sweep may change a coefficient by

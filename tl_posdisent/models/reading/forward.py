@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.validation import is_integer
-
-from .spec import n_layers
 
 Hook = tuple[str, Callable[..., Any]]
 """What ``model.hooks(fwd_hooks=[...])`` takes: a hook's name and a function of ``(tensor, hook)``."""

@@ -1,1 +1,0 @@
-"""What a model's attention layers do, found by running the model."""
