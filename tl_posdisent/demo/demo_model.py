@@ -21,8 +21,7 @@ from tl_posdisent.models.loading.load import (
     has_hooked,
     hooked_from_hf,
 )
-from tl_posdisent.models.reading.forward import check_seed
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_seed, is_integer
 
 BOS = "<|endoftext|>"
 

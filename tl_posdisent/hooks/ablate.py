@@ -13,12 +13,12 @@ from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers
 from tl_posdisent.hooks.planning.layer_plan import ResultEdit
 from tl_posdisent.hooks.planning.planner import result_hook
 from tl_posdisent.models.reading.explain import probe_tokens
-from tl_posdisent.models.reading.forward import Hook, at_rest, check_seed, hook_name, hooked, run
+from tl_posdisent.models.reading.forward import Hook, at_rest, hook_name, hooked, run
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.models.texts import Texts, read_texts
-from tl_posdisent.utils.validation import check_heads
+from tl_posdisent.utils.validation import check_heads, check_seed
 
 AblationMode = Literal["zero", "mean", "resample"]
 

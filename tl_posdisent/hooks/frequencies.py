@@ -14,7 +14,7 @@ from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary
-from tl_posdisent.utils.validation import check_choice
+from tl_posdisent.utils.validation import check_choice, is_number
 
 Mode = Literal["drop", "freeze"]
 
@@ -86,8 +86,7 @@ def limit_frequencies(
 
 def _checked_band(low: float | None, high: float | None) -> tuple[float, float]:
     for name, value in (("low", low), ("high", high)):
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and 0 <= value < float("inf")):
+        if value is not None and not (is_number(value) and 0 <= value < float("inf")):
             raise ValueError(f"{name} must be a frequency in radians per position, 0 or more, or None, got {value!r}")
     if low is not None and high is not None and low > high:
         raise ValueError(f"low must be at most high, got {low!r} and {high!r}")

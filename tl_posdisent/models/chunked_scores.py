@@ -17,6 +17,7 @@ from torch import Tensor
 from tl_posdisent.models.reading.forward import Hook, run
 from tl_posdisent.models.reading.observe import score_tolerance
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.validation import is_integer
 
 Rows = Callable[[AttentionSpec, int, Float[Tensor, "batch head row seen"]], None]
 """What is done with a layer's scores of some queries: ``(spec, first query, scores)``."""
@@ -41,7 +42,7 @@ def read_blocks(
 
 def check_block(block: Any) -> None:
     """Refuse what is no number of queries."""
-    if isinstance(block, bool) or not isinstance(block, int) or block < 1:
+    if not is_integer(block) or block < 1:
         raise ValueError(f"block must be a positive integer, a number of queries, or None, got {block!r}")
 
 

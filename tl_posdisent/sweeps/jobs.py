@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tl_posdisent.models.loading.load import Backend, check_backend
-from tl_posdisent.models.reading.forward import check_seed
+from tl_posdisent.utils.validation import check_seed
 
 from .model_sources import Checkpoint, checkpoint_steps, dtype_of, named, step_of
 from .registry import canonical, check_call, experiment_named, takes_seed

@@ -25,6 +25,7 @@ from tl_posdisent.models.loading.load import (
     load_model,
 )
 from tl_posdisent.synthetic.training.checkpoints import load_checkpoint
+from tl_posdisent.utils.validation import is_integer
 
 Checkpoint = int | str | None
 _STEP = re.compile(r"(?:step|checkpoint)[-_]?(\d+)(?:\.safetensors)?")
@@ -62,7 +63,7 @@ def named(model: str | Path, checkpoint: Checkpoint) -> tuple[str, Checkpoint, s
     Raises:
         ValueError: a folder or file that is not there; a checkpoint that is not in it; one of a model that has none.
     """
-    if isinstance(checkpoint, bool) or not isinstance(checkpoint, int | str | None):
+    if not (checkpoint is None or isinstance(checkpoint, str) or is_integer(checkpoint)):
         raise ValueError(f"checkpoint must be a step, a revision or None, got {checkpoint!r}")
     if model == "demo":
         if checkpoint is not None:

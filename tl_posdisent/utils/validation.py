@@ -44,6 +44,15 @@ def is_integer(value: Any) -> bool:
     return True
 
 
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a real number, of Python or numpy; True and False are not.
+
+    >>> [is_number(x) for x in (3, 0.5, True, "3", None)]
+    [True, True, False, False, False]
+    """
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def check_integer(name: str, value: Any, least: int) -> int:
     """Return ``value`` as an int, or raise unless it is an integer of at least ``least``.
 

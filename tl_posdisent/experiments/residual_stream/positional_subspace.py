@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from tl_posdisent.experiments.attention_scores.rotary_layers import check_burn_in
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.validation import is_integer, is_number
 
 from .content_position import split_stream
 from .qk_readout import residual_hook, watch
@@ -126,9 +126,9 @@ def positional_subspace(
 
 
 def _check(rank: int | None, explained: float, texts: int) -> None:
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+    if rank is not None and (not is_integer(rank) or rank < 1):
         raise ValueError(f"rank must be an integer of at least 1, or None, got {rank!r}")
-    if isinstance(explained, bool) or not isinstance(explained, Real) or not 0 < explained <= 1:
+    if not is_number(explained) or not 0 < explained <= 1:
         raise ValueError(f"explained must be a number above 0 and up to 1, got {explained!r}")
     if texts < 2:
         raise ValueError(f"tokens must be at least two texts, got {texts}")

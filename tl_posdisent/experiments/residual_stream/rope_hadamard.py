@@ -16,6 +16,7 @@ from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.rope.toeplitz import condition_number, effective_rank, product_spectrum, toeplitz_share
 from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.validation import is_integer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -116,7 +117,7 @@ class RopeHadamard:
 
     def _checked(self, subspace: int) -> int:
         n = len(self.rotary.frequencies)
-        if isinstance(subspace, bool) or not isinstance(subspace, int) or not 0 <= subspace < n:
+        if not is_integer(subspace) or not 0 <= subspace < n:
             raise ValueError(f"subspace must be an integer from 0 to {n - 1}, got {subspace!r}")
         return subspace
 

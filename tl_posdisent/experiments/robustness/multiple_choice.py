@@ -13,6 +13,7 @@ from torch import Tensor
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import check_tokens, device_of, evaluating
 from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.utils.validation import is_integer
 
 from .perturb import Perturb
 
@@ -48,7 +49,7 @@ class MultipleChoice:
         if isinstance(self.choices, (str, Tensor)) or not isinstance(self.choices, Sequence) or len(self.choices) < 2:
             raise ValueError(f"choices must be a sequence of at least two continuations, got {self.choices!r}")
         answer, n = self.answer, len(self.choices)
-        if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < n:
+        if not is_integer(answer) or not 0 <= answer < n:
             raise ValueError(f"answer must be an integer from 0 to {n - 1}, got {answer!r}")
         _check_text("context", self.context)
         for n, choice in enumerate(self.choices):

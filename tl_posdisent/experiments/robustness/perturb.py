@@ -25,7 +25,7 @@ from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.validation import check_integer, is_number
 
 Kind = Literal["order", "index", "feature"]
 Unit = Literal["word", "token"]
@@ -300,12 +300,11 @@ def _check_options(kinds: Sequence[Kind], window: int, unit: Unit | None, jitter
     if unit is not None and unit not in get_args(Unit):
         raise ValueError(f'unit must be "word" or "token", got {unit!r}')
     check_integer("window", window, 1)
-    number = isinstance(jitter, (int, float)) and not isinstance(jitter, bool)
-    if jitter is not None and not (number and 0 < jitter < float("inf")):
+    if jitter is not None and not (is_number(jitter) and 0 < jitter < float("inf")):
         raise ValueError(f"jitter must be a positive number of positions, got {jitter!r}")
 
 
 def check_fraction(name: str, value: Any) -> None:
     """Raise unless ``value`` is a number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    if not is_number(value) or not 0 <= value <= 1:
         raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}")

@@ -17,6 +17,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.validation import is_integer
 
 from .multiple_choice import MultipleChoice, share_right
 from .perturb import Kind, Perturb, Perturbed, Unit, check_fraction, perturber
@@ -128,8 +129,7 @@ def _checked(kinds: Any, fractions: Any, seeds: Any) -> tuple[list[Kind], list[f
     for name, values in (("kinds", kinds), ("fractions", fractions)):
         if not values or len(set(values)) < len(values):
             raise ValueError(f"{name} must have at least one and none twice, got {values}")
-    whole = isinstance(seeds, int) and not isinstance(seeds, bool)
-    drawn = list(range(seeds)) if whole else list(seeds) if isinstance(seeds, Iterable) else []
+    drawn = list(range(seeds)) if is_integer(seeds) else list(seeds) if isinstance(seeds, Iterable) else []
     if not drawn or len(set(drawn)) < len(drawn) or any(type(seed) is not int or seed < 0 for seed in drawn):
         raise ValueError(f"seeds must be a positive number of seeds or different non-negative integers, got {seeds!r}")
     return kinds, fractions, drawn

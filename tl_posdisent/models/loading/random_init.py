@@ -11,6 +11,7 @@ import torch
 from tl_posdisent.models.loading.load import bridge_from_hf
 from tl_posdisent.models.reading.forward import device_of
 from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.utils.validation import is_integer
 
 _STD = 0.02  # Hugging Face's usual initializer_range, so that both model classes start alike
 
@@ -42,7 +43,7 @@ def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
     """
     n_layers(model)
     seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
-    if not seeds or any(isinstance(s, bool) or not isinstance(s, int) or not 0 <= s < 2**63 for s in seeds):
+    if not seeds or any(not is_integer(s) or not 0 <= s < 2**63 for s in seeds):
         raise ValueError(f"seeds must be non-negative integers, at least one, got {seeds} (and below 2**63)")
     return (_reinitialised(model, seed) for seed in seeds)
 

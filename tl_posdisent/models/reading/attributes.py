@@ -16,6 +16,7 @@ from torch import Tensor
 from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import Tap
 from tl_posdisent.rope.rotary import Rotary, rotary_from_table
+from tl_posdisent.utils.validation import is_number
 
 
 def architecture(model: Any) -> str:
@@ -220,4 +221,4 @@ def _hooked_norm(attn: Any, norm: Any) -> Any:
 def _number(value: Any) -> float | None:
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else None
-    return None if value is None or isinstance(value, bool) or not hasattr(value, "__float__") else float(value)
+    return float(value) if is_number(value) else None

@@ -173,12 +173,6 @@ def restored(model: Any) -> Iterator[None]:
             now.update({name: numbers[name] for name in kept})
 
 
-def check_seed(seed: Any) -> None:
-    """Refuse what is no seed."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be a non-negative integer below 2**63, got {seed!r}")
-
-
 def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor, "batch pos"]:
     """Token ids on the model's device, from ids or from text.
 

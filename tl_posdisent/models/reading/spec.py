@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.rope.rotary import Rotary, rotate
+from tl_posdisent.utils.validation import is_integer
 
 Layout = Literal["pos head", "head pos", "flat"]
 
@@ -204,7 +205,7 @@ def select(name: str, chosen: Iterable[int] | None, n: int) -> list[int]:
         raise ValueError(f"{name} must be a sequence of integers, got {chosen!r}")
     picked = list(chosen)
     for x in picked:
-        if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < n:
+        if not is_integer(x) or not 0 <= x < n:
             raise ValueError(f"{name} must be integers from 0 to {n - 1}, got {x!r}")
     if not picked or len(set(picked)) < len(picked):
         raise ValueError(f"{name} must name at least one and none twice, got {picked}")

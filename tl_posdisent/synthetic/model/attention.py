@@ -63,7 +63,7 @@ class Attention(nn.Module):
 
     def forward(
         self, x: Float[Tensor, "batch pos d_model"], source: Float[Tensor, "batch pos d_model"], mask: Tensor | None
-    ) -> Float[Tensor, "batch pos d_model"]:
+    ) -> Float[Tensor, "text pos d_model"]:  # of other texts than given, where a hook at z makes more of them
         """``x`` asks, ``source`` is looked at.
 
         ``mask`` broadcasts to ``[batch, head, query, key]``: True where a query sees a key, or what to add to the
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, self.b_Q.shape) for part in flat)
         return q, k, v
 
-    def _out(self, z: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos d_model"]:
+    def _out(self, z: Float[Tensor, "text pos head d_head"]) -> Float[Tensor, "text pos d_model"]:
         if self.cfg.use_attn_result:
             result: Tensor = self.hook_result(torch.einsum("bphd,hdm->bphm", z, self.W_O))
             return result.sum(2) + self.b_O

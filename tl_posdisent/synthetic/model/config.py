@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from tl_posdisent.utils.validation import check_flag, check_integer
+from tl_posdisent.utils.validation import check_flag, check_integer, is_number
 
 EncodingName = Literal["none", "sinusoidal", "learned", "t5", "relative", "alibi", "rope", "absolute_rope", "mla"]
 """Position encodings; see ``encodings.py``."""
@@ -146,4 +146,4 @@ def _check_integers(config: SyntheticConfig) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number(value)

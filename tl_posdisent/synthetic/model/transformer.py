@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
 
-from tl_posdisent.models.reading.forward import check_seed
+from tl_posdisent.utils.validation import check_seed
 
 from .attention import causal_cells, hooked
 from .blocks import Block, LayerNorm, dropout

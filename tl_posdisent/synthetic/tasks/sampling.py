@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tl_posdisent.utils.validation import is_integer
+
 Samples = tuple[Int[Tensor, "sample pos"], Int[Tensor, " sample"]]
 """Tokens, padded behind with ``pad_id``, and their labels from 0 to ``n_out - 1``; both int64."""
 
@@ -158,7 +160,7 @@ def _first_times(tokens: Int[Tensor, "sample pos"]) -> Tensor:
 def whole(name: str, value: int, *, least: int, most: int | None = None, why: str = "") -> None:
     """Raise unless ``value`` is an integer within these bounds."""
     bounds = f"{least} or more" if most is None else f"from {least} to {most}"
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+    if not is_integer(value) or value < least or (most is not None and value > most):
         raise ValueError(f"{name} must be a whole number, {bounds}{why and f' ({why})'}, got {value!r}")
 
 

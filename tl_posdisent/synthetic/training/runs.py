@@ -13,6 +13,7 @@ import torch
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import Split, Task, whole
+from tl_posdisent.utils.validation import is_number
 
 from .checkpoints import load_checkpoint
 
@@ -120,7 +121,7 @@ class TrainConfig:
 
 def number(name: str, value: float, good: bool, rule: str) -> None:
     """Raise unless the value obeys the rule."""
-    if isinstance(value, bool) or not good:
+    if not is_number(value) or not good:
         raise ValueError(f"{name} must be {rule}, got {value!r}")
 
 

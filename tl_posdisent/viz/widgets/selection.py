@@ -12,7 +12,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.models.reading.spec import select
-from tl_posdisent.utils.validation import check_flag, is_integer
+from tl_posdisent.utils.validation import check_flag, is_integer, is_number
 
 from .offline import axis_token
 
@@ -143,7 +143,7 @@ def check_scale(scale: float | None, shown: Iterable[Tensor]) -> float:
     """The given scale, or the largest magnitude of what is shown; never 0, which would be no scale."""
     if scale is None:
         return max(1e-9, *(float(x.abs().max()) for x in shown))
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
+    if not is_number(scale) or not 0 < scale < math.inf:
         raise ValueError(f"scale must be a positive number, got {scale!r}")
     return float(scale)
 
