@@ -175,7 +175,9 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "gptj")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*zoo.cases("llama-gqa"), pytest.param("bridge", "gptj", marks=pytest.mark.slow)]
+)
 def test_exceptions_leave_no_trace(kind: str, name: str, call: Any, shared_model: Any) -> None:
     """In the metric, of the first run and of later ones, and in the midst of a forward pass."""
     model = shared_model(kind, name)

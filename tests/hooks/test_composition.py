@@ -112,7 +112,13 @@ def in_all_ways(model: Any, a: list[Hook], b: list[Hook]) -> list[Tensor | str]:
 
 
 @pytest.mark.parametrize(("kind", "name"), MODELS)
-@pytest.mark.parametrize("where", [{"layers": [0]}, {"layers": [0], "heads": [1, 6]}], ids=["all heads", "some"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param({"layers": [0]}, marks=pytest.mark.slow, id="all heads"),
+        pytest.param({"layers": [0], "heads": [1, 6]}, id="some"),
+    ],
+)
 def test_order_and_nesting_make_no_difference(kind: str, name: str, where: Any, shared_model: Any) -> None:
     model = shared_model(kind, name)
     made = {tool: make(model, **dict(where)) for tool, make in TOOLS.items()}

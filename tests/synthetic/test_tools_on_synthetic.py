@@ -159,7 +159,9 @@ GROUPED = {"patch_vectors"}  # is given keys of grouped heads there
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("encoding", ["rope", "mla", "alibi", "learned"])
+@pytest.mark.parametrize(
+    "encoding", ["rope", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mla", "alibi", "learned"))]
+)
 def test_every_public_function_serves_or_refuses(encoding: str) -> None:
     """Those that are found by the tests of bad input, with the arguments of those."""
     model = small_model(encoding=encoding, causal=True, read_out="token", **LIKE_THE_ZOO)
