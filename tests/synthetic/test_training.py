@@ -316,7 +316,11 @@ def test_checkpoints_are_the_weights_of_their_steps(tmp_path: Path) -> None:
     run = go(model, config, folder=tmp_path, on_step=lambda step, m: then.update({step: weights(m)}))
     assert sorted(run.checkpoints) == [0, 3, 7, 12]
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["state.safetensors", *(f"step-{step:06d}.safetensors" for step in (0, 3, 7, 12))]
+    assert names == [
+        ".tl_posdisent.lock",
+        "state.safetensors",
+        *(f"step-{step:06d}.safetensors" for step in (0, 3, 7, 12)),
+    ]
     for step in run.checkpoints:
         there = run.at(step)
         assert same(weights(there), then[step])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -386,6 +387,9 @@ def _patch_vectors(trial: Trial) -> Iterator[Law]:
 
 def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
     edits = hooks(trial)
+    parameters = inspect.signature(trial.reading.model.forward).parameters.values()
+    if not any(p.name == "attention_mask" or p.kind == p.VAR_KEYWORD for p in parameters):
+        raise ValueError(f"{type(trial.reading.model).__name__} takes no attention_mask")
     for side in ("left", "right"):
         tokens, mask = _padded(trial, side)
         batch = Trial(trial.reading, tokens)
