@@ -93,6 +93,7 @@ def test_order_matters_to_the_model_on_its_own_text() -> None:
     assert report["ratio_words_shuffled"] > 3
 
 
+@pytest.mark.slow
 @needs_data
 def test_held_out_speeches() -> None:
     """Two of the documents that training never saw; MODEL_CARD.md has the figures of all."""
@@ -173,6 +174,7 @@ def test_learning_rate_rises_then_falls() -> None:
     assert math.isclose(rates[-1], 0.05)
 
 
+@pytest.mark.slow
 def test_training_is_reproducible_and_learns() -> None:
     """A text with one rule: after a few steps the loss is far below that of guessing."""
     stream = torch.arange(4000) % 16

@@ -24,6 +24,7 @@ import support_table  # noqa: E402
 WRITTEN = support_table.from_markdown(support_table.TABLE.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), zoo.cases())
 @pytest.mark.usefixtures("unchecked")
 def test_support_table_says_what_is(kind: str, name: str, shared_model: Callable[[str, str], Any]) -> None:

@@ -153,6 +153,7 @@ def texts() -> Tensor:
     return torch.cat([stories.sample_story(500, seed) for seed in range(8)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bridge", "hooked"])
 def test_stories_are_additive_and_their_random_copy_is_not(kind: str, texts: Tensor, shared_model: Model) -> None:
     model = shared_model(kind, "stories")

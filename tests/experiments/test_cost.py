@@ -22,6 +22,8 @@ from tl_posdisent.models import memory
 from tl_posdisent.models.memory import count
 from tl_posdisent.models.reading.forward import run
 
+pytestmark = pytest.mark.slow
+
 MEASURE = """
 import json, sys
 sys.path.insert(0, "benchmarks")

@@ -270,6 +270,7 @@ def own_stories() -> Tensor:
     return stories._continue(torch.full((8, 1), stories.BOS), 320, draw).flatten()[None]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("kind", ["bridge", "hooked"])
 def test_a_window_keeps_a_trained_model_alive(kind: str, shared_model: Any) -> None:

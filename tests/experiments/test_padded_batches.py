@@ -19,7 +19,10 @@ from tl_posdisent import experiments as ex
 LENGTHS = [9, 14, 9, 11]
 WIDTH = max(LENGTHS)
 TEXTS = [zoo.random_tokens(n, batch=1, seed=i) for i, n in enumerate(LENGTHS)]
-MODELS = zoo.cases("llama-gqa")
+MODELS = [
+    pytest.param(*case.values, marks=pytest.mark.slow if case.values[0] == "hooked" else [])
+    for case in zoo.cases("llama-gqa")
+]
 SIDES = ["left", "right"]
 Call = Callable[..., Any]
 

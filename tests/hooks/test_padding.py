@@ -87,6 +87,7 @@ def test_each_text_is_as_it_is_alone(kind: str, name: str, side: str, shared_mod
                 raise AssertionError(f"{tool} {where} {side}: {error}") from error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "olmo2-gqa")])
 def test_half_precision(kind: str, name: str, dtype: torch.dtype) -> None:

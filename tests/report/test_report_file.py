@@ -43,6 +43,7 @@ def test_hostile_words_are_text(tmp_path: Path) -> None:
         assert "<!--" not in script
 
 
+@pytest.mark.slow
 def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     """80 layers of 64 heads of 64 subspaces; what is random is their numbers, not their tables."""
     subject, drawn = read_subject(tp.load_demo_model(), TOKENS, None, None, None), 0

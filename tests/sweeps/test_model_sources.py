@@ -24,6 +24,8 @@ from tl_posdisent.models.loading.load import bridge_from_hf, has_hooked, hooked_
 from tl_posdisent.sweeps import Text, checkpoint_steps, failures, jobs
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, load_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.slow
+
 WORDS = "My friends and fellow citizens, we hold these truths"
 
 

@@ -28,6 +28,8 @@ from tl_posdisent.sweeps import Job, Text, failures, jobs
 from tl_posdisent.sweeps import runner as worker
 from tl_posdisent.sweeps.jobs import RESULTS
 
+pytestmark = pytest.mark.slow
+
 JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "arguments", "backend", "dtype", "job"]
 
 
