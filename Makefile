@@ -14,7 +14,7 @@ PIP = -m pip install --quiet --no-input --disable-pip-version-check
 OFFLINE = HF_HUB_OFFLINE=1
 # One process per core, one thread per process. An ARGS of your own is appended: make test ARGS='-k additive'
 PYTEST = -m pytest -n $(WORKERS) $(ARGS)
-# Without the check of every annotation at every call, which `make test-all` makes.
+# Without the check of every annotation at every call, which plain pytest and `make coverage` make.
 UNCHECKED = -o addopts='--doctest-modules --strict-markers --strict-config'
 # Tests for old versions: every tool on every architecture, and tests that use TransformerLens, pandas, plotly, rich and
 # typer. Annotations are not checked: TransformerLens 2 pins a beartype too old for it.
@@ -47,7 +47,7 @@ test: .venv/dev.stamp ## every law on the smallest model that can show it, and t
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow" $(UNCHECKED)
 
 test-slow: .venv/dev.stamp ## the tests that make test leaves out: further architectures, processes, browsers, long runs
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m slow
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m slow $(UNCHECKED)
 
 test-all: test test-slow test-tl4 test-oldest ## all tests, with all versions of TransformerLens
 
@@ -55,7 +55,7 @@ fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets th
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --dist worksteal tests/*/test_fuzz_*.py
 
 test-tl4: .venv-tl4/dev.stamp ## make test with the newest TransformerLens 4, but for what has nothing to do with it
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) -m "not slow" $(ALIKE)
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) -m "not slow" $(UNCHECKED) $(ALIKE)
 
 test-oldest: .venv-oldest/dev.stamp ## tests that use other packages, with the oldest versions that pyproject.toml allows
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) $(OLDEST_TESTS)

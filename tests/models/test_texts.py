@@ -112,7 +112,7 @@ def test_padding_without_a_mask(
     """Refused at either side, unless a mask says that it is text."""
     ids = {"pad_token_id": pad, "bos_token_id": bos, "eos_token_id": eos}
     model = tp.load_demo_model()
-    model.tokenizer = SimpleNamespace(**ids)
+    vars(model)["tokenizer"] = SimpleNamespace(**ids)  # only its ids are asked for
     tokens = zoo.random_tokens()
     tokens[1, slice(missing) if side == "left" else slice(-missing, None)] = 0
     if text:
@@ -128,7 +128,7 @@ def test_padding_without_a_mask(
 def test_a_single_end_is_no_beginning() -> None:
     """Where texts begin with another id, one padding id before it is padding."""
     model = tp.load_demo_model()
-    model.tokenizer = SimpleNamespace(pad_token_id=0, bos_token_id=1, eos_token_id=0)
+    vars(model)["tokenizer"] = SimpleNamespace(pad_token_id=0, bos_token_id=1, eos_token_id=0)  # only its ids are asked for
     with pytest.raises(ValueError, match="beginning of text 0"):
         check_tokens(model, torch.tensor([[0, 1, 5, 6]]))
     assert check_tokens(model, torch.tensor([[1, 5, 6, 0]])).shape == (1, 4)
