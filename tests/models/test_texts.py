@@ -95,6 +95,16 @@ def test_text_takes_no_mask(demo: Any) -> None:
             equal_length_texts(demo, text, torch.ones(1, 4))
 
 
+class WithIds:
+    """A model whose tokenizer has these ids; no more is asked of it."""
+
+    def __init__(self, model: Any, **ids: int | None) -> None:
+        self.model, self.tokenizer = model, SimpleNamespace(**ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     ("pad", "bos", "eos", "missing", "text"),
@@ -111,8 +121,7 @@ def test_padding_without_a_mask(
 ) -> None:
     """Refused at either side, unless a mask says that it is text."""
     ids = {"pad_token_id": pad, "bos_token_id": bos, "eos_token_id": eos}
-    model = tp.load_demo_model()
-    vars(model)["tokenizer"] = SimpleNamespace(**ids)  # only its ids are asked for
+    model = WithIds(tp.load_demo_model(), **ids)
     tokens = zoo.random_tokens()
     tokens[1, slice(missing) if side == "left" else slice(-missing, None)] = 0
     if text:
@@ -127,8 +136,7 @@ def test_padding_without_a_mask(
 
 def test_a_single_end_is_no_beginning() -> None:
     """Where texts begin with another id, one padding id before it is padding."""
-    model = tp.load_demo_model()
-    vars(model)["tokenizer"] = SimpleNamespace(pad_token_id=0, bos_token_id=1, eos_token_id=0)  # only its ids are asked for
+    model = WithIds(tp.load_demo_model(), pad_token_id=0, bos_token_id=1, eos_token_id=0)
     with pytest.raises(ValueError, match="beginning of text 0"):
         check_tokens(model, torch.tensor([[0, 1, 5, 6]]))
     assert check_tokens(model, torch.tensor([[1, 5, 6, 0]])).shape == (1, 4)
