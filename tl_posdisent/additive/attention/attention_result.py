@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells
+from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells
 from tl_posdisent.additive.result import mean_and_range
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_choice
+from tl_posdisent.utils.validation import check_choice, check_flag, check_indices
 
 AttentionPart = Literal["summary", "distance", "key", "query"]
 
@@ -91,6 +92,107 @@ class AttentionFit:
     def pattern(self) -> Float64[Tensor, "*batch query key"]:
         """The fitted attention; 0 outside the mask."""
         return self.logits().softmax(-1).nan_to_num(nan=0.0)  # queries without cells
+
+    def static_scores(
+        self,
+        keys: Float[Tensor, "*texts key kv feature"],
+        *,
+        mask: MaskKind | Bool[Tensor, "*mask query key"] = "causal",
+        window: int | None = None,
+        heads: int | Iterable[int] | None = None,
+        extrapolate: bool = False,
+    ) -> Float64[Tensor, "*texts head query key"]:
+        """Apply static heads to keys of other texts: ``distance[i - j] + direction · keys[j] + sink · [j is first]``.
+
+        A score depends on its key and its distance alone. Under a causal mask nothing that follows a query matters.
+
+        Args:
+            keys: features of the keys ``[*texts, key, kv_head, feature]``, as in ``fit_attention``. The texts may be
+                any if the fit is pooled (or of scores without an axis of texts), else those of the fit.
+            mask, window: of these texts, as in ``fit_attention``; the first key is the first that some query sees.
+            heads: which of the fit's heads to apply, default all; head n of these reads key head
+                ``n // (heads // kv_heads)``.
+            extrapolate: what to do at distances that no cell of the fit had: raise, or take the coefficient of the
+                nearest distance that had some.
+
+        Returns:
+            Scores, ``-inf`` outside the mask; ``.softmax(-1)`` is the attention pattern.
+
+        Raises:
+            ValueError: a fit of free importances, which belong to the keys of its own texts; keys of another shape or
+                not finite; heads out of range; a distance that was not fitted.
+
+        Example:
+            >>> import torch
+            >>> from tl_posdisent import fit_attention
+            >>> keys = torch.randn(4, 16, 2, 3)  # four texts, 16 tokens, two key heads, three features
+            >>> fit = fit_attention(torch.randn(4, 6, 16, 16), keys=keys)  # six heads
+            >>> fit.static_scores(torch.randn(10, 2, 3)).shape  # a text that was not fitted
+            torch.Size([6, 10, 10])
+            >>> own = fit.static_scores(keys).softmax(-1)
+            >>> bool(torch.allclose(own, fit.pattern()))
+            True
+        """
+        if self.direction is None:
+            raise ValueError(
+                "static_scores needs a fit whose importances are linear in features of the keys (fit_attention with "
+                "keys=), got one of free importances, which belong to the keys of its own texts"
+            )
+        check_flag("extrapolate", extrapolate)
+        chosen = check_indices("heads", heads, self.direction.shape[-3])
+        features = self._features_per_head(keys, len(chosen))
+        n_key = features.shape[-2]
+        shape = (*features.shape[:-2], mask.shape[-2] if isinstance(mask, Tensor) and mask.ndim > 1 else n_key, n_key)
+        cells = make_cells(shape, mask, window, device=features.device)
+        d = cell_distances(cells.n_query, n_key, features.device)
+        inside = cells.to_mask()
+        at = self._profile_index(d, d[inside.reshape(-1, *d.shape).any(0)], extrapolate=extrapolate)
+        key = torch.einsum("...hkf,...hbf->...hbk", features, self.direction[..., chosen, :, :])
+        if self.sink is not None:
+            seen = cells.split(cells.counts).key > 0
+            first = (seen & (seen.cumsum(-1) == 1)).double()
+            first = first if first.ndim == 1 else first[..., None, :]  # beside heads, if there are masks for them
+            key = key + self.sink[..., chosen, :, None] * first
+        band = torch.bucketize(d, d.new_tensor(self.edges), right=True)
+        by_key = key[..., band, torch.arange(n_key, device=d.device).expand_as(d)]
+        return torch.where(inside, self.distance[..., chosen, :][..., at] + by_key, -torch.inf)
+
+    def _features_per_head(self, keys: Any, n_heads: int) -> Float64[Tensor, "*texts head key feature"]:
+        assert self.direction is not None
+        n_feature, texts = self.direction.shape[-1], tuple(self.direction.shape[:-3])
+        if not isinstance(keys, Tensor) or not keys.is_floating_point():
+            raise ValueError(f"keys must be a floating point tensor, got {getattr(keys, 'dtype', type(keys).__name__)}")
+        bad = keys.ndim < 3 or keys.shape[-1] != n_feature or keys.shape[-2] == 0 or n_heads % keys.shape[-2]
+        if bad or 0 in keys.shape[:-1] or (texts and tuple(keys.shape[:-3]) != texts):
+            wanted = "".join(f"{n}, " for n in texts) if texts else "*texts, "
+            raise ValueError(
+                f"keys must have shape ({wanted}key, kv_head, {n_feature}) with key heads for {n_heads} heads, got "
+                f"{tuple(keys.shape)}"
+            )
+        if not bool(keys.isfinite().all()):
+            raise ValueError(f"keys must be finite, got {int((~keys.isfinite()).sum())} values that are not")
+        return keys.detach().double().transpose(-3, -2).repeat_interleave(n_heads // keys.shape[-2], -3)
+
+    def _profile_index(
+        self, cells: Int64[Tensor, "query key"], needed: Int64[Tensor, "cell"], *, extrapolate: bool
+    ) -> Int64[Tensor, "query key"]:
+        """The entry of ``distance`` for each cell."""
+        counts = self.cells.split(self.cells.counts).distance
+        fitted = self.distances[counts.reshape(-1, counts.shape[-1]).amax(0) > 0]
+        missing = needed[~torch.isin(needed, fitted)]
+        if len(missing) and not extrapolate:
+            raise ValueError(
+                f"keys must be of texts whose distances were fitted, {int(fitted[0])} to {int(fitted[-1])}, got a text "
+                f"with distance {int(missing.abs().max())}: fit longer texts, pass shorter ones, or extrapolate=True"
+            )
+        low, high = int(cells.min()), int(cells.max())
+        distances = torch.arange(low, high + 1, device=cells.device)
+        after = torch.searchsorted(fitted, distances).clamp(max=len(fitted) - 1)
+        before = (after - 1).clamp_min(0)
+        nearer = (distances - fitted[before]).abs() <= (fitted[after] - distances).abs()
+        nearest = torch.where(nearer & (fitted[after] != distances), before, after)
+        entry = fitted[nearest] - self.cells.low
+        return entry[cells - low]
 
     def to_frame(self, part: AttentionPart = "summary") -> pd.DataFrame:
         """The fit as a table.

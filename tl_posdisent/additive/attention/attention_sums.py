@@ -196,8 +196,8 @@ def by_system(x: Tensor, n: int, *, pool: bool) -> Tensor:
     """Leading axes as ``(system, text)``, before the last ``n``: pooled texts, the first axis, share a system."""
     last = x.shape[x.ndim - n :]
     if not pool:
-        return x.reshape(-1, 1, *last)
-    return x.movedim(0, x.ndim - n - 1).reshape(-1, x.shape[0], *last)
+        return x.reshape(x.shape[: x.ndim - n].numel(), 1, *last)  # also of features of which there are none
+    return x.movedim(0, x.ndim - n - 1).reshape(x.shape[1 : x.ndim - n].numel(), x.shape[0], *last)
 
 
 def to_batch(x: Tensor, batch: Sequence[int], *, pool: bool) -> Tensor:

@@ -1,0 +1,114 @@
+"""Static heads on texts that they were not fitted on: by brute force, causal, and refused where nothing was fitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tl_posdisent import fit_attention
+
+N, L, HEADS, KV, F = 3, 12, 4, 2, 3
+GENERATOR = torch.Generator().manual_seed(0)
+KEYS = torch.randn(N, L, KV, F, generator=GENERATOR)
+SCORES = torch.randn(N, HEADS, L, L, generator=GENERATOR)
+OTHER = torch.randn(2, 9, KV, F, generator=GENERATOR)
+
+
+def by_hand(fit: Any, keys: Tensor, mask: Tensor) -> Tensor:
+    """Cell by cell."""
+    texts, n = keys.shape[:2]
+    out = torch.full((texts, HEADS, n, n), -torch.inf, dtype=torch.float64)
+    for t in range(texts):
+        first = int(mask[t].any(0).nonzero()[0])
+        for h in range(HEADS):
+            for i, j in mask[t].nonzero().tolist():
+                band = sum(i - j >= edge for edge in fit.edges)
+                score = fit.distance[h, fit.distances.tolist().index(i - j)]
+                score = score + fit.direction[h, band] @ keys[t, j, h // (HEADS // KV)].double()
+                if fit.sink is not None and j == first:
+                    score = score + fit.sink[h, band]
+                out[t, h, i, j] = score
+    return out
+
+
+@pytest.mark.parametrize("sink", [True, False])
+@pytest.mark.parametrize("bands", [(), (1, 3)])
+def test_scores_of_another_text_cell_by_cell(bands: tuple[int, ...], sink: bool) -> None:
+    fit = fit_attention(SCORES, keys=KEYS, bands=bands, sink=sink)
+    mask = torch.ones(2, 9, 9, dtype=torch.bool).tril()
+    torch.testing.assert_close(fit.static_scores(OTHER), by_hand(fit, OTHER, mask))
+    mask[0, :, :2] = False  # padding
+    mask[0, :2] = False
+    mask[1] &= ~torch.ones(9, 9, dtype=torch.bool).tril(-4)  # a window
+    got = fit.static_scores(OTHER, mask=mask[:, None])
+    torch.testing.assert_close(got, by_hand(fit, OTHER, mask))
+    torch.testing.assert_close(got[0, :, 2:, 2:], fit.static_scores(OTHER[0, 2:]))
+    torch.testing.assert_close(got[1], fit.static_scores(OTHER[1], window=4))
+
+
+def test_the_texts_of_the_fit_get_its_pattern() -> None:
+    for options in ({}, {"pool": False}, {"bands": (2,)}, {"sink": False}):
+        fit = fit_attention(SCORES, keys=KEYS, **options)
+        torch.testing.assert_close(fit.static_scores(KEYS).softmax(-1), fit.pattern())
+    for scores, keys in ((SCORES, KEYS), (SCORES[0], KEYS[0])):  # no feature: a profile, and a sink or not
+        for sink in (True, False):
+            alone = fit_attention(scores, keys=keys[..., :0], sink=sink)
+            torch.testing.assert_close(alone.static_scores(keys[..., :0]).softmax(-1), alone.pattern())
+
+
+def test_some_heads_are_those_of_all() -> None:
+    fit = fit_attention(SCORES, keys=KEYS)
+    some = fit.static_scores(OTHER[:, :, [1, 0]], heads=[3, 1])
+    assert torch.equal(some, fit.static_scores(OTHER)[:, [3, 1]])
+    assert torch.equal(fit.static_scores(OTHER[:, :, 1:], heads=-1), some[:, :1])
+
+
+def test_what_follows_a_query_does_not_matter() -> None:
+    fit = fit_attention(SCORES, keys=KEYS)
+    changed = OTHER.clone()
+    changed[:, 5:] = 9.0
+    a, b = (fit.static_scores(x).softmax(-1) for x in (OTHER, changed))
+    assert torch.equal(a[:, :, :5], b[:, :, :5])
+    assert not torch.equal(a[:, :, 5:], b[:, :, 5:])
+
+
+def test_distances_that_were_not_fitted() -> None:
+    fit = fit_attention(SCORES, keys=KEYS, window=6)
+    with pytest.raises(ValueError, match=r"keys must be of texts whose distances were fitted, 0 to 5, got .* 8: fit"):
+        fit.static_scores(OTHER)
+    i, j = 8, 1
+    expected = fit.distance[:, 5] + (fit.direction[:, 0] * OTHER[0, j, [0, 0, 1, 1]].double()).sum(-1)
+    torch.testing.assert_close(fit.static_scores(OTHER, extrapolate=True)[0, :, i, j], expected)
+    near = fit.static_scores(OTHER, extrapolate=True).tril().triu(-5)
+    torch.testing.assert_close(near, fit.static_scores(OTHER, window=6).nan_to_num(neginf=0.0).tril())
+    scattered = torch.ones(L, L, dtype=torch.bool).tril()
+    distance = torch.arange(L)[:, None] - torch.arange(L)
+    scattered &= (distance != 3) & (distance != 4)
+    gap = fit_attention(SCORES, keys=KEYS, mask=scattered)
+    with pytest.raises(ValueError, match="with distance 4: fit"):
+        gap.static_scores(OTHER)
+    of_distance = gap.static_scores(torch.zeros_like(OTHER), extrapolate=True)[0, :, 8]
+    torch.testing.assert_close(of_distance[:, [8 - 3, 8 - 4]], gap.distance[:, [2, 5]])
+
+
+def test_refusals() -> None:
+    fit = fit_attention(SCORES, keys=KEYS)
+    with pytest.raises(ValueError, match=r"static_scores needs a fit .* keys=\), got one of free importances"):
+        fit_attention(SCORES).static_scores(KEYS)
+    for keys in (OTHER[..., :2], OTHER[:, :, [0, 1, 0]], OTHER[0, 0], OTHER[:, :0]):
+        with pytest.raises(ValueError, match=r"keys must have shape \(\*texts, key, kv_head, 3\) .* 4 heads, got \("):
+            fit.static_scores(keys)
+    with pytest.raises(ValueError, match=r"keys must have shape \(3, key, kv_head, 3\)"):
+        fit_attention(SCORES, keys=KEYS, pool=False).static_scores(OTHER)
+    for keys, got in ((OTHER.long(), "torch.int64"), (None, "NoneType")):
+        with pytest.raises(ValueError, match=f"keys must be a floating point tensor, got {got}"):
+            fit.static_scores(keys)
+    with pytest.raises(ValueError, match="keys must be finite, got 108 values"):
+        fit.static_scores(OTHER * torch.nan)
+    with pytest.raises(ValueError, match="heads must be integers from 0 to 3"):
+        fit.static_scores(OTHER, heads=4)
+    with pytest.raises(ValueError, match="extrapolate must be True or False"):
+        fit.static_scores(OTHER, extrapolate=1)
