@@ -94,6 +94,7 @@ def test_distances_that_were_not_fitted() -> None:
     torch.testing.assert_close(of_distance[:, [8 - 3, 8 - 4]], gap.distance[:, [2, 5]])
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_refusals() -> None:
     fit = fit_attention(SCORES, keys=KEYS)
     with pytest.raises(ValueError, match=r"static_scores needs a fit .* keys=\), got one of free importances"):
