@@ -82,6 +82,9 @@ from .experiments.causal.head_ablation import (
 from .experiments.causal.head_patching import (
     head_patching as head_patching,
 )
+from .experiments.causal.metrics import (
+    logit_difference as logit_difference,
+)
 from .experiments.causal.position_patching import (
     component_patching as component_patching,
 )

@@ -61,13 +61,21 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
 
     r, chance = over_texts(model), sum(over_texts(m)["r"] for m in copies) / 2
     r["chance"] = chance
+    without = tp.additivity(model, TOKENS, sinks=1, progress=False).groupby(HEAD, as_index=False).mean()
+    r["without"] = without["r"]
     columns = {"layer": "layer", "head": "head", "r": "r", "adjusted r²": "r2_adjusted", "random r": "chance"}
+    columns["r without the first token"] = "without"
     columns |= {f"{part} alone": f"share_{part}" for part in ("distance", "query", "key")}
     agrees(document, "heads-r", columns, r)
     by_layer = r.groupby("layer").agg(
-        mean=("r", "mean"), low=("r", "min"), high=("r", "max"), chance=("chance", "mean")
+        mean=("r", "mean"),
+        low=("r", "min"),
+        high=("r", "max"),
+        chance=("chance", "mean"),
+        without=("without", "mean"),
     )
     titles = {"mean r": "mean", "lowest": "low", "highest": "high", "random": "chance"}
+    titles["without the first token"] = "without"
     agrees(document, "layers-r", titles, by_layer)
     ends = r.sort_values("r", ascending=False, kind="stable")
     agrees(document, "ends", {"layer": "layer", "head": "head", "r": "r"}, pd.concat([ends.head(3), ends.tail(3)]))

@@ -157,14 +157,15 @@ class Runs(Cells):
     stops: Int64[Tensor, "*mask two_per_coefficient"]
 
     @classmethod
-    def band(cls, n_query: int, n_key: int, low: int, high: int, device: torch.device | str) -> Runs:
-        """Make the cells with ``low <= distance <= high``."""
+    def band(cls, n_query: int, n_key: int, low: int, high: int, device: torch.device | str, *, sinks: int = 0) -> Runs:
+        """Make the cells with ``low <= distance <= high``, without the first ``sinks`` keys."""
         offset = n_key - n_query
         i, j = (torch.arange(n, device=device) for n in (n_query, n_key))
         d = torch.arange(low, high + 1, device=device)
-        keys_of_query = _clipped(i + offset - high, i + offset - low + 1, n_key)
-        queries_of_key = _clipped(j - offset + low, j - offset + high + 1, n_query)
-        queries_of_distance = _clipped(d - offset, d - offset + n_key, n_query)
+        keys_of_query = _clipped((i + offset - high).clamp_min(sinks), i + offset - low + 1, n_key)
+        first, stop = _clipped(j - offset + low, j - offset + high + 1, n_query)
+        queries_of_key = first, torch.where(j < sinks, first, stop)
+        queries_of_distance = _clipped(d - offset + sinks, d - offset + n_key, n_query)
         return cls._from_runs(n_query, n_key, low, keys_of_query, queries_of_key, queries_of_distance)
 
     @classmethod
@@ -337,17 +338,21 @@ def make_cells(
     mask: MaskKind | Bool[Tensor, "*mask query key"],
     window: int | None = None,
     *,
+    sinks: int = 0,
     device: torch.device | str = "cpu",
 ) -> Cells:
-    """Convert ``mask`` and ``window`` to the cells of scores of this shape, ``(*batch, query, key)``.
+    """Convert ``mask``, ``window`` and ``sinks`` to the cells of scores of this shape, ``(*batch, query, key)``.
 
     Raises:
-        ValueError: an unknown mask, a mask of another size or dtype, a window below 1, nothing left.
+        ValueError: an unknown mask, a mask of another size or dtype, a window below 1, sinks below 0, nothing left.
     """
     if window is not None:
         window = check_integer("window", window, 1)
+    sinks = check_integer("sinks", sinks, 0)
+    if sinks >= shape[-1]:
+        raise ValueError(f"sinks must be fewer than the {shape[-1]} keys, got {sinks}")
     if isinstance(mask, Tensor):
-        mask = _checked(mask, shape, window).to(device)
+        mask = _checked(mask, shape, window, sinks).to(device)
         return Runs.from_mask(mask) or Scattered.from_mask(mask)
     if not (isinstance(mask, str) and mask in get_args(MaskKind)):
         what = repr(mask) if isinstance(mask, str) else type(mask).__name__
@@ -358,14 +363,14 @@ def make_cells(
             f"scores must have shape (..., query, key) with the last query at the last key, got {n_query} queries and "
             f"{n_key} keys; q, k, v and z, which are (batch, pos, head, d_head), are no scores"
         )
-    low, high = (0 if mask == "causal" else 1 - n_query), n_key - 1
+    low, high = (0 if mask == "causal" else 1 - n_query), n_key - 1 - sinks
     if window is not None:
         low, high = max(low, 1 - window), min(high, window - 1)
-    return Runs.band(n_query, n_key, low, high, device)
+    return Runs.band(n_query, n_key, low, high, device, sinks=sinks)
 
 
-def _checked(mask: Tensor, shape: Sequence[int], window: int | None) -> Tensor:
-    """Return the mask within the window, with two axes or as many as the scores have, or raise."""
+def _checked(mask: Tensor, shape: Sequence[int], window: int | None, sinks: int) -> Tensor:
+    """Return the mask within the window, without sinks, with two axes or as many as the scores have, or raise."""
     n_query, n_key = shape[-2:]
     if mask.dtype != torch.bool:
         raise ValueError(
@@ -380,6 +385,8 @@ def _checked(mask: Tensor, shape: Sequence[int], window: int | None) -> Tensor:
         raise ValueError(f"mask must broadcast to the scores' shape {tuple(shape)}, got {tuple(mask.shape)}")
     if window is not None:
         mask = mask & (cell_distances(n_query, n_key, mask.device).abs() < window)
+    if sinks:
+        mask = mask & (torch.arange(n_key, device=mask.device) >= sinks)
     filled = mask.flatten(-2).any(-1)
     if not bool(filled.all()):
         raise ValueError(

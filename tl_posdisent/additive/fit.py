@@ -21,6 +21,7 @@ def fit_additive(
     *,
     mask: MaskKind | Bool[Tensor, "*mask query key"] = "causal",
     window: int | None = None,
+    sinks: int = 0,
     pool: bool = False,
     check: bool = True,
 ) -> AdditiveFit:
@@ -36,6 +37,8 @@ def fit_additive(
         mask: ``"causal"`` (key not after query), ``"full"`` (bidirectional), or a boolean tensor that is True where a
             cell counts, shared ``[query, key]`` or one per matrix (broadcast against the leading axes).
         window: keep only cells with ``|distance| < window`` (Mistral's and Gemma's sliding window).
+        sinks: leave this many keys at the beginning out of the fit: an attention sink, often the first token, has
+            scores unlike all others. A left-out key has importance 0.
         pool: one distance profile for all entries of the first axis (texts), each with its own query and key part.
         check: refuse an attention pattern (rows that are non-negative and sum to 1), and warn of what may be q, k, v
             or z (fewer "queries" than "keys", finite also where a causal mask is). False fits it without a word.
@@ -46,9 +49,9 @@ def fit_additive(
 
     Raises:
         ValueError: scores of integer type, of less than two axes, empty or with a single key; a mask of wrong dtype
-            or size or that leaves nothing; a cell inside the mask that is NaN, infinite or a masking value such as
-            -1e9 (says where, and which mask to pass; a boolean mask is taken as it is); ``pool`` without a leading
-            axis; an attention pattern, unless ``check=False``.
+            or size or that leaves nothing; ``sinks`` that are no integer or leave no key; a cell inside the mask that
+            is NaN, infinite or a masking value such as -1e9 (says where, and which mask to pass; a boolean mask is
+            taken as it is); ``pool`` without a leading axis; an attention pattern, unless ``check=False``.
 
     Example:
         >>> import torch
@@ -66,7 +69,7 @@ def fit_additive(
     check_flag("check", check)
     if pool and scores.ndim < 3:
         raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(scores.shape)}")
-    cells = make_cells(scores.shape, mask, window, device=scores.device)
+    cells = make_cells(scores.shape, mask, window, sinks=sinks, device=scores.device)
     if check:
         refuse_patterns(scores)
         if mask == "causal":

@@ -28,6 +28,18 @@ from .causal.head_ablation import (
 from .causal.head_patching import (
     head_patching as head_patching,
 )
+from .causal.loss_attribution import (
+    part_attribution as part_attribution,
+)
+from .causal.loss_attribution import (
+    shapley_values as shapley_values,
+)
+from .causal.metrics import (
+    LogitDifference as LogitDifference,
+)
+from .causal.metrics import (
+    logit_difference as logit_difference,
+)
 from .causal.position_patching import (
     component_patching as component_patching,
 )

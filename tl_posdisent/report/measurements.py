@@ -34,6 +34,7 @@ SHARES = ["share_distance", "share_query", "share_key"]
 FRACTIONS = (0, 0.05, 0.1, 0.2, 0.5)
 PERTURBATIONS = 2
 _PERTURBED = (512, 1024)  # positions, tokens: each run is a forward pass with logits
+_LEAST = 3  # keys below which none is left out
 _ABLATED = (128, 512)  # the same for a pass without each head
 _PROFILES = 12  # layers whose distance profiles are drawn
 
@@ -138,7 +139,11 @@ def _chosen(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
-    return _chosen(subject, additivity(**_common(subject)))
+    """With ``r_without_first``, of the fit without the first key of each text, which often is an attention sink."""
+    table = additivity(**_common(subject))
+    enough = min(subject.lengths) > _LEAST
+    without = additivity(**_common(subject), sinks=1)["r"] if enough else np.nan
+    return _chosen(subject, table.assign(r_without_first=without))
 
 
 def _shares(subject: Subject, seed: int) -> pd.DataFrame:

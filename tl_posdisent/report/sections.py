@@ -45,17 +45,20 @@ def _additivity(subject: Subject, found: Found) -> str:
         "The scores of each head in the text are fitted by the three-axis model: a distance part plus a query part "
         "plus a key part. <em>r</em> is the correlation of the scores with the fit; 1 means that the scores are "
         "exactly such a sum. A <em>share</em> is a fraction of the variance of the scores. Scores of random weights "
-        "fit partly too, so compare every number with its random-weights baseline."
+        "fit partly too, so compare every number with its random-weights baseline. <em>r without the first token</em> "
+        "is that of a fit that leaves the first key of each text out: an attention sink has scores unlike all others, "
+        "and alone can make a head more or less additive."
     )
     maps = [_r_map(trained, "r of this model")]
     by_layer = trained.groupby("layer")["r"].agg(["mean", "min", "max"]).reset_index()
     by_layer.columns = pd.Index(["layer", "mean r", "lowest", "highest"])
+    by_layer["without the first token"] = by_layer["layer"].map(trained.groupby("layer")["r_without_first"].mean())
     if random is not None:
         maps.append(_r_map(random, "r at random initialisation"))
         by_layer["random"] = by_layer["layer"].map(random.groupby("layer")["r"].mean())
         trained = trained.merge(random[[*HEAD, "r"]], on=HEAD, suffixes=("", "_random"), how="left")
-    columns = [*HEAD, "r", "r2_adjusted", *SHARES, *(["r_random"] if random is not None else [])]
-    titles = {"r2_adjusted": "adjusted r²", "r_random": "random r"}
+    columns = [*HEAD, "r", "r_without_first", "r2_adjusted", *SHARES, *(["r_random"] if random is not None else [])]
+    titles = {"r2_adjusted": "adjusted r²", "r_random": "random r", "r_without_first": "r without the first token"}
     titles |= ALONE
     every = table("heads-r", "Every head, mean over texts", trained[columns], titles, index=2)
     return (

@@ -21,7 +21,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
 from tl_posdisent.utils.tables import join_texts
-from tl_posdisent.utils.validation import check_flag
+from tl_posdisent.utils.validation import check_flag, check_integer
 
 
 def additivity(
@@ -31,6 +31,7 @@ def additivity(
     attention_mask: Tensor | None = None,
     layers: int | Iterable[int] | None = None,
     mask: MaskKind | Bool[Tensor, "query key"] | None = None,
+    sinks: int = 0,
     pool: bool = False,
     block: int | None = None,
     progress: bool = True,
@@ -49,6 +50,8 @@ def additivity(
         mask: which cells count; by default each layer's own (causal or full, with its sliding window), which a
             boolean ``[query, key]`` narrows, for instance to leave the first positions out. Positions count from a
             text's first token.
+        sinks: leave this many keys at the beginning of each text out of the fit (``fit_additive``). The scores of an
+            attention sink are unlike all others; ``r`` with and without the first token shows how much it does.
         pool: one distance profile per head for all texts, each text with its own query and key part.
         block: run this many queries at a time, with a cache of keys and values: for texts whose score matrices do not
             fit (``estimate`` says so). The same numbers, to rounding; the model must have no hooks of yours.
@@ -61,9 +64,9 @@ def additivity(
         ``random_control`` beside it.
 
     Raises:
-        ValueError: unusable tokens, layers or mask; padding without ``attention_mask``; a model whose scores neither
-            show nor can be recomputed from its queries and keys; ``block`` with a model that has hooks, takes no
-            cache, or whose queries see later keys.
+        ValueError: unusable tokens, layers, mask or sinks; padding without ``attention_mask``; a model whose scores
+            neither show nor can be recomputed from its queries and keys; ``block`` with a model that has hooks, takes
+            no cache, or whose queries see later keys.
         MemoryError: one layer's scores alone are more than the memory that is free.
 
     Example:
@@ -74,9 +77,12 @@ def additivity(
         (40, True, True)
     """
     check_flag("pool", pool)
+    check_integer("sinks", sinks, 0)
     reading = read_model(model, layers)
     model, specs = reading.model, reading.specs(layers)
     texts = read_texts(model, tokens, attention_mask)
+    if sinks > min(texts.lengths) - 2:
+        raise ValueError(f"sinks must leave two keys of every text, at most {min(texts.lengths) - 2}, got {sinks}")
     width = texts.tokens.shape[1]
     if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.shape != (width, width)):
         raise ValueError(
@@ -94,7 +100,7 @@ def additivity(
                 found.setdefault(layer, []).append(Part(group, read, cells))
                 bar.update()
 
-            chosen = {spec.layer: _cells(spec, mask, group.tokens.shape[1]) for spec in specs}
+            chosen = {spec.layer: _cells(spec, mask, group.tokens.shape[1]) | {"sinks": sinks} for spec in specs}
             if block is None:
                 _whole(model, group.tokens, specs, chosen, note)
             else:
@@ -178,8 +184,10 @@ def _by_block(
             sums[spec.layer] = no_marginals(batch, cells[spec.layer])
         if isinstance(options["mask"], Tensor):
             options["mask"] = options["mask"][first:seen, :seen]
-            if not bool(options["mask"].any()):
+            if not bool(options["mask"][:, options["sinks"] :].any()):
                 return
+        if seen <= options["sinks"]:
+            return
         part = make_cells(scores.shape, device=scores.device, **options)
         sums[spec.layer] = add_rows(sums[spec.layer], scores, part, cells[spec.layer], first=first)
 

@@ -1,8 +1,14 @@
-"""Metrics of a run: from logits and tokens to a number, or one for each text."""
+"""Metrics of a run: from logits and tokens to a number, or one for each text.
+
+An experiment takes any function of ``(logits, tokens)`` as its ``metric``, calls it through ``value_of`` (a number) or
+``values_of`` (with gradients), and thereby gives all metrics the same treatment of padding: ``next_token_loss`` and
+``LogitDifference`` see each group of texts of equal length without its padding, functions of the user's the batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -13,6 +19,7 @@ from torch import Tensor
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.texts import Texts, read_texts
+from tl_posdisent.utils.validation import is_integer, shown
 
 Metric = Callable[[Any, Tensor], Any]
 """From what the model returns (logits ``[batch, pos, vocab]``) and tokens ``[batch, pos]`` to a number, or one for each
@@ -27,6 +34,147 @@ def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch 
         raise ValueError(f"metric must be given for a model that returns no logits (batch, pos, vocabulary), got {got}")
     log_p = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return -log_p.gather(-1, tokens[:, 1:, None].to(logits.device)).double().mean((1, 2))
+
+
+@dataclass(frozen=True)
+class LogitDifference:
+    """Logit of the right answer minus that of the wrong one, for each text (see ``logit_difference``).
+
+    Attributes:
+        answers: token ids of the right answers, one row for each text, or one row for all.
+        wrong: those of the wrong answers likewise, or None for all tokens of the vocabulary.
+        position: where each text's answer is predicted, one for each text or one for all; from the text's first token,
+            or if negative from its end.
+    """
+
+    answers: tuple[tuple[int, ...], ...]
+    wrong: tuple[tuple[int, ...], ...] | None
+    position: tuple[int, ...]
+
+    def __call__(
+        self,
+        logits: Float[Tensor, "batch pos vocab"],
+        tokens: Int[Tensor, "batch pos"],
+        attention_mask: Tensor | None = None,
+    ) -> Float[Tensor, "batch"]:
+        """The differences, of a batch of logits; padding, if any, is where ``attention_mask`` is 0."""
+        self.check_batch(len(tokens))
+        _check_logits(logits)
+        real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        texts = [logits[row, real[row].to(logits.device)][None] for row in range(len(tokens))]
+        parts = [self.of_texts(some, torch.tensor([row])) for row, some in enumerate(texts)]
+        values = torch.cat(parts)
+        if bool(values.isnan().any()):
+            raise ValueError(
+                f"logits must not be NaN where the answer is predicted, got NaN in text "
+                f"{int(values.isnan().nonzero()[0])}: pass attention_mask= for padded texts"
+            )
+        return values
+
+    def of_texts(self, logits: Float[Tensor, "text pos vocab"], rows: Int[Tensor, "text"]) -> Float[Tensor, "text"]:
+        """The differences of some texts without padding, which are these rows of the batch; float32 or wider."""
+        _check_logits(logits)
+        at = torch.tensor([_of_row(self.position, int(row)) for row in rows], device=logits.device)
+        n = logits.shape[1]
+        if bool(((at < -n) | (at >= n)).any()):
+            raise ValueError(f"position must lie within each text, got {at.tolist()} in texts of {n} tokens")
+        there = logits[torch.arange(len(rows), device=logits.device), at]
+        there = there.to(torch.promote_types(logits.dtype, torch.float32))
+        right = _mean_logit("answers", there, self.answers, rows)
+        return right - (there.mean(-1) if self.wrong is None else _mean_logit("wrong", there, self.wrong, rows))
+
+    def check_batch(self, batch: int) -> None:
+        """Refuse answers for another number of texts, before their rows are looked up."""
+        named = {"answers": self.answers, "wrong": self.wrong, "position": self.position}
+        for name, given in named.items():
+            if given is not None and len(given) not in (1, batch):
+                raise ValueError(f"{name} must be one for each text or one for all, got {len(given)} for {batch} texts")
+
+
+def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> LogitDifference:
+    """Make the metric *logit difference*: logit of the right answer minus that of a wrong one, after each prompt.
+
+    For ``metric=`` of ``head_ablation``, ``position_patching``, ``component_patching``, ``head_patching`` and
+    ``part_attribution``. Prompts may differ in length: pass them with ``attention_mask=``, or as a list of texts; the
+    answer is read at the last token of each. A constant added to all logits changes nothing.
+
+    Args:
+        answers: token id of the right answer: an integer, one for each text ``[batch]``, or several for each
+            ``[batch, n]``, whose logits are averaged. Of words: ``model.to_single_token(" Mary")``.
+        wrong: the wrong answers in one of these forms; default the mean logit of the whole vocabulary.
+        position: where the answer is predicted: an integer, or one for each text, counted from the text's first token,
+            or if negative from its end; padding is not counted.
+
+    Returns:
+        A function of ``(logits [batch, pos, vocab], tokens [batch, pos])``: one number for each text, in logits.
+
+    Raises:
+        ValueError: ids that are not integers; none at all. When it is called: another number of texts, ids beyond the
+            vocabulary, positions beyond a text, logits that are NaN.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model, logit_difference
+        >>> model, text = load_demo_model(), demo_tokens(length=49)
+        >>> prompts = torch.cat([text[:, :48], torch.nn.functional.pad(text[:, :40], (0, 8))])  # 48 and 40 tokens
+        >>> mask = torch.ones_like(prompts)
+        >>> mask[1, 40:] = 0
+        >>> metric = logit_difference(answers=[int(text[0, 48]), int(text[0, 40])])
+        >>> table = head_ablation(model, prompts, metric, attention_mask=mask, layers=[4], progress=False)
+        >>> bool(table["baseline"][0] > 0)  # both answers have higher logits than the average token
+        True
+    """
+    rows = _id_rows("answers", answers)
+    return LogitDifference(rows, None if wrong is None else _id_rows("wrong", wrong), _position_list(position))
+
+
+def _id_rows(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
+    """Token ids as one row for each text, or one for all."""
+    ids = _as_lists(name, given)
+    rows = [x if isinstance(x, list) else [x] for x in (ids if isinstance(ids, list) else [ids])]
+    if not rows or not all(row and all(is_integer(x) and x >= 0 for x in row) for row in rows):
+        raise ValueError(
+            f"{name} must be token ids: an integer, one for each text, or several for each, got {shown(given)}; of "
+            "words, model.to_single_token gives them"
+        )
+    return tuple(tuple(int(x) for x in row) for row in rows)
+
+
+def _position_list(given: Any) -> tuple[int, ...]:
+    places = _as_lists("position", given)
+    places = places if isinstance(places, list) else [places]
+    if not places or not all(is_integer(x) for x in places):
+        raise ValueError(f"position must be an integer or one for each text, got {shown(given)}")
+    return tuple(int(x) for x in places)
+
+
+def _as_lists(name: str, given: Any) -> Any:
+    """Tensors and arrays as nested lists, tuples as lists."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(given, (list, tuple, range)):
+        return [_as_lists(name, x) for x in given]
+    return given
+
+
+def _of_row(rows: Sequence[Any], row: int) -> Any:
+    return rows[0] if len(rows) == 1 else rows[row]
+
+
+def _mean_logit(name: str, there: Tensor, ids: Sequence[Sequence[int]], rows: Tensor) -> Tensor:
+    """The mean logit of each text's ids, where it may have one or several."""
+    values = []
+    for logits, row in zip(there, rows.tolist(), strict=True):
+        own = _of_row(ids, row)
+        if max(own) >= len(logits):
+            raise ValueError(f"{name} must be token ids from 0 to {len(logits) - 1}, got {max(own)}")
+        values.append(logits[list(own)].mean())
+    return torch.stack(values)
+
+
+def _check_logits(logits: Any) -> None:
+    if not isinstance(logits, Tensor) or logits.ndim != 3:
+        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"logits must have shape (batch, pos, vocab) for a logit difference, got {got}")
 
 
 def as_number(value: Any, batch: int) -> float:
@@ -64,23 +212,30 @@ def outputs_of(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]]) -> lis
     return outputs
 
 
-def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
-    """The metric of a run: the mean over texts where it is one number for each.
+def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
+    """What a metric returns of a run: a number, or one for each text (in any order). Gradients flow through it.
 
     Metrics of the user's get logits and tokens laid out like the batch, with NaN at padding.
     """
-    n = len(texts.tokens)
+    parts = list(zip(outputs, texts.groups, strict=True))
     if metric is next_token_loss:
-        losses = [next_token_loss(some, group.tokens) for some, group in zip(outputs, texts.groups, strict=True)]
-        return as_number(torch.cat(losses), n)
+        return torch.cat([next_token_loss(some, group.tokens) for some, group in parts])
+    if isinstance(metric, LogitDifference):
+        metric.check_batch(len(texts.tokens))
+        return torch.cat([metric.of_texts(some, group.rows) for some, group in parts])
     if len(outputs) == 1 and bool(texts.real.all()):
-        return as_number(metric(outputs[0], texts.tokens), n)
+        return metric(outputs[0], texts.tokens)
     if not all(isinstance(some, Tensor) for some in outputs):
         raise ValueError(
             f"attention_mask needs a model that returns logits, got {type(outputs[0]).__name__}: call the model for "
             "each length of text"
         )
-    return as_number(metric(texts.lay_out(outputs), texts.tokens), n)
+    return metric(texts.lay_out(outputs), texts.tokens)
+
+
+def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
+    """The metric of a run: the mean over texts where it is one number for each (see ``values_of``)."""
+    return as_number(values_of(metric, outputs, texts), len(texts.tokens))
 
 
 def measure(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]], metric: Metric, target: Texts) -> float:

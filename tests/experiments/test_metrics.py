@@ -1,0 +1,119 @@
+"""The logit difference: by hand, at any padding, in every experiment that takes a metric."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from torch import Tensor
+
+from tl_posdisent import component_patching, head_ablation, head_patching, logit_difference, position_patching
+from tl_posdisent.experiments import part_attribution
+
+TOKENS = zoo.random_tokens(length=9, batch=3)
+LENGTHS = [9, 6, 7]
+RIGHT = torch.zeros_like(TOKENS)
+for _row, _n in enumerate(LENGTHS):
+    RIGHT[_row, :_n] = 1
+LEFT = RIGHT.flip(1)
+ANSWERS, WRONG = [3, 8, 11], [[5, 6], [7, 2], [9, 1]]
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+EXPERIMENTS: dict[str, Callable[..., pd.DataFrame]] = {
+    "ablation": lambda model, metric, **more: head_ablation(model, TOKENS, metric, layers=1, **more),
+    "position": lambda model, metric, **more: position_patching(
+        model, TOKENS, torch.arange(9) * 3, metric, layers=1, **more
+    ),
+    "component": lambda model, metric, **more: component_patching(
+        model, TOKENS, "key", from_tokens=TOKENS.roll(1, 0) if not more else TOKENS + 1, metric=metric, layers=1, **more
+    ),
+    "head": lambda model, metric, **more: head_patching(model, TOKENS, TOKENS + 1, metric, layers=1, **more),
+}
+
+
+def by_hand(logits: Tensor, tokens: Tensor) -> Tensor:
+    """As a user would write it: NaN at padding shows where a text ends."""
+    values = []
+    for row, own in enumerate(logits):
+        last = own[~own.isnan().any(-1)][-1].float()
+        values.append(last[ANSWERS[row]] - last[WRONG[row]].mean())
+    return torch.stack(values)
+
+
+def test_by_hand() -> None:
+    logits = torch.randn(3, 9, 20, generator=torch.Generator().manual_seed(0))
+    metric = logit_difference(ANSWERS, WRONG)
+    torch.testing.assert_close(metric(logits, TOKENS), by_hand(logits, TOKENS))
+    torch.testing.assert_close(logit_difference(4)(logits, TOKENS), logits[:, -1, 4] - logits[:, -1].mean(-1))
+    at = logit_difference(torch.tensor(ANSWERS), 5, position=[0, 3, -2])(logits, TOKENS)
+    wanted = [logits[0, 0, 3] - logits[0, 0, 5], logits[1, 3, 8] - logits[1, 3, 5], logits[2, 7, 11] - logits[2, 7, 5]]
+    torch.testing.assert_close(at, torch.stack(wanted))
+    padded = logits.masked_fill(~RIGHT.bool()[..., None], torch.nan)
+    torch.testing.assert_close(metric(padded, TOKENS, RIGHT), by_hand(padded, TOKENS))
+    torch.testing.assert_close(metric(logits + 7, TOKENS), metric(logits, TOKENS), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("padding", ["none", "right", "left"])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_every_experiment_takes_it(kind: str, name: str, padding: str, experiment: str, shared_model: Any) -> None:
+    model, call = shared_model(kind, name), EXPERIMENTS[experiment]
+    more = {"none": {}, "right": {"attention_mask": RIGHT}, "left": {"attention_mask": LEFT}}[padding]
+    got = call(model, logit_difference(ANSWERS, WRONG), progress=False, **more)
+    wanted = call(model, by_hand, progress=False, **more)
+    pd.testing.assert_frame_equal(got, wanted, atol=1e-5)
+    assert got["value"].std() > 1e-4
+
+
+def test_gradients_flow_through_it(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    got = part_attribution(model, TOKENS, logit_difference(ANSWERS, WRONG), attention_mask=RIGHT)
+    pd.testing.assert_frame_equal(got, part_attribution(model, TOKENS, by_hand, attention_mask=RIGHT), atol=1e-6)
+
+
+def test_it_can_be_sent_and_compared() -> None:
+    metric = logit_difference(ANSWERS, WRONG)
+    assert pickle.loads(pickle.dumps(metric)) == metric == logit_difference(torch.tensor(ANSWERS), torch.tensor(WRONG))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"answers": " Mary"}, "answers must be token ids.*to_single_token"),
+        ({"answers": [1.5, 2]}, "answers must be token ids"),
+        ({"answers": True}, "answers must be token ids"),
+        ({"answers": [-1]}, "answers must be token ids"),
+        ({"answers": []}, "answers must be token ids"),
+        ({"answers": [[1], []]}, "answers must be token ids"),
+        ({"answers": 1, "wrong": [[[1]]]}, "wrong must be token ids"),
+        ({"answers": 1, "position": 0.5}, "position must be an integer"),
+        ({"answers": 1, "position": []}, "position must be an integer"),
+    ],
+    ids=str,
+)
+def test_refusals(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        logit_difference(**given)
+
+
+def test_refusals_when_called() -> None:
+    logits = torch.zeros(3, 9, 20)
+    for given, words in (
+        ({"answers": [1, 2]}, "answers must be one for each text or one for all, got 2 for 3"),
+        ({"answers": 1, "wrong": [1, 2]}, "wrong must be one for each text"),
+        ({"answers": 1, "position": [1, 2]}, "position must be one for each text"),
+        ({"answers": 20}, "answers must be token ids from 0 to 19, got 20"),
+        ({"answers": 1, "position": 9}, "position must lie within each text, got .* of 9 tokens"),
+        ({"answers": 1, "position": -10}, "position must lie within each text"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            logit_difference(**given)(logits, TOKENS)
+    with pytest.raises(ValueError, match="logits must have shape"):
+        logit_difference(1)(logits[0], TOKENS)
+    with pytest.raises(ValueError, match="NaN in text 1: pass attention_mask="):
+        logit_difference(1)(logits.masked_fill(~RIGHT.bool()[..., None], torch.nan), TOKENS)
