@@ -45,6 +45,16 @@ class LogitDifference:
         wrong: those of the wrong answers likewise, or None for all tokens of the vocabulary.
         position: where each text's answer is predicted, one for each text or one for all; from the text's first token,
             or if negative from its end.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import logit_difference
+        >>> metric = logit_difference(answers=[2, 0], wrong=1)
+        >>> metric
+        LogitDifference(answers=((2,), (0,)), wrong=((1,),), position=(-1,))
+        >>> logits = torch.tensor([[[0.0, 1.0, 5.0]], [[3.0, 1.0, 0.0]]])  # two texts of one token
+        >>> metric(logits, torch.zeros(2, 1, dtype=torch.int64)).tolist()
+        [4.0, 2.0]
     """
 
     answers: tuple[tuple[int, ...], ...]
