@@ -14,7 +14,8 @@ from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.model.encodings import alibi_slopes, make_encoding, t5_bucket, toeplitz
 
 RELATIVE = ("none", "t5", "relative", "alibi", "rope", "mla")
-ABSOLUTE = ("sinusoidal", "learned", "absolute_rope")
+ABSOLUTE = ("sinusoidal", "learned", "random", "absolute_rope", "sinusoidal_rope", "absolute_mla")
+LIMITED = ("learned", "random", "absolute_rope", "absolute_mla")
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
 
 
@@ -81,6 +82,30 @@ def test_sinusoids_by_hand(length: int) -> None:
             angle = p / 10000 ** (2 * c / 24)
             wanted = torch.tensor([math.sin(angle), math.cos(angle)])
             torch.testing.assert_close(table[p, 2 * c : 2 * c + 2], wanted, rtol=0, atol=1e-6)
+
+
+def test_exponential_alibi_slopes_by_hand() -> None:
+    (bias,) = make_encoding(config(encoding="alibi", alibi_slopes="exponential", n_heads=4)).bias(5)
+    assert bias[:, 4, 1].tolist() == pytest.approx(
+        [-3.0, -3 * math.exp(-1 / 4), -3 * math.exp(-1 / 2), -3 * math.exp(-3 / 4)]
+    )
+
+
+def test_sinusoids_in_halves_are_the_same_in_another_order() -> None:
+    one, other = (
+        make_encoding(config(encoding="sinusoidal", sinusoids=x)).embed(21) for x in ("alternating", "halves")
+    )
+    assert torch.equal(other, torch.cat([one[:, ::2], one[:, 1::2]], -1))
+
+
+def test_random_positions_are_drawn_with_the_weights_and_not_trained() -> None:
+    one, same, other = (SyntheticModel(config(encoding="random"), seed=seed) for seed in (1, 1, 2))
+    table = one.encoding.embed(16)
+    assert torch.equal(table, same.encoding.embed(16))
+    assert not torch.equal(table, other.encoding.embed(16))
+    assert abs(table.std().item() - 1) < 0.1
+    assert "encoding.W_pos" in one.state_dict()  # a checkpoint keeps it
+    assert "encoding.W_pos" not in dict(one.named_parameters())
 
 
 def test_relative_bias_by_hand() -> None:
@@ -223,7 +248,7 @@ def test_texts_longer_than_the_context(encoding: str) -> None:
             ValueError, match=rf"tokens must be at most n_ctx = 6 long with encoding='{encoding}', got 9"
         ):
             short(TOKENS)
-    assert (short.encoding.longest is None) == (encoding not in ("learned", "absolute_rope", "relative"))
+    assert (short.encoding.longest is None) == (encoding not in (*LIMITED, "relative"))
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -242,6 +267,11 @@ def test_texts_longer_than_the_context(encoding: str) -> None:
         ({"read_out": "max"}, "read_out must be one of .* got 'max'"),
         ({"keys_from": None}, "keys_from must be one of .* got None"),
         ({"causal": 1}, "causal must be True or False, got 1"),
+        ({"final_norm": None}, "final_norm must be True or False, got None"),
+        ({"activation": "silu"}, r"activation must be one of \('gelu', 'relu'\), got 'silu'"),
+        ({"dropout_at": "embed"}, "dropout_at must be a sequence of .* got 'embed'"),
+        ({"dropout_at": ["values"]}, "dropout_at must hold some of .* got 'values'"),
+        ({"d_rope": 4, "encoding": "learned"}, "d_rope must be left out with encoding='learned'"),
         ({"d_head": 7}, "d_head must be even to be rotated in pairs, got 7"),
         ({"d_head": 7, "encoding": "absolute_rope"}, "d_head must be even"),
         ({"d_model": 25, "d_head": 8, "encoding": "sinusoidal"}, "d_model must be even .* got 25"),

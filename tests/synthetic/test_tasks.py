@@ -85,6 +85,104 @@ def test_labels_are_what_a_reader_finds(task: Task) -> None:
         assert 0 <= label < task.n_out
 
 
+# --- settings of the published experiment ------------------------------------------------------------------------
+
+WHOLE: dict[str, Any] = {"d_vocab": 60, "min_gap": 2, "max_gap": 20, "min_side": 1, "max_side": 9, "n_ctx": 40}
+
+
+def test_two_triggers_stand_for_first_and_second() -> None:
+    task = TriggerDistance(**WHOLE, two_triggers=True)
+    tokens, labels = task.batch(500, seed=1)
+    for row, label in zip(tokens.tolist(), labels.tolist(), strict=True):
+        assert row.count(1) == row.count(2) == 1
+        assert row.index(2) - row.index(1) - 1 - task.min_gap == label
+
+
+def test_stray_triggers_occur_as_often_as_other_fillers() -> None:
+    """The label is told by no text alone, but by how it was drawn: the same draws without strays have other fillers."""
+    task = TriggerDistance(**WHOLE, two_triggers=True, stray_triggers=True)
+    tokens, _ = task.batch(4000, seed=1)
+    counts = torch.bincount(tokens.flatten(), minlength=60)
+    fillers = int((tokens != 0).sum()) - 2 * 4000
+    for trigger in (1, 2):
+        strays = int(counts[trigger]) - 4000
+        assert abs(strays - fillers / 59) < 5 * (fillers / 59) ** 0.5
+    assert abs(int(counts[30]) - fillers / 59) < 5 * (fillers / 59) ** 0.5
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_no_filler_twice_in_a_segment(repeats: bool) -> None:
+    """Before, between and after the triggers, each alone: across segments they repeat."""
+    tokens, labels = TriggerDistance(**WHOLE, repeats=repeats).batch(300, seed=2)
+    within = across = 0
+    for row, label in zip(tokens.tolist(), labels.tolist(), strict=True):
+        text = [t for t in row if t != 0]
+        first = text.index(1)
+        segments = [text[:first], text[first + 1 : first + 3 + label], text[first + 4 + label :]]
+        assert text[first + 3 + label] == 1
+        within += sum(len(segment) != len(set(segment)) for segment in segments)
+        across += bool(set(segments[0]) & set(segments[1]))
+    assert (within > 0) == repeats
+    assert across > 0
+    assert torch.bincount(tokens.flatten(), minlength=60)[2:].min() > 0  # every filler occurs
+
+
+def test_long_texts_are_cut_behind_the_second_trigger() -> None:
+    """The same draws, cut."""
+    whole, cut = (TriggerDistance(**WHOLE | {"n_ctx": n}, max_length=m) for n, m in ((40, None), (33, 33)))
+    tokens, labels = whole.batch(2000, seed=3)
+    shorter, same = cut.batch(2000, seed=3)
+    assert torch.equal(labels, same)
+    assert shorter.shape == (2000, 33)
+    assert ((tokens != 0).sum(1) > 33).any()
+    assert torch.equal(shorter, tokens[:, :33])
+    assert ((shorter == 1).sum(1) == 2).all()
+
+
+def test_labels_and_logits_of_ones_own_choice() -> None:
+    plain, moved = TriggerDistance(**WHOLE), TriggerDistance(**WHOLE, first_label=3, n_logits=60)
+    assert torch.equal(plain.batch(50)[1] + 3, moved.batch(50)[1])
+    assert (plain.n_out, moved.n_out, moved.chance) == (19, 60, plain.chance)
+    assert TriggerDistance(**WHOLE, first_label=3).n_out == 22
+    assert TriggerCount(n_logits=574).n_out == 574
+
+
+def test_texts_without_a_trigger_do_not_count() -> None:
+    shape: Any = {"d_vocab": 7, "n_triggers": 2, "max_count": 3, "min_length": 5, "max_length": 5, "n_ctx": 6}
+    plain, ignoring = TriggerCount(**shape), TriggerCount(**shape, ignore_zero=True)
+    (tokens, labels), (same, ignored) = plain.batch(400, seed=1), ignoring.batch(400, seed=1)
+    assert torch.equal(tokens, same)
+    assert torch.equal(ignored, labels.masked_fill(labels == 0, -100))
+    assert (plain.chance, ignoring.chance, plain.n_out, ignoring.n_out) == (1 / 4, 1 / 3, 4, 4)
+
+
+@pytest.mark.parametrize("changed", [{}, {"max_length": 26, "n_ctx": 26}, {"max_length": 35}])
+def test_length_alone_by_enumeration(changed: dict[str, Any]) -> None:
+    """Every text counted: of each length, the most frequent gap."""
+    task = TriggerDistance(**WHOLE | {"max_gap": 12} | changed)
+    counts: Counter[tuple[int, int]] = Counter()
+    for gap, before, after in itertools.product(range(2, 13), range(1, 10), range(1, 10)):
+        counts[min(gap + before + after + 2, task.max_length or 99), gap] += 1
+    best = {length: max(n for (other, _), n in counts.items() if other == length) for length, _ in counts}
+    assert task.from_length == pytest.approx(sum(best.values()) / counts.total())
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"two_triggers": 1}, "two_triggers must be True or False, got 1"),
+        ({"max_length": 30}, r"max_length must be a whole number, 31 or more \(max_side \+ max_gap \+ 2"),
+        ({"n_logits": 18}, "n_logits must be a whole number, 19 or more"),
+        ({"first_label": -1}, "first_label must be a whole number, 0 or more"),
+        ({"d_vocab": 21, "repeats": False}, "d_vocab must have 20 fillers or more, .* got 19 in a vocabulary of 21"),
+    ],
+)
+def test_settings_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TriggerDistance(**WHOLE | changed)
+
+
 def assert_uniform(values: list[Any], kinds: int) -> None:
     """All kinds occur, and χ² is within five standard deviations of its mean."""
     counts = Counter(values)

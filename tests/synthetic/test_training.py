@@ -27,7 +27,7 @@ from tl_posdisent.synthetic import (
     save_checkpoint,
     train,
 )
-from tl_posdisent.synthetic.training import steps
+from tl_posdisent.synthetic.training import checkpoints, steps
 
 TASK = TriggerDistance(d_vocab=8, min_gap=0, max_gap=3, min_side=0, max_side=12, n_ctx=32)
 FEW = TrainConfig(epochs=2, batch_size=16, n_train=100, n_test=60, lr=3e-3, log_every=5)  # 12 steps
@@ -118,6 +118,65 @@ def test_the_paper_is_the_default() -> None:
     paper = TrainConfig()
     assert (paper.lr, paper.betas, paper.weight_decay, paper.warmup) == (1e-4, (0.98, 0.9), 1e-5, 0.06)
     assert (paper.batch_size, paper.epochs, paper.n_train, paper.n_test) == (512, 100, 70_000, 30_000)
+
+
+def test_the_last_batch_is_kept_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every sample once in an epoch, though the batch does not divide them; the loss is a mean of the batch's own."""
+    config = changed(FEW, n_train=40, keep_last=True, n_test=1, log_every=1)
+    assert (config.steps_per_epoch, config.steps) == (3, 6)
+    assert [config.samples(n) for n in range(7)] == [0, 16, 32, 40, 56, 72, 80]
+    sizes: list[int] = []
+    gradients = steps.Training._gradients
+    monkeypatch.setattr(
+        steps.Training, "_gradients", lambda self, chosen: sizes.append(len(chosen)) or gradients(self, chosen)
+    )
+    run = go(small(), config)
+    assert sizes == [16, 16, 8] * 2
+    assert run.metrics["samples"].tolist() == [16, 32, 40, 56, 72, 80]
+    assert run.metrics["loss"].between(0.5, 3).all()
+
+
+def test_ignored_labels_are_outside_loss_and_accuracy() -> None:
+    """Gradients and metrics are those of the other samples alone."""
+    task = TriggerCount(d_vocab=6, n_triggers=1, max_count=2, min_length=4, max_length=6, n_ctx=8, ignore_zero=True)
+    shape: dict[str, Any] = {"d_vocab": 6, "n_ctx": 8, "n_out": 3}
+    config = changed(FEW, epochs=1, batch_size=20, n_train=20, n_test=40, log_every=1, lr=1e-3, warmup=0.0)
+    one, other = small(**shape), small(**shape)
+    run = train(one, task, config, progress=False)
+    split = run.split()
+    counted = split.train_labels >= 0
+    assert 0 < counted.sum() < 20
+    logits = other(split.train_tokens[counted])
+    loss = torch.nn.functional.cross_entropy(logits, split.train_labels[counted])
+    assert run.metrics["loss"].item() == pytest.approx(loss.item(), rel=1e-5)
+    accuracy = (logits.argmax(-1) == split.train_labels[counted]).double().mean().item()
+    assert run.metrics["accuracy"].item() == pytest.approx(accuracy)
+    kept = split.test_labels >= 0
+    measured = evaluate(one, split.test_tokens, split.test_labels)
+    assert measured == pytest.approx(evaluate(one, split.test_tokens[kept], split.test_labels[kept]), rel=1e-5)
+    with pytest.raises(ValueError, match="labels must have one or more that are not -100"):
+        evaluate(one, split.test_tokens, torch.full_like(split.test_labels, -100))
+
+
+def test_padding_can_be_read() -> None:
+    """``pad_id=None``: texts are not shortened, and the answer depends on how much padding there is."""
+    run = go(small(pad_id=None), changed(FEW, n_train=32))
+    split = run.split()
+    assert run.test_accuracy == evaluate(run.model, split.test_tokens, split.test_labels)[1]
+    shorter = split.test_tokens[:1, : int((split.test_tokens[0] != 0).sum())]
+    assert not torch.allclose(run.model(shorter), run.model(split.test_tokens[:1]))
+
+
+def test_a_state_from_before_a_setting_existed_is_gone_on_with(tmp_path: Path) -> None:
+    """What a setting was before there was such a setting is its default; any other value is refused."""
+    go(small(), folder=tmp_path, stop_at=3)
+    groups, notes = checkpoints.read(tmp_path / "state.safetensors")
+    for part, name in (("model", "final_norm"), ("task", "two_triggers"), ("training", "keep_last")):
+        del notes[part][name]
+    checkpoints.write(tmp_path / "state.safetensors", groups, notes)
+    with pytest.raises(ValueError, match="has model final_norm=True, not False"):
+        go(small(final_norm=False), folder=tmp_path, resume=True)
+    assert same(weights(go(small(), folder=tmp_path, resume=True).model), weights(go(small()).model))
 
 
 def test_an_epoch_sees_every_sample_once_in_a_new_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,7 +525,7 @@ def test_bad_arguments() -> None:
         (small(d_vocab=7), "model must have d_vocab of 8 or more for this task, got 7"),
         (small(n_ctx=31), "model must have n_ctx of 32 or more for this task, got 31"),
         (small(n_out=3), "model must have n_out of 4 or more for this task, got 3"),
-        (small(pad_id=None), "model must have pad_id=0, the task's, got None"),
+        (small(pad_id=1), "model must have pad_id=0, the task's, or None to read padding as a token, got 1"),
         (torch.nn.Linear(2, 2), "model must be a SyntheticModel, got Linear"),
     ]:
         with pytest.raises(ValueError, match=message):

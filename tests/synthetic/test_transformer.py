@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tl_posdisent import read_attention
 from tl_posdisent.models.loading.load import has_hooked
-from tl_posdisent.synthetic import SyntheticModel, to_hooked_transformer
-from tl_posdisent.synthetic.model.blocks import dropout
+from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, to_hooked_transformer
+from tl_posdisent.synthetic.model.attention import dropout
 
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
 PADDED = TOKENS.clone()
@@ -52,6 +52,78 @@ def test_the_same_as_written_down_naively(encoding: str, causal: bool, changed: 
     with torch.no_grad():
         assert_close(model(tokens), plain_logits(model, tokens), 2e-6)  # tables are rounded to float32
         assert_close(model.run_with_hooks(tokens, fwd_hooks=stepwise(model)), plain_logits(model, tokens), 2e-6)
+
+
+AUTHORS = {"keys_from": "input", "source_norm": False, "final_norm": False, "activation": "relu"}
+VARIANTS = [
+    AUTHORS,
+    AUTHORS | {"encoding": "sinusoidal_rope", "sinusoids": "halves", "initialisation": "torch"},
+    {"encoding": "alibi", "alibi_slopes": "exponential"},
+    {"encoding": "mla", "latent_norm": False},
+    {"encoding": "absolute_mla", "latent_norm": False, "shared_rotary_query": True, "initialisation": "torch"},
+    {"encoding": "mla", "shared_rotary_query": True, "d_head": 12, "d_rope": 4},
+]
+
+
+@pytest.mark.parametrize("changed", VARIANTS, ids=lambda x: "-".join(map(str, x.values())))
+def test_variants_are_the_same_as_written_down_naively(changed: dict[str, Any]) -> None:
+    model = small_model(**changed).double()
+    with torch.no_grad():
+        expected = plain_logits(model, PADDED[:2])
+        assert_close(model(PADDED[:2]), expected, 2e-6)
+
+
+def test_padding_that_is_read_is_a_token_like_any_other() -> None:
+    """``pad_id=None``: keys, and members of the mean over all positions."""
+    model = small_model(pad_id=None).double()
+    with torch.no_grad():
+        assert_close(model(PADDED), plain_logits(model, PADDED), 2e-6)
+        moved = model(torch.cat([PADDED, PADDED[:, -1:]], 1))
+        assert (moved - model(PADDED)).abs().max() > 1e-3
+
+
+def test_torch_initialisation_is_that_of_linear_layers() -> None:
+    """Bounds and spread of ``nn.Linear`` with as many inputs, weights and biases, and of ``nn.Embedding``."""
+    shape = {"d_model": 64, "n_heads": 4, "d_head": 24, "d_mlp": 96, "d_vocab": 200, "n_out": 30}
+    config = SyntheticConfig(n_layers=2, n_ctx=16, initialisation="torch", **shape)
+    named = dict(SyntheticModel(config).named_parameters())
+    inputs = {"Q": 64, "K": 64, "V": 64, "O": 96, "in": 64, "out": 96, "U": 64}
+    for name, parameter in named.items():
+        kind, _, what = name.rpartition(".")[2].partition("_")
+        if what in inputs:
+            bound = torch.nn.Linear(inputs[what], 4000).weight.abs().max().item()
+            assert bound * 0.9 < parameter.abs().max().item() <= inputs[what] ** -0.5, name
+            if kind == "W":
+                assert parameter.std().item() == pytest.approx(bound / 3**0.5, rel=0.05), name
+    assert named["embed.W_E"].std().item() == pytest.approx(1.0, rel=0.03)
+    other = dict(SyntheticModel(config, seed=1).named_parameters())
+    assert not torch.equal(named["blocks.0.attn.b_Q"], other["blocks.0.attn.b_Q"])
+
+
+@pytest.mark.parametrize(
+    ("place", "hook"),
+    [("embed", "blocks.0.hook_resid_pre"), ("attn_out", "hook_attn_out"), ("mlp_out", "hook_mlp_out")],
+)
+def test_dropout_acts_where_it_is_asked_for(place: Any, hook: str) -> None:
+    """A quarter of what is added there is 0, and nothing elsewhere."""
+    model = small_model(dropout=0.25, dropout_at=(place,)).train()
+    cache = model.run_with_cache(TOKENS.repeat(20, 1))[1]
+    for name in ("blocks.0.hook_resid_pre", "blocks.1.hook_attn_out", "blocks.1.hook_mlp_out"):
+        zeros = (cache[name] == 0).double().mean().item()
+        assert zeros == (pytest.approx(0.25, abs=0.03) if name.endswith(hook) else 0.0)
+
+
+def test_dropout_of_the_pattern_hits_keys_and_keeps_the_mean() -> None:
+    """Each weight is 0 or a quarter larger, alone and unbiased; queries, keys, values and what is added stay whole."""
+    model = small_model(n_layers=1, dropout=0.2, dropout_at=("pattern",), pad_id=0)
+    tokens = TOKENS[:1].repeat(4000, 1)
+    with torch.no_grad():
+        whole = model.run_with_cache(tokens[:1])[1]
+        z = model.train().run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_z"))[1]["z", 0]
+    expected, v, pattern = whole["z", 0][0], whole["v", 0][0], whole["pattern", 0][0]
+    variance = 0.25 * torch.einsum("hqk,khd->qhd", pattern.square(), v.square())  # p / (1 - p)
+    assert_close(z.mean(0), expected, 5 * (variance.max() / 4000).sqrt().item())
+    assert ((z.var(0) / variance).log().abs() < 0.3).all()
 
 
 def test_the_first_heads_alone_turn() -> None:
@@ -159,7 +231,7 @@ EXPRESSIBLE = {"causal": True, "read_out": "token"}
 
 @pytest.mark.skipif(not has_hooked(), reason="HookedTransformer was removed in TransformerLens 4")
 @pytest.mark.parametrize("n_heads", [3, 4])
-@pytest.mark.parametrize("encoding", ["none", "sinusoidal", "learned", "rope", "alibi"])
+@pytest.mark.parametrize("encoding", ["none", "sinusoidal", "learned", "random", "rope", "alibi"])
 def test_hooked_transformer_with_the_same_weights(encoding: str, n_heads: int) -> None:
     model = small_model(encoding=encoding, n_heads=n_heads, **EXPRESSIBLE)
     hooked = to_hooked_transformer(model)
@@ -184,6 +256,7 @@ def test_hooked_transformer_with_the_same_weights(encoding: str, n_heads: int) -
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"final_norm": False}, "final_norm must be True for HookedTransformer to express the model, got False"),
         ({"encoding": "t5"}, r"encoding must be one of \('none', .*\) .* got 't5'"),
         ({"encoding": "mla"}, "encoding must be one of .* got 'mla'"),
         ({"encoding": "absolute_rope"}, "encoding must be one of .* got 'absolute_rope'"),

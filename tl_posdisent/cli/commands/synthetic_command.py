@@ -18,10 +18,12 @@ from tl_posdisent.utils.files import whole_file
 
 def synthetic(
     preset: Annotated[
-        Literal["small", "paper"], typer.Option(help="A laptop and minutes, or a GPU and hours.")
+        Literal["small", "medium", "paper"], typer.Option(help="Minutes on a CPU, an hour on a CPU, or hours on a GPU.")
     ] = "small",
     encoding: Annotated[list[str] | None, typer.Option(help="rope, alibi, …; may be repeated; default all.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help="distance or count; may be repeated; default both.")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="distance or count (medium: gap8, gap16, …); may be repeated; default all.")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each, from --seed on.")] = 1,
     seed: o.Seed = 0,
     rotary_heads: Annotated[

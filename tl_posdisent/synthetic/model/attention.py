@@ -13,6 +13,8 @@ from transformer_lens.hook_points import HookPoint
 from .config import SyntheticConfig
 from .encodings import Encoding
 
+_LEVELS = 2**16
+
 
 def hooked(*points: HookPoint) -> bool:
     """Whether a hook reads or changes the activations at these points."""
@@ -22,6 +24,22 @@ def hooked(*points: HookPoint) -> bool:
 def causal_cells(length: int, device: torch.device) -> Bool[Tensor, "query key"]:
     """Where a key does not follow the query."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()
+
+
+def dropout(x: Float[Tensor, "*shape"], p: float, training: bool) -> Float[Tensor, "*shape"]:
+    """Entries become 0 with probability p, and the others grow so that the mean stays.
+
+    On a CPU torch draws a number of 64 bits for every entry, which takes a tenth of a training step. Here four entries
+    share one: p is a multiple of 1/65536, and the scale is that of the p which is used.
+    """
+    if not training or p == 0:
+        return x
+    share = round(p * _LEVELS)
+    if not 0 < share < _LEVELS or x.device.type != "cpu":
+        return F.dropout(x, p)
+    drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= share - _LEVELS // 2
+    return x * kept.to(x.dtype).mul_(_LEVELS / (_LEVELS - share))
 
 
 class Attention(nn.Module):
@@ -36,6 +54,7 @@ class Attention(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.causal, self.scale = config.causal, config.head_size**-0.5
+        self.dropout = config.dropout if "pattern" in config.dropout_at else 0.0
         self.shared = (encoding,)  # in a tuple, so that it is not registered as a part of this module too
         self._make_projections(config)
         self.W_O = nn.Parameter(torch.empty(config.n_heads, config.head_size, config.d_model))
@@ -77,11 +96,14 @@ class Attention(nn.Module):
         q, k, v = (vectors.transpose(1, 2) for vectors in (q, k, v))
         # On CPUs the fused kernel has no gradient for what is added to the scores, and torch's way round it is slower.
         learning = self.shared[0].learns_bias and q.device.type == "cpu" and torch.is_grad_enabled()
-        if learning or hooked(self.hook_attn_scores, self.hook_pattern):
+        p = self.dropout if self.training else 0.0
+        # Nor does that kernel draw dropout.
+        drops = p > 0 and q.device.type == "cpu"
+        if learning or drops or hooked(self.hook_attn_scores, self.hook_pattern):
             z = self._stepwise(q, k, v, mask)
         else:
             causal = self.causal and mask is None
-            z = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=self.scale)
+            z = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal=causal, scale=self.scale)
         return self._out(self.hook_z(z.transpose(1, 2)))
 
     def _stepwise(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -91,7 +113,7 @@ class Attention(nn.Module):
         if mask is not None:
             scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask
         pattern: Tensor = self.hook_pattern(self.hook_attn_scores(scores).softmax(-1))
-        return pattern @ v
+        return dropout(pattern, self.dropout, self.training) @ v
 
     def vectors(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[batch, pos, head, d_head]``."""
@@ -118,29 +140,37 @@ class LatentAttention(Attention):
     ``q = [RoPE(W_QR c_q), W_QC c_q]``, ``k = [RoPE(W_KR x), W_KC c_kv]``, ``v = W_V c_kv`` with the normalised
     latents ``c_q = norm(W_DQ x)`` and ``c_kv = norm(W_DKV x)``. The rotated coordinates come first in each head, and
     those of the keys are the same for all heads. No key matrix acts on the residual stream as a whole, so there is
-    no ``W_K``.
+    no ``W_K``. The norms can be left out, and the rotated part of the queries can be one for all heads too.
     """
 
     def _make_projections(self, config: SyntheticConfig) -> None:
         heads, size, rotated = config.n_heads, config.head_size, config.rotary_dim
-        self.rotated = rotated
+        self.rotated, self.shared_query, self.latent_norm = rotated, config.shared_rotary_query, config.latent_norm
         self.W_DQ = nn.Parameter(torch.empty(config.d_model, config.query_latent))
         self.W_DKV = nn.Parameter(torch.empty(config.d_model, config.key_latent))
         self.W_KR = nn.Parameter(torch.empty(config.d_model, rotated))
-        self.W_UQ = nn.Parameter(torch.empty(heads, config.query_latent, size))
+        of_head = size - rotated if self.shared_query else size
+        self.W_UQ = nn.Parameter(torch.empty(heads, config.query_latent, of_head))
+        if self.shared_query:
+            self.W_QR = nn.Parameter(torch.empty(config.query_latent, rotated))
         self.W_UK = nn.Parameter(torch.empty(heads, config.key_latent, size - rotated))
         self.W_UV = nn.Parameter(torch.empty(heads, config.key_latent, size))
-        self.norm_q, self.norm_kv = (nn.RMSNorm(n, eps=1e-6) for n in (config.query_latent, config.key_latent))
+        if self.latent_norm:
+            self.norm_q, self.norm_kv = (nn.RMSNorm(n, eps=1e-6) for n in (config.query_latent, config.key_latent))
         self.hook_q_latent, self.hook_kv_latent = HookPoint(), HookPoint()  # [batch, pos, latent]
 
     def vectors(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[batch, pos, head, d_head]``, before rotation."""
-        heads, size = len(self.W_UQ), self.W_UQ.shape[-1]
+        heads, size = len(self.W_UV), self.W_UV.shape[-1]
         rotated = self.rotated
-        of_queries = self.hook_q_latent(_normalised(x @ self.W_DQ, self.norm_q))
-        latent, shared = (source @ torch.cat([self.W_DKV, self.W_KR], 1)).split([len(self.norm_kv.weight), rotated], -1)
-        of_keys = self.hook_kv_latent(_normalised(latent, self.norm_kv))
-        q = (of_queries @ _side_by_side(self.W_UQ)).unflatten(-1, (heads, size))
+        asking = x @ self.W_DQ
+        latent, shared = (source @ torch.cat([self.W_DKV, self.W_KR], 1)).split([self.W_DKV.shape[1], rotated], -1)
+        if self.latent_norm:
+            asking, latent = _normalised(asking, self.norm_q), _normalised(latent, self.norm_kv)
+        of_queries, of_keys = self.hook_q_latent(asking), self.hook_kv_latent(latent)
+        q = (of_queries @ _side_by_side(self.W_UQ)).unflatten(-1, (heads, -1))
+        if self.shared_query:
+            q = torch.cat([(of_queries @ self.W_QR)[:, :, None].expand(-1, -1, heads, -1), q], -1)
         up = torch.cat([_side_by_side(self.W_UK), _side_by_side(self.W_UV)], 1)
         content, v = (of_keys @ up).split([heads * (size - rotated), heads * size], -1)
         content, v = content.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, size))

@@ -10,11 +10,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from .attention import Attention, LatentAttention, hooked
+from .attention import Attention, LatentAttention, dropout, hooked
 from .config import SyntheticConfig
 from .encodings import Encoding
-
-_LEVELS = 2**16
 
 
 class LayerNorm(nn.Module):
@@ -37,7 +35,7 @@ class LayerNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """One hidden layer with GELU."""
+    """One hidden layer."""
 
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
@@ -45,11 +43,12 @@ class MLP(nn.Module):
         self.b_in = nn.Parameter(torch.zeros(config.d_mlp))
         self.W_out = nn.Parameter(torch.empty(config.d_mlp, config.d_model))
         self.b_out = nn.Parameter(torch.zeros(config.d_model))
+        self.activate = {"gelu": F.gelu, "relu": F.relu}[config.activation]
         self.hook_pre, self.hook_post = HookPoint(), HookPoint()  # [batch, pos, d_mlp]
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         pre = self.hook_pre(torch.addmm(self.b_in, x.flatten(0, 1), self.W_in).view(*x.shape[:2], -1))
-        post = self.hook_post(F.gelu(pre))
+        post = self.hook_post(self.activate(pre))
         return torch.addmm(self.b_out, post.flatten(0, 1), self.W_out).view(*x.shape)
 
 
@@ -58,11 +57,14 @@ class Block(nn.Module):
 
     def __init__(self, config: SyntheticConfig, encoding: Encoding, cfg: Any) -> None:
         super().__init__()
-        self.dropout = config.dropout
+        self.dropout_attn, self.dropout_mlp = (
+            config.dropout if place in config.dropout_at else 0.0 for place in ("attn_out", "mlp_out")
+        )
         self.ln1, self.ln2 = (LayerNorm(config.d_model, cfg.eps) for _ in range(2))
-        if config.keys_from == "input":
+        self.source_norm = config.keys_from == "input" and config.source_norm
+        if self.source_norm:
             self.ln_source = LayerNorm(config.d_model, cfg.eps)
-        kind = LatentAttention if config.encoding == "mla" else Attention
+        kind = LatentAttention if config.latent else Attention
         self.attn = kind(config, encoding, cfg)
         self.mlp = MLP(config)
         self.hook_attn_out, self.hook_mlp_out = HookPoint(), HookPoint()  # [batch, pos, d_model], as all below
@@ -71,26 +73,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, source: Tensor | None, mask: Tensor | None) -> Tensor:
         """``x`` is the residual stream after ``hook_resid_pre``; keys read ``source``, or ``x`` too."""
         asked = self.ln1(x)
-        looked_at = asked if source is None else self.ln_source(source)
-        x = self.hook_resid_mid(x + self.hook_attn_out(self._dropped(self.attn(asked, looked_at, mask))))
-        resid_post: Tensor = self.hook_resid_post(x + self.hook_mlp_out(self._dropped(self.mlp(self.ln2(x)))))
+        looked_at = asked if source is None else self.ln_source(source) if self.source_norm else source
+        added = dropout(self.attn(asked, looked_at, mask), self.dropout_attn, self.training)
+        x = self.hook_resid_mid(x + self.hook_attn_out(added))
+        added = dropout(self.mlp(self.ln2(x)), self.dropout_mlp, self.training)
+        resid_post: Tensor = self.hook_resid_post(x + self.hook_mlp_out(added))
         return resid_post
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        return dropout(x, self.dropout, self.training)
-
-
-def dropout(x: Float[Tensor, "*shape"], p: float, training: bool) -> Float[Tensor, "*shape"]:
-    """Entries become 0 with probability p, and the others grow so that the mean stays.
-
-    On a CPU torch draws a number of 64 bits for every entry, which takes a tenth of a training step. Here four entries
-    share one: p is a multiple of 1/65536, and the scale is that of the p which is used.
-    """
-    if not training or p == 0:
-        return x
-    share = round(p * _LEVELS)
-    if not 0 < share < _LEVELS or x.device.type != "cpu":
-        return F.dropout(x, p)
-    drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= share - _LEVELS // 2
-    return x * kept.to(x.dtype).mul_(_LEVELS / (_LEVELS - share))

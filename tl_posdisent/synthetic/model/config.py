@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from tl_posdisent.utils.validation import check_flag, check_integer, is_number
 
-EncodingName = Literal["none", "sinusoidal", "learned", "t5", "relative", "alibi", "rope", "absolute_rope", "mla"]
+EncodingName = Literal[
+    "none",
+    "sinusoidal",
+    "learned",
+    "random",
+    "t5",
+    "relative",
+    "alibi",
+    "rope",
+    "absolute_rope",
+    "sinusoidal_rope",
+    "mla",
+    "absolute_mla",
+]
 """Position encodings; see ``encodings.py``."""
 ReadOut = Literal["mean", "last", "token"]
 KeysFrom = Literal["layer", "input"]
+Activation = Literal["gelu", "relu"]
+Initialisation = Literal["scaled", "torch"]
+SinusoidOrder = Literal["alternating", "halves"]
+AlibiSlopes = Literal["powers", "exponential"]
+DropoutPlace = Literal["embed", "pattern", "attn_out", "mlp_out"]
 
-_ROTATING = ("rope", "absolute_rope")
+_LATENT = ("mla", "absolute_mla")
+_ROTATING = ("rope", "absolute_rope", "sinusoidal_rope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,19 +45,33 @@ class SyntheticConfig:
         d_vocab, n_ctx: token ids are 0 … d_vocab - 1; texts of at most n_ctx, longer where the encoding allows it.
         n_out: classes of the read-out (``d_vocab`` for a language model).
         d_head: coordinates of a query, key or value; default ``d_model / n_heads``.
-        encoding: ``"none"``, ``"sinusoidal"``, ``"learned"`` (absolute), ``"t5"``, ``"relative"`` (learned biases),
-            ``"alibi"``, ``"rope"``, ``"absolute_rope"`` (learned absolute and RoPE), ``"mla"`` (latent attention with
-            a decoupled rotary part).
+        encoding: ``"none"``, ``"sinusoidal"``, ``"learned"`` (absolute), ``"random"`` (absolute, fixed), ``"t5"``,
+            ``"relative"`` (learned biases), ``"alibi"``, ``"rope"``, ``"absolute_rope"`` (learned absolute and RoPE),
+            ``"sinusoidal_rope"`` (sinusoidal and RoPE, the hybrid that [B] calls RoPE), ``"mla"`` (latent attention
+            with a decoupled rotary part), ``"absolute_mla"`` (learned absolute and MLA).
         rope_base: frequencies are ``rope_base ** (-2c / rotated coordinates)``.
         rotary_heads: number of heads with RoPE in every layer (the first ones); default all.
+        sinusoids: coordinates of sinusoidal positions: sine and cosine in turns, or all sines, then all cosines.
+        alibi_slopes: of heads h = 0, 1, …: the published powers of two, or ``exp(-h / n_heads)``, as in [B].
         t5_buckets, t5_max_distance: number of biases that distances share; all beyond that distance share one.
         d_query_latent, d_key_latent: latent sizes of MLA; default ``d_model / 2`` and ``d_model / 4``.
         d_rope: rotated coordinates of each MLA head, of its ``d_head``; default the even number at or below half.
+        latent_norm: normalise MLA's latents (RMSNorm).
+        shared_rotary_query: one rotated query part for all heads of an MLA layer, as its keys have.
         causal: hide keys after the query.
         read_out: logits from the mean over all tokens, from the last token, or from every token.
         keys_from: keys and values read the layer's input (as usual), or the embedded text in every layer.
-        dropout: probability, on the embedded text and on what attention and MLP add.
-        pad_id: this token is padding: no key, not in the mean, never the last.
+        source_norm: with ``keys_from="input"``: keys and values read the embedded text through a LayerNorm of their
+            own, or as it is.
+        final_norm: LayerNorm before the read-out.
+        activation: of the MLPs.
+        initialisation: ``"scaled"``: matrices N(0, 1 / inputs), smaller where they add to the residual stream, biases
+            0; ``"torch"``: PyTorch's default for linear layers, weights and biases U(±1 / √inputs). Vectors of tokens
+            are N(0, 1) in both.
+        dropout: probability of dropout during training.
+        dropout_at: where: on the embedded text, on the attention pattern, on what attention adds, on what MLPs add.
+        pad_id: this token is padding: no key, not in the mean, never the last. None: no token is; padding is read as
+            any other token, in attention and in the mean.
 
     Raises:
         ValueError: a value out of range or of the wrong type; combinations that do not exist.
@@ -60,15 +94,24 @@ class SyntheticConfig:
     encoding: EncodingName = "rope"
     rope_base: float = 10000.0
     rotary_heads: int | None = None
+    sinusoids: SinusoidOrder = "alternating"
+    alibi_slopes: AlibiSlopes = "powers"
     t5_buckets: int = 32
     t5_max_distance: int = 128
     d_query_latent: int | None = None
     d_key_latent: int | None = None
     d_rope: int | None = None
+    latent_norm: bool = True
+    shared_rotary_query: bool = False
     causal: bool = False
     read_out: ReadOut = "mean"
     keys_from: KeysFrom = "layer"
+    source_norm: bool = True
+    final_norm: bool = True
+    activation: Activation = "gelu"
+    initialisation: Initialisation = "scaled"
     dropout: float = 0.0
+    dropout_at: tuple[DropoutPlace, ...] = ("embed", "attn_out", "mlp_out")
     pad_id: int | None = None
 
     @property
@@ -77,9 +120,14 @@ class SyntheticConfig:
         return self.d_head or self.d_model // self.n_heads
 
     @property
+    def latent(self) -> bool:
+        """Whether attention is MLA."""
+        return self.encoding in _LATENT
+
+    @property
     def rotary_dim(self) -> int:
         """Coordinates of a head that are rotated; 0 without rotation."""
-        if self.encoding == "mla":
+        if self.latent:
             return self.d_rope or self.head_size // 4 * 2
         return self.head_size if self.encoding in _ROTATING else 0
 
@@ -94,11 +142,13 @@ class SyntheticConfig:
         return self.d_key_latent or max(1, self.d_model // 4)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("encoding", EncodingName), ("read_out", ReadOut), ("keys_from", KeysFrom)):
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
         _check_integers(self)
-        check_flag("causal", self.causal)
+        for name in ("causal", "latent_norm", "shared_rotary_query", "source_norm", "final_norm"):
+            check_flag(name, getattr(self, name))
+        self._check_dropout_places()
         if not _is_number(self.rope_base) or not 0 < self.rope_base < math.inf:
             raise ValueError(f"rope_base must be a finite number above 0, got {self.rope_base!r}")
         if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
@@ -109,15 +159,24 @@ class SyntheticConfig:
         if self.pad_id is not None and self.pad_id >= self.d_vocab:
             raise ValueError(f"pad_id must be a token id below d_vocab = {self.d_vocab}, got {self.pad_id}")
 
+    def _check_dropout_places(self) -> None:
+        places = self.dropout_at
+        if isinstance(places, str) or not isinstance(places, Iterable):
+            raise ValueError(f"dropout_at must be a sequence of {get_args(DropoutPlace)}, got {places!r}")
+        object.__setattr__(self, "dropout_at", tuple(places))
+        for place in self.dropout_at:
+            if place not in get_args(DropoutPlace):
+                raise ValueError(f"dropout_at must hold some of {get_args(DropoutPlace)}, got {place!r}")
+
     def _check_positions(self) -> None:
-        if self.encoding == "mla":
+        if self.latent:
             if self.rotary_dim % 2 or not 0 < self.rotary_dim < self.head_size:
                 raise ValueError(
                     f"d_rope must be even, above 0 and below d_head = {self.head_size}, got {self.rotary_dim}"
                 )
         elif self.rotary_dim % 2:
             raise ValueError(f"d_head must be even to be rotated in pairs, got {self.rotary_dim}")
-        if self.encoding == "sinusoidal" and self.d_model % 2:
+        if self.encoding.startswith("sinusoidal") and self.d_model % 2:
             raise ValueError(f"d_model must be even for sines and cosines, got {self.d_model}")
         smallest = 2 if self.causal else 4
         if self.encoding == "t5" and (self.t5_buckets < smallest or self.t5_buckets % smallest):
@@ -127,13 +186,24 @@ class SyntheticConfig:
             raise ValueError(f"t5_max_distance must be above {exact} with these buckets, got {self.t5_max_distance}")
         for names, encodings in (
             (("rotary_heads",), _ROTATING),
-            (("d_query_latent", "d_key_latent", "d_rope"), ("mla",)),
+            (("d_query_latent", "d_key_latent", "d_rope"), _LATENT),
         ):
             for name in names:
                 if getattr(self, name) is not None and self.encoding not in encodings:
                     raise ValueError(f"{name} must be left out with encoding={self.encoding!r}")
         if self.rotary_heads is not None and self.rotary_heads > self.n_heads:
             raise ValueError(f"rotary_heads must be at most n_heads = {self.n_heads}, got {self.rotary_heads}")
+
+
+_CHOICES = {
+    "encoding": EncodingName,
+    "read_out": ReadOut,
+    "keys_from": KeysFrom,
+    "activation": Activation,
+    "initialisation": Initialisation,
+    "sinusoids": SinusoidOrder,
+    "alibi_slopes": AlibiSlopes,
+}
 
 
 def _check_integers(config: SyntheticConfig) -> None:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from .config import SyntheticConfig
+from .config import AlibiSlopes, SinusoidOrder, SyntheticConfig
 
 
 class Encoding(nn.Module):
@@ -50,7 +50,7 @@ def make_encoding(config: SyntheticConfig) -> Encoding:
         case "none":
             return Encoding()
         case "sinusoidal":
-            return Sinusoidal(config.d_model, config.n_ctx)
+            return Sinusoidal(config.d_model, config.n_ctx, config.sinusoids)
         case "learned":
             return Learned(config.d_model, config.n_ctx)
         case "t5":
@@ -58,9 +58,13 @@ def make_encoding(config: SyntheticConfig) -> Encoding:
         case "relative":
             return RelativeBias(config.n_layers, config.n_heads, config.n_ctx)
         case "alibi":
-            return ALiBi(config.n_heads, config.n_ctx)
-        case "absolute_rope":
+            return ALiBi(config.n_heads, config.n_ctx, config.alibi_slopes)
+        case "random":
+            return RandomAbsolute(config.d_model, config.n_ctx)
+        case "absolute_rope" | "absolute_mla":
             return AbsoluteRope(config)
+        case "sinusoidal_rope":
+            return SinusoidalRope(config)
         case _:  # MLA rotates a part of each head, RoPE the whole
             return Rope(config)
 
@@ -69,18 +73,20 @@ def make_encoding(config: SyntheticConfig) -> Encoding:
 
 
 class Sinusoidal(Encoding):
-    """``sin(p / 10000^(2c/d))`` and ``cos`` of the same, in turns (arXiv 1706.03762)."""
+    """``sin(p / 10000^(2c/d))`` and ``cos`` of the same, in turns (arXiv 1706.03762) or in two halves."""
 
     embeds = True
     table: Tensor
 
-    def __init__(self, d_model: int, n_ctx: int) -> None:
+    def __init__(self, d_model: int, n_ctx: int, order: SinusoidOrder = "alternating") -> None:
         super().__init__()
-        self.d_model = d_model
+        self.d_model, self.order = d_model, order
         self.register_buffer("table", self._table(n_ctx), persistent=False)
 
     def _table(self, length: int) -> Float[Tensor, "pos d_model"]:
         angle = _angles(length, 10000.0, self.d_model)
+        if self.order == "halves":
+            return torch.cat([angle.sin(), angle.cos()], -1).float()
         return torch.stack([angle.sin(), angle.cos()], -1).flatten(1).float()
 
     def embed(self, length: int) -> Float[Tensor, "pos d_model"]:
@@ -105,18 +111,39 @@ class Learned(Encoding):
         self.W_pos.copy_(torch.randn(self.W_pos.shape, generator=generator))
 
 
+class RandomAbsolute(Encoding):
+    """A fixed random vector N(0, 1) for every position, drawn with the weights and not trained."""
+
+    embeds = True
+    W_pos: Tensor
+
+    def __init__(self, d_model: int, n_ctx: int) -> None:
+        super().__init__()
+        self.longest = n_ctx
+        self.register_buffer("W_pos", torch.empty(n_ctx, d_model))
+
+    def embed(self, length: int) -> Float[Tensor, "pos d_model"]:
+        return self.W_pos[:length]
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        self.W_pos.copy_(torch.randn(self.W_pos.shape, generator=generator))
+
+
 # --- added to the scores ----------------------------------------------------------------------------------------
 
 
 class ALiBi(Encoding):
-    """``-slope_h · |distance|`` (arXiv 2108.12409), with the published slopes, also for 6 or 12 heads."""
+    """``-slope_h · |distance|`` (arXiv 2108.12409), with the published slopes, also for 6 or 12 heads, or exponential
+    ones."""
 
     slopes: Tensor
     table: Tensor
 
-    def __init__(self, n_heads: int, n_ctx: int) -> None:
+    def __init__(self, n_heads: int, n_ctx: int, slopes: AlibiSlopes = "powers") -> None:
         super().__init__()
-        self.register_buffer("slopes", torch.tensor(alibi_slopes(n_heads)), persistent=False)
+        values = alibi_slopes(n_heads) if slopes == "powers" else [math.exp(-h / n_heads) for h in range(n_heads)]
+        self.register_buffer("slopes", torch.tensor(values), persistent=False)
         self.register_buffer("table", self._table(n_ctx), persistent=False)
 
     def _table(self, length: int) -> Float[Tensor, "head query key"]:
@@ -265,7 +292,7 @@ class Rope(Encoding):
 
 
 class AbsoluteRope(Rope):
-    """A learned vector for every position, and RoPE in every layer."""
+    """A learned vector for every position, and rotation in every layer (RoPE, or MLA's rotary part)."""
 
     embeds = True
 
@@ -279,6 +306,19 @@ class AbsoluteRope(Rope):
 
     def initialise(self, generator: torch.Generator) -> None:
         self.absolute.initialise(generator)
+
+
+class SinusoidalRope(Rope):
+    """Sinusoidal positions added to the embedded text, and RoPE in every layer."""
+
+    embeds = True
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__(config)
+        self.absolute = Sinusoidal(config.d_model, config.n_ctx, config.sinusoids)
+
+    def embed(self, length: int) -> Float[Tensor, "pos d_model"]:
+        return self.absolute.embed(length)
 
 
 def _angles(length: int, base: float, dim: int) -> Float[Tensor, "pos half"]:

@@ -16,14 +16,22 @@ if TYPE_CHECKING:
 else:  # what a run-time type checker can know: TransformerLens 4 lacks it
     HookedTransformer = torch.nn.Module
 
-_KINDS = {"none": "standard", "sinusoidal": "standard", "learned": "standard", "rope": "rotary", "alibi": "alibi"}
+_KINDS = {
+    "none": "standard",
+    "sinusoidal": "standard",
+    "learned": "standard",
+    "random": "standard",
+    "rope": "rotary",
+    "alibi": "alibi",
+}
 
 
 def to_hooked_transformer(model: SyntheticModel) -> HookedTransformer:
     """Convert a synthetic model to a HookedTransformer with the same weights and logits.
 
-    Causal models with a read-out of every token and no, sinusoidal, learned, rotary or ALiBi positions; no position
-    at all becomes a table of zeros. Padding is a token like others there, so texts without it compute the same.
+    Causal models with a read-out of every token and a final norm, and no, sinusoidal, learned, random, rotary or ALiBi
+    positions; no position at all becomes a table of zeros. Padding is a token like others there, so texts without it
+    compute the same.
 
     Args:
         model: read, not changed; device and dtype are kept.
@@ -73,6 +81,7 @@ def _check_expressible(model: SyntheticModel) -> None:
         ("causal", c.causal, "True", c.causal),
         ("read_out", c.read_out == "token", "'token'", c.read_out),
         ("keys_from", c.keys_from == "layer", "'layer'", c.keys_from),
+        ("final_norm", c.final_norm, "True", c.final_norm),
         ("rotary_heads", c.rotary_heads in (None, c.n_heads), "None or all heads", c.rotary_heads),
     )
     for name, good, rule, value in rules:
@@ -95,7 +104,7 @@ def _config(model: SyntheticModel) -> Any:
         d_vocab_out=c.n_out,
         n_ctx=c.n_ctx,
         eps=model.cfg.eps,
-        act_fn="gelu",
+        act_fn=c.activation,
         normalization_type="LN",
         positional_embedding_type=_KINDS[c.encoding],
         init_weights=False,

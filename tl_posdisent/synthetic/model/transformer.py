@@ -13,8 +13,8 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.utils.validation import check_seed
 
-from .attention import causal_cells, hooked
-from .blocks import Block, LayerNorm, dropout
+from .attention import causal_cells, dropout, hooked
+from .blocks import Block, LayerNorm
 from .config import SyntheticConfig
 from .encodings import make_encoding
 
@@ -27,8 +27,9 @@ except ImportError:  # TransformerLens 2
 
 __all__ = ["SyntheticConfig", "SyntheticModel"]
 
-_KINDS = {"rope": "rotary", "absolute_rope": "rotary", "mla": "rotary", "alibi": "alibi", "none": "none"}
-_KINDS |= {"sinusoidal": "standard", "learned": "standard"}  # what TransformerLens calls them
+_KINDS = dict.fromkeys(("rope", "absolute_rope", "sinusoidal_rope", "mla", "absolute_mla"), "rotary")
+_KINDS |= {"alibi": "alibi", "none": "none"}
+_KINDS |= {"sinusoidal": "standard", "learned": "standard", "random": "standard"}  # what TransformerLens calls them
 
 
 class Embed(nn.Module):
@@ -92,23 +93,43 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         if self.encoding.embeds:
             self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
         self.blocks = nn.ModuleList(Block(config, self.encoding, self.cfg) for _ in range(config.n_layers))
-        self.ln_final = LayerNorm(config.d_model, self.cfg.eps)
+        if config.final_norm:
+            self.ln_final = LayerNorm(config.d_model, self.cfg.eps)
         self._initialise(torch.Generator().manual_seed(seed))
         self.setup()
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """Vectors of tokens and positions N(0, 1), matrices N(0, 1/inputs), smaller where they add to the stream."""
+        """See ``SyntheticConfig.initialisation``; vectors of tokens and positions are N(0, 1)."""
+        as_torch = self.config.initialisation == "torch"
         for name, parameter in self.named_parameters():
             last = name.rsplit(".", 1)[-1]
             if not last.startswith("W_") or last == "W_pos":
                 continue
-            inputs = parameter.shape[:2].numel() if last == "W_O" else parameter.shape[-2]
-            size = 1.0 if last == "W_E" else inputs**-0.5
+            if last == "W_E":
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+                continue
+            size = _inputs(parameter, last) ** -0.5
+            if as_torch:
+                parameter.copy_(size * (2 * torch.rand(parameter.shape, generator=generator) - 1))
+                continue
             if last in ("W_O", "W_out"):
                 size *= (2 * self.config.n_layers) ** -0.5
             parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
+        if as_torch:
+            self._initialise_biases(generator)
         self.encoding.initialise(generator)
+
+    @torch.no_grad()
+    def _initialise_biases(self, generator: torch.Generator) -> None:
+        """Each bias as its matrix: ``b_Q`` as ``W_Q``."""
+        named = dict(self.named_parameters())
+        for name, bias in named.items():
+            place, _, last = name.rpartition(".")
+            matrix = named.get(f"{place}.W_{last[2:]}")
+            if last.startswith("b_") and matrix is not None:
+                size = _inputs(matrix, f"W_{last[2:]}") ** -0.5
+                bias.copy_(size * (2 * torch.rand(bias.shape, generator=generator) - 1))
 
     def forward(
         self,
@@ -144,7 +165,9 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             if source is None and self.config.keys_from == "input":
                 source = x
             x = block(x, source, mask)
-        return x if stop_at_layer is not None else self._read_out(self.ln_final(x), real)
+        if stop_at_layer is not None:
+            return x
+        return self._read_out(self.ln_final(x) if self.config.final_norm else x, real)
 
     def _checked(self, tokens: Tensor, *, values: bool) -> Int[Tensor, "batch pos"]:
         if tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.is_floating_point() or tokens.dtype == torch.bool:
@@ -180,7 +203,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         if positions is not None:
             positions = positions.to(x.dtype)
             x = x + (self.hook_pos_embed(positions.expand_as(x)) if hooked(self.hook_pos_embed) else positions)
-        return dropout(x, self.config.dropout, self.training)
+        return dropout(x, self.config.dropout, self.training and "embed" in self.config.dropout_at)
 
     def _read_out(self, x: Float[Tensor, "batch pos d_model"], real: Bool[Tensor, "batch pos"] | None) -> Tensor:
         if self.config.read_out == "mean":
@@ -205,6 +228,11 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
     def set_use_attn_result(self, use_attn_result: bool) -> None:
         """Whether ``hook_result`` fires: each head's own part of what attention adds."""
         self.cfg.use_attn_result = use_attn_result
+
+
+def _inputs(matrix: Tensor, name: str) -> int:
+    """How many numbers each output of a matrix sums over; ``W_O`` sums over all heads."""
+    return matrix.shape[:2].numel() if name == "W_O" else matrix.shape[-2]
 
 
 def visible_keys(real: Bool[Tensor, "batch pos"], *, causal: bool) -> Bool[Tensor, "batch 1 query_or_1 pos"]:
@@ -238,7 +266,7 @@ def _transformer_lens_config(config: SyntheticConfig, seed: int) -> TransformerL
         d_vocab=config.d_vocab,
         device="cpu",
         positional_embedding_type=_KINDS.get(config.encoding, "relative_positional_bias"),
-        act_fn="gelu",
+        act_fn=config.activation,
     )
     more = {"pad_id": config.pad_id, "seed": seed, "attention_dir": "causal" if config.causal else "bidirectional"}
     for name, value in more.items():

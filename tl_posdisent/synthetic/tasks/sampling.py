@@ -13,7 +13,12 @@ from torch import Tensor
 from tl_posdisent.utils.validation import is_integer
 
 Samples = tuple[Int[Tensor, "sample pos"], Int[Tensor, " sample"]]
-"""Tokens, padded behind with ``pad_id``, and their labels from 0 to ``n_out - 1``; both int64."""
+"""Tokens, padded behind with ``pad_id``, and their labels from 0 to ``n_out - 1``, or ``IGNORED``; both int64."""
+
+_ROWS = 4096
+
+IGNORED = -100
+"""The label of samples outside loss and accuracy, as in PyTorch's ``cross_entropy``."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,12 @@ class Task(ABC):
     @property
     @abstractmethod
     def n_out(self) -> int:
-        """How many labels there are: they are the numbers from 0 to ``n_out - 1``."""
+        """How many logits a model needs: labels are numbers from 0 to ``n_out - 1``."""
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of the best constant guess: labels are uniform in all tasks here."""
+        return 1 / self.n_out
 
     @abstractmethod
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
@@ -167,6 +177,15 @@ def whole(name: str, value: int, *, least: int, most: int | None = None, why: st
 def uniform(least: int, most: int, n: int, generator: torch.Generator) -> Int[Tensor, " n"]:
     """Whole numbers, both ends included, each as likely."""
     return torch.randint(least, most + 1, (n,), generator=generator, device=generator.device)
+
+
+def distinct(least: int, most: int, n: int, length: int, generator: torch.Generator) -> Int[Tensor, "n length"]:
+    """Token ids as ``texts``, none twice in a row; a few thousand rows at a time, as each sorts all ids."""
+    rows = []
+    for start in range(0, n, _ROWS):
+        lots = torch.rand(min(_ROWS, n - start), most - least + 1, generator=generator, device=generator.device)
+        rows.append(least + lots.argsort(-1)[:, :length])
+    return torch.cat(rows)
 
 
 def texts(least: int, most: int, n: int, length: int, generator: torch.Generator) -> Int[Tensor, "n length"]:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .sampling import Samples, Task, texts, uniform, whole
+from tl_posdisent.utils.validation import check_flag
+
+from .sampling import IGNORED, Samples, Task, distinct, texts, uniform, whole
 
 
 @dataclass(frozen=True)
@@ -14,13 +16,12 @@ class TriggerDistance(Task):
     """Task: the distance between two triggers. Only positions give the answer.
 
     A text is ``before`` fillers, a trigger, ``gap`` fillers, the trigger again, ``after`` fillers. The label is
-    ``gap - min_gap``. The defaults are the paper's sizes (1–70 tokens between the triggers,
-    1–25 on each side, 574 tokens of vocabulary, padded to 128).
+    ``gap - min_gap``. The default sizes are the paper's (1–70 tokens between the triggers, 1–25 on each side, 574
+    tokens of vocabulary, padded to 128); ``preset("paper")`` has its other settings too.
 
-    ``gap``, ``before`` and ``after`` are uniform and independent, fillers uniform over the ids 2 … ``d_vocab - 1``, and
-    the trigger is id 1; so labels are uniform. The paper does not specify this, nor whether its longest text has 120
-    tokens or, as here, 122. Texts with a wider gap are longer, so the length predicts the label in part:
-    ``from_length`` is the accuracy of a guess from the length alone.
+    ``gap``, ``before`` and ``after`` are uniform and independent, fillers uniform over the ids that are no trigger, and
+    the trigger is id 1; so labels are uniform. Texts with a wider gap are longer, so the length predicts the label in
+    part: ``from_length`` is the accuracy of a guess from the length alone.
 
     Attributes:
         d_vocab: token ids, the padding (0) and the trigger (1) among them.
@@ -28,7 +29,13 @@ class TriggerDistance(Task):
         max_gap: most.
         min_side: fewest tokens before the first trigger, and after the second; 0 or more.
         max_side: most.
-        n_ctx: padded length, at least ``2 * max_side + max_gap + 2``.
+        n_ctx: padded length, at least ``2 * max_side + max_gap + 2``, or ``max_length``.
+        two_triggers: the second trigger is another token, id 2.
+        stray_triggers: fillers may be triggers: they are uniform over all ids but the padding.
+        repeats: whether a filler may occur twice before, between or after the triggers.
+        max_length: longer texts are cut to this, behind the second trigger; None for no cut.
+        first_label: label of the narrowest gap.
+        n_logits: ``n_out``; default the largest label and one.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -49,38 +56,101 @@ class TriggerDistance(Task):
     min_side: int = 1
     max_side: int = 25
     n_ctx: int = 128
+    two_triggers: bool = False
+    stray_triggers: bool = False
+    repeats: bool = True
+    max_length: int | None = None
+    first_label: int = 0
+    n_logits: int | None = None
 
     def __post_init__(self) -> None:
-        whole("d_vocab", self.d_vocab, least=3, why="padding, trigger and a filler")
+        for name in ("two_triggers", "stray_triggers", "repeats"):
+            check_flag(name, getattr(self, name))
+        whole("d_vocab", self.d_vocab, least=3 + self.two_triggers, why="padding, triggers and a filler")
         whole("min_gap", self.min_gap, least=0)
         whole("max_gap", self.max_gap, least=self.min_gap, why="min_gap is the least")
         whole("min_side", self.min_side, least=0)
         whole("max_side", self.max_side, least=self.min_side, why="min_side is the least")
         longest = 2 * self.max_side + self.max_gap + 2
-        whole("n_ctx", self.n_ctx, least=longest, why="2 * max_side + max_gap + 2, the longest text")
+        if self.max_length is None:
+            whole("n_ctx", self.n_ctx, least=longest, why="2 * max_side + max_gap + 2, the longest text")
+        else:
+            least = self.max_side + self.max_gap + 2
+            whole("max_length", self.max_length, least=least, why="max_side + max_gap + 2, up to the second trigger")
+            whole("n_ctx", self.n_ctx, least=min(longest, self.max_length), why="the longest text")
+        whole("first_label", self.first_label, least=0)
+        if self.n_logits is not None:
+            least = self.first_label + self.gaps
+            whole("n_logits", self.n_logits, least=least, why="the largest label and one")
+        first, most = self._fillers
+        if not self.repeats and most - first + 1 < max(self.max_gap, self.max_side):
+            raise ValueError(
+                f"d_vocab must have {max(self.max_gap, self.max_side)} fillers or more, none of them twice in a "
+                f"segment, got {most - first + 1} in a vocabulary of {self.d_vocab}; or take repeats=True"
+            )
 
     @property
-    def n_out(self) -> int:
-        """One label per gap."""
+    def gaps(self) -> int:
+        """How many gaps there are, and labels."""
         return self.max_gap - self.min_gap + 1
 
     @property
+    def n_out(self) -> int:
+        """One logit per gap, or ``n_logits``."""
+        return self.n_logits or self.first_label + self.gaps
+
+    @property
+    def chance(self) -> float:
+        """One of the gaps."""
+        return 1 / self.gaps
+
+    @property
+    def _fillers(self) -> tuple[int, int]:
+        first = 1 if self.stray_triggers else 2 + self.two_triggers
+        return first, self.d_vocab - 1
+
+    @property
     def from_length(self) -> float:
-        """Accuracy of the best guess that sees only how long the text is; a blind one has ``1 / n_out``."""
+        """Accuracy of the best guess that sees only how long the text is; a blind one has ``chance``."""
         sides = torch.ones(1, 1, self.max_side - self.min_side + 1)
-        before_and_after = torch.nn.functional.conv1d(sides, sides, padding=sides.shape[-1] - 1)
-        reach = before_and_after.flatten()
-        best = torch.nn.functional.pad(reach, (self.n_out - 1, self.n_out - 1)).unfold(0, self.n_out, 1).amax(-1)
-        return float(best.sum() / reach.sum() / self.n_out)
+        reach = torch.nn.functional.conv1d(sides, sides, padding=sides.shape[-1] - 1).flatten()
+        # Texts of each gap, by length; the shortest has no more than the least gap and sides.
+        by_gap = torch.stack([torch.nn.functional.pad(reach, (n, self.gaps - 1 - n)) for n in range(self.gaps)])
+        if self.max_length is not None:
+            lengths = 2 * self.min_side + self.min_gap + 2 + torch.arange(by_gap.shape[1])
+            cut = lengths >= self.max_length
+            by_gap = torch.cat([by_gap[:, ~cut], by_gap[:, cut].sum(1, keepdim=True)], 1)
+        return float(by_gap.amax(0).sum() / by_gap.sum())
 
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
         gap = uniform(self.min_gap, self.max_gap, n, generator)
         before, after = (uniform(self.min_side, self.max_side, n, generator) for _ in range(2))
-        tokens = texts(2, self.d_vocab - 1, n, self.n_ctx, generator)
-        second = before + gap + 1
+        first, most = self._fillers
+        second, place = before + gap + 1, torch.arange(self._drawn, device=generator.device)
+        if self.repeats:
+            tokens = texts(first, most, n, self._drawn, generator)
+        else:
+            # The rows of three tables of distinct fillers, each from the beginning of its segment.
+            widths = (self.max_side, self.max_gap, self.max_side)
+            tables = [distinct(first, most, n, max(1, width), generator) for width in widths]
+            starts = (torch.zeros_like(gap), before + 1, second + 1)
+            tokens = torch.zeros(n, self._drawn, dtype=torch.int64, device=place.device)
+            for table, start in zip(tables, starts, strict=True):
+                within = (place - start[:, None]).clamp(0, table.shape[1] - 1)
+                tokens = torch.where(place >= start[:, None], table.gather(1, within), tokens)
         tokens.scatter_(1, torch.stack([before, second], -1), 1)
-        place = torch.arange(self.n_ctx, device=tokens.device)
-        return tokens.masked_fill_(place > (second + after)[:, None], self.pad_id), gap - self.min_gap
+        if self.two_triggers:
+            tokens.scatter_(1, second[:, None], 2)
+        length = second + after + 1
+        if self.max_length is not None:
+            length = length.clamp(max=self.max_length)
+        tokens = tokens.masked_fill_(place >= length[:, None], self.pad_id)
+        return tokens[:, : self.n_ctx], gap - self.min_gap + self.first_label
+
+    @property
+    def _drawn(self) -> int:
+        """Positions that are drawn before texts are cut."""
+        return max(self.n_ctx, 2 * self.max_side + self.max_gap + 2)
 
 
 @dataclass(frozen=True)
@@ -93,7 +163,8 @@ class TriggerCount(Task):
 
     The number and the length are uniform and independent: every text is long enough for every number, so the length
     does not predict the label. Positions are uniform without repetition, kinds uniform over ids 1 … ``n_triggers``,
-    fillers over the ids above. The paper does not specify any of this, nor the shortest length (100 here).
+    fillers over the ids above. In the paper all texts have 120 tokens, and texts without a trigger do not count; see
+    ``preset("paper")``.
 
     Attributes:
         d_vocab: token ids, the padding (0) and the triggers among them.
@@ -103,6 +174,8 @@ class TriggerCount(Task):
         min_length: shortest text, at least ``max_count``.
         max_length: longest.
         n_ctx: padded length, at least ``max_length``.
+        ignore_zero: texts without a trigger are outside loss and accuracy: their label is -100.
+        n_logits: ``n_out``; default one per number of triggers.
 
     Raises:
         ValueError: sizes that do not fit each other.
@@ -124,8 +197,11 @@ class TriggerCount(Task):
     min_length: int = 100
     max_length: int = 120
     n_ctx: int = 128
+    ignore_zero: bool = False
+    n_logits: int | None = None
 
     def __post_init__(self) -> None:
+        check_flag("ignore_zero", self.ignore_zero)
         whole("n_triggers", self.n_triggers, least=1)
         whole("d_vocab", self.d_vocab, least=self.n_triggers + 2, why="padding, n_triggers and a filler")
         whole("min_count", self.min_count, least=0)
@@ -133,11 +209,24 @@ class TriggerCount(Task):
         whole("min_length", self.min_length, least=max(1, self.max_count), why="max_count triggers must have room")
         whole("max_length", self.max_length, least=self.min_length, why="min_length is the least")
         whole("n_ctx", self.n_ctx, least=self.max_length, why="max_length, the longest text")
+        whole("max_count", self.max_count, least=int(self._ignores), why="a number of triggers that is not ignored")
+        if self.n_logits is not None:
+            least = self.max_count - self.min_count + 1
+            whole("n_logits", self.n_logits, least=least, why="one per number of triggers")
+
+    @property
+    def _ignores(self) -> bool:
+        return self.ignore_zero and self.min_count == 0
 
     @property
     def n_out(self) -> int:
-        """One label per number of triggers."""
-        return self.max_count - self.min_count + 1
+        """One logit per number of triggers, or ``n_logits``."""
+        return self.n_logits or self.max_count - self.min_count + 1
+
+    @property
+    def chance(self) -> float:
+        """One of the numbers of triggers that are not ignored."""
+        return 1 / (self.max_count - self.min_count + 1 - self._ignores)
 
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
         count = uniform(self.min_count, self.max_count, n, generator)
@@ -149,4 +238,7 @@ class TriggerCount(Task):
         lots = torch.rand(n, self.n_ctx, generator=generator, device=tokens.device).masked_fill_(beyond, 2.0)
         # By rank, not by a threshold: of two equal lots only one may win.
         wins = torch.zeros_like(beyond).scatter_(1, lots.argsort(-1), place < count[:, None])
-        return torch.where(wins, triggers, tokens).masked_fill_(beyond, self.pad_id), count - self.min_count
+        label = count - self.min_count
+        if self._ignores:
+            label = label.masked_fill(count == 0, IGNORED)
+        return torch.where(wins, triggers, tokens).masked_fill_(beyond, self.pad_id), label

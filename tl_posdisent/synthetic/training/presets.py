@@ -1,9 +1,9 @@
-"""Presets of tasks, models and training settings: ``small`` for a laptop, ``paper`` for the paper's sizes."""
+"""Presets of tasks, models and training settings: ``small`` and ``medium`` for a CPU, ``paper`` for the paper's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,12 +25,14 @@ class Preset:
     """Tasks, models and training settings that belong together.
 
     Attributes:
-        name: ``"small"`` or ``"paper"``, for one of the package's.
+        name: ``"small"``, ``"medium"`` or ``"paper"``, for one of the package's.
         tasks: name → task.
         encodings: those that are compared.
         shape: what all models have in common, as arguments of ``SyntheticConfig``.
         training: how to train, on every task.
         per_task: task → changes of that.
+        per_encoding: encoding → changes of the shape.
+        per_encoding_training: encoding → changes of the training, which go before those of the task.
 
     Raises:
         ValueError: a task whose name could be no folder's: each training gets one that is named after it.
@@ -50,6 +52,8 @@ class Preset:
     shape: Mapping[str, Any]
     training: TrainConfig
     per_task: Mapping[str, Mapping[str, Any]]
+    per_encoding: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    per_encoding_training: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -64,16 +68,18 @@ class Preset:
         """
         of = self._task(task)
         sizes = {"d_vocab": of.d_vocab, "n_ctx": of.n_ctx, "n_out": of.n_out, "pad_id": of.pad_id}
-        return SyntheticConfig(**{**self.shape, **sizes, "encoding": encoding, **changed})
+        own = self.per_encoding.get(encoding, {})
+        return SyntheticConfig(**{**sizes, **self.shape, "encoding": encoding, **own, **changed})
 
     def model(self, encoding: str, task: str, seed: int = 0, **changed: Any) -> SyntheticModel:
         """Build an untrained model."""
         return SyntheticModel(self.config(encoding, task, **changed), seed=seed)
 
-    def train_config(self, task: str, seed: int = 0, **changed: Any) -> TrainConfig:
-        """How to train on a task; ``changed`` are other fields of ``TrainConfig``."""
+    def train_config(self, task: str, seed: int = 0, encoding: str | None = None, **changed: Any) -> TrainConfig:
+        """How to train on a task (with an encoding); ``changed`` are other fields of ``TrainConfig``."""
         self._task(task)
-        return replace(self.training, **{**self.per_task.get(task, {}), "seed": seed, **changed})
+        own = self.per_encoding_training.get(encoding or "", {})
+        return replace(self.training, **{**self.per_task.get(task, {}), **own, "seed": seed, **changed})
 
     def _task(self, name: str) -> Task:
         if name not in self.tasks:
@@ -96,22 +102,77 @@ SMALL = Preset(
     per_task={},
 )
 
-PAPER = Preset(
-    name="paper",
-    tasks={"distance": TriggerDistance(), "count": TriggerCount()},
-    encodings=("rope", "mla", "learned", "none", "alibi"),
-    shape={"n_layers": 6, "d_model": 256, "n_heads": 16, "d_mlp": 512, "dropout": 0.1, "keys_from": "input"},
-    training=TrainConfig(test_every=1_360),
-    per_task={"count": {"n_train": 35_000, "n_test": 15_000, "test_every": 680}},
+_AUTHORS: dict[str, Any] = {
+    "keys_from": "input",
+    "source_norm": False,
+    "final_norm": False,
+    "activation": "relu",
+    "initialisation": "torch",
+    "sinusoids": "halves",
+    "alibi_slopes": "exponential",
+}
+"""What the authors' models have in common, whatever their size."""
+
+MEDIUM = Preset(
+    name="medium",
+    tasks={f"gap{n}": TriggerDistance(d_vocab=32, max_gap=n, max_side=8, n_ctx=n + 18) for n in (8, 16, 32, 70)},
+    encodings=("rope", "sinusoidal_rope", "sinusoidal", "t5", "alibi", "random"),
+    shape={"n_layers": 6, "d_model": 128, "n_heads": 16, "d_mlp": 256, "rope_base": 100.0, **_AUTHORS},
+    training=TrainConfig(
+        epochs=1, batch_size=64, lr=1e-3, betas=(0.9, 0.98), n_train=16_000, n_test=2_000, log_every=50, pieces=2
+    ),
+    per_task={"gap32": {"n_train": 25_600}, "gap70": {"n_train": 51_200}},
 )
 
+PAPER = Preset(
+    name="paper",
+    tasks={
+        "distance": TriggerDistance(
+            two_triggers=True, stray_triggers=True, repeats=False, max_length=120, first_label=2, n_logits=574
+        ),
+        "count": TriggerCount(min_length=120, ignore_zero=True, n_logits=574),
+    },
+    encodings=("sinusoidal_rope", "rope", "absolute_mla", "sinusoidal", "random", "t5", "alibi", "none"),
+    shape={
+        "n_layers": 6,
+        "d_model": 256,
+        "n_heads": 16,
+        "d_mlp": 512,
+        "dropout": 0.1,
+        "dropout_at": ("pattern", "attn_out", "mlp_out"),
+        "pad_id": None,
+        **_AUTHORS,
+    },
+    training=TrainConfig(clip=None, keep_last=True, test_every=1_370),
+    per_task={"count": {"n_train": 35_000, "n_test": 15_000, "test_every": 690}},
+    per_encoding={
+        "absolute_mla": {
+            "keys_from": "layer",
+            "d_query_latent": 128,
+            "d_key_latent": 128,
+            "latent_norm": False,
+            "d_head": 32,
+            "d_rope": 16,
+            "shared_rotary_query": True,
+        }
+    },
+    per_encoding_training={"absolute_mla": {"batch_size": 1024, "epochs": 150}},
+)
 
-def preset(name: Literal["small", "paper"]) -> Preset:
-    """Return the ``small`` preset (a laptop) or the ``paper`` preset (the sizes of arXiv 2505.13027).
+_PRESETS = {"small": SMALL, "medium": MEDIUM, "paper": PAPER}
 
-    ``"small"``: texts of at most 34 tokens from a vocabulary of 32, 16 distances, 0–16 triggers of 4 kinds; 3 layers,
-    d_model 64, 4 heads; ten trainings take some minutes on two cores. ``"paper"``: the sizes of [B]; its
-    models read keys and values from the embedded input, as the authors' do. It needs a GPU.
+
+def preset(name: Literal["small", "medium", "paper"]) -> Preset:
+    """Return the ``small``, ``medium`` or ``paper`` preset.
+
+    * ``"small"``: texts of at most 34 tokens from a vocabulary of 32, 16 distances, 0–16 triggers of 4 kinds; 3 layers,
+      d_model 64, 4 heads; ten trainings take some minutes on two cores.
+    * ``"medium"``: the paper's architecture with 6 layers of 16 heads and d_model 128, on distances alone: tasks
+      ``"gap8"``, ``"gap16"``, ``"gap32"`` and ``"gap70"`` have so many. Padding is hidden, and there is no dropout. A
+      training takes about a minute on one core.
+    * ``"paper"``: the settings of arXiv 2505.13027. Its models read keys and values from the embedded input, without a
+      norm, and attend to padding; ``"sinusoidal_rope"`` is what the paper calls RoPE, ``"sinusoidal"`` its absolute
+      positions, ``"absolute_mla"`` its MLA. It needs a GPU.
 
     Raises:
         ValueError: another name.
@@ -120,12 +181,13 @@ def preset(name: Literal["small", "paper"]) -> Preset:
         >>> from tl_posdisent.synthetic import preset
         >>> paper = preset("paper")
         >>> paper.config("rope", "distance").n_out, paper.train_config("count").n_train
-        (70, 35000)
+        (574, 35000)
+        >>> preset("medium").tasks["gap16"].n_out
+        16
     """
-    presets = {"small": SMALL, "paper": PAPER}
-    if not isinstance(name, str) or name not in presets:
-        raise ValueError(f'name must be "small" or "paper", got {name!r}')
-    return presets[name]
+    if not isinstance(name, str) or name not in _PRESETS:
+        raise ValueError(f'name must be "small", "medium" or "paper", got {name!r}')
+    return _PRESETS[name]
 
 
 def train_preset(
@@ -171,7 +233,8 @@ def train_preset(
     names, chosen = chosen_of(preset, tasks, encodings)
     jobs = [(encoding, task, seed) for seed in seeds for task in names for encoding in chosen]
     plans = [
-        (preset.config(encoding, task, **changed), preset.train_config(task, seed)) for encoding, task, seed in jobs
+        (preset.config(encoding, task, **changed), preset.train_config(task, seed, encoding))
+        for encoding, task, seed in jobs
     ]
     runs: dict[Key, TrainRun] = {}
     for (encoding, task, seed), (config, how) in zip(jobs, plans, strict=True):
@@ -210,9 +273,9 @@ def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
         (
             *key,
             run.test_accuracy,
-            1 / run.task.n_out,
+            run.task.chance,
             run.steps,
-            run.steps * run.config.batch_size,
+            run.config.samples(run.steps),
             float(run.metrics["seconds"].iloc[-1]),
         )
         for key, run in runs.items()

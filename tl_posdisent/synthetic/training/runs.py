@@ -13,7 +13,7 @@ import torch
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import Split, Task, whole
-from tl_posdisent.utils.validation import is_number
+from tl_posdisent.utils.validation import check_flag, is_number
 
 from .checkpoints import load_checkpoint
 
@@ -22,10 +22,11 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of a training run: optimiser, schedule, samples, seeds. The defaults are those of arXiv 2505.13027.
+    """Settings of a training run: optimiser, schedule, samples, seeds.
 
     AdamW, whose learning rate grows linearly from 0 to ``lr`` over the first ``warmup`` of all steps and falls back to
-    0 along half a cosine. An epoch uses the training samples in a new order, without an incomplete last batch.
+    0 along half a cosine. An epoch uses the training samples in a new order. The defaults are those of arXiv 2505.13027
+    but for clipping and the last batch; ``preset("paper")`` has all of its settings.
 
     Attributes:
         epochs: times that every sample is seen.
@@ -35,6 +36,8 @@ class TrainConfig:
         weight_decay: AdamW's, 0 or more.
         warmup: share of the steps, from 0 to 1.
         clip: greatest norm of the gradient, above 0; None for no clipping.
+        keep_last: an epoch ends with a smaller batch if ``batch_size`` does not divide ``n_train``; else those samples
+            are left out of this epoch.
         n_train: samples to train on.
         n_test: samples to test with; no sample is in both.
         seed: of the order of samples and of dropout; the initial weights are the model's.
@@ -65,6 +68,7 @@ class TrainConfig:
     weight_decay: float = 1e-5
     warmup: float = 0.06
     clip: float | None = 1.0
+    keep_last: bool = False
     n_train: int = 70_000
     n_test: int = 30_000
     seed: int = 0
@@ -79,7 +83,18 @@ class TrainConfig:
     @property
     def steps(self) -> int:
         """Steps of the whole training."""
-        return self.epochs * (self.n_train // self.batch_size)
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch."""
+        return -(-self.n_train // self.batch_size) if self.keep_last else self.n_train // self.batch_size
+
+    def samples(self, steps: int) -> int:
+        """Samples seen in the first steps."""
+        epochs, within = divmod(steps, self.steps_per_epoch)
+        of_epoch = self.n_train if self.keep_last else self.steps_per_epoch * self.batch_size
+        return epochs * of_epoch + within * self.batch_size
 
     def learning_rate(self, step: int) -> float:
         """During step 0, 1, … ``steps - 1``."""
@@ -89,6 +104,7 @@ class TrainConfig:
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (self.steps - warm)))
 
     def __post_init__(self) -> None:
+        check_flag("keep_last", self.keep_last)
         for name in ("epochs", "batch_size", "n_test", "log_every"):
             whole(name, getattr(self, name), least=1)
         for name in ("test_every", "pieces"):

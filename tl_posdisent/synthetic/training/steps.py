@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import Task, whole
+from tl_posdisent.synthetic.tasks.sampling import IGNORED, Task, whole
 
 from .runs import TrainConfig
 
@@ -74,17 +74,17 @@ class Training:
         torch.manual_seed(seed_of(config.seed, "dropout", self.done))
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate(self.done)
-        loss, right = self._gradients(self._samples())
+        loss, accuracy = self._gradients(self._samples())
         norm = torch.nn.utils.clip_grad_norm_(self.named.values(), config.clip or torch.inf)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.done += 1
-        self.recent.append(torch.stack([loss, right / config.batch_size, norm.detach().float()]))
+        self.recent.append(torch.stack([loss, accuracy, norm.detach().float()]))
 
     def _samples(self) -> Int[Tensor, "sample"]:
         """Which samples the step sees, on the CPU, the shortest first."""
         size = self.config.batch_size
-        epoch, within = divmod(self.done, self.config.n_train // size)
+        epoch, within = divmod(self.done, self.config.steps_per_epoch)
         if epoch != self.epoch:
             generator = torch.Generator().manual_seed(seed_of(self.config.seed, "order", epoch))
             self.epoch, self.order = epoch, torch.randperm(self.config.n_train, generator=generator)
@@ -92,19 +92,20 @@ class Training:
         return chosen[self.lengths[chosen].argsort(stable=True)]
 
     def _gradients(self, chosen: Int[Tensor, "sample"]) -> tuple[Tensor, Tensor]:
-        """Adds up the gradients of the mean loss; the loss, and how many answers were right."""
+        """Adds up the gradients of the mean loss; the loss, and the share of right answers, of samples that count."""
         loss = right = torch.zeros((), device=self.device)
+        counted = (self.split.train_labels[chosen.to(self.device)] != IGNORED).sum().clamp_min(1)
         for piece in chosen.tensor_split(min(self.pieces, len(chosen))):
             width = _rounded(int(self.lengths[piece].max()), self.split.train_tokens.shape[1])
             there = piece.to(self.device, non_blocking=True)
             tokens, labels = self.split.train_tokens[there, :width], self.split.train_labels[there]
             with _half(self.device) if self.half else contextlib.nullcontext():
                 logits = answers(self.forward, tokens, self.model.config.pad_id)
-            part = cross_entropy(logits.float(), labels, reduction="sum") / len(chosen)
+            part = cross_entropy(logits.float(), labels, reduction="sum") / counted
             part.backward()
             loss = loss + part.detach()
             right = right + (logits.argmax(-1) == labels).sum()
-        return loss, right
+        return loss, right / counted
 
     def frame(self) -> pd.DataFrame:
         """The metrics as a table."""
@@ -121,7 +122,7 @@ class Training:
         recent = torch.stack(self.recent).cpu()
         self._check(recent[:, 0])
         loss, accuracy, norm = recent.double().mean(0).tolist()
-        row: dict[str, Any] = {"step": self.done, "samples": self.done * self.config.batch_size}
+        row: dict[str, Any] = {"step": self.done, "samples": self.config.samples(self.done)}
         row |= {"lr": self.config.learning_rate(max(0, self.done - 1)), "loss": loss, "accuracy": accuracy}
         measured = (torch.nan, torch.nan)
         if test:
@@ -159,7 +160,7 @@ def evaluate(
     Args:
         model: left in the mode it was in.
         tokens: ``[sample, pos]``, from ``task.batch`` or a split; padding behind.
-        labels: ``[sample]``.
+        labels: ``[sample]``; those of -100 are outside loss and accuracy.
         batch_size: samples at a time, those of like length together.
 
     Returns:
@@ -191,7 +192,8 @@ def evaluate(
             logits = answers(model, tokens[there, :width].to(device), pad).float()
             loss = loss + cross_entropy(logits, wanted, reduction="sum")
             right = right + (logits.argmax(-1) == wanted).sum()
-    return loss.item() / len(labels), right.item() / len(labels)
+    counted = int((labels != IGNORED).sum())
+    return loss.item() / counted, right.item() / counted
 
 
 def check_samples(model: Any, tokens: Any, labels: Any) -> None:
@@ -208,7 +210,10 @@ def check_samples(model: Any, tokens: Any, labels: Any) -> None:
         raise ValueError(
             f"labels must be one per row of tokens, got {tuple(labels.shape)} for tokens of shape {tuple(tokens.shape)}"
         )
-    for name, x, n in (("tokens", tokens, model.config.d_vocab), ("labels", labels, model.config.n_out)):
+    counted = labels[labels != IGNORED]
+    if not len(counted):
+        raise ValueError(f"labels must have one or more that are not {IGNORED}, got {len(labels)} that are")
+    for name, x, n in (("tokens", tokens, model.config.d_vocab), ("labels", counted, model.config.n_out)):
         least, most = (int(value) for value in x.aminmax())
         if least < 0 or most >= n:
             raise ValueError(f"{name} must be from 0 to {n - 1} for this model, got {least} … {most}")

@@ -63,7 +63,8 @@ def train(
 
     Args:
         model: its weights are where training begins; trained where it is, on CPU or GPU.
-        task: the samples. The model's ``d_vocab``, ``n_ctx``, ``n_out`` and ``pad_id`` must fit it.
+        task: the samples. The model's ``d_vocab``, ``n_ctx``, ``n_out`` and ``pad_id`` must fit it; with
+            ``pad_id=None`` it reads padding.
         config: how to train; default ``TrainConfig()``, as in the paper.
         folder: keep ``step-000123.safetensors`` there for each of ``config.checkpoints`` and the end, and
             ``state.safetensors``, with which ``resume`` goes on. Without it nothing is kept. One training at a time
@@ -170,12 +171,9 @@ class _Kept:
             raise ValueError("folder must be given with resume=True, got None")
         self.model, self.folder = model, None if folder is None else Path(folder)
         self.state = None if self.folder is None else self.folder / STATE
-        self.notes = {
-            "model": dataclasses.asdict(model.config),
-            "task": {"name": type(task).__name__, **dataclasses.asdict(task)},  # type: ignore[call-overload]
-            "training": dataclasses.asdict(config)
-            | {"betas": list(config.betas), "checkpoints": list(config.checkpoints)},
-        }
+        self.parts: dict[str, Any] = {"model": model.config, "task": task, "training": config}
+        self.notes: dict[str, Any] = {part: _plain(dataclasses.asdict(of)) for part, of in self.parts.items()}
+        self.notes["task"]["name"] = type(task).__name__
         self.checkpoints: dict[int, Path] = {}
         if not resume and self.state is not None and self.state.exists():
             raise ValueError(f"folder must hold no training unless resume=True, but there is {self.state}")
@@ -201,7 +199,8 @@ class _Kept:
         groups, notes = read(self.state)
         for part, here in self.notes.items():
             there = notes.get(part, {})
-            there = there if isinstance(there, dict) else {}
+            # What a setting was before there was such a setting is its default.
+            there = _defaults(self.parts[part]) | (there if isinstance(there, dict) else {})
             for name in {**here, **there}:
                 if here.get(name) != there.get(name):
                     raise ValueError(
@@ -221,6 +220,16 @@ class _Kept:
         self.checkpoints = kept
 
 
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as JSON gives them back."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+
+
+def _defaults(settings: Any) -> dict[str, Any]:
+    fields = [field for field in dataclasses.fields(settings) if field.default is not dataclasses.MISSING]
+    return _plain({field.name: field.default for field in fields})
+
+
 def _check(model: SyntheticModel, task: Task, config: TrainConfig, stop_at: int | None) -> None:
     for name, value, kind in (("model", model, SyntheticModel), ("task", task, Task), ("config", config, TrainConfig)):
         if not isinstance(value, kind):
@@ -229,8 +238,11 @@ def _check(model: SyntheticModel, task: Task, config: TrainConfig, stop_at: int 
         has, needs = getattr(model.config, name), getattr(task, name)
         if has < needs:
             raise ValueError(f"model must have {name} of {needs} or more for this task, got {has}")
-    if model.config.pad_id != task.pad_id:
-        raise ValueError(f"model must have pad_id={task.pad_id}, the task's, got {model.config.pad_id}")
+    if model.config.pad_id not in (None, task.pad_id):
+        raise ValueError(
+            f"model must have pad_id={task.pad_id}, the task's, or None to read padding as a token, got "
+            f"{model.config.pad_id}"
+        )
     if stop_at is not None:
         whole("stop_at", stop_at, least=1)
 
