@@ -43,12 +43,12 @@ class MLP(nn.Module):
         self.b_in = nn.Parameter(torch.zeros(config.d_mlp))
         self.W_out = nn.Parameter(torch.empty(config.d_mlp, config.d_model))
         self.b_out = nn.Parameter(torch.zeros(config.d_model))
-        self.activate = {"gelu": F.gelu, "relu": F.relu}[config.activation]
+        self.activation = config.activation
         self.hook_pre, self.hook_post = HookPoint(), HookPoint()  # [batch, pos, d_mlp]
 
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         pre = self.hook_pre(torch.addmm(self.b_in, x.flatten(0, 1), self.W_in).view(*x.shape[:2], -1))
-        post = self.hook_post(self.activate(pre))
+        post = self.hook_post(F.relu(pre) if self.activation == "relu" else F.gelu(pre))
         return torch.addmm(self.b_out, post.flatten(0, 1), self.W_out).view(*x.shape)
 
 
