@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-from jaxtyping import Bool
-from torch import Tensor
-
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
 from tl_posdisent.hooks.planning.planner import layer_hooks
-from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit
+from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit, outside_band, within_band
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.validation import check_choice, is_number
 
 Mode = Literal["drop", "freeze"]
-
-_ROUNDING = 1e-6  # relative: frequencies are read from tables in float32
 
 
 def limit_frequencies(
@@ -55,8 +49,9 @@ def limit_frequencies(
     Raises:
         ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; a band above 0 that holds no
             frequency of any of the layers; an unknown mode; a model or layer without rotary embeddings or without the
-            hooks for it; layers or heads out of range or repeated. While running: a KV cache
-            that was not filled under these hooks.
+            hooks for it; layers or heads out of range or repeated. While running: a KV
+            cache that was not filled under these hooks; a long text that the model rotates by other frequencies
+            (longrope, dynamic NTK), of which the band holds other subspaces.
 
     Example:
         >>> import torch
@@ -78,9 +73,9 @@ def limit_frequencies(
     hooks: list[Hook] = []
     for spec, some in chosen:
         rotary = spec.require_rotary("limit_frequencies")
-        outside = ~_within(rotary, low, high) & (rotary.frequencies != 0)
-        if bool(outside.any()):
-            hooks += layer_hooks(spec, some, FrequencyLimit("limit_frequencies", outside, mode))
+        outside = outside_band(rotary, low, high)
+        if bool(outside.any()) or spec.holds_to is not None:
+            hooks += layer_hooks(spec, some, FrequencyLimit("limit_frequencies", outside, mode, low, high))
     return hooks
 
 
@@ -93,15 +88,10 @@ def _checked_band(low: float | None, high: float | None) -> tuple[float, float]:
     return low or 0.0, float("inf") if high is None else high
 
 
-def _within(rotary: Rotary, low: float, high: float) -> Bool[Tensor, "subspace"]:
-    size = rotary.frequencies.abs()
-    return (size >= low * (1 - _ROUNDING)) & (size <= high * (1 + _ROUNDING))
-
-
 def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float) -> None:
     """A wavelength given for a frequency, say, would otherwise blind the model without a word."""
     rotaries = [spec.require_rotary("limit_frequencies") for spec in specs]
-    if high == 0 or any(bool(_within(rotary, low, high).any()) for rotary in rotaries):
+    if high == 0 or any(bool(within_band(rotary, low, high).any()) for rotary in rotaries):
         return
     there = sorted({f"{x:.3g}" for rotary in rotaries for x in rotary.frequencies.tolist()}, key=float)
     raise ValueError(

@@ -371,6 +371,7 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     if scores is None:  # what rounding of large scores does to a pattern
         allowed = allowed + 8 * torch.finfo(q.dtype).eps * largest
     if not bool(error <= allowed):
+        spec.check_length(q.shape[1], "capture")
         raise ValueError(
             f"layer {spec.layer} of {spec.architecture}: scores recomputed from queries, keys and the rotation read "
             f"from the model differ from its own by {error.item():.1e}, where {allowed.item():.1e} is rounding; "

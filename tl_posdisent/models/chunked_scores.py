@@ -36,6 +36,8 @@ def read_blocks(
             not those of one pass, which is tried on a few tokens.
     """
     check_block(block)
+    for spec in specs:
+        spec.check_length(tokens.shape[1], "block")  # blocks within the length would be rotated as short texts are
     check_blocks(model, tokens[:, :_TRIED], specs)
     _run_blocks(model, tokens, specs, block, rows)
 

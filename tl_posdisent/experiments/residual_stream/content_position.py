@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.observe import score_tolerance
+from tl_posdisent.models.reading.rotation_tables import running_rotary
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.toeplitz import toeplitz_share
@@ -170,7 +171,11 @@ def content_position_terms(
         raise ValueError(f"layer {layer} of {spec.architecture} caps its scores, so they are no sum of products")
     readings = measure_readings(model, spec, tokens)
     names = [name for reading in readings for name in (reading.source, reading.tap.name)]
+    tables = [spec.cos, spec.sin] if spec.rotary and spec.holds_to is not None else []
+    names += [name for name in tables if name]
     seen, scores, mask = watch(model, tokens, spec, names)
+    if spec.rotary and spec.cos in names and spec.sin in names:  # long texts may be rotated by other frequencies
+        spec = replace(spec, rotary=running_rotary(seen[spec.cos], seen[spec.sin], spec.rotary))
     (query, position), (key, _) = (_parts(spec, reading, seen, grand_mean) for reading in readings)
     products = torch.einsum("bqhd,bkhd->bhqk", query.sum(0), key.sum(0))
     scale, bias = _explained(spec, products[..., mask], scores[..., mask].double(), scores.dtype)

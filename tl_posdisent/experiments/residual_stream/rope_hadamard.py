@@ -155,11 +155,12 @@ def rope_hadamard(model: Any, tokens: Tokens, layer: int, *, attention_mask: Ten
     """
     reading = read_model(model, [layer])
     (spec,) = reading.rotary([layer], "rope_hadamard")
-    scale, rotary = spec.require_scale(), spec.require_rotary("rope_hadamard")
+    scale = spec.require_scale()
     tokens = read_texts(reading.model, tokens, attention_mask).one_group("rope_hadamard")
     found: list[Captured] = []
     for_each_layer(reading.model, tokens, [spec], found.append, scores=False)
     (seen,) = found
+    rotary = seen.spec.require_rotary("rope_hadamard")  # of this text: some models rotate long ones by others
     q, k = scale * seen.q.double(), spec.per_query_head(seen.k).double()
     z, rest = to_complex(q, rotary)
     q = from_complex(rotary.attention_factor**2 * z, rest, rotary)  # YaRN stretches what it rotates, and no more

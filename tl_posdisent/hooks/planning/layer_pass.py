@@ -11,7 +11,14 @@ from torch import Tensor
 
 from tl_posdisent.hooks.planning import running_text as text
 from tl_posdisent.hooks.planning.layer_plan import LayerPlan
-from tl_posdisent.hooks.planning.rotation_edits import HeadRotation, Side, check_patch, rotated_scores, rotated_vectors
+from tl_posdisent.hooks.planning.rotation_edits import (
+    FrequencyLimit,
+    HeadRotation,
+    Side,
+    check_patch,
+    rotated_scores,
+    rotated_vectors,
+)
 from tl_posdisent.hooks.planning.score_edits import ScoreEdit, View, masked_softmax
 from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.reading.spec import Tap
@@ -115,6 +122,9 @@ class LayerPass:
         """Go on with the rotation of the running text, where it is another than was read from the model."""
         plan = self.plan
         if rotary is not None and own is not None:
+            for edit in {edit for rotation in plan.rotations for edit in rotation.edits}:
+                if isinstance(edit, FrequencyLimit):
+                    edit.check(rotary, self.spec.layer)
             self.spec, self.own = replace(self.spec, rotary=rotary), own
             if self._turned_before or (plan.table and not plan.table.only_frozen):
                 self._rescore()
@@ -128,7 +138,8 @@ class LayerPass:
     def _turned_before(self) -> bool:
         """Whether vectors are turned at a hook before the rotation, where the running table is still to come."""
         before = self.spec.turn_q is not None and self.spec.q is not None and self.spec.turn_q.name == self.spec.q.name
-        return before and any(rotation.of_positions or rotation.noise for rotation in self.plan.turned_q)
+        turned = [*self.plan.turned_q, *self.plan.turned_k]
+        return before and any(each.of_positions or each.noise or each.patched for each in turned)
 
     def _as_expected(self) -> bool:
         return self.own is not None and self.own.shape == self.expected.shape and torch.equal(self.own, self.expected)
@@ -457,6 +468,7 @@ class LayerPass:
                 ours, seen = masked_softmax(ours, seen), torch.ones_like(seen)
             seen = seen.expand(theirs.shape)
             if mismatch(theirs[seen], ours[seen], self.dtype) > 1:
+                self.spec.check_length(x.shape[-1], "interventions that recompute scores")
                 raise ValueError(
                     f"scores of layer {self.spec.layer} of {self.spec.architecture} are not what its queries, keys and "
                     "rotation give: padding, positions or tables that hooks cannot see here, or other hooks act on its "

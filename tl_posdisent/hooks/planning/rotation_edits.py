@@ -78,10 +78,23 @@ class PositionScale(RotationEdit):
 
 @dataclass(frozen=True, eq=False)
 class FrequencyLimit(RotationEdit):
-    """Subspaces that are left out (``"drop"``) or no longer turned (``"freeze"``)."""
+    """Subspaces that are left out (``"drop"``) or no longer turned (``"freeze"``): those outside a band."""
 
     outside: Bool[Tensor, "subspace"]
     mode: Literal["drop", "freeze"]
+    low: float
+    high: float
+
+    def check(self, rotary: Rotary, layer: int) -> None:
+        """Refuse a text that is rotated by other frequencies, if the band holds other subspaces of these."""
+        surely_out = outside_band(rotary, self.low * (1 - _MEASURED), self.high * (1 + _MEASURED))
+        surely_in = within_band(rotary, self.low * (1 + _MEASURED), self.high * (1 - _MEASURED))
+        outside = self.outside.to(surely_in.device)
+        if bool((surely_out & ~outside | surely_in & outside & (rotary.frequencies != 0)).any()):
+            raise ValueError(
+                f"low and high of {self.tool} leave other subspaces in this text than in short ones: layer {layer} "
+                "rotates long texts by other frequencies. Give a text within the model's original context"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,6 +152,10 @@ class HeadRotation:
     @property
     def k_rot(self) -> Tensor | None:
         return next((x.k_rot for x in self.edits if isinstance(x, VectorPatch) and x.k_rot is not None), None)
+
+    @property
+    def patched(self) -> bool:
+        return self.q_rot is not None or self.k_rot is not None
 
     @cached_property
     def of_positions(self) -> HeadRotation:
@@ -254,6 +271,21 @@ class HeadRotation:
         if self.frozen is not None:
             seen = seen.masked_fill(_columns(seen, self.frozen), rotary.attention_factor if which == "cos" else 0.0)
         return seen
+
+
+_ROUNDING = 1e-6  # relative: frequencies are read from tables in float32
+_MEASURED = 1e-3  # relative: frequencies are measured on the table of one text
+
+
+def within_band(rotary: Rotary, low: float, high: float) -> Bool[Tensor, "subspace"]:
+    """Subspaces whose frequency lies in the band, both ends included."""
+    size = rotary.frequencies.abs()
+    return (size >= low * (1 - _ROUNDING)) & (size <= high * (1 + _ROUNDING))
+
+
+def outside_band(rotary: Rotary, low: float, high: float) -> Bool[Tensor, "subspace"]:
+    """Subspaces that turn, at a frequency outside the band."""
+    return ~within_band(rotary, low, high) & (rotary.frequencies != 0)
 
 
 def compose(edits: Sequence[RotationEdit]) -> HeadRotation:

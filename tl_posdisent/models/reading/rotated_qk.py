@@ -8,6 +8,7 @@ cases.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.rotation_tables import rotated_by_table
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 from tl_posdisent.rope.rotary import Rotary, rotate, unrotate
 
@@ -63,6 +65,9 @@ def rotated_taps(spec: AttentionSpec, positions: Tensor | None) -> tuple[Rotated
 
 def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str, Tensor]) -> list[Hook]:
     """Hooks that keep a layer's rotated vectors in ``held``, under ``"q"`` and ``"k"``."""
+    taps = rotated_taps(spec, positions)
+    if spec.holds_to is not None and spec.cos and spec.sin and all(rotated.ahead is not None for rotated in taps):
+        return _listen_and_rotate(spec, held)
 
     def listen(which: str, rotated: RotatedTap) -> Hook:
         def keep(x: Tensor, hook: Any) -> None:
@@ -70,7 +75,28 @@ def listen_vectors(spec: AttentionSpec, positions: Tensor | None, held: dict[str
 
         return rotated.tap.name, keep
 
-    return [listen(which, rotated) for which, rotated in zip("qk", rotated_taps(spec, positions), strict=True)]
+    return [listen(which, rotated) for which, rotated in zip("qk", taps, strict=True)]
+
+
+def _listen_and_rotate(spec: AttentionSpec, held: dict[str, Tensor]) -> list[Hook]:
+    """The same for models that rotate long texts by other tables than short ones, by the tables of the text."""
+    assert spec.turn_q
+    assert spec.turn_k
+    assert spec.cos
+    assert spec.sin
+    taps = {"q": spec.turn_q, "k": spec.turn_k}
+    seen: dict[str, Tensor] = {}
+
+    def keep(name: str, x: Tensor, hook: Any) -> None:
+        seen[name] = x.detach().clone()
+        if len(seen) == len(names):
+            rotary = spec.require_rotary("patching")
+            vectors = {which: tap.read(seen[which]) for which, tap in taps.items()}
+            held.update({which: rotated_by_table(x, seen["cos"], seen["sin"], rotary) for which, x in vectors.items()})
+            seen.clear()
+
+    names = {"q": spec.turn_q.name, "k": spec.turn_k.name, "cos": spec.cos, "sin": spec.sin}
+    return [(hook, partial(keep, name)) for name, hook in names.items()]
 
 
 def listen_scores(spec: AttentionSpec, positions: Tensor | None, held: dict[str, Tensor]) -> list[Hook]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 
-from tl_posdisent.rope.rotary import Rotary, rotary_from_table
+from tl_posdisent.rope.rotary import Rotary, from_complex, rotary_from_table, to_complex
 
 
 def table_like(
@@ -43,3 +43,25 @@ def running_rotary(
         if bool((error > 4 * torch.finfo(table.dtype).eps * rotary.attention_factor).any()):
             return rotary_from_table(cos[0], sin[0], pairing=rotary.pairing)
     return rotary
+
+
+def rotated_by_table(
+    x: Float[Tensor, "batch pos head d_head"],
+    cos: Float[Tensor, "one_or_batch pos columns"],
+    sin: Float[Tensor, "one_or_batch pos columns"],
+    rotary: Rotary,
+) -> Float64[Tensor, "batch pos head d_head"]:
+    """Queries or keys as a model rotates them that passes these tables to the hooks ``spec.cos`` and ``spec.sin``.
+
+    ``rotary`` tells the pairing alone: the tables may be of any positions and frequencies.
+    """
+    z, rest = to_complex(x.double(), rotary)
+    cos, sin = (_one_column_each(table.double(), len(rotary.frequencies)) for table in (cos, sin))
+    return from_complex(z * torch.complex(cos, sin)[..., None, :], rest, rotary)
+
+
+def _one_column_each(table: Tensor, n: int) -> Tensor:
+    if table.shape[-1] != 2 * n:
+        return table
+    halves = torch.equal(table[..., :n], table[..., n:])
+    return table[..., :n] if halves else table[..., ::2]
