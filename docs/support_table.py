@@ -1,8 +1,7 @@
 """Which tool works with which architecture in which model class: tried, not typed.
 
-Builds the tiny models of `tests/support/zoo.py`, uses every tool on each of them and checks what it did
-(`support_trials.py`). A tool that refuses is noted with its error; one that runs and does something else stops this
-script.
+Builds the tiny models of `tests/support/zoo.py` and runs `check_model` on each of them, on short texts, padded ones and
+with a KV cache. A tool that refuses is noted with its error; one that runs and does something else stops this script.
 
     .venv/bin/python docs/support_table.py       # writes what holds for the installed TransformerLens
     .venv-tl4/bin/python docs/support_table.py   # and for the other one; what is there of the rest stays
@@ -13,22 +12,26 @@ script.
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which reads it once
 
+import pandas as pd
 import torch
-from torch import Tensor
 
 HERE = Path(__file__).parent
 TABLE = HERE / "support_table.md"
-sys.path += [str(HERE), str(HERE.parent / "tests")]
+sys.path.append(str(HERE.parent / "tests"))
 
 from support import zoo  # noqa: E402
-from support_trials import LENGTH, TRIALS  # noqa: E402
+
+from tl_posdisent import check_model  # noqa: E402
+from tl_posdisent.experiments.model_check import TOOLS  # noqa: E402
+
+LENGTH = 12
 
 OK = "✓"
 SHORT = {  # what a message says: what it is called in a cell, from the most particular
@@ -49,22 +52,27 @@ Table = dict[tuple[str, str], Row]
 
 def try_tools(model: Any) -> Row:
     """Every tool on one model."""
-    tokens = zoo.random_tokens(LENGTH)
-    return {tool: _outcome(trial, model, tokens) for tool, trial in TRIALS.items()}
+    table = check_model(model, lengths=LENGTH, progress=False)
+    wrong = table[table["verdict"] == "wrong"]
+    if len(wrong):
+        raise AssertionError(f"a tool does something else than it says:\n{wrong.to_string()}")
+    return {tool: _outcome(table[table["tool"] == tool]) for tool in TOOLS}
 
 
-def _outcome(trial: Callable[[Any, Tensor], None], model: Any, tokens: Tensor) -> str:
-    try:
-        trial(model, tokens)
-    except ValueError as error:
-        return _shortened(str(error))
-    return OK
+def _outcome(rows: pd.DataFrame) -> str:
+    """OK, the refusal, or OK but on which texts it refuses and why."""
+    refused = rows[rows["verdict"] == "refused"]
+    if not len(refused):
+        return OK
+    reasons = [f"{text}: {_shortened(reason)}" for text, reason in zip(refused["text"], refused["reason"], strict=True)]
+    return _shortened(refused["reason"].iloc[0]) if len(rows) == 1 else f"{OK}; " + "; ".join(reasons)
 
 
 def _shortened(error: str) -> str:
     """An error without what differs between tools and models, so that the same reason is given once."""
-    words = error.splitlines()[0].split(" ")
-    words = ["…" if w.rstrip(":").endswith(("ForCausalLM", "LMHeadModel")) or w in TRIALS else w for w in words]
+    words = error.replace("`", "'").split(" ")
+    own = ("ForCausalLM", "LMHeadModel")  # ends of architectures' names
+    words = ["…" if (bare := w.rstrip(":")).endswith(own) or bare in TOOLS else w for w in words]
     return " ".join(words)
 
 
@@ -84,7 +92,7 @@ def cases() -> list[tuple[str, str]]:
 NOTE = "<!-- Written by docs/support_table.py. Do not edit. -->"
 HEADER = (
     "| architecture | Hugging Face class | where | "
-    + " | ".join(f"`{tool}`" if tool.isidentifier() else tool for tool in TRIALS)
+    + " | ".join(f"`{tool}`" if tool.isidentifier() else tool for tool in TOOLS)
     + " |"
 )
 
@@ -92,12 +100,12 @@ HEADER = (
 def to_markdown(table: Table) -> str:
     """Architectures that behave alike in several classes share a row; refusals are numbered and quoted beneath."""
     reasons = list(dict.fromkeys(text for row in table.values() for text in row.values() if text != OK))
-    lines = [NOTE, HEADER, "| --- " * (3 + len(TRIALS)) + "|"]
+    lines = [NOTE, HEADER, "| --- " * (3 + len(TOOLS)) + "|"]
     for name in zoo.NAMES:
         alike: dict[tuple[str, ...], list[str]] = {}
         for code in CLASSES:
             if (name, code) in table:
-                alike.setdefault(tuple(table[name, code][tool] for tool in TRIALS), []).append(code)
+                alike.setdefault(tuple(table[name, code][tool] for tool in TOOLS), []).append(code)
         for row, where in alike.items():
             cells = [text if text == OK else _named(text, reasons.index(text) + 1) for text in row]
             lines.append(f"| {' | '.join([name, zoo.ARCHITECTURES[name].model, ' '.join(where), *cells])} |")
@@ -106,6 +114,8 @@ def to_markdown(table: Table) -> str:
 
 def _named(error: str, number: int) -> str:
     """A refusal in a cell: in a word or two why, and under which number it is quoted."""
+    if error.startswith(OK):
+        return f"{OK} not {', '.join(re.findall('; (padded|KV cache): ', error))} ({number})"
     return f"{next((short for words, short in SHORT.items() if words in error), 'refused')} ({number})"
 
 
@@ -116,7 +126,7 @@ def from_markdown(text: str) -> Table:
     return {
         (name, code): {
             tool: reasons.get(cell.rpartition("(")[2].rstrip(")"), cell)
-            for tool, cell in zip(TRIALS, cells, strict=True)
+            for tool, cell in zip(TOOLS, cells, strict=True)
         }
         for name, _, where, *cells in rows[2:]
         for code in where.split()

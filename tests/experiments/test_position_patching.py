@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_posdisent import capture, patch_vectors, position_patching, read_layers, swap_positions
 from tl_posdisent.models.reading.forward import Hook
-from tl_posdisent.models.reading.model_reading import read_rotary_layers
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.rotated_qk import listen_vectors
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
@@ -22,7 +22,7 @@ HEAD = 5
 
 def vectors(model: Any, positions: Tensor | None = None) -> dict[int, dict[str, Tensor]]:
     """Rotated queries and keys of every rotary layer, at these positions."""
-    specs = read_rotary_layers(model, None, "test")
+    specs = read_model(model).rotary(None, "test")
     held: dict[int, dict[str, Tensor]] = {spec.layer: {} for spec in specs}
     hooks = [] if positions is None else swap_positions(model, positions)
     logits(model, hooks + [hook for spec in specs for hook in listen_vectors(spec, positions, held[spec.layer])])

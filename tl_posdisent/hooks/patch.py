@@ -11,11 +11,10 @@ from torch import Tensor
 from tl_posdisent.hooks.planning.chosen_heads import Heads, any_heads, rotary_heads
 from tl_posdisent.hooks.planning.planner import layer_hooks
 from tl_posdisent.hooks.planning.rotation_edits import VectorPatch
-from tl_posdisent.hooks.planning.running_text import masked_cells
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models.reading.forward import Hook
-from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.utils.validation import check_choice
 
 Keys = Literal["group", "head"]
@@ -156,7 +155,7 @@ def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, parts
             raise ValueError(
                 f"scores must have the shape of the run's own, {tuple(own.shape)}, got {tuple(theirs.shape)}"
             )
-        if not bool((theirs.isfinite() & ~masked_cells(theirs, theirs.dtype) | ~view.inside).all()):
+        if not bool((theirs.isfinite() & (theirs > masked_below(theirs.dtype)) | ~view.inside).all()):
             raise ValueError(
                 f"scores of layer {spec.layer} must be finite inside the mask of the run: they are of a text with "
                 "another mask or padding, or hold NaN or infinity"

@@ -19,7 +19,7 @@ from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
 from tl_posdisent.hooks.planning.planner import hooks_for
 from tl_posdisent.hooks.planning.rotation_edits import DistanceMap, Distances, Place, PositionMap
 from tl_posdisent.models.reading.forward import Hook
-from tl_posdisent.models.reading.model_reading import ModelReading
+from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.utils.validation import check_number
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
@@ -165,7 +165,8 @@ def remap_distance(
             )
         edit = _split_matrix(matrix, causal) or DistanceMap("remap_distance", _constant(matrix), slots=True)
     elif callable(distances):
-        edit = _split_function(_context(model), distances, causal) or DistanceMap(
+        context = max(getattr(model_of(model).cfg, "n_ctx", None) or 0, 2)
+        edit = _split_function(context, distances, causal) or DistanceMap(
             "remap_distance", _toeplitz(distances, causal)
         )
     else:
@@ -208,11 +209,6 @@ def _toeplitz(function: Callable[[Tensor], Tensor], causal: bool) -> Distances:
         return mapped if mapped.ndim == 2 else mapped[:, None]  # the same for all heads of a text
 
     return distances
-
-
-def _context(model: Any) -> int:
-    whole = model.model if isinstance(model, ModelReading) else model
-    return max(getattr(whole.cfg, "n_ctx", None) or 0, 2)
 
 
 def _split_function(n: int, function: Callable[[Tensor], Tensor], causal: bool) -> PositionMap | None:

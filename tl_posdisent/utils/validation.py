@@ -151,6 +151,15 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
     return picked
 
 
+def listed(chosen: Any) -> Any:
+    """A choice of indices as something that can be iterated more than once; anything else as it is, for later checks.
+
+    >>> listed(iter([1, 2])), listed(3), listed({4: [2]})
+    ([1, 2], 3, {4: [2]})
+    """
+    return list(chosen) if isinstance(chosen, Iterable) and not isinstance(chosen, (str, bytes, Mapping)) else chosen
+
+
 def check_heads(layers: Any, heads: Any, n_layers: int, n_heads: int) -> dict[int, list[int]]:
     """Chosen heads of each chosen layer, layers ascending.
 

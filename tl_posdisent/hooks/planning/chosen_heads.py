@@ -7,6 +7,7 @@ from typing import Any
 
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.validation import listed
 
 Layers = int | Iterable[int] | None
 """None for all, an integer, or integers; negative ones count from the end."""
@@ -28,15 +29,10 @@ def any_heads(model: Any, layers: Layers, heads: Heads) -> Chosen:
 
 
 def _chosen(model: Any, layers: Layers, heads: Heads, tool: str | None) -> Chosen:
-    layers, heads = _listed(layers), _listed(heads)
+    layers, heads = listed(layers), listed(heads)
     reading = read_model(model, layers)
     chosen = reading.heads(layers, heads)
     pairs = isinstance(heads, list) and any(isinstance(x, Iterable) for x in heads)
     named = None if layers is None and not pairs else list(chosen)
     specs = reading.specs(named) if tool is None else reading.rotary(named, tool)
     return [(spec, chosen[spec.layer]) for spec in specs]
-
-
-def _listed(given: Any) -> Any:
-    """What can be gone through more than once; what is no choice of indices is left for the checks to refuse."""
-    return list(given) if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)) else given

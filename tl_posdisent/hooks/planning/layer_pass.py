@@ -21,7 +21,7 @@ from tl_posdisent.hooks.planning.rotation_edits import (
 )
 from tl_posdisent.hooks.planning.score_edits import ScoreEdit, View, masked_softmax
 from tl_posdisent.models.reading.observe import mismatch
-from tl_posdisent.models.reading.spec import Tap
+from tl_posdisent.models.reading.spec import Tap, masked_below
 from tl_posdisent.rope.rotary import Rotary, turn, unrotate
 
 _ROWS_CHECKED = 8
@@ -225,7 +225,7 @@ class LayerPass:
     def _at_scores(self, x: Tensor) -> Tensor | None:
         if not self.plan.editable:
             self.held["scores"] = x
-        inside, real = text.inside_mask(self.spec, text.masked_cells(x, self.dtype))
+        inside, real = text.inside_mask(self.spec, x <= masked_below(x.dtype, self.dtype))
         self._check_cache(x.shape[-1])
         if self.own is None and self._turned_before and not self._counted_as_expected(x.shape[-1], real):
             self._rescore()
@@ -251,7 +251,7 @@ class LayerPass:
         self._check_values()
         if "scores" in self.held:
             scores = self.held.pop("scores")
-            inside, real = text.inside_mask(self.spec, text.masked_cells(scores, self.dtype))
+            inside, real = text.inside_mask(self.spec, scores <= masked_below(scores.dtype, self.dtype))
         else:
             at = torch.arange(self.n_query, device=x.device)
             inside, real = self.spec.sees(at[:, None] - at), torch.ones(len(x), self.n_query, dtype=torch.bool)

@@ -107,13 +107,6 @@ def before_and_now(positions: Int[Tensor, "*batch query"], n_key: int) -> Int[Te
     return torch.cat([(positions[..., :1] - steps).clamp_min(0), positions], -1)
 
 
-def masked_cells(scores: Float[Tensor, "*cells"], vectors: torch.dtype) -> Bool[Tensor, "*cells"]:
-    """Cells that hold no score: models mask with -inf or add the most negative number (or half of it) of the dtype of
-    their vectors, which may be narrower than that of the scores."""
-    narrow = torch.finfo(vectors).min if vectors.is_floating_point else -1e30
-    return scores <= max(-1e30, torch.finfo(scores.dtype).min / 4, narrow / 4)
-
-
 def real_tokens(masked: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "batch query"]:
     """Queries that are no padding: a token sees itself, under every mask, unless it is padding."""
     cached = masked.shape[-1] - masked.shape[-2]

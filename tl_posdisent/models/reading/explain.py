@@ -24,7 +24,7 @@ from tl_posdisent.models.reading.observe import (
     Seen,
     is_mask,
     listen,
-    masked_below,
+    masked_score,
     misfit,
     mismatch,
     shows_scores,
@@ -103,7 +103,7 @@ def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> Atten
         pattern=named("hook_pattern"),
         z=named("hook_z"),
         v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
-        masked_below=masked_below(seen),
+        masked_below=masked_score(seen),
     )
     if any(x is not None and bool((x.isnan() | (x == torch.inf)).any()) for x in (scores, pattern)):
         why = "its scores are NaN or infinite: look at the weights, or whether its dtype holds numbers so large"

@@ -10,7 +10,7 @@ from tl_posdisent.models.reading.attributes import architecture, attention_imple
 from tl_posdisent.models.reading.explain import probe
 from tl_posdisent.models.reading.forward import device_of
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
-from tl_posdisent.utils.validation import check_heads, check_indices, is_integer
+from tl_posdisent.utils.validation import check_heads, check_indices, is_integer, listed
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ModelReading:
             ValueError: indices out of range or repeated, layers without attention or not read.
         """
         read = {spec.layer: spec for spec in self.attention}
-        given = list(heads) if isinstance(heads, Iterable) and not isinstance(heads, (str, bytes, dict)) else heads
+        given = listed(heads)
         pairs = isinstance(given, list) and not all(is_integer(x) for x in given)
         wanted = list(read) if layers is None and not pairs else layers
         chosen = check_heads(wanted, given, self.n_layers, max(spec.n_heads for spec in self.attention))
@@ -224,11 +224,5 @@ def read_layers(model: Any, layers: int | Iterable[int] | None = None) -> list[A
         >>> [(spec.layer, spec.scale, spec.problem) for spec in read_layers(load_demo_model(), [4, 0])]
         [(4, 0.25, None), (0, 0.25, None)]
     """
-    layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, (str, dict)) else layers
+    layers = listed(layers)
     return read_model(model, layers).specs(layers)
-
-
-def read_rotary_layers(model: Any, layers: int | Iterable[int] | None, tool: str) -> list[AttentionSpec]:
-    """The layers asked for, in which ``tool`` must find a rotation that it can change; by default all that rotate."""
-    layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, (str, dict)) else layers
-    return read_model(model, layers).rotary(layers, tool)

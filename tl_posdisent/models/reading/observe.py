@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook, hook_name, run
-from tl_posdisent.models.reading.spec import AttentionSpec, Tap
+from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below
 
 _LISTEN = (
     *("hook_q", "hook_k", "hook_v", "hook_q_normed", "hook_k_normed", "hook_rot_q", "hook_rot_k"),
@@ -61,7 +61,7 @@ def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
     attended = None if pattern is None else (pattern > 0).flatten(0, -3).any(0)
     if scores is None or not shows_scores(seen):
         return attended
-    visible = (scores > masked_below(seen)).flatten(0, -3).any(0)
+    visible = (scores > masked_score(seen)).flatten(0, -3).any(0)
     if pattern is None or attended is None or torch.equal(visible, attended):
         return visible
     return visible if is_softmax(pattern, scores, visible) else attended  # some show scores without their mask
@@ -74,20 +74,9 @@ def is_softmax(pattern: Tensor, scores: Tensor, visible: Bool[Tensor, "query key
     return mismatch(shared.to(pattern.dtype), wanted) <= 1
 
 
-def masked_below(seen: Seen) -> float:
-    """The score at or below which a cell holds none: models mask with -inf or add the most negative number of their
-    dtype (or of half of it) to the score, which in 16 bits leaves something a little above that number."""
-    dtypes = {seen[name].dtype for name in ("hook_attn_scores", "hook_q", "hook_v") if name in seen}
-    return _masked_below(*dtypes)
-
-
-def _masked_below(*dtypes: torch.dtype) -> float:
-    return max([-1e30, *(torch.finfo(dtype).min / 4 for dtype in dtypes)])
-
-
-def is_masked(scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
-    """Cells that hold no score, of a model whose dtype is that of its scores; see ``AttentionSpec.is_masked``."""
-    return scores <= _masked_below(scores.dtype)
+def masked_score(seen: Seen) -> float:
+    """The score at or below which a cell of this pass holds none."""
+    return masked_below(*(seen[name].dtype for name in ("hook_attn_scores", "hook_q", "hook_v") if name in seen))
 
 
 def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:

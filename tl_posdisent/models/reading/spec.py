@@ -6,7 +6,7 @@ TransformerLens's classes a model has, or which architecture.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.rope.rotary import Rotary, rotate
-from tl_posdisent.utils.validation import is_integer
 
 Layout = Literal["pos head", "head pos", "flat"]
 
@@ -181,6 +180,15 @@ class AttentionSpec:
         return self.rotary
 
 
+def masked_below(*dtypes: torch.dtype) -> float:
+    """The score at or below which a cell holds none, in a model that computes its scores in these dtypes.
+
+    Models mask with -inf or add the most negative number (or half of it) of their dtype to the score, which in 16 bits
+    leaves something a little above that number; scores may be wider than the vectors that they are made of.
+    """
+    return max([-1e30, *(torch.finfo(dtype).min / 4 for dtype in dtypes if dtype.is_floating_point)])
+
+
 def n_layers(model: Any) -> int:
     """Number of attention layers, or a clear error if this is no TransformerLens model."""
     n = getattr(getattr(model, "cfg", None), "n_layers", None)
@@ -195,18 +203,3 @@ def n_layers(model: Any) -> int:
             "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded anew)"
         )
     return n
-
-
-def select(name: str, chosen: Iterable[int] | None, n: int) -> list[int]:
-    """A list of layers or heads that was given by a user, checked; all of them for None."""
-    if chosen is None:
-        return list(range(n))
-    if isinstance(chosen, (str, bytes)) or not isinstance(chosen, Iterable):
-        raise ValueError(f"{name} must be a sequence of integers, got {chosen!r}")
-    picked = list(chosen)
-    for x in picked:
-        if not is_integer(x) or not 0 <= x < n:
-            raise ValueError(f"{name} must be integers from 0 to {n - 1}, got {x!r}")
-    if not picked or len(set(picked)) < len(picked):
-        raise ValueError(f"{name} must name at least one and none twice, got {picked}")
-    return picked

@@ -13,7 +13,7 @@ from tl_posdisent.additive.cells import MaskKind, make_cells
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, check_tokens, run, token_words
 from tl_posdisent.models.reading.model_reading import read_attention
-from tl_posdisent.models.reading.observe import is_masked
+from tl_posdisent.models.reading.spec import masked_below
 
 from .offline import Widget
 from .raster import beside
@@ -75,7 +75,7 @@ def show_change(
     inside = cells.to_mask()[at][:, at]
     old, new = (torch.where(inside, choice.of(x.detach()).to(inside.device), 0.0) for x in (before, after))
     for name, x in (("before", old), ("after", new)):
-        if bool(is_masked(x).any()) or not bool(x.isfinite().all()):
+        if bool((x <= masked_below(x.dtype)).any()) or not bool(x.isfinite().all()):
             raise ValueError(f"{name} must be finite inside the mask, got NaN, infinite or masking values")
     shown = {"before": old, "after": new, "after − before": new - old}
     return beside(

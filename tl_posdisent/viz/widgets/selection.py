@@ -11,8 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.models.reading.spec import select
-from tl_posdisent.utils.validation import check_flag, is_integer, is_number
+from tl_posdisent.utils.validation import check_flag, check_indices, is_integer, is_number
 
 from .offline import axis_token
 
@@ -76,8 +75,8 @@ def choose(
     if n_query != n_key:
         raise ValueError(f"the matrices must be square, as a whole text's are, got {n_query} queries × {n_key} keys")
     words = check_tokens(tokens, n_key)
-    chosen = select("heads", heads, n_heads)
-    at = select("positions", positions, n_key)
+    chosen = check_indices("heads", heads, n_heads)
+    at = check_indices("positions", positions, n_key)
     if at != sorted(at):
         raise ValueError(f"positions must be ascending, got {at}")
     check_flag("raster", raster)

@@ -9,8 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.models.reading.spec import select
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_indices, is_integer
 
 from .fit_cells import check_fit
 from .layout import coloured_text
@@ -117,7 +116,7 @@ def _show(
         raise ValueError(f"fit must be an AdditiveFit, or one of the same shape for each layer, got {sorted(shapes)}")
     *batch, n_query, n_key = next(iter(shapes))
     words = check_tokens(tokens, n_key)
-    chosen = select("heads", heads, check_batch(batch, text)[1])
+    chosen = check_indices("heads", heads, check_batch(batch, text)[1])
     words = words[-n_query:] if part == "query" else words
     _check_values(len(fits) * len(chosen), len(words), max_values)
     choice = Choice(text, chosen, [], [])
