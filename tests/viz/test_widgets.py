@@ -289,7 +289,7 @@ def test_other_refusals() -> None:
         tp.show_patterns(fit, WORDS, scores[0])
     with pytest.raises(ValueError, match="head must be an integer, got '0'"):
         tp.show_parts(fit, WORDS, "0")
-    with pytest.raises(ValueError, match="heads must be integers from 0 to 1 .*, got 5"):
+    with pytest.raises(ValueError, match=r"heads must be integers from 0 to 1 .*, got 5"):
         tp.show_parts(fit, WORDS, 5)
     with pytest.raises(ValueError, match="before must be finite inside the mask"):
         tp.viz.show_change(scores.masked_fill(torch.eye(N).bool(), -torch.inf), scores, WORDS)

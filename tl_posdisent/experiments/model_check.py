@@ -403,13 +403,21 @@ def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterat
 
 def _cached_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
     edits = hooks(trial)
-    whole, n = trial.logits(edits), trial.tokens.shape[1] // 2
+    cached = _token_by_token(trial, edits)
+    if _gap(_token_by_token(trial, []), trial.logits()) > TOLERANCE[cached.dtype]:
+        raise ValueError("the model itself gives other logits with a KV cache")
+    yield "token by token with a KV cache", _gap(cached, trial.logits(edits))
+
+
+def _token_by_token(trial: Trial, hooks: list[Hook]) -> Tensor:
+    """The logits of the first half in one pass, then of one token after the other, with a KV cache."""
+    n = trial.tokens.shape[1] // 2
     cache, parts = empty_cache(trial.reading.model, trial.tokens), []
     for part in (trial.tokens[:, :n], *trial.tokens[:, n:].split(1, 1)):
         if "past_kv_cache" in cache:  # or HookedTransformer asks a tokenizer what padding is
             cache["attention_mask"] = torch.ones_like(part)
-        parts.append(Trial(trial.reading, part).logits(edits, **cache))
-    yield "token by token with a KV cache", _gap(torch.cat(parts, 1), whole)
+        parts.append(Trial(trial.reading, part).logits(hooks, **cache))
+    return torch.cat(parts, 1)
 
 
 # --- what the laws compare with ---------------------------------------------------------------------------------------
