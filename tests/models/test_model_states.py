@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_posdisent import capture, read_layers, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.reading.observe import is_masked
+from tl_posdisent.models.reading.spec import masked_below
 
 TOKENS = zoo.random_tokens()
 
@@ -130,9 +130,9 @@ def test_masked_scores_are_told_from_scores(dtype: torch.dtype) -> None:
     """In 16 bits the most negative number and a large score add up to something above that number."""
     least = torch.finfo(dtype).min
     scores = torch.tensor([-300.0, -0.5, 0.0, 40.0, 300.0], dtype=dtype)
-    assert not is_masked(scores).any()
-    assert is_masked(scores + least).all()
-    assert is_masked(torch.tensor([-torch.inf, least, least / 3], dtype=dtype)).all()
+    assert not (scores <= masked_below(dtype)).any()
+    assert (scores + least <= masked_below(dtype)).all()
+    assert (torch.tensor([-torch.inf, least, least / 3], dtype=dtype) <= masked_below(dtype)).all()
 
 
 def test_large_scores_in_sixteen_bits() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,14 +33,14 @@ def device_of(model: Any) -> torch.device:
 def run(
     model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook], *, stop: int | None = None, **more: Any
 ) -> None:
-    """One forward pass without gradients or dropout, with hooks for its duration; layers from ``stop`` on are left out.
+    """One forward pass without gradients or dropout, with hooks for its duration.
 
-    ``more`` are arguments of the pass, such as a cache.
+    What comes after layer ``stop - 1``, the unembedding too, is left out: a bridge's own ``stop_at_layer`` cannot leave
+    out the unembedding alone, which may cost more than all layers. ``more`` are arguments of the pass, such as a cache.
     """
-    can_stop = stop is not None and "stop_at_layer" in inspect.signature(model.forward).parameters
     try:
-        with torch.no_grad(), evaluating(model), hooked(model, hooks):
-            model(tokens, **({"stop_at_layer": stop} if can_stop else {}), **more)
+        with torch.no_grad(), evaluating(model), hooked(model, hooks), _ending_after(model, stop):
+            model(tokens, **more)
     except (RuntimeError, IndexError) as error:
         context = getattr(model.cfg, "n_ctx", None) or tokens.shape[1]
         if tokens.shape[1] <= context or isinstance(error, torch.OutOfMemoryError):
@@ -49,6 +48,42 @@ def run(
         raise ValueError(
             f"tokens are {tokens.shape[1]} long, and the model fails beyond its context of {context}: {error}"
         ) from error
+
+
+class _Ended(BaseException):
+    """Unwinds a forward pass of which nothing more is needed."""
+
+
+@contextlib.contextmanager
+def _ending_after(model: Any, stop: int | None) -> Iterator[None]:
+    """End the next pass of this thread after layer ``stop - 1``, but not passes that a hook makes meanwhile."""
+    if stop is None:
+        yield
+        return
+    thread, passes = threading.get_ident(), 0
+
+    def count(step: int) -> Callable[..., None]:
+        def add(*_: Any) -> None:
+            nonlocal passes
+            passes += step if threading.get_ident() == thread else 0
+
+        return add
+
+    def end(*_: Any) -> None:
+        if passes == 1 and threading.get_ident() == thread:
+            raise _Ended
+
+    handles = [
+        model.register_forward_pre_hook(count(1)),
+        model.register_forward_hook(count(-1), always_call=True),
+        model.blocks[stop - 1].register_forward_hook(end),
+    ]
+    try:
+        with contextlib.suppress(_Ended):
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ def listen(
         for short in _LISTEN
         if (name := hook_name(layer, short)) in there
     ]
-    run(model, tokens, [*edits, *recorders], **more)
+    run(model, tokens, [*edits, *recorders], stop=max(layers) + 1, **more)
     return seen
 
 
