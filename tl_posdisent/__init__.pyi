@@ -100,8 +100,14 @@ from .experiments.model_check import (
 from .experiments.residual_stream.content_position import (
     content_position_terms as content_position_terms,
 )
+from .experiments.residual_stream.distance_sources import (
+    distance_sources as distance_sources,
+)
 from .experiments.residual_stream.positional_subspace import (
     positional_subspace as positional_subspace,
+)
+from .experiments.residual_stream.source_removal import (
+    distance_sources_check as distance_sources_check,
 )
 from .experiments.robustness.length_generalization import (
     length_generalization as length_generalization,

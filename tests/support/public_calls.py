@@ -43,6 +43,8 @@ GOOD: dict[str, Any] = {
     "window": 4,
     "distance_ceiling": 4,
     "factor": 2,
+    "query": 5,
+    "key": 6,
 }
 
 Function = Callable[..., Any]

@@ -61,6 +61,15 @@ from .residual_stream.content_position import (
 from .residual_stream.content_position import (
     content_position_terms as content_position_terms,
 )
+from .residual_stream.distance_sources import (
+    DistanceSources as DistanceSources,
+)
+from .residual_stream.distance_sources import (
+    distance_sources as distance_sources,
+)
+from .residual_stream.pair_profile import (
+    pair_profile as pair_profile,
+)
 from .residual_stream.positional_subspace import (
     PositionalSubspace as PositionalSubspace,
 )
@@ -72,6 +81,9 @@ from .residual_stream.rope_hadamard import (
 )
 from .residual_stream.rope_hadamard import (
     rope_hadamard as rope_hadamard,
+)
+from .residual_stream.source_removal import (
+    distance_sources_check as distance_sources_check,
 )
 from .robustness.length_generalization import (
     length_generalization as length_generalization,

@@ -19,7 +19,9 @@ from tl_posdisent.experiments.causal.additive_substitution import additive_subst
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.experiments.causal.position_patching import component_patching, position_patching
 from tl_posdisent.experiments.residual_stream.content_position import content_position_terms
+from tl_posdisent.experiments.residual_stream.distance_sources import distance_sources
 from tl_posdisent.experiments.residual_stream.rope_hadamard import rope_hadamard
+from tl_posdisent.experiments.residual_stream.source_removal import distance_sources_check
 from tl_posdisent.experiments.robustness.length_generalization import length_generalization
 from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 from tl_posdisent.synthetic.analysis.deposit import head_drops
@@ -35,6 +37,8 @@ EXPERIMENTS: dict[str, Callable[..., Any]] = {
         content_position_terms,
         controlled_distance,
         disentanglement,
+        distance_sources,
+        distance_sources_check,
         dummy_distance_check,
         head_ablation,
         head_drops,

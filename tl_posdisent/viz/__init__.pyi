@@ -17,6 +17,9 @@ from .plots.curves import (
     plot_perturbation as plot_perturbation,
 )
 from .plots.heatmaps import (
+    plot_distance_sources as plot_distance_sources,
+)
+from .plots.heatmaps import (
     plot_heads as plot_heads,
 )
 from .plots.heatmaps import (

@@ -47,12 +47,16 @@ class Reading:
         return torch.einsum("...m,hdm->...hd", x, self.matrix)
 
     def scales(
-        self, spec: AttentionSpec, x: Float64[Tensor, "batch pos d_model"], seen: Float[Tensor, "batch pos head d_head"]
+        self,
+        spec: AttentionSpec,
+        x: Float64[Tensor, "batch pos d_model"],
+        seen: Float[Tensor, "batch pos head d_head"],
+        needed: str = "content and position need",
     ) -> Float64[Tensor, "batch pos 1 1"]:
         """The norm's factor for every vector of the stream, from the queries (or keys) that it gave.
 
         Raises:
-            ValueError: no such factor gives them.
+            ValueError: no such factor gives them; ``needed`` begins the message.
         """
         linear, wanted = self.linear(x), seen.double() - self.bias
         size = linear.square().sum((-2, -1), keepdim=True)
@@ -61,7 +65,7 @@ class Reading:
         if not bool(error <= score_tolerance(seen.dtype) * largest):
             name = {"q": "queries", "k": "keys"}[self.side]
             raise ValueError(
-                f"content and position need {name} that are an affine function of the residual stream at the norm's "
+                f"{needed} {name} that are an affine function of the residual stream at the norm's "
                 f"actual scale, but in layer {spec.layer} of {spec.architecture} such a function misses them by "
                 f"{error.item():.1e} of {largest.item():.1e} (QK-norm, latent attention, no pre-norm, or hooks of "
                 "your own between them)"
@@ -74,8 +78,19 @@ def residual_hook(layer: int) -> str:
     return f"blocks.{layer}.hook_resid_pre"
 
 
-def measure_readings(model: Any, spec: AttentionSpec, tokens: Int[Tensor, "batch pos"]) -> tuple[Reading, Reading]:
+def measure_readings(
+    model: Any,
+    spec: AttentionSpec,
+    tokens: Int[Tensor, "batch pos"],
+    taps: dict[Side, Tap] | None = None,
+    needed: str = "content and position need",
+) -> tuple[Reading, Reading]:
     """What queries and keys of a layer read; of the tokens only the length matters.
+
+    Args:
+        model, spec, tokens: what is run.
+        taps: where queries and keys are read; default after any QK-norm.
+        needed: how the message begins.
 
     Raises:
         ValueError: a layer whose queries or keys do not move with the residual stream.
@@ -83,23 +98,29 @@ def measure_readings(model: Any, spec: AttentionSpec, tokens: Int[Tensor, "batch
     found: dict[Side, Reading] = {}
     with at_rest(model):
         for layer in dict.fromkeys((spec.layer, 0)):  # some read their keys from the embedded input
-            answers = _responses(model, spec, residual_hook(layer), tokens)
+            answers = _responses(model, spec, residual_hook(layer), tokens, taps)
             for reading in answers:
                 found.setdefault(reading.side, reading)
             if len(found) == 2:
                 return found["q"], found["k"]
     raise ValueError(
-        f"content and position need queries and keys that read the residual stream, but those of layer {spec.layer} "
+        f"{needed} queries and keys that read the residual stream, but those of layer {spec.layer} "
         f"of {spec.architecture} do not change with {residual_hook(spec.layer)}"
     )
 
 
-def _responses(model: Any, spec: AttentionSpec, source: str, tokens: Int[Tensor, "batch pos"]) -> list[Reading]:
+def _responses(
+    model: Any,
+    spec: AttentionSpec,
+    source: str,
+    tokens: Int[Tensor, "batch pos"],
+    taps: dict[Side, Tap] | None,
+) -> list[Reading]:
     """Those of queries and keys that move with the stream at ``source``: a pass over all unit vectors, and one over
     their negatives."""
     d_model, length = int(model.cfg.d_model), tokens.shape[1]
     size, texts = d_model**0.5, -(-d_model // length)  # of unit variance, as after a norm
-    taps: dict[Side, Tap] = {side: tap_of(spec, side) for side in ("q", "k")}
+    taps = taps or {side: tap_of(spec, side) for side in ("q", "k")}
     _require(model, [source, *(tap.name for tap in taps.values())], spec)
     answers = []
     for sign in (size, -size):
@@ -138,9 +159,13 @@ def watch(
 
 def tap_of(spec: AttentionSpec, side: Side) -> Tap:
     """Where queries or keys are read, also in a layer whose scores they do not explain alone (ALiBi)."""
-    tap = spec.q if side == "q" else spec.k
+    return (spec.q if side == "q" else spec.k) or plain_tap(spec, side)
+
+
+def plain_tap(spec: AttentionSpec, side: Side) -> Tap:
+    """Where queries or keys are read before any QK-norm."""
     n_heads = spec.n_heads if side == "q" else spec.n_kv_heads
-    return tap or Tap(hook_name(spec.layer, f"hook_{side}"), "pos head", n_heads)
+    return Tap(hook_name(spec.layer, f"hook_{side}"), "pos head", n_heads)
 
 
 def keep(name: str, seen: dict[str, Tensor]) -> Hook:

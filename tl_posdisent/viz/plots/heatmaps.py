@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
+
+from tl_posdisent.utils.validation import check_integer
 
 from .palette import SIGNED, UNSIGNED, title_of, whole
 from .table_checks import check_table, head_index, mean_over_texts
@@ -118,6 +121,69 @@ def plot_subspaces(
         autorange="reversed",
     )
     return figure.update_xaxes(**head_ticks(heads))
+
+
+def plot_distance_sources(
+    table: pd.DataFrame,
+    *,
+    head: int | None = None,
+    top: int = 12,
+    limits: tuple[float | int, float | int] | None = None,
+) -> go.Figure:
+    """Plot which pairs of sources make the distance profile of a head: sources of the query on y, of the key on x.
+
+    Args:
+        table: all pairs of ``distance_sources(...).to_frame()``.
+        head: the head, of this table; default the only one.
+        top: sources that are shown: those with the largest absolute share in a pair.
+        limits: as in ``plot_heads``.
+
+    Returns:
+        A figure. Colours part above and below 0; the shares of all pairs, also of those that are not shown, add up
+        to 1.
+
+    Raises:
+        ValueError: a table without these columns or without rows; a head that is not in the table, or None where there
+            are several; ``top`` that is no positive integer; limits that are not two ascending numbers.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, distance_sources, load_demo_model
+        >>> from tl_posdisent.viz import plot_distance_sources
+        >>> table = distance_sources(load_demo_model(), demo_tokens(length=96), 2).to_frame()
+        >>> figure = plot_distance_sources(table, head=3, top=4)
+        >>> len(figure.data[0].y), "L0 MLP" in figure.data[0].x
+        (4, True)
+    """
+    names = ["query_source", "key_source"]
+    table = check_table(table, ["head", *names], ["share"], "distance_sources(...).to_frame()")
+    check_integer("top", top, 1)
+    found = sorted(set(table["head"]))
+    if head is None and len(found) == 1:
+        head = found[0]
+    if head not in found:
+        raise ValueError(f"head must be one of the table's, {whole(found)}, got {head!r}")
+    pairs = mean_over_texts(table[table["head"] == head], names, ["share"])
+    sizes = pd.concat([pairs["share"].abs().groupby(pairs[name]).max() for name in names], axis=1).max(axis=1)
+    shown = set(sizes.nlargest(top).index)
+    order = [name for name in dict.fromkeys(_source_order(sizes.index)) if name in shown]
+    grid = pairs.pivot(index=names[0], columns=names[1], values="share").reindex(index=order, columns=order)
+    heat = _heat_map(grid, "share of the distance profile's variance", True, limits)
+    heat.update(x=order, y=order, hovertemplate="query from %{y}, key from %{x}: %{z:.4g}")
+    figure = go.Figure(heat)
+    figure.update_xaxes(title="source of the key", type="category", showgrid=False)
+    return figure.update_yaxes(title="source of the query", type="category", autorange="reversed", showgrid=False)
+
+
+def _source_order(names: Any) -> list[str]:
+    """The embedding, layer by layer heads, bias and MLP, and the layer's own bias at the end."""
+
+    def key(name: str) -> tuple[float, ...]:
+        numbers = [float(x) for x in re.findall(r"\d+", name)]
+        if not numbers:
+            return (-1.0,) if name == "embedding" else (math.inf,)
+        return (*numbers, *([math.inf, float(name.endswith("MLP"))] if len(numbers) == 1 else []))
+
+    return sorted(names, key=key)
 
 
 def head_axis(heads: pd.DataFrame) -> list[Any]:

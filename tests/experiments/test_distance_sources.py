@@ -1,0 +1,464 @@
+"""The distance profile as a sum over sources: against the dense tensor, the model's weights and frozen scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.every_distance import all_scores
+from support.small_models import small_model
+from torch import Tensor
+
+from tl_posdisent import (
+    ablate_heads,
+    capture,
+    controlled_distance,
+    distance_sources,
+    distance_sources_check,
+    read_attention,
+)
+from tl_posdisent.experiments import DistanceSources, pair_profile
+from tl_posdisent.rope import Rotary
+from tl_posdisent.viz import plot_distance_sources
+
+Model = Callable[[str, str], Any]
+CASES = zoo.cases("llama-gqa", "gptj", "gemma2", "olmo2", "llama-yarn", "neox", "qwen3", "falcon", "gpt_oss")
+TOKENS = zoo.random_tokens(length=10, batch=2)
+SMALL = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
+DISTANCES = [0, 1, 2, 5, 40.5]
+
+
+def mean_score(model: Any, tokens: Tensor, layer: int, burn_in: int = 0) -> Tensor:
+    """``[head, distance]`` of the dense tensor of all scores at all distances."""
+    (seen,) = capture(model, tokens, layers=[layer], scores=False)
+    q, k = seen.q[:, burn_in:], seen.k[:, burn_in:]
+    return all_scores(q, k, seen.spec.rotary, DISTANCES, seen.spec.scale).mean((2, 3))
+
+
+def product(q: Tensor, k: Tensor, rotary: Rotary, scale: float) -> Tensor:
+    """``[head, distance]`` of one query and one key per head, by the dense oracle."""
+    return all_scores(q[None], k[None], rotary, DISTANCES, scale)[:, :, 0, 0]
+
+
+def close(a: Tensor, b: Tensor, rtol: float) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=rtol * float(b.abs().max()))
+
+
+# --- the sum --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_terms_add_up_to_the_profile(kind: str, name: str, shared_model: Model) -> None:
+    model, burn_in = shared_model(kind, name), 2
+    found = distance_sources(model, TOKENS, 1, distances=DISTANCES, burn_in=burn_in)
+    wanted = mean_score(model, TOKENS, 1, burn_in)
+    close(found.profile(), wanted, 1e-6)
+    close(sum_of_terms(found), wanted, 1e-5)
+    assert float(found.error().max()) < 1e-5
+    assert found.sources[0] == "embedding"
+    assert found.sources[-1] == "bias"
+    assert [x for x in found.sources if x.startswith("L0H")] == [f"L0H{head}" for head in range(model.cfg.n_heads)]
+    assert found.shares().sum((1, 2)).tolist() == pytest.approx([1] * model.cfg.n_heads, abs=1e-9)
+
+
+def sum_of_terms(found: DistanceSources) -> Tensor:
+    total = torch.zeros_like(found.profile())
+    for a in found.sources:
+        for b in found.sources:
+            total += found.term(a, b)
+    return total
+
+
+@pytest.mark.parametrize("keys_from", ["layer", "input"])
+@pytest.mark.parametrize("encoding", ["rope", "absolute_rope"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_in_float64_the_sum_is_exact(encoding: str, keys_from: str, causal: bool) -> None:
+    model = small_model(encoding=encoding, keys_from=keys_from, causal=causal, n_layers=3).double()
+    for layer in range(3):
+        found = distance_sources(model, SMALL, layer, distances=DISTANCES)
+        close(found.total(), mean_score(model, SMALL, layer), 1e-13)
+        close(sum_of_terms(found), found.profile(), 1e-13)
+        assert float(found.error().max()) < 1e-13
+
+
+def test_the_profile_is_the_distance_effect(shared_model: Model) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    table = controlled_distance(model, TOKENS, distances=DISTANCES, layers=1, progress=False)
+    profile = distance_sources(model, TOKENS, 1, distances=DISTANCES).profile()
+    variance = (table["distance"] * table["total"]).tolist()
+    assert profile.var(-1, correction=0).tolist() == pytest.approx(variance, rel=1e-6)
+    assert profile.mean(-1).tolist() == pytest.approx(table["mean"].tolist(), rel=1e-5, abs=1e-6)
+
+
+# --- each source ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys_from", ["layer", "input"])
+@pytest.mark.parametrize("encoding", ["rope", "absolute_rope"])
+def test_each_source_by_the_weights(encoding: str, keys_from: str) -> None:
+    model = small_model(encoding=encoding, keys_from=keys_from, causal=True).double()
+    found = distance_sources(model, SMALL, 1, distances=DISTANCES, burn_in=1)
+    with torch.no_grad():
+        cache = model.run_with_cache(SMALL)[1]
+        block, first = model.blocks[1], model.blocks[0].attn
+        parts = {"embedding": cache["blocks.0.hook_resid_pre"], "L0 bias": first.b_O.expand(*SMALL.shape, -1)}
+        for head in range(3):
+            parts[f"L0H{head}"] = cache["blocks.0.attn.hook_z"][:, :, head] @ first.W_O[head]
+        parts["L0 MLP"] = cache["blocks.0.hook_mlp_out"]
+        close(sum(parts.values()), cache["blocks.1.hook_resid_pre"], 1e-13)  # type: ignore[arg-type]
+        norms = {"q": (block.ln1, "ln1"), "k": (block.ln1, "ln1")}
+        weights = {"q": (block.attn.W_Q, block.attn.b_Q), "k": (block.attn.W_K, block.attn.b_K)}
+        if keys_from == "input":
+            norms["k"] = (block.ln_source, "ln_source")
+        for side, ours in (("q", found.query), ("k", found.key)):
+            norm, name = norms[side]
+            matrix, bias = weights[side]
+            scale = cache[f"blocks.1.{name}.hook_scale"]
+            for source in found.sources:
+                if source == "bias":
+                    vector = torch.einsum("m,hmd->hd", norm.b, matrix) + bias
+                elif side == "k" and keys_from == "input" and source != "embedding":
+                    vector = torch.zeros_like(bias)
+                else:
+                    x = parts[source]
+                    normed = (x - x.mean(-1, keepdim=True)) / scale * norm.w
+                    vector = torch.einsum("bpm,hmd->bphd", normed, matrix)[:, 1:].mean((0, 1))
+                torch.testing.assert_close(ours[found.sources.index(source)], vector, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3", "gemma2", "olmo2", "neox"])
+def test_each_source_with_frozen_scales(name: str) -> None:
+    """HookedTransformer's own hooks hold every scale while one source alone is put into the stream."""
+    model = zoo.hooked(name)
+    found = distance_sources(model, TOKENS, 1, distances=DISTANCES)
+    spec = read_attention(model, 1)
+    taps, held = [spec.q, spec.k], {}
+
+    def freeze(x: Tensor, hook: Any) -> Tensor:
+        return held.setdefault(hook.name, x.clone())
+
+    scales = [(key, freeze) for key in model.hook_dict if key.endswith("hook_scale") and "ln_final" not in key]
+    with torch.no_grad(), model.hooks(fwd_hooks=scales):
+        cache = model.run_with_cache(TOKENS)[1]  # keeps them
+        zero = torch.zeros_like(cache["blocks.0.hook_resid_pre"])
+
+        def vectors(x: Tensor) -> list[Tensor]:
+            with model.hooks(fwd_hooks=[("blocks.1.hook_resid_pre", lambda old, hook: x)]):
+                return _frozen_vectors(model, taps, scales)
+
+        def attention(kept: int | None) -> Tensor:
+            def alone(z: Tensor, hook: Any) -> Tensor:
+                return z * (torch.arange(z.shape[2]) == (-1 if kept is None else kept))[:, None]
+
+            found = []
+            hooks = [
+                ("blocks.0.attn.hook_z", alone),
+                ("blocks.0.hook_attn_out", lambda x, hook: found.append(x.clone())),
+            ]
+            model.run_with_hooks(TOKENS, fwd_hooks=hooks)
+            return found[0]
+
+        bias = attention(None)
+        parts = {
+            "embedding": cache["blocks.0.hook_resid_pre"],
+            "L0 bias": bias,
+            "L0 MLP": cache["blocks.0.hook_mlp_out"],
+        }
+        parts |= {f"L0H{head}": attention(head) - bias for head in range(model.cfg.n_heads)}
+        nothing = vectors(zero)
+        for source in found.sources:
+            q, k = (
+                nothing if source == "bias" else (x - y for x, y in zip(vectors(parts[source]), nothing, strict=True))
+            )
+            k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+            at = found.sources.index(source)
+            close(found.query[at], q.double().mean((0, 1)), 1e-4)
+            close(found.key[at], k.double().mean((0, 1)), 1e-4)
+
+
+def _frozen_vectors(model: Any, taps: list[Any], scales: list[Any]) -> list[Tensor]:
+    """Queries and keys of layer 1 before rotation and after any QK-norm, scales held."""
+    found: dict[str, Tensor] = {}
+    hooks = [(tap.name, lambda x, hook: found.update({hook.name: x.clone()})) for tap in taps]
+    with model.hooks(fwd_hooks=scales):
+        model.run_with_hooks(TOKENS, fwd_hooks=hooks)
+        return [tap.read(found[tap.name]) for tap in taps]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "qwen3", "gptj"])
+def test_both_classes_agree(name: str, shared_model: Model) -> None:
+    zoo.hooked(name)  # or skip
+    ours = [distance_sources(shared_model(kind, name), TOKENS, 1) for kind in ("bridge", "hooked")]
+    assert ours[0].sources == ours[1].sources
+    close(ours[0].query, ours[1].query, 1e-4)
+    close(ours[0].key, ours[1].key, 1e-4)
+
+
+def test_padded_texts_are_pooled() -> None:
+    model = small_model(encoding="rope", causal=True).double()
+    lengths = [9, 5, 9, 7]
+    tokens = torch.randint(1, 20, (4, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(9) < torch.tensor(lengths)[:, None]
+    found = distance_sources(model, tokens, 1, attention_mask=mask, distances=DISTANCES, burn_in=2)
+    alone = [
+        distance_sources(model, tokens[at : at + 1, :n], 1, distances=DISTANCES, burn_in=2)
+        for at, n in enumerate(lengths)
+    ]
+    weights = [(n - 2) / (sum(lengths) - 8) for n in lengths]
+    for side in ("query", "key", "own_query", "own_key"):
+        pooled = sum(w * getattr(one, side) for w, one in zip(weights, alone, strict=True))
+        assert isinstance(pooled, Tensor)
+        close(getattr(found, side), pooled, 1e-12)
+
+
+def test_hooks_of_the_user_act() -> None:
+    """An ablated head of an earlier layer is no source."""
+    model = small_model(encoding="rope", causal=True).double()
+    with model.hooks(fwd_hooks=ablate_heads(model, [(0, 1)])):
+        found = distance_sources(model, SMALL, 1)
+    at = found.sources.index("L0H1")
+    assert not bool(found.query[at].any())
+    assert bool(found.query[at + 1].all())
+    assert float(found.error().max()) < 1e-13
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def test_shares_are_covariances() -> None:
+    model = small_model(encoding="rope", causal=True).double()
+    found = distance_sources(model, SMALL, 1, distances=DISTANCES, heads=[2, 0])
+    assert found.heads == (2, 0)
+    profile = found.total()
+    for a, query in enumerate(found.sources):
+        for b, key in enumerate(found.sources):
+            term = product(found.query[a], found.key[b], found.rotary, found.scale)
+            close(found.term(query, key), term, 1e-12)
+            for at in range(2):
+                pair = torch.stack([term[at], profile[at]])
+                covariance = torch.cov(pair, correction=0)
+                assert float(found.shares()[at, a, b]) == pytest.approx(float(covariance[0, 1] / covariance[1, 1]))
+    table = found.to_frame()
+    assert len(table) == 2 * len(found.sources) ** 2
+    assert table.columns.tolist() == [
+        *("layer", "head", "query_source", "key_source"),
+        *("share", "mean", "std", "error"),
+    ]
+    row = table.query("head == 0 and query_source == 'L0 MLP' and key_source == 'embedding'")
+    term = found.term("L0 MLP", "embedding")[1]
+    assert row["mean"].item() == pytest.approx(float(term.mean()))
+    assert row["std"].item() == pytest.approx(float(term.std(correction=0) / profile[1].std(correction=0)))
+    by_query = found.to_frame("query").set_index(["head", "query_source"])["share"]
+    pairs = table.groupby(["head", "query_source"])["share"].sum()
+    assert by_query.sort_index().tolist() == pytest.approx(pairs.sort_index().tolist())
+    source = found.to_frame("source", top=1)
+    taking_part = table[(table["query_source"] == source["source"][0]) | (table["key_source"] == source["source"][0])]
+    assert source["share"][0] == pytest.approx(taking_part[taking_part["head"] == 2]["share"].sum())
+
+
+def test_a_profile_that_does_not_vary_has_no_shares() -> None:
+    model = small_model(encoding="rope", causal=True).double()
+    found = distance_sources(model, SMALL, 1, distances=[3])
+    assert bool(found.shares().isnan().all())
+    assert float(found.error().max()) < 1e-13
+
+
+def test_plot() -> None:
+    found = distance_sources(small_model(encoding="rope", causal=True), SMALL, 1)
+    figure = plot_distance_sources(found.to_frame(), head=1, top=20)
+    assert list(figure.data[0].x) == list(figure.data[0].y) == list(found.sources)
+    torch.testing.assert_close(torch.tensor(figure.data[0].z), found.shares()[1])
+    few = plot_distance_sources(found.to_frame(), head=1, top=2)
+    largest = found.shares()[1].abs()
+    best = torch.maximum(largest.amax(0), largest.amax(1)).argsort(descending=True)[:2]
+    assert set(few.data[0].x) == {found.sources[i] for i in best}
+    with pytest.raises(ValueError, match=r"head must be one of the table's, .*got None"):
+        plot_distance_sources(found.to_frame())
+    with pytest.raises(ValueError, match="top must be an integer"):
+        plot_distance_sources(found.to_frame(), head=0, top=0)
+
+
+# --- removal --------------------------------------------------------------------------------------------------------
+
+
+def test_removal_by_hand() -> None:
+    model = small_model(encoding="rope", causal=True).double()
+    found = distance_sources(model, SMALL, 1, distances=DISTANCES)
+    table = distance_sources_check(model, SMALL, 1, distances=DISTANCES, top=9, progress=False)
+    assert len(table) == 3 * (len(found.sources) - 1)
+    shares = found.source_shares()
+    with torch.no_grad():
+        cache = model.run_with_cache(SMALL)[1]
+        z, W_O = cache["blocks.0.attn.hook_z"], model.blocks[0].attn.W_O
+        parts = {"L0H1": z[:, :, 1] @ W_O[1], "L0 MLP": cache["blocks.0.hook_mlp_out"]}
+        zero = {"L0H1": ablate_heads(model, [(0, 1)])}
+        zero["L0 MLP"] = [("blocks.0.hook_mlp_out", lambda x, hook: torch.zeros_like(x))]
+        for source, part in parts.items():
+            subtract = [("blocks.1.hook_resid_pre", lambda x, hook, part=part: x - part)]
+            for column, hooks in (("direct", subtract), ("total", zero[source])):
+                with model.hooks(fwd_hooks=hooks):
+                    new = mean_score(model, SMALL, 1)
+                old = found.profile()
+                for head in range(3):
+                    covariance = torch.cov(torch.stack([new[head], old[head]]), correction=0)
+                    row = table.query(f"head == {head} and source == '{source}'")
+                    assert row[column].item() == pytest.approx(float(covariance[0, 1] / covariance[1, 1]), rel=1e-9)
+                    share = float(shares[head, found.sources.index(source)])
+                    assert row["share"].item() == pytest.approx(share)
+                    assert row["predicted"].item() == pytest.approx(1 - share)
+    assert table.query("source in ('embedding', 'L0 bias')")["total"].isna().all()
+
+
+def test_a_head_that_writes_nothing_is_not_missed(shared_model: Model) -> None:
+    model = small_model(encoding="rope", causal=True).double()
+    with torch.no_grad():
+        model.blocks[0].attn.W_O[2] = 0
+        model.blocks[0].attn.b_O.zero_()
+    found = distance_sources(model, SMALL, 1)
+    assert "L0 bias" not in found.sources
+    table = distance_sources_check(model, SMALL, 1, top=9, progress=False).query("source == 'L0H2'")
+    assert table["share"].abs().max() == 0
+    assert table[["predicted", "direct"]].to_numpy().ravel().tolist() == pytest.approx([1] * 6)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gemma2", "olmo2", "llama-gqa"))
+def test_removal_with_a_norm_after_the_attention(kind: str, name: str, shared_model: Model) -> None:
+    """Direct removal of all heads and the MLP one after the other leaves the embedding."""
+    from tl_posdisent.experiments.residual_stream.stream_sources import tokens_of_source
+
+    model = shared_model(kind, name)
+    found = distance_sources(model, TOKENS, 1)
+    total = sum(tokens_of_source(model, TOKENS, source) for source in found.sources[:-1])
+    with torch.no_grad():
+        stream = model.run_with_cache(TOKENS, names_filter="blocks.1.hook_resid_pre")[1]["blocks.1.hook_resid_pre"]
+    assert isinstance(total, Tensor)
+    close(total, stream.double(), 1e-5)
+
+
+# --- the weights alone ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keys_from", ["layer", "input"])
+@pytest.mark.parametrize("biases", [True, False])
+def test_pair_profile_by_the_weights(biases: bool, keys_from: str) -> None:
+    model = small_model(encoding="rope", causal=True, keys_from=keys_from).double()
+    x = torch.randn(24, dtype=torch.float64)
+    table = pair_profile(model, 1, x, 7, distances=DISTANCES, heads=[2, 1], biases=biases)
+    block = model.blocks[1]
+    with torch.no_grad():
+        y = model.run_with_cache(torch.full((1, 2), 7))[1]["blocks.0.hook_resid_pre"][0, 0]
+        norms = (block.ln1, block.ln_source if keys_from == "input" else block.ln1)
+        sides = [(block.attn.W_Q, block.attn.b_Q), (block.attn.W_K, block.attn.b_K)]
+        q, k = (
+            torch.einsum("m,hmd->hd", norm(v[None, None])[0, 0] - (0 if biases else norm.b), matrix) + biases * bias
+            for norm, v, (matrix, bias) in zip(norms, (x, y), sides, strict=True)
+        )
+    found = distance_sources(model, SMALL, 1)
+    wanted = product(q[[2, 1]], k[[2, 1]], found.rotary, found.scale)
+    torch.testing.assert_close(torch.tensor(table["score"]).view(2, -1), wanted, rtol=0, atol=1e-12)
+    assert table["head"].tolist() == [2] * 5 + [1] * 5
+    assert table["distance"].tolist() == DISTANCES * 2
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("qwen3", "llama-gqa", "gemma2"))
+def test_pair_profile_is_the_layers_own(kind: str, name: str, shared_model: Model) -> None:
+    """A text of one token over and over has these queries and keys in layer 0."""
+    model = shared_model(kind, name)
+    table = pair_profile(model, 0, 5, 5, distances=DISTANCES)
+    wanted = mean_score(model, torch.full((1, 6), 5), 0)
+    torch.testing.assert_close(torch.tensor(table["score"]).view(wanted.shape), wanted, rtol=0, atol=1e-4)
+
+
+def test_the_mean_embedding(shared_model: Model) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    with torch.no_grad():
+        mean = model.embed(torch.arange(zoo.VOCAB)[None])[0].mean(0)
+    tables = [pair_profile(model, 1, x, 3, distances=DISTANCES)["score"].tolist() for x in ("mean", mean)]
+    assert tables[0] == pytest.approx(tables[1], abs=1e-4)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layer": 2}, "layers must be integers from"),
+        ({"heads": [8]}, "heads must be"),
+        ({"burn_in": 10}, "burn_in must be an integer from 0 to 9, got 10"),
+        ({"distances": []}, "distances must be one-dimensional and not empty"),
+        ({"tokens": "a text"}, "the model has no tokenizer"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_inputs(change: dict, message: str, shared_model: Model) -> None:
+    with pytest.raises(ValueError, match=message):
+        distance_sources(shared_model("bridge", "llama-gqa"), **({"tokens": TOKENS, "layer": 1} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(3)}, r"query must be a finite vector of shape \(d_model,\) = \(64,\)"),
+        ({"key": 61}, "key must be a vector .* token id from 0 to 60 or 'mean', got 61"),
+        ({"key": "median"}, "key must be .* got 'median'"),
+        ({"distances": [float("nan")]}, "distances must be finite"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_bad_vectors(change: dict, message: str, shared_model: Model) -> None:
+    arguments = {"query": 1, "key": 2} | change
+    with pytest.raises(ValueError, match=message):
+        pair_profile(shared_model("bridge", "llama-gqa"), 1, **arguments)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_unknown_names_are_refused(shared_model: Model) -> None:
+    found = distance_sources(shared_model("bridge", "llama-gqa"), TOKENS, 1)
+    with pytest.raises(ValueError, match=r"source must be 'embedding', .* or 'bias', got 'L1H0'"):
+        found.term("L1H0", "embedding")
+    with pytest.raises(ValueError, match="top must be an integer"):
+        found.to_frame(top=0)
+    with pytest.raises(ValueError, match="by must be 'pair'"):
+        found.to_frame("side")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tool", [distance_sources, distance_sources_check])
+def test_latent_attention_is_refused(tool: Any) -> None:
+    model = small_model(encoding="mla", causal=True)
+    with pytest.raises(ValueError, match="distance_sources needs queries that are an affine function"):
+        tool(model, SMALL, 1)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2", "deepseek_v3"))
+def test_without_rotation_that_is_read(kind: str, name: str, shared_model: Model) -> None:
+    with pytest.raises(ValueError, match="distance_sources needs rotary position embeddings"):
+        distance_sources(shared_model(kind, name), TOKENS, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("blocks.0.hook_resid_post", "in layer 0 of .*, a residual stream to which attention and MLP are added"),
+        ("blocks.0.hook_attn_out", "in layer 0 of .*, attention whose output is added as it is or after a norm"),
+        ("blocks.1.attn.hook_q", "distance_sources needs queries that are an affine function"),
+    ],
+)
+def test_hooks_that_break_the_sum_are_refused(name: str, message: str) -> None:
+    model = small_model(encoding="rope", causal=True)
+    before = model(SMALL)
+    with model.hooks(fwd_hooks=[(name, lambda x, hook: x.sin() + x)]), pytest.raises(ValueError, match=message):
+        distance_sources(model, SMALL, 1)
+    assert torch.equal(model(SMALL), before)
+    assert not any("forward" in vars(block.attn) for block in model.blocks)
+
+
+def test_attention_with_a_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(encoding="rope", causal=True)
+    attention, own = model.blocks[0].attn, model.blocks[0].attn.forward
+    monkeypatch.setitem(vars(attention), "forward", lambda x, *more: own(x, *more) * x.sigmoid())
+    with pytest.raises(ValueError, match="attention whose output is a linear function of hook_z"):
+        distance_sources(model, SMALL, 1)
