@@ -88,7 +88,7 @@ def test_forms_of_layers(function: Call, shared_model: Any) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@experiments("heads")
+@experiments("heads", "layers")
 def test_forms_of_heads(function: Call, shared_model: Any) -> None:
     """Heads of each layer, or pairs; a dict is refused."""
     reading = tp.read_model(shared_model("bridge", "llama-gqa"))

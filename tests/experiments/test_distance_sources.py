@@ -462,3 +462,16 @@ def test_attention_with_a_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(vars(attention), "forward", lambda x, *more: own(x, *more) * x.sigmoid())
     with pytest.raises(ValueError, match="attention whose output is a linear function of hook_z"):
         distance_sources(model, SMALL, 1)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_forms_of_heads() -> None:
+    model = small_model(encoding="rope", causal=True)
+    expected = distance_sources(model, SMALL, 1, heads=[2])
+    for heads in (2, -1, [(1, 2)], [(-1, -1)]):
+        found = distance_sources(model, SMALL, -1, heads=heads)
+        assert found.heads == (2,)
+        assert torch.equal(found.query, expected.query)
+    for heads in ({1: [2]}, [(0, 2)], [2, 2]):
+        with pytest.raises(ValueError, match=r"heads must|layers"):
+            distance_sources(model, SMALL, 1, heads=heads)
