@@ -148,7 +148,7 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
 
 def save(figure: go.Figure, name: str, width: int, height: int, png: Path | None) -> None:
     """White, so that it reads in a light and in a dark theme. ``png`` is a folder for pictures to look at."""
-    figure.update_layout(template="plotly_white", font={"size": 13}, margin={"l": 70, "r": 20, "t": 30, "b": 60})
+    figure.update_layout(template="plotly_white", font={"size": 13}, margin={"l": 70, "r": 20, "t": 60, "b": 60})
     figure.update_yaxes(automargin=True).update_xaxes(automargin=True)
     for number, trace in enumerate(figure.data):
         trace.uid = f"{number:06d}"  # else drawn at random, and every run would write another file

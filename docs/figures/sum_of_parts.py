@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from plotly.colors import sample_colorscale
 from torch import Tensor
 
 import tl_posdisent as tp
+from tl_posdisent.viz.palette import diverging
 
 LENGTH, SIDE, GAP, LEVELS = 56, 168, 36, 21  # tokens; size and distance of the maps; colours
 TOP, LEFT, WIDTH, HEIGHT = 44, 10, 1004, 256
@@ -54,10 +54,9 @@ def strokes(levels: Tensor) -> str:
     """Each colour as one path of horizontal runs, or of vertical ones if these are fewer; -1 is left out."""
     across, down = runs(levels), runs(levels.T)
     upright = sum(map(len, down)) < sum(map(len, across))
-    colours = sample_colorscale("RdBu_r", [n / (LEVELS - 1) for n in range(LEVELS)], colortype="tuple")
+    colours = [diverging(2 * n / (LEVELS - 1) - 1) for n in range(LEVELS)]
     paths = []
-    for colour, found in zip(colours, down if upright else across, strict=True):
-        shade = "#" + "".join(f"{round(255 * x):02x}" for x in colour)
+    for shade, found in zip(colours, down if upright else across, strict=True):
         form = "M{0}.5 {1}v{2}" if upright else "M{1} {0}.5h{2}"
         d = "".join(form.format(*run) for run in found)
         paths.append(f'<path stroke="{shade}" d="{d}"/>' if found else "")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tl_posdisent as tp
-from tl_posdisent.viz.widgets.layout import NEGATIVE, POSITIVE
+from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tl_posdisent as tp
-from tl_posdisent.viz.widgets.layout import NEGATIVE, POSITIVE
+from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 from tl_posdisent.viz.widgets.offline import Widget, library
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 Open = Callable[..., Any]
 
 WHITE, GREY = (255, 255, 255), (200, 200, 200)
-BLUE, RED = (tuple(bytes.fromhex(colour[1:])) for colour in (POSITIVE, NEGATIVE))
+HIGH, LOW = (tuple(bytes.fromhex(colour[1:])) for colour in (POSITIVE, NEGATIVE))
 WORDS = ["<s>", " one", " two", "\n", " three", " four"]
 POINT = torch.arange(6)[:, None] - torch.arange(6)
 
@@ -66,11 +66,11 @@ def test_scores(opened: Open, tmp_path: Path) -> None:
     page.settle(3)  # two small, one in full
     page.screenshot("scores")
     # The small charts have no margins: cell (i, j) is where it should be.
-    assert page.pixel(0, 0.5 / 6, 5.5 / 6) == RED  # -5, the lowest
+    assert page.pixel(0, 0.5 / 6, 5.5 / 6) == LOW  # -5, the lowest
     assert page.pixel(0, 5.5 / 6, 5.5 / 6) == WHITE  # 0, the same token
     assert page.pixel(0, 5.5 / 6, 0.5 / 6) == GREY  # after the query
     first = page.picture(2)
-    assert page.tooltip(2, RED)[-4:] == ["(5, 0)", "Src: <s>", "Dest: ·four ", "Val: -5"]
+    assert page.tooltip(2, LOW)[-4:] == ["(5, 0)", "Src: <s>", "Dest: ·four ", "Val: -5"]
     page.page.get_by_text("H1", exact=True).first.click()
     page.page.mouse.move(0, 0)
     page.page.wait_for_function("() => [...document.querySelectorAll('h3')].some(x => x.textContent === 'H1 Zoomed')")
@@ -102,7 +102,7 @@ def test_parts(opened: Open, tmp_path: Path) -> None:
     name = max(values, key=lambda name: values[name].abs().max())
     extreme = values[name][values[name].abs().argmax()].item()
     canvas = page.page.locator("figcaption").all_inner_texts().index(name)
-    value = page.tooltip(canvas, BLUE if extreme > 0 else RED)[-1]
+    value = page.tooltip(canvas, HIGH if extreme > 0 else LOW)[-1]
     assert float(value.removeprefix("Val: ")) == pytest.approx(extreme, abs=1e-3)
 
 
@@ -118,7 +118,7 @@ def test_patterns(opened: Open, tmp_path: Path) -> None:
     page.settle(2)
     assert page.picture(0) != first
     value = pattern[1, 2, 2]  # the highest but that of the first row, which sees itself alone
-    texts = page.tooltip(0, BLUE)
+    texts = page.tooltip(0, HIGH)
     assert texts[-4:] == ["(0, 0)", "Src: <s>", "Dest: <s> ", "Val: 1"]
     assert 0.5 < value < 1
     page.page.get_by_label("head").select_option("0")
@@ -156,7 +156,7 @@ def test_coloured_text(opened: Open, tmp_path: Path) -> None:
     assert page.page.locator("optgroup").evaluate_all("all => all.map(x => x.label)") == ["layer 3", "layer 7"]
     page.page.get_by_label("head").select_option("layer 7, head 1")
     colours = tokens.evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")
-    assert colours[2] == "rgb({}, {}, {})".format(*BLUE)  # the loud key is the largest value of all
+    assert colours[2] == "rgb({}, {}, {})".format(*HIGH)  # the loud key is the largest value of all
     tokens.nth(2).hover()
     key = fit.key[1]
     tooltip = page.page.locator("strong:visible").locator("..").inner_text().split()
@@ -171,7 +171,7 @@ def test_query_bias(opened: Open, tmp_path: Path) -> None:
     page.screenshot("query_bias")
     tokens = page.page.locator(".colored-tokens").locator("span > span")
     colours = tokens.evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")
-    assert colours[4] == "rgb({}, {}, {})".format(*BLUE)
+    assert colours[4] == "rgb({}, {}, {})".format(*HIGH)
     assert page.page.locator("select").count() == 0  # there is but one head
 
 

@@ -25,6 +25,7 @@ from tl_posdisent.viz import (
     plot_substitution,
     plot_training,
 )
+from tl_posdisent.viz.palette import GREY, NEGATIVE, POSITIVE, ZERO, faint
 
 NAN = float("nan")
 
@@ -103,8 +104,7 @@ def test_every_axis_says_what_it_is_and_nothing_else_changes(plot: Any, table: p
     figure = plot(table)
     assert isinstance(figure, go.Figure)
     axes = [*figure.select_yaxes(), list(figure.select_xaxes())[-1]]  # panels share the last x axis
-    named = [axis for axis in axes if plot is not plot_substitution or axis.plotly_name == "xaxis"]  # bars have names
-    assert all(axis.title.text for axis in named)
+    assert all(axis.title.text for axis in axes)
     pd.testing.assert_frame_equal(table, same)
     assert pio.templates.default == template
     assert pio.templates[template].to_plotly_json() == before
@@ -167,8 +167,8 @@ def test_colours_are_symmetric_where_numbers_are_signed() -> None:
     (heat,) = plot_heads(HEADS, "effect").data
     assert (heat.zmin, heat.zmax) == (-1.1, 1.1)
     middle = [colour for at, colour in heat.colorscale if at == 0.5]
-    assert middle == ["rgb(247,247,247)"]
-    assert heat.colorscale[0][1] == "rgb(5,48,97)"  # blue below 0
+    assert middle == [ZERO]
+    assert (heat.colorscale[0][1], heat.colorscale[-1][1]) == (NEGATIVE, POSITIVE)  # blue below 0
     (forced,) = plot_heads(HEADS, "r", signed=True).data
     assert (forced.zmin, forced.zmax) == (-21, 21)
     (plain,) = plot_heads(HEADS, "effect", signed=False).data
@@ -319,7 +319,8 @@ def test_distance_draws_each_profile_of_a_fit() -> None:
     assert [line.name for line in lines] == ["head 0", "head 1", "head 2"]
     for head, line in enumerate(lines):
         assert np.array_equal(line.y, fit.distance[0, head].numpy())
-        assert np.array_equal(line.x, np.arange(12))
+        assert np.array_equal(line.x, 1 + np.arange(12))  # so that a logarithmic axis shows 0
+        assert np.array_equal(line.customdata, np.arange(12))
     (alone,) = plot_distance(fit_additive(scores[0, 1])).data
     assert np.allclose(alone.y, lines[1].y)
     two = plot_distance(fit_additive(torch.cat([scores, -scores])))
@@ -330,18 +331,99 @@ def test_distance_of_many_heads_tells_all_apart_in_order() -> None:
     figure = plot_distance(PROFILES)
     assert [line.name for line in figure.data] == [f"layer {n}, head {m}" for n in (0, 1) for m in (0, 1)]
     assert np.array_equal(figure.data[3].y, [110, 111, 112, 113])
-    assert np.array_equal(figure.data[3].x, [0, 1, 2, 3])
-    many = plot_distance(by_head(5, 8, value=lambda layer, head: 0).assign(distance=1)).data
+    assert np.array_equal(figure.data[3].x, [1, 2, 3, 4])
+    assert (figure.layout.xaxis.type, list(figure.layout.xaxis.ticktext)) == ("log", ["0", "1", "2"])
+    assert list(figure.layout.xaxis.tickvals) == [1, 2, 3]
+    plain = plot_distance(PROFILES, log=False)
+    assert np.array_equal(plain.data[3].x, [0, 1, 2, 3])
+    assert plain.layout.xaxis.type is None
+    many = plot_distance(by_head(5, 8, value=lambda layer, head: 0).assign(distance=1), top=40).data
     assert len({(line.line.color, line.line.dash) for line in many}) == 40
+
+
+def test_distance_colours_the_most_positional_heads_and_says_which() -> None:
+    steep = {(0, 1): 3.0, (2, 0): -7.0, (1, 1): 5.0}  # a falling profile is as positional as a rising one
+    table = by_head(3, 2).merge(pd.DataFrame({"distance": range(20)}), how="cross")
+    slopes = [steep.get((layer, head), 0.1) for layer, head in zip(table["layer"], table["head"], strict=True)]
+    table["value"] = table["distance"] * slopes
+    figure = plot_distance(table, top=2)
+    grey, coloured = figure.data[:4], figure.data[4:]
+    assert [line.name for line in coloured] == ["layer 2, head 0", "layer 1, head 1"]
+    assert {line.line.color for line in grey} == {GREY}
+    assert GREY not in {line.line.color for line in coloured}
+    assert [line.name for line in grey] == ["4 other heads"] * 4
+    assert [line.showlegend for line in grey] == [True, False, False, False]
+    assert [line.hovertext for line in grey] == [f"layer {n}, head {m}" for n, m in ((0, 0), (0, 1), (1, 0), (2, 1))]
+    assert "the 2 of 6 heads whose profile varies most" in figure.layout.title.text
+    point = torch.arange(30.0)[:, None] - torch.arange(30.0)
+    noise = torch.randn(3, 30, 30, generator=torch.Generator().manual_seed(0))
+    fit = fit_additive(torch.stack([0.02 * point, 0.2 * point, 0 * point]) + noise)
+    assert plot_distance(fit, top=1).data[-1].name == "head 1"
+    both = table.assign(distance=table["distance"] - 10)
+    assert plot_distance(both).layout.xaxis.type is None  # heads that attend in both directions
+    with pytest.raises(ValueError, match="log must be False or None for negative distances, got distances from -10"):
+        plot_distance(both, log=True)
+
+
+def test_correlations_and_shares_have_a_range_from_0_to_1() -> None:
+    (heat,) = plot_heads(HEADS.assign(r=HEADS["r"] / 30), "r").data
+    assert (heat.zmin, heat.zmax) == (0, 1)
+    (heat,) = plot_heads(HEADS.assign(loss=HEADS["r"] / 30), "loss").data
+    assert (heat.zmin, heat.zmax) == (0, 0.7)
+    assert plot_shares(SHARES).layout.yaxis.range == (0, 1.0001)
+    steps = pd.concat([HEADS.assign(step=step, r_two_axis=0.5, margin=2.0) for step in (0, 10)])
+    assert {axis.range for axis in plot_dynamics(steps).select_yaxes()} == {(0, 1)}
+    assert {axis.rangemode for axis in plot_dynamics(steps, "margin").select_yaxes()} == {"tozero"}
+    assert next(plot_training(METRICS).select_yaxes(row=2)).range == (0, 1.01)
+
+
+def test_error_bars_are_those_of_the_table() -> None:
+    errors = HEADS.assign(effect_se=HEADS["r"] / 100)
+    (bars,) = plot_deposit(errors, better="lower").data
+    assert np.array_equal(bars.error_y.array, errors.sort_values(["layer", "head"])["effect_se"])
+    assert plot_deposit(HEADS, better="lower").data[0].error_y.array is None
+    (heat,) = plot_heads(errors, "effect").data
+    assert heat.customdata[2][1] == 0.21
+    assert "±" in heat.hovertemplate
+    for bar in plot_substitution(SUBSTITUTION.assign(change_se=0.5)).data:
+        assert list(bar.error_x.array) == [0.5] * len(bar.x)
+    for bar in plot_substitution(SUBSTITUTION.assign(change_se=0.5), scope="layer").data:
+        assert list(bar.error_y.array) == [0.5] * len(bar.x)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_titles_say_what_is_shown_or_what_was_asked_for() -> None:
+    plots: list[Callable[..., go.Figure]] = [
+        lambda **k: plot_heads(HEADS, "r", **k),
+        lambda **k: plot_distance(PROFILES, **k),
+        lambda **k: plot_shares(SHARES, **k),
+        lambda **k: plot_subspaces(SUBSPACES, "key_size", **k),
+        lambda **k: plot_deposit(HEADS, better="lower", **k),
+        lambda **k: plot_substitution(SUBSTITUTION, **k),
+        lambda **k: plot_perturbation(PERTURBATION, **k),
+        lambda **k: plot_length(LENGTH, ["loss"], **k),
+        lambda **k: plot_training(METRICS, **k),
+        lambda **k: plot_dynamics(MARGINS, "margin", **k),
+    ]
+    defaults = {plot().layout.title.text for plot in plots}
+    assert len(defaults) == len(plots)
+    assert all(len(title) > 10 for title in defaults)
+    for plot in plots:
+        assert plot(title="Mine").layout.title.text == "Mine"
+        with pytest.raises(ValueError, match="title must be a string, got int"):
+            plot(title=3)
 
 
 def test_distance_marks_the_wavelengths_that_occur() -> None:
     table = pd.DataFrame({"distance": range(201), "value": np.linspace(3, -1, 201)})
-    marks = plot_distance(table, wavelengths=[500.0, 6.283, 100.0, 8.0, float("inf")]).data[-1]
+    marks = plot_distance(table, wavelengths=[500.0, 6.283, 100.0, 8.0, float("inf")], log=False).data[-1]
     assert marks.name == "wavelengths"
     assert list(marks.x) == [6.283, 6.283, None, 8.0, 8.0, None, 100.0, 100.0, None]
     assert list(marks.y) == [-1, 3, None] * 3
     assert list(marks.text)[1::3] == ["6", "", "100"]  # no room for the 8
+    marks = plot_distance(table, wavelengths=[6.283, 7.0, 100.0]).data[-1]
+    assert list(marks.x)[::3] == [7.283, 8.0, 101.0]
+    assert list(marks.customdata)[::3] == [6.283, 7.0, 100.0]
 
 
 def test_perturbation_bands_are_mean_and_standard_error() -> None:
@@ -352,8 +434,7 @@ def test_perturbation_bands_are_mean_and_standard_error() -> None:
     assert np.allclose(order_band.y, [0, 0.4, 0.2, 0])
     assert (order_band.fill, order_band.hoverinfo, order_band.showlegend) == ("toself", "skip", False)
     assert (index.name, list(index.y), len(index_band.x)) == ("index", [0.2], 0)  # a single seed has no error
-    assert order_band.fillcolor == "rgba(0, 114, 178, 0.2)"
-    assert order.line.color == "#0072B2" != index.line.color
+    assert order_band.fillcolor == faint(order.line.color) != faint(index.line.color)
     assert order.marker.symbol != index.marker.symbol
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import tl_posdisent as tp
+from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 from tl_posdisent.viz.widgets import raster
-from tl_posdisent.viz.widgets.layout import NEGATIVE, POSITIVE
 from tl_posdisent.viz.widgets.offline import Widget
 from tl_posdisent.viz.widgets.selection import CELLS, IMAGE_CELLS
 
@@ -72,8 +72,8 @@ def test_pixels_are_the_values() -> None:
 def test_colours_are_those_of_the_charts() -> None:
     """White is 0, the ends are the two colours, and both ways the colours only get darker."""
     palette = raster.palette()
-    red, blue = (tuple(bytes.fromhex(colour[1:])) for colour in (NEGATIVE, POSITIVE))
-    assert (palette[0], palette[1], palette[128], palette[255]) == (GREY, red, (255, 255, 255), blue)
+    low, high = (tuple(bytes.fromhex(colour[1:])) for colour in (NEGATIVE, POSITIVE))
+    assert (palette[0], palette[1], palette[128], palette[255]) == (GREY, low, (255, 255, 255), high)
     assert len(palette) == 256
     luminance = torch.tensor(palette, dtype=torch.float64) @ torch.tensor([0.2126, 0.7152, 0.0722], dtype=torch.float64)
     assert bool((luminance[1:129].diff() > 0).all() and (luminance[128:].diff() < 0).all())

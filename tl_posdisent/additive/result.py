@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, cell_distances
 from tl_posdisent.additive.score_checks import check_scores
+from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice
 
@@ -20,7 +22,7 @@ TablePart = Literal["summary", "distance", "query", "key"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AdditiveFit:
+class AdditiveFit(HasTable):
     """Least-squares fit ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]``.
 
     All tensors are float64 and in the units of the scores. ``*batch`` are the leading axes of the scores; ``*fit``
@@ -141,6 +143,27 @@ class AdditiveFit:
         pooled = self.pooled and part == "distance"
         index = index_columns(values.shape[:-1], pooled=pooled, repeat=len(axis))
         return pd.DataFrame({**index, part: axis.tolist() * values[..., 0].numel(), "value": values.flatten().tolist()})
+
+    def plot(self, **options: Any) -> Any:
+        """Plot the distance component of each head: ``plot_distance`` of this fit, with its options.
+
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
+        >>> _, cache = load_demo_model().run_with_cache(demo_tokens(length=32))
+        >>> fit_additive(cache["attn_scores", 3]).plot().layout.title.text
+        'Distance component of the scores'
+        """
+        return figure_function("plot_distance")(self, **options)
+
+    def show(self, tokens: Sequence[str], part: str = "fitted", **options: Any) -> Any:
+        """Return a widget of one part of the scores: ``show_scores`` of this fit, with its options.
+
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
+        >>> model, tokens = load_demo_model(), demo_tokens(length=16)
+        >>> _, cache = model.run_with_cache(tokens)
+        >>> fit_additive(cache["attn_scores", 3]).show(model.to_str_tokens(tokens[0]), "distance")
+        Widget('The distance part of the scores')
+        """
+        return figure_function("show_scores")(self, tokens, part, **options)
 
     def __repr__(self) -> str:
         batch = "×".join(map(str, self.intercept.shape)) or "one"

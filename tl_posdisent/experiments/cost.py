@@ -22,6 +22,7 @@ from tl_posdisent.models.memory import (
 from tl_posdisent.models.reading.explain import probe_tokens
 from tl_posdisent.models.reading.model_reading import read_layers
 from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.validation import check_integer
 
 # From the costs of a forward pass to those of a measurement, and to the nearest measurement that fits.
@@ -87,7 +88,7 @@ Measured = Literal["additivity", "controlled_distance", "subspace_patterns"]
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Estimate(HasTable):
     """Memory and operations of a measurement, without the memory of other programs and other tensors.
 
     Attributes:

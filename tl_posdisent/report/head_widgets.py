@@ -25,7 +25,7 @@ def exhibits(subject: Subject, found: Found) -> str:
     shown: Exhibits = found.trained
     n = min(SHOWN, subject.lengths[0])
     said = paragraph(
-        f"Scores of the first {n} tokens of the first text: rows are queries, columns keys, blue is high, red low. The "
+        f"Scores of the first {n} tokens of the first text: rows are queries, columns keys, red is high, blue low. The "
         "distance part has stripes along the diagonal, the query part rows, the key part columns; fitted is their sum, "
         "and the residual is the difference between scores and fit."
     )

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tl_posdisent.viz.plots.palette import COLOURS
-
-# The same eight by name, bright enough for a dark page; and a yellow that is seen on white.
-_DARK = ("#4aa8e0", "#f07f2e", "#1fbf92", "#e6a800", "#de92bd", "#8fd0f5", "#a0a0a0", "#e8dc50")
-_LIGHT = (*COLOURS[:-1], "#b5a400")
+from tl_posdisent.viz.palette import COLOURS, DARK_COLOURS, DARK_PAGE, LIGHT_PAGE
 
 
 def _variables(colours: Sequence[str]) -> str:
@@ -16,14 +12,14 @@ def _variables(colours: Sequence[str]) -> str:
 
 
 STYLE = f"""
-:root {{ {_variables(_LIGHT)} }}
-@media screen and (prefers-color-scheme: dark) {{ :root {{ {_variables(_DARK)} }} }}
+:root {{ {_variables(COLOURS)}; --bg: {LIGHT_PAGE} }}
+@media screen and (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK_COLOURS)}; --bg: {DARK_PAGE} }} }}
 """
 STYLE += """
-:root { color-scheme: light; --bg: #fff; --fg: #1b1f24; --muted: #55606c; --line: #d5dae0; --soft: #f3f5f8;
+:root { color-scheme: light; --fg: #1b1f24; --muted: #55606c; --line: #d5dae0; --soft: #f3f5f8;
   --link: #0b57a4; --warn: #8a3b00 }
 @media screen and (prefers-color-scheme: dark) {
-  :root { color-scheme: dark; --bg: #14181d; --fg: #e4e8ed; --muted: #a5afba; --line: #39424c; --soft: #1d232a;
+  :root { color-scheme: dark; --fg: #e4e8ed; --muted: #a5afba; --line: #39424c; --soft: #1d232a;
     --link: #7db8f0; --warn: #f0a868 } }
 * { box-sizing: border-box }
 html { -webkit-text-size-adjust: 100% }

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from tl_posdisent.viz.palette import COMPONENTS, HUES, colour_number, component_colour
+
 from .markup import escape, number
 from .svg_heatmaps import picture, text, thinned
 
 _WIDTH, _HEIGHT = 340, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 10, 40
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "12 4")
-COLOURS = 8
-"""The page's style has so many: ``--c0``, ``--c1`` …"""
 
 Line = tuple[Sequence[float | int], Sequence[float | int]]
 
@@ -75,7 +75,7 @@ def line_chart(
         drawn = drawn if points else ""
         if dots:
             drawn += "".join(
-                f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="3" style="fill:var(--c{n % COLOURS})">'
+                f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="3" style="fill:var(--c{n % len(HUES)})">'
                 f"<title>{escape(name)}, {_plain(x)}: {number(y, 4)}</title></circle>"
                 for x, y in zip(line_xs, ys, strict=True)
                 if math.isfinite(y)
@@ -126,7 +126,7 @@ def stacked_bars(
             what = f"{groups[i]} {bars[i]}".strip()
             drawn.append(
                 f'<rect class="part" x="{_LEFT + i * across:.1f}" y="{y0:.1f}" width="{across:.1f}" '
-                f'height="{y1 - y0:.1f}" style="fill:var(--c{n % COLOURS})">'
+                f'height="{y1 - y0:.1f}" style="{fill_of(name, n)}">'
                 f"<title>{escape(what)}, {escape(name)}: {number(float(row[i]))}</title></rect>"
             )
     bottom = at_y(lowest)
@@ -162,16 +162,22 @@ def legend(names: Sequence[str], *, lines: bool) -> str:
         mark = (
             f'<path class="line" style="{style_of(n)}" d="M0 6H26"/>'
             if lines
-            else f'<rect width="14" height="12" x="6" style="fill:var(--c{n % COLOURS})"/>'
+            else f'<rect width="14" height="12" x="6" style="{fill_of(name, n)}"/>'
         )
         items += f'<li><svg viewBox="0 0 26 12" aria-hidden="true">{mark}</svg>{escape(name)}</li>'
     return f'<ul class="legend">{items}</ul>'
 
 
+def fill_of(name: str, n: int) -> str:
+    """The colour of a component of the scores; of other parts the nth of the page's."""
+    known = name.replace(" × ", ":") in COMPONENTS
+    return f"fill:var(--c{colour_number(component_colour(name)) if known else n % len(HUES)})"
+
+
 def style_of(n: int) -> str:
-    """Colour and dash of the nth line: no two of the first forty are alike."""
-    dash = _DASHES[(n // COLOURS + n) % len(_DASHES)]
-    return f"stroke:var(--c{n % COLOURS})" + (f";stroke-dasharray:{dash}" if dash else "")
+    """Colour and dash of the nth line: no two of the first thirty-five are alike."""
+    dash = _DASHES[(n // len(HUES) + n) % len(_DASHES)]
+    return f"stroke:var(--c{n % len(HUES)})" + (f";stroke-dasharray:{dash}" if dash else "")
 
 
 def nice_ticks(low: float | int, high: float | int) -> list[float]:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from plotly.colors import sample_colorscale, unlabel_rgb
 
-from tl_posdisent.viz.plots.palette import SIGNED, UNSIGNED
+from tl_posdisent.viz.palette import DIVERGING, SEQUENTIAL, ink, on_scale
 
 from .markup import escape, number
 
@@ -73,7 +72,7 @@ def heat_map(
     n_rows, n_columns = values.shape
     across = 38 if n_columns <= _WRITTEN else 13 if n_columns <= 36 else 9
     down = 24 if n_columns <= _WRITTEN and n_rows <= 32 else 16
-    scale = SIGNED if diverging else UNSIGNED
+    scale = DIVERGING if diverging else SEQUENTIAL
     share = np.clip((values - low) / (high - low), 0, 1) if high > low else np.full_like(values, 0.5)
     row_names = [str(x) for x in grid.index] if names is None else list(names)
     left = 26 + _CHARACTER * max(map(len, row_names))  # the rows' names, and what they are
@@ -85,15 +84,14 @@ def heat_map(
         if math.isnan(value):
             continue
         if values.size > _APART:
-            colour = _colour(scale, round(63 * float(share[i, j])) / 63)
+            colour = on_scale(scale, round(63 * float(share[i, j])) / 63)
             by_colour[colour] = by_colour.get(colour, "") + f"M{x:.0f} {y}h{across}v{down}h-{across}z"
             continue
-        colour = _colour(scale, float(share[i, j]))
+        colour = on_scale(scale, float(share[i, j]))
         at = f"{rows} {row_names[i]}, {columns} {grid.columns[j]}: {number(value)}"
         cell = f'<rect x="{x:.1f}" y="{y}" width="{across}" height="{down}" fill="{colour}"/>'
         if written:
-            ink = "#000" if _luminance(colour) > 0.18 else "#fff"
-            cell += text(x + across / 2, y + down / 2 + 4, number(value, 2), more=f' style="fill:{ink}"')
+            cell += text(x + across / 2, y + down / 2 + 4, number(value, 2), more=f' style="fill:{ink(colour)}"')
         cells.append(f"<g><title>{escape(at)}</title>{cell}</g>")
     cells += [f'<path fill="{colour}" d="{path}"/>' for colour, path in by_colour.items()]
     bottom = _TOP + n_rows * down
@@ -112,17 +110,6 @@ def heat_map(
 
 def colour_bar(low: str, high: str, *, diverging: bool = False) -> str:
     """What the colours of a heat map mean, for its caption."""
-    stops = ",".join(_colour(SIGNED if diverging else UNSIGNED, n / 4) for n in range(5))
+    stops = ",".join(on_scale(DIVERGING if diverging else SEQUENTIAL, n / 4) for n in range(5))
     bar = f'<span class="bar" style="background:linear-gradient(to right,{stops})"></span>'
     return f'<span class="scale">{escape(low)}{bar}{escape(high)}</span>'
-
-
-def _colour(scale: str, share: float | int) -> str:
-    return "#" + "".join(f"{round(x):02x}" for x in unlabel_rgb(sample_colorscale(scale, [share])[0]))
-
-
-def _luminance(colour: str) -> float:
-    """Relative luminance, by which the contrast of black and white on a colour is known (they are even at 0.18)."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
-    return float(np.dot((0.2126, 0.7152, 0.0722), linear))

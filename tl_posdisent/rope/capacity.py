@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
+from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.validation import check_choice, check_flag, check_number
 
 from .rotary import Rotary, check_rotary
@@ -18,7 +19,7 @@ from .variance_decomposition import Numbers, numbers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RopeCapacity:
+class RopeCapacity(HasTable):
     """The best approximation of a function of the distance by a layer's frequencies.
 
     All tensors are float64 (the coefficients complex128); values are in the units of the target.

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Complex, Float, Float64
 from torch import Tensor
 
+from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 
 from .rotary import Rotary, check_rotary, to_complex
@@ -30,7 +31,7 @@ _ROUNDING = 1e-12  # scores that vary by less than this of their size do not var
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plane:
+class Plane(HasTable):
     """Points in the positional–symbolic plane, each the mean over queries.
 
     Attributes:

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_number
 
@@ -30,7 +31,7 @@ INTERACTIONS: tuple[Effect, ...] = ("distance:key", "distance:query:key")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SubspaceShares:
+class SubspaceShares(HasTable):
     """Effects of the variance decomposition, split by subspace.
 
     A variance of a sum over subspaces has a term for each pair of them; what a pair shares is given to both in equal
@@ -141,7 +142,7 @@ def subspace_frame(frequencies: Float64[Tensor, "subspace"], columns: dict[str, 
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class InteractionBound:
+class InteractionBound(HasTable):
     """Upper bounds of an interaction's variance, and each subspace's part in them.
 
     All tensors are float64, variances in units of the scores squared: ``variance ≤ pairwise ≤ separate``.

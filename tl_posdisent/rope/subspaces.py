@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
+
+from tl_posdisent.utils.pictures import HasTable, figure_function
 
 from .covariance import Spread, chunks, spread_of, total
 from .moments import Moments
@@ -17,7 +20,7 @@ from .variance_decomposition import EFFECTS, Numbers, check_distances, share_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class SubspacePatterns:
+class SubspacePatterns(HasTable):
     """Size and phase of queries and keys in each rotary subspace of a layer, and the subspace's part in the scores.
 
     All tensors are float64, ``[head, subspace]`` unless said otherwise, per *query* head: with grouped queries a key's
@@ -101,6 +104,10 @@ class SubspacePatterns:
             }
         names = ("relative_phase", "relative_concentration", "distance", "semantic", "interaction", "spread")
         return subspace_frame(self.frequencies, columns | {name: getattr(self, name) for name in names})
+
+    def plot(self, value: str = "key_concentration", **options: Any) -> Any:
+        """Plot a measure of each subspace of each head: ``plot_subspaces``, with its options."""
+        return figure_function("plot_subspaces")(self.to_frame(), value, **options)
 
     def __repr__(self) -> str:
         heads, n = self.query_size.shape

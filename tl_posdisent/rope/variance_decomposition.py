@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
+from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_number
 
@@ -141,7 +142,7 @@ _ROUNDING = 1e-14  # scores that vary by less than this, for vectors of their le
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class VarianceShares:
+class VarianceShares(HasTable):
     """Factorial variance decomposition of the scores over all combinations of distances, queries and keys.
 
     All tensors are float64. Effects stand in the order of ``EFFECTS``: ``distance``, ``query``, ``key``,
@@ -202,6 +203,10 @@ class VarianceShares:
         columns = {"mean": self.mean, "total": self.total, **dict(zip(EFFECTS, table, strict=True))}
         columns |= {"r_three_axis": self.r_three_axis, "r_two_axis": self.r_two_axis}
         return pd.DataFrame({**index_columns(self.total.shape), **{name: x.tolist() for name, x in columns.items()}})
+
+    def plot(self, **options: Any) -> Any:
+        """Plot the shares of each head, stacked: ``plot_shares``, with its options."""
+        return figure_function("plot_shares")(self.to_frame(), **options)
 
     def __repr__(self) -> str:
         shares = "   ".join(f"{name} {_mean(x)}" for name, x in zip(EFFECTS, self.shares, strict=True))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells
 from tl_posdisent.additive.result import mean_and_range
+from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_flag, check_indices
 
@@ -21,7 +21,7 @@ AttentionPart = Literal["summary", "distance", "key", "query"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttentionFit:
+class AttentionFit(HasTable):
     """Additive attention ``softmax_j(distance[i - j] + key[band of i - j, j])`` nearest to a pattern.
 
     All tensors are float64; coefficients are in nats, the units of scores. ``*batch`` are the leading axes of the
@@ -227,9 +227,9 @@ class AttentionFit:
         sums, n = self.kl.sum(-1), used.sum(-1)
         return sums.sum(0) / n.sum(0) if self.pooled else sums / n
 
-    def _repr_html_(self) -> str:
-        title = html.escape(repr(self).splitlines()[0])
-        return f"<p>{title}</p>{self.to_frame().round(3).to_html(index=False)}"
+    def plot(self, **options: Any) -> Any:
+        """Plot the distance component of each head: ``plot_distance`` of this fit, with its options."""
+        return figure_function("plot_distance")(self, **options)
 
     def __repr__(self) -> str:
         batch = "×".join(map(str, self.kl.shape[:-1])) or "one"

@@ -17,6 +17,7 @@ from tl_posdisent.models.reading.rotation_tables import running_rotary
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.toeplitz import toeplitz_share
+from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice
 
@@ -29,7 +30,7 @@ TERMS = (*(f"{query}:{key}" for query in SOURCES for key in SOURCES), "attention
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ContentPosition:
+class ContentPosition(HasTable):
     """The scores of a layer as a sum of ten terms: nine products of parts of queries and keys, and a bias.
 
     All tensors are float64.

@@ -15,12 +15,13 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.rope.toeplitz import condition_number, effective_rank, product_spectrum, toeplitz_share
+from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import is_integer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RopeHadamard:
+class RopeHadamard(HasTable):
     """The scores of a rotary layer, ``Σ_c Re(gram_c ∘ kernel_c) + rest``, with ∘ the product cell by cell.
 
     ``gram_c[i, j] = scale · q_ic · conj(k_jc)`` does not depend on positions, ``kernel_c[i, j] = exp(i θ_c (i - j))``

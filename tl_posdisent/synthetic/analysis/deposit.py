@@ -17,13 +17,14 @@ from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.hooks.ablate import AblationMode
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.training.steps import answers, check_samples
+from tl_posdisent.utils.pictures import HasTable
 
 _NEEDED = ("layer", "head", "baseline", "effect")
 _MEASURES = ("baseline", "drop", "second", "share", "effective_heads", "layer", "head")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DepositReport:
+class DepositReport(HasTable):
     """Distribution of drops over heads. A drop is how much worse the metric is without one head, or 0.
 
     With ``drop_h`` of head h and ``p_h = drop_h / Σ drop``:

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 import torch
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import Split, Task, whole
+from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.validation import check_flag, is_number
 
 from .checkpoints import load_checkpoint
@@ -142,7 +143,7 @@ def number(name: str, value: float, good: bool, rule: str) -> None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TrainRun:
+class TrainRun(HasTable):
     """A training run, finished or stopped.
 
     Attributes:
@@ -199,6 +200,10 @@ class TrainRun:
     def to_frame(self) -> pd.DataFrame:
         """A copy of the metrics."""
         return self.metrics.copy()
+
+    def plot(self, **options: Any) -> Any:
+        """Plot training and test loss and accuracy: ``plot_training``, with its options."""
+        return figure_function("plot_training")(self, **options)
 
     def __repr__(self) -> str:
         last = self.metrics.iloc[-1] if len(self.metrics) else {"loss": math.nan, "accuracy": math.nan, "seconds": 0.0}

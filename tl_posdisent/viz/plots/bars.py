@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.rope.variance_decomposition import EFFECTS
+from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
 
+from .axis_titles import add_title, title_of
 from .heatmaps import head_axis, head_names, head_ticks
-from .palette import BLUE, GREEN, GREY, ORANGE, PINK, SKY, VERMILION, YELLOW, title_of
 from .table_checks import check_table, head_index, mean_over_texts
 
-_EFFECT_COLOURS = dict(zip(EFFECTS, (BLUE, GREEN, ORANGE, SKY, VERMILION, YELLOW, PINK), strict=True))
 _PUT_IN_COLOURS = {"fit": BLUE, "shuffled fit": ORANGE, "zero": GREY}
 
 
-def plot_shares(table: pd.DataFrame) -> go.Figure:
+def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """Plot the variance decomposition of each head's scores: seven stacked shares that add up to 1.
 
     Args:
         table: of ``controlled_distance``, or ``to_frame`` of ``VarianceShares``: one row per head with a column for
             each of ``EFFECTS``.
+        title: of the figure; default says what it shows.
 
     Returns:
         A figure with a bar for each head. Interactions of the distance, which break additivity, stand on top.
@@ -47,7 +48,7 @@ def plot_shares(table: pd.DataFrame) -> go.Figure:
                 x=x,
                 y=means[effect].to_numpy(),
                 name=effect.replace(":", " × "),
-                marker={"color": _EFFECT_COLOURS[effect], "line": {"width": 0}},
+                marker={"color": component_colour(effect), "line": {"width": 0}},
                 customdata=head_names(means),
                 hovertemplate="%{customdata}: %{y:.3f}",
             )
@@ -56,10 +57,11 @@ def plot_shares(table: pd.DataFrame) -> go.Figure:
     )
     figure.update_layout(barmode="relative", bargap=0.1, legend={"traceorder": "reversed"})
     figure.update_xaxes(**head_ticks(means))
-    return figure.update_yaxes(title="share of the variance of the scores")
+    figure.update_yaxes(title="share of the variance of the scores", range=[0, 1.0001])  # they add up to 1
+    return add_title(figure, title, "Variance decomposition of the scores of each head")
 
 
-def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"]) -> go.Figure:
+def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"], title: str | None = None) -> go.Figure:
     """Plot how much worse the model is without each head, the heads with the largest drops first.
 
     According to arXiv 2505.13027, in models with RoPE trained on a position-sensitive task one head of the first layer
@@ -68,10 +70,12 @@ def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"]) -> 
     Args:
         table: of ``head_ablation``.
         better: which values of its metric are better: ``"lower"``, as of a loss, or ``"higher"``, as of an accuracy.
+        title: of the figure; default says what it shows.
 
     Returns:
         A figure with a bar for each head: by how much the metric is worse without it, in the units of the metric. A
-        bar below 0 is a head without which the metric is better. The head with the largest drop is labelled.
+        bar below 0 is a head without which the metric is better. The head with the largest drop is labelled. Bars have
+        the standard errors of a column ``effect_se``, if the table has one.
 
     Raises:
         ValueError: a table without ``layer``, ``head`` and ``effect``, or without rows; several rows for a head; an
@@ -93,12 +97,15 @@ def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"]) -> 
     means = mean_over_texts(table, ["layer", "head"], ["effect"])
     worse = means["effect"] if better == "lower" else -means["effect"]
     most, names, x = int(worse.argmax()), head_names(means), head_axis(means)
-    colours = [VERMILION if n == most else BLUE for n in range(len(worse))]
+    colours = [RUST if n == most else BLUE for n in range(len(worse))]
     bars = go.Bar(x=x, y=worse.to_numpy(), marker={"color": colours, "line": {"width": 0}}, name="")
+    if "effect_se" in table:
+        bars.update(error_y=_errors(mean_over_texts(table, ["layer", "head"], ["effect_se"])["effect_se"]))
     figure = go.Figure(bars.update(customdata=names, hovertemplate="%{customdata}: %{y:.4g}"))
     figure.add_annotation(x=most, y=max(worse[most], 0), text=names[most], showarrow=False, yanchor="bottom")
     figure.update_xaxes(**head_ticks(means))
-    return figure.update_yaxes(title="how much worse without the head")
+    figure.update_yaxes(title="how much worse without the head<br>(units of the metric: nats for the loss)")
+    return add_title(figure, title, "Effect of removing each head")
 
 
 def plot_substitution(
@@ -106,6 +113,7 @@ def plot_substitution(
     measure: Literal["change", "kl", "loss"] = "change",
     *,
     scope: Literal["all", "layer"] = "all",
+    title: str | None = None,
 ) -> go.Figure:
     """Plot the added loss if scores are replaced by some of their parts.
 
@@ -115,9 +123,10 @@ def plot_substitution(
             ``"loss"``, all in nats per token.
         scope: ``"all"``, everything replaced at once, with a bar for each subset of the parts and for the controls,
             the worst on top; or ``"layer"``, one layer at a time, the additive fit beside the controls.
+        title: of the figure; default says what it shows.
 
     Returns:
-        A figure.
+        A figure. Bars have the standard errors of a column such as ``change_se``, if the table has one.
 
     Raises:
         ValueError: a table without ``scope``, ``layer``, ``put_in``, ``keep`` and ``measure``, or without rows of that
@@ -140,8 +149,10 @@ def plot_substitution(
     rows = table[table["scope"] == scope]
     if rows.empty:
         raise ValueError(f'table must have rows of scope "{scope}", as made by additive_substitution, got none')
-    title = title_of(measure, table)
-    return _each_layer(rows, measure, title) if scope == "layer" else _everything(rows, measure, title)
+    unit = title_of(measure, table)
+    figure = _each_layer(rows, measure, unit) if scope == "layer" else _everything(rows, measure, unit)
+    where = "everywhere" if scope == "all" else "in one layer at a time"
+    return add_title(figure, title, f"Scores replaced by parts of their additive fit, {where}")
 
 
 def _everything(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
@@ -155,10 +166,13 @@ def _everything(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
         chosen = ranked["put_in"] == put_in
         values = ranked.loc[chosen, measure]
         bar = go.Bar(x=values.to_numpy(), y=names[chosen].to_numpy(), name=put_in, marker={"color": colour})
+        if f"{measure}_se" in ranked:
+            bar.update(error_x=_errors(ranked.loc[chosen, f"{measure}_se"]))
         figure.add_trace(bar.update(orientation="h", texttemplate="%{x:.2f}", textposition="outside", cliponaxis=False))
-    figure.update_layout(height=140 + 22 * len(ranked), barmode="overlay", legend={"title": "put in"})
+    figure.update_layout(height=140 + 22 * len(ranked), barmode="overlay", legend={"title": "scores replaced by"})
     low, high = min(ranked[measure].min(), 0) * 1.15, max(ranked[measure].max(), 0) * 1.15 or 1  # room for numbers
     figure.update_xaxes(title=title, range=[low, high])
+    figure.update_yaxes(title="parts that are kept")
     return figure.update_yaxes(categoryorder="array", categoryarray=names.to_numpy(), automargin=True, showgrid=False)
 
 
@@ -168,6 +182,12 @@ def _each_layer(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
         chosen = rows[rows["put_in"] == put_in].sort_values("layer")
         x, y = chosen["layer"].astype(int).astype(str), chosen[measure]
         figure.add_bar(x=x.to_numpy(), y=y.to_numpy(), name=put_in, marker={"color": colour})
-    figure.update_layout(legend={"title": "put in"})
+        if f"{measure}_se" in rows:
+            figure.data[-1].update(error_y=_errors(chosen[f"{measure}_se"]))
+    figure.update_layout(legend={"title": "scores replaced by"})
     figure.update_xaxes(title="layer", type="category", showgrid=False)
     return figure.update_yaxes(title=title)
+
+
+def _errors(errors: Any) -> dict[str, Any]:
+    return {"type": "data", "array": errors.to_numpy(dtype=float), "thickness": 1, "width": 2}

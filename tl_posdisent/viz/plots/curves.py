@@ -11,8 +11,10 @@ import plotly.graph_objects as go
 
 from tl_posdisent.additive.attention.attention_result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.utils.validation import check_flag, check_integer
+from tl_posdisent.viz.palette import GREY, HUES, faint, line_style
 
-from .palette import COLOURS, GREY, faint, line_style, title_of
+from .axis_titles import add_title, title_of, without_unit
 from .table_checks import check_table, head_index, mean_over_texts
 
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
@@ -23,8 +25,11 @@ def plot_distance(
     *,
     wavelengths: Sequence[float] | None = None,
     value: str = "value",
+    top: int = 8,
+    log: bool | None = None,
+    title: str | None = None,
 ) -> go.Figure:
-    """Plot the distance component of each head's scores.
+    """Plot the distance component of each head's scores; of many heads the most positional ones in colour.
 
     Args:
         profiles: an ``AdditiveFit`` or ``AttentionFit``; or a table with ``distance`` and ``value``, and ``layer`` and
@@ -33,44 +38,110 @@ def plot_distance(
         wavelengths: of RoPE, in positions, marked by dotted lines as far as they lie within the distances:
             ``read_attention(model, layer).rotary.wavelengths.tolist()``.
         value: the column to draw.
+        top: heads in colour at most. If there are more, those are coloured of which the distance alone explains the
+            largest share (``share_distance`` of an ``AdditiveFit``, ``explained_distance`` of an ``AttentionFit``),
+            in a table those whose profile varies most (standard deviation over distances); the others are grey, and
+            the title says which.
+        log: a logarithmic axis, of 1 + distance, so that distance 0 is drawn as well: ``x`` of the lines is 1 +
+            distance, and the axis shows the distance. Default: if no distance is negative.
+        title: of the figure; default says what it shows.
 
     Returns:
-        A figure. ``figure.update_xaxes(type="log")`` shows near distances better, and leaves 0 out.
+        A figure.
 
     Raises:
         ValueError: neither a fit nor a table with these columns; several rows for a distance of a head; wavelengths
-            that are not numbers above 0.
+            that are not numbers above 0; ``log`` with negative distances.
 
     Example:
         >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, plot_distance, read_attention
         >>> model = load_demo_model()
         >>> _, cache = model.run_with_cache(demo_tokens(length=128))
         >>> fit = fit_additive(cache["attn_scores", 3])
-        >>> figure = plot_distance(fit, wavelengths=read_attention(model, 3).rotary.wavelengths.tolist())
+        >>> wavelengths = read_attention(model, 3).rotary.wavelengths.tolist()
+        >>> figure = plot_distance(fit, wavelengths=wavelengths, log=False)
         >>> [line.name for line in figure.data][5:]
         ['head 5', 'head 6', 'head 7', 'wavelengths']
         >>> bool(figure.data[5].y[100] == fit.distance[0, 5, 100])
         True
         >>> [round(x) for x in figure.data[8].x[::3]]  # those below 128
         [6, 20, 63]
+        >>> [line.name for line in plot_distance(fit, top=2).data][-3:]  # the grey ones, and two in colour
+        ['6 other heads', 'head 0', 'head 7']
     """
     makers = 'AdditiveFit.to_frame("distance") or dummy_distance_check'
-    table = profiles.to_frame("distance") if isinstance(profiles, (AdditiveFit, AttentionFit)) else profiles
+    check_integer("top", top, 1)
+    fitted = isinstance(profiles, (AdditiveFit, AttentionFit))
+    table = profiles.to_frame("distance") if fitted else profiles
     table = check_table(table, [], ["distance", value], makers)
     heads = head_index(table)
     means = mean_over_texts(table, [*heads, "distance"], [value])
-    figure = go.Figure()
+    logarithmic = _checked_log(log, means["distance"])
+    lines: dict[str, pd.DataFrame] = {}
     groups: Any = means.groupby(heads) if heads else [((), means)]
-    for number, (which, rows) in enumerate(groups):
-        name = ", ".join(f"{column} {int(i)}" for column, i in zip(heads, which, strict=True))
-        figure.add_scatter(
-            x=rows["distance"].to_numpy(), y=rows[value].to_numpy(), name=name, line=line_style(number), mode="lines"
-        )
+    for which, rows in groups:
+        lines[", ".join(f"{column} {int(i)}" for column, i in zip(heads, which, strict=True))] = rows
+    ranked, how = list(lines), ""
+    if len(lines) > top:
+        ranked, how = _most_positional(profiles, lines, value)
+    figure, others = go.Figure(), [name for name in lines if name not in ranked[:top]]
+    for name in others:
+        style: dict[str, Any] = {"color": GREY, "width": 1}
+        figure.add_trace(_profile(lines[name], value, logarithmic).update(line=style, opacity=0.45, hovertext=name))
+        figure.data[-1].update(name=f"{len(others)} other heads", legendgroup="others", showlegend=name == others[0])
+    for number, name in enumerate(ranked[:top]):
+        figure.add_trace(_profile(lines[name], value, logarithmic).update(line=line_style(number), name=name))
     if wavelengths is not None:
-        figure.add_trace(_marks(_checked_wavelengths(wavelengths), means["distance"], means[value]))
+        figure.add_trace(_marks(_checked_wavelengths(wavelengths), means["distance"], means[value], logarithmic))
     figure.update_layout(showlegend=len(figure.data) > 1)
-    figure.update_xaxes(title="distance, query − key (positions)")
-    return figure.update_yaxes(title="distance component (units of the scores)" if value == "value" else value)
+    figure.update_xaxes(**_distance_axis(means["distance"], logarithmic))
+    named = "distance component (units of the scores)" if value == "value" else title_of(value, table)
+    figure.update_yaxes(title=named)
+    note = f"In colour: the {top} of {len(lines)} heads {how}" if others else ""
+    default = "Distance component of the scores" if value == "value" else f"{without_unit(named)}, by distance"
+    return add_title(figure, title, default, note)
+
+
+def _checked_log(log: bool | None, distances: Any) -> bool:
+    if log is not None:
+        check_flag("log", log)
+    negative = bool((distances < 0).any())
+    if log and negative:
+        raise ValueError(
+            f"log must be False or None for negative distances, got distances from {int(distances.min())}: "
+            "these heads attend in both directions"
+        )
+    return not negative if log is None else log
+
+
+def _most_positional(
+    profiles: AdditiveFit | AttentionFit | pd.DataFrame, lines: Mapping[str, pd.DataFrame], value: str
+) -> tuple[list[str], str]:
+    """Names of the heads, the most positional first, and by what they are ranked."""
+    if isinstance(profiles, pd.DataFrame):
+        spread = {name: float(rows[value].std(ddof=0)) for name, rows in lines.items()}
+        return sorted(lines, key=lambda name: -spread[name]), "whose profile varies most"
+    column = "share_distance" if isinstance(profiles, AdditiveFit) else "explained_distance"
+    shares = profiles.to_frame().groupby("head")[column].mean()
+    return [f"head {head}" for head in shares.sort_values(ascending=False, kind="stable").index], (
+        "with the largest share explained by distance alone"
+    )
+
+
+def _profile(rows: pd.DataFrame, value: str, logarithmic: bool) -> go.Scatter:
+    distance = rows["distance"].to_numpy()
+    x = distance + 1 if logarithmic else distance
+    hover = "distance %{customdata}: %{y:.4g}"
+    return go.Scatter(x=x, y=rows[value].to_numpy(), customdata=distance, hovertemplate=hover, mode="lines")
+
+
+def _distance_axis(distances: Any, logarithmic: bool) -> dict[str, Any]:
+    """Ticks at 0, 1, 2, 4, 8 … on a logarithmic axis of 1 + distance."""
+    title = "distance, query − key (positions)"
+    if not logarithmic:
+        return {"title": title}
+    ticks = [0, *(2**n for n in range(int(distances.max()).bit_length()))]
+    return {"title": title, "type": "log", "tickvals": [d + 1 for d in ticks], "ticktext": [str(d) for d in ticks]}
 
 
 def _checked_wavelengths(wavelengths: Any) -> list[float]:
@@ -83,38 +154,42 @@ def _checked_wavelengths(wavelengths: Any) -> list[float]:
     return sorted(set(numbers))
 
 
-def _marks(wavelengths: list[float], distances: Any, values: Any) -> go.Scatter:
+def _marks(wavelengths: list[float], distances: Any, values: Any, logarithmic: bool) -> go.Scatter:
     """One dotted upright line each, named where there is room. A trace, so that it follows any type of axis.
 
     Distances and values are columns (``pd.Series[float]`` can be said from pandas 3 on only).
     """
     inside = [x for x in wavelengths if distances.min() <= x <= distances.max()]
-    span, low, high = float(distances.max() - distances.min()), float(values.min()), float(values.max())
+    low, high = float(values.min()), float(values.max())
+    place = np.log1p if logarithmic else float
+    span = float(place(distances.max()) - place(distances.min()))
     names, last = [], -np.inf
     for x in inside:
         name = f"{x:.0f}"
-        room = x - last > span * (0.009 * len(name) + 0.006)
+        room = place(x) - last > span * (0.009 * len(name) + 0.006)
         names.append(name if room else "")
-        last = x if room else last
+        last = place(x) if room else last
     return go.Scatter(
-        x=[x for wavelength in inside for x in (wavelength, wavelength, None)],
+        x=[x for wavelength in inside for x in (wavelength + logarithmic, wavelength + logarithmic, None)],
+        customdata=[x for wavelength in inside for x in (wavelength, wavelength, None)],
         y=[low, high, None] * len(inside),
         text=[text for name in names for text in ("", name, "")],
         mode="lines+text",
         textposition="top center",
         line={"color": GREY, "dash": "dot", "width": 1},
         name="wavelengths",
-        hovertemplate="wavelength %{x:.4g}",
+        hovertemplate="wavelength %{customdata:.4g}",
     )
 
 
-def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss") -> go.Figure:
+def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title: str | None = None) -> go.Figure:
     """Plot the cost of a perturbation against the fraction moved, with bands of one standard error.
 
     Args:
         table: of ``perturbation_curve``.
         measure: ``"added_loss"`` (which compares kinds fairly), ``"kl"``, ``"perplexity"``, ``"accuracy"`` or
             ``"downstream"``.
+        title: of the figure; default names the measure.
 
     Returns:
         A figure with a line for each kind, and around it mean ± standard error over seeds (no band where there was a
@@ -138,7 +213,7 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss") -> go.Fi
     table = check_table(table, ["kind"], ["fraction", measure, f"{measure}_se"], "perturbation_curve")
     figure = go.Figure()
     for number, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
-        rows, colour = rows.dropna(subset=measure).sort_values("fraction"), COLOURS[number % len(COLOURS)]
+        rows, colour = rows.dropna(subset=measure).sort_values("fraction"), HUES[number % len(HUES)]
         x, y, error = (rows[name].to_numpy(dtype=float) for name in ("fraction", measure, f"{measure}_se"))
         known = ~np.isnan(error)
         figure.add_scatter(
@@ -157,8 +232,9 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss") -> go.Fi
             x=x, y=y, name=str(kind), mode="lines+markers", line={"color": colour}, marker={"symbol": symbol, "size": 8}
         )
         figure.data[-1].update(legendgroup=str(kind), hovertemplate="%{x:.0%} moved: %{y:.4g}")
-    figure.update_xaxes(title="fraction out of place", tickformat=".0%")
-    return figure.update_yaxes(title=title_of(measure, table))
+    figure.update_xaxes(title="tokens out of place (% of the text)", tickformat=".0%", rangemode="tozero")
+    figure.update_yaxes(title=title_of(measure, table), rangemode="tozero")
+    return add_title(figure, title, f"{without_unit(title_of(measure, table))}, by tokens out of place")
 
 
 def plot_length(
@@ -166,6 +242,7 @@ def plot_length(
     measures: Sequence[str] = ("loss", "largest_score", "entropy"),
     *,
     in_range: int | None = None,
+    title: str | None = None,
 ) -> go.Figure:
     """Plot loss and attention measures by position in the text, one panel for each measure.
 
@@ -174,6 +251,7 @@ def plot_length(
             ``{"as it is": …, "Λ-shaped window": …}``.
         measures: columns to draw.
         in_range: the length of the training texts, marked by a dotted line.
+        title: of the figure; default says what it shows.
 
     Returns:
         A figure. Each bucket is a level stretch over its positions.
@@ -212,5 +290,6 @@ def plot_length(
         if in_range is not None:
             label = {"annotation_text": "in range", "annotation_position": "top left"} if row == 1 else {}
             figure.add_vline(x=in_range, line={"color": GREY, "dash": "dot"}, row=row, col=1, **label)
-    figure.update_layout(height=120 + 200 * len(measures))
-    return figure.update_xaxes(title="position in the text", row=len(measures), col=1)
+    figure.update_layout(height=140 + 200 * len(measures))
+    figure.update_xaxes(title="position in the text (tokens)", row=len(measures), col=1)
+    return add_title(figure, title, "Loss and attention by position in the text")

@@ -11,8 +11,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.viz.palette import DIVERGING, SEQUENTIAL
 
-from .palette import SIGNED, UNSIGNED, title_of, whole
+from .axis_titles import add_title, natural_range, title_of, whole, without_unit
 from .table_checks import check_table, head_index, mean_over_texts
 
 _WRITTEN = 160  # cells that have room for their numbers
@@ -25,6 +26,7 @@ def plot_heads(
     *,
     signed: bool | None = None,
     limits: tuple[float | int, float | int] | None = None,
+    title: str | None = None,
 ) -> go.Figure:
     """Plot a number for each head of a model: layers on y, the first at the top, heads on x.
 
@@ -37,11 +39,13 @@ def plot_heads(
             ``"head"``.
         value: the column to draw. NaN is left blank.
         signed: colours that part below and above 0, over a range symmetric about 0. Default: if a value is negative.
-        limits: lowest and highest value of the colour scale, instead of those that follow from the values (from 0, or
-            symmetric).
+        limits: lowest and highest value of the colour scale, instead of those that follow from the values: from 0 to
+            1 for correlations and shares, otherwise from 0, or symmetric.
+        title: of the figure; default names the measure.
 
     Returns:
-        A figure. Small maps have the numbers written in; all show them where the mouse is.
+        A figure. Small maps have the numbers written in; all show them where the mouse is, with the standard error if
+        the table has a column of them, such as ``effect_se``.
 
     Raises:
         ValueError: a table without these columns or without rows; a value that is no column of numbers; several rows
@@ -56,11 +60,16 @@ def plot_heads(
         True
     """
     makers = "additivity, controlled_distance or head_ablation"
-    means = mean_over_texts(check_table(table, ["layer", "head"], [value], makers), ["layer", "head"], [value])
+    table = check_table(table, ["layer", "head"], [value], makers)
+    means = mean_over_texts(table, ["layer", "head"], [value])
     grid = means.pivot(index="layer", columns="head", values=value)
-    heat = _heat_map(grid, title_of(value, table), signed, limits)
+    heat = _heat_map(grid, title_of(value, table), signed, limits, _natural(grid, value))
     heat.update(x=whole(grid.columns), y=whole(grid.index), hovertemplate="layer %{y}, head %{x}: %{z:.4g}")
-    figure = go.Figure(heat)
+    error = f"{value}_se"
+    if error in table and not table.duplicated(["layer", "head"]).any():
+        errors = table.pivot(index="layer", columns="head", values=error)
+        heat.update(customdata=errors.to_numpy(dtype=float), hovertemplate=heat.hovertemplate + " ± %{customdata:.2g}")
+    figure = add_title(go.Figure(heat), title, f"{without_unit(title_of(value, table))}, by layer and head")
     figure.update_xaxes(title="head", type="category", showgrid=False)
     return figure.update_yaxes(title="layer", type="category", autorange="reversed", showgrid=False)
 
@@ -71,6 +80,7 @@ def plot_subspaces(
     *,
     signed: bool | None = None,
     limits: tuple[float | int, float | int] | None = None,
+    title: str | None = None,
 ) -> go.Figure:
     """Plot a number for each rotary subspace of each head: subspaces on y, in their order in the model, heads on x.
 
@@ -79,7 +89,7 @@ def plot_subspaces(
             ``layer``: from ``subspace_patterns``, from ``to_frame`` of ``SubspacePatterns``, or from
             ``positional_symbolic(..., by_subspace=True)``, whose mean over texts is drawn.
         value: the column to draw, such as ``"key_size"``, ``"key_concentration"``, ``"distance"`` or ``"semantic"``.
-        signed, limits: as in ``plot_heads``.
+        signed, limits, title: as in ``plot_heads``.
 
     Returns:
         A figure. Subspaces are named by their wavelength in positions; by their number, where layers differ in their
@@ -103,7 +113,7 @@ def plot_subspaces(
     index = [*head_index(table), "subspace"]
     means = mean_over_texts(table, index, [value, "frequency"])
     grid = means.pivot(index="subspace", columns=index[:-1], values=value)
-    heat = _heat_map(grid, title_of(value, table), signed, limits, room=0)
+    heat = _heat_map(grid, title_of(value, table), signed, limits, _natural(grid, value), room=0)
     names, heads = _wavelengths(means), grid.columns.to_frame(index=False)
     heat.update(
         x=head_axis(heads),
@@ -111,7 +121,7 @@ def plot_subspaces(
         customdata=[[(head, name) for head in head_names(heads)] for name in names],
         hovertemplate="%{customdata[0]}, wavelength %{customdata[1]}: %{z:.4g}",
     )
-    figure = go.Figure(heat)
+    figure = add_title(go.Figure(heat), title, f"{without_unit(title_of(value, table))}, by wavelength and head")
     by_number = names == whole(grid.index)
     figure.update_yaxes(
         title="subspace" if by_number else "wavelength (positions)",
@@ -129,6 +139,7 @@ def plot_distance_sources(
     head: int | None = None,
     top: int = 12,
     limits: tuple[float | int, float | int] | None = None,
+    title: str | None = None,
 ) -> go.Figure:
     """Plot which pairs of sources make the distance profile of a head: sources of the query on y, of the key on x.
 
@@ -136,7 +147,7 @@ def plot_distance_sources(
         table: all pairs of ``distance_sources(...).to_frame()``.
         head: the head, of this table; default the only one.
         top: sources that are shown: those with the largest absolute share in a pair.
-        limits: as in ``plot_heads``.
+        limits, title: as in ``plot_heads``.
 
     Returns:
         A figure. Colours part above and below 0; the shares of all pairs, also of those that are not shown, add up
@@ -167,9 +178,9 @@ def plot_distance_sources(
     shown = set(sizes.nlargest(top).index)
     order = [name for name in dict.fromkeys(_source_order(sizes.index)) if name in shown]
     grid = pairs.pivot(index=names[0], columns=names[1], values="share").reindex(index=order, columns=order)
-    heat = _heat_map(grid, "share of the distance profile's variance", True, limits)
+    heat = _heat_map(grid, "share of the distance profile's variance", True, limits, None)
     heat.update(x=order, y=order, hovertemplate="query from %{y}, key from %{x}: %{z:.4g}")
-    figure = go.Figure(heat)
+    figure = add_title(go.Figure(heat), title, f"Sources of the distance profile of head {int(head)}")
     figure.update_xaxes(title="source of the key", type="category", showgrid=False)
     return figure.update_yaxes(title="source of the query", type="category", autorange="reversed", showgrid=False)
 
@@ -213,11 +224,17 @@ def head_names(heads: pd.DataFrame) -> list[str]:
     return [", ".join(names) for names in zip(*columns, strict=True)]
 
 
+def _natural(grid: pd.DataFrame, value: str) -> tuple[float, float] | None:
+    z = grid.to_numpy(dtype=float, na_value=np.nan)
+    return natural_range(value, float(np.nanmin(z, initial=0)), float(np.nanmax(z, initial=0)))
+
+
 def _heat_map(
     grid: pd.DataFrame,
     title: str,
     signed: bool | None,
     limits: tuple[float | int, float | int] | None,
+    natural: tuple[float, float] | None,
     room: int = _WRITTEN,
 ) -> go.Heatmap:
     z = grid.to_numpy(dtype=float, na_value=np.nan)
@@ -225,13 +242,15 @@ def _heat_map(
     signed = low < 0 if signed is None else signed
     largest = max(-low, high) or 1.0
     low, high = (-largest, largest) if signed else (low, high if high > low else low + 1.0)
+    if natural is not None and not signed:
+        low, high = natural
     if limits is not None:
         low, high = _checked_limits(limits)
     return go.Heatmap(
         z=z,
         zmin=low,
         zmax=high,
-        colorscale=SIGNED if signed else UNSIGNED,
+        colorscale=DIVERGING if signed else SEQUENTIAL,
         colorbar={"title": {"text": title.replace(" (", "<br>("), "side": "right"}},  # or it is cut
         texttemplate="%{z:.2f}" if z.size <= room else None,
         name="",

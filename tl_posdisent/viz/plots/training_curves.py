@@ -6,16 +6,18 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.synthetic.training.runs import TrainRun
+from tl_posdisent.viz.palette import BLUE, ORANGE, line_style
 
-from .palette import BLUE, VERMILION, line_style, title_of
+from .axis_titles import add_title, natural_range, title_of, without_unit
 from .table_checks import check_table
 
 
-def plot_training(run: TrainRun | pd.DataFrame) -> go.Figure:
+def plot_training(run: TrainRun | pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """Plot training and test loss and accuracy over training steps.
 
     Args:
         run: the result of ``train``, or its ``metrics``.
+        title: of the figure; default says what it shows.
 
     Returns:
         A figure of two panels. A training point is the mean since the previous point, with dropout; a test point is
@@ -43,24 +45,26 @@ def plot_training(run: TrainRun | pd.DataFrame) -> go.Figure:
     table = check_table(table, [], numbers, "train, in TrainRun.metrics")
     figure = go.Figure().set_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.06)
     for row, measure in enumerate(measures, start=1):
-        for name, column, colour in (("training", measure, BLUE), ("test", f"test_{measure}", VERMILION)):
+        for name, column, colour in (("training", measure, BLUE), ("test", f"test_{measure}", ORANGE)):
             there = table.dropna(subset=column)
             x, y = there["step"].to_numpy(), there[column].to_numpy()
             mode = "lines" if name == "training" and len(there) > 1 else "lines+markers"
             figure.add_scatter(x=x, y=y, name=name, mode=mode, line={"color": colour}, row=row, col=1)
             figure.data[-1].update(legendgroup=name, showlegend=row == 1)
-    figure.update_yaxes(title="loss (nats per answer)", row=1, col=1)
-    figure.update_yaxes(title="accuracy (share)", row=2, col=1)
-    return figure.update_xaxes(title="step", row=2, col=1)
+    figure.update_yaxes(title="loss (nats per answer)", rangemode="tozero", row=1, col=1)
+    figure.update_yaxes(title="accuracy (share)", range=[0, 1.01], row=2, col=1)
+    figure.update_xaxes(title="training step", row=2, col=1)
+    return add_title(figure, title, "Loss and accuracy during training")
 
 
-def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis") -> go.Figure:
+def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str | None = None) -> go.Figure:
     """Plot a measure of every head, or of every layer, over training steps.
 
     Args:
         table: from ``dynamics``; from ``disentanglement`` or any other table by head, with a column ``step``, one
             checkpoint below the other; or from ``gradient_margins`` of such a table.
         value: the column to draw.
+        title: of the figure; default names the measure.
 
     Returns:
         A figure with a panel for each layer and a line for each of its heads, all panels on the same axes. Of a table
@@ -102,5 +106,8 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis") -> go.Figure:
         first = not any(trace.legendgroup == str(number) for trace in figure.data)
         figure.add_scatter(x=x, y=y, name=f"{line_of} {int(number)}", mode="lines", line=style, row=1, col=column)
         figure.data[-1].update(legendgroup=str(number), showlegend=first)
-    figure.update_yaxes(title=title_of(value, table), row=1, col=1)
-    return figure.update_xaxes(title="step")
+    low, high = float(table[value].min()), float(table[value].max())
+    natural = natural_range(value, low, high)
+    figure.update_yaxes(range=natural) if natural else figure.update_yaxes(rangemode="tozero")
+    figure.update_yaxes(title=title_of(value, table), row=1, col=1).update_xaxes(title="training step")
+    return add_title(figure, title, f"{without_unit(title_of(value, table))}, during training")

@@ -9,9 +9,9 @@ from typing import Any
 from jaxtyping import Float64
 from torch import Tensor
 
-from .offline import Widget, rounded, script_json
+from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 
-NEGATIVE, POSITIVE = "#b2182b", "#2166ac"  # told apart with any kind of colour vision
+from .offline import Widget, rounded, script_json
 
 _MUTED = "color:#555;font-size:13px;margin:0 0 8px"
 # Draws every choice once, when it is first asked for, and keeps it: a chart is dear.

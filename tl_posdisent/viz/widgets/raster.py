@@ -17,7 +17,9 @@ from einops import reduce
 from jaxtyping import Float64, UInt8
 from torch import Tensor
 
-from .layout import NEGATIVE, POSITIVE, header, matrices_beside, menu, with_grey
+from tl_posdisent.viz.palette import diverging
+
+from .layout import header, matrices_beside, menu, with_grey
 from .offline import Widget, script_json
 from .selection import Choice
 
@@ -177,44 +179,9 @@ def png(x: Levels) -> str:
     return "data:image/png;base64," + base64.b64encode(content).decode("ascii")
 
 
-def palette() -> list[tuple[int, int, int]]:
-    """Grey, then the colours of -1 … 1 in 255 steps, mixed with white in CIELAB as circuitsvis does."""
-    white = _to_lab((255, 255, 255))
-
-    def mixed(share: float) -> tuple[int, int, int]:
-        end = _to_lab(tuple(bytes.fromhex((POSITIVE if share > 0 else NEGATIVE)[1:])))
-        return _from_lab([a + abs(share) * (b - a) for a, b in zip(white, end, strict=True)])
-
-    return [(200, 200, 200), *(mixed(step / _STEPS) for step in range(-_STEPS, _STEPS + 1))]
-
-
-# --- sRGB and CIELAB of D50 ------------------------------------------------------------------------------------
-
-_XYZ = torch.tensor(  # of linear sRGB, adapted to D50 (Bradford)
-    [
-        [0.4360747, 0.3850649, 0.1430804],
-        [0.2225045, 0.7168786, 0.0606169],
-        [0.0139322, 0.0971045, 0.7141733],
-    ],
-    dtype=torch.float64,
-)
-_SMALL, _SLOPE = 216 / 24389, 24389 / 27
-
-
-def _to_lab(colour: Sequence[int]) -> list[float]:
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (n / 255 for n in colour)]
-    xyz = _XYZ @ torch.tensor(linear, dtype=torch.float64) / _XYZ.sum(1)
-    x, y, z = (v ** (1 / 3) if v > _SMALL else (_SLOPE * v + 16) / 116 for v in xyz.tolist())
-    return [116 * y - 16, 500 * (x - y), 200 * (y - z)]
-
-
-def _from_lab(lab: Sequence[float]) -> tuple[int, int, int]:
-    y = (lab[0] + 16) / 116
-    roots = (y + lab[1] / 500, y, y - lab[2] / 200)
-    xyz = [f**3 if f**3 > _SMALL else (116 * f - 16) / _SLOPE for f in roots]
-    linear = torch.linalg.solve(_XYZ, torch.tensor(xyz, dtype=torch.float64) * _XYZ.sum(1)).clamp(0, 1).tolist()
-    red, green, blue = (c * 12.92 if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055 for c in linear)
-    return round(red * 255), round(green * 255), round(blue * 255)
+def palette() -> list[tuple[int, ...]]:
+    """Grey, then the colours of -1 … 1 in 255 steps."""
+    return [(200, 200, 200), *(tuple(bytes.fromhex(diverging(n / _STEPS)[1:])) for n in range(-_STEPS, _STEPS + 1))]
 
 
 def _alt(caption: str, name: str, x: Float64[Tensor, "query key"], positions: Sequence[int]) -> str:

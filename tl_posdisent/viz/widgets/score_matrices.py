@@ -40,7 +40,7 @@ def show_scores(
 ) -> Widget:
     """Show one part of the scores for all heads: small, and the selected head in full size.
 
-    Blue is positive, red negative, white 0. All parts of the same heads have the same colour scale, so that two calls
+    Red is positive, blue negative, white 0. All parts of the same heads have the same colour scale, so that two calls
     can be compared. Cells outside the fit's mask are 0, and grey where they lie after the query.
 
     Args:

@@ -33,7 +33,7 @@ def show_key_importance(
 ) -> Widget:
     """Show the text with tokens coloured by their key component: tokens with high scores for all queries.
 
-    Blue keys get more attention than the head's average from every query, red ones less; in units of the scores, so
+    Red keys get more attention than the head's average from every query, blue ones less; in units of the scores, so
     that 0.69 more doubles a key's weight in the softmax. A list chooses the head; all have the same colour scale. Point
     at a token for its number.
 
@@ -79,7 +79,7 @@ def show_query_bias(
 ) -> Widget:
     """Show the text with tokens coloured by their query component.
 
-    All scores of a blue query are higher than the head's average, for every key; the softmax cancels this.
+    All scores of a red query are higher than the head's average, for every key; the softmax cancels this.
 
     Args:
         fit, heads, text, scale, title, max_values, cdn: as in ``show_key_importance``.

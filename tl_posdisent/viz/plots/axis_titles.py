@@ -1,4 +1,4 @@
-"""Colours and axis titles."""
+"""Titles of axes, with units, and ranges of measures."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
-
-# The palette of Okabe and Ito, which the colour-blind tell apart.
-BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
-SKY, VERMILION, YELLOW, GREY = "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F"
-COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PINK, SKY, GREY, YELLOW)
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-
-SIGNED = "RdBu_r"  # blue below 0, white at 0, red above
-UNSIGNED = "YlGnBu"  # light to dark: numbers written on it are read anywhere
+import plotly.graph_objects as go
 
 _SHARE = "share of the variance of the scores"
 _TITLES = {
@@ -56,6 +48,24 @@ _TITLES = {
 }
 
 
+_FROM_0_TO_1 = {
+    "accuracy",
+    "key_concentration",
+    "query_concentration",
+    "outside",
+    "r",
+    "r2",
+    "r_three_axis",
+    "r_two_axis",
+}
+
+
+def natural_range(name: str, low: float, high: float) -> tuple[float, float] | None:
+    """From 0 to 1 for correlations, shares and accuracies; None for other measures, and for values outside it."""
+    bounded = name in _FROM_0_TO_1 or name.startswith(("share", "explained", "positional", "symbolic"))
+    return (0.0, 1.0) if bounded and low >= 0 and high <= 1 else None
+
+
 def title_of(name: str, table: pd.DataFrame) -> str:
     """Title of an axis or colour bar for this column, with its unit."""
     if name == "effect" and {"clean", "source"} & set(table.columns):
@@ -65,15 +75,17 @@ def title_of(name: str, table: pd.DataFrame) -> str:
     return _TITLES.get(name, name.replace("_", " "))
 
 
-def line_style(number: int) -> dict[str, Any]:
-    """Colour and dash of the nth line of many: no two of the first forty are alike."""
-    return {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number // len(COLOURS) % len(DASHES)]}
+def without_unit(title: str) -> str:
+    """The title of an axis up to its unit, for the title of a figure."""
+    return title.split(" (")[0]
 
 
-def faint(colour: str) -> str:
-    """The same colour, for an area behind its line."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red}, {green}, {blue}, 0.2)"
+def add_title(figure: go.Figure, given: str | None, default: str, note: str = "") -> go.Figure:
+    """Write the title above a figure: the one given, or the default with a note below it."""
+    if given is not None and not isinstance(given, str):
+        raise ValueError(f"title must be a string, got {type(given).__name__}")
+    small = f"<br><span style='font-size:0.75em'>{note}</span>" if note and given is None else ""
+    return figure.update_layout(title={"text": default + small if given is None else given})
 
 
 def whole(values: Iterable[Any]) -> list[str]:

@@ -1,0 +1,137 @@
+"""The colours are told apart with every kind of colour vision, are read on their pages, and are used everywhere."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.imports import PACKAGE, sources
+
+import tl_posdisent as tp
+from tl_posdisent.report.stylesheet import STYLE
+from tl_posdisent.report.svg_charts import fill_of, legend
+from tl_posdisent.report.svg_heatmaps import colour_bar, heat_map
+from tl_posdisent.rope import EFFECTS
+from tl_posdisent.viz import palette
+from tl_posdisent.viz.widgets.raster import palette as raster_palette
+
+# Machado, Oliveira and Fernandes (2009), severity 1, on linear sRGB: rows are red, green, blue.
+VISION = {
+    "normal": np.eye(3),
+    "protanopia": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deuteranopia": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+}
+ROOT = Path(__file__).parents[2]
+
+
+def seen(colour: str, vision: str) -> Any:
+    """CIELAB of a colour as an eye of this kind sees it."""
+    light = (VISION[vision] @ palette.linear(colour)).clip(0, 1)
+    shown = np.where(light <= 0.0031308, light * 12.92, 1.055 * light ** (1 / 2.4) - 0.055)
+    return palette.to_lab("#" + "".join(f"{round(255 * float(x)):02x}" for x in shown))
+
+
+def apart(one: str, other: str, vision: str) -> float:
+    return float(np.linalg.norm(seen(one, vision) - seen(other, vision)))
+
+
+def test_lab_and_contrast_are_the_published_ones() -> None:
+    assert np.allclose(palette.to_lab("#ffffff"), [100, 0, 0], atol=1e-4)
+    assert np.allclose(palette.to_lab("#ff0000"), [54.29, 80.80, 69.89], atol=0.05)  # of D50
+    assert palette.contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert palette.contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)  # WCAG's well-known example
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("colours", [palette.HUES, palette.DARK_COLOURS[:-1]], ids=["light", "dark"])
+def test_lines_and_bars_are_told_apart(colours: tuple[str, ...], vision: str) -> None:
+    pairs = {(a, b): apart(a, b, vision) for a, b in itertools.combinations(colours, 2)}
+    assert min(pairs.values()) > 24, min(pairs, key=lambda pair: pairs[pair])
+
+
+def test_okabe_and_ito_would_fail() -> None:
+    """The test of distances is one: the palette that was used before, with its grey, does not pass it."""
+    old = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#7F7F7F", "#F0E442")
+    assert min(apart(a, b, v) for a, b in itertools.combinations(old, 2) for v in VISION) < 12
+
+
+def test_colours_have_contrast_to_their_page() -> None:
+    assert min(palette.contrast(colour, palette.LIGHT_PAGE) for colour in palette.COLOURS) >= 3
+    assert min(palette.contrast(colour, palette.DARK_PAGE) for colour in palette.DARK_COLOURS) >= 3
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_scales_have_an_order_that_everybody_sees(vision: str) -> None:
+    light = [seen(colour, vision)[0] for _, colour in palette.SEQUENTIAL]
+    assert min(-np.diff(light)) > 3  # from light to dark
+    both = [seen(colour, vision)[0] for _, colour in palette.DIVERGING]
+    assert both[16] == pytest.approx(100, abs=0.5)
+    assert (np.diff(both[:17]) > 0).all()
+    assert (np.diff(both[16:]) < 0).all()
+    pairs = zip(palette.DIVERGING[:9], palette.DIVERGING[:23:-1], strict=True)
+    assert min(apart(low[1], high[1], vision) for low, high in pairs) > 30  # half the scale below 0 from above
+
+
+def test_numbers_are_read_on_every_colour_of_a_scale() -> None:
+    for scale in (palette.DIVERGING, palette.SEQUENTIAL):
+        for share in np.linspace(0, 1, 101):
+            colour = palette.on_scale(scale, float(share))
+            assert palette.contrast(palette.ink(colour), colour) >= 4.5
+
+
+def test_components_drawn_together_have_colours_of_their_own() -> None:
+    for together in (EFFECTS, ("distance", "query", "key", "residual"), ("distance", "semantic", "interaction")):
+        assert len({palette.component_colour(name) for name in together}) == len(together)
+    assert palette.component_colour("share_distance") == palette.component_colour("distance")
+    assert palette.component_colour("distance × key") == palette.component_colour("distance:key")
+
+
+def test_every_picture_has_these_colours() -> None:
+    """Figures, the report's charts and maps, widgets and their images."""
+    rows = pd.DataFrame({"layer": 0, "head": [0, 1], **{e: [1 / 7, 1 / 7] for e in EFFECTS}, "effect": [-1.0, 2.0]})
+    bars = {bar.name: bar.marker.color for bar in tp.plot_shares(rows).data}
+    assert bars == {e.replace(":", " × "): palette.component_colour(e) for e in EFFECTS}
+    for name, colour in bars.items():
+        assert fill_of(name, 0) == f"fill:var(--c{palette.COLOURS.index(colour)})"
+        assert fill_of(name, 0) in legend([name], lines=False)
+    for n, (light, dark) in enumerate(zip(palette.COLOURS, palette.DARK_COLOURS, strict=True)):
+        assert re.findall(rf"--c{n}: (#\w+)", STYLE) == [light, dark]
+    (heat,) = tp.plot_heads(rows, "effect").data
+    assert [list(stop) for stop in heat.colorscale] == palette.DIVERGING
+    (heat,) = tp.plot_heads(rows.assign(effect=1.0), "effect").data
+    assert [list(stop) for stop in heat.colorscale] == palette.SEQUENTIAL
+    grid = rows.pivot(index="layer", columns="head", values="effect")
+    drawn = heat_map(grid, label="", rows="layer", columns="head", low=-2, high=2, diverging=True)
+    assert palette.POSITIVE in drawn  # 2
+    assert palette.on_scale(palette.DIVERGING, 0.25) in drawn  # -1
+    assert palette.NEGATIVE in colour_bar("", "", diverging=True)
+    assert palette.SEQUENTIAL[0][1] in colour_bar("0", "1")
+    fit = tp.fit_additive(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
+    widget = str(tp.show_scores(fit, list("abcd"), cdn=True))
+    assert f'"negativeColor":"{palette.NEGATIVE}","positiveColor":"{palette.POSITIVE}"' in widget
+    assert f"{palette.NEGATIVE},#fff,{palette.POSITIVE}" in widget
+    image = raster_palette()
+    assert image[1:] == [tuple(bytes.fromhex(palette.diverging(n / 127)[1:])) for n in range(-127, 128)]
+
+
+def test_no_other_file_has_colours_of_its_own() -> None:
+    """Of pages, texts and borders, which are shades of grey and the report's style, there are few."""
+    allowed = {"palette.py", "stylesheet.py", "html_table.py"}  # the latter two: pages, not data
+    docs = [ROOT / "docs" / "figures" / name for name in ("make.py", "sum_of_parts.py")]
+    for path in (*(p for p in sources().values() if p.name not in allowed), *docs):
+        source = path.read_text(encoding="utf-8")
+        assert not re.search(r"RdBu|YlGnBu|Viridis", source), path
+        colours = re.findall(r"#(?:[0-9a-fA-F]{6}|[0-9a-fA-F]{3})\b", source)
+        hues = [c for c in colours if len(set(c[1:] if len(c) == 4 else re.findall("..", c[1:]))) > 1]
+        assert not hues, f"{path.relative_to(ROOT)}: {hues}"
+    assert (PACKAGE / "viz" / "palette.py").is_file()
