@@ -71,8 +71,7 @@ def plot_distance(
     """
     makers = 'AdditiveFit.to_frame("distance") or dummy_distance_check'
     check_integer("top", top, 1)
-    fitted = isinstance(profiles, (AdditiveFit, AttentionFit))
-    table = profiles.to_frame("distance") if fitted else profiles
+    table = profiles.to_frame("distance") if isinstance(profiles, (AdditiveFit, AttentionFit)) else profiles
     table = check_table(table, [], ["distance", value], makers)
     heads = head_index(table)
     means = mean_over_texts(table, [*heads, "distance"], [value])

@@ -180,7 +180,7 @@ def plot_distance_sources(
     grid = pairs.pivot(index=names[0], columns=names[1], values="share").reindex(index=order, columns=order)
     heat = _heat_map(grid, "share of the distance profile's variance", True, limits, None)
     heat.update(x=order, y=order, hovertemplate="query from %{y}, key from %{x}: %{z:.4g}")
-    figure = add_title(go.Figure(heat), title, f"Sources of the distance profile of head {int(head)}")
+    figure = add_title(go.Figure(heat), title, f"Sources of the distance profile of head {head}")
     figure.update_xaxes(title="source of the key", type="category", showgrid=False)
     return figure.update_yaxes(title="source of the query", type="category", autorange="reversed", showgrid=False)
 
