@@ -10,34 +10,12 @@ import numpy as np
 import pytest
 import torch
 from support.dense import allowed
-from support.masks import documents, padding
+from support.masks import FIELDS, every_option, noise
 from torch import Tensor
 
 from tl_posdisent import AdditiveFit, fit_additive
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-
-
-FIELDS = (
-    *("intercept", "distance", "query", "key", "distances", "r", "r2", "r2_adjusted"),
-    *("share_distance", "share_query", "share_key", "n_cells", "n_parameters"),
-)
-
-
-MASKS: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "window": {"window": 3},
-    "narrow": {"window": 1},
-    "documents": {"mask": documents(4, 3, 2)},
-    "padding": {"mask": padding(9, (2, 0), (0, 3))},
-}
-
-
-every_mask = pytest.mark.parametrize("options", MASKS.values(), ids=MASKS.keys())
-
-
-def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def cells_of(options: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
@@ -54,7 +32,7 @@ def assert_equal(found: AdditiveFit, expected: AdditiveFit) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@every_mask
+@every_option
 def test_the_fit_is_that_of_the_scores_in_float64(options: dict[str, Any], dtype: torch.dtype) -> None:
     scores = noise(2, 3, 9, 9, dtype=dtype)
     fit = fit_additive(scores, **options)
@@ -65,7 +43,7 @@ def test_the_fit_is_that_of_the_scores_in_float64(options: dict[str, Any], dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@every_mask
+@every_option
 def test_cells_outside_the_mask_never_matter(options: dict[str, Any], dtype: torch.dtype) -> None:
     """Whatever they hold: numbers that are none, or finite ones, in any mixture."""
     scores = noise(2, 3, 9, 9, dtype=dtype)

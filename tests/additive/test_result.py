@@ -6,31 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.masks import documents, padding
-from torch import Tensor
+from support.masks import FIELDS, every_option, noise
 
 from tl_posdisent import AdditiveFit, fit_additive
-
-FIELDS = (
-    *("intercept", "distance", "query", "key", "distances", "r", "r2", "r2_adjusted"),
-    *("share_distance", "share_query", "share_key", "n_cells", "n_parameters"),
-)
-
-
-MASKS: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "window": {"window": 3},
-    "narrow": {"window": 1},
-    "documents": {"mask": documents(4, 3, 2)},
-    "padding": {"mask": padding(9, (2, 0), (0, 3))},
-}
-
-
-every_mask = pytest.mark.parametrize("options", MASKS.values(), ids=MASKS.keys())
-
-
-def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_equal(found: AdditiveFit, expected: AdditiveFit) -> None:
@@ -41,7 +19,7 @@ def assert_equal(found: AdditiveFit, expected: AdditiveFit) -> None:
         )
 
 
-@every_mask
+@every_option
 @pytest.mark.parametrize("pool", [False, True])
 def test_to_moves_everything_and_changes_nothing(options: dict[str, Any], pool: bool) -> None:
     scores = noise(2, 3, 9, 9)

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -115,3 +116,24 @@ CASES = {
     "mask-per-head": boolean(random_mask(3, 8, 8, density=0.6), batch=(2, 3)),
     "mask-per-matrix": boolean(random_mask(2, 3, 7, 7, density=0.5), batch=(2, 3)),
 }
+
+
+# Fields and options of ``fit_additive`` for the tests of its input and of its results.
+FIELDS = (
+    *("intercept", "distance", "query", "key", "distances", "r", "r2", "r2_adjusted"),
+    *("share_distance", "share_query", "share_key", "n_cells", "n_parameters"),
+)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 3},
+    "narrow": {"window": 1},
+    "documents": {"mask": documents(4, 3, 2)},
+    "padding": {"mask": padding(9, (2, 0), (0, 3))},
+}
+
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -32,10 +32,15 @@ FAST_LANE = ["-m", "not slow", "-o", "addopts=--doctest-modules"]
 # The tests of ROOM/FILE.py are its own examples and tests/ROOM/test_FILE*.py, and
 # these, from other files, by the name after test_.
 MORE_TESTS = {
+    "additive/attention/attention_fit": "additive/static_attention",
+    "additive/attention/attention_patterns": "additive/attention_fit additive/static_attention",
+    "additive/attention/attention_result": "additive/attention_fit additive/static_attention",
+    "additive/attention/attention_solver": "additive/attention_fit",
+    "additive/attention/attention_sums": "additive/attention_fit",
     "additive/cells": "additive/solver additive/fit additive/fit_pooling",
     "additive/identifiability": "additive/fit additive/fit_pooling",
     "additive/marginals": "additive/fit additive/fit_inputs",
-    "additive/result": "additive/fit additive/fit_pooling",
+    "additive/result": "additive/fit additive/fit_inputs additive/fit_pooling",
     "additive/score_checks": "additive/fit_inputs additive/score_correlation",
     "additive/solver": "additive/fit_pooling",
     "rope/capacity": "rope/rope_refusals",
@@ -51,13 +56,13 @@ MORE_TESTS = {
 
 def all_files() -> list[str]:
     """Such as ``rope/rotary``."""
-    paths = sorted(path for room in ("additive", "rope") for path in (ROOT / "tl_posdisent" / room).glob("[a-z]*.py"))
-    return [f"{path.parent.name}/{path.stem}" for path in paths]
+    paths = sorted(path for room in ("additive", "rope") for path in (ROOT / "tl_posdisent" / room).rglob("[a-z]*.py"))
+    return [path.relative_to(ROOT / "tl_posdisent").with_suffix("").as_posix() for path in paths]
 
 
 def tests_of(stem: str) -> list[str]:
     """Paths of the tests of a file, its own first, each once; from the project's root."""
-    room, name = stem.split("/")
+    room, *_, name = stem.split("/")
     own = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / room).glob(f"test_{name}*.py"))
     more = [f"tests/{test.replace('/', '/test_')}.py" for test in MORE_TESTS.get(stem, "").split()]
     return list(dict.fromkeys([*own, *more, f"tl_posdisent/{stem}.py"]))
