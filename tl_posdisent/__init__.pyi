@@ -154,6 +154,9 @@ from .hooks.score_components import (
 from .hooks.substitute import (
     substitute_additive as substitute_additive,
 )
+from .hooks.substitute_attention import (
+    substitute_attention as substitute_attention,
+)
 from .models.capture import (
     capture as capture,
 )

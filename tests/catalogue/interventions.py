@@ -23,9 +23,10 @@ from tl_posdisent import (
     position_patching,
     remap_distance,
     substitute_additive,
+    substitute_attention,
     swap_positions,
 )
-from tl_posdisent.hooks import applied
+from tl_posdisent.hooks import applied, fit_attention_layers
 
 from .given import INF, NAN, SCORES, TOKENS, model, numbers
 from .row import Row, gives, refused
@@ -128,6 +129,23 @@ ROWS: list[Row] = [
     refused("drop_component", "an unknown part", lambda at: drop_component(model(), "place"), "component must be"),
     refused("substitute_additive", "an unknown part", lambda at: substitute_additive(model(), ["place"]), "keep must"),
     refused("substitute_additive", "four axes", lambda at: substitute_additive(model(), axes="four"), "axes must be"),
+    refused("substitute_attention", "an unknown rung", lambda at: substitute_attention(model(), "top"), "by must be"),
+    refused("substitute_attention", "a fit of nothing", lambda at: substitute_attention(model(), {0: None}), "by must"),
+    refused(
+        "substitute_attention",
+        "bands descend",
+        lambda at: substitute_attention(model(), "banded", bands=(4, 2)),
+        "bands must",
+    ),
+    refused(
+        "substitute_attention", "rank 0", lambda at: substitute_attention(model(), "low-rank", rank=0), "rank must"
+    ),
+    refused(
+        "fit_attention_layers",
+        "a rung of one text",
+        lambda at: fit_attention_layers(model(), TOKENS, "additive"),
+        "rung must be",
+    ),
     refused(
         "additive_substitution",
         "four axes",

@@ -27,6 +27,7 @@ from tl_posdisent import (
     position_interpolation,
     remap_distance,
     substitute_additive,
+    substitute_attention,
     swap_positions,
 )
 from tl_posdisent.models.reading.forward import Hook
@@ -75,13 +76,16 @@ TOOLS: dict[str, Callable[..., list[Hook]]] = {
     "scores": _scores,
     "three axes": lambda m, **w: substitute_additive(m, **w),
     "two axes": lambda m, **w: substitute_additive(m, axes="two", **w),
+    "attention": lambda m, **w: substitute_attention(m, "distance+sink", **w),
     "component": lambda m, **w: drop_component(m, "key", **w),
     "ablation": lambda m, **w: ablate_heads(m, w.get("heads", range(8)), layers=w.get("layers")),
 }
 POSITIONS = {"swap", "dummy", "remap", "lambda"}
 REFUSED = {frozenset(pair) for pair in combinations(sorted(POSITIONS), 2)}
 REFUSED |= {frozenset(("two axes", x)) for x in (*POSITIONS, "noise", "vectors", "scores")} | {
-    frozenset(("vectors", "remap"))
+    frozenset(("vectors", "remap")),
+    frozenset(("attention", "scores")),
+    frozenset(("attention", "two axes")),
 }
 
 

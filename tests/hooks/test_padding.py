@@ -21,6 +21,7 @@ from tl_posdisent import (
     position_interpolation,
     remap_distance,
     substitute_additive,
+    substitute_attention,
     swap_positions,
 )
 from tl_posdisent.hooks import applied
@@ -40,6 +41,8 @@ TOOLS: dict[str, Callable[..., list[Hook]]] = {
     "lambda": lambda m, **w: lambda_mask(m, 1, 4, 2, **w),
     "three axes": lambda m, **w: substitute_additive(m, **w),
     "two axes": lambda m, **w: substitute_additive(m, axes="two", **w),
+    "distance": lambda m, **w: substitute_attention(m, "distance+sink", **w),
+    "additive": lambda m, **w: substitute_attention(m, "additive", **w),
     "component": lambda m, **w: drop_component(m, "key", **w),
     "ablation": lambda m, **w: ablate_heads(m, w.get("heads") or [1, 2]),
 }

@@ -37,3 +37,9 @@ from .score_components import (
 from .substitute import (
     substitute_additive as substitute_additive,
 )
+from .substitute_attention import (
+    fit_attention_layers as fit_attention_layers,
+)
+from .substitute_attention import (
+    substitute_attention as substitute_attention,
+)

@@ -70,10 +70,10 @@ def keep_parts(
 
 def fit_inside(scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]) -> AdditiveFit:
     """``fit_additive`` with the mask that a forward pass has."""
-    return fit_additive(scores, mask=_as_few_as_there_are(inside))
+    return fit_additive(scores, mask=fewest_masks(inside))
 
 
-def _as_few_as_there_are(inside: Tensor) -> Tensor:
+def fewest_masks(inside: Tensor) -> Tensor:
     """One mask instead of many equal ones: heads share theirs, and without padding texts do."""
     for axis in range(inside.ndim - 2):
         first = inside.narrow(axis, 0, 1)

@@ -1,0 +1,257 @@
+"""Additive attention in the place of a head's own: by brute force, in the running model, on other texts; refusals."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.lies import TOKENS, L, close, logits, mixed_of
+from support.untouched import state
+from torch import Tensor
+
+from tl_posdisent import (
+    capture,
+    drop_component,
+    fit_attention,
+    lambda_mask,
+    limit_frequencies,
+    patch_scores,
+    read_model,
+    substitute_additive,
+    substitute_attention,
+    swap_positions,
+)
+from tl_posdisent.additive.attention.attention_rungs import RUNGS
+from tl_posdisent.hooks import applied, fit_attention_layers
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+BANDS = (1, 3)
+MODELS = [*zoo.cases("llama-gqa"), *(("bridge", name) for name in ("gptj", "gemma2", "gpt_oss", "gpt2"))]
+
+
+def attended(
+    model: Any, layer: int = 0, hooks: Any = (), tokens: Tensor = TOKENS
+) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """The layer, its scores, its pattern and its values for each query head."""
+    spec = read_model(model).specs([layer])[0]
+    names = [f"blocks.{layer}.attn.{x}" for x in ("hook_attn_scores", "hook_pattern", "hook_v")]
+    with torch.no_grad(), applied(model, list(hooks)):
+        cache = model.run_with_cache(tokens, names_filter=names)[1]
+    scores, pattern, v = (cache[x].double() for x in names)
+    if spec.scores is None:  # the hook of that name carries something else
+        scores = next(capture(model, tokens, layers=[layer])).scores.double()
+    return spec, scores, pattern, v.repeat_interleave(spec.n_heads // v.shape[2], 2)
+
+
+def by_fit(model: Any, rung: str, layer: int = 0, hooks: Any = ()) -> Tensor:
+    """What heads gather by the pattern of a fit of each text, cell by cell outside the hooks."""
+    spec, scores, pattern, v = attended(model, layer, hooks)
+    inside = spec.mask(L)
+    k = scores.new_zeros(2, L, 1, 0)
+    if rung == "static":
+        with model.hooks(fwd_hooks=list(hooks) if layer else []):  # at the first layer they leave keys as they are
+            k = next(capture(model, TOKENS, layers=[layer], scores=False)).k
+    if rung == "uniform":
+        put_in = inside / inside.sum(-1, keepdim=True).double()
+    elif rung in ("additive", "banded"):
+        put_in = fit_attention(scores, mask=inside, bands=BANDS if rung == "banded" else ()).pattern()
+    else:
+        put_in = fit_attention(scores, mask=inside, keys=k, sink=rung != "distance", pool=False).pattern()
+    to_keys = pattern.sum(-1, keepdim=True)  # less than 1 beside an attention sink
+    return torch.einsum("bhqk,bkhd->bhqd", put_in * to_keys, v).float()
+
+
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+def test_every_rung_is_the_pattern_of_its_fit(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain, reading, some = mixed_of(model, []), read_model(model), name == "llama-gqa"
+    rungs = ("uniform", "distance", "distance+sink", "static", "additive", "banded")
+    for rung in rungs if some else ("uniform", "static", "banded"):
+        if name == "gpt2" and rung == "static":
+            continue  # tested below
+        expected = by_fit(model, rung)
+        close(mixed_of(model, substitute_attention(reading, rung, layers=[0], bands=BANDS)), expected)
+        if some:
+            got = mixed_of(model, substitute_attention(reading, rung, layers=[0], heads=[6, 1], bands=BANDS))
+            close(got[:, [1, 6]], expected[:, [1, 6]])
+            close(got[:, [0, 2, 7]], plain[:, [0, 2, 7]], 1e-6)
+
+
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+def test_untouched_is_the_plain_run(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    hooks = substitute_attention(model, "untouched")
+    assert hooks
+    if name == "gptj":  # its result is computed anew
+        close(logits(model, hooks), logits(model, []), 1e-5)
+    else:
+        assert torch.equal(logits(model, hooks), logits(model, []))
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_each_layer_is_fitted_in_the_model_that_is_already_replaced(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    for rung in ("static", "banded"):
+        below = substitute_attention(model, rung, layers=[0], bands=BANDS)
+        expected = by_fit(model, rung, 1, below)
+        close(mixed_of(model, substitute_attention(model, rung, bands=BANDS), 1), expected)
+        assert (expected - by_fit(model, rung, 1)).abs().max() > 1e-3
+
+
+def divergences(model: Any, rung: str, **options: Any) -> Tensor:
+    """KL of each head in layer 0 for one text, from the patterns that the model shows."""
+    _, _, p, _ = attended(model, tokens=TOKENS[:1])
+    _, _, q, _ = attended(model, 0, substitute_attention(model, rung, layers=[0], **options), TOKENS[:1])
+    return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q.clamp_min(1e-30))).sum((-2, -1))
+
+
+def test_a_rung_with_more_freedom_is_nearer(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    ladder = [divergences(model, rung, bands=BANDS) for rung in RUNGS]
+    ladder[-1:-1] = [divergences(model, "low-rank", bands=BANDS, rank=3), divergences(model, "low-rank", rank=L)]
+    for lower, higher in pairwise(ladder):
+        assert (higher <= lower + L * 1e-3).all()  # to the pseudo-count
+    assert ladder[0].mean() > 1.5 * ladder[4].mean() > 1.5 * ladder[6].mean() > 3 * ladder[-2].mean() > 0
+    assert ladder[-1].abs().max() < 1e-9
+
+
+# --- fits made before -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa", "gemma2"), ("bridge", "gptj"), ("bridge", "gpt2")])
+def test_static_heads_are_causal_on_another_text(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    other = zoo.random_tokens(L + 3)
+    rungs = ("distance", "distance+sink") if name == "gpt2" else ("distance", "distance+sink", "static")
+    for rung in rungs:
+        fits = fit_attention_layers(model, other, rung)
+        hooks = substitute_attention(model, fits)
+        changed = TOKENS.clone()
+        changed[:, 7:] = changed[:, 7:].flip(0)
+        a, b = logits(model, hooks), logits(model, hooks, changed)
+        close(a[:, :7], b[:, :7], 1e-5)
+        assert (a[:, 7:] - b[:, 7:]).abs().max() > 1e-2
+        assert (a - logits(model, [])).abs().max() > 1e-2
+        spec, _, pattern, v = attended(model)
+        keys = next(capture(model, TOKENS, layers=[0])).k if rung == "static" else v.new_zeros(2, L, 1, 0)
+        put_in = fits[0].static_scores(keys, window=spec.window).softmax(-1)
+        close(mixed_of(model, hooks), torch.einsum("bhqk,bkhd->bhqd", put_in, v).float())
+        assert pattern.shape == put_in.shape
+
+
+def test_layers_are_fitted_in_turn(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    in_turn, at_once = (fit_attention_layers(model, TOKENS, replaced=x) for x in (True, False))
+    assert list(in_turn) == [0, 1]
+    plain = [next(capture(model, TOKENS, layers=[layer])) for layer in (0, 1)]
+    for layer, seen in enumerate(plain):
+        close(at_once[layer].distance, fit_attention(seen.scores, keys=seen.k).distance, 1e-6)
+    close(in_turn[0].direction, at_once[0].direction, 1e-6)
+    with applied(model, substitute_attention(model, {0: in_turn[0]})):
+        seen = next(capture(model, TOKENS, layers=[1]))
+    close(in_turn[1].direction, fit_attention(seen.scores, keys=seen.k).direction, 1e-5)
+    one = TOKENS[:1]  # a text's own static heads, made before or in the run
+    close(
+        logits(model, substitute_attention(model, fit_attention_layers(model, one)), one),
+        logits(model, substitute_attention(model, "static"), one),
+    )
+    some = fit_attention_layers(model, TOKENS, heads=[(0, 2), (1, 5)])
+    with applied(model, substitute_attention(model, {0: some[0]}, heads=[(0, 2)])):
+        seen = next(capture(model, TOKENS, layers=[1]))
+    close(some[1].distance, fit_attention(seen.scores, keys=seen.k).distance, 1e-5)
+
+
+def test_texts_of_unequal_length_share_one_fit(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    mask = torch.ones(2, L, dtype=torch.long)
+    mask[0, :4] = 0
+    fit = fit_attention_layers(model, TOKENS, attention_mask=mask, layers=[0])[0]
+    short, long = (next(capture(model, x, layers=[0])) for x in (TOKENS[:1, 4:], TOKENS[1:]))
+    p = [x.scores.double().masked_fill(~x.spec.mask(x.scores.shape[-1]), -torch.inf).softmax(-1) for x in (short, long)]
+    p = [(1 - 1e-3) * x + 1e-3 * x.new_ones(x.shape).tril() / torch.arange(1, x.shape[-1] + 1)[:, None] for x in p]
+    q = [fit.static_scores(x.k.double()).softmax(-1) for x in (short, long)]
+    for d in range(L):  # the total attention of every distance, of all texts
+        wanted, got = (sum(x.diagonal(-d, -2, -1).sum((0, -1)) for x in y if d < x.shape[-1]) for y in (p, q))
+        close(got, wanted, 1e-5)
+
+
+def test_free_importances_belong_to_their_texts(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    fits = {0: fit_attention(next(capture(model, TOKENS, layers=[0])).scores)}
+    close(
+        logits(model, substitute_attention(model, fits)),
+        logits(model, substitute_attention(model, "additive", layers=0)),
+    )
+    with pytest.raises(
+        ValueError, match=r"by must hold fits of texts like the running ones, \(2, 8, 11, 11\) .*layer 0"
+    ):
+        logits(model, substitute_attention(model, fits), TOKENS[:, :-1])
+    padded = {0: fit_attention(next(capture(model, TOKENS, layers=[0])).scores, window=3)}
+    with pytest.raises(ValueError, match="by must hold fits of texts like the running ones"):
+        logits(model, substitute_attention(model, padded))
+
+
+# --- with others, and refusals --------------------------------------------------------------------------------
+
+
+def test_with_other_interventions(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    swapped = swap_positions(model, torch.arange(L).flip(0))
+    near = lambda_mask(model, 1, 4, 3)
+    low = limit_frequencies(model, 0.05)
+    fits = fit_attention_layers(model, TOKENS, layers=[0])
+    for rung in ("distance+sink", "static", "additive", "banded"):  # the fit is of what the others leave
+        hooks = substitute_attention(model, rung, layers=[0], bands=BANDS)
+        for other in (swapped, low):
+            close(mixed_of(model, [*hooks, *other]), by_fit(model, rung, hooks=other))
+        together = mixed_of(model, [*near, *hooks])
+        assert (together - mixed_of(model, hooks)).abs().max() > 1e-3
+        close(together, mixed_of(model, [*hooks, *near]), 0)
+    for hooks in (substitute_attention(model, "uniform"), substitute_attention(model, fits)):
+        with pytest.raises(ValueError, match="substitute_attention needs the real distances, which swap_positions"):
+            logits(model, [*hooks, *swapped])
+    scores = next(capture(model, TOKENS, layers=[0])).scores
+    for other in (patch_scores(model, 0, scores), substitute_attention(model, "uniform")):
+        with pytest.raises(ValueError, match=r"substitute_attention replaces the scores, and .* would be lost"):
+            logits(model, [*substitute_attention(model, "banded", bands=BANDS), *other])
+    both = [*drop_component(model, "key"), *substitute_attention(model, "distance")]
+    close(logits(model, both), logits(model, substitute_attention(model, "distance")), 1e-4)
+    assert len(substitute_additive(model)) > 0
+
+
+def test_refusals(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    before = state(model)
+    for by in ("all", None, 3, {}, {0: None}, {"a": 1}):
+        with pytest.raises(ValueError, match=r"by must be 'uniform'|by must be uniform, "):
+            substitute_attention(model, by)
+    for bands in ((), (3, 1), "12", 4, (0.5,)):
+        with pytest.raises(ValueError, match="bands must be a sequence of distances that ascend, at least one, got"):
+            substitute_attention(model, "banded", bands=bands)
+    with pytest.raises(ValueError, match="rank must be an integer of at least 1, got 0"):
+        substitute_attention(model, "low-rank", rank=0)
+    with pytest.raises(ValueError, match="rung must be 'distance', 'distance\\+sink' or 'static', got 'banded'"):
+        fit_attention_layers(model, TOKENS, "banded")
+    fit = fit_attention_layers(model, TOKENS[:, :8], layers=[0])[0]
+    with pytest.raises(ValueError, match=r"distances were fitted, 0 to 7, got .* 11: .* extrapolate=True"):
+        logits(model, substitute_attention(model, {0: fit}))
+    logits(model, substitute_attention(model, {0: fit}, extrapolate=True))
+    few = fit_attention(torch.zeros(3, 8, 8))
+    for fits, layers, got in (({0: few}, None, r"leading axes \(3,\)"), ({0: fit}, [0, 1], "no fit")):
+        with pytest.raises(ValueError, match=f"by must hold a fit of all 8 heads of layer ., .*got .*{got}"):
+            substitute_attention(model, fits, layers=layers)
+    assert state(model) == before
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_after_an_error_the_model_is_as_before(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    plain, before = logits(model, []), state(model)
+    spoilt = ("blocks.1.attn.hook_k", lambda k, hook: k * torch.nan)
+    with pytest.raises(ValueError, match="finite"):
+        logits(model, [spoilt, *substitute_attention(model, "additive")])
+    assert state(model) == before
+    assert torch.equal(logits(model, []), plain)

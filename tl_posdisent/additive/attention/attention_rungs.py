@@ -1,0 +1,143 @@
+"""The rungs between uniform attention and a head's own: additive attention with ever more freedom.
+
+Each rung replaces attention logits by others, for given scores, mask and features of the keys:
+
+=================== ============================================ ==============================================
+rung                logits                                        what an attention weight depends on
+=================== ============================================ ==============================================
+``uniform``         0                                             nothing
+``distance``        ``d[i - j]``                                  the distance
+``distance+sink``   ``d[i - j] + s · [j is first]``               the distance, and the first token
+``static``          ``d[i - j] + s · [j is first] + u · x_j``     the distance, and features of the key
+``additive``        ``d[i - j] + k[j]``                           the distance, and a free number for each key
+``banded``          ``d[i - j] + k_b[j]``, b the band of i - j    the same, a free number for each key and band
+``low-rank``        ``d[i - j] + k_b[j] + u_i · v_j``             also the query, by a term of low rank
+``untouched``       the scores                                    everything
+=================== ============================================ ==============================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Float64
+from torch import Tensor
+
+from tl_posdisent.additive.attention.attention_fit import fit_attention
+from tl_posdisent.additive.attention.attention_result import AttentionFit
+from tl_posdisent.additive.attention.query_term import fit_query_term
+from tl_posdisent.additive.cells import cell_distances
+from tl_posdisent.utils.validation import check_choice, check_integer, is_integer
+
+Rung = Literal["uniform", "distance", "distance+sink", "static", "additive", "banded", "low-rank", "untouched"]
+RUNGS: tuple[Rung, ...] = get_args(Rung)
+"""All rungs, lowest first."""
+
+PER_HEAD: tuple[Rung, ...] = ("distance", "distance+sink", "static")
+"""Rungs whose coefficients belong to the head and not to the tokens of one text: they apply to other texts."""
+
+_PSEUDO_COUNT = 1e-3
+
+
+def check_rung(name: str, rung: Any, bands: Any, rank: Any) -> None:
+    """Validate a rung and its options; ``name`` is the argument's."""
+    check_choice(name, rung, RUNGS)
+    check_rung_options(bands, rank)
+
+
+def check_rung_options(bands: Any, rank: Any) -> None:
+    """Validate the bands of distances and the rank."""
+    integers = not isinstance(bands, (str, bytes)) and isinstance(bands, Sequence) and all(map(is_integer, bands))
+    if not integers or len(bands) == 0 or any(a >= b for a, b in pairwise(bands)):
+        raise ValueError(f"bands must be a sequence of distances that ascend, at least one, got {bands!r}")
+    check_integer("rank", rank, 1)
+
+
+def fit_rung(
+    rung: Rung,
+    scores: Float[Tensor, "*texts head query key"],
+    inside: Bool[Tensor, "*mask query key"],
+    keys: Float[Tensor, "*texts key kv feature"] | None,
+    *,
+    bands: Sequence[int],
+    pool: bool,
+) -> AttentionFit:
+    """The fit of a rung, other than the first and the last two.
+
+    Args:
+        rung: which.
+        scores: of all heads that are fitted.
+        inside: where a query sees a key.
+        keys: features of the keys, for ``"static"``.
+        bands: for ``"banded"``.
+        pool: one fit for all texts.
+    """
+    if rung in ("additive", "banded"):
+        return fit_attention(scores, mask=inside, bands=bands if rung == "banded" else (), pool=pool)
+    if rung != "static":
+        keys = scores.new_zeros(*scores.shape[:-3], scores.shape[-1], 1, 0)
+    assert keys is not None
+    return fit_attention(scores, mask=inside, keys=seen_keys(keys, inside), sink=rung != "distance", pool=pool)
+
+
+def seen_keys(
+    keys: Float[Tensor, "*texts key kv feature"], inside: Bool[Tensor, "*mask query key"]
+) -> Float[Tensor, "*texts key kv feature"]:
+    """Features of the keys that some query sees, and 0 at padding, which may hold anything."""
+    seen = inside.any(-2)
+    if seen.ndim > 1:  # masks for each text and head
+        seen = seen.any(-2)
+    return torch.where(seen[..., None, None], keys, 0.0)
+
+
+def rung_logits(
+    rung: Rung,
+    scores: Float[Tensor, "*texts head query key"],
+    inside: Bool[Tensor, "*mask query key"],
+    keys: Float[Tensor, "*texts key kv feature"] | None,
+    *,
+    bands: Sequence[int],
+    rank: int,
+) -> Float[Tensor, "*texts head query key"]:
+    """Logits of a rung that is fitted to the attention of these texts, each by itself; arbitrary outside the mask."""
+    if rung == "untouched":
+        return scores
+    if rung == "uniform":
+        return torch.zeros_like(scores)
+    if rung != "low-rank":
+        return fit_rung(rung, scores, inside, keys, bands=bands, pool=False).logits()
+    logits = fit_rung("banded", scores, inside, keys, bands=bands, pool=False).logits()
+    return logits + fit_query_term(_smoothed_pattern(scores, inside), logits, rank)
+
+
+def _smoothed_pattern(scores: Tensor, inside: Tensor) -> Float64[Tensor, "*texts head query key"]:
+    """The attention pattern with a pseudo-count of uniform attention, as ``fit_attention`` has it."""
+    inside = inside.expand(scores.shape)
+    pattern = scores.double().masked_fill(~inside, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
+    return torch.lerp(pattern, inside / inside.sum(-1, keepdim=True).clamp_min(1).double(), _PSEUDO_COUNT)
+
+
+def n_parameters(
+    rung: Rung, inside: Bool[Tensor, "query key"], n_feature: int, *, bands: Sequence[int], rank: int
+) -> int:
+    """Numbers that a rung fits for one head and one text (for a head, if these belong to the head); 0 for
+    ``"uniform"`` and ``"untouched"``, which fit nothing."""
+    d = cell_distances(inside.shape[0], inside.shape[1], inside.device)
+    n_distance = len(d[inside].unique())
+    band = torch.bucketize(d, d.new_tensor(bands), right=True)
+    by_band = sum(int((inside & (band == b)).any(-2).sum()) for b in range(len(bands) + 1))
+    n_query, n_key = int(inside.any(-1).sum()), int(inside.any(-2).sum())
+    counts: dict[Rung, int] = {
+        "uniform": 0,
+        "distance": n_distance,
+        "distance+sink": n_distance + 1,
+        "static": n_distance + 1 + n_feature,
+        "additive": n_distance + n_key,
+        "banded": n_distance + by_band,
+        "low-rank": n_distance + by_band + rank * (n_query + n_key),
+        "untouched": 0,
+    }
+    return counts[rung]
