@@ -159,9 +159,6 @@ PAPER = Preset(
     per_encoding_training={"absolute_mla": {"batch_size": 1024, "epochs": 150}},
 )
 
-_PRESETS = {"small": SMALL, "medium": MEDIUM, "paper": PAPER}
-
-
 def preset(name: Literal["small", "medium", "paper"]) -> Preset:
     """Return the ``small``, ``medium`` or ``paper`` preset.
 
@@ -185,9 +182,10 @@ def preset(name: Literal["small", "medium", "paper"]) -> Preset:
         >>> preset("medium").tasks["gap16"].n_out
         16
     """
-    if not isinstance(name, str) or name not in _PRESETS:
+    presets = {"small": SMALL, "medium": MEDIUM, "paper": PAPER}
+    if not isinstance(name, str) or name not in presets:
         raise ValueError(f'name must be "small", "medium" or "paper", got {name!r}')
-    return _PRESETS[name]
+    return presets[name]
 
 
 def train_preset(
