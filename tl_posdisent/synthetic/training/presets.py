@@ -159,6 +159,7 @@ PAPER = Preset(
     per_encoding_training={"absolute_mla": {"batch_size": 1024, "epochs": 150}},
 )
 
+
 def preset(name: Literal["small", "medium", "paper"]) -> Preset:
     """Return the ``small``, ``medium`` or ``paper`` preset.
 
