@@ -13,6 +13,15 @@ from .positional_symbolic import (
 from .positional_symbolic import (
     positional_symbolic_qk as positional_symbolic_qk,
 )
+from .preference_flips import (
+    PreferenceFlips as PreferenceFlips,
+)
+from .preference_flips import (
+    flip_probability as flip_probability,
+)
+from .preference_flips import (
+    preference_flips_qk as preference_flips_qk,
+)
 from .rotary import (
     Rotary as Rotary,
 )

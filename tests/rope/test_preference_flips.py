@@ -1,0 +1,136 @@
+"""Preference flips: counted by brute force over all pairs, 0 for additive scores, and tied to Kendall's τ."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import kendalltau
+from torch import Tensor
+
+from tl_posdisent.rope import Rotary, flip_probability, preference_flips_qk
+from tl_posdisent.rope import preference_flips as module
+from tl_posdisent.rope.rotary import to_complex
+
+NEAR, FAR = (0, 1, 2, 3.5), (7, 12, 30)
+
+
+def case(*, n_query: int = 5, n_key: int = 9, heads: int = 4, kv: int = 2, factor: float = 1.0, pairing: Any = "half"):
+    generator = torch.Generator().manual_seed(0)
+    rotary = Rotary(torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64), pairing, factor)
+    q = torch.randn(2, n_query, heads, 8, generator=generator, dtype=torch.float64)
+    k = torch.randn(2, n_key, kv, 8, generator=generator, dtype=torch.float64)
+    return q, k, rotary
+
+
+def scores(q: Tensor, k: Tensor, rotary: Rotary, distances: Any) -> Tensor:
+    """``W[d, j]`` of one query with all keys, by complex numbers."""
+    (zq, q_rest), (zk, k_rest) = to_complex(q, rotary), to_complex(k, rotary)
+    turn = torch.exp(1j * torch.tensor(distances, dtype=torch.float64)[:, None, None] * rotary.frequencies)
+    return (rotary.attention_factor**2 * zq * zk.conj() * turn).real.sum(-1) + k_rest @ q_rest
+
+
+def flips(x: Tensor, pairs: list[tuple[int, int]]) -> float:
+    """Of one query: the fraction of pairs of distances and of keys that flip."""
+    found = [
+        bool((x[d, a] - x[d, b]) * (x[e, a] - x[e, b]) < 0)
+        for d, e in pairs
+        for a, b in combinations(range(x.shape[1]), 2)
+    ]
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "at_once"), [({}, 2**20), ({"factor": 1.7, "pairing": "adjacent"}, 150), ({"heads": 3, "kv": 1}, 1)]
+)
+def test_equals_brute_force_over_all_pairs(options: dict[str, Any], at_once: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "_CELLS_AT_ONCE", at_once)
+    q, k, rotary = case(**options)
+    found = preference_flips_qk(q, k, rotary, NEAR, FAR)
+    n, m = len(NEAR), len(FAR)
+    kinds = {
+        "near": list(combinations(range(n), 2)),
+        "far": list(combinations(range(n, n + m), 2)),
+        "near_far": [(d, e) for d in range(n) for e in range(n, n + m)],
+    }
+    group = q.shape[2] // k.shape[2]
+    for text in range(2):
+        for head in range(q.shape[2]):
+            tables = [scores(row, k[text, :, head // group], rotary, NEAR + FAR) for row in q[text, :, head]]
+            for name, pairs in kinds.items():
+                wanted = sum(flips(x, pairs) for x in tables) / len(tables)
+                assert getattr(found, name)[text, head].item() == pytest.approx(wanted, abs=1e-12)
+    assert found.near_far.std() > 0.01
+
+
+def test_it_is_half_of_one_minus_kendalls_tau() -> None:
+    x, y = torch.randn(2, 1, 1, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    tau = kendalltau(x.flatten(), y.flatten()).statistic
+    assert flip_probability(x, y).item() == pytest.approx((1 - tau) / 2, abs=1e-12)
+
+
+def test_it_is_zero_for_additive_scores_and_only_the_order_counts() -> None:
+    generator = torch.Generator().manual_seed(1)
+    d, i, j = torch.randn(6, 1, generator=generator), torch.randn(3, 4, 1, 1, generator=generator), torch.randn(8)
+    table = i + d + j  # float32, summed in this order: ties may come, flips may not
+    assert flip_probability(table).tolist() == [0, 0, 0]
+    assert flip_probability(table[..., :3, :], table[..., 3:, :]).tolist() == [0, 0, 0]
+    any_table = torch.randn(4, 6, 8, generator=generator, dtype=torch.float64)
+    capped = 50 * torch.tanh(any_table / 50) * 3 + i[0]
+    assert flip_probability(capped).item() == flip_probability(any_table).item() > 0.3
+    assert flip_probability(any_table, -any_table[:, :1]).item() > 0.5
+
+
+def test_it_is_zero_for_an_additive_head_to_rounding() -> None:
+    """Keys that differ only where nothing turns, far from 0 and nearly equal: rounding must not flip them."""
+    q, k, rotary = case(n_key=40)
+    rotary = Rotary(torch.tensor([1.0, 0.3], dtype=torch.float64), "adjacent")
+    k[..., :4] = torch.tensor([30.0, -20.0, 5.0, 70.0])
+    k[..., 4:] = 1 + 1e-9 * k[..., 4:]
+    for dtype in (torch.float64, torch.float32):
+        found = preference_flips_qk(q.to(dtype), k.to(dtype), rotary, range(8), range(8, 40))
+        assert [x.abs().max().item() for x in (found.near, found.far, found.near_far)] == [0, 0, 0]
+    k[..., 4:] = k[..., :4]  # ties everywhere: all keys are alike
+    assert preference_flips_qk(q, k[:, :, :1].expand(-1, -1, 2, -1), rotary, [0, 1], [2]).near.max() == 0
+
+
+def test_one_distance_has_no_pairs() -> None:
+    q, k, rotary = case()
+    found = preference_flips_qk(q, k, rotary, [0], [5])
+    assert bool(found.near.isnan().all() & found.far.isnan().all() & found.near_far.isfinite().all())
+    assert list(found.to_frame().columns) == ["batch", "head", "near", "far", "near_far"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"near": []}, "near must be finite numbers, at least one"),
+        ({"near": [0, float("nan")]}, "near must be finite numbers"),
+        ({"far": "7"}, "far must be distances"),
+        ({"far": 7}, "far must be distances"),
+        ({"far": [True]}, "far must be finite numbers"),
+        ({"far": [3.5, 9]}, "near and far must name no distance twice"),
+        ({"k": torch.ones(2, 1, 2, 8)}, "q and k must have .* at least two keys"),
+        ({"k": torch.ones(2, 9, 3, 8)}, "multiple of the key heads"),
+        ({"q": torch.full((2, 5, 4, 8), torch.nan)}, "q must be finite, got 320 values"),
+        ({"q": torch.ones(2, 5, 4, 8).long()}, "q must be a floating point tensor"),
+    ],
+)
+def test_refusals(changed: dict[str, Any], words: str) -> None:
+    q, k, rotary = case()
+    with pytest.raises(ValueError, match=words):
+        preference_flips_qk(**({"q": q, "k": k, "rotary": rotary, "near": NEAR, "far": FAR} | changed))
+
+
+def test_refusals_of_scores() -> None:
+    x = torch.randn(3, 4, 5)
+    for given, words in (
+        ((x[0],), "scores must be floating point"),
+        ((x[..., :1],), "scores must be floating point .*key >= 2"),
+        ((x, x[:2]), "other must have the queries and keys of scores"),
+        ((x, x * torch.inf), "other must be finite"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            flip_probability(*given)

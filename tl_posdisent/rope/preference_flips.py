@@ -1,0 +1,267 @@
+"""Preference flips: how often the distance decides which of two keys has the higher score.
+
+A query compares two keys at one distance, and again at another. In an additive head,
+``score = distance + query + key``, the same key wins at every distance (also in the two-axis model, ``f(query,
+distance) + g(query, key)``), so no preference ever flips. This is a count and not a fit: it takes no mean, no variance
+and no linear model, and only the order of scores matters, neither their scale nor a soft cap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Float64, Int16
+from torch import Tensor
+
+from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.validation import is_number, shown
+
+from .rotary import Rotary, check_rotary, rotate
+
+_CELLS_AT_ONCE = 2**20
+_ROUNDING = 1e-12  # scores that differ by less than this of |q|·|k| do not differ
+_NAMES = ("near", "far", "near_far")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PreferenceFlips:
+    """Probabilities that two keys change places between two distances: 0 for an additive head, ½ by chance.
+
+    Attributes:
+        near: ``[*batch, head]``, between two of the near distances.
+        far: ``[*batch, head]``, between two of the far distances.
+        near_far: ``[*batch, head]``, between a near and a far distance. All in float64; NaN for a single distance.
+        near_distances, far_distances: in positions.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent.rope import Rotary, preference_flips_qk
+        >>> q, k = torch.ones(5, 2, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0]])[:, None]  # two keys, at right angles
+        >>> preference_flips_qk(q, k, Rotary(torch.tensor([1.0], dtype=torch.float64)), near=[0, 1, 2], far=[3, 4])
+        PreferenceFlips of 2 heads (near, far, near–far): 0.00 1.00 0.33, 0.00 1.00 0.33
+    """
+
+    near: Float64[Tensor, "*batch head"]
+    far: Float64[Tensor, "*batch head"]
+    near_far: Float64[Tensor, "*batch head"]
+    near_distances: Float64[Tensor, "near"]
+    far_distances: Float64[Tensor, "far"]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head: its index, ``near``, ``far`` and ``near_far``."""
+        values = {name: getattr(self, name).flatten().tolist() for name in _NAMES}
+        return pd.DataFrame({**index_columns(self.near.shape), **values})
+
+    def __repr__(self) -> str:
+        rows = zip(*(getattr(self, name).flatten().tolist() for name in _NAMES), strict=True)
+        said = ", ".join(" ".join(f"{x:.2f}" for x in row) for row in rows)
+        return f"PreferenceFlips of {self.near.numel()} heads (near, far, near–far): {said}"
+
+
+@torch.no_grad()
+def preference_flips_qk(
+    q: Float[Tensor, "*batch query head d_head"],
+    k: Float[Tensor, "*batch key kv d_head"],
+    rotary: Rotary,
+    near: Sequence[float] | Tensor,
+    far: Sequence[float] | Tensor,
+) -> PreferenceFlips:
+    """Count how often two keys change places between two distances, for every query and every pair of keys.
+
+    For query i, keys A ≠ B and distances d ≠ d′ the preference flips if ``W[d, i, A] > W[d, i, B]`` and
+    ``W[d′, i, A] < W[d′, i, B]``, with ``W[d, i, j]`` the score that query i would give to key j at distance d. The
+    probability is exact, over all queries, pairs of keys and pairs of distances of the kind: no sampling. It is
+    ``(1 - τ) / 2`` with Kendall's τ of the keys' order at the two distances, averaged. Ties (to rounding) never flip.
+
+    Time grows with queries · keys² · distances.
+
+    Args:
+        q: queries before rotation, ``[*batch, query, head, d_head]``.
+        k: keys likewise, ``[*batch, key, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
+            Every query meets every key.
+        rotary: the layer's frequencies, pairing and attention factor.
+        near, far: distances in positions, any finite numbers, none in both and none twice.
+
+    Returns:
+        ``PreferenceFlips``, with one number per head for two near distances, two far ones, and one of each.
+
+    Raises:
+        ValueError: shapes that do not belong together; fewer than two keys; values that are not finite; unusable
+            distances.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent.rope import Rotary, preference_flips_qk
+        >>> rotary = Rotary(torch.tensor([0.5, 0.0], dtype=torch.float64), pairing="adjacent")
+        >>> q, k = torch.ones(20, 1, 4), torch.randn(30, 1, 4)
+        >>> k[..., :2] = 1.0  # what turns is the same for all keys, so the head is additive
+        >>> preference_flips_qk(q, k, rotary, near=range(8), far=range(8, 32)).near_far.item()
+        0.0
+    """
+    _check(q, k)
+    check_rotary(rotary)
+    near_at, far_at = check_distance_sets(near, far)
+    *batch, _, n_heads, _ = q.shape
+    queries, keys = (x.double().reshape(-1, *x.shape[-3:]) for x in (q, k))
+    keys = rotate(keys, torch.zeros(keys.shape[1], device=k.device), rotary)
+    group = n_heads // k.shape[-2]
+    found = torch.stack(
+        [
+            _flips_of_head(queries[text, :, head], keys[text, :, head // group], rotary, near_at, far_at)
+            for text in range(len(queries))
+            for head in range(n_heads)
+        ]
+    )
+    near_near, far_far, mixed = found.reshape(*batch, n_heads, 3).unbind(-1)
+    return PreferenceFlips(near_near, far_far, mixed, near_at, far_at)
+
+
+@torch.no_grad()
+def flip_probability(
+    scores: Float[Tensor, "*batch query distance key"], other: Float[Tensor, "*batch query other key"] | None = None
+) -> Float64[Tensor, "*batch"]:
+    """Count preference flips in scores of every query with every key at several distances.
+
+    Args:
+        scores: ``[*batch, query, distance, key]``. Equal scores are ties, which never flip.
+        other: the same queries and keys at other distances: flips are counted between a distance of ``scores`` and one
+            of ``other``. Default: between two different distances of ``scores``.
+
+    Returns:
+        ``[*batch]``, the probability over queries, pairs of keys and pairs of distances; NaN for a single distance.
+
+    Raises:
+        ValueError: shapes that do not belong together, fewer than two keys, scores that are not finite.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent.rope import flip_probability
+        >>> distance, key = torch.randn(10, 6, 1), torch.randn(10, 1, 7)  # ten queries, six distances, seven keys
+        >>> flip_probability(distance + key).item()
+        0.0
+        >>> flip_probability(key, -key).item()  # the order is reversed
+        1.0
+    """
+    for name, x in (("scores", scores), ("other", scores if other is None else other)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.shape[-1] < 2 or not x.numel():
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be floating point (*batch, query, distance, key >= 2), got {what}")
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
+        if (*x.shape[:-2], x.shape[-1]) != (*scores.shape[:-2], scores.shape[-1]):
+            raise ValueError(f"other must have the queries and keys of scores, got {x.shape} and {scores.shape}")
+    one, two = (None if x is None else _ranks(x, 0.0).reshape(-1, *x.shape[-3:]) for x in (scores, other))
+    assert one is not None
+    counts = [_count_flips(own, None if two is None else two[n])[0 if two is None else 2] for n, own in enumerate(one)]
+    n_pairs = _pairs(scores.shape[-2], None if other is None else other.shape[-2])
+    n_all = n_pairs * scores.shape[-3] * _pairs(scores.shape[-1], None)
+    return torch.stack(counts).reshape(scores.shape[:-3]) / n_all
+
+
+def _flips_of_head(
+    q: Float64[Tensor, "query d"], k: Float64[Tensor, "key d"], rotary: Rotary, near: Tensor, far: Tensor
+) -> Float64[Tensor, "3"]:
+    """Near, far and near–far."""
+    counts = torch.zeros(3, dtype=torch.float64, device=q.device)
+    n_key = len(k)
+    length = torch.linalg.vector_norm(k, dim=-1).amax() * rotary.attention_factor
+    for block in q.split(max(1, _CELLS_AT_ONCE // n_key**2)):
+        size = torch.linalg.vector_norm(block, dim=-1)[:, None, None] * length
+        ranks = []
+        for distances in (near, far):
+            at = distances.repeat(len(block))  # distance by distance for each query
+            turned = rotate(block.repeat_interleave(len(distances), 0)[:, None], at, rotary)[:, 0]
+            ranks.append(_ranks((turned @ k.T).unflatten(0, (len(block), -1)), _ROUNDING * size))
+        counts += _count_flips(*ranks)
+    n_pairs = torch.tensor([_pairs(len(near), None), _pairs(len(far), None), _pairs(len(near), len(far))])
+    return counts / (n_pairs.to(counts) * len(q) * _pairs(n_key, None))
+
+
+def _pairs(n: int, other: int | None) -> float:
+    """Pairs of different things, or of one of each kind; NaN where there is none."""
+    number = n * (n - 1) / 2 if other is None else n * other
+    return number or torch.nan
+
+
+def _ranks(scores: Tensor, tolerance: Tensor | float) -> Int16[Tensor, "*batch key"]:
+    """The place of each score among those of its row; neighbours that differ by rounding share theirs."""
+    ordered, at = scores.sort(-1)
+    steps = torch.nn.functional.pad((ordered[..., 1:] - ordered[..., :-1]) > tolerance, (1, 0))
+    return torch.empty_like(at).scatter_(-1, at, steps.cumsum(-1)).to(torch.int16)
+
+
+def _count_flips(
+    one: Int16[Tensor, "query distance key"], two: Int16[Tensor, "query other key"] | None
+) -> Float64[Tensor, "3"]:
+    """Flips among distances of the one kind, of the other, and between them, over pairs of keys and of distances.
+
+    With n(A, B) the number of distances at which A beats B, keys A and B flip between ``n(A, B) · m(B, A) + n(B, A) ·
+    m(A, B)`` pairs of distances of two kinds, and between ``n(A, B) · n(B, A)`` pairs of one kind.
+    """
+    wins = _wins(one)
+    within = _crossed(wins, wins) / 2
+    if two is None:
+        return torch.stack([within, within, within])
+    others = _wins(two)
+    return torch.stack([within, _crossed(others, others) / 2, _crossed(wins, others)])
+
+
+def _wins(ranks: Int16[Tensor, "query distance key"]) -> Float[Tensor, "query key key"]:
+    """At how many distances the first key beats the second."""
+    shape = (len(ranks), ranks.shape[-1], ranks.shape[-1])
+    beats = torch.empty(shape, dtype=torch.bool, device=ranks.device)
+    number = torch.zeros(shape, dtype=torch.uint8 if ranks.shape[1] < 256 else torch.int32, device=ranks.device)
+    for row in ranks.unbind(1):
+        torch.gt(row[:, :, None], row[:, None, :], out=beats)
+        number += beats.view(torch.uint8)  # faster than a sum of bool
+    return number.float()
+
+
+def _crossed(one: Float[Tensor, "query key key"], two: Float[Tensor, "query key key"]) -> Float64[Tensor, ""]:
+    """The sum of ``one[q, A, B] · two[q, B, A]``."""
+    return torch.einsum("qab,qba->qa", one, two).sum(dtype=torch.float64)
+
+
+def check_distance_sets(near: Any, far: Any) -> tuple[Float64[Tensor, "near"], Float64[Tensor, "far"]]:
+    """Near and far distances as tensors.
+
+    Raises:
+        ValueError: not finite numbers, none at all, or one twice.
+    """
+    near_at, far_at = check_distances("near", near), check_distances("far", far)
+    joined = torch.cat([near_at, far_at])
+    if len(joined.unique()) < len(joined):
+        raise ValueError(
+            f"near and far must name no distance twice, got near {near_at.tolist()} and far {far_at.tolist()}"
+        )
+    return near_at, far_at
+
+
+def check_distances(name: str, given: Any) -> Float64[Tensor, "distance"]:
+    """Distances as a tensor, or raise."""
+    values = given.tolist() if hasattr(given, "tolist") else given
+    if isinstance(values, (str, bytes, dict)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be distances, a sequence of numbers, got {shown(given)}")
+    values = list(values)
+    if not values or not all(is_number(x) and math.isfinite(x) for x in values):
+        raise ValueError(f"{name} must be finite numbers, at least one, got {shown(given)}")
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _check(q: Any, k: Any) -> None:
+    for name, x in (("q", q), ("k", k)):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
+    if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-3] < 2:
+        raise ValueError(
+            "q and k must have the same batch axes and d_head, at least two keys, and a number of query heads that is "
+            f"a multiple of the key heads, got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
