@@ -64,6 +64,9 @@ from .experiments.attention_scores.controlled_distance import (
 from .experiments.attention_scores.disentanglement import (
     disentanglement as disentanglement,
 )
+from .experiments.attention_scores.head_labels import (
+    head_labels as head_labels,
+)
 from .experiments.attention_scores.positional_symbolic_plane import (
     positional_symbolic as positional_symbolic,
 )

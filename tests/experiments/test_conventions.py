@@ -67,7 +67,7 @@ def test_the_model_is_read_once(function: Call, shared_model: Any, monkeypatch: 
         return probe(*arguments)
 
     monkeypatch.setattr(reading_module, "probe", counted)
-    copies = int(function is tp.experiments.trained_vs_random)
+    copies = int(function in (tp.experiments.trained_vs_random, tp.experiments.head_labels))
     call(function, model)
     assert len(read) == 1 + copies
     call(function, reading)

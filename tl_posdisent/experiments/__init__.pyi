@@ -10,6 +10,9 @@ from .attention_scores.controlled_distance import (
 from .attention_scores.disentanglement import (
     disentanglement as disentanglement,
 )
+from .attention_scores.head_labels import (
+    head_labels as head_labels,
+)
 from .attention_scores.positional_symbolic_plane import (
     positional_symbolic as positional_symbolic,
 )
@@ -48,6 +51,9 @@ from .causal.position_patching import (
 )
 from .causal.position_patching import (
     position_patching as position_patching,
+)
+from .causal.streaming import (
+    streaming_ablation as streaming_ablation,
 )
 from .cost import (
     Estimate as Estimate,

@@ -40,8 +40,8 @@ def preference_flips(
     A query compares two keys at distance d, and again at d′; the preference *flips* if one key has the higher score at
     d and the other at d′. The number is the probability of a flip over all queries, pairs of keys and pairs of
     distances: 0 for ``distance + query + key`` (and for the two-axis model), ½ if the orders are unrelated, 1 if they
-    are reversed. It is counted exactly from queries and keys before rotation (``preference_flips_qk``); every query meets
-    every key of its text. Compare it with ``random_control``: random weights flip too.
+    are reversed. It is counted exactly from queries and keys before rotation (``preference_flips_qk``); every query
+    meets every key of its text. Compare it with ``random_control``: random weights flip too.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
@@ -96,4 +96,5 @@ def _default_far(near: Tensor, longest: int) -> list[int]:
 
 
 def _evenly(n: int, wanted: int) -> Tensor:
-    return torch.linspace(0, n - 1, min(n, wanted)).round().long().unique()
+    places: Tensor = torch.linspace(0, n - 1, min(n, wanted)).round().long()
+    return places

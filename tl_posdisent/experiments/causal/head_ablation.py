@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -26,7 +26,7 @@ from tl_posdisent.models.partial_forward import Clean, attention_from, of_texts,
 from tl_posdisent.models.reading.forward import evaluating, hook_name
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.observe import mismatch
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer
 
 from .metrics import Metric, check_metric, next_token_loss, value_of
@@ -101,22 +101,54 @@ def head_ablation(
         derangement(len(texts.one_group('mode="resample"')), seed)
     check_reach(model, list(chosen))
     with torch.no_grad(), evaluating(model):
-        replace = stand_in(model, list(chosen), mode, averaged, seed)
+        other = stand_in(model, list(chosen), mode, averaged, seed)
+    return replace_each(
+        model, texts, chosen, lambda group, layer: other, metric, batch_size=batch_size, progress=progress
+    )
+
+
+def replace_each(
+    model: Any,
+    texts: Texts,
+    chosen: dict[int, list[int]],
+    stand_in_of: Callable[[TextGroup, int], StandIn],
+    metric: Metric,
+    *,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Replace what each head alone gathers by something else, and measure a metric: the table of ``head_ablation``.
+
+    Args:
+        model, texts, metric, batch_size, progress: as there, checked.
+        chosen: heads of each layer, with working ``hook_z`` (``check_reach``).
+        stand_in_of: for texts of equal length and a layer, what replaces a head's z; asked for before the layer's runs.
+    """
+    with torch.no_grad(), evaluating(model):
         runs = [run_clean(model, group.tokens, list(chosen)) for group in texts.groups]
         baseline = value_of(metric, [clean.output for clean in runs], texts)
         tasks = []
         for group, clean in zip(texts.groups, runs, strict=True):
             at_once = batch_size or _texts_at_once(model, group.tokens, clean.output)
-            tasks.append(_Task(model, group.tokens, replace, clean, at_once))
+            tasks.append(_Task(model, group.tokens, _nothing, clean, at_once))
         ways, rows = [_ways(task) for task in tasks], []
         with tqdm(total=sum(map(len, chosen.values())), desc="heads", disable=not progress) as bar:
             for layer, some in chosen.items():
+                tasks = [
+                    replace(task, replace=stand_in_of(group, layer))
+                    for task, group in zip(tasks, texts.groups, strict=True)
+                ]
                 ablated = [_without_each(task, own, layer, some) for task, own in zip(tasks, ways, strict=True)]
                 for head, *outputs in zip(some, *ablated, strict=True):
                     value = value_of(metric, outputs, texts)
                     rows.append((layer, head, baseline, value, value - baseline))
                     bar.update()
     return pd.DataFrame(rows, columns=["layer", "head", "baseline", "value", "effect"])
+
+
+def _nothing(layer: int, heads: Sequence[int], z: Tensor) -> Tensor:
+    """The stand-in before a layer has its own."""
+    return z
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,11 @@ def padding_id(model: Any) -> int | None:
     return _special_id(model, "pad")
 
 
+def start_id(model: Any) -> int | None:
+    """The id with which the model's tokenizer, or else its Hugging Face config, begins texts."""
+    return _special_id(model, "bos")
+
+
 def _special_id(model: Any, which: str) -> int | None:
     source = getattr(model, "tokenizer", None) or getattr(getattr(model, "original_model", None), "config", None)
     found = getattr(source, f"{which}_token_id", None)

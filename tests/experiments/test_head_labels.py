@@ -1,0 +1,172 @@
+"""Labels of heads: their measures by hand and by TransformerLens's detector, and heads that are made to be such."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from torch import Tensor
+
+from tl_posdisent import head_labels, random_control
+from tl_posdisent.experiments.attention_scores.head_labels import repeated_tokens
+
+TOKENS = zoo.random_tokens(length=14, batch=2)
+MEASURES = ["previous_token", "duplicate_token", "induction", "first_token", "local", "entropy"]
+OPTIONS: dict[str, Any] = {"length": 9, "repeats": 2, "local": 3, "progress": False}
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+def patterns(model: Any, tokens: Tensor) -> Tensor:
+    """``[layer, batch, head, query, key]``."""
+    with torch.no_grad():
+        cache = model.run_with_cache(tokens)[1]
+    return torch.stack([cache["pattern", layer] for layer in range(model.cfg.n_layers)]).double()
+
+
+def labels(model: Any, tokens: Tensor | None = TOKENS, **more: Any) -> pd.DataFrame:
+    return head_labels(model, tokens, **(OPTIONS | {"streaming": False} | more))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "gptj"), ("bridge", "gpt2"), ("bridge", "gpt_oss")]
+)
+def test_measures_by_hand(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    table = labels(model)
+    x, copied = patterns(model, TOKENS), repeated_tokens(model, 9, 2, 0)
+    again, n_text = patterns(model, copied), TOKENS.shape[1]
+    start = copied.shape[1] - 18
+    share = x[..., 1:, :] / x[..., 1:, :].sum(-1, keepdim=True)
+    second = range(start + 9, start + 18)
+    wanted = {
+        "previous_token": sum(x[..., i, i - 1] for i in range(1, n_text)) / (n_text - 1),
+        "first_token": x[..., 1:, 0].mean(-1),
+        "local": sum(x[..., i, i - 2 : i + 1].sum(-1) for i in range(3, n_text)) / (n_text - 3),
+        "entropy": -(share * share.clamp_min(1e-300).log()).sum(-1).mean(-1),
+        "duplicate_token": sum(again[..., i, i - 9] for i in second) / 9,
+        "induction": sum(again[..., i, i - 8] for i in second) / 9,
+    }
+    for column, values in wanted.items():
+        assert table[column].tolist() == pytest.approx(values.mean(1).flatten().tolist(), abs=1e-6), column
+    assert table[["layer", "head"]].values.tolist() == [[x, h] for x in range(model.cfg.n_layers) for h in range(8)]
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_scores_of_transformer_lens(kind: str, name: str, shared_model: Any) -> None:
+    """Its detector divides by all rows, ours by the queries that the label is about."""
+    detector = pytest.importorskip("transformer_lens.head_detector")
+    model = shared_model(kind, name)
+    table = labels(model, None, repeats=1)
+    tokens = repeated_tokens(model, 9, 1, 0)
+    rows = tokens.shape[1]
+    cfg = {"device": "cpu", "n_ctx": 100, "n_layers": model.cfg.n_layers, "n_heads": 8, "dtype": torch.float32}
+    stub = SimpleNamespace(
+        cfg=SimpleNamespace(**cfg), to_tokens=lambda seq: tokens, run_with_cache=model.run_with_cache
+    )
+    for column, queries in (("previous_token", rows - 1), ("duplicate_token", 9), ("induction", 9)):
+        theirs = detector.detect_head(stub, "unused", f"{column}_head").flatten() * rows / queries
+        assert table[column].tolist() == pytest.approx(theirs.tolist(), abs=1e-5), column
+    stripe = patterns(model, tokens[:, rows - 18 :])  # the formula of its demos, without the query before the copy
+    model_free = labels_without_start(model)
+    stripe = stripe.diagonal(1 - 9, -2, -1)[..., 1:].mean(-1)
+    assert model_free == pytest.approx(stripe.flatten().tolist(), abs=1e-6)
+
+
+def labels_without_start(model: Any) -> list[float]:
+    """Of repeated tokens alone, as in TransformerLens's demos."""
+    from tl_posdisent.experiments.attention_scores.head_labels import _of_copies
+
+    tokens = repeated_tokens(model, 9, 1, 0)[:, -18:]
+    return _of_copies(patterns(model, tokens).flatten(0, 1), 9)["induction"].flatten().tolist()
+
+
+def planted(kinds: dict[int, str], n: int | None = None) -> Any:
+    """A hook that makes some heads of a layer attend to one key each."""
+
+    def edit(scores: Tensor, hook: Any) -> Tensor:
+        at = torch.arange(scores.shape[-1])
+        half = scores.shape[-1] // 2
+        key = {
+            "previous_token": (at - 1).clamp_min(0),
+            "duplicate_token": torch.where(at >= scores.shape[-1] - half, at - half, at),
+            "induction": torch.where(at >= scores.shape[-1] - half, at - half + 1, at),
+            "first_token": 0 * at,
+            "local": at,
+        }
+        scores = scores.clone()
+        for head, kind in kinds.items():
+            scores[:, head, at, key[kind]] = 1e3
+        return scores
+
+    return edit
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_heads_that_are_made_to_be_such(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    kinds = dict(enumerate(("previous_token", "duplicate_token", "induction", "first_token", "local")))
+    with model.hooks(fwd_hooks=[("blocks.1.attn.hook_attn_scores", planted(kinds))]):
+        table = labels(model, None, length=12, local=2)
+    own = table[table["layer"] == 1].set_index("head")
+    assert own["label"][:5].tolist() == list(kinds.values())
+    for head, column in kinds.items():
+        assert own.loc[head, column] == pytest.approx(1, abs=1e-5)
+        assert own.loc[head, f"{column}_random"] < 0.5
+        assert own.loc[head, "entropy"] < (1 if column in ("duplicate_token", "induction") else 1e-3)
+    plain = labels(model, None, length=12, local=2)
+    pd.testing.assert_frame_equal(table[table["layer"] == 0], plain[plain["layer"] == 0])
+
+
+def test_random_columns_are_those_of_random_copies(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    table = labels(model, seeds=[3, 4], streaming=True)
+    copies = [labels(copy, seeds=[0], streaming=True) for copy in random_control(model, [3, 4])]
+    for name in [*MEASURES, "streaming"]:
+        wanted = (copies[0][name] + copies[1][name]) / 2
+        assert table[f"{name}_random"].tolist() == pytest.approx(wanted.tolist(), abs=1e-6)
+    assert table["streaming"].abs().max() > 10 * table["streaming_random"].abs().max() > 0
+
+
+def test_padded_texts_are_measured_alone(shared_model: Any) -> None:
+    model, mask = shared_model("bridge", "llama-gqa"), torch.ones_like(TOKENS)
+    mask[0, :5] = 0
+    got = labels(model, attention_mask=mask)
+    alone = [labels(model, x) for x in (TOKENS[:1, 5:], TOKENS[1:])]
+    for name in MEASURES:
+        assert got[name].tolist() == pytest.approx(((alone[0][name] + alone[1][name]) / 2).tolist(), abs=1e-6)
+
+
+def test_repeated_tokens(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    tokens = repeated_tokens(model, 9, 3, 5)
+    one, two = tokens[:, -18:-9], tokens[:, -9:]
+    assert torch.equal(one, two)
+    assert all(len(row.unique()) == 9 for row in one)
+    assert torch.equal(tokens, repeated_tokens(model, 9, 3, 5))
+    assert not torch.equal(tokens, repeated_tokens(model, 9, 3, 6))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"local": 14}, "local must be less than the tokens of every text, 14, got 14"),
+        ({"local": 0}, "local must be an integer"),
+        ({"length": 10**6}, "length must be at most"),
+        ({"length": 1}, "length must be an integer of at least 2"),
+        ({"repeats": 0}, "repeats must be"),
+        ({"threshold": 0}, "threshold must be"),
+        ({"sinks": -1}, "sinks must be"),
+        ({"sinks": 4, "window": 10, "streaming": True}, "window and sinks must hide keys"),
+        ({"streaming": 1}, "streaming must be True or False"),
+        ({"seed": -1}, "seed must be"),
+        ({"seeds": []}, "seeds must be"),
+    ],
+    ids=str,
+)
+def test_refusals(options: dict[str, Any], words: str, shared_model: Any) -> None:
+    with pytest.raises(ValueError, match=words):
+        labels(shared_model("bridge", "llama-gqa"), **options)

@@ -1,0 +1,107 @@
+"""One head at a time restricted to sinks and a window: the numbers of a loop over masked scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.untouched import state
+from torch import Tensor
+
+from tl_posdisent import head_ablation, lambda_mask
+from tl_posdisent.experiments import streaming_ablation
+
+TOKENS = zoo.random_tokens(length=12, batch=3)
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    log_p = logits[:, :-1].double().log_softmax(-1)
+    return -log_p.gather(-1, tokens[:, 1:, None])[..., 0].mean(-1)
+
+
+def masked(head: int, sinks: int, window: int) -> Any:
+    """A plain hook on the scores."""
+
+    def edit(scores: Tensor, hook: Any) -> Tensor:
+        at = torch.arange(scores.shape[-1])
+        seen = (at < sinks) | (at[:, None] - at < window)
+        scores = scores.clone()
+        scores[:, head] = scores[:, head].masked_fill(~seen, torch.finfo(scores.dtype).min)
+        return scores
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*zoo.cases("llama-gqa", "mistral"), ("bridge", "gpt_oss"), ("bridge", "bloom")]
+)
+@pytest.mark.parametrize(("sinks", "window"), [(2, 3), (0, 4)])
+def test_the_numbers_of_the_plain_loop(kind: str, name: str, sinks: int, window: int, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    table = streaming_ablation(model, TOKENS, sinks=sinks, window=window, progress=False)
+    values = []
+    for layer, head in zip(table["layer"], table["head"], strict=True):
+        edit = (f"blocks.{layer}.attn.hook_attn_scores", masked(head, sinks, window))
+        with torch.no_grad(), model.hooks(fwd_hooks=[edit]):
+            values.append(float(loss(model(TOKENS), TOKENS).mean()))
+    assert table["value"].tolist() == pytest.approx(values, abs=2e-6)
+    assert table["effect"].abs().max() > 1e-3
+    baseline = head_ablation(model, TOKENS, layers=1, heads=0, progress=False)["baseline"][0]
+    assert table["baseline"].tolist() == pytest.approx([baseline] * len(table))
+
+
+def test_where_edited_scores_are_discarded(shared_model: Any) -> None:
+    """GPT-J's bridge: against the Λ-mask with a ceiling that nothing reaches."""
+    model = shared_model("bridge", "gptj")
+    table = streaming_ablation(model, TOKENS, sinks=1, window=3, heads=[(0, 2), (1, 7)], progress=False)
+    for layer, head, value in zip(table["layer"], table["head"], table["value"], strict=True):
+        with torch.no_grad(), model.hooks(fwd_hooks=lambda_mask(model, 1, 3, 100, heads=[(layer, head)])):
+            assert value == pytest.approx(float(loss(model(TOKENS), TOKENS).mean()), abs=2e-6)
+
+
+def test_padding_hooks_and_a_model_left_as_it_was(shared_model: Any) -> None:
+    model, mask = shared_model("bridge", "llama-gqa"), torch.ones_like(TOKENS)
+    mask[1, 8:] = 0
+    before = state(model)
+    options: dict[str, Any] = {"sinks": 1, "window": 3, "layers": 1, "progress": False}
+    got = streaming_ablation(model, TOKENS, loss_of_each, attention_mask=mask, **options)
+    assert state(model) == before
+    alone = [streaming_ablation(model, x, **options)["value"] for x in (TOKENS[:1], TOKENS[1:2, :8], TOKENS[2:])]
+    assert got["value"].tolist() == pytest.approx((sum(alone) / 3).tolist(), abs=1e-6)
+
+    def louder(v: Tensor, hook: Any) -> Tensor:
+        return 2 * v
+
+    with model.hooks(fwd_hooks=[("blocks.0.attn.hook_v", louder)]):  # only full passes are sure then
+        hooked = streaming_ablation(model, TOKENS, heads=[(1, 3)], sinks=1, window=3, progress=False)
+        edit = ("blocks.1.attn.hook_attn_scores", masked(3, 1, 3))
+        with torch.no_grad(), model.hooks(fwd_hooks=[edit]):
+            assert hooked["value"][0] == pytest.approx(float(loss(model(TOKENS), TOKENS).mean()), abs=2e-6)
+
+
+def loss_of_each(logits: Tensor, tokens: Tensor) -> Tensor:
+    """With NaN at padding."""
+    values = []
+    for row, ids in zip(logits, tokens, strict=True):
+        real = ~row.isnan().any(-1)
+        values.append(loss(row[None, real], ids[None, real])[0])
+    return torch.stack(values)
+
+
+def test_the_default_window_and_refusals(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    options: dict[str, Any] = {"heads": [(1, 2)], "progress": False}
+    got = streaming_ablation(model, TOKENS, **options)["value"][0]
+    assert got == streaming_ablation(model, TOKENS, sinks=4, window=3, **options)["value"][0]
+    for changed, words in (
+        ({"sinks": 9, "window": 3}, "window and sinks must hide keys, together less than the 12 tokens"),
+        ({"window": 0}, "window must be an integer of at least 1"),
+        ({"sinks": 1.5}, "sinks must be an integer"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"metric": 3}, "metric must be a function"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            streaming_ablation(model, TOKENS, **(options | changed))

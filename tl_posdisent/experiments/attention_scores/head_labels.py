@@ -1,0 +1,236 @@
+"""Labels of heads: previous token, duplicate token, induction, first token, local mass, entropy, streaming."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_posdisent.experiments.causal.streaming import streaming_ablation
+from tl_posdisent.hooks.planning.score_edits import masked_softmax
+from tl_posdisent.models.loading.random_init import random_control
+from tl_posdisent.models.reading.forward import Hook, device_of, padding_id, run, start_id
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed
+
+_LENGTH = 50  # of a random sequence that is repeated, if the vocabulary and the context have room
+_HEAD = ["layer", "head"]
+_LABELS = ("previous_token", "duplicate_token", "induction", "first_token")
+_LAYER_MEASURES = ("previous_token", "duplicate_token", "induction", "first_token", "local", "entropy")
+
+
+def head_labels(
+    model: Any,
+    tokens: Tokens | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    layers: int | Iterable[int] | None = None,
+    local: int = 8,
+    sinks: int = 4,
+    window: int | None = None,
+    streaming: bool = True,
+    length: int | None = None,
+    repeats: int = 4,
+    threshold: float = 0.5,
+    seed: int = 0,
+    seeds: Iterable[int] = (0,),
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Measure what heads are usually called by, each with its random-weights baseline.
+
+    Means over queries of the attention that a head gives to
+
+    * ``previous_token``: the key just before the query;
+    * ``duplicate_token``: the same token in the first copy of a random sequence that is repeated;
+    * ``induction``: the token after that one (arXiv 2209.11895);
+    * ``first_token``: the first key, often an attention sink (arXiv 2410.10781);
+    * ``local``: the last ``local`` keys, the query's own included, for queries that see more;
+
+    and ``entropy``, of the attention over keys, in nats. ``streaming`` is the added loss if this head alone sees only
+    sinks and a window (``streaming_ablation``; arXiv 2410.10819), in nats per token: near 0 for a *streaming* head,
+    above for one that retrieves from further back. Duplicate tokens and induction are measured on repeated random
+    tokens, the others on ``tokens``.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Rotary embeddings are not needed.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths. Default: the
+            repeated random tokens for all measures.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        layers: default all.
+        local: keys that count as near, in positions.
+        sinks, window: what a streaming head sees, see ``streaming_ablation``; ``window`` by default a quarter of the
+            longest text.
+        streaming: False leaves this measure out, which takes most of the time.
+        length: tokens of the random sequence, each different, which is run twice in a row after the token that begins
+            texts (if the model has one); default 50, or as many as vocabulary and context have room for.
+        repeats: random sequences, of which the mean is taken.
+        threshold: for ``label``.
+        seed: of the random sequences.
+        seeds: one random copy of the model each (``random_control``).
+        progress: show a bar over the models.
+
+    Returns:
+        One row per layer and head: ``layer``, ``head``, ``label``; then each measure, and the same with ``_random``,
+        the mean over the random copies. ``label`` names those of the first four measures that come at least
+        ``threshold`` of the way from the random copies' value to 1, joined by ``+``; else ``"local"`` if that does;
+        else it is empty.
+
+    Raises:
+        ValueError: a text not longer than ``local``; sinks and a window that hide nothing; ``length`` beyond the
+            vocabulary or the context; unusable tokens, layers or seeds; a layer that shows neither pattern nor scores.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, head_labels, load_demo_model
+        >>> table = head_labels(load_demo_model(), demo_tokens(length=64), streaming=False, progress=False)
+        >>> len(table), bool((table["first_token"] > 3 * table["first_token_random"]).any())
+        (40, True)
+    """
+    check_integer("local", local, 1)
+    check_integer("sinks", sinks, 0)
+    check_integer("repeats", repeats, 1)
+    check_number("threshold", threshold, above=0)
+    check_flag("streaming", streaming)
+    seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
+    reading = read_model(model, layers)
+    copied = repeated_tokens(reading.model, length, repeats, check_seed(seed))
+    n = copied.shape[1] // 2
+    given = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
+    texts = read_texts(reading.model, *given)
+    if min(texts.lengths) <= local:
+        raise ValueError(f"local must be less than the tokens of every text, {min(texts.lengths)}, got {local}")
+    copies = random_control(reading.model, seeds)
+    found = []
+    with tqdm(total=1 + len(seeds), desc="models", disable=not progress) as bar:
+        for m in (m for group in ([reading], copies) for m in group):
+            one = read_model(m, layers)
+            table = _measured(one, texts, copied, n, layers, local)
+            if streaming:
+                common: dict[str, Any] = {"attention_mask": texts.real, "layers": layers, "progress": False}
+                restricted = streaming_ablation(one, texts.tokens, sinks=sinks, window=window, **common)
+                table["streaming"] = restricted.set_index(_HEAD)["effect"]
+            found.append(table)
+            bar.update()
+    trained, *random = found
+    return _compared(trained, functools.reduce(operator.add, random) / len(seeds), threshold)
+
+
+def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> Int[Tensor, "repeats pos"]:
+    """Sequences of different random tokens, each twice in a row, after the token that begins texts if there is one.
+
+    Raises:
+        ValueError: more tokens than the vocabulary or half of the context has.
+    """
+    special = {x for x in (padding_id(model), start_id(model)) if x is not None}
+    usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special])
+    start = [] if start_id(model) is None else [start_id(model)]
+    room = (getattr(model.cfg, "n_ctx", None) or 2 * _LENGTH + 1) - len(start)
+    most = min(len(usable), room // 2)
+    length = min(most, _LENGTH) if length is None else check_integer("length", length, 2)
+    if length > most:
+        raise ValueError(
+            f"length must be at most {most}, got {length}: the vocabulary has {len(usable)} usable tokens and the "
+            f"context room for {room // 2}, twice"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.stack([usable[torch.randperm(len(usable), generator=generator)[:length]] for _ in range(repeats)])
+    first = torch.tensor(start, dtype=torch.int64).expand(repeats, -1)
+    return torch.cat([first, drawn, drawn], 1).to(device_of(model))
+
+
+def _compared(trained: pd.DataFrame, random: pd.DataFrame, threshold: float) -> pd.DataFrame:
+    """Measures beside those of random copies, and a label."""
+    above = (trained - random) / (1 - random) >= threshold
+    labels = []
+    for _, row in above.iterrows():
+        names = [name for name in _LABELS if row[name]]
+        labels.append("+".join(names) if names else "local" if row["local"] else "")
+    columns = {"label": pd.Series(labels, index=trained.index, dtype="object")}
+    for name in trained.columns:
+        columns |= {name: trained[name], f"{name}_random": random[name]}
+    return pd.DataFrame(columns).reset_index()
+
+
+def _measured(reading: ModelReading, texts: Texts, copied: Tensor, n: int, layers: Any, local: int) -> pd.DataFrame:
+    """Measures of one model that need its patterns alone, by layer and head."""
+    specs = sorted(reading.specs(layers), key=lambda spec: spec.layer)
+    sums: dict[tuple[str, int], Tensor] = {}
+
+    def add(spec: AttentionSpec, values: dict[str, Tensor], weight: float) -> None:
+        for name, each in values.items():
+            key = (name, spec.layer)
+            sums[key] = sums.get(key, torch.zeros(())) + each.sum(0).cpu() * weight
+
+    def of_text(spec: AttentionSpec, pattern: Tensor) -> None:
+        add(spec, _of_text(pattern, local), 1 / len(texts.tokens))
+
+    def of_copies(spec: AttentionSpec, pattern: Tensor) -> None:
+        add(spec, _of_copies(pattern, n), 1 / len(copied))
+
+    for group in texts.groups:
+        for_each_pattern(reading.model, group.tokens, specs, of_text)
+    for_each_pattern(reading.model, copied, specs, of_copies)
+    rows = [
+        (spec.layer, head, *(float(sums[name, spec.layer][head]) for name in _LAYER_MEASURES))
+        for spec in specs
+        for head in range(spec.n_heads)
+    ]
+    return pd.DataFrame(rows, columns=[*_HEAD, *_LAYER_MEASURES]).set_index(_HEAD)
+
+
+Pattern = Float[Tensor, "batch head query key"]
+
+
+def _of_text(pattern: Pattern, local: int) -> dict[str, Float64[Tensor, "batch head"]]:
+    """Mean attention to the previous and the first token and to near keys, and entropy, without the first query."""
+    pattern = pattern.double()
+    distance = torch.arange(pattern.shape[-1], device=pattern.device)
+    near = (distance[:, None] - distance).abs() < local
+    rows = pattern[..., 1:, :]
+    shares = rows / rows.sum(-1, keepdim=True)  # of what falls on tokens, where a learned sink takes a part
+    return {
+        "previous_token": pattern.diagonal(-1, -2, -1).mean(-1),
+        "first_token": rows[..., 0].mean(-1),
+        "local": (pattern * near).sum(-1)[..., local:].mean(-1),
+        "entropy": torch.special.entr(shares).sum(-1).mean(-1),
+    }
+
+
+def _of_copies(pattern: Pattern, n: int) -> dict[str, Float64[Tensor, "batch head"]]:
+    """Mean attention of the second copy's tokens to the same tokens in the first, and to those after them."""
+    pattern = pattern.double()
+    return {
+        "duplicate_token": pattern.diagonal(-n, -2, -1)[..., -n:].mean(-1),
+        "induction": pattern.diagonal(1 - n, -2, -1)[..., -n:].mean(-1),
+    }
+
+
+def for_each_pattern(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"],
+    specs: Sequence[AttentionSpec],
+    function: Callable[[AttentionSpec, Tensor], None],
+) -> None:
+    """Run the model once and call ``function`` with each layer's attention pattern ``[batch, head, query, key]``."""
+    run(model, tokens, [_listener(spec, function) for spec in specs], stop=max(spec.layer for spec in specs) + 1)
+
+
+def _listener(spec: AttentionSpec, function: Callable[[AttentionSpec, Tensor], None]) -> Hook:
+    """Of the pattern, or else of the scores, whose softmax it is."""
+    name = spec.pattern or spec.scores
+    if name is None:
+        raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
+
+    def listen(x: Tensor, hook: Any) -> None:
+        x = x.detach()
+        function(spec, x if spec.pattern else masked_softmax(x, ~spec.is_masked(x)))
+
+    return name, listen

@@ -1,0 +1,118 @@
+"""Streaming against retrieval: the loss when one head alone sees only the first keys and a window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from tl_posdisent.hooks.ablate import StandIn, check_reach
+from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
+from tl_posdisent.hooks.planning.planner import layer_hooks
+from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.models.reading.forward import hook_name, run
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
+from tl_posdisent.utils.validation import check_integer
+
+from .head_ablation import replace_each
+from .metrics import Metric, check_metric, next_token_loss
+
+
+def streaming_ablation(
+    model: Any,
+    tokens: Tokens,
+    metric: Metric = next_token_loss,
+    *,
+    attention_mask: Tensor | None = None,
+    sinks: int = 4,
+    window: int | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    batch_size: int | None = None,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Restrict each head alone to the first keys and a window of the last, and measure the change of a metric.
+
+    A *streaming* head loses nothing: it attends to attention sinks and to near keys. A *retrieval* head looks further
+    back (DuoAttention, arXiv 2410.10819). Query i of the head sees key j if ``j < sinks`` or ``i - j < window``, with
+    the scores that it has; all other heads are as they are. The numbers equal those of a loop over masked scores, at
+    the cost of ``head_ablation``: within a layer, one pass gives what all heads gather under the restriction.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile. Rotary
+            embeddings are not needed.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+        metric: as in ``head_ablation``.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        sinks: keys at the beginning of each text that stay visible.
+        window: last keys that stay visible, the query's own included; default a quarter of the longest text.
+        layers: default all that have attention.
+        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
+        batch_size: as in ``head_ablation``.
+        progress: show a bar.
+
+    Returns:
+        One row per layer and head: ``layer``, ``head``, ``baseline`` (the metric of all heads), ``value`` (with the
+        head restricted), ``effect`` (value − baseline).
+
+    Raises:
+        ValueError: sinks and a window that hide nothing in the longest text; a layer whose scores cannot be changed or
+            whose heads cannot be ablated; a metric that returns anything but finite numbers.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.experiments import streaming_ablation
+        >>> table = streaming_ablation(load_demo_model(), demo_tokens(length=64), window=8, progress=False)
+        >>> len(table), bool(table["effect"].max() > 0.02)
+        (40, True)
+    """
+    check_metric(metric)
+    check_integer("sinks", sinks, 0)
+    if batch_size is not None:
+        check_integer("batch_size", batch_size, 1)
+    reading = read_model(model, layers)
+    model, chosen = reading.model, any_heads(reading, layers, heads)
+    texts = read_texts(model, tokens, attention_mask)
+    window = max(1, texts.longest // 4) if window is None else check_integer("window", window, 1)
+    if sinks + window >= texts.longest:
+        raise ValueError(
+            f"window and sinks must hide keys, together less than the {texts.longest} tokens of the longest text, got "
+            f"{window} and {sinks}"
+        )
+    check_reach(model, [spec.layer for spec, _ in chosen])
+    specs = {spec.layer: spec for spec, _ in chosen}
+
+    def stand_in_of(group: TextGroup, layer: int) -> StandIn:
+        return _restricted(model, group, specs[layer], sinks, window)
+
+    picked = {spec.layer: some for spec, some in chosen}
+    return replace_each(model, texts, picked, stand_in_of, metric, batch_size=batch_size, progress=progress)
+
+
+def _restricted(model: Any, group: TextGroup, spec: AttentionSpec, sinks: int, window: int) -> StandIn:
+    """What heads of a layer gather when they see sinks and a window alone, in texts of equal length.
+
+    One pass gives it for all of them, since no head's result depends on the other heads of its layer.
+    """
+    kept: list[Tensor] = []
+
+    def hide(view: View) -> Tensor:
+        scores = view.scores()
+        return scores.masked_fill(~visible(scores.shape[-1], sinks, window, scores.device), -torch.inf)
+
+    hooks = layer_hooks(spec, range(spec.n_heads), ScoreEdit("streaming_ablation", hide, Order.HIDE, scores=True))
+    listen = (hook_name(spec.layer, "hook_z"), lambda z, hook: kept.append(z.detach().clone()))
+    run(model, group.tokens, [*hooks, listen], stop=spec.layer + 1)
+    gathered = kept[-1]
+    return lambda layer, heads, z: gathered[:, :, list(heads)]
+
+
+def visible(length: int, sinks: int, window: int, device: torch.device) -> Bool[Tensor, "query key"]:
+    """Keys that are among the first or near the query."""
+    at = torch.arange(length, device=device)
+    return (at < sinks) | ((at[:, None] - at).abs() < window)
