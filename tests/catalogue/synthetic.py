@@ -35,8 +35,10 @@ from tl_posdisent.synthetic import (
     evaluate,
     gradient_margins,
     head_drops,
+    only_heads,
     positional_gradients,
     preset,
+    sufficient_heads,
     to_hooked_transformer,
     train,
     train_preset,
@@ -228,6 +230,36 @@ ROWS: list[Row] = [
         "an unknown mode",
         lambda at: head_drops(synthetic(), X, Y, mode="off", progress=False),
         "mode must",
+    ),
+    refused(
+        "sufficient_heads",
+        "fewer labels",
+        lambda at: sufficient_heads(synthetic(), X, Y[:3]),
+        "labels must be",
+    ),
+    refused(
+        "sufficient_heads", "a share above 1", lambda at: sufficient_heads(synthetic(), X, Y, keep=1.5), "keep must be"
+    ),
+    refused(
+        "sufficient_heads",
+        "rotation where nothing rotates",
+        lambda at: sufficient_heads(synthetic(encoding="none"), X, Y),
+        "by must be",
+        "'none'",
+    ),
+    refused("only_heads", "a head too many", lambda at: only_heads(synthetic(), [(0, 2)]), "heads must be"),
+    refused("only_heads", "no model of ours", lambda at: only_heads(model(), [(0, 1)]), "model must be"),
+    refused(
+        "only_heads",
+        "texts that no rotation needs",
+        lambda at: only_heads(synthetic(), [(0, 1)], reference=X),
+        "reference must be None",
+    ),
+    refused(
+        "SufficientHeads",
+        "more heads than there are",
+        lambda at: sufficient_heads(synthetic(), X, Y).at(3),
+        "heads must be at most 2, got 3",
     ),
     refused(
         "dynamics",

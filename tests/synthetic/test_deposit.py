@@ -26,6 +26,7 @@ from tl_posdisent.synthetic import (
     head_drops,
     load_checkpoint,
     preset,
+    sufficient_heads,
 )
 from tl_posdisent.synthetic.analysis import deposit_study as study_module
 
@@ -235,6 +236,7 @@ def test_a_study_is_its_parts(done: tuple[Any, Path]) -> None:
         assert model.config.encoding == encoding
         assert report.baseline == pytest.approx(evaluate(model, tokens, labels)[1])
         own = study.drops[12 * n : 12 * (n + 1)]
+        assert (own["mode"] == "zero").all()
         assert own["value"].tolist() == head_drops(model, tokens, labels, progress=False)["value"].tolist()
         assert deposit(own).to_frame().equals(report.to_frame())
         assert study.deposits()["share"][n] == report.share
@@ -252,6 +254,36 @@ def test_its_summary_is_over_seeds(done: tuple[Any, Path]) -> None:
         assert row["layers"] == " ".join(str(r.layer) for r in reports)
         assert (row["seeds"], row["chance"]) == (2, 1 / 17)
     assert "4 trainings" in repr(study)
+
+
+def test_a_study_of_both_modes_and_of_what_suffices(tmp_path: Path) -> None:
+    """Each table is what its function says of the model; tables by mode and measure are deposits of those drops."""
+    study = deposit_study(
+        brief(), encodings=["rope", "none"], tasks=["count"], samples=20, modes=["mean", "zero"], sufficiency=True,
+        folder=tmp_path, progress=False,
+    )  # fmt: skip
+    split = brief().tasks["count"].split(64, 60)
+    tokens, labels = split.test_tokens[:20], split.test_labels[:20]
+    for encoding, kinds in (("rope", ["rotation", "attention"]), ("none", ["attention"])):
+        model = load_checkpoint(tmp_path / "trainings" / f"count-{encoding}-seed0" / "step-000002.safetensors")
+        report, own = study.reports[encoding, "count", 0], study.drops[study.drops["encoding"] == encoding]
+        assert [found.by for found in report.sufficient] == kinds
+        for found, by in zip(report.sufficient, kinds, strict=True):
+            assert found.heads == sufficient_heads(model, tokens, labels, by=by).heads  # type: ignore[arg-type]
+        for mode in ("mean", "zero"):
+            drops = head_drops(model, tokens, labels, mode=mode, progress=False)  # type: ignore[arg-type]
+            assert own[own["mode"] == mode]["loss_value"].tolist() == drops["loss_value"].tolist()
+            for measure in ("metric", "loss"):
+                row = study.deposits(measure, mode).set_index("encoding").loc[encoding]  # type: ignore[arg-type]
+                assert row["drop"] == deposit(drops, measure=measure).drop  # type: ignore[arg-type]
+    table = pd.read_csv(tmp_path / "sufficient.csv")
+    assert table["by"].tolist() == ["rotation", "attention", "attention"]
+    assert table["heads"].tolist() == study.sufficient()["heads"].tolist()
+    assert [len(str(some).split()) if n else 0 for some, n in zip(table["set"], table["heads"], strict=True)] == table[
+        "heads"
+    ].tolist()
+    with pytest.raises(ValueError, match="mode must be 'mean' or 'zero', got 'resample'"):
+        study.deposits(mode="resample")
 
 
 def test_what_is_kept_is_read_as_it_was(done: tuple[Any, Path]) -> None:
@@ -329,6 +361,10 @@ def test_other_refusals() -> None:
         deposit_study(brief(), samples=0, progress=False)
     with pytest.raises(ValueError, match="encodings, tasks and seeds must name one or more each"):
         deposit_study(brief(), seeds=[], progress=False)
+    with pytest.raises(ValueError, match="modes must name one or more, got none"):
+        deposit_study(brief(), modes=[], progress=False)
+    with pytest.raises(ValueError, match="modes must be 'zero', 'mean' or 'resample', got 'off'"):
+        deposit_study(brief(), modes=["off"], progress=False)  # type: ignore[list-item]
 
 
 @pytest.mark.usefixtures("unchecked")

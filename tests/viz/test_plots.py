@@ -15,6 +15,7 @@ import torch
 
 from tl_posdisent import fit_additive, plot_distance, plot_heads, plot_shares
 from tl_posdisent.rope import EFFECTS
+from tl_posdisent.synthetic import SufficientHeads, deposit
 from tl_posdisent.synthetic.training.runs import TrainRun
 from tl_posdisent.viz import (
     plot_deposit,
@@ -28,6 +29,7 @@ from tl_posdisent.viz import (
 from tl_posdisent.viz.palette import GREY, NEGATIVE, POSITIVE, ZERO, faint
 
 NAN = float("nan")
+PATH = ["heads", "accuracy", "loss"]
 
 
 def by_head(layers: int, heads: int, **columns: Any) -> pd.DataFrame:
@@ -252,6 +254,26 @@ def test_deposit_points_up_where_the_model_is_worse(better: Any, sign: int, most
     others = {colour for n, colour in enumerate(bars.marker.color) if n != most}
     assert len(others) == 1
     assert bars.marker.color[most] not in others
+
+
+def test_deposit_shows_what_suffices_beside_what_is_necessary() -> None:
+    path = pd.DataFrame([(6, 1.0, 0.1), (2, 0.95, 0.2), (1, 0.5, 1.0), (0, 0.2, 2.0)], columns=PATH)
+    numbers = (0.9, 1.0, 0.1, 0.2, 2.0, 0.95, 0.2)
+    found = [SufficientHeads(by, *numbers, heads=((0, 1), (1, 0)), path=path) for by in ("rotation", "attention")]
+    figure = plot_deposit(HEADS, better="higher", sufficient=found)
+    bars, *lines = figure.data
+    assert np.array_equal(bars.y, plot_deposit(HEADS, better="higher").data[0].y)
+    assert [line.name for line in lines] == ["if only these rotate", "if only these attend"]
+    for line in lines:
+        assert (line.x.tolist(), line.y.tolist()) == ([0, 1, 2, 6], [0.2, 0.5, 0.95, 1.0])
+        assert max(line.marker.size) == line.marker.size[2] > line.marker.size[1]
+        assert line.yaxis == "y2"
+    drops = HEADS.assign(baseline=0.9)
+    report = deposit(drops, sufficient=found)
+    assert np.array_equal(report.plot().data[0].y, bars.y)
+    assert len(report.plot().data) == 3
+    with pytest.raises(ValueError, match="sufficient must hold results of sufficient_heads, got int"):
+        plot_deposit(HEADS, better="higher", sufficient=[1])  # type: ignore[list-item]
 
 
 def test_many_heads_are_named_by_layer() -> None:

@@ -22,6 +22,15 @@ from .analysis.gradients import (
 from .analysis.gradients import (
     positional_gradients as positional_gradients,
 )
+from .analysis.sufficiency import (
+    SufficientHeads as SufficientHeads,
+)
+from .analysis.sufficiency import (
+    only_heads as only_heads,
+)
+from .analysis.sufficiency import (
+    sufficient_heads as sufficient_heads,
+)
 from .analysis.training_dynamics import (
     dynamics as dynamics,
 )

@@ -49,7 +49,7 @@ def synthetic(
       tl-posdisent synthetic
       tl-posdisent synthetic --encoding rope --task distance --seeds 3 --out out/rope
     """
-    changed = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
+    changed: dict[str, Any] = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
     with answering():
         device_of(device)
         if out.exists() and not out.is_dir():

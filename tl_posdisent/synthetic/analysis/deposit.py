@@ -12,14 +12,20 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.hooks.ablate import AblationMode
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
+from tl_posdisent.synthetic.tasks.sampling import IGNORED
 from tl_posdisent.synthetic.training.steps import answers, check_samples
-from tl_posdisent.utils.pictures import HasTable
+from tl_posdisent.utils.pictures import HasTable, figure_function
+from tl_posdisent.utils.validation import check_choice
+
+from .sufficiency import SufficientHeads, reference_texts
 
 _NEEDED = ("layer", "head", "baseline", "effect")
+_SETS = {"rotation": "rotating", "attention": "attending"}
 _MEASURES = ("baseline", "drop", "second", "share", "effective_heads", "layer", "head")
 
 
@@ -38,6 +44,7 @@ class DepositReport(HasTable):
         layer: of the largest drop (the first, if several are equal); None if all drops are 0.
         head: likewise.
         drops: one row per head: ``layer``, ``head``, ``drop`` (negative: a gain), ``share`` (its p).
+        sufficient: small sets of heads that suffice, where they were searched for.
 
     Example:
         >>> import pandas as pd
@@ -57,6 +64,7 @@ class DepositReport(HasTable):
     layer: int | None
     head: int | None
     drops: pd.DataFrame
+    sufficient: tuple[SufficientHeads, ...] = ()
 
     def by_layer(self) -> pd.DataFrame:
         """One row per layer: ``drop`` (its largest), ``head`` (that one's), ``total`` (its drops added up), ``share``
@@ -69,24 +77,40 @@ class DepositReport(HasTable):
         return table if math.isfinite(self.share) else table.assign(share=math.nan)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row with all measures; ``layer`` and ``head`` are <NA> where no head costs anything."""
+        """One row with all measures; ``layer`` and ``head`` are <NA> where no head costs anything.
+
+        With ``sufficient``, also ``rotating`` or ``attending``, the number of heads that suffice.
+        """
         row = {name: [getattr(self, name)] for name in _MEASURES}
+        row |= {_SETS[found.by]: [len(found.heads)] for found in self.sufficient}
         return pd.DataFrame(row).astype({"layer": "Int64", "head": "Int64"})
+
+    def plot(self, *, title: str | None = None) -> Any:
+        """Plot the drops, and the sufficient sets if there are any: see ``plot_deposit``."""
+        table = self.drops.rename(columns={"drop": "effect"})
+        return figure_function("plot_deposit")(table, better="lower", sufficient=self.sufficient, title=title)
 
     def __repr__(self) -> str:
         layers = self.by_layer()
         begin = f"DepositReport of {len(self.drops)} heads in {len(layers)} layers, baseline {self.baseline:.3f}\n"
+        sets = "".join(f"\n  {found!r}".replace("SufficientHeads: ", "sufficient: ") for found in self.sufficient)
         if self.layer is None:
-            return begin + "  no head costs anything"
+            return begin + "  no head costs anything" + sets
         shares = " ".join(f"{x:.2f}" for x in layers["share"])
         return begin + (
             f"  largest drop {self.drop:.3f} (layer {self.layer}, head {self.head}), second {self.second:.3f}; "
             f"share {self.share:.2f}, effective number of heads {self.effective_heads:.2f}\n"
-            f"  share by layer: {shares}"
+            f"  share by layer: {shares}{sets}"
         )
 
 
-def deposit(drops: pd.DataFrame, *, better: Literal["higher", "lower"] = "higher") -> DepositReport:
+def deposit(
+    drops: pd.DataFrame,
+    *,
+    better: Literal["higher", "lower"] = "higher",
+    measure: Literal["metric", "loss"] = "metric",
+    sufficient: Iterable[SufficientHeads] = (),
+) -> DepositReport:
     """Summarise a table of ``head_drops`` or ``head_ablation``: largest drop, share, effective number of heads.
 
     [B] reports that in RoPE models one head of the first layer does nearly the whole task: without it accuracy falls by
@@ -95,10 +119,14 @@ def deposit(drops: pd.DataFrame, *, better: Literal["higher", "lower"] = "higher
     Args:
         drops: a table of ``head_ablation`` or ``head_drops``: ``layer``, ``head``, ``baseline``, ``effect``.
         better: whether the metric is the better the ``"higher"`` it is, as accuracy is, or the ``"lower"``, as a loss.
+        measure: ``"metric"``, or ``"loss"``: of a table of ``head_drops``, the columns ``loss_baseline`` and
+            ``loss_effect`` instead. ``better`` has no say in that.
+        sufficient: results of ``sufficient_heads`` on the same model, to be reported beside the drops: a drop says
+            whether a head is necessary, which redundancy hides.
 
     Raises:
         ValueError: a table without these columns or without rows, a head twice, numbers that are not finite, more than
-            one baseline.
+            one baseline; another ``better`` or ``measure``.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
@@ -110,6 +138,13 @@ def deposit(drops: pd.DataFrame, *, better: Literal["higher", "lower"] = "higher
     """
     if better not in ("higher", "lower"):
         raise ValueError(f'better must be "higher" or "lower", got {better!r}')
+    check_choice("measure", measure, ("metric", "loss"))
+    sufficient = tuple(sufficient)
+    wrong = [type(found).__name__ for found in sufficient if not isinstance(found, SufficientHeads)]
+    if wrong:
+        raise ValueError(f"sufficient must hold results of sufficient_heads, got {wrong[0]}")
+    if measure == "loss":
+        drops, better = _of_loss(drops), "lower"
     _check(drops)
     loss = drops["effect"].to_numpy(float) * (-1.0 if better == "higher" else 1.0) + 0.0
     worth = loss.clip(min=0)
@@ -128,6 +163,7 @@ def deposit(drops: pd.DataFrame, *, better: Literal["higher", "lower"] = "higher
         layer=int(table["layer"].iloc[largest]) if total > 0 else None,
         head=int(table["head"].iloc[largest]) if total > 0 else None,
         drops=table,
+        sufficient=sufficient,
     )
 
 
@@ -179,17 +215,20 @@ def head_drops(
     batch_size: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Measure the accuracy of a synthetic model without each of its heads: ``head_ablation`` with labels.
+    """Measure accuracy and loss of a synthetic model without each of its heads: ``head_ablation`` with labels.
 
     Args:
         model: trained; where it is.
         tokens: samples ``[sample, pos]`` that it was not trained on, ``split.test_tokens`` for instance.
-        labels: ``[sample]``.
-        layers, heads, mode, reference, seed, batch_size, progress: as in ``head_ablation``. [B] zeroes heads.
+        labels: ``[sample]``; those of -100 do not count.
+        layers, heads, mode, seed, batch_size, progress: as in ``head_ablation``. [B] zeroes heads.
+        reference: for the mean, padded like ``tokens``, which are the default; padding is left out unless the model
+            reads it.
 
     Returns:
         One row per head: ``layer``, ``head``, ``baseline`` (accuracy, 0 to 1), ``value`` (without the head),
-        ``effect`` (value - baseline, so a drop is negative). ``deposit`` sums it up.
+        ``effect`` (value - baseline, so a drop is negative); ``loss_baseline``, ``loss_value``, ``loss_effect``: the
+        same of the mean cross-entropy in nats, which rises without a head that matters. ``deposit`` sums it up.
 
     Raises:
         ValueError: as ``evaluate``, and as ``head_ablation``.
@@ -204,14 +243,39 @@ def head_drops(
         (4, True)
     """
     check_samples(model, tokens, labels)
-
-    def right(logits: Tensor, tokens: Tensor) -> Tensor:
-        logits = answers(lambda *_, **__: logits, tokens, model.config.pad_id)
-        return (logits.argmax(-1) == labels.to(logits.device)).double()
-
-    options: dict[str, Any] = {"layers": layers, "heads": heads, "mode": mode, "reference": reference, "seed": seed}
+    averaged: Any = tokens if reference is None and mode == "mean" else reference
+    if mode == "mean":
+        averaged = reference_texts(model, averaged)
+    metric = _Answers(labels, model.config.pad_id)
+    options: dict[str, Any] = {"layers": layers, "heads": heads, "mode": mode, "reference": averaged, "seed": seed}
     with torch.no_grad():
-        return head_ablation(model, tokens, right, batch_size=batch_size, progress=progress, **options)
+        table = head_ablation(model, tokens, metric, batch_size=batch_size, progress=progress, **options)
+    loss = np.array(metric.losses)
+    return table.assign(loss_baseline=loss[0], loss_value=loss[1:], loss_effect=loss[1:] - loss[0])
+
+
+class _Answers:
+    """The metric of ``head_ablation``: the accuracy. It is called for the baseline first, then for each row; the
+    losses of these calls are kept."""
+
+    def __init__(self, labels: Int[Tensor, "sample"], pad: int | None) -> None:
+        self.labels, self.pad = labels, pad
+        self.losses: list[float] = []
+
+    def __call__(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        logits = answers(lambda *_, **__: logits, tokens, self.pad).double()
+        labels = self.labels.to(logits.device)
+        self.losses.append(float(cross_entropy(logits, labels)))
+        counted = labels != IGNORED
+        return (logits.argmax(-1) == labels)[counted].double().mean()
+
+
+def _of_loss(drops: pd.DataFrame) -> pd.DataFrame:
+    columns = {"loss_baseline": "baseline", "loss_effect": "effect"}
+    missing = [name for name in columns if name not in drops]
+    if missing:
+        raise ValueError(f'drops must have the column {missing[0]!r} with measure="loss", as head_drops makes it')
+    return drops.drop(columns=["baseline", "effect"], errors="ignore").rename(columns=columns)
 
 
 def _check(drops: pd.DataFrame) -> None:

@@ -257,21 +257,23 @@ def chosen_of(preset: Preset, tasks: Any, encodings: Any) -> tuple[list[str], li
 
 
 def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
-    """One row per training: ``encoding``, ``task``, ``seed``, ``accuracy`` (on the test samples), ``chance`` (of the
-    best constant guess where labels are uniform, as in all tasks here), ``steps``, ``samples``, ``seconds``.
+    """One row per training: ``encoding``, ``task``, ``seed``, ``accuracy`` and ``loss`` (on the test samples),
+    ``chance`` (of the best constant guess where labels are uniform, as in all tasks here), ``steps``, ``samples``,
+    ``seconds``.
 
     Example:
         >>> from tl_posdisent.synthetic import accuracies
         >>> accuracies({}).columns.tolist()
-        ['encoding', 'task', 'seed', 'accuracy', 'chance', 'steps', 'samples', 'seconds']
+        ['encoding', 'task', 'seed', 'accuracy', 'loss', 'chance', 'steps', 'samples', 'seconds']
     """
     if not isinstance(runs, Mapping):
         raise ValueError(f"runs must be what train_preset returns, got {type(runs).__name__}")
-    columns = ["encoding", "task", "seed", "accuracy", "chance", "steps", "samples", "seconds"]
+    columns = ["encoding", "task", "seed", "accuracy", "loss", "chance", "steps", "samples", "seconds"]
     rows = [
         (
             *key,
             run.test_accuracy,
+            run.test_loss,
             run.task.chance,
             run.steps,
             run.config.samples(run.steps),

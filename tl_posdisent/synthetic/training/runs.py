@@ -180,7 +180,15 @@ class TrainRun(HasTable):
     @property
     def test_accuracy(self) -> float:
         """When last measured; NaN if never."""
-        measured = self.metrics["test_accuracy"].dropna()
+        return self._last("test_accuracy")
+
+    @property
+    def test_loss(self) -> float:
+        """In nats, when last measured; NaN if never."""
+        return self._last("test_loss")
+
+    def _last(self, column: str) -> float:
+        measured = self.metrics[column].dropna()
         return float(measured.iloc[-1]) if len(measured) else math.nan
 
     def split(self, device: str | torch.device | None = None) -> Split:

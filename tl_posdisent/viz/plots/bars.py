@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.rope.variance_decomposition import EFFECTS
+from tl_posdisent.synthetic.analysis.sufficiency import SufficientHeads
 from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
 
 from .axis_titles import add_title, title_of
@@ -61,7 +63,13 @@ def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     return add_title(figure, title, "Variance decomposition of the scores of each head")
 
 
-def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"], title: str | None = None) -> go.Figure:
+def plot_deposit(
+    table: pd.DataFrame,
+    *,
+    better: Literal["lower", "higher"],
+    sufficient: Iterable[SufficientHeads] = (),
+    title: str | None = None,
+) -> go.Figure:
     """Plot how much worse the model is without each head, the heads with the largest drops first.
 
     According to arXiv 2505.13027, in models with RoPE trained on a position-sensitive task one head of the first layer
@@ -70,16 +78,18 @@ def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"], tit
     Args:
         table: of ``head_ablation``.
         better: which values of its metric are better: ``"lower"``, as of a loss, or ``"higher"``, as of an accuracy.
+        sufficient: results of ``sufficient_heads`` on the same model.
         title: of the figure; default says what it shows.
 
     Returns:
         A figure with a bar for each head: by how much the metric is worse without it, in the units of the metric. A
         bar below 0 is a head without which the metric is better. The head with the largest drop is labelled. Bars have
-        the standard errors of a column ``effect_se``, if the table has one.
+        the standard errors of a column ``effect_se``, if the table has one. With ``sufficient``, a second panel:
+        accuracy with the most important heads alone against their number, and the sufficient set as a larger marker.
 
     Raises:
         ValueError: a table without ``layer``, ``head`` and ``effect``, or without rows; several rows for a head; an
-            unknown option.
+            unknown option; ``sufficient`` that is no result of ``sufficient_heads``.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
@@ -93,6 +103,10 @@ def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"], tit
     """
     if better not in ("lower", "higher"):
         raise ValueError(f'better must be "lower" or "higher", got {better!r}')
+    sufficient = list(sufficient)
+    for found in sufficient:
+        if not isinstance(found, SufficientHeads):
+            raise ValueError(f"sufficient must hold results of sufficient_heads, got {type(found).__name__}")
     table = check_table(table, ["layer", "head"], ["effect"], "head_ablation")
     means = mean_over_texts(table, ["layer", "head"], ["effect"])
     worse = means["effect"] if better == "lower" else -means["effect"]
@@ -101,11 +115,41 @@ def plot_deposit(table: pd.DataFrame, *, better: Literal["lower", "higher"], tit
     bars = go.Bar(x=x, y=worse.to_numpy(), marker={"color": colours, "line": {"width": 0}}, name="")
     if "effect_se" in table:
         bars.update(error_y=_errors(mean_over_texts(table, ["layer", "head"], ["effect_se"])["effect_se"]))
-    figure = go.Figure(bars.update(customdata=names, hovertemplate="%{customdata}: %{y:.4g}"))
-    figure.add_annotation(x=most, y=max(worse[most], 0), text=names[most], showarrow=False, yanchor="bottom")
-    figure.update_xaxes(**head_ticks(means))
-    figure.update_yaxes(title="how much worse without the head<br>(units of the metric: nats for the loss)")
+    bars.update(customdata=names, hovertemplate="%{customdata}: %{y:.4g}")
+    figure, place = go.Figure(), {}
+    if sufficient:
+        figure, place = figure.set_subplots(rows=2, cols=1, vertical_spacing=0.2), {"row": 1, "col": 1}
+    figure.add_trace(bars.update(showlegend=False), **place)
+    label = {"x": most, "y": max(worse[most], 0), "text": names[most], "showarrow": False, "yanchor": "bottom"}
+    figure.add_annotation(**label, **place)
+    figure.update_xaxes(**head_ticks(means), **place)
+    worse_title = "how much worse without the head<br>(units of the metric: nats for the loss)"
+    figure.update_yaxes(title=worse_title, **place)
+    if sufficient:
+        _add_paths(figure, sufficient)
     return add_title(figure, title, "Effect of removing each head")
+
+
+_ALONE = {"rotation": "if only these rotate", "attention": "if only these attend"}
+
+
+def _add_paths(figure: go.Figure, sufficient: Sequence[SufficientHeads]) -> None:
+    """The second panel of ``plot_deposit``."""
+    for found, colour in zip(sufficient, (RUST, BLUE, GREY), strict=False):
+        path = found.path.sort_values("heads")
+        sizes = [12 if n == len(found.heads) else 6 for n in path["heads"]]
+        figure.add_scatter(
+            x=path["heads"].to_numpy(),
+            y=path["accuracy"].to_numpy(),
+            name=_ALONE[found.by],
+            mode="lines+markers",
+            line={"color": colour},
+            marker={"size": sizes},
+            row=2,
+            col=1,
+        )
+    figure.update_xaxes(title="heads kept", row=2, col=1)
+    figure.update_yaxes(title="accuracy (share)", rangemode="tozero", row=2, col=1)
 
 
 def plot_substitution(

@@ -1,0 +1,305 @@
+"""Sufficient sets of heads: every subset by brute force on a tiny trained model, and what redundancy cannot hide."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+
+from tl_posdisent import ablate_heads, limit_frequencies
+from tl_posdisent.hooks import applied
+from tl_posdisent.synthetic import (
+    SufficientHeads,
+    SyntheticConfig,
+    SyntheticModel,
+    TrainConfig,
+    TriggerCount,
+    TriggerDistance,
+    deposit,
+    evaluate,
+    head_drops,
+    only_heads,
+    sufficient_heads,
+    train,
+)
+
+TASK = TriggerDistance(d_vocab=6, max_gap=4, min_side=1, max_side=1, n_ctx=8)
+HEADS = [(layer, head) for layer in range(2) for head in range(2)]
+SUBSETS = [some for n in range(5) for some in itertools.combinations(HEADS, n)]
+BY = ("rotation", "attention")
+by_both = pytest.mark.parametrize("by", BY)
+
+
+def tiny(**changed: Any) -> SyntheticModel:
+    shape: dict[str, Any] = {"n_layers": 2, "d_model": 24, "n_heads": 2, "d_mlp": 24, "pad_id": 0, "rope_base": 30.0}
+    shape |= {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out}
+    return SyntheticModel(SyntheticConfig(**shape | changed), seed=1)
+
+
+@pytest.fixture(scope="module")
+def trained() -> SyntheticModel:
+    how = TrainConfig(epochs=1, batch_size=64, lr=5e-3, betas=(0.9, 0.98), n_train=64 * 90, n_test=10, pieces=1)
+    model = tiny()
+    task = TriggerDistance(d_vocab=6, max_gap=4, min_side=1, max_side=1, n_ctx=8)
+    # Few texts of a tiny task repeat; which ones it saw does not matter here.
+    object.__setattr__(task, "split", lambda n, m, seed, device=None: _split(task, n, m))
+    train(model, task, how, progress=False)
+    return model
+
+
+def _split(task: Any, n: int, m: int) -> Any:
+    from tl_posdisent.synthetic import Split
+
+    return Split(*task.batch(n, 0), *task.batch(m, 1))
+
+
+SAMPLES = TASK.batch(150, seed=7)
+
+
+def mean_z(model: SyntheticModel, layer: int) -> Tensor:
+    """Of all tokens that are no padding: one text at a time."""
+    parts = [row[row != 0] for row in SAMPLES[0]]
+    with torch.no_grad():
+        return torch.cat([model.run_with_cache(row[None])[1]["z", layer][0] for row in parts]).mean(0)
+
+
+def alone(model: SyntheticModel, heads: Any, by: str) -> tuple[float, float]:
+    """Accuracy and loss with these heads, by hooks of other making."""
+    others = [head for head in HEADS if head not in heads]
+    if by == "rotation":
+        hooks = limit_frequencies(model, high=0, mode="freeze", heads=others) if others else []
+    else:
+        hooks = []
+        for layer in range(2):
+            mean, some = mean_z(model, layer), [h for n, h in others if n == layer]
+
+            def put(z: Tensor, hook: Any, mean: Tensor = mean, some: Any = some) -> Tensor:
+                z = z.clone()
+                z[:, :, some] = mean[some]
+                return z
+
+            hooks.append((f"blocks.{layer}.attn.hook_z", put))
+    with applied(model, hooks):
+        loss, accuracy = evaluate(model, *SAMPLES)
+    return accuracy, loss
+
+
+@pytest.fixture(scope="module")
+def brute(trained: SyntheticModel) -> dict[str, dict[frozenset[Any], tuple[float, float]]]:
+    return {by: {frozenset(some): alone(trained, some, by) for some in SUBSETS} for by in BY}
+
+
+# --- by brute force ---------------------------------------------------------------------------------------------
+
+
+def test_the_model_has_learned_and_some_sets_do_not_suffice(trained: SyntheticModel, brute: Any) -> None:
+    assert evaluate(trained, *SAMPLES)[1] > 0.9
+    for by in BY:
+        accuracies = [accuracy for accuracy, _ in brute[by].values()]
+        assert min(accuracies) < 0.6
+        assert len(set(accuracies)) > 8
+
+
+@by_both
+def test_only_heads_against_other_hooks(trained: SyntheticModel, brute: Any, by: Any) -> None:
+    reference = SAMPLES[0] if by == "attention" else None
+    for some, (accuracy, loss) in brute[by].items():
+        with trained.hooks(fwd_hooks=only_heads(trained, some, by=by, reference=reference)):
+            measured = evaluate(trained, *SAMPLES)
+        assert measured == pytest.approx((loss, accuracy), abs=1e-5)
+
+
+@by_both
+@pytest.mark.parametrize("keep", [0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_set_suffices_and_none_of_its_heads_can_go(
+    trained: SyntheticModel, brute: Any, by: Any, keep: float, ordered: bool
+) -> None:
+    order = head_drops(trained, *SAMPLES, mode="mean", progress=False) if ordered else None
+    found, all_sets = sufficient_heads(trained, *SAMPLES, by=by, keep=keep, order=order), brute[by]
+    enough, whole = keep * all_sets[frozenset(HEADS)][0] - 1e-9, frozenset(found.heads)
+    assert (found.accuracy, found.loss) == pytest.approx(all_sets[whole], abs=1e-5)
+    assert found.accuracy >= enough
+    assert all(all_sets[whole - {head}][0] < enough for head in whole)
+    smallest = min(len(some) for some, (accuracy, _) in all_sets.items() if accuracy >= enough)
+    assert smallest <= len(found.heads) <= 4
+    assert (found.baseline, found.baseline_loss) == pytest.approx(all_sets[frozenset(HEADS)], abs=1e-5)
+    assert (found.none, found.none_loss) == pytest.approx(all_sets[frozenset()], abs=1e-5)
+
+
+@by_both
+def test_the_path_goes_from_all_heads_to_none(trained: SyntheticModel, brute: Any, by: Any) -> None:
+    found = sufficient_heads(trained, *SAMPLES, by=by)
+    sizes = found.path["heads"].tolist()
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert (sizes[0], sizes[-1]) == (4, 0)
+    of_size = {n: [value for some, value in brute[by].items() if len(some) == n] for n in range(5)}
+    for n, accuracy, loss in found.path.itertuples(index=False):
+        assert any((accuracy, loss) == pytest.approx(value, abs=1e-5) for value in of_size[n])
+        assert found.at(n) == (accuracy, loss)
+    for n in range(len(found.heads) + 1):  # the most important heads of the set come first
+        assert found.at(n) == pytest.approx(brute[by][frozenset(found.heads[:n])], abs=1e-5)
+
+
+# --- what redundancy cannot hide --------------------------------------------------------------------------------
+
+
+def doubled(model: SyntheticModel) -> SyntheticModel:
+    """Each head twice, each copy with half of the output: no copy alone is missed as the head was."""
+    twin = tiny(n_heads=4, d_head=12)
+    state = dict(model.state_dict())
+    for name, x in state.items():
+        last = name.rsplit(".", 1)[-1]
+        if last in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
+            state[name] = x.repeat(2, *[1] * (x.ndim - 1))
+        if last == "W_O":
+            state[name] = x.repeat(2, 1, 1) / 2
+    twin.load_state_dict(state)
+    return twin.eval()
+
+
+def test_redundant_heads_are_not_necessary_and_one_of_each_is_in_the_set(trained: SyntheticModel) -> None:
+    """Copies of every head: drops shrink, and the sufficient set keeps as many heads as without copies, or more
+    where half of an output is too little; but never none."""
+    model = doubled(trained)
+    torch.testing.assert_close(model(SAMPLES[0]), trained(SAMPLES[0]), rtol=0, atol=1e-4)
+    before = deposit(head_drops(trained, *SAMPLES, mode="mean", progress=False), measure="loss")
+    after = deposit(head_drops(model, *SAMPLES, mode="mean", progress=False), measure="loss")
+    assert after.drop < 0.6 * before.drop
+    assert after.effective_heads > 1.5 * before.effective_heads
+    found = sufficient_heads(model, *SAMPLES)
+    assert len(found.heads) >= len(sufficient_heads(trained, *SAMPLES).heads) > 0
+    assert found.none < 0.6
+
+
+def test_an_exact_spare_is_removed() -> None:
+    """Two heads of one layer of which either alone gives the same answer (their keys and outputs are equal, and the
+    read-out is scaled so that half of it gives the same largest logit): drops of accuracy are 0, one head suffices."""
+    model = tiny(n_layers=1, n_heads=2, final_norm=False)
+    with torch.no_grad():
+        for name in ("W_Q", "W_K", "W_V", "W_O"):
+            weight = getattr(model.blocks[0].attn, name)
+            weight[1] = weight[0]
+        model.blocks[0].mlp.W_out.zero_()
+        model.embed.W_E.zero_()
+        model.embed.W_E[1] = 1.0  # of the tokens only the trigger shows
+    tokens, _ = SAMPLES
+    with torch.no_grad():
+        labels = model(tokens).argmax(-1)
+    drops = head_drops(model, tokens, labels, mode="zero", progress=False)
+    found = sufficient_heads(model, tokens, labels, by="rotation", keep=1.0)
+    assert drops["baseline"].eq(1.0).all()
+    assert len(found.heads) <= 1
+
+
+# --- other models -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["sinusoidal_rope", "absolute_mla", "mla"])
+def test_rotation_of_other_encodings_is_that_of_limit_frequencies(encoding: str) -> None:
+    model = tiny(encoding=encoding).eval()
+    with torch.no_grad():
+        for some in ([], [(0, 1)], HEADS[1:]):
+            others = [head for head in HEADS if head not in some]
+            ours = model.run_with_hooks(SAMPLES[0], fwd_hooks=only_heads(model, some))
+            hooks = limit_frequencies(model, high=0, mode="freeze", heads=others)
+            torch.testing.assert_close(ours, model.run_with_hooks(SAMPLES[0], fwd_hooks=hooks), rtol=0, atol=1e-5)
+
+
+def test_rotary_heads_alone_are_candidates() -> None:
+    model = tiny(rotary_heads=1)
+    assert sufficient_heads(model, *SAMPLES).path["heads"].max() == 2
+    assert sufficient_heads(model, *SAMPLES, by="attention").path["heads"].max() == 4
+
+
+def test_padding_that_is_read_is_in_the_mean() -> None:
+    model = tiny(pad_id=None).eval()
+    hooks = only_heads(model, HEADS[1:], by="attention", reference=SAMPLES[0])
+    theirs = ablate_heads(model, HEADS[:1], mode="mean", reference=SAMPLES[0])
+    with torch.no_grad():
+        ours = model.run_with_hooks(SAMPLES[0], fwd_hooks=hooks)
+        torch.testing.assert_close(ours, model.run_with_hooks(SAMPLES[0], fwd_hooks=theirs))
+
+
+# --- reports ----------------------------------------------------------------------------------------------------
+
+
+def test_reports_hold_both(trained: SyntheticModel) -> None:
+    found = [sufficient_heads(trained, *SAMPLES, by=by) for by in BY]  # type: ignore[arg-type]
+    drops = head_drops(trained, *SAMPLES, progress=False)
+    report = deposit(drops, sufficient=found)
+    assert report.to_frame().loc[0, ["rotating", "attending"]].tolist() == [len(x.heads) for x in found]
+    assert deposit(drops).to_frame().columns.tolist() == report.to_frame().columns.tolist()[:-2]
+    text = repr(report)
+    for x, what in zip(found, ("rotating", "attending"), strict=True):
+        assert f"sufficient: {len(x.heads)} head" in text
+        assert f"{what} keep" in text
+        assert x.to_frame()["heads"].item() == len(x.heads)
+    assert isinstance(report.sufficient[0], SufficientHeads)
+
+
+def test_drops_of_the_loss(trained: SyntheticModel) -> None:
+    """Against a loop over ``evaluate``; a mean leaves padding out."""
+    for mode in ("zero", "mean"):
+        drops = head_drops(trained, *SAMPLES, mode=mode, progress=False)  # type: ignore[arg-type]
+        losses = []
+        for layer, head in HEADS:
+            stand_in = torch.zeros(24 // 2) if mode == "zero" else mean_z(trained, layer)[head]
+
+            def put(z: Tensor, hook: Any, head: int = head, stand_in: Tensor = stand_in) -> Tensor:
+                z = z.clone()
+                z[:, :, head] = stand_in
+                return z
+
+            with trained.hooks(fwd_hooks=[(f"blocks.{layer}.attn.hook_z", put)]):
+                losses.append(evaluate(trained, *SAMPLES)[0])
+        baseline = evaluate(trained, *SAMPLES)[0]
+        assert drops["loss_value"].tolist() == pytest.approx(losses, abs=1e-5)
+        assert drops["loss_baseline"].tolist() == pytest.approx([baseline] * 4, abs=1e-5)
+        report = deposit(drops, measure="loss")
+        assert report.drop == pytest.approx(max(0.0, max(losses) - baseline), abs=1e-5)
+
+
+def test_ignored_samples_do_not_count() -> None:
+    task = TriggerCount(d_vocab=6, n_triggers=1, max_count=3, min_length=5, max_length=7, n_ctx=8, ignore_zero=True)
+    tokens, labels = task.batch(80)
+    model, kept = tiny(n_out=4), labels >= 0
+    assert 0 < kept.sum() < 80
+    some, all_of_them = (
+        head_drops(model, *samples, progress=False) for samples in ((tokens[kept], labels[kept]), (tokens, labels))
+    )
+    pd.testing.assert_frame_equal(some, all_of_them, atol=1e-6)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_refusals() -> None:
+    model: Any = tiny()
+    bad: list[tuple[Any, str]] = [
+        (lambda: sufficient_heads(model, *SAMPLES, keep=0), "keep must be a number above 0 and at most 1, got 0"),
+        (lambda: sufficient_heads(model, *SAMPLES, by="values"), "by must be 'rotation' or 'attention', got 'values'"),
+        (lambda: sufficient_heads(tiny(encoding="alibi"), *SAMPLES), "by must be \"attention\" with encoding='alibi'"),
+        (lambda: sufficient_heads(torch.nn.Linear(2, 2), *SAMPLES), "model must be a SyntheticModel, got Linear"),
+        (lambda: sufficient_heads(model, *SAMPLES, order=pd.DataFrame()), "order must be a table of head_drops"),
+        (lambda: sufficient_heads(model, SAMPLES[0], SAMPLES[1][:3]), "labels must be one per row"),
+        (lambda: only_heads(model, [(0, 2)]), "heads must be pairs"),
+        (lambda: only_heads(model, [], by="attention"), 'reference must be tokens with by="attention", got NoneType'),
+        (lambda: only_heads(model, [], reference=SAMPLES[0]), 'reference must be None with by="rotation", got Tensor'),
+        (lambda: deposit(pd.DataFrame(), sufficient=[1]), "sufficient must hold results of sufficient_heads, got int"),
+        (lambda: deposit(pd.DataFrame(), measure="nats"), "measure must be 'metric' or 'loss', got 'nats'"),
+        (lambda: deposit(pd.DataFrame({"layer": [0]}), measure="loss"), "drops must have the column 'loss_baseline'"),
+    ]
+    for call, message in bad:
+        with pytest.raises(ValueError, match=message):
+            call()
+    one = head_drops(model, *SAMPLES, layers=[0], progress=False)
+    with pytest.raises(ValueError, match=r"order must have a finite loss_effect of every head, got none for \(1, 0\)"):
+        sufficient_heads(model, *SAMPLES, order=one)
+    with pytest.raises(ValueError, match="heads must be at most 4, got 5"):
+        sufficient_heads(model, *SAMPLES).at(5)

@@ -1,0 +1,293 @@
+"""Sufficiency of heads: what a model can do if only these heads rotate, or only these attend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import pandas as pd
+from jaxtyping import Int
+from torch import Tensor
+
+from tl_posdisent.hooks.ablate import replace_heads, stand_in
+from tl_posdisent.models.reading.forward import Hook, hook_name
+from tl_posdisent.models.texts import Texts, read_texts
+from tl_posdisent.synthetic.model.transformer import SyntheticModel
+from tl_posdisent.synthetic.training.steps import check_samples, evaluate
+from tl_posdisent.utils.pictures import HasTable
+from tl_posdisent.utils.validation import check_choice, check_heads, is_number
+
+By = Literal["rotation", "attention"]
+Head = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SufficientHeads(HasTable):
+    """A set of heads that suffices for a task, and how much each smaller or larger set can do.
+
+    Attributes:
+        by: what the other heads lack: ``"rotation"`` (frozen) or ``"attention"`` (replaced by their mean).
+        keep: share of the model's accuracy that suffices.
+        baseline, baseline_loss: with all heads.
+        none, none_loss: with no head.
+        accuracy, loss: with the sufficient set alone; ``none`` if it is empty.
+        heads: the set, ``(layer, head)``; of the greedy search, the most important ones first.
+        path: one row per number of heads that was measured and kept on the way: ``heads`` (how many), ``accuracy``,
+            ``loss``; from all of the heads to none. The set itself is one of its rows.
+
+    Example:
+        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TriggerDistance, sufficient_heads
+        >>> task = TriggerDistance(d_vocab=8, max_gap=3, max_side=2, n_ctx=9)
+        >>> shape = dict(d_vocab=8, n_ctx=9, n_out=3, pad_id=0, n_layers=1, d_model=16, n_heads=2, d_mlp=16)
+        >>> found = sufficient_heads(SyntheticModel(SyntheticConfig(**shape)), *task.batch(50))
+        >>> found.accuracy >= found.keep * found.baseline
+        True
+    """
+
+    by: By
+    keep: float
+    baseline: float
+    baseline_loss: float
+    none: float
+    none_loss: float
+    accuracy: float
+    loss: float
+    heads: tuple[Head, ...]
+    path: pd.DataFrame
+
+    def at(self, heads: int) -> tuple[float, float]:
+        """Accuracy and loss with so many heads, by the path's set of the next larger size."""
+        rows = self.path[self.path["heads"] >= heads]
+        if not len(rows):
+            raise ValueError(f"heads must be at most {int(self.path['heads'].max())}, got {heads}")
+        smallest = int(rows["heads"].to_numpy().argmin())
+        return float(rows["accuracy"].iloc[smallest]), float(rows["loss"].iloc[smallest])
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row: ``by``, ``keep``, ``heads`` (how many suffice), and accuracies and losses as above."""
+        names = ("by", "keep", "baseline", "baseline_loss", "none", "none_loss", "accuracy", "loss")
+        return pd.DataFrame([{name: getattr(self, name) for name in names} | {"heads": len(self.heads)}])
+
+    def __repr__(self) -> str:
+        some = ", ".join(f"{layer}.{head}" for layer, head in self.heads[:6])
+        more = f", … ({len(self.heads)})" if len(self.heads) > 6 else ""
+        what = "rotating" if self.by == "rotation" else "attending"
+        heads = "1 head" if len(self.heads) == 1 else f"{len(self.heads)} heads"
+        return (
+            f"SufficientHeads: {heads} {what} {'keeps' if len(self.heads) == 1 else 'keep'} accuracy "
+            f"{self.accuracy:.3f} of {self.baseline:.3f} (none: {self.none:.3f}): {some or 'none'}{more}"
+        )
+
+
+def only_heads(
+    model: SyntheticModel, heads: Iterable[Head], *, by: By = "rotation", reference: Tensor | None = None
+) -> list[Hook]:
+    """Return hooks under which only these heads rotate, or only these attend.
+
+    * ``by="rotation"``: the queries and keys of all other heads stay unrotated, as under
+      ``limit_frequencies(model, high=0, mode="freeze")``: they attend by content, at whatever distance.
+    * ``by="attention"``: the output of all other heads is its mean over the positions of the reference texts, as
+      under ``ablate_heads(mode="mean")``.
+
+    Args:
+        model: synthetic.
+        heads: pairs ``(layer, head)``; may be empty.
+        by: what the others lack.
+        reference: for ``"attention"``: texts ``[sample, pos]``, padded as the model's training samples.
+
+    Raises:
+        ValueError: another ``by``; a model that does not rotate; no reference, or one where none is needed; heads out
+            of range or twice.
+
+    Example:
+        >>> from tl_posdisent.synthetic import evaluate, only_heads, preset
+        >>> small = preset("small")
+        >>> model, samples = small.model("rope", "distance"), small.tasks["distance"].batch(50)
+        >>> with model.hooks(fwd_hooks=only_heads(model, [(0, 1)])):
+        ...     loss, accuracy = evaluate(model, *samples)
+        >>> accuracy < 0.5
+        True
+    """
+    _check(model, by)
+    chosen = _pairs(model, heads)
+    if (by == "attention") != (reference is not None):
+        needed = "must be tokens" if by == "attention" else "must be None"
+        raise ValueError(f'reference {needed} with by="{by}", got {type(reference).__name__}')
+    return _Only(model, by, reference).hooks(chosen)
+
+
+def sufficient_heads(
+    model: SyntheticModel,
+    tokens: Int[Tensor, "sample pos"],
+    labels: Int[Tensor, "sample"],
+    *,
+    by: By = "rotation",
+    keep: float = 0.9,
+    order: pd.DataFrame | None = None,
+) -> SufficientHeads:
+    """Find a small set of heads that suffices for a task, by greedy elimination.
+
+    A head is *necessary* if accuracy falls without it (``head_drops``). That misses redundancy: of two heads that can
+    replace each other neither is necessary. A set is *sufficient* if the model keeps its accuracy with these heads
+    alone (``only_heads``), which redundancy cannot hide: exactly one of the two is in the set.
+
+    The search ranks the heads by their own effect, finds by bisection how many of the first suffice, and removes heads
+    from these, the last ones first, as long as accuracy stays at ``keep`` of the baseline or above. It ends when no
+    head can be removed any more. The set is thus minimal in the sense that each of its heads is needed; a smaller one
+    of other heads may exist. Then the heads of the set are ranked by the loss without each, and removed in that order.
+
+    Args:
+        model: trained; where it is.
+        tokens: samples ``[sample, pos]`` that it was not trained on.
+        labels: ``[sample]``.
+        by: ``"rotation"`` (the others are frozen) or ``"attention"`` (the others are mean-ablated).
+        keep: share of the baseline's accuracy that suffices, above 0 and at most 1.
+        order: table of ``head_drops``, or of any with ``layer``, ``head`` and ``loss_effect``: heads with the
+            largest effect rank first. Default: heads are tried in the order of their own effect under ``by``.
+
+    Raises:
+        ValueError: as ``evaluate`` and ``only_heads``; ``keep`` out of range; an ``order`` without these columns or
+            that lacks a head.
+
+    Example:
+        >>> from tl_posdisent.synthetic import preset, sufficient_heads
+        >>> small = preset("small")
+        >>> model, samples = small.model("rope", "distance"), small.tasks["distance"].batch(40)
+        >>> sufficient_heads(model, *samples, keep=0.5).path["heads"].max() == 12
+        True
+    """
+    _check(model, by)
+    check_samples(model, tokens, labels)
+    if not is_number(keep) or not 0 < keep <= 1:
+        raise ValueError(f"keep must be a number above 0 and at most 1, got {keep!r}")
+    measured = _Measured(_Only(model, by, tokens if by == "attention" else None), tokens, labels)
+    everything = _heads_of(model, by)
+    enough = keep * measured(everything)[0] - 1e-9
+    ranked = _ranked(measured, everything, order)
+    path, kept = [everything], everything
+    low, high = -1, len(ranked)  # the last so many suffice; so many do not, as far as it was tried
+    while high - low > 1:
+        middle = (low + high) // 2
+        trial = ranked[len(ranked) - middle :]
+        if measured(trial)[0] >= enough:
+            high, kept = middle, trial
+            path.append(trial)
+        else:
+            low = middle
+    before = -1
+    while len(kept) != before:
+        before = len(kept)
+        for head in [head for head in ranked if head in kept]:
+            trial = [other for other in kept if other != head]
+            if measured(trial)[0] >= enough:
+                kept = trial
+                path.append(trial)
+    without = {head: measured([other for other in kept if other != head])[1] for head in kept}
+    heads = sorted(kept, key=lambda head: -without[head])
+    path += [heads[:n] for n in reversed(range(len(heads)))]
+    rows = [(len(some), *measured(some)) for some in path]
+    table = pd.DataFrame(rows, columns=["heads", "accuracy", "loss"]).drop_duplicates("heads", ignore_index=True)
+    (accuracy, loss), (baseline, baseline_loss), (none, none_loss) = map(measured, (kept, everything, []))
+    return SufficientHeads(
+        by, keep, baseline, baseline_loss, none, none_loss, accuracy, loss, heads=tuple(heads), path=table
+    )
+
+
+class _Only:
+    """Makes the hooks of ``only_heads``; the means are computed once."""
+
+    def __init__(self, model: SyntheticModel, by: By, reference: Tensor | None) -> None:
+        self.model, self.by = model, by
+        layers = range(model.cfg.n_layers)
+        if by == "attention":
+            self.replace = stand_in(model, layers, "mean", reference_texts(model, reference), 0)
+
+    def hooks(self, heads: Sequence[Head]) -> list[Hook]:
+        hooks: list[Hook] = []
+        for layer in range(self.model.cfg.n_layers):
+            others = [head for head in range(self.model.cfg.n_heads) if (layer, head) not in heads]
+            if others and self.by == "rotation":
+                hooks += [*_frozen(layer, "q", others), *_frozen(layer, "k", others)]
+            elif others:
+                hooks.append(replace_heads(layer, others, self.replace))
+        return hooks
+
+
+def _frozen(layer: int, side: str, heads: list[int]) -> list[Hook]:
+    """Queries or keys of these heads as they were before rotation."""
+    seen: dict[str, Tensor] = {}
+
+    def listen(x: Tensor, hook: Any) -> None:
+        seen["x"] = x
+
+    def put_back(x: Tensor, hook: Any) -> Tensor:
+        x = x.clone()
+        x[:, :, heads] = seen.pop("x")[:, :, heads]
+        return x
+
+    return [(hook_name(layer, f"hook_{side}"), listen), (hook_name(layer, f"hook_rot_{side}"), put_back)]
+
+
+class _Measured:
+    """Accuracy and loss with a set of heads alone; each set is measured once."""
+
+    def __init__(self, only: _Only, tokens: Tensor, labels: Tensor) -> None:
+        self.only, self.tokens, self.labels = only, tokens, labels
+        self.known: dict[frozenset[Head], tuple[float, float]] = {}
+
+    def __call__(self, heads: Sequence[Head]) -> tuple[float, float]:
+        key = frozenset(heads)
+        if key not in self.known:
+            with self.only.model.hooks(fwd_hooks=self.only.hooks(heads)):
+                loss, accuracy = evaluate(self.only.model, self.tokens, self.labels, batch_size=128)
+            self.known[key] = (accuracy, loss)
+        return self.known[key]
+
+
+def _ranked(measured: _Measured, heads: list[Head], order: pd.DataFrame | None) -> list[Head]:
+    """The heads, those with the least effect on the loss first."""
+    if order is None:
+        effect = {head: measured([other for other in heads if other != head])[1] for head in heads}
+    else:
+        missing = [name for name in ("layer", "head", "loss_effect") if name not in order]
+        if missing:
+            raise ValueError(f"order must be a table of head_drops, got one without the column {missing[0]!r}")
+        rows = zip(order["layer"], order["head"], order["loss_effect"], strict=True)
+        effect = {(int(layer), int(head)): float(x) for layer, head, x in rows}
+        lacking = [head for head in heads if not math.isfinite(effect.get(head, math.nan))]
+        if lacking:
+            raise ValueError(f"order must have a finite loss_effect of every head, got none for {lacking[0]}")
+    return sorted(heads, key=lambda head: effect[head])
+
+
+def reference_texts(model: SyntheticModel, tokens: Any) -> Texts:
+    """Texts for the mean of heads: without padding, if the model does not read it."""
+    pad = model.config.pad_id
+    return read_texts(model, tokens, None if pad is None else tokens != pad)
+
+
+def _heads_of(model: SyntheticModel, by: By) -> list[Head]:
+    rotary = model.config.rotary_heads
+    n = rotary if by == "rotation" and rotary is not None else model.cfg.n_heads
+    return [(layer, head) for layer in range(model.cfg.n_layers) for head in range(n)]
+
+
+def _pairs(model: SyntheticModel, heads: Iterable[Head]) -> list[Head]:
+    heads = list(heads)
+    if not heads:
+        return []
+    by_layer = check_heads(None, heads, model.cfg.n_layers, model.cfg.n_heads)
+    return [(layer, head) for layer, some in by_layer.items() for head in some]
+
+
+def _check(model: Any, by: Any) -> None:
+    if not isinstance(model, SyntheticModel):
+        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+    check_choice("by", by, get_args(By))
+    if by == "rotation" and not model.encoding.rotates:
+        raise ValueError(
+            f'by must be "attention" with encoding={model.config.encoding!r}, which rotates no queries and keys, '
+            f"got {by!r}"
+        )
