@@ -40,7 +40,7 @@ TOOLS: dict[str, Callable[..., list[Hook]]] = {
     "ablation": lambda m, **w: ablate_heads(m, w.get("heads") or [1, 2]),
     "two at once": lambda m, **w: dummy_distance(m, 5, **w) + limit_frequencies(m, 0.05, mode="freeze", **w),
 }
-# Without gpt_oss: its router takes another expert at the least rounding.
+# Without gpt_oss, whose router may take another expert at the least rounding; below it takes all of them.
 MODELS = [*zoo.cases("llama-gqa", "gemma2", "gptj"), ("bridge", "neox"), ("bridge", "codegen"), ("bridge", "falcon")]
 
 
@@ -89,6 +89,17 @@ def test_a_cache_gives_the_logits_of_one_whole_pass(kind: str, name: str, shared
                     assert "use_past_kv_cache=False" in str(error)  # noqa: PT017
 
 
+@zoo.needs_bridge
+@pytest.mark.parametrize("tool", ["drop", "remap", "lambda", "two at once"])
+def test_attention_sinks(tool: str) -> None:
+    model = zoo.bridge("gpt_oss", num_experts_per_tok=4)
+    for where in ({}, {"heads": [1, 6]}):
+        hooks = TOOLS[tool](model, **where)
+        with torch.no_grad():
+            whole = model.run_with_hooks(TEXTS, fwd_hooks=hooks)
+        close(step_by_step(model, "bridge", hooks, TEXTS), whole, 2e-4)
+
+
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_padded_prompts(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
@@ -120,7 +131,7 @@ def test_generate(kind: str, name: str, shared_model: Any) -> None:
                 assert torch.equal(model.generate(prompt, use_past_kv_cache=cached, **options), text)
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
 def test_what_needs_a_whole_text_names_the_way_out(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     for hooks in (
@@ -132,6 +143,21 @@ def test_what_needs_a_whole_text_names_the_way_out(kind: str, name: str, shared_
             step_by_step(model, kind, hooks, TEXTS)
     with pytest.raises(ValueError, match="give a function of the position"):
         step_by_step(model, kind, swap_positions(model, torch.arange(START) * 2), TEXTS)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+def test_a_prompt_of_one_token(kind: str, name: str, shared_model: Any) -> None:
+    """Without a cache what needs a whole text begins with a single score, of which no part can be dropped."""
+    model, prompt = shared_model(kind, name), TEXTS[:1, :1]
+    for hooks in (
+        drop_component(model, "distance"),
+        substitute_additive(model),
+        substitute_additive(model, axes="two"),
+    ):
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            close(model(prompt)[0, 0], model(TEXTS[:1, :2])[0, 0], 1e-5)
+            options = {"do_sample": False, "verbose": False, "stop_at_eos": False, "max_new_tokens": 3}
+            assert model.generate(prompt, use_past_kv_cache=False, **options).shape == (1, 4)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))

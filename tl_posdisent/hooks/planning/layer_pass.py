@@ -19,7 +19,7 @@ from tl_posdisent.hooks.planning.rotation_edits import (
     rotated_scores,
     rotated_vectors,
 )
-from tl_posdisent.hooks.planning.score_edits import ScoreEdit, View, masked_softmax
+from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View, masked_softmax
 from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.reading.spec import Tap, masked_below
 from tl_posdisent.rope.rotary import Rotary, turn, unrotate
@@ -343,6 +343,8 @@ class LayerPass:
                     f"{edit.tool}: layer {self.spec.layer} sees {x.shape[-2]} queries against {x.shape[-1]} keys: "
                     f"{_NO_CACHE}"
                 )
+            if x.shape[-1] == 1 and edit.order == Order.COMPONENT:
+                continue  # one score is its own mean
             for rotation, heads in self._alike(chosen) if edit.vectors else [(HeadRotation(), list(chosen))]:
                 self._edit(x, edit, rotation, heads, inside, own)
         return x
