@@ -83,7 +83,7 @@ def codes() -> list[str]:
 
 def cases() -> list[tuple[str, str]]:
     """(architecture, class code) for all that the installed TransformerLens has."""
-    names = {"hooked": zoo.HOOKED_NAMES, "bridge": zoo.BRIDGE_NAMES}
+    names = {"hooked": zoo.HOOKED_NAMES, "bridge": (*zoo.BRIDGE_NAMES, *zoo.HYBRID_NAMES)}
     return [(name, code) for code in codes() for name in names[CLASSES[code]]]
 
 
@@ -101,7 +101,7 @@ def to_markdown(table: Table) -> str:
     """Architectures that behave alike in several classes share a row; refusals are numbered and quoted beneath."""
     reasons = list(dict.fromkeys(text for row in table.values() for text in row.values() if text != OK))
     lines = [NOTE, HEADER, "| --- " * (3 + len(TOOLS)) + "|"]
-    for name in zoo.NAMES:
+    for name in (*zoo.NAMES, *zoo.HYBRID_NAMES):
         alike: dict[tuple[str, ...], list[str]] = {}
         for code in CLASSES:
             if (name, code) in table:

@@ -36,6 +36,7 @@ MECHANISMS = {
     "deepseek_v3": "latent attention",
     "bloom": "additive bias",
     "gpt2": "learned positions",
+    "lfm2": "layers without attention",
 }
 """The architectures on which `make test` tries every law; on the others `make test-all` does."""
 

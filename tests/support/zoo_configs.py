@@ -26,6 +26,7 @@ class Architecture:
     rotary: bool = True  # rotates its queries and keys in at least one layer
     scale: float = 0.2  # standard deviation of the weight matrices
     embedding: float = 0.7  # standard deviation of the embeddings; small beside what attention adds to them
+    hybrid: bool = False  # mixes attention with other layers: those with odd numbers attend, or all beside the other
 
 
 def _modern(**more: Any) -> dict[str, Any]:
@@ -84,6 +85,17 @@ _YARN = _rope(500.0, rope_type="yarn", factor=8.0, beta_fast=2.0, beta_slow=0.1,
 _NEOX_WIDE = _modern(hidden_size=128, rope_parameters=_rope(500.0, partial_rotary_factor=0.25))
 _NEOX_HALF = _modern(rope_parameters=_rope(10000.0, partial_rotary_factor=0.5))
 _HALF = _rope(500.0, partial_rotary_factor=0.5)
+# Every other layer attends. Qwen3-Next and Qwen3.5 also gate what attention gathers, and rotate a quarter of each head.
+_HYBRID = _modern(num_hidden_layers=4, num_key_value_heads=4)
+_DELTA = _HYBRID | {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
+}
+_EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 32},
+    "shared_expert_intermediate_size": 32,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 _GEMMA = _modern(num_key_value_heads=4, head_dim=16, query_pre_attn_scalar=24, sliding_window=5)
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -246,5 +258,34 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         rotary=False,
         scale=0.12,  # it does not divide its scores by sqrt(d_head)
+    ),
+    "lfm2": Architecture(
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        _HYBRID | {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
+        hybrid=True,
+    ),
+    "qwen3-next": Architecture("Qwen3NextForCausalLM", "Qwen3NextConfig", _DELTA | _EXPERTS, hybrid=True),
+    "qwen3.5": Architecture("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _DELTA, hybrid=True),
+    "jamba": Architecture(
+        "JambaForCausalLM",
+        "JambaConfig",
+        _HYBRID
+        | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 2}
+        | {"num_experts_per_tok": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
+        rotary=False,
+        hybrid=True,
+    ),
+    "bamba": Architecture(
+        "BambaForCausalLM",
+        "BambaConfig",
+        _HYBRID | _MAMBA | {"mamba_d_head": 16, "attn_layer_indices": [1, 3]},
+        hybrid=True,
+    ),
+    "falcon-h1": Architecture(
+        "FalconH1ForCausalLM",
+        "FalconH1Config",
+        _modern(num_key_value_heads=4, head_dim=8) | _MAMBA | {"mamba_d_ssm": 64, "mamba_d_head": 8},
+        hybrid=True,
     ),
 }

@@ -314,7 +314,8 @@ def _all_scores(trial: Trial) -> list[Hook]:
 
 def _at_median(trial: Trial) -> list[Hook]:
     frequencies = trial.reading.specs(trial.layer)[0].require_rotary("limit_frequencies").frequencies
-    return limit_frequencies(trial.reading, high=float(frequencies.median()))
+    high = float(frequencies.median()) if len(frequencies) > 1 else 0.0  # of a single one, none
+    return limit_frequencies(trial.reading, high=high)
 
 
 NOTHING: dict[str, Callable[[Trial], list[Hook]]] = {
@@ -402,11 +403,10 @@ def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterat
 
 
 def _cached_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
-    edits = hooks(trial)
-    cached = _token_by_token(trial, edits)
-    if _gap(_token_by_token(trial, []), trial.logits()) > TOLERANCE[cached.dtype]:
+    edits, plain = hooks(trial), trial.logits()
+    if _gap(_token_by_token(trial, []), plain) > TOLERANCE[plain.dtype]:
         raise ValueError("the model itself gives other logits with a KV cache")
-    yield "token by token with a KV cache", _gap(cached, trial.logits(edits))
+    yield "token by token with a KV cache", _gap(_token_by_token(trial, edits), trial.logits(edits))
 
 
 def _token_by_token(trial: Trial, hooks: list[Hook]) -> Tensor:
@@ -445,19 +445,33 @@ def _zeros(head: int) -> Callable[..., Tensor]:
 
 
 def _attend(trial: Trial, layer: int, pattern: Tensor) -> list[Hook]:
-    """Hooks under which one head gathers its values by this pattern."""
+    """Hooks under which one head gathers its values by this pattern; gates on what it gathers stay."""
     seen: dict[str, Tensor] = {}
 
     def gather(z: Tensor, hook: Any) -> Tensor:
         v = seen["v"] if seen["v"].shape[1] == trial.tokens.shape[1] else seen["v"].transpose(1, 2)  # by heads first
-        v = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
+        v = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)[:, :, trial.head]
         by_head = z.flatten(2).unflatten(2, (pattern.shape[1], -1)).clone()
-        by_head[:, :, trial.head] = torch.einsum("bij,bjd->bid", pattern[:, trial.head], v[:, :, trial.head])
+        new = torch.einsum("bij,bjd->bid", pattern[:, trial.head], v)
+        if "pattern" in seen:
+            own = torch.einsum("bij,bjd->bid", seen["pattern"][:, trial.head], v)
+            if _gap(by_head[:, :, trial.head], own) > TOLERANCE[z.dtype]:
+                new = new * (by_head[:, :, trial.head] / own).nan_to_num(1.0)
+        by_head[:, :, trial.head] = new
         result: Tensor = by_head.reshape(z.shape)
         return result
 
+    def keep_values(v: Tensor, hook: Any) -> None:
+        seen.clear()  # some models show their pattern last: that of an earlier run must not be taken for this one's
+        seen["v"] = v.clone()
+
     attention = f"blocks.{layer}.attn"
-    return [(f"{attention}.hook_v", partial(_keep, seen, "v")), (f"{attention}.hook_z", gather)]
+    keep_pattern = partial(_keep, seen, "pattern")
+    return [
+        (f"{attention}.hook_v", keep_values),
+        (f"{attention}.hook_pattern", keep_pattern),
+        (f"{attention}.hook_z", gather),
+    ]
 
 
 def _padded(trial: Trial, side: str) -> tuple[Tensor, Tensor]:

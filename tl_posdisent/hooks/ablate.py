@@ -12,13 +12,14 @@ from torch import Tensor
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers
 from tl_posdisent.hooks.planning.layer_plan import ResultEdit
 from tl_posdisent.hooks.planning.planner import result_hook
+from tl_posdisent.models.reading.attributes import architecture
 from tl_posdisent.models.reading.explain import probe_tokens
 from tl_posdisent.models.reading.forward import Hook, at_rest, hook_name, hooked, run
-from tl_posdisent.models.reading.model_reading import model_of
+from tl_posdisent.models.reading.model_reading import attending_layers, model_of
 from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.models.texts import Texts, read_texts
-from tl_posdisent.utils.validation import check_heads, check_seed
+from tl_posdisent.utils.validation import check_heads, check_seed, is_integer, listed
 
 AblationMode = Literal["zero", "mean", "resample"]
 
@@ -48,7 +49,7 @@ def ablate_heads(
     Args:
         model: HookedTransformer, TransformerBridge or alike.
         heads: query heads: pairs ``(layer, head)``, or integers, the same heads in each of ``layers``.
-        layers: default all.
+        layers: default all that have attention.
         mode: as above.
         reference: for ``"mean"`` only: ids ``[batch, pos]``, or text if the model has a tokenizer. It is run now, with
             the hooks that the model has.
@@ -75,7 +76,12 @@ def ablate_heads(
         [True, True, True, False, True, False, True, True]
     """
     model = model_of(model)
-    by_layer = check_heads(layers, heads, n_layers(model), model.cfg.n_heads)
+    attending, chosen = attending_layers(model), listed(heads)
+    by_number = chosen is None or is_integer(chosen) or (isinstance(chosen, list) and all(map(is_integer, chosen)))
+    wanted = attending if layers is None and by_number else layers
+    by_layer = check_heads(wanted, chosen, n_layers(model), model.cfg.n_heads)
+    if without := sorted(set(by_layer) - set(attending)):
+        raise ValueError(f"layers must have attention, got {without} of {architecture(model)}, which have none")
     check_mode(mode, reference, seed)
     check_reach(model, list(by_layer))
     replace = stand_in(model, list(by_layer), mode, reference, seed)

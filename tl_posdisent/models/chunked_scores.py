@@ -119,9 +119,12 @@ def _try_out(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> None:
 def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
     """An empty cache of keys and values, as an argument of the model's forward pass."""
     if hasattr(model, "original_model"):
-        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-        return {"use_cache": True, "past_key_values": DynamicCache()}  # of all keys, also behind a sliding window
+        cache = DynamicCache(config=model.original_model.config)
+        if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+            cache = DynamicCache()  # of all keys, also behind a sliding window; else, hybrids keep other states beside
+        return {"use_cache": True, "past_key_values": cache}
     if "past_kv_cache" in inspect.signature(model.forward).parameters:
         try:
             from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache

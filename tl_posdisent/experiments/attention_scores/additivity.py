@@ -110,7 +110,7 @@ def additivity(
         table = _fitted(found.pop(layer), pool)
         table.insert(list(table.columns).index("head"), "layer", layer)
         tables.append(table)
-    return pd.concat(tables, ignore_index=True)
+    return reading.note(pd.concat(tables, ignore_index=True))
 
 
 class Part(NamedTuple):

@@ -76,7 +76,7 @@ def controlled_distance(
     def table(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
         return decompose(functools.reduce(operator.add, parts), at, scale=spec.require_scale()).to_frame()
 
-    return measure_layers(
+    found = measure_layers(
         reading.model,
         texts,
         reading.rotary(layers, "controlled_distance"),
@@ -85,6 +85,7 @@ def controlled_distance(
         burn_in=burn_in,
         progress=progress,
     )
+    return reading.note(found)
 
 
 def dummy_distance_check(
@@ -143,7 +144,7 @@ def dummy_distance_check(
                     tables.append(_compared(spec.layer, d, real[spec.layer], dummy))
                     rows.append(group.rows.tolist())
                 bar.update()
-    return join_texts(tables, rows, ["layer", "distance", "batch", "head"])
+    return reading.note(join_texts(tables, rows, ["layer", "distance", "batch", "head"]))
 
 
 def _check_distances(distances: Any, length: int) -> list[int]:

@@ -61,6 +61,6 @@ def disentanglement(
         for distances, some in layers.items()
     ]
     if not tables:
-        return table.assign(**dict.fromkeys(_CONTROLLED, float("nan")))
+        return reading.note(table.assign(**dict.fromkeys(_CONTROLLED, float("nan"))))
     controlled = pd.concat(tables)[["layer", "head", *_CONTROLLED]]
-    return table.merge(controlled, on=["layer", "head"], how="left", validate="one_to_one")
+    return reading.note(table.merge(controlled, on=["layer", "head"], how="left", validate="one_to_one"))

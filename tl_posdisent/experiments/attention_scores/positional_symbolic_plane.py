@@ -68,4 +68,5 @@ def positional_symbolic(
         return join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])
 
     specs = reading.rotary(layers, "positional_symbolic")
-    return measure_layers(reading.model, texts, specs, measure, table, leave=2, burn_in=burn_in, progress=progress)
+    options: dict[str, Any] = {"leave": 2, "burn_in": burn_in, "progress": progress}
+    return reading.note(measure_layers(reading.model, texts, specs, measure, table, **options))

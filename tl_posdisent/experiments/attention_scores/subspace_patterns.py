@@ -73,7 +73,8 @@ def subspace_patterns(
         return subspace_patterns_qk(q, k, parts[0].rotary, at, scale=parts[0].scale).to_frame()
 
     specs = reading.rotary(layers, "subspace_patterns")
-    return measure_layers(reading.model, texts, specs, lambda layer: layer, table, burn_in=burn_in, progress=progress)
+    options: dict[str, Any] = {"burn_in": burn_in, "progress": progress}
+    return reading.note(measure_layers(reading.model, texts, specs, lambda layer: layer, table, **options))
 
 
 def _pooled(parts: list[Tensor]) -> Tensor:

@@ -97,7 +97,7 @@ def trained_vs_random(
         results.append(long.set_index([*index, "measure"])["value"])
     chance = pd.concat(results[1:], axis=1)
     table = pd.DataFrame({"trained": results[0], "random": chance.mean(axis=1), "random_std": chance.std(axis=1)})
-    return table.reset_index().sort_values(index, kind="stable", ignore_index=True)
+    return reading.note(table.reset_index().sort_values(index, kind="stable", ignore_index=True))
 
 
 def _measure(

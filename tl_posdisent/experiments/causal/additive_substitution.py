@@ -93,7 +93,7 @@ def additive_substitution(
         loss = _mean(losses)
         rows.append((*run[:5], loss, loss - clean_loss, _mean(divergences)))
     columns = ["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"]
-    return pd.DataFrame(rows, columns=columns).astype({"layer": "Int64", "head": "Int64"})
+    return reading.note(pd.DataFrame(rows, columns=columns).astype({"layer": "Int64", "head": "Int64"}))
 
 
 Fits = dict[int, Captured | AdditiveFit]

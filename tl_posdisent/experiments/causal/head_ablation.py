@@ -143,7 +143,7 @@ def replace_each(
                     value = value_of(metric, outputs, texts)
                     rows.append((layer, head, baseline, value, value - baseline))
                     bar.update()
-    return pd.DataFrame(rows, columns=["layer", "head", "baseline", "value", "effect"])
+    return reading.note(pd.DataFrame(rows, columns=["layer", "head", "baseline", "value", "effect"]))
 
 
 def _nothing(layer: int, heads: Sequence[int], z: Tensor) -> Tensor:

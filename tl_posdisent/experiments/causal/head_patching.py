@@ -117,7 +117,7 @@ def head_patching(
                     value = value_of(metric, outputs, clean)
                 rows += [(spec.layer, head, value) for head in members]
                 bar.update(len(members))
-    return as_table(rows, measured)
+    return reading.note(as_table(rows, measured))
 
 
 def _at_hook(spec: AttentionSpec, heads: list[int], activation: Activation) -> dict[int, list[int]]:

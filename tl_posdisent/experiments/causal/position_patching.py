@@ -107,7 +107,7 @@ def position_patching(
             hooks = [run.patched(spec, patched, what, keys) for run in runs]
             value = measure(model, texts, hooks, metric, texts)
             rows += [(spec.layer, head, value) for head in reported]
-    return as_table(rows, measured).drop(columns="head" if what == "layer" else [])
+    return reading.note(as_table(rows, measured).drop(columns="head" if what == "layer" else []))
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def component_patching(
                 patches = [score_hooks(spec, [head], theirs, parts) for theirs in scores]
                 rows.append((spec.layer, head, measure(model, texts, patches, metric, texts)))
                 bar.update()
-    return as_table(rows, measured)
+    return reading.note(as_table(rows, measured))
 
 
 def _source(

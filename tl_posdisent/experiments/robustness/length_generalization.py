@@ -274,7 +274,7 @@ def length_generalization(
             with evaluating(model), applied(model, [*given, *observers]):
                 logits = model(read)
     losses = [_loss(logits, texts, start, stop) for start, stop in pairwise(edges)]
-    return _table(rows, edges, losses, by)
+    return reading.note(_table(rows, edges, losses, by))
 
 
 def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pandas as pd
+
 from tl_posdisent.models.reading.attributes import architecture, attention_implementations
 from tl_posdisent.models.reading.explain import probe
 from tl_posdisent.models.reading.forward import device_of
@@ -21,7 +23,8 @@ class ModelReading:
         model: the model that was read.
         attention: one ``AttentionSpec`` per layer that was read, in the order asked for.
         n_layers: layers of the model, also those that were not read.
-        without_attention: layers that do not attend (of models that mix attention with other layers).
+        without_attention: layers that do not attend (of models that mix attention with other layers). Tables over
+            layers name them in ``table.attrs["layers_without_attention"]``.
 
     Example:
         >>> from tl_posdisent import load_demo_model, read_model
@@ -94,6 +97,12 @@ class ModelReading:
             check_indices("heads", some, read[layer].n_heads)
         return chosen
 
+    def note(self, table: pd.DataFrame) -> pd.DataFrame:
+        """Name the layers without attention, if there are any, in the ``attrs`` of a table over layers."""
+        if self.without_attention:
+            table.attrs["layers_without_attention"] = list(self.without_attention)
+        return table
+
     def _require_read(self, layer: int, read: dict[int, AttentionSpec]) -> None:
         if layer in read:
             return
@@ -139,12 +148,7 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
         return model
     n = n_layers(model)
     picked = check_indices("layers", layers, n)
-    without = tuple(layer for layer in range(n) if not _attends(model, layer))
-    if len(without) == n:
-        raise ValueError(
-            f"model must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of whose "
-            f"{n} blocks has them"
-        )
+    without = tuple(sorted(set(range(n)) - set(attending_layers(model))))
     if layers is None:
         picked = [layer for layer in picked if layer not in without]
     elif bad := sorted(set(picked) & set(without)):
@@ -157,8 +161,16 @@ def model_of(model: Any) -> Any:
     return read_model(model).model if isinstance(model, ModelReading) else model
 
 
-def _attends(model: Any, layer: int) -> bool:
-    return getattr(model.blocks[layer], "attn", None) is not None
+def attending_layers(model: Any) -> list[int]:
+    """Layers that have TransformerLens's attention, or a refusal of a model that has none."""
+    n = n_layers(model)
+    found = [layer for layer in range(n) if getattr(model.blocks[layer], "attn", None) is not None]
+    if not found:
+        raise ValueError(
+            f"model must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of whose "
+            f"{n} blocks has them"
+        )
+    return found
 
 
 def _state(model: Any) -> dict[str, Any]:
