@@ -102,9 +102,8 @@ def head_ablation(
     check_reach(model, list(chosen))
     with torch.no_grad(), evaluating(model):
         other = stand_in(model, list(chosen), mode, averaged, seed)
-    return replace_each(
-        model, texts, chosen, lambda group, layer: other, metric, batch_size=batch_size, progress=progress
-    )
+    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+    return reading.note(replace_each(model, texts, chosen, lambda group, layer: other, metric, **options))
 
 
 def replace_each(
@@ -143,7 +142,7 @@ def replace_each(
                     value = value_of(metric, outputs, texts)
                     rows.append((layer, head, baseline, value, value - baseline))
                     bar.update()
-    return reading.note(pd.DataFrame(rows, columns=["layer", "head", "baseline", "value", "effect"]))
+    return pd.DataFrame(rows, columns=["layer", "head", "baseline", "value", "effect"])
 
 
 def _nothing(layer: int, heads: Sequence[int], z: Tensor) -> Tensor:
