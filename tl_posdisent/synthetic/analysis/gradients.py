@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float, Float64
@@ -22,6 +24,8 @@ from tl_posdisent.synthetic.tasks.sampling import Samples, Task, whole
 
 Part = Literal["distance", "encoding"]
 Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
+_COLUMNS = ["mean_norm", "norm_of_mean", "ratio", "expected_norm", *(f"{name}_se" for name in get_args(Norm))]
+_ERRORS = 2  # a margin of fewer standard errors is noise
 
 
 def positional_gradients(
@@ -62,7 +66,8 @@ def positional_gradients(
     Returns:
         One row per layer and head: ``mean_norm``, the mean over batches of ``‖g‖``; ``norm_of_mean``, ``‖mean g‖``;
         ``ratio``, the second over the first (NaN where nothing arrives); ``expected_norm``, an estimate of ``‖E g‖``
-        without the noise of finitely many batches, ``√max(0, ‖mean g‖² - tr cov(g) / batches)``.
+        without the noise of finitely many batches, ``√max(0, ‖mean g‖² - tr cov(g) / batches)``; and of each of these
+        but the ratio its standard error, ``mean_norm_se``, …, from leaving out one batch at a time (jackknife).
 
     Raises:
         ValueError: a model with an answer per token; an encoding without a part of its own in the scores; invalid
@@ -73,7 +78,7 @@ def positional_gradients(
         >>> small = preset("small")
         >>> model = small.model("rope", "distance")
         >>> table = positional_gradients(model, small.tasks["distance"], batches=2, batch_size=8, progress=False)
-        >>> table.columns.tolist(), len(table)
+        >>> table.columns.tolist()[:6], len(table)
         (['layer', 'head', 'mean_norm', 'norm_of_mean', 'ratio', 'expected_norm'], 12)
     """
     _check(model, part)
@@ -82,18 +87,24 @@ def positional_gradients(
     drawn = _batches(model, task, batches, batch_size, seed)
     bar = tqdm(drawn, total=batches, desc="batches", disable=not progress)
     g = torch.stack([_vectors(model, *samples, part) for samples in bar])
-    norm, mean = g.norm(dim=-1).mean(0), g.mean(0)
-    noise = g.var(0).sum(-1) / batches
-    columns = {
-        "mean_norm": norm,
-        "norm_of_mean": mean.norm(dim=-1),
-        "ratio": mean.norm(dim=-1) / norm,
-        "expected_norm": (mean.square().sum(-1) - noise).clamp_min(0).sqrt(),
-    }
-    index = torch.cartesian_prod(*(torch.arange(n) for n in norm.shape)).T.tolist()
+    columns = _norms(g)
+    columns["ratio"] = columns["norm_of_mean"] / columns["mean_norm"]
+    others = [_norms(torch.cat([g[:b], g[b + 1 :]])) for b in range(len(g))]
+    for name in get_args(Norm):
+        without = torch.stack([other[name] for other in others])
+        columns[f"{name}_se"] = ((len(g) - 1) * without.var(0, correction=0)).sqrt()
+    index = torch.cartesian_prod(*(torch.arange(n) for n in g.shape[1:3])).T.tolist()
     return pd.DataFrame(
-        {"layer": index[0], "head": index[1], **{name: x.flatten().tolist() for name, x in columns.items()}}
+        {"layer": index[0], "head": index[1], **{name: columns[name].flatten().tolist() for name in _COLUMNS}}
     )
+
+
+def _norms(g: Float64[Tensor, "batch layer head n"]) -> dict[str, Float64[Tensor, "layer head"]]:
+    """The three norms of every head; of a single batch the third is not known, and taken for the second."""
+    mean = g.mean(0)
+    noise = g.var(0).sum(-1) / len(g) if len(g) > 1 else torch.zeros_like(mean[..., 0])
+    expected = (mean.square().sum(-1) - noise).clamp_min(0).sqrt()
+    return {"mean_norm": g.norm(dim=-1).mean(0), "norm_of_mean": mean.norm(dim=-1), "expected_norm": expected}
 
 
 def _vectors(model: SyntheticModel, tokens: Tensor, labels: Tensor, part: Part) -> Float64[Tensor, "layer head n"]:
@@ -175,6 +186,10 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
     Returns:
         One row per layer: ``step`` if there is one, ``layer``, ``head`` (the leading one), ``largest``, ``second``,
         ``margin`` (their difference), and ``amplification``, ``γ_l = margin_l / margin_{l+1}``, NaN in the last layer.
+        If the table has the standard errors of ``by``, also ``margin_se`` and an interval of two standard errors,
+        ``amplification_low`` and ``amplification_high`` (symmetric on a logarithmic scale); γ and its interval are NaN
+        where one of the two margins is below two standard errors, and so may be noise. The errors of two heads are
+        taken for independent; where batches move both alike, the interval is wider than it need be.
 
     Raises:
         ValueError: another ``by``; a table without these columns; a layer with a single head.
@@ -196,17 +211,27 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
     if missing:
         raise ValueError(f"table must have the column {missing[0]!r}, got {list(table.columns)}")
     keys = [name for name in ("step", "layer") if name in table.columns]
-    rows = []
+    error, rows = f"{by}_se", []
     for key, heads in table.groupby(keys):
         if len(heads) < 2:
             raise ValueError(f"table must have at least two heads in every layer, got {len(heads)} in {key}")
         ordered = heads.sort_values(by, ascending=False, kind="stable")
         largest, second = (float(x) for x in ordered[by].iloc[:2])
         leading = int(ordered["head"].iloc[0])
-        rows.append([*key, leading, largest, second, largest - second])
-    margins = pd.DataFrame(rows, columns=[*keys, "head", "largest", "second", "margin"])
-    following = margins.groupby("step")["margin"].shift(-1) if "step" in keys else margins["margin"].shift(-1)
-    return margins.assign(amplification=margins["margin"] / following)
+        errors = ordered[error].iloc[:2] if error in heads else pd.Series([math.nan] * 2)
+        rows.append([*key, leading, largest, second, largest - second, math.hypot(*errors)])
+    margins = pd.DataFrame(rows, columns=[*keys, "head", "largest", "second", "margin", "margin_se"])
+    steps = [margins["step"]] if "step" in keys else [pd.Series(0, margins.index)]
+    following = margins.groupby(steps)[["margin", "margin_se"]].shift(-1)
+    gamma = margins["margin"] / following["margin"]
+    if error not in table.columns:
+        return margins.drop(columns="margin_se").assign(amplification=gamma)
+    relative = [x["margin_se"] / x["margin"] for x in (margins, following)]
+    certain = (relative[0] < 1 / _ERRORS) & (relative[1] < 1 / _ERRORS)
+    gamma = gamma.where(certain)
+    both = (relative[0] ** 2 + relative[1] ** 2) ** 0.5
+    factor = np.exp(_ERRORS * both.where(certain))
+    return margins.assign(amplification=gamma, amplification_low=gamma / factor, amplification_high=gamma * factor)
 
 
 def _batches(

@@ -41,8 +41,8 @@ def dynamics(
 
     Returns:
         One row per checkpoint, layer and head: ``step``; ``r``, ``r_three_axis``, ``r_two_axis`` as in
-        ``disentanglement``; ``mean_norm``, ``norm_of_mean``, ``ratio``, ``expected_norm`` as in
-        ``positional_gradients``. ``gradient_margins`` of it has the leading heads.
+        ``disentanglement``; ``mean_norm``, ``norm_of_mean``, ``ratio``, ``expected_norm`` and standard
+        errors as in ``positional_gradients``. ``gradient_margins`` of it has the leading heads.
 
     Raises:
         ValueError: a training without checkpoints, or whose files are gone or damaged; unusable tokens or numbers.
