@@ -1,0 +1,66 @@
+"""Pages mention every public name and quote messages that exist; the table of the README leads to all subjects."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from support.imports import parsed, sources
+from support.pages import PAGES, ROOT
+from support.public import public_names
+
+DOCS = ROOT / "docs"
+
+
+def prose() -> str:
+    """All pages but those of the API, which have every name anyway, and the changelog."""
+    left_out = ("api", "CHANGELOG")
+    texts = [p.read_text(encoding="utf-8") for p in PAGES if not p.relative_to(ROOT).as_posix().startswith("docs/api")]
+    assert len(texts) > 30, left_out
+    return "\n".join(texts)
+
+
+def test_every_public_name_is_mentioned_on_a_page() -> None:
+    """A function that no guide and no table names is found by nobody."""
+    text = prose()
+    silent = [name for name in public_names() if not re.search(rf"\b{name}\b", text)]
+    assert silent == []
+
+
+def messages() -> list[str]:
+    """Every string of the package, with … for what is put into it."""
+    found = []
+    for path in sources().values():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(x.value) if isinstance(x, ast.Constant) else "…" for x in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def quoted() -> list[str]:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", page, re.MULTILINE)
+    return [row for row in rows if row not in ("message",)]
+
+
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    rows, known = quoted(), [re.sub(r"(…[ '()]*)+", "…", text) for text in messages()]
+    assert len(rows) > 35
+    gone = []
+    for row in rows:
+        parts = [part.strip() for part in row.split("…") if len(part.strip()) > 3]
+        if not any(all(part in text for part in parts) for text in known):
+            gone.append(row)
+    assert gone == []
+
+
+def test_the_readme_leads_to_every_page_of_tools() -> None:
+    """The table of questions names a page for each subject of the toctree of tools."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tools = re.search(r":caption: Tools.*?\n\n(.*?)\n```", (DOCS / "index.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert tools is not None
+    left_out = {"position_interventions"}  # a link to the guide, which is named
+    assert [name for name in tools[1].split() if name not in left_out and f"docs/{name}.md" not in readme] == []
