@@ -113,8 +113,9 @@ def part_attribution(
         value(part) = Σ_{i,j} ∂metric/∂scores[i, j] · part[i, j]
 
     It is the rate at which the metric changes as this part is scaled up in this head, and ``-value`` the first-order
-    estimate of what dropping the part would change (``drop_component`` measures that, one pass for each). A softmax
-    ignores what depends on the query alone: ``mean`` and ``query`` have value 0, except beside an attention sink.
+    estimate of what dropping the part would change, which is poor for large parts (``drop_component`` measures it, one
+    pass for each). A softmax ignores what depends on the query alone: ``mean`` and ``query`` have value 0, except
+    beside an attention sink.
 
     One forward and one backward pass for each length of text, whose activations and scores are held. Neither the
     parameters' ``grad`` nor their ``requires_grad`` changes. Hooks of your own on the model act.
