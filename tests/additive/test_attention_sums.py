@@ -70,7 +70,36 @@ def test_normalisers_of_any_size_are_right(span: int, monkeypatch: pytest.Monkey
         sums = AttentionSums(layout, stacked)
         for found, value in zip((sums.log_z, sums.marginals, sums.product(x)), expected, strict=True):
             torch.testing.assert_close(found, value, rtol=0, atol=1e-8)
-        assert (sums.n_direct == 0) == (span == 1)
+        assert (sums.n_direct == 0) == (span < 40)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_distances_next_to_the_query(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are summed cell by cell where transforms of all distances would round too much."""
+    monkeypatch.setattr(attention_sums, "NEAR", 3)
+    monkeypatch.setattr(attention_sums, "_TILE", 4)
+    layout, mask = layout_of(CASES[case]), mask_of(CASES[case])
+    stacked = 4 * torch.rand(math.prod(CASES[case].shape[:-2]), 1, layout.n_coefficient, dtype=torch.float64)
+    close = torch.arange(layout.low, layout.high + 1).abs() < 2
+    layout.split(stacked)[0][..., close] += 25  # nats
+    x = torch.randn_like(stacked)
+    sums, expected = AttentionSums(layout, stacked), by_autograd(layout, mask, stacked, x)
+    for found, value in zip((sums.log_z, sums.marginals, sums.product(x)), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=0, atol=1e-8)
+    exact = AttentionSums(layout, stacked, direct=True)
+    torch.testing.assert_close(sums.diagonal, exact.diagonal, rtol=0, atol=1e-4 * float(exact.marginals.max()))
+
+
+def test_a_steep_profile_needs_no_more_cells_than_those_near_the_query() -> None:
+    """Thirty nats down over thirty distances, and a loud first key: transforms of all distances lose the others."""
+    layout = layout_of(CASES["causal-40"])
+    stacked = torch.zeros(2, 1, layout.n_coefficient, dtype=torch.float64)
+    layout.split(stacked)[0][..., :31] = torch.arange(30, -1, -1)
+    layout.split(stacked)[1][..., 0] = 5
+    sums, exact = AttentionSums(layout, stacked), AttentionSums(layout, stacked, direct=True)
+    assert sums.n_direct == 0
+    torch.testing.assert_close(sums.log_z, exact.log_z, rtol=0, atol=1e-9)
+    torch.testing.assert_close(sums.marginals, exact.marginals, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["causal-40", "fewer-queries"])

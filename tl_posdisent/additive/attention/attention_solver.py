@@ -167,7 +167,25 @@ def _begin(design: Design, marginals: Stacked) -> Coefficients:
     start = torch.where(target > 0, (target / uniform).log(), 0.0)
     if design.features is not None:
         start[:, design.n_profile :] = 0
+    if design.keys == "free" and not design.distance and design.layout.is_causal:
+        return _keys_alone(design.layout, marginals)
     return start
+
+
+def _keys_alone(layout: Layout, marginals: Stacked) -> Coefficients:
+    """The solution itself, where each query sees all keys up to its own and keys alone have coefficients.
+
+    Attention from the queries at or after position j to the keys up to j is their number less what the later keys get,
+    ``T_j``. Key j gets its part ``m_j / T_j`` of it in each of these queries, so a normaliser over keys up to j - 1 is
+    one over keys up to j times ``1 - m_j / T_j``, and the importance is the logarithm of the part of the normaliser.
+    """
+    by_key = layout.split(marginals)[1][..., 0, :]
+    queries = torch.nn.functional.pad(layout.queries.to(by_key), (layout.offset, 0))
+    total = (queries - by_key).flip(-1).cumsum(-1).flip(-1) + by_key
+    part = torch.where(by_key > 0, by_key / total, 0.0).clamp(0, 1)
+    others = torch.log1p(-part).flip(-1).cumsum(-1).flip(-1)
+    log_z = torch.nn.functional.pad(others[..., 1:], (0, 1))
+    return torch.where(by_key > 0, part.log() + log_z, 0.0).nan_to_num(neginf=0.0).flatten(1)
 
 
 def _value(sums: AttentionSums, stacked: Stacked, marginals: Stacked) -> Float64[Tensor, "system 1"]:

@@ -3,7 +3,8 @@
 The normalisers ``Z_i = Σ_j e^{d[i - j]} e^{k[j]}`` are a convolution, and the marginals of the pattern are correlations
 with ``1/Z``: O(length · log length) by Fourier transforms, without a pattern. Their rounding errors are relative to the
 largest normaliser, so tiles of queries that have a small one are formed cell by cell, in the log domain, and the
-transforms see the other queries only. Masks that are not a band of distances are formed cell by cell throughout.
+transforms see the other queries only. Before that, the distances next to the query, where profiles are steepest, are
+left to ``attention_near``. Masks that are not a band of distances are formed cell by cell throughout.
 
 Coefficients and marginals are *stacked* in one vector: first the distances, then the keys of each band of distances.
 """
@@ -18,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
+from tl_posdisent.additive.attention.attention_near import NEAR, NearCells
 from tl_posdisent.additive.cells import Cells, cell_distances, diagonal_sums
 
 # Transforms err by about 2e-16 of the product of the norms of what is convolved, so a normaliser above this part of
@@ -115,6 +117,11 @@ class Layout:
         return self.n_distance + self.n_band * self.n_key
 
     @property
+    def is_causal(self) -> bool:
+        """Whether each query sees all keys up to its own, without bands."""
+        return self.mask is None and self.n_band == 1 and self.low == 0 and self.high == self.n_key - 1
+
+    @property
     def band(self) -> Int64[Tensor, "distance"]:
         """The band of each distance."""
         distances = torch.arange(self.low, self.high + 1, device=self.queries.device)
@@ -165,14 +172,31 @@ class Layout:
     def spread(self, stacked: Stacked, rows: slice, columns: slice) -> Float64[Tensor, "system text row column"]:
         """The sum of its two coefficients at each cell of a block."""
         by_distance, by_key = self.split(stacked)
-        d = self._distances(rows, columns)
-        out = by_distance[..., d.clamp(self.low, self.high) - self.low]
+        n_row, n_column = rows.stop - rows.start, columns.stop - columns.start
+        shift = rows.stop - 1 + self.offset - columns.start  # distance of the last row's first cell
+        d = torch.arange(shift, shift - n_row - n_column + 1, -1, device=stacked.device).clamp(self.low, self.high)
+        if not n_column:
+            return stacked.new_zeros(*stacked.shape[:-1], n_row, 0)
+        # Row after row, a window of the distances that begins one earlier.
+        out = by_distance[..., d - self.low].unfold(-1, n_column, 1).flip(-2)
         if self.n_band == 1:
             return out.add_(by_key[..., 0, None, columns])
-        band = torch.bucketize(d, d.new_tensor(self.edges), right=True)
-        for b in range(self.n_band):
-            out = torch.where(band == b, out + by_key[..., b, None, columns], out)
+        for b, some, member in self._bands_of(rows, columns):
+            of_keys = by_key[..., b, None, columns.start + some.start : columns.start + some.stop]
+            out[..., some] += of_keys * member
         return out
+
+    def _bands_of(self, rows: slice, columns: slice) -> Iterator[tuple[int, slice, Float64[Tensor, "row part"]]]:
+        """The bands in a block: each with the block's columns that have some of its cells, and 1 where they are."""
+        bounds = zip((self.low, *self.edges), (*(edge - 1 for edge in self.edges), self.high), strict=True)
+        for b, (first, last) in enumerate(bounds):
+            left = max(rows.start + self.offset - last, columns.start)
+            right = min(rows.stop + self.offset - first, columns.stop)
+            if left >= right:
+                continue
+            d = self._distances(rows, slice(left, right))
+            member = torch.bucketize(d, d.new_tensor(self.edges), right=True) == b
+            yield b, slice(left - columns.start, right - columns.start), member.double()
 
     def add_sums(
         self, sums: Stacked, block: Float64[Tensor, "system text row column"], rows: slice, columns: slice
@@ -186,10 +210,9 @@ class Layout:
         if self.n_band == 1:
             by_key[..., 0, columns] += block.sum(-2)
             return
-        d = self._distances(rows, columns)
-        band = torch.bucketize(d, d.new_tensor(self.edges), right=True)
-        for b in range(self.n_band):
-            by_key[..., b, columns] += (block * (band == b)).sum(-2)
+        for b, some, member in self._bands_of(rows, columns):
+            part = slice(columns.start + some.start, columns.start + some.stop)
+            by_key[..., b, part] += torch.einsum("...rc,rc->...c", block[..., some], member)
 
 
 def by_system(x: Tensor, n: int, *, pool: bool) -> Tensor:
@@ -231,7 +254,7 @@ class AttentionSums:
         self.log_z = stacked.new_zeros(*stacked.shape[:-1], layout.n_query)
         self.marginals, self.diagonal = torch.zeros_like(stacked), torch.zeros_like(stacked)
         if layout.mask is None and not direct:
-            prefixes = keys_alone and layout.n_band == 1 and layout.low == 0 and layout.high == layout.n_key - 1
+            prefixes = keys_alone and layout.is_causal
             self._transforms = (_PrefixSums if prefixes else _Transforms)(layout, stacked, tiles)
             self.log_z, tiles = self._transforms.log_z, self._transforms.unsafe
             self.marginals, self.diagonal = self._transforms.marginals.clone(), self._transforms.diagonal()
@@ -302,24 +325,72 @@ class _Transforms:
         level = by_key.masked_fill(~layout.keys[..., None, :], -torch.inf).amax(-1, keepdim=True)
         logits = (by_distance[..., None, :] + level).masked_fill(~member, -torch.inf)
         shift = logits.amax((-2, -1))
-        self._distance = (logits - shift[..., None, None]).exp_()
+        distance = (logits - shift[..., None, None]).exp_()
         self._key = (by_key - level).exp_() * layout.keys[..., None, :]
         self._length = 1 << (layout.n_key + layout.n_distance - 2).bit_length()
         self._first = layout.offset - layout.low
-        self._distance_spectrum, self._key_spectrum = self._spectrum(self._distance), self._spectrum(self._key)
-
-        z = self._at_queries(self._distance_spectrum * self._key_spectrum)
-        norms = torch.linalg.vector_norm(self._distance, dim=-1) * torch.linalg.vector_norm(self._key, dim=-1)
-        bad = (z < _SAFE * norms.sum(-1, keepdim=True)) & layout.queries
+        self._distance, self._far, self._near = distance, [*range(layout.n_band)], None
+        z, bad = self._normalisers()
+        if bool(bad.any()):
+            self._close, self._near, self._far = self._split(distance)
+            self._distance = distance[..., self._far, :].clone()
+            self._distance[..., self._close] = 0
+            z, bad = self._normalisers()
         self.unsafe, safe = _unsafe_tiles(bad, layout, tiles)
         self.log_z = torch.where(safe, z.log() + shift[..., None], 0.0)
         self._inverse = torch.where(safe, 1 / z, 0.0)
+        if self._near is not None:
+            self._near.normalise(self._inverse)
         self._inverse_spectrum = self._spectrum_of_queries(self._inverse)
         to_distance = self._inverse_spectrum * self._key_spectrum.conj()
         to_key = self._inverse_spectrum * self._distance_spectrum.conj()
-        of_distance = (self._distance * self._inverse_transform(to_distance, layout.n_distance)).sum(-2)
-        of_key = self._key * self._inverse_transform(to_key, layout.n_key)
-        self.marginals = torch.cat([of_distance, of_key.flatten(-2)], -1)
+        near = None if self._near is None else self._near.marginals()
+        self.marginals = self._stacked(to_distance, to_key, near)
+
+    def _normalisers(self) -> tuple[Tensor, Tensor]:
+        """Normalisers of the queries, and for which of them rounding is not negligible."""
+        self._far_key = self._key if len(self._far) == self._layout.n_band else self._key[..., self._far, :]
+        self._distance_spectrum, self._key_spectrum = self._spectrum(self._distance), self._spectrum(self._far_key)
+        z = self._at_queries(self._distance_spectrum * self._key_spectrum)
+        if self._near is not None:
+            z = z + self._near.normaliser
+        norms = torch.linalg.vector_norm(self._distance, dim=-1) * torch.linalg.vector_norm(self._far_key, dim=-1)
+        return z, ((z < _SAFE * norms.sum(-1, keepdim=True)) | (z < _TINY)) & self._layout.queries
+
+    def _split(self, distance: Tensor) -> tuple[slice, NearCells, list[int]]:
+        """The distances next to the query, which are summed cell by cell, and the bands that have others."""
+        layout = self._layout
+        first = max(layout.low, -(NEAR // 2) if layout.low < 0 else 0)
+        first = first if first <= layout.high else layout.low
+        stop = min(layout.high + 1, first + NEAR)
+        close = slice(first - layout.low, stop - layout.low)
+        of_close = layout.band[close]
+        bands = []
+        for band in of_close.unique().tolist():
+            some = (of_close == band).nonzero()[:, 0]
+            bands.append((band, slice(int(some[0]), int(some[-1]) + 1)))
+        near = NearCells(
+            distance[..., close].sum(-2), self._key, bands, shift=layout.offset - first, n_query=layout.n_query
+        )
+        others = torch.cat([layout.band[: close.start], layout.band[close.stop :]]).unique().tolist()
+        return close, near, others or [0]
+
+    def _stacked(self, to_distance: Tensor, to_key: Tensor, near: tuple[Tensor, Tensor] | None) -> Stacked:
+        """Sums from spectra, and those of the distances next to the query."""
+        return self._joined(
+            self._distance * self._inverse_transform(to_distance, self._layout.n_distance),
+            self._far_key * self._inverse_transform(to_key, self._layout.n_key),
+            near,
+        )
+
+    def _joined(self, of_distance: Tensor, of_key: Tensor, near: tuple[Tensor, Tensor] | None) -> Stacked:
+        of_distance = of_distance.sum(-2)
+        if near is not None:
+            near_distance, near_key = near
+            of_distance[..., self._close] += near_distance
+            near_key[..., self._far, :] += of_key
+            of_key = near_key
+        return torch.cat([of_distance, of_key.flatten(-2)], -1)
 
     def _spectrum(self, x: Tensor) -> Tensor:
         spectrum: Tensor = torch.fft.rfft(x, self._length)
@@ -339,24 +410,30 @@ class _Transforms:
     def diagonal(self) -> Stacked:
         """These queries' part of ``AttentionSums.diagonal``."""
         squares = self._spectrum_of_queries(self._inverse.square())
-        distance, key = self._distance.square(), self._key.square()
+        distance, key = self._distance.square(), self._far_key.square()
         to_distance, to_key = squares * self._spectrum(key).conj(), squares * self._spectrum(distance).conj()
-        of_distance = (distance * self._inverse_transform(to_distance, self._layout.n_distance)).sum(-2)
+        of_distance = distance * self._inverse_transform(to_distance, self._layout.n_distance)
         of_key = key * self._inverse_transform(to_key, self._layout.n_key)
-        return self.marginals - torch.cat([of_distance, of_key.flatten(-2)], -1)
+        near = None if self._near is None else self._near.marginals(squared=True)
+        return self.marginals - self._joined(of_distance, of_key, near)
 
     def product(self, x: Stacked) -> Stacked:
         """These queries' part of ``AttentionSums.product``."""
         by_distance, by_key = self._layout.split(x)
         distance = self._spectrum(self._distance * by_distance[..., None, :])
-        key = self._spectrum(self._key * by_key)
+        key = self._spectrum(self._far_key * by_key[..., self._far, :])
         mean = self._at_queries(distance * self._key_spectrum + self._distance_spectrum * key) * self._inverse
+        near = None
+        if self._near is not None:
+            close = by_distance[..., self._close]
+            near_mean, of_distance = self._near.mean(close, by_key)
+            mean += near_mean
+            removed, of_key = self._near.product(close, mean)
+            near = of_distance + removed, of_key
         removed = self._spectrum_of_queries(mean * self._inverse)
         to_distance = self._inverse_spectrum * key.conj() - removed * self._key_spectrum.conj()
         to_key = self._inverse_spectrum * distance.conj() - removed * self._distance_spectrum.conj()
-        of_distance = (self._distance * self._inverse_transform(to_distance, self._layout.n_distance)).sum(-2)
-        of_key = self._key * self._inverse_transform(to_key, self._layout.n_key)
-        return torch.addcmul(torch.cat([of_distance, of_key.flatten(-2)], -1), self.marginals, x)
+        return self._stacked(to_distance, to_key, near).addcmul_(self.marginals, x)
 
 
 def _unsafe_tiles(
