@@ -82,6 +82,12 @@ from .experiments.attention_scores.trained_vs_random import (
 from .experiments.causal.additive_substitution import (
     additive_substitution as additive_substitution,
 )
+from .experiments.causal.attention_ladder import (
+    attention_ladder as attention_ladder,
+)
+from .experiments.causal.attention_ladder import (
+    head_verdicts as head_verdicts,
+)
 from .experiments.causal.head_ablation import (
     head_ablation as head_ablation,
 )

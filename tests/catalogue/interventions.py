@@ -9,10 +9,12 @@ import torch
 from tl_posdisent import (
     ablate_heads,
     additive_substitution,
+    attention_ladder,
     component_patching,
     drop_component,
     dummy_distance,
     head_patching,
+    head_verdicts,
     lambda_mask,
     limit_frequencies,
     patch_scores,
@@ -146,6 +148,20 @@ ROWS: list[Row] = [
         lambda at: fit_attention_layers(model(), TOKENS, "additive"),
         "rung must be",
     ),
+    refused(
+        "attention_ladder",
+        "an unknown rung",
+        lambda at: attention_ladder(model(), TOKENS, rungs=["top"], progress=False),
+        "rungs must be",
+    ),
+    refused(
+        "attention_ladder",
+        "longer held-out texts",
+        lambda at: attention_ladder(model(), TOKENS[:, :8], heldout=TOKENS, progress=False),
+        "heldout must be no longer",
+    ),
+    refused("head_verdicts", "no table", lambda at: head_verdicts(None), "table must be"),
+    refused("head_verdicts", "share 2", lambda at: head_verdicts(None, share=2), "share must be"),
     refused(
         "additive_substitution",
         "four axes",

@@ -45,7 +45,10 @@ GOOD: dict[str, Any] = {
     "factor": 2,
     "query": 5,
     "key": 6,
+    "by": "uniform",
 }
+CHEAP = {"progress": False, "rungs": ["distance"], "controls": []}
+"""In the place of defaults that take long."""
 
 Function = Callable[..., Any]
 
@@ -69,8 +72,8 @@ def call(function: Function, model: Any, **changed: Any) -> Any:
         if parameter.default is parameter.empty and name not in arguments:
             assert name in GOOD, f"say in GOOD what a good {name} of {function.__name__} is"
             arguments[name] = GOOD[name]
-        elif name == "progress":
-            arguments[name] = False
+        elif name in CHEAP:
+            arguments.setdefault(name, CHEAP[name])
         elif name == "from_tokens":  # or other positions: one of two
             arguments[name] = TOKENS.flip(1)
     result = function(model, **arguments)

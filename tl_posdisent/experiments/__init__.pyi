@@ -28,6 +28,12 @@ from .attention_scores.trained_vs_random import (
 from .causal.additive_substitution import (
     additive_substitution as additive_substitution,
 )
+from .causal.attention_ladder import (
+    attention_ladder as attention_ladder,
+)
+from .causal.attention_ladder import (
+    head_verdicts as head_verdicts,
+)
 from .causal.head_ablation import (
     head_ablation as head_ablation,
 )

@@ -9,23 +9,23 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
-from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.planning.planner import replace_scores
 from tl_posdisent.hooks.planning.score_edits import View
 from tl_posdisent.hooks.score_components import Part, fit_inside, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_specs, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
-from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.validation import check_seed
+
+from .predictions import log_probabilities, mean_over_tokens, shuffled_order, token_divergences, token_losses
 
 
 def additive_substitution(
@@ -77,21 +77,23 @@ def additive_substitution(
     reading = read_model(model, layers)
     model, specs = reading.model, additive_specs(reading, axes, layers, "additive_substitution")
     texts = read_texts(model, tokens, attention_mask)
-    shuffled = [group.tokens[:, _shuffled_order(group.tokens.shape[1], seed)] for group in texts.groups]
+    shuffled = [group.tokens[:, shuffled_order(group.tokens.shape[1], seed)] for group in texts.groups]
     check_reach(model, [spec.layer for spec in specs])
     stored = [_fits_of(model, tokens, specs, axes) for tokens in shuffled]
-    clean = [_log_probabilities(model, group.tokens, []) for group in texts.groups]
-    clean_loss = _mean([_losses(log_p, group.tokens) for log_p, group in zip(clean, texts.groups, strict=True)])
+    clean = [log_probabilities(model, group.tokens, []) for group in texts.groups]
+    clean_loss = mean_over_tokens(
+        [token_losses(log_p, group.tokens) for log_p, group in zip(clean, texts.groups, strict=True)]
+    )
     rows = []
     for run in tqdm(list(_runs(specs, axes)), desc="runs", disable=not progress):
         losses, divergences = [], []
         for group, before, fits in zip(texts.groups, clean, stored, strict=True):
             hooks = [hook for spec, heads in run.where for hook in run.put(spec, heads, fits)]
-            log_p = _log_probabilities(model, group.tokens, hooks)
-            losses.append(_losses(log_p, group.tokens))
-            divergences.append(_divergences(before, log_p))
-        loss = _mean(losses)
-        rows.append((*run[:5], loss, loss - clean_loss, _mean(divergences)))
+            log_p = log_probabilities(model, group.tokens, hooks)
+            losses.append(token_losses(log_p, group.tokens))
+            divergences.append(token_divergences(before, log_p))
+        loss = mean_over_tokens(losses)
+        rows.append((*run[:5], loss, loss - clean_loss, mean_over_tokens(divergences)))
     columns = ["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"]
     return reading.note(pd.DataFrame(rows, columns=columns).astype({"layer": "Int64", "head": "Int64"}))
 
@@ -171,34 +173,3 @@ def _fits_of(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[Attention
     else:
         for_each_scores(model, tokens, specs, fit)
     return stored
-
-
-def _shuffled_order(length: int, seed: int) -> Int[Tensor, "pos"]:
-    """The first token, then the others in an order that the seed draws."""
-    drawn = torch.rand(length, generator=torch.Generator().manual_seed(check_seed(seed)))
-    drawn[0] = -1
-    return drawn.argsort()
-
-
-@torch.no_grad()
-def _log_probabilities(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook]) -> Float[Tensor, "batch pos v"]:
-    with evaluating(model), applied(model, hooks):
-        logits: Tensor = model(tokens)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-
-
-def _losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch _"]:
-    """Of each predicted token."""
-    return -log_p[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
-
-
-def _divergences(
-    log_p: Float[Tensor, "batch pos v"], log_q: Float[Tensor, "batch pos v"]
-) -> Float[Tensor, "batch pos"]:
-    """KL(p ‖ q) at each position."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def _mean(parts: Sequence[Tensor]) -> float:
-    """Over the tokens of all texts."""
-    return torch.cat([part.flatten().double() for part in parts]).mean().item()

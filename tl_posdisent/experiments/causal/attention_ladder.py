@@ -1,0 +1,362 @@
+"""How much of a head's attention its predictions need: a ladder of additive replacements, and a verdict per head."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import pandas as pd
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from tl_posdisent.additive.attention.attention_rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
+from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads
+from tl_posdisent.hooks.substitute_attention import (
+    BANDS,
+    Stored,
+    fit_static_heads,
+    fit_texts,
+    rung_hooks,
+    stored_hooks,
+)
+from tl_posdisent.models.loading.random_init import random_control
+from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.validation import check_choice, check_number, check_seed, shown
+
+from .predictions import all_tokens, log_probabilities, shuffled_order, token_divergences, token_losses
+
+Unit = Literal["head", "layer", "all"]
+Control = Literal["shuffled", "random"]
+_CONTROLS: tuple[Control, ...] = ("shuffled",)
+_WHOLE: tuple[Rung, ...] = ("uniform", "untouched")  # what a share of the loss is measured by; nothing is fitted
+_COLUMNS = ["layer", "head", "control", "rung", "loss", "recovered", "kl", "error", "parameters", "causal"]
+
+
+def attention_ladder(
+    model: Any,
+    tokens: Tokens,
+    *,
+    heldout: Tokens | None = None,
+    attention_mask: Tensor | None = None,
+    heldout_mask: Tensor | None = None,
+    layers: Layers = None,
+    heads: Heads = None,
+    unit: Unit = "head",
+    rungs: Collection[Rung] = RUNGS,
+    controls: Collection[Control] = _CONTROLS,
+    bands: Sequence[int] = BANDS,
+    rank: int = 1,
+    seed: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Replace attention by ever better additive attention, and measure how much of the loss each rung recovers.
+
+    The attention of one head, one layer, or all is replaced by each rung of ``substitute_attention``, from uniform
+    attention to the head's own, and the next token is predicted. Rungs ``"distance"``, ``"distance+sink"`` and
+    ``"static"`` have coefficients of the head, fitted to all texts of ``tokens`` together. The others have coefficients
+    of each key of a text, and are fitted to the very text that is predicted. Fits are made in the unmodified model for
+    heads and layers, and for ``unit="all"`` layer by layer in the model whose earlier layers are already replaced.
+
+    **Causal rungs.** A free importance of a key is fitted to the attention that later queries pay to it, so it may leak
+    what they look for. Static rungs are causal on texts that they were not fitted on: give ``heldout``.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; it must return logits.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+        heldout: texts whose loss is measured, no longer than those of ``tokens``; default ``tokens`` themselves.
+        attention_mask, heldout_mask: 1 at tokens, 0 at padding, for padded ids of ``tokens`` and ``heldout``. Each text
+            is run without its padding.
+        layers: default all.
+        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
+        unit: what is replaced at a time: each ``"head"``, the chosen heads of each ``"layer"``, or ``"all"`` of them.
+        rungs: which; ``"uniform"`` and ``"untouched"`` are always there.
+        controls: default the first of these. ``"shuffled"``: rungs fitted to texts of the same tokens in another order,
+            the first in its place; ``"random"``: the whole ladder in a copy with random weights (``random_control``).
+        bands: of ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
+        rank: of ``"low-rank"``.
+        seed: of the shuffled order and the random weights.
+        progress: show a bar.
+
+    Returns:
+        One row for each run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``,
+        ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
+        loss between uniform attention (0) and the untouched model (1); ``kl``, mean divergence KL(untouched ‖ this) of
+        the predictions, nats per token; ``error``, the standard error of this loss minus the untouched one, as if
+        tokens were independent; ``parameters``, numbers that were fitted for the replaced heads, in all texts;
+        ``causal``, whether predictions depend on earlier tokens alone.
+
+    Raises:
+        ValueError: unusable tokens, layers, heads, rungs or controls; held-out texts longer than those of ``tokens``;
+            what ``substitute_attention`` refuses. RuntimeError: hooks that never fired.
+
+    Example:
+        >>> from tl_posdisent import attention_ladder, demo_tokens, load_demo_model
+        >>> model, tokens = load_demo_model(), demo_tokens(length=128)
+        >>> rungs = ["uniform", "distance+sink", "static", "untouched"]
+        >>> table = attention_ladder(
+        ...     model, tokens[:, :64], heldout=tokens[:, 64:], layers=4, unit="layer", rungs=rungs, progress=False
+        ... )
+        >>> table = table[table["control"] == "none"].set_index("rung")
+        >>> table["recovered"].is_monotonic_increasing, bool(table["causal"].all())
+        (True, True)
+    """
+    check_choice("unit", unit, get_args(Unit))
+    wanted = _checked_subset("rungs", rungs, RUNGS)
+    extra = _checked_subset("controls", controls, get_args(Control))
+    check_rung_options(bands, rank)
+    check_seed(seed)
+    reading = read_model(model, layers)
+    fitted = read_texts(reading.model, tokens, attention_mask)
+    texts = fitted if heldout is None else read_texts(reading.model, heldout, heldout_mask)
+    if heldout is None and heldout_mask is not None:
+        raise ValueError("heldout_mask must be None without heldout")
+    ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed)
+    chosen = any_heads(reading, layers, heads)
+    ladder.check(chosen, wanted)
+    some = [rung for rung in RUNGS if rung in wanted or rung in _WHOLE]
+    n_items = {"all": 1, "layer": len(chosen), "head": sum(len(heads) for _, heads in chosen)}[unit]
+    n_fitted = len(some) - len(_WHOLE)
+    total = n_items * (len(some) * (1 + ("random" in extra)) + n_fitted * ("shuffled" in extra))
+    rows: list[tuple[Any, ...]] = []
+    with tqdm(total=total, desc="runs", disable=not progress) as bar:
+        for row in ladder.rows(chosen, some, "none"):
+            rows.append(row)
+            bar.update()
+        plain = {row[:2]: row for row in rows if row[3] == "uniform"}
+        if "shuffled" in extra:
+            for row in ladder.rows(chosen, [rung for rung in some if rung not in _WHOLE], "shuffled", plain):
+                rows.append(row)
+                bar.update()
+        if "random" in extra:
+            copy = ladder.of(next(random_control(reading.model, [seed])), [spec.layer for spec, _ in chosen])
+            for row in copy.rows(chosen, some, "random"):
+                rows.append(row)
+                bar.update()
+    table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
+    order = {name: n for n, name in enumerate(("none", *get_args(Control)))}
+    return table.sort_values(
+        ["layer", "head", "control"], key=lambda x: x.map(order) if x.name == "control" else x, kind="stable"
+    ).reset_index(drop=True)
+
+
+def _checked_subset(name: str, given: Any, choices: Sequence[str]) -> list[str]:
+    listed = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else None
+    if listed is None or isinstance(given, (bytes, dict)) or len(set(map(str, listed))) < len(listed):
+        raise ValueError(f"{name} must be some of {', '.join(choices)}, each once, got {shown(given)}")
+    for one in listed:
+        check_choice(name, one, choices)
+    return listed
+
+
+_Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """Numbers of one run, by token of all texts."""
+
+    losses: Float[Tensor, "token"]
+    kl: float
+
+
+class _Ladder:
+    """One model, the texts that static rungs are fitted to, and the texts that are predicted."""
+
+    def __init__(
+        self,
+        reading: ModelReading,
+        fitted: Texts,
+        texts: Texts,
+        unit: Unit,
+        bands: Sequence[int],
+        rank: int,
+        seed: int,
+    ) -> None:
+        self.reading, self.model, self.fitted, self.texts = reading, reading.model, fitted, texts
+        self.unit, self.bands, self.rank, self.seed = unit, bands, rank, seed
+        self.heldout = texts is not fitted
+        self.clean = [log_probabilities(self.model, group.tokens, []) for group in texts.groups]
+
+    def of(self, model: Any, layers: Layers) -> _Ladder:
+        """The same of another model."""
+        reading = read_model(model, layers)
+        return _Ladder(reading, self.fitted, self.texts, self.unit, self.bands, self.rank, self.seed)
+
+    def check(self, chosen: Chosen, rungs: Sequence[str]) -> None:
+        """Refuse held-out texts with distances that static rungs cannot know."""
+        if not set(rungs) & set(PER_HEAD) or self.texts.longest <= self.fitted.longest:
+            return
+        windows = [spec.window for spec, _ in chosen]
+        if any(window is None or window > self.fitted.longest for window in windows):
+            raise ValueError(
+                f"heldout must be no longer than the texts of tokens, {self.fitted.longest}, got {self.texts.longest}: "
+                "static rungs know no larger distance; fit longer texts, cut the held-out ones, or leave out "
+                f"rungs {', '.join(PER_HEAD)}"
+            )
+
+    def rows(
+        self, chosen: Chosen, rungs: Sequence[Rung], control: str, plain: dict[_Key, _Key] | None = None
+    ) -> Iterator[_Key]:
+        """The rows of a control. Shares of the loss are of the ladder's own ends, or of those of ``plain`` rows."""
+        chosen = [(self.reading.specs([spec.layer])[0], heads) for spec, heads in chosen]
+        for together, items in self._units(chosen):
+            ready = {rung: self._stored(together, rung, shuffled=control == "shuffled") for rung in rungs}
+            for layer, head, where in items:
+                runs = {rung: self._run(where, rung, ready[rung]) for rung in rungs}
+                yield from self._measured(layer, head, where, runs, control, plain)
+
+    def _units(self, chosen: Chosen) -> Iterator[tuple[Chosen, list[tuple[Any, Any, Chosen]]]]:
+        """What is fitted together, and what of it is replaced at a time."""
+        if self.unit == "all":
+            yield chosen, [(None, None, chosen)]
+            return
+        for spec, heads in chosen:
+            whole = [(spec, heads)]
+            by_head = [(spec.layer, head, [(spec, [head])]) for head in heads]
+            yield whole, by_head if self.unit == "head" else [(spec.layer, None, whole)]
+
+    def _stored(self, chosen: Chosen, rung: Rung, *, shuffled: bool) -> list[Stored]:
+        """What a rung puts into these layers, for each group of texts."""
+        if rung in _WHOLE:
+            return []
+        replaced = self.unit == "all"
+        if rung in PER_HEAD:
+            tokens = [self._order(group.tokens, shuffled=shuffled) for group in self.fitted.groups]
+            stored = fit_static_heads(self.model, tokens, chosen, rung, replaced=replaced)
+            return [stored] * len(self.texts.groups)
+        options: dict[str, Any] = {"bands": self.bands, "rank": self.rank, "replaced": replaced}
+        tokens = [self._order(group.tokens, shuffled=shuffled) for group in self.texts.groups]
+        return [fit_texts(self.model, each, chosen, rung, **options) for each in tokens]
+
+    def _order(self, tokens: Int[Tensor, "text pos"], *, shuffled: bool) -> Int[Tensor, "text pos"]:
+        return tokens[:, shuffled_order(tokens.shape[1], self.seed)] if shuffled else tokens
+
+    def _run(self, where: Chosen, rung: Rung, stored: list[Stored]) -> _Run:
+        losses, divergences = [], []
+        for n, (group, before) in enumerate(zip(self.texts.groups, self.clean, strict=True)):
+            hooks = self._hooks(where, rung, stored[n] if stored else {})
+            log_p = log_probabilities(self.model, group.tokens, hooks)
+            losses.append(token_losses(log_p, group.tokens))
+            divergences.append(token_divergences(before, log_p))
+        return _Run(all_tokens(losses), all_tokens(divergences).mean().item())
+
+    def _hooks(self, where: Chosen, rung: Rung, stored: Stored) -> list[Hook]:
+        if stored:
+            return stored_hooks(where, stored)
+        return [hook for spec, heads in where for hook in rung_hooks(spec, heads, rung, self.bands, self.rank)]
+
+    def _measured(
+        self,
+        layer: Any,
+        head: Any,
+        where: Chosen,
+        runs: dict[Rung, _Run],
+        control: str,
+        plain: dict[_Key, _Key] | None,
+    ) -> Iterator[_Key]:
+        clean = all_tokens(
+            [token_losses(log_p, group.tokens) for log_p, group in zip(self.clean, self.texts.groups, strict=True)]
+        )
+        untouched = clean.mean().item()
+        uniform = runs["uniform"].losses.mean().item() if plain is None else plain[layer, head][4]
+        for rung, run in runs.items():
+            loss, gap = run.losses.mean().item(), uniform - untouched
+            recovered = (uniform - loss) / gap if gap != 0 else float("nan")
+            error = ((run.losses - clean).std() / len(clean) ** 0.5).item()
+            size = sum(len(heads) * self._parameters(spec, rung) for spec, heads in where)
+            causal = all(spec.causal for spec, _ in where) and (rung in _WHOLE or (rung in PER_HEAD and self.heldout))
+            yield layer, head, control, rung, loss, recovered, run.kl, error, size, causal
+
+    def _parameters(self, spec: AttentionSpec, rung: Rung) -> int:
+        """For one head, in all texts."""
+        lengths = [self.fitted.longest] if rung in PER_HEAD else self.texts.lengths
+        options: dict[str, Any] = {"bands": self.bands, "rank": self.rank}
+        return sum(n_parameters(rung, spec.mask(length), spec.d_head, **options) for length in lengths)
+
+
+_VERDICTS: dict[Rung, str] = {
+    "distance": "positional",
+    "distance+sink": "positional",
+    "static": "static",
+    "additive": "static",
+    "banded": "banded",
+    "low-rank": "query-dependent",
+    "untouched": "query-dependent",
+}
+
+
+def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | int = 2.0) -> pd.DataFrame:
+    """Name each head by the lowest rung of ``attention_ladder`` that recovers a share of what its attention is worth.
+
+    ===================== =====================================================================
+    verdict               lowest rung that recovers the share
+    ===================== =====================================================================
+    *positional*          ``"distance"`` or ``"distance+sink"``
+    *static*              ``"static"`` or ``"additive"``: distance and importance of the key
+    *banded*              ``"banded"``
+    *query-dependent*     ``"low-rank"``, or none but its own attention
+    *no effect*           uniform attention costs no more than ``noise`` standard errors
+    ===================== =====================================================================
+
+    The free importances of ``"additive"`` and ``"banded"`` are not causal; column ``causal`` says whether the rung is.
+    The standard error is that of the difference of losses by token (column ``error`` of the rung ``"uniform"``), as if
+    tokens were independent, and of one text sample; a head with no effect here may have one elsewhere.
+
+    Args:
+        table: of ``attention_ladder``; only rows without a control are read.
+        share: of the loss between uniform and untouched attention, above 0 and at most 1.
+        noise: standard errors.
+
+    Returns:
+        One row for each head (or layer, or all, as the table has them): ``layer``, ``head``, ``verdict``, ``rung``,
+        ``recovered`` (by this rung), ``causal``, ``gap`` (loss of uniform attention minus the untouched one, nats per
+        token) and ``error`` (its standard error). Without effect, ``rung`` is ``"uniform"``.
+
+    Raises:
+        ValueError: a table without the columns or rows of ``attention_ladder``; a share or noise out of range.
+
+    Example:
+        >>> import pandas as pd
+        >>> from tl_posdisent import head_verdicts
+        >>> table = pd.DataFrame(
+        ...     {
+        ...         "layer": [0] * 4,
+        ...         "head": [3] * 4,
+        ...         "control": ["none"] * 4,
+        ...         "rung": ["uniform", "distance", "static", "untouched"],
+        ...         "loss": [3.0, 2.1, 2.02, 2.0],
+        ...         "recovered": [0.0, 0.9, 0.98, 1.0],
+        ...         "error": [0.1, 0.02, 0.01, 0.0],
+        ...         "causal": [True] * 4,
+        ...     }
+        ... )
+        >>> head_verdicts(table)["verdict"].tolist(), head_verdicts(table, share=0.9)["verdict"].tolist()
+        (['static'], ['positional'])
+    """
+    share, noise = check_number("share", share, above=0), check_number("noise", noise, least=0)
+    if share > 1:
+        raise ValueError(f"share must be at most 1, got {share:g}")
+    needed = {"layer", "head", "control", "rung", "loss", "recovered", "error", "causal"}
+    if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
+        raise ValueError(f"table must be one of attention_ladder, with columns {', '.join(sorted(needed))}")
+    rows = []
+    for (layer, head), some in table[table["control"] == "none"].groupby(["layer", "head"], dropna=False):
+        by_rung: dict[Any, dict[Any, Any]] = {row["rung"]: row for row in some.to_dict("records")}
+        if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(some):
+            raise ValueError("table must have one row of each rung for each head, uniform and untouched among them")
+        gap = by_rung["uniform"]["loss"] - by_rung["untouched"]["loss"]
+        error = by_rung["uniform"]["error"]
+        rung: Rung = "uniform"
+        if gap > noise * error:
+            reached = [x for x in RUNGS[1:] if x in by_rung and by_rung[x]["recovered"] >= share]
+            rung = reached[0] if reached else "untouched"
+        of = by_rung[rung]
+        rows.append((layer, head, _VERDICTS.get(rung, "no effect"), rung, of["recovered"], of["causal"], gap, error))
+    columns = ["layer", "head", "verdict", "rung", "recovered", "causal", "gap", "error"]
+    types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "causal": bool}
+    return pd.DataFrame(rows, columns=columns).astype(types)

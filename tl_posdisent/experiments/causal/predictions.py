@@ -1,0 +1,51 @@
+"""Predictions of a run with hooks: log-probabilities, losses and divergences by token; texts in shuffled order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.utils.validation import check_seed
+
+
+@torch.no_grad()
+def log_probabilities(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook]) -> Float[Tensor, "batch pos v"]:
+    """Of the next token, in one run with hooks, in float32 or wider."""
+    with evaluating(model), applied(model, hooks):
+        logits: Tensor = model(tokens)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch _"]:
+    """Of each predicted token."""
+    return -log_p[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+
+
+def token_divergences(
+    log_p: Float[Tensor, "batch pos v"], log_q: Float[Tensor, "batch pos v"]
+) -> Float[Tensor, "batch pos"]:
+    """KL(p ‖ q) at each position."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def mean_over_tokens(parts: Sequence[Tensor]) -> float:
+    """Over the tokens of all texts."""
+    return all_tokens(parts).mean().item()
+
+
+def all_tokens(parts: Sequence[Tensor]) -> Float[Tensor, "token"]:
+    """Numbers by token of all texts in a row, in float64."""
+    return torch.cat([part.flatten().double() for part in parts])
+
+
+def shuffled_order(length: int, seed: int) -> Int[Tensor, "pos"]:
+    """The first token, then the others in an order that the seed draws."""
+    drawn = torch.rand(length, generator=torch.Generator().manual_seed(check_seed(seed)))
+    drawn[0] = -1
+    return drawn.argsort()
