@@ -85,7 +85,8 @@ def attention_ladder(
     Returns:
         One row for each run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``,
         ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
-        loss between uniform attention (0) and the untouched model (1); ``kl``, mean divergence KL(untouched ‖ this) of
+        loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
+        standard error; ``kl``, mean divergence KL(untouched ‖ this) of
         the predictions, nats per token; ``error``, the standard error of this loss minus the untouched one, as if
         tokens were independent; ``parameters``, numbers that were fitted for the replaced heads, in all texts;
         ``causal``, whether predictions depend on earlier tokens alone.
@@ -263,11 +264,15 @@ class _Ladder:
             [token_losses(log_p, group.tokens) for log_p, group in zip(self.clean, self.texts.groups, strict=True)]
         )
         untouched = clean.mean().item()
-        uniform = runs["uniform"].losses.mean().item() if plain is None else plain[layer, head][4]
+        errors = {rung: ((run.losses - clean).std() / len(clean) ** 0.5).item() for rung, run in runs.items()}
+        if plain is None:
+            uniform, noise = runs["uniform"].losses.mean().item(), errors["uniform"]
+        else:
+            uniform, noise = (plain[layer, head][_COLUMNS.index(name)] for name in ("loss", "error"))
+        gap = uniform - untouched
         for rung, run in runs.items():
-            loss, gap = run.losses.mean().item(), uniform - untouched
-            recovered = (uniform - loss) / gap if gap != 0 else float("nan")
-            error = ((run.losses - clean).std() / len(clean) ** 0.5).item()
+            loss, error = run.losses.mean().item(), errors[rung]
+            recovered = (uniform - loss) / gap if abs(gap) > noise else float("nan")
             size = sum(len(heads) * self._parameters(spec, rung) for spec, heads in where)
             causal = all(spec.causal for spec, _ in where) and (rung in _WHOLE or (rung in PER_HEAD and self.heldout))
             yield layer, head, control, rung, loss, recovered, run.kl, error, size, causal
@@ -353,7 +358,8 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
         error = by_rung["uniform"]["error"]
         rung: Rung = "uniform"
         if gap > noise * error:
-            reached = [x for x in RUNGS[1:] if x in by_rung and by_rung[x]["recovered"] >= share]
+            enough = by_rung["uniform"]["loss"] - share * gap
+            reached = [x for x in RUNGS[1:] if x in by_rung and by_rung[x]["loss"] <= enough]
             rung = reached[0] if reached else "untouched"
         of = by_rung[rung]
         rows.append((layer, head, _VERDICTS.get(rung, "no effect"), rung, of["recovered"], of["causal"], gap, error))
