@@ -1,7 +1,8 @@
 """The synthetic laboratory: samples made per minute, training against the plain loop, and seeds trained together.
 
 ``python benchmarks/synthetic.py [tasks] [training] [together]``: all three by default. BENCH_BATCH is the batch of the
-second (default 64 on a CPU, the paper's 512 on a GPU).
+second (default 64 on a CPU, the paper's 512 on a GPU); for CPU seconds of one thread set
+BENCH_CLOCK=cpu and OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import math
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,13 +49,13 @@ def tasks() -> None:
 
 
 class PlainAttention(nn.Module):
-    """RoPE and softmax, spelled out."""
+    """Attention as in [B], spelled out: RoPE, keys and values from the embedded input, dropout of the pattern."""
 
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
         self.heads, self.size = config.n_heads, config.head_size
         self.q, self.k, self.v = (nn.Linear(config.d_model, config.d_model) for _ in range(3))
-        self.out = nn.Linear(config.d_model, config.d_model)
+        self.out, self.dropout = nn.Linear(config.d_model, config.d_model), nn.Dropout(config.dropout)
 
     def rotate(self, x: Tensor) -> Tensor:
         half = self.size // 2
@@ -64,42 +66,62 @@ class PlainAttention(nn.Module):
             [first * angle.cos() - second * angle.sin(), first * angle.sin() + second * angle.cos()], dim=-1
         )
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, source: Tensor) -> Tensor:
         batch, pos, _ = x.shape
-        q, k, v = (f(x).view(batch, pos, self.heads, self.size).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(y).view(batch, pos, self.heads, self.size).transpose(1, 2)
+            for f, y in ((self.q, x), (self.k, source), (self.v, source))
+        )
         scores = self.rotate(q) @ self.rotate(k).transpose(-1, -2) / math.sqrt(self.size)
-        scores = scores.masked_fill(~mask[:, None, None, :], float("-inf"))
-        z = scores.softmax(-1) @ v
+        z = self.dropout(scores.softmax(-1)) @ v
         return self.out(z.transpose(1, 2).reshape(batch, pos, -1))
 
 
 class PlainModel(nn.Module):
-    """A pre-norm transformer with a mean-pooled classifier, of the same shape as ours."""
+    """The model of ``preset("paper")`` with rotation alone: the same function of the same weights as ours."""
 
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
         self.embed, self.dropout = nn.Embedding(config.d_vocab, config.d_model), nn.Dropout(config.dropout)
         self.attention = nn.ModuleList(PlainAttention(config) for _ in range(config.n_layers))
-        self.norms = nn.ModuleList(nn.LayerNorm(config.d_model) for _ in range(2 * config.n_layers + 1))
+        self.norms = nn.ModuleList(nn.LayerNorm(config.d_model) for _ in range(2 * config.n_layers))
         self.mlps = nn.ModuleList(
-            nn.Sequential(nn.Linear(config.d_model, config.d_mlp), nn.GELU(), nn.Linear(config.d_mlp, config.d_model))
+            nn.Sequential(nn.Linear(config.d_model, config.d_mlp), nn.ReLU(), nn.Linear(config.d_mlp, config.d_model))
             for _ in range(config.n_layers)
         )
         self.classify = nn.Linear(config.d_model, config.n_out)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        mask = tokens != 0
-        x = self.dropout(self.embed(tokens))
+        x = source = self.embed(tokens)
         for layer, (attention, mlp) in enumerate(zip(self.attention, self.mlps, strict=True)):
-            x = x + self.dropout(attention(self.norms[2 * layer](x), mask))
+            x = x + self.dropout(attention(self.norms[2 * layer](x), source))
             x = x + self.dropout(mlp(self.norms[2 * layer + 1](x)))
-        x = self.norms[-1](x)
-        return self.classify((x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+        return self.classify(x.mean(1))
 
 
-def plain_steps(config: SyntheticConfig, task: Task, batch: int, steps: int) -> Any:
+@torch.no_grad()
+def check_same_model(config: SyntheticConfig, task: Task) -> None:
+    """Raise unless both compute the same logits from the same weights."""
+    ours, plain = SyntheticModel(config).eval(), PlainModel(config).eval()
+    plain.embed.weight.copy_(ours.embed.W_E)
+    for block, attention, mlp in zip(ours.blocks, plain.attention, plain.mlps, strict=True):
+        for name, linear in zip("QKV", (attention.q, attention.k, attention.v), strict=True):
+            linear.weight.copy_(getattr(block.attn, f"W_{name}").transpose(0, 1).flatten(1).T)
+            linear.bias.copy_(getattr(block.attn, f"b_{name}").flatten())
+        attention.out.weight.copy_(block.attn.W_O.flatten(0, 1).T)
+        attention.out.bias.copy_(block.attn.b_O)
+        for linear, name in ((mlp[0], "in"), (mlp[2], "out")):
+            linear.weight.copy_(getattr(block.mlp, f"W_{name}").T)
+            linear.bias.copy_(getattr(block.mlp, f"b_{name}"))
+    plain.classify.weight.copy_(ours.unembed.W_U.T)
+    plain.classify.bias.copy_(ours.unembed.b_U)
+    tokens, _ = task.batch(4)
+    torch.testing.assert_close(plain(tokens), ours(tokens), rtol=0, atol=1e-3)
+
+
+def plain_steps(config: SyntheticConfig, task: Task, batch: int, steps: int, *, words: bool = True) -> Any:
     """A function that trains for some steps as people write it: texts are tokenised one by one, padded to the full
-    length, in float32, and the loss is read after every step."""
+    length, in float32, and the loss is read after every step; or, without ``words``, from tensors of ids."""
     tokens, labels = task.batch(batch * steps)
     samples = [
         (" ".join(f"w{t}" for t in row if t != 0), label)
@@ -109,18 +131,22 @@ def plain_steps(config: SyntheticConfig, task: Task, batch: int, steps: int) -> 
     model = PlainModel(config).to(device()).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.98, 0.9), weight_decay=1e-5)
 
+    def tokenised(some: slice) -> tuple[Tensor, Tensor]:
+        if not words:
+            return tokens[some].to(device()), labels[some].to(device())
+        ids, targets = [], []
+        for text, label in samples[some]:
+            row = [vocabulary[word] for word in text.split()]
+            ids.append(row + [0] * (task.n_ctx - len(row)))
+            targets.append(label)
+        return torch.tensor(ids, device=device()), torch.tensor(targets, device=device())
+
     def go() -> None:
         for step in range(steps):
-            ids, targets = [], []
-            for text, label in samples[step * batch : (step + 1) * batch]:
-                row = [vocabulary[word] for word in text.split()]
-                ids.append(row + [0] * (task.n_ctx - len(row)))
-                targets.append(label)
-            logits = model(torch.tensor(ids, device=device()))
-            loss = cross_entropy(logits, torch.tensor(targets, device=device()))
+            ids, targets = tokenised(slice(step * batch, (step + 1) * batch))
+            loss = cross_entropy(model(ids), targets)
             optimizer.zero_grad()
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             loss.item()
 
@@ -132,7 +158,7 @@ def our_steps(config: SyntheticConfig, task: Task, batch: int, steps: int, **how
     training = Training(
         SyntheticModel(config).to(device()).train(),
         task,
-        TrainConfig(epochs=10**6, batch_size=batch, n_train=batch * steps, n_test=1, **how),
+        TrainConfig(epochs=10**6, batch_size=batch, n_train=batch * steps, n_test=1, clip=None, **how),
     )
 
     def go() -> None:
@@ -145,25 +171,29 @@ def our_steps(config: SyntheticConfig, task: Task, batch: int, steps: int, **how
 
 
 def training() -> None:
-    """RoPE at the paper's shape, on both tasks."""
+    """Rotation alone at the paper's shape, on task 1. First the same model, then one gain after the other."""
     batch, steps = int(os.environ.get("BENCH_BATCH", 512 if device().type == "cuda" else 64)), 2
-    variants: dict[str, dict[str, Any]] = {
-        "ours, bfloat16": {"precision": "bfloat16"},
-        "ours, bfloat16, one piece": {"precision": "bfloat16", "pieces": 1},
-        "ours, float32": {"precision": "float32"},
+    task = PAPER.tasks["distance"]
+    same = PAPER.config("rope", "distance")
+    check_same_model(same, task)
+    undropped = replace(same, dropout_at=("attn_out", "mlp_out"))
+    short = replace(undropped, pad_id=0)
+    functions = {
+        "plain": plain_steps(same, task, batch, steps),
+        "plain, from ids": plain_steps(same, task, batch, steps, words=False),
+        "train, the same model": our_steps(same, task, batch, steps, precision="float32", pieces=1),
+        "and bfloat16": our_steps(same, task, batch, steps, precision="bfloat16", pieces=1),
+        "and no dropout of the pattern": our_steps(undropped, task, batch, steps, precision="bfloat16", pieces=1),
+        "and padding hidden": our_steps(short, task, batch, steps, precision="bfloat16", pieces=4),
     }
     if os.environ.get("BENCH_COMPILE"):
-        variants["ours, compiled, one piece"] = {"compile": True, "pieces": 1}
-    for name in PAPER.tasks:
-        task, config = PAPER.tasks[name], PAPER.config("rope", name)
-        functions = {"plain": plain_steps(config, task, batch, steps)}
-        functions |= {label: our_steps(config, task, batch, steps, **how) for label, how in variants.items()}
-        times = medians(functions, repeats=int(os.environ.get("BENCH_REPEATS", 3)))
-        rows = [
-            {"loop": label, "samples a second": batch * steps / time, "times faster": times["plain"] / time}
-            for label, time in times.items()
-        ]
-        report(f"synthetic_training_{name}", f"Training at the paper's shape, {name}, batches of {batch}", rows)
+        functions["the same model, compiled"] = our_steps(same, task, batch, steps, compile=True, pieces=1)
+    times = medians(functions, repeats=int(os.environ.get("BENCH_REPEATS", 3)))
+    rows = [
+        {"loop": label, "samples a second": batch * steps / time, "times faster": times["plain"] / time}
+        for label, time in times.items()
+    ]
+    report("synthetic_training", f"Training at the paper's shape, batches of {batch}", rows)
 
 
 # --- several seeds at once --------------------------------------------------------------------------------------
