@@ -139,6 +139,13 @@ def test_components_of_a_run_at_other_positions(models: list[Any]) -> None:
     pd.testing.assert_frame_equal(*tables, rtol=1e-4)
 
 
+def test_two_axes(models: list[Any]) -> None:
+    tables = [tp.additive_substitution(model, TEXTS, axes="two", layers=0, progress=False) for model in models]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-3, atol=1e-5)
+    found, expected = (_numbers(tp.substitute_additive(model, axes="two"), model)[0] for model in models)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
 def test_a_mask_with_a_ceiling(models: list[Any]) -> None:
     found, expected = (_numbers(tp.lambda_mask(model, 1, 4, 6), model)[0] for model in models)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

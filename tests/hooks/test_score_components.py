@@ -13,7 +13,7 @@ from support.lies import TOKENS, L, close, logits, mixed_of
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import drop_component, fit_additive
+from tl_posdisent import drop_component, fit_additive, substitute_additive
 from tl_posdisent.hooks.score_components import Part, keep_parts, split_scores
 
 PARTS = get_args(Part)
@@ -200,3 +200,21 @@ def test_a_part_of_a_text_is_refused(shared_model: Any) -> None:
             model.hooks(fwd_hooks=drop_component(model, "key")),
         ):
             model(TOKENS[:, :1], past_key_values=cache, use_cache=True)
+
+
+@zoo.needs_bridge
+def test_two_axes_need_consecutive_positions(shared_model: Any) -> None:
+    """The table has the distances of a text without gaps; anything that begins later is one."""
+    model, tokens = shared_model("bridge", "llama-gqa"), zoo.random_tokens()
+    hooks = substitute_additive(model, ("distance", "key", "residual"), axes="two")  # all but what a softmax ignores
+    places, ones = torch.arange(12).expand(2, -1), torch.ones_like(tokens)
+    with torch.no_grad():
+        for shift in (0, 5):
+            options = {"position_ids": places + shift, "attention_mask": ones}
+            got = model.run_with_hooks(tokens, fwd_hooks=hooks, **options)
+            torch.testing.assert_close(got, model(tokens, **options), rtol=0, atol=1e-4)
+        gap = ones.clone()
+        gap[0, 3:6] = 0
+        for options in ({"position_ids": places * 3, "attention_mask": ones}, {"attention_mask": gap}):
+            with pytest.raises(ValueError, match="axes must be 'three' for a text whose positions are not consecutive"):
+                model.run_with_hooks(tokens, fwd_hooks=hooks, **options)

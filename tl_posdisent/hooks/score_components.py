@@ -178,7 +178,7 @@ def split_two_axis(
 ) -> TwoAxisParts:
     """The parts at the real distances, in closed form."""
     rotary, positions = spec.require_rotary("two axes"), torch.arange(q.shape[1], device=q.device)
-    there = _keys_there(inside)  # of a text on itself: also the queries that are
+    there = keys_there(inside)  # of a text on itself: also the queries that are
     weights = (there / there.sum(-1, keepdim=True)).to(q.dtype)
     mean_key = torch.einsum("bkhd,bk->bhd", k, weights.expand(len(k), -1))[:, None]
     turn = _mean_turn(spec, rotary, there)
@@ -194,7 +194,7 @@ def _dot(spec: AttentionSpec, q: Tensor, k: Tensor) -> Tensor:
     return torch.einsum("bqhd,bkhd->bhqk", q, k) * spec.require_scale()
 
 
-def _keys_there(inside: Tensor) -> Bool[Tensor, "one_or_batch key"]:
+def keys_there(inside: Tensor) -> Bool[Tensor, "one_or_batch key"]:
     """Keys that some query of some head sees."""
     seen = inside.any(-2)
     return seen.any(1) if inside.ndim == 4 else seen[None]

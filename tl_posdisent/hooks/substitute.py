@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads, rotary_heads
 from tl_posdisent.hooks.planning.planner import layer_hooks
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
-from tl_posdisent.hooks.score_components import Part, component_edit, keep_two_axis
+from tl_posdisent.hooks.score_components import Part, component_edit, keep_two_axis, keys_there
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice
@@ -61,7 +62,8 @@ def substitute_additive(
     Raises:
         ValueError: an unknown or repeated part; unknown axes; layers or heads out of range or repeated; a layer whose
             scores cannot be changed, or without rotary embeddings for two axes. While running: texts in parts (a
-            key/value cache), a text that is nothing but padding, scores that are not finite.
+            key/value cache), a text that is nothing but padding, scores that are not finite; for two axes, positions
+            that are not consecutive.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, substitute_additive
@@ -84,11 +86,24 @@ def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection
     def fit(view: View) -> Tensor:
         rotary = view.spec.require_rotary("two axes")
         q, k = view.vectors()
+        _check_consecutive(view)
         other = replace(view.spec, rotary=view.rotation.frequencies(rotary))
         return keep_two_axis(other, view.rotation.kept(q, rotary), k, view.inside, keep)
 
     tool = "substitute_additive with two axes"
     return layer_hooks(spec, heads, ScoreEdit(tool, fit, Order.REPLACE, vectors=True, plain=True))
+
+
+def _check_consecutive(view: View) -> None:
+    """Refuse positions of the user's own: the table has the distances of a text without gaps."""
+    own, there = view.own[0], keys_there(view.inside)
+    steps = (own - torch.arange(own.shape[-1], device=own.device)).expand(there.shape)
+    first = steps.masked_fill(~there, torch.iinfo(steps.dtype).max).amin(-1, keepdim=True)
+    if bool(((steps != first) & there).any()):
+        raise ValueError(
+            "axes must be 'three' for a text whose positions are not consecutive (position_ids, an attention mask with "
+            f"a gap), as in layer {view.spec.layer}"
+        )
 
 
 def _checked_keep(keep: Any) -> tuple[Part, ...]:

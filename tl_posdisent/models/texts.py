@@ -149,6 +149,8 @@ def check_attention_mask(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) 
         return torch.ones_like(tokens, dtype=torch.bool)
     if not isinstance(attention_mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor like tokens, got {type(attention_mask).__name__}")
+    if attention_mask.is_meta:
+        raise ValueError("attention_mask must have values, got a meta tensor")
     mask = attention_mask[None] if attention_mask.ndim == 1 else attention_mask
     if mask.shape != tokens.shape or mask.is_complex() or bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(

@@ -148,11 +148,13 @@ def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | Ad
         fields = {name: x for name, x in vars(stored).items() if isinstance(x, Tensor) and name != "distances"}
         some: Any = {name: x[:, list(heads)] for name, x in fields.items()}
         return replace_scores(spec, heads, lambda view: replace(stored, **some).fitted(), "additive_substitution")
-    q, k = stored.q, spec.per_query_head(stored.k)
+    q, k = stored.q, spec.per_query_head(stored.k)  # and ``stored.spec`` has the rotation of that text
 
     def fit(view: View) -> Tensor:
         some = list(view.heads)
-        return keep_two_axis(spec, q[:, :, some], k[:, :, some], view.inside, ADDITIVE)
+        return keep_two_axis(
+            stored.spec, q[:, :, some], k[:, :, some], view.inside, ADDITIVE
+        )  # of that text's rotation
 
     return replace_scores(spec, heads, fit, "additive_substitution")
 
