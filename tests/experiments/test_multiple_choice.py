@@ -15,6 +15,7 @@ from tl_posdisent.hooks import applied
 
 CONTEXT = zoo.random_tokens(10, 1)[0]
 CHOICES = [torch.tensor([7, 8, 9]), torch.tensor([20]), torch.tensor([3, 50])]
+PADDING = torch.zeros(2, dtype=torch.int64)
 
 
 def by_hand(model: Any, context: torch.Tensor, choice: torch.Tensor, hooks: Any = ()) -> float:
@@ -112,6 +113,12 @@ def test_what_a_model_cannot_answer(shared_model: Any) -> None:
         (MultipleChoice("a text", CHOICES, 0), "given as text, but the model has no tokenizer"),
         (MultipleChoice(CONTEXT, [" a", " b"], 0), "given as text, but the model has no tokenizer"),
         (MultipleChoice(CONTEXT, [torch.tensor([61]), *CHOICES], 0), "tokens must be ids from 0 to 60"),
+        (
+            MultipleChoice(torch.cat([CONTEXT, PADDING]), CHOICES, 0),
+            "context must be without padding, .*cut its padding",
+        ),
+        (MultipleChoice(torch.cat([PADDING, CONTEXT]), CHOICES, 0), "context must be without padding"),
+        (MultipleChoice(CONTEXT, [CHOICES[0], torch.cat([CHOICES[0], PADDING])], 0), "choices.1. must be without pad"),
     ]:
         with pytest.raises(ValueError, match=message):
             choice_scores(model, question)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,37 @@ def test_one_padded_text(name_of: str, side: str, kind: str, name: str, shared_m
     model, run = tp.read_model(shared_model(kind, name)), POOLED[name_of]
     tokens, mask = batch(side, TEXTS[:1])
     same(run(model, tokens, attention_mask=mask, progress=False), run(model, TEXTS[0], progress=False))
+
+
+OTHERS = zoo.cases("gptj", "gemma2", "mistral", "olmo2", "gpt_oss", "deepseek_v3", "bloom", "gpt2", "lfm2")
+
+
+@pytest.mark.parametrize(("kind", "name"), OTHERS)
+def test_every_mechanism(kind: str, name: str, shared_model: Any) -> None:
+    """Of windows, sinks, learned positions, biases and other layers' states nothing is left of the padding; what is
+    refused for a text alone is refused in the same words."""
+    model = tp.read_model(shared_model(kind, name))
+    calls: dict[str, Call] = {
+        "additivity": lambda *x, **y: tp.additivity(*x, **y).assign(batch=0),
+        "head_ablation": lambda *x, **y: tp.head_ablation(*x, heads=[0], **y),
+        "component_patching": lambda model, tokens, **y: tp.component_patching(
+            model, tokens, "key", from_tokens=others(tokens), heads=[0], **y
+        ),
+        "controlled_distance": tp.controlled_distance,
+    }
+    for tool, call in calls.items():
+        for side in SIDES:
+            tokens, mask = batch(side, TEXTS[:1])
+            try:
+                alone = call(model, TEXTS[0], progress=False)
+            except ValueError as error:
+                with pytest.raises(ValueError, match=re.escape(str(error))):
+                    call(model, tokens, attention_mask=mask, progress=False)
+                continue
+            try:
+                same(call(model, tokens, attention_mask=mask, progress=False), alone)
+            except AssertionError as error:
+                raise AssertionError(f"{tool}, {side}: {error}") from error
 
 
 @pytest.mark.parametrize("name_of", POOLED)

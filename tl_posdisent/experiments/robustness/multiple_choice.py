@@ -11,7 +11,7 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward import check_tokens, device_of, evaluating
+from tl_posdisent.models.reading.forward import check_tokens, device_of, evaluating, refuse_padding
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.validation import is_integer
 
@@ -69,8 +69,8 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
         Nats per token, one number for each choice; the likeliest is the model's answer.
 
     Raises:
-        ValueError: no ``MultipleChoice``; text for a model without tokenizer; ids outside the vocabulary; scores that
-            are not finite.
+        ValueError: no ``MultipleChoice``; text for a model without tokenizer; ids outside the vocabulary; padded ids;
+            scores that are not finite.
 
     Example:
         >>> from tl_posdisent import load_demo_model
@@ -82,8 +82,8 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
     if not isinstance(question, MultipleChoice):
         raise ValueError(f"question must be a MultipleChoice, got {type(question).__name__}")
     n_layers(model)  # or it is no model
-    context = _ids(model, question.context, begins=True)
-    choices = [_ids(model, choice, begins=False) for choice in question.choices]
+    context = _ids(model, "context", question.context, begins=True)
+    choices = [_ids(model, f"choices[{n}]", choice, begins=False) for n, choice in enumerate(question.choices)]
     scores = [_score(model, question, context, choice, perturb) for choice in choices]
     return torch.stack(scores).cpu()
 
@@ -95,7 +95,7 @@ def share_right(model: Any, questions: Sequence[MultipleChoice], perturb: Pertur
 
 
 def _score(model: Any, question: MultipleChoice, context: Tensor, choice: Tensor, perturb: Perturb | None) -> Tensor:
-    tokens, hooks = check_tokens(model, torch.cat([context, choice])), []
+    tokens, hooks = check_tokens(model, torch.cat([context, choice]), padded=True), []
     if perturb is not None:
         by = "word" if isinstance(question.context, str) else "token"
         perturbed = perturb(tokens, until=len(context), unit=by)
@@ -108,8 +108,9 @@ def _score(model: Any, question: MultipleChoice, context: Tensor, choice: Tensor
     return score
 
 
-def _ids(model: Any, text: Text, *, begins: bool) -> Int[Tensor, " pos"]:
+def _ids(model: Any, name: str, text: Text, *, begins: bool) -> Int[Tensor, " pos"]:
     if isinstance(text, Tensor):
+        refuse_padding(model, text[None], name, "each is run alone, so cut its padding off")
         return text.to(device_of(model), torch.int64)
     if getattr(model, "tokenizer", None) is None:
         raise ValueError("context and choices were given as text, but the model has no tokenizer: pass token ids")

@@ -245,7 +245,7 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
         raise ValueError("model must have weights, but its parameters are meta tensors: load them first")
     ids = (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
     if not padded:
-        _refuse_padding(model, ids)
+        refuse_padding(model, ids)
     return ids
 
 
@@ -265,8 +265,11 @@ def _special_id(model: Any, which: str) -> int | None:
     return found if is_integer(found) else None
 
 
-def _refuse_padding(model: Any, ids: Int[Tensor, "batch pos"]) -> None:
-    """Refuse texts that begin or end with padding."""
+_MASK = "pass attention_mask= (1 at tokens, 0 at padding; all ones if these are tokens of the text)"
+
+
+def refuse_padding(model: Any, ids: Int[Tensor, "batch pos"], name: str = "tokens", advice: str = _MASK) -> None:
+    """Refuse texts that begin or end with padding; ``name`` and ``advice`` are for the message."""
     pad = padding_id(model)
     if pad is None:
         return
@@ -277,9 +280,8 @@ def _refuse_padding(model: Any, ids: Int[Tensor, "batch pos"]) -> None:
         bad = (run > int(alone)).nonzero()[:, 0].tolist()
         if bad:
             raise ValueError(
-                f"tokens must be without padding, got the padding id {pad} at the {side} of text {bad[0]}"
-                f"{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}: pass attention_mask= (1 at tokens, 0 at "
-                "padding; all ones if these are tokens of the text)"
+                f"{name} must be without padding, got the padding id {pad} at the {side} of text {bad[0]}"
+                f"{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}: {advice}"
             )
 
 
