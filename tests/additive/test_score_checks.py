@@ -107,6 +107,15 @@ def test_patterns_are_refused_unless_insisted(dtype: torch.dtype, mask: Any) -> 
     assert bool((fit_additive(pattern, mask=mask, check=False).r > 0).all())
 
 
+def test_patterns_beside_attention_sinks_are_refused() -> None:
+    """Their rows sum to less than 1."""
+    scores = scores_of().masked_fill(~allowed(LENGTH, LENGTH), -torch.inf)
+    pattern = torch.cat([scores, torch.ones_like(scores[..., :1])], -1).softmax(-1)[..., :-1]
+    with pytest.raises(ValueError, match="scores must be attention logits before the softmax"):
+        fit_additive(pattern)
+    assert bool((fit_additive(pattern + 1e-3).r > 0).all())
+
+
 def test_what_only_resembles_a_pattern_is_fitted() -> None:
     pattern = scores_of().masked_fill(~allowed(LENGTH, LENGTH), -torch.inf).softmax(-1)
     for scores in (pattern.log().nan_to_num(neginf=-100.0), 1.02 * pattern, pattern - 1e-3, torch.zeros(5, 5)):

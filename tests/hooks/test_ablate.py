@@ -169,3 +169,10 @@ def test_heads_that_cannot_be_told_apart_are_refused(shared_model: Any) -> None:
         ValueError, match=r"layer 0: hook_z must carry \(batch, pos, head, d_head\) .* got \(2, 11, 16, 8"
     ):
         ablate_heads(model, [(0, 0)])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_padded_reference_names_the_way_out(shared_model: Any) -> None:
+    padded = torch.nn.functional.pad(zoo.random_tokens(), (0, 3))
+    with pytest.raises(ValueError, match=r"reference: ids must be without padding, .*: cut it off, or give a li"):
+        ablate_heads(shared_model("bridge", "llama-gqa"), 1, mode="mean", reference=padded)

@@ -14,6 +14,7 @@ from tl_posdisent.additive.cells import Cells, cell_distances
 # Models mask with -inf, the lowest number of some dtype, or a round number: -1e4 is the least that is in use. Real
 # scores are hundreds at most, and come to -1000 only where attention is far sharper than in any trained model.
 _FAR = 1000.0
+_ENOUGH = 6  # keys: of fewer, real scores might by chance be non-negative and add up to less than 1 in every row
 _APART = 100  # masked cells are this many times further from the other scores than these are from each other
 
 
@@ -36,14 +37,18 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
 def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:
     """Whether the tensor is an attention pattern: every row is non-negative and sums to 1.
 
-    Rows of zeros or NaN, as padding leaves them, count as rows of a pattern if there are others.
+    Rows of zeros or NaN, as padding leaves them, count as rows of a pattern if there are others. Beside attention sinks
+    a pattern sums to less: it is known by the zeros that a causal mask leaves, where scores would have none.
     """
     if not bool(((scores[..., -1, :] >= 0) | scores[..., -1, :].isnan()).all()):
         return False  # one row of real scores is enough to know, without reading all
     rows = torch.nan_to_num(scores.detach(), nan=0.0, posinf=torch.inf, neginf=-torch.inf)
     sums = rows.sum(-1, dtype=torch.float64)
     ones = (sums - 1).abs() < 0.01  # bfloat16 rounds each probability to three digits
-    return bool((rows >= 0).all() & (ones | (sums == 0)).all() & ones.any())
+    if bool((rows >= 0).all() & (ones | (sums == 0)).all() & ones.any()):
+        return True
+    causal = rows.shape[-2] == rows.shape[-1] >= _ENOUGH and bool((rows.triu(1) == 0).all())
+    return causal and bool((rows >= 0).all() & ((sums > 0) & (sums < 1.01)).all())
 
 
 def refuse_patterns(scores: Float[Tensor, "*batch query key"]) -> None:
@@ -51,7 +56,8 @@ def refuse_patterns(scores: Float[Tensor, "*batch query key"]) -> None:
     if is_pattern(scores):
         raise ValueError(
             "scores must be attention logits before the softmax, got rows that are non-negative and sum to 1, which "
-            'is an attention pattern; pass cache["attn_scores", layer], or check=False to fit these values as they are'
+            "is an attention pattern (or to less, as beside an attention sink); "
+            'pass cache["attn_scores", layer], or check=False to fit these values as they are'
         )
 
 

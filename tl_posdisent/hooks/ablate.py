@@ -14,7 +14,15 @@ from tl_posdisent.hooks.planning.layer_plan import ResultEdit
 from tl_posdisent.hooks.planning.planner import result_hook
 from tl_posdisent.models.reading.attributes import architecture
 from tl_posdisent.models.reading.explain import probe_tokens
-from tl_posdisent.models.reading.forward import Hook, at_rest, hook_name, hooked, run
+from tl_posdisent.models.reading.forward import (
+    Hook,
+    at_rest,
+    check_tokens,
+    hook_name,
+    hooked,
+    refuse_padding,
+    run,
+)
 from tl_posdisent.models.reading.model_reading import attending_layers, model_of
 from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.reading.spec import n_layers
@@ -33,7 +41,7 @@ def ablate_heads(
     *,
     layers: Layers = None,
     mode: AblationMode = "zero",
-    reference: Int[Tensor, "batch pos"] | str | None = None,
+    reference: Int[Tensor, "batch pos"] | str | list[str] | None = None,
     seed: int = 0,
 ) -> list[Hook]:
     """Ablate heads at ``hook_z`` (zero, mean or resample).
@@ -51,8 +59,8 @@ def ablate_heads(
         heads: query heads: pairs ``(layer, head)``, or integers, the same heads in each of ``layers``.
         layers: default all that have attention.
         mode: as above.
-        reference: for ``"mean"`` only: ids ``[batch, pos]``, or text if the model has a tokenizer. It is run now, with
-            the hooks that the model has.
+        reference: for ``"mean"`` only: ids ``[batch, pos]`` without padding, or text or texts (a list, of any lengths)
+            if the model has a tokenizer. It is run now, with the hooks that the model has.
         seed: for ``"resample"``: of σ.
 
     Returns:
@@ -100,6 +108,10 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
     means: dict[int, Tensor] = {}
     if mode == "mean":
         try:
+            if isinstance(reference, Tensor):
+                refuse_padding(
+                    model, check_tokens(model, reference, padded=True), "ids", "cut it off, or give a list of strings"
+                )
             texts = reference if isinstance(reference, Texts) else read_texts(model, reference)
             means = mean_z(model, [group.tokens for group in texts.groups], layers)
         except ValueError as error:

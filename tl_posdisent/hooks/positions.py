@@ -271,6 +271,8 @@ def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float[Tensor,
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be real numbers, got {values!r}") from error
+    if tensor.is_meta:
+        raise ValueError(f"{name} must have values, got a meta tensor")
     if tensor.is_complex() or tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
         raise ValueError(f"{name} must be finite real numbers, got {tensor}")
     return tensor.detach().double()
