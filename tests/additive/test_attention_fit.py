@@ -246,6 +246,9 @@ def test_tables_hold_the_results() -> None:
     assert distances.query("batch == 1 and head == 0 and distance == 4")["value"].item() == fit.distance[1, 0, 4]
     assert "explained_key" in fit._repr_html_()
     assert fit.to_frame("query").query("batch == 0 and head == 1 and query == 5")["value"].item() == fit.kl[0, 1, 5]
+    assert ", 2 bands\n" in repr(fit)
+    both_ways = fit_attention(torch.randn(4, 4), mask="full").to_frame("distance")
+    assert both_ways["distance"].tolist() == list(range(-3, 4))
 
 
 def test_without_a_pseudo_count_what_gets_no_attention_is_refused() -> None:

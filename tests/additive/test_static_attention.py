@@ -47,6 +47,17 @@ def test_scores_of_another_text_cell_by_cell(bands: tuple[int, ...], sink: bool)
     torch.testing.assert_close(got, by_hand(fit, OTHER, mask))
     torch.testing.assert_close(got[0, :, 2:, 2:], fit.static_scores(OTHER[0, 2:]))
     torch.testing.assert_close(got[1], fit.static_scores(OTHER[1], window=4))
+    torch.testing.assert_close(got[1], fit.static_scores(OTHER[1], mask=mask[1]))
+
+
+def test_profiles_fitted_on_padded_texts_reach_as_far_as_the_longest() -> None:
+    mask = torch.ones(N, 1, L, L, dtype=torch.bool).tril()
+    for text, length in enumerate((7, 9, 8)):
+        mask[text, :, length:] = False
+    fit = fit_attention(SCORES, keys=KEYS, mask=mask)
+    fit.static_scores(OTHER)  # nine tokens
+    with pytest.raises(ValueError, match="0 to 8, got a text with distance 9: fit"):
+        fit.static_scores(KEYS[:, :10])
 
 
 def test_the_texts_of_the_fit_get_its_pattern() -> None:
