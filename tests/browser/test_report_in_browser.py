@@ -17,8 +17,8 @@ Open = Callable[..., Any]
 
 ATTACK = "window.pwned = true"
 HOSTILE = f"</script><script>{ATTACK}</script><img/src='x'onerror={ATTACK.replace(' ', '')}><!--<script> &lt;b&gt; "
-# Two charts of parts, six matrices each; eight small ones and one in full.
-CANVASES = 6 + 6 + 8 + 1
+# Two charts of parts, six matrices each, and of patterns, two each; eight small ones and one in full.
+CANVASES = 6 + 2 + 6 + 2 + 8 + 1
 
 # Boxes of all labels of an SVG that lie over each other, as text.
 _OVERLAPS = """() => [...document.querySelectorAll("figure svg")].flatMap((svg) => {
@@ -76,6 +76,7 @@ def test_everything_is_drawn(path: Path, opened: Open) -> None:
     page = opened(path)
     page.settle(CANVASES)
     assert page.page.locator("section").evaluate_all("all => all.map(x => x.id)") == [
+        "verdict",
         "analysed",
         "headline",
         *SECTIONS,
@@ -99,7 +100,7 @@ def test_another_head_is_another_picture(path: Path, opened: Open) -> None:
     page = opened(path)
     page.settle(CANVASES)
     last = CANVASES - 1
-    before, small = page.picture(last), [page.picture(n) for n in range(12, 20)]
+    before, small = page.picture(last), [page.picture(n) for n in range(16, 24)]
     assert len(set(small)) == 8
     page.page.get_by_text("H5", exact=True).first.click()
     page.page.mouse.move(0, 0)
@@ -159,6 +160,8 @@ def test_in_the_dark(path: Path, opened: Open) -> None:
     assert ratio >= 4.5, where
     cards = page.page.locator(".widget > div").evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")
     assert set(cards) == {"rgb(255, 255, 255)"}  # charts write in black
+    titles = page.page.locator(".widget figcaption").evaluate_all("all => all.map(x => getComputedStyle(x).color)")
+    assert set(titles) == {"rgb(34, 34, 34)"}  # on white, not in the page's light grey
     page.screenshot("report_dark")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -202,3 +204,44 @@ def test_help_and_the_installed_command() -> None:
     assert "fit" in invoke("--help").stdout
     (command,) = entry_points(group="console_scripts", name="tl-posdisent")
     assert command.load() is app
+
+
+def test_heads_of_a_fit_are_those_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "r.csv"
+    quick = ["--length", "32", "--no-progress", "--control", "1"]
+    result = invoke("fit", *quick, "--layers", "3-4", "--heads", "0,5", "--out", out)
+    assert result.exit_code == 0, result.output
+    table = pd.read_csv(out)
+    assert table[["layer", "head"]].drop_duplicates().values.tolist() == [[3, 0], [3, 5], [4, 0], [4, 5]]
+    assert set(table["weights"]) == {"trained", "random 0"}
+    wrong = invoke("fit", *quick, "--heads", "8")
+    assert wrong.exit_code == 2
+    assert "--heads" in wrong.stderr
+
+
+def test_length_ends_the_last_bucket(tmp_path: Path) -> None:
+    out = tmp_path / "length.csv"
+    result = invoke("length", "--length", "96", "--way", "plain", "--no-progress", "--out", out)
+    assert result.exit_code == 0, result.output
+    assert pd.read_csv(out)["stop"].max() == 96
+    both = invoke("length", "--length", "96", "--lengths", "32,96")
+    assert both.exit_code == 2
+    assert "--length and --lengths must not be given together" in both.stderr
+
+
+def test_models_are_named_by_their_folder_and_nothing_but_results_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the path from here to it; ``--no-progress`` also turns off the bars of other libraries."""
+    demo_hf_model().save_pretrained(tmp_path / "tiny")
+    demo_tokenizer().save_pretrained(tmp_path / "tiny")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    text = Path("text.txt")
+    text.write_text("We hold these truths to be self-evident, that all men are created equal, and so on. " * 3)
+    code = "from tl_posdisent.cli import app; app()"
+    given = ["fit", "--model", "../tiny", "--text", str(text), "--length", "16", "--control", "0", "--no-progress"]
+    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "by layer and head: tiny, 1 × 16 tokens" in done.stdout
+    assert done.stderr == ""

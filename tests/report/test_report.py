@@ -140,7 +140,7 @@ def test_the_file_is_valid_and_closed(backend: str, made: Callable[[str], tuple[
     _, document = made(backend)
     assert document.wrong == []
     assert set(document.hashes) == document.allowed
-    assert len(document.hashes) == 1 + 4  # the library once, and four widgets
+    assert len(document.hashes) == 1 + 6  # the library once, and six widgets
     assert "default-src 'none'" in document.policy
     assert "http" not in document.policy
     assert "unsafe" not in document.policy.split("script-src")[1].split(";")[0]

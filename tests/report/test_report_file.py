@@ -34,7 +34,7 @@ def test_hostile_words_are_text(tmp_path: Path) -> None:
     document = Document(path)
     assert document.wrong == []
     assert set(document.hashes) == document.allowed
-    assert len(document.scripts) == 5
+    assert len(document.scripts) == 7
     assert not [tag for tag, _ in document.attributes if tag == "img"]
     assert not [name for _, attributes in document.attributes for name in attributes if name.startswith("on")]
     assert "alert(1)" in document.text
@@ -48,7 +48,17 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     """80 layers of 64 heads of 64 subspaces; what is random is their numbers, not their tables."""
     subject, drawn = read_subject(tp.load_demo_model(), TOKENS, None, None, None), 0
     index = pd.MultiIndex.from_product([range(80), range(64)], names=HEAD).to_frame(index=False)
-    columns = ["r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key", "r_two_axis", "r_three_axis"]
+    columns = [
+        "r",
+        "r_without_first",
+        "r2",
+        "r2_adjusted",
+        "share_distance",
+        "share_query",
+        "share_key",
+        "r_two_axis",
+        "r_three_axis",
+    ]
     columns += [*tp.rope.EFFECTS, "baseline", "value", "effect"]
     numbers = torch.rand(len(index), len(columns), generator=torch.Generator().manual_seed(0)).double()
     table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
@@ -58,6 +68,10 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
         document = Document(path)
         assert document.wrong == []
         assert "the first 512 of 5120 rows" in document.text
+        targets = {value for tag, found in document.attributes for key, value in found.items() if key == "id"}
+        links = [found["href"] for tag, found in document.attributes if tag == "a" and "href" in found]
+        assert all(str(link)[1:] in targets for link in links if str(link).startswith("#"))
+        assert name != "additivity" or len(links) == 24  # two for each of the twelve most positional heads
         drawn += path.stat().st_size
     by_subspace = index.merge(pd.DataFrame({"subspace": range(64), "frequency": 0.9, "wavelength": 7.0}), how="cross")
     for column in ("turn", "key_concentration", "distance", "semantic", "interaction"):

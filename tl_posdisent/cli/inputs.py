@@ -86,6 +86,16 @@ def device_of(name: str | None) -> torch.device | None:
     return device
 
 
+def name_of(model: str) -> str:
+    """What a model is called in titles: its name, or that of its folder, wherever it is seen from.
+
+    >>> name_of("EleutherAI/pythia-70m"), name_of("/")
+    ('EleutherAI/pythia-70m', '/')
+    """
+    folder = Path(model)
+    return (folder.resolve().name or model) if folder.is_dir() else model
+
+
 def load(model: str, *, backend: str, device: torch.device | None, dtype: str) -> Any:
     """A model with a tokenizer.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -57,7 +58,32 @@ Out = Annotated[
     Path | None,
     typer.Option("--out", help="Where the whole table goes: .csv, .parquet, .json or .html."),
 ]
-Progress = Annotated[bool, typer.Option("--progress/--no-progress", help="Show progress on stderr.")]
+
+
+def _quiet(context: typer.Context, progress: bool) -> bool:
+    """Turn off the bars of other libraries too: they read the environment when they are imported, which is later."""
+    if not progress:
+        before = {name: os.environ.get(name) for name in _BARS}
+        os.environ.update(dict.fromkeys(_BARS, "1"))
+        context.call_on_close(lambda: _restore(before))
+    return progress
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # transformers' loading, downloads
+Progress = Annotated[
+    bool,
+    typer.Option(
+        "--progress/--no-progress", callback=_quiet, help="Show progress on stderr, also that of loading a model."
+    ),
+]
 
 
 def whole_numbers(option: str, text: str | None) -> list[int] | None:

@@ -18,7 +18,7 @@ from .measurements import SECTIONS, SectionName, measure
 from .page import page
 from .sections import TITLES, section
 from .subject import Subject, read_subject
-from .summary import analysed, headline, reproduce
+from .summary import analysed, headline, reproduce, verdict
 
 
 def report(
@@ -94,10 +94,10 @@ def report(
     found = measure(subject, wanted, control=control, seed=seed, progress=progress)
     call = command or _call(subject, text, target, wanted if sections is not None else None, control, heads, seed)
     shown = {name: found[name] for name in wanted}
-    parts = [analysed(subject), headline(subject, shown)]
+    parts = [verdict(shown), analysed(subject), headline(subject, shown)]
     parts += [section(name, subject, one) for name, one in shown.items()]
     parts.append(reproduce(subject, call, seed, control))
-    contents = {"analysed": "What was analysed", "headline": "Headline numbers"}
+    contents = {"verdict": "Verdict", "analysed": "What was analysed", "headline": "Headline numbers"}
     contents |= {name: TITLES[name] for name in wanted} | {"reproduce": "How to reproduce"}
     exhibits = shown["heads"].trained if "heads" in shown else None
     drawn = [] if exhibits is None else widgets(subject, exhibits)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from tl_posdisent.rope.variance_decomposition import EFFECTS
 
-from .markup import folded, numbers, paragraph, table
+from .markup import folded, paragraph, table
 from .measurements import HEAD, Found
 from .subject import Subject
 from .svg_charts import Line, legend, line_chart, stacked_bars
@@ -24,9 +24,9 @@ def distance(subject: Subject, found: Found) -> str:
     profiles, shown = found.trained, found.trained["layer"].unique().tolist()
     left = "" if len(shown) == len(subject.layers) else f" Of {len(subject.layers)} layers, {len(shown)} are shown."
     heads = sorted(profiles["head"].unique().tolist())
-    lines_of = heads[:_LINES]
-    if len(heads) > len(lines_of):
-        left += f" Heads {numbers(lines_of)} are drawn."
+    few = len(heads) <= _LINES
+    if not few:
+        left += f" Of each layer, the {_LINES} heads whose distance part varies most are drawn."
     said = paragraph(
         "The distance part of the scores, fitted to all texts together. A decreasing line is a head that prefers "
         "near keys; the scores of a head with a flat line do not depend on the distance alone. A score higher by "
@@ -37,6 +37,7 @@ def distance(subject: Subject, found: Found) -> str:
     causal = bool((profiles["distance"] >= 0).all())
     ticks = _distance_ticks(profiles["distance"])
     for layer, rows in profiles.groupby("layer"):
+        lines_of = heads if few else _most_varied(rows)
         lines = {f"head {head}": _binned(rows[rows["head"] == head]) for head in lines_of}
         drawn = line_chart(
             lines,
@@ -46,16 +47,22 @@ def distance(subject: Subject, found: Found) -> str:
             ticks=ticks,
             logarithmic=causal,
         )
-        pictures += figure(drawn, f"layer {layer}")
+        pictures += figure(drawn + ("" if few else legend(list(lines), lines=True)), f"layer {layer}")
     at = profiles[profiles["distance"].isin(ticks)].groupby(["layer", "distance"])["value"].mean().unstack("distance")
     at = at.rename(columns=lambda d: f"d = {d}").reset_index()
     numbers_of = table("distance", "Distance part of the scores, mean over all heads of a layer", at)
     return (
         said
         + f'<div class="grid">{pictures}</div>'
-        + legend([f"head {head}" for head in lines_of], lines=True)
+        + (legend([f"head {head}" for head in heads], lines=True) if few else "")
         + folded("Numbers at some distances", numbers_of)
     )
+
+
+def _most_varied(rows: pd.DataFrame) -> list[int]:
+    """The heads whose distance part varies most over the cells of the scores, the largest first."""
+    squares = (rows["value"] ** 2 * rows["cells"]).groupby(rows["head"]).sum()
+    return [int(head) for head in squares.nlargest(_LINES).index]
 
 
 def _distance_ticks(distances: Any) -> list[int]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pandas as pd
+import torch
 
 from tl_posdisent.viz.widgets.layout import coloured_text
 from tl_posdisent.viz.widgets.offline import Widget, text_token
-from tl_posdisent.viz.widgets.score_matrices import show_parts, show_scores
+from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns, show_scores
 
 from .markup import paragraph, table
 from .measurements import SHARES, Exhibits, Found
@@ -36,18 +37,26 @@ def exhibits(subject: Subject, found: Found) -> str:
     for number, (title, (layer, head)) in enumerate(both):
         r = float(shown.fits[layer].r[0, head])
         content += f"<h3>{title}: layer {layer}, head {head}</h3>"
-        content += paragraph(f"r = {r:.3f} in this text.") + place(number)
+        content += paragraph(f"r = {r:.3f} in this text.") + place(2 * number)
+        content += paragraph("The softmax of these scores, and that of the fit alone.") + place(2 * number + 1)
     content += f"<h3>Heads of layer {shown.most[0]}</h3>"
     content += paragraph("Their scores. Point at a head or select it to see it in full.")
-    content += f'<div class="narrow">{place(len(both))}</div>'
+    content += f'<div class="narrow">{place(2 * len(both))}</div>'
     content += "<h3>Key part by token</h3>"
-    content += paragraph("The key part of their scores, as the colours of the text.") + place(len(both) + 1)
+    content += paragraph("The key part of their scores, as the colours of the text.") + place(2 * len(both) + 1)
     return said + content
 
 
 def place(number: int) -> str:
     """Where the page puts a widget."""
     return f"<!--widget {number}-->"
+
+
+def _patterns(subject: Subject, shown: Exhibits, layer: int, head: int, n: int) -> Widget:
+    fit, scores = shown.fits[layer], shown.scores[layer].double()
+    pattern = scores.masked_fill(~fit.mask.to(scores.device), -torch.inf).softmax(-1)
+    title = f"Layer {layer}, head {head}: softmax of the scores and of their fit"
+    return show_patterns(fit, subject.words, pattern, heads=[head], positions=range(n), title=title)
 
 
 def widgets(subject: Subject, shown: Exhibits) -> list[Widget]:
@@ -58,8 +67,9 @@ def widgets(subject: Subject, shown: Exhibits) -> list[Widget]:
         scores, fit = shown.scores[layer], shown.fits[layer]
         title = f"Layer {layer}, head {head}: the scores and their parts"
         drawn.append(show_parts(fit, subject.words, head, scores=scores, positions=range(n), title=title))
+        drawn.append(_patterns(subject, shown, layer, head, n))
     layer = shown.most[0]
-    heads = subject.heads[layer][:_HEADS]
+    heads = _most_additive(shown, layer, subject.heads[layer])
     drawn.append(
         show_scores(
             shown.fits[layer],
@@ -72,6 +82,12 @@ def widgets(subject: Subject, shown: Exhibits) -> list[Widget]:
         )
     )
     return [*drawn, _key_importance(subject, shown)]
+
+
+def _most_additive(shown: Exhibits, layer: int, heads: list[int]) -> list[int]:
+    """At most twelve heads of a layer, those with the highest r, in ascending order."""
+    r = shown.fits[layer].r[0].nan_to_num(nan=-1.0)
+    return sorted(sorted(heads, key=lambda head: -float(r[head]))[:_HEADS])
 
 
 def _key_importance(subject: Subject, shown: Exhibits) -> Widget:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 from pandas.api.types import is_integer_dtype
@@ -28,6 +28,19 @@ def number(x: float | int, digits: int = 3) -> str:
     if not math.isfinite(x):
         return MISSING
     return f"{round(x, digits) + 0.0:.{digits}f}".replace("-", "−")
+
+
+def short(x: float | int, largest: float | int) -> str:
+    """A number in at most five characters, for a small cell or a tick; ``largest`` is that of its neighbours."""
+    if not math.isfinite(x):
+        return MISSING
+    if x == 0:
+        return "0"
+    if 1e-2 <= abs(largest) < 1e4:
+        digits = 0 if abs(largest) >= 100 else 1 if abs(largest) >= 10 else 2
+        return number(x, digits)
+    mantissa, _, power = f"{x:.0e}".partition("e")
+    return f"{mantissa}e{int(power)}".replace("-", "−")
 
 
 def signed(x: float | int, digits: int = 3) -> str:
@@ -65,20 +78,37 @@ def table(
     titles: Mapping[str, str] | None = None,
     digits: int | Mapping[str, int] = 3,
     index: int = 1,
+    heads: Literal["none", "named", "linked"] = "none",
 ) -> str:
-    """The first 512 rows of a table in a box of its own that scrolls; the first ``index`` columns name the row."""
+    """The first 512 rows of a table in a box of its own that scrolls; the first ``index`` columns name the row.
+
+    ``heads="named"``: rows can be linked to, by layer and head; ``"linked"``: layer and head are links to such rows.
+    """
     titles = titles or {}
     if len(frame) > ROWS:
         caption = f"{caption}: the first {ROWS} of {len(frame)} rows"
         frame = frame.head(ROWS)
-    heads = "".join(f'<th scope="col">{escape(titles.get(c, c.replace("_", " ")))}</th>' for c in frame.columns)
+    names_of = list(zip(frame["layer"], frame["head"], strict=True)) if heads != "none" else []
+    columns_row = "".join(f'<th scope="col">{escape(titles.get(c, c.replace("_", " ")))}</th>' for c in frame.columns)
     places = {c: digits if isinstance(digits, int) else digits.get(c, 3) for c in frame.columns}
     columns = [_cells(frame[c], places[c]) for c in frame.columns]
     rows = []
-    for row in zip(*columns, strict=True):
-        names = "".join(f'<th scope="row">{cell}</th>' for cell in row[:index])
-        rows.append(f"<tr>{names}{''.join(f'<td>{cell}</td>' for cell in row[index:])}</tr>")
-    return raw_table(name, caption, heads, rows)
+    for n, row in enumerate(zip(*columns, strict=True)):
+        cells = [f'<a href="#{head_id(*names_of[n])}">{cell}</a>' for cell in row[:index]] if heads == "linked" else row
+        names = "".join(f'<th scope="row">{cell}</th>' for cell in cells[:index])
+        start = f'<tr id="{head_id(*names_of[n])}">' if heads == "named" else "<tr>"
+        rows.append(f"{start}{names}{''.join(f'<td>{cell}</td>' for cell in row[index:])}</tr>")
+    return raw_table(name, caption, columns_row, rows)
+
+
+def head_id(layer: Any, head: Any) -> str:
+    """The id of a head's row, to which tables and maps link."""
+    return f"head-{int(layer)}-{int(head)}"
+
+
+def head_link(layer: Any, head: Any) -> str:
+    """Layer and head in words, as a link to its row."""
+    return f'<a href="#{head_id(layer, head)}">layer {int(layer)}, head {int(head)}</a>'
 
 
 def raw_table(name: str, caption: str, heads: str, rows: Iterable[str]) -> str:

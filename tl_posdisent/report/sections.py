@@ -9,7 +9,7 @@ import pandas as pd
 
 from .distance_sections import distance, shares, subspaces
 from .head_widgets import ALONE, exhibits
-from .markup import escape, folded, paragraph, signed, table
+from .markup import ROWS, escape, folded, paragraph, signed, table
 from .measurements import HEAD, PERTURBATIONS, SHARES, Found, SectionName, by_head
 from .subject import Subject
 from .summary import A, B
@@ -25,6 +25,7 @@ TITLES: dict[SectionName, str] = {
     "perturbation": "Robustness to perturbed word order and positions",
     "ablation": "Head ablation",
 }
+_RANKED = 12  # heads in the table of the most positional
 _KINDS = {"order": "order of the text", "index": "positions that RoPE receives", "feature": "phases of RoPE"}
 
 
@@ -44,12 +45,12 @@ def _additivity(subject: Subject, found: Found) -> str:
     said = paragraph(
         "The scores of each head in the text are fitted by the three-axis model: a distance part plus a query part "
         "plus a key part. <em>r</em> is the correlation of the scores with the fit; 1 means that the scores are "
-        "exactly such a sum. A <em>share</em> is a fraction of the variance of the scores. Scores of random weights "
-        "fit partly too, so compare every number with its random-weights baseline. <em>r without the first token</em> "
+        "exactly such a sum. A <em>share</em> is a fraction of the variance of the scores. Random weights can give a "
+        "high r too, so compare every number with its random-weights baseline. <em>r without the first token</em> "
         "is that of a fit that leaves the first key of each text out: an attention sink has scores unlike all others, "
         "and alone can make a head more or less additive."
     )
-    maps = [_r_map(trained, "r of this model")]
+    maps = [_r_map(trained, "r of this model", linked=len(trained) <= ROWS)]
     by_layer = trained.groupby("layer")["r"].agg(["mean", "min", "max"]).reset_index()
     by_layer.columns = pd.Index(["layer", "mean r", "lowest", "highest"])
     by_layer["without the first token"] = by_layer["layer"].map(trained.groupby("layer")["r_without_first"].mean())
@@ -60,18 +61,32 @@ def _additivity(subject: Subject, found: Found) -> str:
     columns = [*HEAD, "r", "r_without_first", "r2_adjusted", *SHARES, *(["r_random"] if random is not None else [])]
     titles = {"r2_adjusted": "adjusted r²", "r_random": "random r", "r_without_first": "r without the first token"}
     titles |= ALONE
-    every = table("heads-r", "Every head, mean over texts", trained[columns], titles, index=2)
+    ranked = trained.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
+    listed = trained if len(trained) <= ROWS else ranked  # of many heads those that are linked to
+    every = table("heads-r", "Every head, mean over texts", listed[columns], titles, index=2, heads="named")
+    ranked = ranked.dropna(subset="share_distance").head(_RANKED)
+    first = [*HEAD, "share_distance", "share_key", *(c for c in columns if c == "r" or c == "r_random")]
+    positional = table(
+        "positional",
+        f"Heads whose scores the distance explains best: the first {len(ranked)} of {len(trained)}",
+        ranked[first],
+        titles,
+        index=2,
+        heads="linked",
+    )
     return (
         said
         + f'<div class="pair">{"".join(maps)}</div>'
+        + positional
         + table("layers-r", "r by layer: mean, lowest and highest of its heads", by_layer)
         + folded("The numbers of every head", every)
     )
 
 
-def _r_map(table: pd.DataFrame, title: str) -> str:
+def _r_map(table: pd.DataFrame, title: str, *, linked: bool = False) -> str:
     grid = table.pivot(index="layer", columns="head", values="r")
-    drawn = heat_map(grid, label=f"Heat map: {title}, layers by heads", rows="layer", columns="head", low=0, high=1)
+    label = f"Heat map: {title}, layers by heads"
+    drawn = heat_map(grid, label=label, rows="layer", columns="head", low=0, high=1, linked=linked)
     return figure(drawn, f"{title} {colour_bar('0', '1')}")
 
 
@@ -79,9 +94,11 @@ def _perturbation(subject: Subject, found: Found) -> str:
     curve = found.trained
     kinds = [kind for kind in _KINDS if kind in set(curve["kind"])]
     lines: dict[str, Line] = {}
+    errors: dict[str, list[float]] = {}
     for kind in kinds:
         rows = curve[curve["kind"] == kind]
         lines[_KINDS[kind]] = (rows["fraction"] * 100).tolist(), rows["added_loss"].tolist()
+        errors[_KINDS[kind]] = rows["added_loss_se"].tolist()
     ticks = sorted(set((curve["fraction"] * 100).tolist()))
     drawn = line_chart(
         lines,
@@ -90,6 +107,7 @@ def _perturbation(subject: Subject, found: Found) -> str:
         y_name="added loss (nats per token)",
         ticks=ticks,
         dots=True,
+        errors=errors,
     )
     said = paragraph(
         "Pairs of neighbouring tokens are exchanged: in the text, or only in the positions that RoPE receives, or "
@@ -109,7 +127,10 @@ def _perturbation(subject: Subject, found: Found) -> str:
     )
     return (
         said
-        + figure(drawn + legend([_KINDS[kind] for kind in kinds], lines=True), "added loss by perturbed fraction")
+        + figure(
+            drawn + legend([_KINDS[kind] for kind in kinds], lines=True),
+            "added loss by perturbed fraction, ± one standard error over perturbations",
+        )
         + shown
     )
 

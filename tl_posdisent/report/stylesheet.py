@@ -72,6 +72,9 @@ summary { cursor: pointer; color: var(--link) }
 pre { background: var(--soft); border: 1px solid var(--line); padding: .7rem .9rem; overflow-x: auto;
   font-size: .85rem }
 .narrow { max-width: 720px }
+.widget figcaption { color: #222; font-size: 14px }
+.error { stroke-width: 1.4 }
+tr:target > * { background: var(--soft); outline: 2px solid var(--link) }
 .widget { border: 1px solid var(--line); border-radius: 6px; overflow: hidden; margin: .5rem 0 1rem }
 footer { color: var(--muted); font-size: .85rem; padding-bottom: 2rem }
 :focus-visible { outline: 2px solid var(--link); outline-offset: 2px }

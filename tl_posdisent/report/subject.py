@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ class Subject:
         tokenizer = getattr(self.model, "tokenizer", None)
         for name in (getattr(self.model.cfg, "model_name", None), getattr(tokenizer, "name_or_path", None)):
             if isinstance(name, str) and name not in _NAMELESS:
-                return name
+                return (Path(name).resolve().name or name) if Path(name).is_dir() else name
         return self.specs[0].architecture
 
     def parameters(self) -> int:

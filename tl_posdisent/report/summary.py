@@ -3,20 +3,116 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 import pandas as pd
 import torch
 
-from .markup import MISSING, escape, number, numbers, paragraph, plural, raw_table, signed
+from .markup import MISSING, escape, head_link, number, numbers, paragraph, plural, raw_table, signed
 from .measurements import Found, SectionName, by_head
 from .subject import Subject
 
 A = '<a href="https://arxiv.org/abs/2503.13305">[A]</a>'
 B = '<a href="https://arxiv.org/abs/2505.13027">[B]</a>'
 _COLUMNS = ("this model", "random", "the papers")
+_CLEAR = 0.05  # differences of r that are called higher or lower
+_MATTERS = 0.01  # nats per token
 _FEW = 0.05  # the share of tokens that [A] says may be out of place
+
+
+def verdict(found: Mapping[SectionName, Found]) -> str:
+    """The report in a few sentences, each computed from the data and linked to its section."""
+    parts = {name: one for name, one in found.items() if not one.refused}
+    said = [sentence for name, write in _VERDICTS.items() if name in parts for sentence in write(parts[name])]
+    if not said:
+        return ""
+    items = "".join(f"<li>{sentence}</li>" for sentence in said)
+    return f'<section id="verdict"><h2>Verdict</h2><ul>{items}</ul></section>\n'
+
+
+def _additive_verdict(found: Found) -> list[str]:
+    heads = by_head(found.trained).dropna(subset="r")
+    if heads.empty:
+        return ["No head has scores that vary in this text."]
+    rest = 1 - heads["r"] ** 2
+    # Of the three, the largest names the head. The query's share is left out: the softmax ignores it.
+    kinds = pd.DataFrame({"positional": heads["share_distance"], "static": heads["share_key"], "interacting": rest})
+    counts = kinds.idxmax(axis=1).value_counts().reindex(kinds.columns, fill_value=0)
+    n = {kind: int(count) for kind, count in counts.items()}
+    first = (
+        f"Of {plural(len(heads), 'head')}, {n['positional']} {_are(n['positional'])} mainly <em>positional</em>, "
+        f"{n['static']} mainly <em>static</em> and {n['interacting']} mainly <em>interacting</em>: of the variance of "
+        "their scores, the largest of three shares is the one that the distance explains alone, the one that the key "
+        'explains alone, or the one that no sum of parts explains (<a href="#additivity">additivity</a>).'
+    )
+    top = heads.sort_values("share_distance", ascending=False, kind="stable").head(3)
+    names = [f"{head_link(x['layer'], x['head'])} ({number(x['share_distance'], 2)})" for _, x in top.iterrows()]
+    sentences = [first, f"The distance alone explains the largest share in {', '.join(names)}."]
+    if found.random is not None:
+        sentences.append(_against_random(heads, by_head(found.random), "r", "the three-axis fit", "additivity"))
+    return sentences
+
+
+def _shares_verdict(found: Found) -> list[str]:
+    heads = by_head(found.trained).dropna(subset="r_two_axis")
+    if heads.empty or found.random is None:
+        return []
+    return [_against_random(heads, by_head(found.random), "r_two_axis", "the two-axis model", "shares")]
+
+
+def _against_random(heads: pd.DataFrame, random: pd.DataFrame, column: str, model: str, section: str) -> str:
+    """How many heads are above and below the random-weights baseline, and the means."""
+    both = heads.merge(random[["layer", "head", column]], on=["layer", "head"], suffixes=("", "_random"))
+    gain = both[column] - both[f"{column}_random"]
+    mean, chance = both[column].mean(), both[f"{column}_random"].mean()
+    word = "above" if mean - chance > _CLEAR else "below" if chance - mean > _CLEAR else "as high as"
+    return (
+        f"<em>r</em> of {model} is {number(mean, 2)} on average, {word} that of random weights ({number(chance, 2)}): "
+        f"{int((gain > _CLEAR).sum())} of {plural(len(gain), 'head')} {_are(int((gain > _CLEAR).sum()))} higher by "
+        f'more than {_CLEAR}, {int((gain < -_CLEAR).sum())} lower (<a href="#{section}">{section}</a>).'
+    )
+
+
+def _perturbation_verdict(found: Found) -> list[str]:
+    rows = found.trained[found.trained["fraction"] == _FEW]
+    if rows.empty or not rows["moved"].any():
+        return []
+    what = {"order": "tokens of the text", "index": "positions", "feature": "phases of RoPE"}
+    parts = []
+    for _, row in rows.dropna(subset="added_loss").iterrows():
+        error = "" if pd.isna(row["added_loss_se"]) else f" ± {number(row['added_loss_se'])}"
+        parts.append(f"{what[row['kind']]} {signed(row['added_loss'])}{error}")
+    listed = "; ".join(parts)
+    return [
+        f"With 5 % of neighbours exchanged the loss at the others changes by (nats per token): {listed} "
+        '(<a href="#perturbation">perturbation</a>).'
+    ]
+
+
+def _ablation_verdict(found: Found) -> list[str]:
+    drops = found.trained.sort_values("effect", ascending=False, kind="stable")
+    most, worse = drops.iloc[0], int((drops["effect"] > _MATTERS).sum())
+    where = '(<a href="#ablation">ablation</a>)'
+    if not most["effect"] > 0:
+        return [f"The loss is no higher without any single head {where}."]
+    return [
+        f"Without layer {int(most['layer'])}, head {int(most['head'])} the loss rises most, by "
+        f"{number(most['effect'])} nats per token; without {worse} of {plural(len(drops), 'head')} it rises by more "
+        f"than {_MATTERS} {where}."
+    ]
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
+
+
+_VERDICTS: dict[SectionName, Callable[[Found], list[str]]] = {
+    "additivity": _additive_verdict,
+    "shares": _shares_verdict,
+    "perturbation": _perturbation_verdict,
+    "ablation": _ablation_verdict,
+}
 
 
 def analysed(subject: Subject) -> str:

@@ -18,6 +18,8 @@ from .svg_heatmaps import picture, text, thinned
 
 _WIDTH, _HEIGHT = 340, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 10, 40
+_CHARACTER = 6.2  # width of one at 11 px
+_ROUNDING = 0.02  # less than this share below 0 is no reason for a negative axis
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "12 4")
 
 Line = tuple[Sequence[float | int], Sequence[float | int]]
@@ -32,6 +34,7 @@ def line_chart(
     ticks: Sequence[float | int],
     logarithmic: bool = False,
     dots: bool = False,
+    errors: Mapping[str, Sequence[float | int]] | None = None,
 ) -> str:
     """Lines with their names, which the legend of the page shows (``legend``); NaN is left out.
 
@@ -41,28 +44,36 @@ def line_chart(
         ticks: written along x.
         logarithmic: x as log(1 + x).
         dots: mark the points.
+        errors: name to standard errors, drawn as upright lines; NaN for none.
     """
+    errors = errors or {}
 
     def place(x: float | int) -> float:
         return math.log1p(x) if logarithmic else float(x)
 
     every = [y for _, ys in lines.values() for y in ys if math.isfinite(y)] or [0.0]
-    y_ticks = nice_ticks(min(*every, 0.0), max(*every, 0.0))
+    for name, bars in errors.items():
+        known = [(y, e) for y, e in zip(lines[name][1], bars, strict=True) if math.isfinite(y) and math.isfinite(e)]
+        every += [y + sign * e for y, e in known for sign in (1, -1)]
+    low, high = min(*every, 0.0), max(*every, 0.0)
+    y_ticks = nice_ticks(low if low < -_ROUNDING * high else 0.0, high)
+    y_names = [_tick(y, y_ticks) for y in y_ticks]
+    left = max(_LEFT, 24 + _CHARACTER * max(map(len, y_names)))
     xs = [x for line_xs, _ in lines.values() for x in line_xs] or [0.0]
     x0, x1 = place(min(xs)), place(max(xs))
-    wide, tall = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    wide, tall = _WIDTH - left - _RIGHT, _HEIGHT - _TOP - _BOTTOM
 
     def at_x(x: float | int) -> float:
-        return _LEFT + wide * (place(x) - x0) / ((x1 - x0) or 1.0)
+        return left + wide * (place(x) - x0) / ((x1 - x0) or 1.0)
 
     def at_y(y: float | int) -> float:
         return _TOP + tall * (y_ticks[-1] - y) / ((y_ticks[-1] - y_ticks[0]) or 1.0)
 
     parts = []
-    for y in y_ticks:
+    for y, y_text in zip(y_ticks, y_names, strict=True):
         kind = "axis" if y == 0 else "grid"
-        parts.append(f'<path class="{kind}" d="M{_LEFT} {at_y(y):.1f}H{_WIDTH - _RIGHT}"/>')
-        parts.append(text(_LEFT - 5, at_y(y) + 4, _tick(y, y_ticks), "end"))
+        parts.append(f'<path class="{kind}" d="M{left:.0f} {at_y(y):.1f}H{_WIDTH - _RIGHT}"/>')
+        parts.append(text(left - 5, at_y(y) + 4, y_text, "end"))
     names, last = [_plain(x) for x in ticks], -math.inf
     for x, name in zip(ticks, names, strict=True):
         half = len(name) * 3.4
@@ -73,6 +84,10 @@ def line_chart(
         points = [(at_x(x), at_y(y)) for x, y in zip(line_xs, ys, strict=True) if math.isfinite(y)]
         drawn = f'<path class="line" style="{style_of(n)}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>'
         drawn = drawn if points else ""
+        for x, y, error in zip(line_xs, ys, errors.get(name, ()), strict=False):
+            if math.isfinite(y) and math.isfinite(error):
+                bar = f"M{at_x(x):.1f} {at_y(y - error):.1f}V{at_y(y + error):.1f}"
+                drawn += f'<path class="error" style="stroke:var(--c{n % len(HUES)})" d="{bar}"/>'
         if dots:
             drawn += "".join(
                 f'<circle cx="{at_x(x):.1f}" cy="{at_y(y):.1f}" r="3" style="fill:var(--c{n % len(HUES)})">'
@@ -81,7 +96,7 @@ def line_chart(
                 if math.isfinite(y)
             )
         parts.append(f"<g><title>{escape(name)}</title>{drawn}</g>")
-    parts.append(text(_LEFT + wide / 2, _HEIGHT - 6, x_name))
+    parts.append(text(left + wide / 2, _HEIGHT - 6, x_name))
     middle = _TOP + tall / 2
     parts.append(text(10, middle, y_name, more=f' transform="rotate(-90 10 {middle:.1f})"'))
     return picture(_WIDTH, _HEIGHT, label, "".join(parts))
@@ -105,6 +120,7 @@ def stacked_bars(
     # A share can be a little below 0 (what one subspace takes back of another): it hangs down.
     lowest = min(0.0, float(np.nansum(np.minimum(values, 0), axis=0).min()))
     highest = float(np.nansum(np.maximum(values, 0), axis=0).max()) or 1.0
+    lowest = lowest if lowest < -_ROUNDING * highest else 0.0
     ticks = nice_ticks(lowest, min(highest, 1.0))  # shares that add up to 1 do so up to rounding
     lowest, highest = ticks[0], max(ticks[-1], highest)
 
@@ -189,6 +205,9 @@ def nice_ticks(low: float | int, high: float | int) -> list[float]:
 
 
 def _tick(value: float | int, ticks: Sequence[float | int]) -> str:
+    largest = max(map(abs, ticks))
+    if not 1e-2 <= largest < 1e5:
+        return f"{value:.3g}".replace("e-0", "e−").replace("e+0", "e").replace("-", "−")
     step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     return number(value, max(0, -math.floor(math.log10(step) + 1e-9)))
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from tl_posdisent.viz.palette import DIVERGING, SEQUENTIAL, ink, on_scale
 
-from .markup import escape, number
+from .markup import escape, head_id, number, short
 
 _APART = 1024  # cells that have a tooltip each; more are one area for each of 64 colours, to keep the file small
 _WRITTEN = 20  # columns beside each other that have room for their numbers
@@ -55,6 +55,7 @@ def heat_map(
     high: float | int,
     names: Sequence[str] | None = None,
     diverging: bool = False,
+    linked: bool = False,
 ) -> str:
     """A number for each row and column: its colour, the number itself where there is room, and a tooltip.
 
@@ -67,6 +68,7 @@ def heat_map(
         low, high: ends of the colour scale.
         names: of the rows, where they are not numbers.
         diverging: colours that part at the middle of the scale.
+        linked: rows are layers and columns heads, and each cell is a link to the row of its head.
     """
     values = grid.to_numpy(dtype=float)
     n_rows, n_columns = values.shape
@@ -77,6 +79,7 @@ def heat_map(
     row_names = [str(x) for x in grid.index] if names is None else list(names)
     left = 26 + _CHARACTER * max(map(len, row_names))  # the rows' names, and what they are
     written = n_columns <= _WRITTEN and down == 24
+    largest = float(np.nanmax(np.abs(values), initial=0.0))
     by_colour: dict[str, str] = {}
     cells = []
     for i, j in np.ndindex(*values.shape):
@@ -88,11 +91,14 @@ def heat_map(
             by_colour[colour] = by_colour.get(colour, "") + f"M{x:.0f} {y}h{across}v{down}h-{across}z"
             continue
         colour = on_scale(scale, float(share[i, j]))
-        at = f"{rows} {row_names[i]}, {columns} {grid.columns[j]}: {number(value)}"
+        tip = number(value) if 1e-2 <= largest < 1e4 else f"{value:.3g}".replace("-", "−")
+        at = f"{rows} {row_names[i]}, {columns} {grid.columns[j]}: {tip}"
         cell = f'<rect x="{x:.1f}" y="{y}" width="{across}" height="{down}" fill="{colour}"/>'
         if written:
-            cell += text(x + across / 2, y + down / 2 + 4, number(value, 2), more=f' style="fill:{ink(colour)}"')
-        cells.append(f"<g><title>{escape(at)}</title>{cell}</g>")
+            cell += text(x + across / 2, y + down / 2 + 4, short(value, largest), more=f' style="fill:{ink(colour)}"')
+        cell = f"<g><title>{escape(at)}</title>{cell}</g>"
+        layer, head = grid.index[i], grid.columns[j]
+        cells.append(f'<a href="#{head_id(layer, head)}">{cell}</a>' if linked else cell)
     cells += [f'<path fill="{colour}" d="{path}"/>' for colour, path in by_colour.items()]
     bottom = _TOP + n_rows * down
     ticks = [

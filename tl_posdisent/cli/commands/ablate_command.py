@@ -8,7 +8,7 @@ import typer
 
 from tl_posdisent.cli import options as o
 from tl_posdisent.cli.errors import answering
-from tl_posdisent.cli.inputs import load_and_read
+from tl_posdisent.cli.inputs import load_and_read, name_of
 from tl_posdisent.cli.output import check_out, save
 from tl_posdisent.cli.screen import by_head, line
 
@@ -65,7 +65,7 @@ def ablate(
             seed=seed,
             progress=progress,
         )
-        what = f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
+        what = f"{name_of(model)}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
         save(table, out, f"{metric} without single heads ({mode}): {what}")
         report = deposit(table, better="lower" if metric == "loss" else "higher")
     by_head(table, "effect", f"change of {metric} without each head ({mode}): {what}", digits=3)

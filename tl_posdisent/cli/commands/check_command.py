@@ -6,7 +6,7 @@ import typer
 
 from tl_posdisent.cli import options as o
 from tl_posdisent.cli.errors import answering
-from tl_posdisent.cli.inputs import device_of, load
+from tl_posdisent.cli.inputs import device_of, load, name_of
 from tl_posdisent.cli.output import check_out, save
 from tl_posdisent.cli.screen import line, rows
 
@@ -43,9 +43,9 @@ def check(
         lengths = (12, 48) if length is None else (12, length)
         loaded = load(model, backend=backend, device=device_of(device), dtype=dtype)
         table = check_model(loaded, lengths=lengths, seed=seed, progress=progress)
-        save(table, out, f"Every tool tried on {model}")
+        save(table, out, f"Every tool tried on {name_of(model)}")
     short = table.assign(error=[f"{x:.0e}" for x in table["error"]], reason=table["reason"].str.slice(0, 80))
-    rows(short, f"Every tool tried on {model}")
+    rows(short, f"Every tool tried on {name_of(model)}")
     counts = table["verdict"].value_counts()
     line(", ".join(f"{n} {verdict}" for verdict, n in counts.items()))
     if "wrong" in counts:

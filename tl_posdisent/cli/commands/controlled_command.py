@@ -8,7 +8,7 @@ import typer
 
 from tl_posdisent.cli import options as o
 from tl_posdisent.cli.errors import answering
-from tl_posdisent.cli.inputs import load_and_read
+from tl_posdisent.cli.inputs import load_and_read, name_of
 from tl_posdisent.cli.output import check_out, save
 from tl_posdisent.cli.random_baseline import mean_line, together, with_random_baseline
 from tl_posdisent.cli.screen import by_head, line
@@ -62,7 +62,7 @@ def controlled(
             return controlled_distance(m, tokens, layers=chosen, burn_in=burn_in, progress=progress)
 
         trained, chance = with_random_baseline(measure, loaded, control, seed)
-        what = f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
+        what = f"{name_of(model)}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
         save(together(trained, chance), out, f"Attention scores at controlled distance: {what}")
     for column, model_of_scores in _SHOWN.items():
         by_head(trained, column, f"r of {model_of_scores}, by layer and head: {what}", chance=chance)

@@ -8,7 +8,7 @@ import typer
 
 from tl_posdisent.cli import options as o
 from tl_posdisent.cli.errors import answering
-from tl_posdisent.cli.inputs import cut, load_with_text
+from tl_posdisent.cli.inputs import cut, load_with_text, name_of
 from tl_posdisent.cli.output import check_out, save
 from tl_posdisent.cli.screen import rows
 
@@ -25,6 +25,10 @@ def length(
     lengths: Annotated[
         str | None,
         typer.Option(help="Edges of the buckets of positions; default 1/8, 1/2, 1, 1.5 and 2 contexts."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(min=8, help="Tokens per text, in place of --lengths: the end of the last bucket."),
     ] = None,
     in_range: Annotated[
         int | None,
@@ -66,11 +70,14 @@ def length(
 
     Examples:
       tl-posdisent length
+      tl-posdisent length --length 800
       tl-posdisent length --lengths 64,256,512,1024 --way plain --way lambda-mask --window 128 --out length.csv
       tl-posdisent length --model EleutherAI/pythia-70m --text book.txt --way plain --layers 0,5
     """
     with answering():
         check_out(out)
+        if length is not None and lengths is not None:
+            raise ValueError("--length and --lengths must not be given together: both end the last bucket")
         ways = o.one_of("way", way or WAYS, WAYS)
         chosen, edges = o.whole_numbers("layers", layers), o.whole_numbers("lengths", lengths)
         import pandas as pd
@@ -80,7 +87,10 @@ def length(
 
         loaded, words = load_with_text(model, text, backend=backend, device=device, dtype=dtype)
         context = int(loaded.cfg.n_ctx)
-        edges = edges if edges is not None else [context // 8, context // 2, context, context * 3 // 2, context * 2]
+        usual = [context // 8, context // 2, context, context * 3 // 2, context * 2]
+        if edges is None:
+            edges = usual if length is None else [*(edge for edge in usual if edge < length), length]
+            edges = edges if len(edges) > 1 else [edges[0] // 2, edges[0]]
         tokens = cut(loaded, words, edges[-1] + 1, texts)
         end = (
             in_range
@@ -99,6 +109,6 @@ def length(
             table.insert(0, "way", name)
             tables.append(table)
         measured = pd.concat(tables, ignore_index=True)
-        what = f"{model}, {texts} × {edges[-1]} tokens, {end} in range"
+        what = f"{name_of(model)}, {texts} × {edges[-1]} tokens, {end} in range"
         save(measured, out, f"Texts longer than those of the training: {what}")
     rows(measured, f"by position: {what}")

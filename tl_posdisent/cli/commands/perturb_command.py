@@ -8,7 +8,7 @@ import typer
 
 from tl_posdisent.cli import options as o
 from tl_posdisent.cli.errors import answering
-from tl_posdisent.cli.inputs import load_and_read
+from tl_posdisent.cli.inputs import load_and_read, name_of
 from tl_posdisent.cli.output import check_out, save
 from tl_posdisent.cli.screen import rows
 
@@ -71,6 +71,6 @@ def perturb(
             unit=unit,
             progress=progress,
         )
-        what = f"{model}, {tokens.shape[0]} × {tokens.shape[1]} tokens, {seeds} seed{'s' if seeds > 1 else ''}"
+        what = f"{name_of(model)}, {tokens.shape[0]} × {tokens.shape[1]} tokens, {seeds} seed{'s' if seeds > 1 else ''}"
         save(table, out, f"Perturbed word order and positions: {what}")
     rows(table, f"what is lost: {what}", digits=3)

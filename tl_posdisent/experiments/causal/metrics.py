@@ -260,7 +260,8 @@ def check_apart(model: Any, measured: dict[str, float], argument: str) -> None:
     if abs(a - b) <= max(1e-5, torch.finfo(dtype).eps / 8) * max(abs(a), abs(b)):
         raise ValueError(
             f"{argument} must change the metric, but it is {a:.6g} in the {one} run and {b:.6g} in the {other} one: "
-            "there is no effect to divide"
+            "there is no effect to divide. Pass a metric= that they change, such as logit_difference(…) of an answer "
+            "that depends on it, or make the two runs differ more"
         )
 
 

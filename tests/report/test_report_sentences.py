@@ -1,0 +1,159 @@
+"""Sentences of the report follow from its data: for data that say the opposite, so does the sentence."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tl_posdisent.report.distance_sections import distance
+from tl_posdisent.report.markup import short, table
+from tl_posdisent.report.measurements import Found
+from tl_posdisent.report.summary import verdict
+from tl_posdisent.report.svg_charts import line_chart, stacked_bars
+from tl_posdisent.report.svg_heatmaps import heat_map
+
+NAN = float("nan")
+
+
+def heads(n: int = 4, **columns: Any) -> pd.DataFrame:
+    return pd.DataFrame({"layer": [k // 2 for k in range(n)], "head": [k % 2 for k in range(n)], **columns})
+
+
+def additive(r: float, distance: float, key: float, chance: float | None = None) -> dict[Any, Found]:
+    rows = heads(r=r, share_distance=distance, share_key=key, share_query=0.0)
+    random = None if chance is None else heads(r=chance).assign(seed=0)
+    return {"additivity": Found(rows, random)}
+
+
+def plain(page: str) -> str:
+    return " ".join(re.sub(r"<[^>]+>", "", page).split())
+
+
+@pytest.mark.parametrize(
+    ("r", "distance", "key", "counts"),
+    [(0.9, 0.7, 0.1, (4, 0, 0)), (0.9, 0.1, 0.7, (0, 4, 0)), (0.3, 0.05, 0.02, (0, 0, 4))],
+)
+def test_heads_are_counted_by_what_explains_most(r: float, distance: float, key: float, counts: Any) -> None:
+    said = plain(verdict(additive(r, distance, key)))
+    positional, static, interacting = counts
+    verb = "is" if positional == 1 else "are"
+    assert f"Of 4 heads, {positional} {verb} mainly positional, {static} mainly static and" in said
+    assert f"and {interacting} mainly interacting" in said
+
+
+@pytest.mark.parametrize(
+    ("r", "chance", "word", "higher", "lower"),
+    [(0.9, 0.3, "above", 4, 0), (0.3, 0.9, "below", 0, 4), (0.6, 0.61, "as high as", 0, 0)],
+)
+def test_the_comparison_with_random_weights_has_the_sign_of_the_data(
+    r: float, chance: float, word: str, higher: int, lower: int
+) -> None:
+    said = plain(verdict(additive(r, 0.2, 0.1, chance)))
+    assert f"is {r:.2f} on average, {word} that of random weights ({chance:.2f})" in said
+    assert f"{higher} of 4 heads are higher by more than 0.05, {lower} lower" in said
+    rows = heads(r_two_axis=r)
+    said = plain(verdict({"shares": Found(rows, heads(r_two_axis=chance).assign(seed=0))}))
+    assert f"r of the two-axis model is {r:.2f} on average, {word}" in said
+
+
+def test_nothing_is_claimed_without_data() -> None:
+    assert verdict({}) == ""
+    assert verdict({"ablation": Found(refused="no")}) == ""
+    assert verdict({"shares": Found(heads(r_two_axis=0.5))}) == ""  # nothing to compare with
+    assert "No head has scores that vary" in verdict(additive(NAN, NAN, NAN))
+    short_text = pd.DataFrame({"kind": ["index"], "fraction": 0.05, "moved": 0, "added_loss": 0.0})
+    assert verdict({"perturbation": Found(short_text)}) == ""
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
+    drops = heads(effect=[sign * x for x in (0.5, 0.02, 0.001, 0.3)])
+    said = plain(verdict({"ablation": Found(drops)}))
+    if sign > 0:
+        assert "Without layer 0, head 0 the loss rises most, by 0.500" in said
+        assert "without 3 of 4 heads it rises by more than 0.01" in said
+    else:
+        assert "The loss is no higher without any single head" in said
+    curve = pd.DataFrame({"kind": ["order", "index"], "fraction": 0.05, "moved": 0.04})
+    curve = curve.assign(added_loss=[sign * 0.2, sign * 0.1], added_loss_se=[0.01, NAN])
+    said = plain(verdict({"perturbation": Found(curve)}))
+    assert ("tokens of the text +0.200 ± 0.010" if sign > 0 else "tokens of the text −0.200 ± 0.010") in said
+    assert ("positions +0.100 (" if sign > 0 else "positions −0.100 (") in said
+
+
+def test_each_sentence_links_to_its_section_or_to_heads() -> None:
+    page = verdict({**additive(0.9, 0.5, 0.2, 0.4), "ablation": Found(heads(effect=0.1))})
+    items = re.findall(r"<li>(.*?)</li>", page)
+    assert len(items) == 4
+    assert all('href="#' in item for item in items)
+    assert 'href="#head-0-1">layer 0, head 1</a> (0.50)' in page
+
+
+def test_links_lead_to_rows() -> None:
+    rows = heads(r=[0.1, 0.2, 0.3, 0.4])
+    named = table("a", "A", rows, index=2, heads="named")
+    linked = table("b", "B", rows, index=2, heads="linked")
+    grid = rows.pivot(index="layer", columns="head", values="r")
+    drawn = heat_map(grid, label="", rows="layer", columns="head", low=0, high=1, linked=True)
+    for page in (linked, drawn):
+        targets = set(re.findall(r'href="#(head-\d+-\d+)"', page))
+        assert targets == set(re.findall(r'<tr id="(head-\d+-\d+)"', named))
+        assert len(targets) == 4
+    assert "href" not in heat_map(grid, label="", rows="layer", columns="head", low=0, high=1)
+
+
+def test_many_heads_are_those_that_vary_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the first eight; each layer has its own."""
+    steep = {0: {11, 17}, 1: {3, 19}}
+    rows = [
+        (layer, head, d, (1.0 if head in steep[layer] else 0.01 * (head + 1) / 20) * d, 32 - d)
+        for layer in (0, 1)
+        for head in range(20)
+        for d in range(32)
+    ]
+    profiles = pd.DataFrame(rows, columns=["layer", "head", "distance", "value", "cells"])
+    subject: Any = type("Subject", (), {"layers": [0, 1]})()
+    figures = distance(subject, Found(profiles)).split("<figure>")[1:]
+    for layer, page in enumerate(figures):
+        drawn = {int(x) for x in re.findall(r"<title>head (\d+)</title>", page)}
+        assert len(drawn) == 8
+        assert steep[layer] <= drawn
+        assert drawn - steep[layer] <= set(range(12, 20))
+
+
+@pytest.mark.parametrize("size", [1e-5, 3e-4, 0.02, 1.0, 37.0, 412.0, 9.9e3, 1.5e6])
+def test_labels_fit_for_small_and_large_numbers(size: float) -> None:
+    """Numbers of a cell are at most five characters, and no tick reaches the title of its axis."""
+    values = np.array([-size, -size / 3, 0.0, size / 7, size])
+    assert all(len(short(float(x), size).lstrip("−")) <= 5 for x in values)
+    assert len({short(float(x), size) for x in values}) == 5
+    page = line_chart({"a": ([0, 1, 2], [0.0, size / 2, size])}, label="", x_name="x", y_name="y", ticks=[0, 1, 2])
+    ends = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="end">([^<]+)<', page)
+    assert len(ends) >= 4
+    assert len({text for _, text in ends}) == len(ends)  # ticks are told apart
+    assert all(float(x) - 6.2 * len(text) >= 16 for x, text in ends)
+
+
+def test_positive_quantities_have_no_negative_axis() -> None:
+    def lowest(page: str) -> str:
+        return min(re.findall(r'text-anchor="end">([^<]+)<', page), key=lambda x: float(x.replace("−", "-")))
+
+    chart = {"label": "", "x_name": "x", "y_name": "y", "ticks": [0, 1]}
+    assert lowest(line_chart({"a": ([0, 1], [-1e-3, 1.0])}, **chart)) == "0.0"  # rounding
+    assert float(lowest(line_chart({"a": ([0, 1], [-0.4, 1.0])}, **chart)).replace("−", "-")) < 0
+    bars = stacked_bars(["0"], {"distance": [0.9], "key": [-1e-4]}, [""], label="", x_name="head")
+    assert float(lowest(bars)) == 0
+
+
+def test_error_bars_span_two_standard_errors() -> None:
+    lines = {"a": ([0, 1, 2], [1.0, 2.0, 3.0])}
+    page = line_chart(lines, label="", x_name="x", y_name="y", ticks=[0], dots=True, errors={"a": [0.5, NAN, 0.25]})
+    bars = [tuple(map(float, x)) for x in re.findall(r'class="error"[^>]*d="M[\d.]+ ([\d.]+)V([\d.]+)"', page)]
+    assert len(bars) == 2
+    assert bars[0][0] - bars[0][1] == pytest.approx(2 * (bars[1][0] - bars[1][1]), abs=0.3)
+    dots = [float(y) for y in re.findall(r'cy="([\d.]+)"', page)]
+    assert sum(bars[0]) / 2 == pytest.approx(dots[0], abs=0.1)
