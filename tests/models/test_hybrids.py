@@ -17,9 +17,12 @@ from tl_posdisent import (
     capture,
     check_model,
     head_ablation,
+    head_labels,
+    preference_flips,
     read_model,
     swap_positions,
 )
+from tl_posdisent.experiments import part_attribution, streaming_ablation
 
 WITHOUT: dict[str, dict[str, Any]] = {
     "Mamba": {"vocab_size": zoo.VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4},
@@ -44,7 +47,16 @@ def test_the_layers_that_attend_are_taken(name: str, shared_model: Any) -> None:
     reading = read_model(model)
     assert ([spec.layer for spec in reading.specs()], reading.without_attention) == ([1, 3], (0, 2))
     assert [layer.layer for layer in capture(reading, TOKENS)] == [1, 3]
-    for table in (additivity(reading, TOKENS, progress=False), head_ablation(reading, TOKENS, heads=2, progress=False)):
+    tables = [
+        additivity(reading, TOKENS, progress=False),
+        head_ablation(reading, TOKENS, heads=2, progress=False),
+        head_labels(reading, TOKENS, length=6, streaming=False, progress=False),
+        streaming_ablation(reading, TOKENS, heads=2, progress=False),
+        part_attribution(reading, TOKENS, heads=2),
+    ]
+    if all(spec.rotary for spec in reading.specs()):
+        tables.append(preference_flips(reading, TOKENS, queries=2, progress=False))
+    for table in tables:
         assert set(table["layer"]) == {1, 3}
         assert table.attrs == {"layers_without_attention": [0, 2]}
         assert table[table["layer"] == 3].attrs == table.attrs  # pandas keeps them

@@ -12,12 +12,16 @@ import pandas as pd
 from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance, dummy_distance_check
 from tl_posdisent.experiments.attention_scores.disentanglement import disentanglement
+from tl_posdisent.experiments.attention_scores.head_labels import head_labels
 from tl_posdisent.experiments.attention_scores.positional_symbolic_plane import positional_symbolic
+from tl_posdisent.experiments.attention_scores.preference_flips_table import preference_flips
 from tl_posdisent.experiments.attention_scores.subspace_patterns import subspace_patterns
 from tl_posdisent.experiments.attention_scores.trained_vs_random import trained_vs_random
 from tl_posdisent.experiments.causal.additive_substitution import additive_substitution
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
+from tl_posdisent.experiments.causal.loss_attribution import part_attribution
 from tl_posdisent.experiments.causal.position_patching import component_patching, position_patching
+from tl_posdisent.experiments.causal.streaming import streaming_ablation
 from tl_posdisent.experiments.residual_stream.content_position import content_position_terms
 from tl_posdisent.experiments.residual_stream.distance_sources import distance_sources
 from tl_posdisent.experiments.residual_stream.rope_hadamard import rope_hadamard
@@ -42,13 +46,17 @@ EXPERIMENTS: dict[str, Callable[..., Any]] = {
         dummy_distance_check,
         head_ablation,
         head_drops,
+        head_labels,
         length_generalization,
         marginals_by_layer,
         moments_by_layer,
+        part_attribution,
         perturbation_curve,
         position_patching,
         positional_symbolic,
+        preference_flips,
         rope_hadamard,
+        streaming_ablation,
         subspace_patterns,
         trained_vs_random,
     )

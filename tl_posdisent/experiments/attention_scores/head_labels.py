@@ -120,7 +120,7 @@ def head_labels(
             found.append(table)
             bar.update()
     trained, *random = found
-    return _compared(trained, functools.reduce(operator.add, random) / len(seeds), threshold)
+    return reading.note(_compared(trained, functools.reduce(operator.add, random) / len(seeds), threshold))
 
 
 def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> Int[Tensor, "repeats pos"]:

@@ -87,7 +87,8 @@ def preference_flips(
         return join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])
 
     specs = reading.rotary(layers, "preference_flips")
-    return measure_layers(reading.model, texts, specs, measure, table, leave=2, burn_in=burn_in, progress=progress)
+    options: dict[str, Any] = {"leave": 2, "burn_in": burn_in, "progress": progress}
+    return reading.note(measure_layers(reading.model, texts, specs, measure, table, **options))
 
 
 def _default_far(near: Tensor, longest: int) -> list[int]:

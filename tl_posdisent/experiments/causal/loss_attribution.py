@@ -165,7 +165,7 @@ def part_attribution(
         parts = sum(of_group[n] for of_group in sums)
         assert isinstance(parts, Tensor)
         rows += [(spec.layer, head, *own) for head, own in zip(some, parts.T.tolist(), strict=True)]
-    return pd.DataFrame(rows, columns=["layer", "head", "mean", *_PARTS])
+    return reading.note(pd.DataFrame(rows, columns=["layer", "head", "mean", *_PARTS]))
 
 
 @dataclass(eq=False)

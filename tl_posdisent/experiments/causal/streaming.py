@@ -91,7 +91,8 @@ def streaming_ablation(
         return _restricted(model, group, specs[layer], sinks, window)
 
     picked = {spec.layer: some for spec, some in chosen}
-    return replace_each(model, texts, picked, stand_in_of, metric, batch_size=batch_size, progress=progress)
+    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
+    return reading.note(replace_each(model, texts, picked, stand_in_of, metric, **options))
 
 
 def _restricted(model: Any, group: TextGroup, spec: AttentionSpec, sinks: int, window: int) -> StandIn:
