@@ -84,6 +84,8 @@ def _numbers(found: Any, model: Any) -> list[Tensor]:
     if isinstance(found, list) and found and isinstance(found[0], tuple) and isinstance(found[0][0], str):
         with torch.no_grad():
             return [model.run_with_hooks(TEXTS, fwd_hooks=found)]
+    if isinstance(found, dict):
+        return [x for each in found.values() for x in _numbers(each, model)]
     if isinstance(found, (list, tuple)):
         return [x for each in found for x in _numbers(each, model)]
     if hasattr(found, "to_frame"):
@@ -100,6 +102,7 @@ _OTHERWISE = {
     "read_attention": "describes short texts",
     "check_model": "draws its own texts",
     "estimate": "runs no text",
+    "pair_profile": "runs no text",
     "applied": "takes hooks",
     "longer_context": "gives the model",
     "random_control": "gives a model",

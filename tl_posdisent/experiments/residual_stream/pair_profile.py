@@ -41,7 +41,8 @@ def pair_profile(
 
     Two vectors are put into the residual stream before the layer. With its norms (also a QK-norm) at the scale of each
     vector, ``score[d] = scale · ⟨R(d) q(query), k(key)⟩``: for instance for two tokens, or for the mean embedding,
-    whose profile the layer has before it has seen any text.
+    whose profile the layer has before it has seen any text. The rotation is that of short texts, where a model rotates
+    long ones by other frequencies (``AttentionSpec.holds_to``).
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
