@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 import transformers
-from support import zoo
+from support import public_calls, zoo
 
 from tl_posdisent import (
     ablate_heads,
@@ -107,3 +107,23 @@ def test_models_without_attention_are_refused_by_name(name: str) -> None:
     ):
         with pytest.raises(ValueError, match=f"model must have attention layers .*, got {name}ForCausalLM"):
             function(model)
+
+
+@zoo.needs_bridge
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+def test_every_table_over_layers_names_the_others(shared_model: Any) -> None:
+    """Those of experiments, where layers are chosen by default; refusals are errors of one kind."""
+    reading, tables = read_model(shared_model("bridge", "lfm2")), 0
+    for function in public_calls.functions("layers"):
+        if not function.__module__.startswith("tl_posdisent.experiments"):
+            continue
+        try:
+            table = public_calls.call(function, reading)
+        except ValueError:
+            continue
+        if isinstance(table, pd.DataFrame) and "layer" in table:
+            tables += 1
+            assert table.attrs == {"layers_without_attention": [0, 2]}, function.__name__
+            assert set(table["layer"].dropna()) == {1, 3}, function.__name__
+    assert tables > 10

@@ -140,9 +140,10 @@ def attention_ladder(
                 bar.update()
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     order = {name: n for n, name in enumerate(("none", *get_args(Control)))}
-    return table.sort_values(
+    table = table.sort_values(
         ["layer", "head", "control"], key=lambda x: x.map(order) if x.name == "control" else x, kind="stable"
     ).reset_index(drop=True)
+    return reading.note(table)
 
 
 def _checked_subset(name: str, given: Any, choices: Sequence[str]) -> list[str]:
