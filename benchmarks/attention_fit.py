@@ -113,6 +113,7 @@ def multiples_of_a_pass() -> None:
                 row = {"length": length, "sharpness": sharpness, "bands": len(bands) + 1, "fit s": times["fit"]}
                 row |= {"softmax s": times["pass"], "ratio": times["fit"] / times["pass"]}
                 rows.append(row | steps(fit))
+                print(rows[-1], flush=True)
     report("attention_passes", f"Additive attention of {HEADS} heads, as multiples of a softmax in float64", rows)
 
 
@@ -138,14 +139,16 @@ def steps(fit: Callable[[], object]) -> dict[str, int]:
     }
 
 
-def by_length() -> None:
+def by_length(lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768)) -> None:
+    """From queries and keys, beside one pass over the pattern in blocks."""
     rows = []
-    for length in (2048, 4096, 8192, 16384, 32768):
+    for length in lengths:
         generator = torch.Generator().manual_seed(0)
         q, k = (torch.randn(length, 1, 64, generator=generator).to(device()) for _ in range(2))
         time = seconds(lambda q=q, k=k: fit_attention_qk(q, k, scale=0.125))
         one_pass = seconds(lambda q=q, k=k: softmax_in_blocks(q[:, 0], k[:, 0]))
         rows.append({"length": length, "seconds": time, "one pass s": one_pass, "ratio": time / one_pass})
+        print(rows[-1], flush=True)
     report("attention_by_length", "Additive attention of one head from q and k, d_head 64", rows)
 
 

@@ -327,7 +327,7 @@ def _watch(
 
 def _split(
     side: Side, parts: Sequence[_Part], names: Sequence[str], sums: Float64[Tensor, "source weight d_model"]
-) -> Float64[Tensor, "source head d_head"]:
+) -> Float64[Tensor, "source+1 head d_head"]:
     """The mean query or key of each source, and of the bias."""
     first = parts[0].readouts[side]
     if first.source == residual_hook(0):  # some read their keys from the embedded input
