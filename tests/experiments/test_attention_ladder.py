@@ -152,7 +152,13 @@ def test_the_verdict_is_the_lowest_rung_that_suffices() -> None:
         assert (row["verdict"], row["rung"], row["recovered"]) == (verdict, RUNGS[n], 0.96)
         assert head_verdicts(made(reached), share=0.97)["rung"].tolist() == ["untouched"]
     assert head_verdicts(made(low))["verdict"].tolist() == ["query-dependent"]
-    assert head_verdicts(made({}))["verdict"].tolist() == ["query-dependent"]
+    for tried, verdict in (
+        ({}, "undecided"),
+        ({"distance": 0.2}, "not positional"),
+        ({"distance": 0.2, "static": 0.9}, "not static"),
+        ({"banded": 0.9}, "query-dependent"),
+    ):
+        assert head_verdicts(made(tried))["verdict"].tolist() == [verdict]
     shuffled = made({"distance": 1.0}).assign(control="shuffled")
     assert head_verdicts(pd.concat([made(low), shuffled]))["rung"].tolist() == ["untouched"]
 

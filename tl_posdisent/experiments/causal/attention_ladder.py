@@ -306,6 +306,7 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
     *static*              ``"static"`` or ``"additive"``: distance and importance of the key
     *banded*              ``"banded"``
     *query-dependent*     ``"low-rank"``, or none but its own attention
+    *not static* …        none in the table, if it leaves out ``"banded"``
     *no effect*           uniform attention costs no more than ``noise`` standard errors
     ===================== =====================================================================
 
@@ -363,7 +364,16 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
             reached = [x for x in RUNGS[1:] if x in by_rung and by_rung[x]["loss"] <= enough]
             rung = reached[0] if reached else "untouched"
         of = by_rung[rung]
-        rows.append((layer, head, _VERDICTS.get(rung, "no effect"), rung, of["recovered"], of["causal"], gap, error))
+        verdict = "no effect" if rung == "uniform" else _verdict(rung, by_rung)
+        rows.append((layer, head, verdict, rung, of["recovered"], of["causal"], gap, error))
     columns = ["layer", "head", "verdict", "rung", "recovered", "causal", "gap", "error"]
     types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "causal": bool}
     return pd.DataFrame(rows, columns=columns).astype(types)
+
+
+def _verdict(rung: Rung, tried: Collection[Rung]) -> str:
+    """The name of a rung. Where none suffices, heads depend on the query only if all others were tried."""
+    fitted = [x for x in RUNGS[1:-1] if x in tried]
+    if rung != "untouched" or "banded" in fitted:
+        return _VERDICTS[rung]
+    return f"not {_VERDICTS[fitted[-1]]}" if fitted else "undecided"

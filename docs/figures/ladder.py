@@ -1,0 +1,50 @@
+"""The numbers of the page on the attention ladder: ``python docs/figures/ladder.py FOLDER [demo] [story]``.
+
+Writes one CSV file for each table into the folder. The story model is no part of the project: its weights are read from
+the folder that ``POSDISENT_DATA`` names, and without them its tables are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tl_posdisent as tp
+
+HEADS = ["uniform", "distance", "distance+sink", "static", "additive", "banded", "untouched"]
+
+
+def demo() -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """The model, texts to fit static heads to, and texts to predict."""
+    tokens = tp.demo_tokens(length=14 * 160).reshape(14, 160)
+    return tp.load_demo_model(), tokens[:6], tokens[6:]
+
+
+def story() -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """The same of the story model, with texts that it generated."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+    from support.stories import sample_story, stories_bridge
+
+    texts = torch.cat([sample_story(160, seed) for seed in range(1, 15)])
+    return stories_bridge(), texts[:6], torch.cat([sample_story(160, 0), texts[6:]])
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Compute and write the tables of these models."""
+    for name in names:
+        model, fitted, heldout = {"demo": demo, "story": story}[name]()
+        tables = {
+            "all": lambda: tp.attention_ladder(
+                model, fitted, heldout=heldout[:1], unit="all", controls=["shuffled", "random"]
+            ),
+            "head": lambda: tp.attention_ladder(model, fitted, heldout=heldout, rungs=HEADS, controls=[]),
+        }
+        for unit, table in tables.items():
+            table().to_csv(folder / f"ladder_{name}_{unit}.csv", index=False)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:] or ["demo", "story"])
