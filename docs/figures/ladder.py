@@ -36,14 +36,11 @@ def main(folder: Path, names: list[str]) -> None:
     """Compute and write the tables of these models."""
     for name in names:
         model, fitted, heldout = {"demo": demo, "story": story}[name]()
-        tables = {
-            "all": lambda: tp.attention_ladder(
-                model, fitted, heldout=heldout[:1], unit="all", controls=["shuffled", "random"]
-            ),
-            "head": lambda: tp.attention_ladder(model, fitted, heldout=heldout, rungs=HEADS, controls=[]),
-        }
-        for unit, table in tables.items():
-            table().to_csv(folder / f"ladder_{name}_{unit}.csv", index=False)
+        one = {"heldout": heldout[:1], "unit": "all", "controls": ["shuffled", "random"]}
+        every = {"heldout": heldout, "rungs": HEADS, "controls": []}
+        for unit, options in {"all": one, "head": every}.items():
+            table = tp.attention_ladder(model, fitted, **options)
+            table.to_csv(folder / f"ladder_{name}_{unit}.csv", index=False)
 
 
 if __name__ == "__main__":
