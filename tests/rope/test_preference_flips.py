@@ -115,6 +115,7 @@ def test_one_distance_has_no_pairs() -> None:
         ({"k": torch.ones(2, 1, 2, 8)}, "q and k must have .* at least two keys"),
         ({"k": torch.ones(2, 9, 3, 8)}, "multiple of the key heads"),
         ({"q": torch.full((2, 5, 4, 8), torch.nan)}, "q must be finite, got 320 values"),
+        ({"q": torch.ones(5, 8)}, "q must be a floating point tensor"),
         ({"q": torch.ones(2, 5, 4, 8).long()}, "q must be a floating point tensor"),
     ],
 )
