@@ -49,6 +49,10 @@ def notebook_as_markdown(path: Path) -> str:
             continue
         parts.append(f"```python\n{source}\n```")
         for output in cell["outputs"]:
+            image = "".join(output.get("data", {}).get("image/png", "")).replace("\n", "")
+            if image:
+                parts.append(f"![figure](data:image/png;base64,{image})")
+                continue
             shown = "".join(output.get("text") or output.get("data", {}).get("text/plain", ""))
             parts.append(f"```text\n{shown.rstrip()}\n```")
     return "\n\n".join(parts)

@@ -85,7 +85,7 @@ def add_title(figure: go.Figure, given: str | None, default: str, note: str = ""
     if given is not None and not isinstance(given, str):
         raise ValueError(f"title must be a string, got {type(given).__name__}")
     small = f"<br><span style='font-size:0.75em'>{note}</span>" if note and given is None else ""
-    return figure.update_layout(title={"text": default + small if given is None else given})
+    return figure.update_layout(title={"text": default + small if given is None else given}, margin={"t": 80, "b": 60})
 
 
 def whole(values: Iterable[Any]) -> list[str]:

@@ -94,7 +94,7 @@ def plot_distance(
         figure.add_trace(_marks(_checked_wavelengths(wavelengths), means["distance"], means[value], logarithmic))
     figure.update_layout(showlegend=len(figure.data) > 1)
     figure.update_xaxes(**_distance_axis(means["distance"], logarithmic))
-    named = "distance component (units of the scores)" if value == "value" else title_of(value, table)
+    named = "distance component<br>(units of the scores)" if value == "value" else title_of(value, table)
     figure.update_yaxes(title=named)
     note = f"In colour: the {top} of {len(lines)} heads {how}" if others else ""
     default = "Distance component of the scores" if value == "value" else f"{without_unit(named)}, by distance"
@@ -175,6 +175,7 @@ def _marks(wavelengths: list[float], distances: Any, values: Any, logarithmic: b
         text=[text for name in names for text in ("", name, "")],
         mode="lines+text",
         textposition="top center",
+        cliponaxis=False,
         line={"color": GREY, "dash": "dot", "width": 1},
         name="wavelengths",
         hovertemplate="wavelength %{customdata:.4g}",
