@@ -71,7 +71,7 @@ def alone(model: SyntheticModel, heads: Any, by: str) -> tuple[float, float]:
     """Accuracy and loss with these heads, by hooks of other making."""
     others = [head for head in HEADS if head not in heads]
     if by == "rotation":
-        hooks = limit_frequencies(model, high=0, mode="freeze", heads=others) if others else []
+        hooks = limit_frequencies(model, high=0.0, mode="freeze", heads=others) if others else []
     else:
         hooks = []
         for layer in range(2):
@@ -206,7 +206,7 @@ def test_rotation_of_other_encodings_is_that_of_limit_frequencies(encoding: str)
         for some in ([], [(0, 1)], HEADS[1:]):
             others = [head for head in HEADS if head not in some]
             ours = model.run_with_hooks(SAMPLES[0], fwd_hooks=only_heads(model, some))
-            hooks = limit_frequencies(model, high=0, mode="freeze", heads=others)
+            hooks = limit_frequencies(model, high=0.0, mode="freeze", heads=others)
             torch.testing.assert_close(ours, model.run_with_hooks(SAMPLES[0], fwd_hooks=hooks), rtol=0, atol=1e-5)
 
 

@@ -44,7 +44,7 @@ def head_ablation(
     layers: Layers = None,
     heads: Heads = None,
     mode: AblationMode = "zero",
-    reference: Tokens | None = None,
+    reference: Tokens | Texts | None = None,
     seed: int = 0,
     batch_size: int | None = None,
     progress: bool = True,
