@@ -69,9 +69,9 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     device = check_device(device) or "cpu"
     tensors, notes = read(path)
     try:
-        shape = {name: tuple(x) if isinstance(x, list) else x for name, x in dict(notes["model"]).items()}
+        shape = {name: tuple(x) if isinstance(x, list) else x for name, x in notes["model"].items()}
         model = SyntheticModel(SyntheticConfig(**shape))
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"path must be a checkpoint of a SyntheticModel, got {path}: {error!r}") from error
     put(model, tensors.get(WEIGHTS, {}), path)
     model.to(device).eval()
