@@ -69,7 +69,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     device = check_device(device) or "cpu"
     tensors, notes = read(path)
     try:
-        shape = {name: tuple(x) if isinstance(x, list) else x for name, x in notes["model"].items()}
+        shape: Any = {name: tuple(x) if isinstance(x, list) else x for name, x in notes["model"].items()}
         model = SyntheticModel(SyntheticConfig(**shape))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"path must be a checkpoint of a SyntheticModel, got {path}: {error!r}") from error
