@@ -102,4 +102,4 @@ def test_notebook_has_figures_that_code_hosts_show_and_says_what_was_learned(pat
         assert int.from_bytes(image[16:20], "big") >= 500  # pixels across
     assert not [out for out in outputs if any("plotly" in kind for kind in out.get("data", {}))]
     assert notebook.cells[-1].cell_type == "markdown"
-    assert notebook.cells[-1].source.startswith("## What was learned")
+    assert notebook.cells[-1].source.startswith("## Summary")

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Float64, Int16
 from torch import Tensor
 
+from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import is_number, shown
 
@@ -29,7 +30,7 @@ _NAMES = ("near", "far", "near_far")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PreferenceFlips:
+class PreferenceFlips(HasTable):
     """Probabilities that two keys change places between two distances: 0 for an additive head, ½ by chance.
 
     Attributes:
