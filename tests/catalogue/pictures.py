@@ -18,6 +18,7 @@ from tl_posdisent import (
 from tl_posdisent.viz import (
     Widget,
     plot_deposit,
+    plot_distance_sources,
     plot_dynamics,
     plot_length,
     plot_perturbation,
@@ -114,6 +115,12 @@ ROWS: list[Row] = [
     refused("plot_heads", "limits that fall", lambda at: plot_heads(HEADS, "r", limits=(1.0, 0.0)), "limits must be"),
     gives("plot_heads", "values of NaN stay blank", lambda at: bool(plot_heads(HEADS.assign(r=NAN), "r").data)),
     refused("plot_subspaces", "a table of heads", lambda at: plot_subspaces(HEADS), "table must have the columns"),
+    refused(
+        "plot_distance_sources",
+        "a table of heads",
+        lambda at: plot_distance_sources(HEADS),
+        "table must have the columns",
+    ),
     refused("plot_shares", "a table of heads", lambda at: plot_shares(HEADS), "table must have the columns"),
     refused(
         "plot_substitution", "a table of heads", lambda at: plot_substitution(HEADS), "table must have the columns"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import torch
 
 from tl_posdisent import (
@@ -10,12 +11,14 @@ from tl_posdisent import (
     content_position_terms,
     controlled_distance,
     estimate,
+    logit_difference,
     positional_symbolic,
     read_layers,
     report,
     subspace_patterns,
     trained_vs_random,
 )
+from tl_posdisent.experiments import shapley_values
 
 from .given import NAN, TOKENS, model
 from .row import Row, gives, refused
@@ -134,4 +137,15 @@ ROWS: list[Row] = [
     refused("read_layers", "no layers", lambda at: read_layers(model(), []), "layers must"),
     refused("read_layers", "layer 0.0", lambda at: read_layers(model(), [0.0]), "layers must"),
     gives("read_layers", "layers from a generator", lambda at: _no_layers()),
+    refused("shapley_values", "no table", lambda at: shapley_values([1.0]), "table must be"),
+    refused(
+        "shapley_values",
+        "a subset left out",
+        lambda at: shapley_values(
+            pd.DataFrame({"scope": ["all"], "put_in": ["fit"], "keep": ["distance"], "loss": [1.0]})
+        ),
+        "table must have one row for each of the 16 subsets",
+    ),
+    refused("logit_difference", "words", lambda at: logit_difference(" Mary"), "answers must be token ids"),
+    refused("logit_difference", "a half position", lambda at: logit_difference(3, position=0.5), "position must be"),
 ]

@@ -7,9 +7,11 @@ import torch
 from tl_posdisent import Moments, decompose, interaction_by_subspace, rope_capacity
 from tl_posdisent.rope import (
     Rotary,
+    flip_probability,
     from_complex,
     interaction_bound,
     positional_symbolic_qk,
+    preference_flips_qk,
     rotary_from_table,
     rotate,
     subspace_patterns_qk,
@@ -176,4 +178,32 @@ ROWS: list[Row] = [
         "rope_capacity", "negative ridge", lambda at: rope_capacity(ROTARY, [1, 2], [0, 1], ridge=-1.0), "ridge must"
     ),
     refused("rope_capacity", "no rotation", lambda at: rope_capacity(None, [1, 2], [0, 1]), "rotary must be"),
+    refused(
+        "preference_flips_qk", "NaN", lambda at: preference_flips_qk(Q, K * NAN, ROTARY, [1], [5]), "k must be finite"
+    ),
+    refused(
+        "preference_flips_qk",
+        "one key",
+        lambda at: preference_flips_qk(Q, K[:, :1], ROTARY, [1], [5]),
+        "at least two keys",
+    ),
+    refused(
+        "preference_flips_qk", "no rotation", lambda at: preference_flips_qk(Q, K, None, [1], [5]), "rotary must be"
+    ),
+    refused(
+        "preference_flips_qk",
+        "a distance both near and far",
+        lambda at: preference_flips_qk(Q, K, ROTARY, [1, 2], [2, 5]),
+        "near and far must",
+    ),
+    refused("flip_probability", "one key", lambda at: flip_probability(numbers(3, 4, 1)), "scores must be"),
+    refused(
+        "flip_probability", "infinite", lambda at: flip_probability(with_one(INF, 3, 4, 5)), "scores must be finite"
+    ),
+    refused(
+        "flip_probability",
+        "other keys",
+        lambda at: flip_probability(numbers(3, 4, 5), numbers(3, 4, 6)),
+        "other must have",
+    ),
 ]
