@@ -33,6 +33,8 @@ GOOD: dict[str, Any] = {
     "distances": [1, 2],
     "layer": 1,
     "seeds": [0],
+    "rungs": ["uniform", "static"],
+    "controls": [],
     "progress": False,
 }
 

@@ -104,3 +104,16 @@ def test_half_precision(kind: str, name: str, dtype: torch.dtype) -> None:
                     check(model, make, side, (0.15 if dtype == torch.bfloat16 else 0.03) * scale, **where)
                 except AssertionError as error:
                     raise AssertionError(f"{tool} {where} {side}: {error}") from error
+
+
+@pytest.mark.parametrize("tool", ["three axes", "two axes", "component"])
+def test_packed_texts_are_not_fitted_as_one(tool: str, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    text = torch.arange(L) // (L // 2)
+    packed = (text[:, None] == text).tril()[None, None].expand(len(TEXTS), -1, -1, -1)
+    mask = torch.zeros(packed.shape).masked_fill(~packed, torch.finfo(torch.float32).min)
+    with torch.no_grad(), applied(model, TOOLS[tool](model)):
+        with pytest.raises(ValueError, match=r"attention_mask must leave one text in each row for .* packed texts"):
+            model(TEXTS, attention_mask=mask)
+        whole = torch.zeros(packed.shape).masked_fill(torch.ones(L, L).triu(1).bool(), torch.finfo(torch.float32).min)
+        torch.testing.assert_close(model(TEXTS, attention_mask=whole), model(TEXTS))

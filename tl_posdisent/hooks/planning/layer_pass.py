@@ -25,6 +25,7 @@ from tl_posdisent.models.reading.spec import Tap, masked_below
 from tl_posdisent.rope.rotary import Rotary, turn, unrotate
 
 _ROWS_CHECKED = 8
+_FITTED = (Order.REPLACE, Order.COMPONENT)  # edits that fit a text's scores
 _NO_CACHE = "run the model on whole texts, without a KV cache (generate with use_past_kv_cache=False)"
 
 
@@ -345,9 +346,24 @@ class LayerPass:
                 )
             if x.shape[-1] == 1 and edit.order == Order.COMPONENT:
                 continue  # one score is its own mean
+            if edit.order in _FITTED:
+                self._check_one_text(inside, edit.tool)
             for rotation, heads in self._alike(chosen) if edit.vectors else [(HeadRotation(), list(chosen))]:
                 self._edit(x, edit, rotation, heads, inside, own)
         return x
+
+    def _check_one_text(self, inside: Tensor, tool: str) -> None:
+        """Scores are fitted text by text: several texts packed into a row, each masked from the others, are not one."""
+        if inside.shape[-1] != inside.shape[-2]:
+            return
+        at = torch.arange(inside.shape[-1], device=inside.device)
+        real = inside.diagonal(0, -2, -1)
+        whole = self.spec.sees(at[:, None] - at) & real[..., :, None] & real[..., None, :]
+        if not torch.equal(whole, inside):
+            raise ValueError(
+                f"attention_mask must leave one text in each row for {tool}, got a mask that hides tokens of a text "
+                "from each other, as of packed texts: pass them as a batch of texts"
+            )
 
     def _edit(
         self,
