@@ -23,13 +23,12 @@ OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/
     additive/test_fit_inputs experiments/test_additivity hooks/test_position_hooks hooks/test_ablate \
     experiments/test_head_patching experiments/test_component_patching models/test_chunked_scores synthetic/test_transformer \
     viz/test_plots viz/test_widgets cli/test_fit_command sweeps/test_sweep)
-# Slow tests that do not depend on the versions (browsers, processes, files, shells): they run in one environment only.
-ALIKE = --ignore=tests/browser $(addprefix --ignore=tests/, \
+# Tests that do not depend on TransformerLens (browsers, processes, files, shells; mathematics): in one environment only.
+ALIKE = $(addprefix --ignore=, tl_posdisent/additive tl_posdisent/rope $(addprefix tests/, browser additive rope viz \
     sweeps/test_sweep.py cli/test_sweep_command.py sweeps/test_process_pools.py synthetic/test_training_faults.py \
-    cli/test_cli_docs.py cli/test_shell.py additive/test_fuzz_fits.py rope/test_fuzz_rotations.py \
-    package/test_release.py docs/test_links.py)
+    cli/test_cli_docs.py cli/test_shell.py package/test_release.py docs/test_links.py))
 
-.PHONY: help demo synthetic test test-slow test-all fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo synthetic test test-slow test-extended test-all fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -46,10 +45,13 @@ synthetic: .venv/run.stamp ## train five position encodings on two tasks and sav
 test: .venv/dev.stamp ## every law on the smallest model that can show it, and the doctests, in about three minutes
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow" $(UNCHECKED)
 
-test-slow: .venv/dev.stamp ## the tests that make test leaves out: further architectures, processes, browsers, long runs
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m slow $(UNCHECKED)
+test-slow: .venv/dev.stamp ## the tests that make test leaves out: processes, browsers, notebooks, every tool on every architecture
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "slow and not extended" $(UNCHECKED)
 
-test-all: test test-slow test-tl4 test-oldest ## all tests, with all versions of TransformerLens
+test-extended: .venv/dev.stamp ## every law on every architecture in both model classes
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m extended $(UNCHECKED)
+
+test-all: test test-slow test-extended test-tl4 test-oldest ## all tests, with all versions of TransformerLens
 
 fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets the number)
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --dist worksteal tests/*/test_fuzz_*.py

@@ -38,20 +38,24 @@ MECHANISMS = {
     "gpt2": "learned positions",
     "lfm2": "layers without attention",
 }
-"""The architectures on which `make test` tries every law; on the others `make test-all` does."""
+"""The architectures on which `make test` and `make test-slow` try every law. On all of them, `make test-slow` has
+`check_model` try every tool; every law is tried on them by `make test-extended`."""
 
 
 BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens")[0] != "2" else ("hooked",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Laws on further architectures are slow, and so are those on the other model class but for one architecture: they
-    cost minutes and would show the defect of a mechanism only once more."""
+    """Laws on the other model class are slow but for one architecture, and laws on further architectures are extended:
+    they cost minutes and would show the defect of a mechanism only once more."""
     for item in items:
         values = [x for x in item.callspec.params.values() if isinstance(x, str)] if hasattr(item, "callspec") else []
         named = set(values) & set(ARCHITECTURES)
         again = "hooked" in values and "bridge" in BACKENDS and "llama-gqa" not in named
-        if named and (again or not named & set(MECHANISMS)):
+        further = bool(named) and not named & set(MECHANISMS) and item.get_closest_marker("slow") is None
+        if further:
+            item.add_marker(pytest.mark.extended)
+        if named and (again or further):
             item.add_marker(pytest.mark.slow)
 
 

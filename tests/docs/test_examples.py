@@ -66,6 +66,8 @@ def test_notebook_runs_and_prints_what_it_shows(path: Path, run: Any) -> None:
             assert_prints(printed(cell), printed(shown))
 
 
+@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 @pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem not in OWN_MODEL], ids=lambda path: path.stem)
 def test_notebook_runs_with_a_hooked_transformer(path: Path, run: Any) -> None:
