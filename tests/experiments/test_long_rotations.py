@@ -128,6 +128,8 @@ _QUICK = {"capture", "controlled_distance", "content_position_terms", "patch_vec
 )
 def test_every_function_takes_the_rotation_of_the_text(name: str, models: list[Any]) -> None:
     (function,) = [f for f in public_calls.functions() if f.__name__ == name]
+    if function is tp.head_labels and models[0].cfg.n_ctx < 2 * LENGTH:
+        pytest.skip("the context has no room for a sequence of this length and its repetition")
     found, expected = (
         _numbers(public_calls.call(function, model, **_arguments(function, model)), model) for model in models
     )
