@@ -17,29 +17,13 @@ import jaxtyping
 import numpy as np
 import pytest
 import torch
-from support.zoo_configs import ARCHITECTURES
+from support.zoo_configs import ARCHITECTURES, MECHANISMS
 
 torch.set_num_threads(1)  # the models are tiny, and pytest-xdist brings the processes
 
 # A script that starts the tests in the background has them, and all processes that they start, ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-MECHANISMS = {
-    "llama-gqa": "rotation in halves, grouped queries",
-    "gptj": "rotation of neighbours, partial",
-    "gemma2": "soft cap, window",
-    "olmo2": "QK-norm",
-    "llama-yarn": "attention factor",
-    "gpt_oss": "attention sinks",
-    "deepseek_v3": "latent attention",
-    "bloom": "additive bias",
-    "gpt2": "learned positions",
-    "lfm2": "layers without attention",
-}
-"""The architectures on which `make test` and `make test-slow` try every law. On all of them, `make test-slow` has
-`check_model` try every tool; every law is tried on them by `make test-extended`."""
 
 
 BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens")[0] != "2" else ("hooked",)

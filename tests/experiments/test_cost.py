@@ -46,9 +46,9 @@ print(json.dumps([plan.needed_bytes / 2**20, peak(lambda: work(length))]))
     ("kind", "length", "heads", "layers", "tool", "block"),
     [
         ("bridge", 1024, 8, 2, "additivity", None),
-        ("hooked", 1024, 8, 2, "additivity", None),
+        pytest.param("hooked", 1024, 8, 2, "additivity", None, marks=pytest.mark.extended),
         ("bridge", 1536, 4, 2, "additivity", 256),
-        ("bridge", 1024, 8, 2, "controlled_distance", None),
+        pytest.param("bridge", 1024, 8, 2, "controlled_distance", None, marks=pytest.mark.extended),
     ],
 )
 def test_predicted_peak(kind: str, length: int, heads: int, layers: int, tool: str, block: int | None) -> None:

@@ -272,7 +272,7 @@ def own_stories() -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("kind", ["bridge", "hooked"])
+@pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", marks=pytest.mark.extended)])
 def test_a_window_keeps_a_trained_model_alive(kind: str, shared_model: Any) -> None:
     """260 thousand parameters, trained on 512 positions: at four times as many it breaks down, and with a window shaped
     like a Λ it does not."""

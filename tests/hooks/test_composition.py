@@ -36,7 +36,8 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 # Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.
 MODELS = [
     ("bridge", "llama-gqa"),
-    *(pytest.param(kind, name, marks=pytest.mark.slow) for kind, name in (("bridge", "neox"), ("bridge", "gptj"))),
+    pytest.param("bridge", "gptj", marks=pytest.mark.slow),
+    pytest.param("bridge", "neox", marks=[pytest.mark.slow, pytest.mark.extended]),
     *(
         pytest.param(*case.values, marks=pytest.mark.slow)
         for case in zoo.cases("llama-gqa")

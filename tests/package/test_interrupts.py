@@ -78,9 +78,9 @@ def used_up(function: Callable[..., Any], model: Any) -> None:
 
 @pytest.mark.parametrize("function", RUNS_THE_MODEL, ids=lambda function: function.__name__)
 def test_inside_a_forward_pass(function: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first pass, in the middle and in the last, in the second of two layers."""
+    """In the first pass, in the middle and in the last, in the first layer: some passes end there."""
     monkeypatch.setitem(GOOD, "path", tmp_path / "report.html")
-    point = model.blocks[1].attn.hook_z
+    point = model.blocks[0].attn.hook_z
     with torch.no_grad():
         plain = model(TOKENS)
     before, numbers = state(model), weights(model)

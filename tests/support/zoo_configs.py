@@ -289,3 +289,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         hybrid=True,
     ),
 }
+
+
+MECHANISMS = {
+    "llama-gqa": "rotation in halves, grouped queries",
+    "gptj": "rotation of neighbours, partial",
+    "gemma2": "soft cap, window",
+    "olmo2": "QK-norm",
+    "llama-yarn": "attention factor",
+    "gpt_oss": "attention sinks",
+    "deepseek_v3": "latent attention",
+    "bloom": "additive bias",
+    "gpt2": "learned positions",
+    "lfm2": "layers without attention",
+}
+"""The architectures on which `make test` and `make test-slow` try every law. On all of them, `make test-slow` has
+`check_model` try every tool; every law is tried on them by `make test-extended`."""

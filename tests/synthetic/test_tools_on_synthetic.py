@@ -155,6 +155,7 @@ def test_random_control_keeps_the_encoding(encoding: str) -> None:
 
 LIKE_THE_ZOO = {"d_vocab": zoo.VOCAB, "n_out": zoo.VOCAB, "n_heads": 8, "d_model": 64, "n_ctx": 64, "n_layers": 1}
 OTHER = {"evaluate", "save_checkpoint", "train"}  # not of any TransformerLens model
+AFFINE = {"content_position_terms", "distance_sources", "distance_sources_check", "pair_profile"}
 GROUPED = {"patch_vectors"}  # is given keys of grouped heads there
 
 
@@ -169,7 +170,7 @@ def test_every_public_function_serves_or_refuses(encoding: str) -> None:
     for function in functions():
         if function.__name__ in OTHER | GROUPED or function is to_hooked_transformer:
             continue
-        if encoding == "mla" and function.__name__ == "content_position_terms":
+        if encoding == "mla" and function.__name__ in AFFINE:
             continue  # queries and keys through a norm of their own: refused, which its own tests check
         changed = {dummy_distance_check: {"distances": [1, 2]}, ablate_heads: {"heads": [(0, 1)]}}.get(function, {})
         if not needed(function) <= {*GOOD, *changed}:
