@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -12,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
+from support.processes import run as run_process
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -241,7 +241,6 @@ def test_models_are_named_by_their_folder_and_nothing_but_results_is_printed(
     text.write_text("We hold these truths to be self-evident, that all men are created equal, and so on. " * 3)
     code = "from tl_posdisent.cli import app; app()"
     given = ["fit", "--model", "../tiny", "--text", str(text), "--length", "16", "--control", "0", "--no-progress"]
-    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run_process(sys.executable, "-c", code, *given)
     assert "by layer and head: tiny, 1 × 16 tokens" in done.stdout
     assert done.stderr == ""

@@ -35,8 +35,9 @@ def test_a_band_is_dropped_alike_at_a_hook_and_by_recomputed_scores(llama: Any) 
     spec = tp.read_layers(llama)[1]
     assert spec.rotary is not None
     assert spec.turn_q is not None
-    outside = torch.arange(len(spec.rotary.frequencies)) % 2 == 0
-    edit = FrequencyLimit("limit_frequencies", outside, "drop")
+    low, high = float(spec.rotary.frequencies.median()) * 0.99, torch.inf
+    outside = spec.rotary.frequencies < low
+    edit = FrequencyLimit("limit_frequencies", outside, "drop", low, high)
     with torch.no_grad():
         untouched = llama(TOKENS)
         both = [

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
+from support.processes import run as run_process
 from support.public import public_names
 
 import tl_posdisent as tp
@@ -66,4 +66,4 @@ def test_figures_are_imported_when_a_result_is_first_drawn() -> None:
         "import sys, torch, tl_posdisent as tp; fit = tp.fit_additive(torch.randn(4, 4)); repr(fit);"
         "assert 'plotly' not in sys.modules; fit.plot(); assert 'plotly' in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_process(sys.executable, "-c", code)
