@@ -23,10 +23,10 @@ OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/
     additive/test_fit_inputs experiments/test_additivity hooks/test_position_hooks hooks/test_ablate \
     experiments/test_head_patching experiments/test_component_patching models/test_chunked_scores synthetic/test_transformer \
     viz/test_plots viz/test_widgets cli/test_fit_command sweeps/test_sweep)
-# Tests that do not depend on TransformerLens (browsers, processes, files, shells; mathematics): in one environment only.
-ALIKE = $(addprefix --ignore=, tl_posdisent/additive tl_posdisent/rope $(addprefix tests/, browser additive rope viz \
-    sweeps/test_sweep.py cli/test_sweep_command.py sweeps/test_process_pools.py synthetic/test_training_faults.py \
-    cli/test_cli_docs.py cli/test_shell.py package/test_release.py docs/test_links.py))
+# What meets TransformerLens only through what other tests try (mathematics, figures, report, sweeps, command line,
+# files): in one environment only.
+ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps viz) $(addprefix tests/, browser \
+    additive cli report rope sweeps viz package/test_release.py docs/test_links.py))
 
 .PHONY: help demo synthetic test test-slow test-extended test-all fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
 

@@ -154,7 +154,7 @@ def texts() -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bridge", "hooked"])
+@pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", marks=pytest.mark.extended)])
 def test_stories_are_additive_and_their_random_copy_is_not(kind: str, texts: Tensor, shared_model: Model) -> None:
     model = shared_model(kind, "stories")
     trained = controlled_distance(model, texts, burn_in=50, progress=False)

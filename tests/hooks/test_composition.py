@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 # Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.
 MODELS = [
     ("bridge", "llama-gqa"),
-    pytest.param("bridge", "gptj", marks=pytest.mark.slow),
+    pytest.param("bridge", "gptj", marks=[pytest.mark.slow, pytest.mark.extended]),
     pytest.param("bridge", "neox", marks=[pytest.mark.slow, pytest.mark.extended]),
     *(
         pytest.param(*case.values, marks=pytest.mark.slow)

@@ -34,7 +34,11 @@ from tl_posdisent import (
 )
 from tl_posdisent.hooks import applied
 
-pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.slow]  # checks take longer than these models
+pytestmark = [
+    pytest.mark.usefixtures("unchecked"),
+    pytest.mark.slow,
+    pytest.mark.extended,
+]  # checks take longer than these models
 
 # Rotation tables, rotated vectors, unrotated ones; half and adjacent pairs; partial; norms, soft caps, windows.
 MODELS = ["llama-gqa", "gptj", "neox", "gemma2", "qwen3"]
