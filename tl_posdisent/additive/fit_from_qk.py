@@ -21,6 +21,7 @@ from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import fit_marginals
 from tl_posdisent.additive.marginals import Marginals
 from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.additive.score_checks import check_queries_and_keys
 from tl_posdisent.utils.validation import check_flag, check_number
 
 _BLOCK = 256  # queries and keys a side in the blocks of which some cells are masked
@@ -180,17 +181,7 @@ def check_vectors(q: Tensor, k: Tensor, scale: float, mask: object, pool: bool) 
         raise ValueError(
             'mask must be "causal" or "full"; fits to other masks need scores: use fit_additive or fit_attention'
         )
-    for name, x in (("q_rot", q), ("k_rot", k)):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
-            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
-        if not bool(x.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
-    if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-3] < 2:
-        raise ValueError(
-            "q_rot and k_rot must have the same batch axes and d_head, at least two keys, and a number of query heads "
-            f"that is a multiple of the key heads, got {tuple(q.shape)} and {tuple(k.shape)}"
-        )
+    check_queries_and_keys(q_rot=q, k_rot=k)
     check_number("scale", scale)
     check_flag("pool", pool)
     if pool and q.ndim < 4:

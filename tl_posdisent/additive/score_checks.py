@@ -1,4 +1,4 @@
-"""Checks that a tensor holds attention scores: shape, dtype, masking values, attention patterns, vectors."""
+"""Checks of tensors: attention scores (shape, dtype, masking values, no pattern, no vectors); queries and keys."""
 
 from __future__ import annotations
 
@@ -32,6 +32,27 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
     if scores.numel() == 0 or scores.shape[-1] < 2:
         raise ValueError(f"{name} must hold at least one query and two keys, got shape {tuple(scores.shape)}")
     return scores
+
+
+def check_head_vectors(**vectors: Any) -> None:
+    """Raise unless these, by name, are finite floating point tensors ``(*batch, pos, head, d_head)``."""
+    for name, x in vectors.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
+        if not bool(x.isfinite().all()):
+            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
+
+
+def check_queries_and_keys(**vectors: Any) -> None:
+    """Raise unless these two, by name, are queries and at least two keys that belong together."""
+    check_head_vectors(**vectors)
+    q, k = vectors.values()
+    if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-3] < 2:
+        raise ValueError(
+            f"{' and '.join(vectors)} must have the same batch axes and d_head, at least two keys, and a number of "
+            f"query heads that is a multiple of the key heads, got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
 
 
 def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:

@@ -27,7 +27,7 @@ from tl_posdisent.models.reading.model_reading import attending_layers, model_of
 from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.models.texts import Texts, read_texts
-from tl_posdisent.utils.validation import check_heads, check_seed, is_integer, listed
+from tl_posdisent.utils.validation import check_heads, check_seed
 
 AblationMode = Literal["zero", "mean", "resample"]
 
@@ -84,10 +84,8 @@ def ablate_heads(
         [True, True, True, False, True, False, True, True]
     """
     model = model_of(model)
-    attending, chosen = attending_layers(model), listed(heads)
-    by_number = chosen is None or is_integer(chosen) or (isinstance(chosen, list) and all(map(is_integer, chosen)))
-    wanted = attending if layers is None and by_number else layers
-    by_layer = check_heads(wanted, chosen, n_layers(model), model.cfg.n_heads)
+    attending = attending_layers(model)
+    by_layer = check_heads(layers, heads, n_layers(model), model.cfg.n_heads, default=attending)
     if without := sorted(set(by_layer) - set(attending)):
         raise ValueError(f"layers must have attention, got {without} of {architecture(model)}, which have none")
     check_mode(mode, reference, seed)

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Complex, Float, Float64
 from torch import Tensor
 
+from tl_posdisent.additive.score_checks import check_head_vectors
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 
@@ -190,12 +191,7 @@ def _as_subspaces(x: Tensor, rotary: Rotary) -> Complex[Tensor, "*batch subspace
 
 
 def _check(q: Tensor, k: Tensor) -> None:
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
-            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
-        if not bool(x.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
+    check_head_vectors(q=q, k=k)
     same = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1] and q.shape[-2] % k.shape[-2] == 0
     if not same or q.shape[-3] < 2:
         raise ValueError(

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Float64, Int16
 from torch import Tensor
 
+from tl_posdisent.additive.score_checks import check_queries_and_keys
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import is_number, shown
@@ -104,7 +105,7 @@ def preference_flips_qk(
         >>> preference_flips_qk(q, k, rotary, near=range(8), far=range(8, 32)).near_far.item()
         0.0
     """
-    _check(q, k)
+    check_queries_and_keys(q=q, k=k)
     check_rotary(rotary)
     near_at, far_at = check_distance_sets(near, far)
     *batch, _, n_heads, _ = q.shape
@@ -252,17 +253,3 @@ def check_distances(name: str, given: Any) -> Float64[Tensor, "distance"]:
     if not values or not all(is_number(x) and math.isfinite(x) for x in values):
         raise ValueError(f"{name} must be finite numbers, at least one, got {shown(given)}")
     return torch.tensor(values, dtype=torch.float64)
-
-
-def _check(q: Any, k: Any) -> None:
-    for name, x in (("q", q), ("k", k)):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
-            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
-        if not bool(x.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
-    if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-3] < 2:
-        raise ValueError(
-            "q and k must have the same batch axes and d_head, at least two keys, and a number of query heads that is "
-            f"a multiple of the key heads, got {tuple(q.shape)} and {tuple(k.shape)}"
-        )

@@ -160,7 +160,9 @@ def listed(chosen: Any) -> Any:
     return list(chosen) if isinstance(chosen, Iterable) and not isinstance(chosen, (str, bytes, Mapping)) else chosen
 
 
-def check_heads(layers: Any, heads: Any, n_layers: int, n_heads: int) -> dict[int, list[int]]:
+def check_heads(
+    layers: Any, heads: Any, n_layers: int, n_heads: int, *, default: Iterable[int] | None = None
+) -> dict[int, list[int]]:
     """Chosen heads of each chosen layer, layers ascending.
 
     Args:
@@ -168,6 +170,7 @@ def check_heads(layers: Any, heads: Any, n_layers: int, n_heads: int) -> dict[in
         heads: None for all heads of these layers; an integer or integers, the same heads in each of them; or pairs
             ``(layer, head)``, which choose layers by themselves and must lie within ``layers`` where that is given.
         n_layers, n_heads: what there is. Negative indices count from the end.
+        default: the layers of ``layers=None`` where heads do not choose them, if not all.
 
     Raises:
         ValueError: indices out of range or repeated, none at all, a dict, integers and pairs mixed.
@@ -181,13 +184,14 @@ def check_heads(layers: Any, heads: Any, n_layers: int, n_heads: int) -> dict[in
     ValueError: heads must be an integer, integers, or pairs (layer, head), got {4: [2]}
     """
     chosen = sorted(check_indices("layers", layers, n_layers))
+    in_each = chosen if layers is not None or default is None else sorted(default)
     if heads is None or is_integer(heads):
-        return {layer: check_indices("heads", heads, n_heads) for layer in chosen}
+        return {layer: check_indices("heads", heads, n_heads) for layer in in_each}
     if isinstance(heads, (str, bytes, Mapping)) or not isinstance(heads, Iterable):
         raise ValueError(f"heads must be an integer, integers, or pairs (layer, head), got {shown(heads)}")
     given = list(heads)
     if not any(_is_pair(x) for x in given):
-        return {layer: check_indices("heads", given, n_heads) for layer in chosen}
+        return {layer: check_indices("heads", given, n_heads) for layer in in_each}
     by_layer: dict[int, list[int]] = {}
     for x in given:
         if not _is_pair(x) or not (-n_layers <= x[0] < n_layers and -n_heads <= x[1] < n_heads):

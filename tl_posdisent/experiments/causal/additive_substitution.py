@@ -25,7 +25,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 
-from .predictions import log_probabilities, mean_over_tokens, shuffled_order, token_divergences, token_losses
+from .predictions import clean_losses, compare_runs, log_probabilities, shuffled_order
 
 
 def additive_substitution(
@@ -81,19 +81,12 @@ def additive_substitution(
     check_reach(model, [spec.layer for spec in specs])
     stored = [_fits_of(model, tokens, specs, axes) for tokens in shuffled]
     clean = [log_probabilities(model, group.tokens, []) for group in texts.groups]
-    clean_loss = mean_over_tokens(
-        [token_losses(log_p, group.tokens) for log_p, group in zip(clean, texts.groups, strict=True)]
-    )
+    clean_loss = clean_losses(clean, texts).mean().item()
     rows = []
     for run in tqdm(list(_runs(specs, axes)), desc="runs", disable=not progress):
-        losses, divergences = [], []
-        for group, before, fits in zip(texts.groups, clean, stored, strict=True):
-            hooks = [hook for spec, heads in run.where for hook in run.put(spec, heads, fits)]
-            log_p = log_probabilities(model, group.tokens, hooks)
-            losses.append(token_losses(log_p, group.tokens))
-            divergences.append(token_divergences(before, log_p))
-        loss = mean_over_tokens(losses)
-        rows.append((*run[:5], loss, loss - clean_loss, mean_over_tokens(divergences)))
+        hooks = [[hook for spec, heads in run.where for hook in run.put(spec, heads, fits)] for fits in stored]
+        loss, divergence = (by_token.mean().item() for by_token in compare_runs(model, texts, clean, hooks))
+        rows.append((*run[:5], loss, loss - clean_loss, divergence))
     columns = ["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"]
     return reading.note(pd.DataFrame(rows, columns=columns).astype({"layer": "Int64", "head": "Int64"}))
 
@@ -152,9 +145,7 @@ def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | Ad
 
     def fit(view: View) -> Tensor:
         some = list(view.heads)
-        return keep_two_axis(
-            stored.spec, q[:, :, some], k[:, :, some], view.inside, ADDITIVE
-        )  # of that text's rotation
+        return keep_two_axis(stored.spec, q[:, :, some], k[:, :, some], view.inside, ADDITIVE)
 
     return replace_scores(spec, heads, fit, "additive_substitution")
 

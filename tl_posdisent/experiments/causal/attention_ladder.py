@@ -28,7 +28,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, shown
 
-from .predictions import all_tokens, log_probabilities, shuffled_order, token_divergences, token_losses
+from .predictions import clean_losses, compare_runs, log_probabilities, shuffled_order
 
 Unit = Literal["head", "layer", "all"]
 Control = Literal["shuffled", "random"]
@@ -183,6 +183,7 @@ class _Ladder:
         self.unit, self.bands, self.rank, self.seed = unit, bands, rank, seed
         self.heldout = texts is not fitted
         self.clean = [log_probabilities(self.model, group.tokens, []) for group in texts.groups]
+        self.losses = clean_losses(self.clean, texts)
 
     def of(self, model: Any, layers: Layers) -> _Ladder:
         """The same of another model."""
@@ -239,13 +240,10 @@ class _Ladder:
         return tokens[:, shuffled_order(tokens.shape[1], self.seed)] if shuffled else tokens
 
     def _run(self, where: Chosen, rung: Rung, stored: list[Stored]) -> _Run:
-        losses, divergences = [], []
-        for n, (group, before) in enumerate(zip(self.texts.groups, self.clean, strict=True)):
-            hooks = self._hooks(where, rung, stored[n] if stored else {})
-            log_p = log_probabilities(self.model, group.tokens, hooks)
-            losses.append(token_losses(log_p, group.tokens))
-            divergences.append(token_divergences(before, log_p))
-        return _Run(all_tokens(losses), all_tokens(divergences).mean().item())
+        each = stored or [{} for _ in self.texts.groups]
+        hooks = [self._hooks(where, rung, some) for some in each]
+        losses, divergences = compare_runs(self.model, self.texts, self.clean, hooks)
+        return _Run(losses, divergences.mean().item())
 
     def _hooks(self, where: Chosen, rung: Rung, stored: Stored) -> list[Hook]:
         if stored:
@@ -261,9 +259,7 @@ class _Ladder:
         control: str,
         plain: dict[_Key, _Key] | None,
     ) -> Iterator[_Key]:
-        clean = all_tokens(
-            [token_losses(log_p, group.tokens) for log_p, group in zip(self.clean, self.texts.groups, strict=True)]
-        )
+        clean = self.losses
         untouched = clean.mean().item()
         errors = {rung: ((run.losses - clean).std() / len(clean) ** 0.5).item() for rung, run in runs.items()}
         if plain is None:

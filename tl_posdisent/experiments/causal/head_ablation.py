@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -126,16 +126,14 @@ def replace_each(
     with torch.no_grad(), evaluating(model):
         runs = [run_clean(model, group.tokens, list(chosen)) for group in texts.groups]
         baseline = value_of(metric, [clean.output for clean in runs], texts)
-        tasks = []
-        for group, clean in zip(texts.groups, runs, strict=True):
-            at_once = batch_size or _texts_at_once(model, group.tokens, clean.output)
-            tasks.append(_Task(model, group.tokens, _nothing, clean, at_once))
-        ways, rows = [_ways(task) for task in tasks], []
+        given = list(zip(texts.groups, runs, strict=True))
+        at_once = [batch_size or _texts_at_once(model, group.tokens, clean.output) for group, clean in given]
+        ways, rows = [_ways(model, group.tokens, clean) for group, clean in given], []
         with tqdm(total=sum(map(len, chosen.values())), desc="heads", disable=not progress) as bar:
             for layer, some in chosen.items():
                 tasks = [
-                    replace(task, replace=stand_in_of(group, layer))
-                    for task, group in zip(tasks, texts.groups, strict=True)
+                    _Task(model, group.tokens, stand_in_of(group, layer), clean, n)
+                    for (group, clean), n in zip(given, at_once, strict=True)
                 ]
                 ablated = [_without_each(task, own, layer, some) for task, own in zip(tasks, ways, strict=True)]
                 for head, *outputs in zip(some, *ablated, strict=True):
@@ -143,11 +141,6 @@ def replace_each(
                     rows.append((layer, head, baseline, value, value - baseline))
                     bar.update()
     return pd.DataFrame(rows, columns=["layer", "head", "baseline", "value", "effect"])
-
-
-def _nothing(layer: int, heads: Sequence[int], z: Tensor) -> Tensor:
-    """The stand-in before a layer has its own."""
-    return z
 
 
 @dataclass(frozen=True)
@@ -192,11 +185,11 @@ def _alone(task: _Task, layer: int, heads: Sequence[int]) -> Any:
         return task.model(task.tokens)
 
 
-def _ways(task: _Task) -> list[Way]:
+def _ways(model: Any, tokens: Int[Tensor, "batch pos"], clean: Clean) -> list[Way]:
     """The shortcuts to try, fastest first; none where others than this function may count on the batch as it is."""
-    points = task.model.hook_dict.values()
+    points = model.hook_dict.values()
     hooked = any(not handle.is_permanent for point in points for handle in point.fwd_hooks)
-    if hooked or not isinstance(task.clean.output, Tensor) or len(task.clean.output) != len(task.tokens):
+    if hooked or not isinstance(clean.output, Tensor) or len(clean.output) != len(tokens):
         return []
     return [_attention_once, _from_the_layer, _from_the_start]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.validation import check_seed
 
 
@@ -34,9 +35,21 @@ def token_divergences(
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def mean_over_tokens(parts: Sequence[Tensor]) -> float:
-    """Over the tokens of all texts."""
-    return all_tokens(parts).mean().item()
+def compare_runs(
+    model: Any, texts: Texts, clean: Sequence[Tensor], hooks: Sequence[list[Hook]]
+) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "token"]]:
+    """Losses, and divergences from the clean predictions, by token of all texts, under hooks for each group of them."""
+    losses, divergences = [], []
+    for group, before, some in zip(texts.groups, clean, hooks, strict=True):
+        log_p = log_probabilities(model, group.tokens, some)
+        losses.append(token_losses(log_p, group.tokens))
+        divergences.append(token_divergences(before, log_p))
+    return all_tokens(losses), all_tokens(divergences)
+
+
+def clean_losses(clean: Sequence[Tensor], texts: Texts) -> Float[Tensor, "predicted"]:
+    """Losses of clean predictions, by token of all texts."""
+    return all_tokens([token_losses(log_p, group.tokens) for log_p, group in zip(clean, texts.groups, strict=True)])
 
 
 def all_tokens(parts: Sequence[Tensor]) -> Float[Tensor, "token"]:

@@ -12,7 +12,7 @@ from tl_posdisent.models.reading.attributes import architecture, attention_imple
 from tl_posdisent.models.reading.explain import probe
 from tl_posdisent.models.reading.forward import device_of
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
-from tl_posdisent.utils.validation import check_heads, check_indices, is_integer, listed
+from tl_posdisent.utils.validation import check_heads, check_indices, listed
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,8 @@ class ModelReading:
             ValueError: indices out of range or repeated, layers without attention or not read.
         """
         read = {spec.layer: spec for spec in self.attention}
-        given = listed(heads)
-        pairs = isinstance(given, list) and not all(is_integer(x) for x in given)
-        wanted = list(read) if layers is None and not pairs else layers
-        chosen = check_heads(wanted, given, self.n_layers, max(spec.n_heads for spec in self.attention))
+        n_heads = max(spec.n_heads for spec in self.attention)
+        chosen = check_heads(layers, heads, self.n_layers, n_heads, default=read)
         for layer, some in chosen.items():
             self._require_read(layer, read)
             check_indices("heads", some, read[layer].n_heads)
