@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from common import device, medians, report, seconds
 
-from tl_posdisent import Moments, decompose
-from tl_posdisent.rope import Rotary
+from tl_posdisent.rope import Moments, Rotary, decompose
 from tl_posdisent.rope.rotary import to_complex
 
 D_HEAD = 64

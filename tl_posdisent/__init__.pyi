@@ -28,9 +28,6 @@ from . import (
 from .additive.attention.attention_fit import (
     fit_attention as fit_attention,
 )
-from .additive.attention.attention_result import (
-    AttentionFit as AttentionFit,
-)
 from .additive.fit import (
     fit_additive as fit_additive,
 )
@@ -39,9 +36,6 @@ from .additive.fit_from_qk import (
 )
 from .additive.result import (
     AdditiveFit as AdditiveFit,
-)
-from .additive.score_correlation import (
-    score_correlation as score_correlation,
 )
 from .demo.demo_model import (
     demo_text as demo_text,
@@ -57,9 +51,6 @@ from .experiments.attention_scores.additivity import (
 )
 from .experiments.attention_scores.controlled_distance import (
     controlled_distance as controlled_distance,
-)
-from .experiments.attention_scores.controlled_distance import (
-    dummy_distance_check as dummy_distance_check,
 )
 from .experiments.attention_scores.disentanglement import (
     disentanglement as disentanglement,
@@ -109,23 +100,11 @@ from .experiments.cost import (
 from .experiments.model_check import (
     check_model as check_model,
 )
-from .experiments.residual_stream.content_position import (
-    content_position_terms as content_position_terms,
-)
 from .experiments.residual_stream.distance_sources import (
     distance_sources as distance_sources,
 )
-from .experiments.residual_stream.positional_subspace import (
-    positional_subspace as positional_subspace,
-)
-from .experiments.residual_stream.source_removal import (
-    distance_sources_check as distance_sources_check,
-)
 from .experiments.robustness.length_generalization import (
     length_generalization as length_generalization,
-)
-from .experiments.robustness.perturb import (
-    perturb as perturb,
 )
 from .experiments.robustness.perturbation_curve import (
     perturbation_curve as perturbation_curve,
@@ -142,15 +121,6 @@ from .hooks.length_extension import (
 from .hooks.length_extension import (
     position_interpolation as position_interpolation,
 )
-from .hooks.patch import (
-    patch_scores as patch_scores,
-)
-from .hooks.patch import (
-    patch_vectors as patch_vectors,
-)
-from .hooks.phase_noise import (
-    phase_noise as phase_noise,
-)
 from .hooks.positions import (
     dummy_distance as dummy_distance,
 )
@@ -159,15 +129,6 @@ from .hooks.positions import (
 )
 from .hooks.positions import (
     swap_positions as swap_positions,
-)
-from .hooks.score_components import (
-    drop_component as drop_component,
-)
-from .hooks.substitute import (
-    substitute_additive as substitute_additive,
-)
-from .hooks.substitute_attention import (
-    substitute_attention as substitute_attention,
 )
 from .models.capture import (
     capture as capture,
@@ -191,28 +152,10 @@ from .models.reading.model_reading import (
     read_attention as read_attention,
 )
 from .models.reading.model_reading import (
-    read_layers as read_layers,
-)
-from .models.reading.model_reading import (
     read_model as read_model,
 )
 from .report.build import (
     report as report,
-)
-from .rope.capacity import (
-    rope_capacity as rope_capacity,
-)
-from .rope.moments import (
-    Moments as Moments,
-)
-from .rope.subspace_interactions import (
-    interaction_by_subspace as interaction_by_subspace,
-)
-from .rope.variance_decomposition import (
-    decompose as decompose,
-)
-from .sweeps.runner import (
-    sweep as sweep,
 )
 from .viz.plots.bars import (
     plot_shares as plot_shares,

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from support.fuzzing import Drawn, drawn_heads, drawn_scores, examples, normal
 from torch import Tensor
 
-from tl_posdisent import AdditiveFit, fit_additive, fit_additive_qk, score_correlation
+from tl_posdisent import AdditiveFit, fit_additive, fit_additive_qk
+from tl_posdisent.additive import score_correlation
 from tl_posdisent.rope import toeplitz_share
 
 FIELDS = ("intercept", "distance", "query", "key", "r", "r2", "r2_adjusted", "share_distance", "n_cells")

@@ -10,7 +10,8 @@ import torch
 from support.dense import allowed
 from torch import Tensor
 
-from tl_posdisent import fit_additive, score_correlation
+from tl_posdisent import fit_additive
+from tl_posdisent.additive import score_correlation
 from tl_posdisent.rope import toeplitz_share
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

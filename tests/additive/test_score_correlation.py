@@ -10,7 +10,8 @@ import pytest
 import torch
 from support.masks import CASES, Case
 
-from tl_posdisent import fit_additive, score_correlation
+from tl_posdisent import fit_additive
+from tl_posdisent.additive import score_correlation
 from tl_posdisent.rope import toeplitz_share
 
 

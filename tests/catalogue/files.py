@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 from support import zoo
 
-from tl_posdisent import Moments, load_model, sweep
-from tl_posdisent.sweeps import Job, Text, checkpoint_steps, failures, jobs
+from tl_posdisent import load_model
+from tl_posdisent.rope import Moments
+from tl_posdisent.sweeps import Job, Text, checkpoint_steps, failures, jobs, sweep
 from tl_posdisent.sweeps.storage import failure_of, part_of
 from tl_posdisent.synthetic import load_checkpoint, save_checkpoint, train
 

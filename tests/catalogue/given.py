@@ -10,8 +10,8 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import AdditiveFit, Moments, fit_additive, load_demo_model
-from tl_posdisent.rope import Rotary
+from tl_posdisent import AdditiveFit, fit_additive, load_demo_model
+from tl_posdisent.rope import Moments, Rotary
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount
 
 NAN, INF = float("nan"), float("inf")

@@ -11,24 +11,27 @@ from tl_posdisent import (
     additive_substitution,
     attention_ladder,
     component_patching,
-    drop_component,
     dummy_distance,
     head_patching,
     head_verdicts,
     lambda_mask,
     limit_frequencies,
-    patch_scores,
-    patch_vectors,
     perturbation_curve,
-    phase_noise,
     position_interpolation,
     position_patching,
     remap_distance,
-    substitute_additive,
-    substitute_attention,
     swap_positions,
 )
-from tl_posdisent.hooks import applied, fit_attention_layers
+from tl_posdisent.hooks import (
+    applied,
+    drop_component,
+    fit_attention_layers,
+    patch_scores,
+    patch_vectors,
+    phase_noise,
+    substitute_additive,
+    substitute_attention,
+)
 
 from .given import INF, NAN, SCORES, TOKENS, model, numbers
 from .row import Row, gives, refused

@@ -24,15 +24,13 @@ from tl_posdisent import (
     load_demo_model,
     load_model,
     longer_context,
-    phase_noise,
-    positional_subspace,
     random_control,
     read_attention,
     subspace_patterns,
     swap_positions,
 )
-from tl_posdisent.experiments import rope_hadamard
-from tl_posdisent.hooks import applied
+from tl_posdisent.experiments import positional_subspace, rope_hadamard
+from tl_posdisent.hooks import applied, phase_noise
 
 from .given import LINEAR, TOKENS, demo, model, own
 from .row import Row, gives, refused

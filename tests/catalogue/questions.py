@@ -8,17 +8,16 @@ import torch
 from tl_posdisent import (
     additivity,
     capture,
-    content_position_terms,
     controlled_distance,
     estimate,
     logit_difference,
     positional_symbolic,
-    read_layers,
     report,
     subspace_patterns,
     trained_vs_random,
 )
-from tl_posdisent.experiments import shapley_values
+from tl_posdisent.experiments import content_position_terms, shapley_values
+from tl_posdisent.models import read_layers
 
 from .given import NAN, TOKENS, model
 from .row import Row, gives, refused

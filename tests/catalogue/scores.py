@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tl_posdisent import fit_additive, fit_additive_qk, fit_attention, score_correlation
-from tl_posdisent.additive import fit_attention_qk
+from tl_posdisent import fit_additive, fit_additive_qk, fit_attention
+from tl_posdisent.additive import fit_attention_qk, score_correlation
 from tl_posdisent.rope import principal_angles, toeplitz_share
 
 from .given import INF, NAN, SCORES, numbers, with_one

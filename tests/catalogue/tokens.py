@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tl_posdisent import (
-    additivity,
-    capture,
-    demo_tokens,
-    dummy_distance_check,
-    fit_additive,
-    length_generalization,
-    perturb,
-    positional_subspace,
-)
+from tl_posdisent import additivity, capture, demo_tokens, fit_additive, length_generalization
 from tl_posdisent.demo import demo_tokenizer
-from tl_posdisent.experiments import MultipleChoice, choice_scores
+from tl_posdisent.experiments import MultipleChoice, choice_scores, dummy_distance_check, perturb, positional_subspace
 from tl_posdisent.sweeps import Text
 
 from .given import TOKENS, demo, model

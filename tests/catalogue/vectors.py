@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from tl_posdisent import Moments, decompose, interaction_by_subspace, rope_capacity
 from tl_posdisent.rope import (
+    Moments,
     Rotary,
+    decompose,
     flip_probability,
     from_complex,
     interaction_bound,
+    interaction_by_subspace,
     positional_symbolic_qk,
     preference_flips_qk,
+    rope_capacity,
     rotary_from_table,
     rotate,
     subspace_patterns_qk,

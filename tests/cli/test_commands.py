@@ -26,10 +26,10 @@ from tl_posdisent import (
     perturbation_curve,
     position_interpolation,
     random_control,
-    read_layers,
 )
 from tl_posdisent.cli import app
 from tl_posdisent.cli.output import FORMATS, save
+from tl_posdisent.models import read_layers
 from tl_posdisent.models.loading.load import has_hooked
 from tl_posdisent.synthetic import deposit
 

@@ -10,11 +10,10 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner, Result
 
-from tl_posdisent import sweep
 from tl_posdisent.cli import app
 from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.demo.train_demo import save_weights
-from tl_posdisent.sweeps import Text, jobs
+from tl_posdisent.sweeps import Text, jobs, sweep
 
 
 def invoke(line: str, *more: Any) -> Result:

@@ -14,18 +14,11 @@ from support.lies import TOKENS, L, close, logits, mixed_of
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import (
-    Moments,
-    additive_substitution,
-    capture,
-    decompose,
-    demo_tokens,
-    drop_component,
-    load_demo_model,
-    substitute_additive,
-)
+from tl_posdisent import additive_substitution, capture, demo_tokens, load_demo_model
+from tl_posdisent.hooks import drop_component, substitute_additive
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.score_components import Part, split_scores
+from tl_posdisent.rope import Moments, decompose
 
 PARTS = get_args(Part)
 ADDITIVE = ("distance", "query", "key")

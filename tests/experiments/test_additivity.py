@@ -12,8 +12,9 @@ import torch
 from support import stories, zoo
 from torch import Tensor
 
-from tl_posdisent import additivity, demo_tokens, dummy_distance, load_demo_model, random_control, read_layers
+from tl_posdisent import additivity, demo_tokens, dummy_distance, load_demo_model, random_control
 from tl_posdisent.hooks import applied
+from tl_posdisent.models import read_layers
 
 TOKENS = zoo.random_tokens(24)
 COLUMNS = ["batch", "layer", "head", "r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key"]

@@ -12,16 +12,9 @@ from support.lies import TOKENS, L, logits
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import (
-    attention_ladder,
-    demo_tokens,
-    head_verdicts,
-    load_demo_model,
-    random_control,
-    substitute_attention,
-)
+from tl_posdisent import attention_ladder, demo_tokens, head_verdicts, load_demo_model, random_control
 from tl_posdisent.additive.attention.attention_rungs import RUNGS
-from tl_posdisent.hooks import fit_attention_layers
+from tl_posdisent.hooks import fit_attention_layers, substitute_attention
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 TRAIN = zoo.random_tokens(L + 2)

@@ -11,8 +11,10 @@ from support import zoo
 from support.lies import FEW, REAL, TOKENS, UNORDERED, close, every_way, logits
 from torch import Tensor
 
-from tl_posdisent import capture, component_patching, fit_additive, patch_scores, position_patching, read_layers
+from tl_posdisent import capture, component_patching, fit_additive, position_patching
 from tl_posdisent.experiments.causal.metrics import next_token_loss
+from tl_posdisent.hooks import patch_scores
+from tl_posdisent.models import read_layers
 from tl_posdisent.models.reading.rotated_qk import listen_scores
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations

@@ -12,8 +12,8 @@ from support import zoo
 from support.small_models import both_directions, small_model
 from torch import Tensor
 
-from tl_posdisent import content_position_terms, dummy_distance, positional_subspace
-from tl_posdisent.experiments import rope_hadamard
+from tl_posdisent import dummy_distance
+from tl_posdisent.experiments import content_position_terms, positional_subspace, rope_hadamard
 from tl_posdisent.experiments.residual_stream.content_position import SOURCES, TERMS
 from tl_posdisent.rope import principal_angles, toeplitz_share
 from tl_posdisent.synthetic import SyntheticModel

@@ -13,15 +13,8 @@ from support import stories, zoo
 from support.every_distance import all_scores, effects
 from torch import Tensor
 
-from tl_posdisent import (
-    capture,
-    controlled_distance,
-    dummy_distance,
-    dummy_distance_check,
-    fit_additive,
-    random_control,
-    read_attention,
-)
+from tl_posdisent import capture, controlled_distance, dummy_distance, fit_additive, random_control, read_attention
+from tl_posdisent.experiments import dummy_distance_check
 from tl_posdisent.rope import EFFECTS
 
 Model = Callable[[str, str], Any]

@@ -12,15 +12,8 @@ from support.every_distance import all_scores
 from support.small_models import small_model
 from torch import Tensor
 
-from tl_posdisent import (
-    ablate_heads,
-    capture,
-    controlled_distance,
-    distance_sources,
-    distance_sources_check,
-    read_attention,
-)
-from tl_posdisent.experiments import DistanceSources, pair_profile
+from tl_posdisent import ablate_heads, capture, controlled_distance, distance_sources, read_attention
+from tl_posdisent.experiments import DistanceSources, distance_sources_check, pair_profile
 from tl_posdisent.rope import Rotary
 from tl_posdisent.viz import plot_distance_sources
 

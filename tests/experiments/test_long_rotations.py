@@ -63,11 +63,11 @@ def _arguments(function: Any, model: Any) -> dict[str, Any]:
         "seeds": [0],
         "question": ex.MultipleChoice(TEXTS[0, : LENGTH - 2], [TEXTS[1, :2], TEXTS[1, 2:4]], 1),
     }
-    if function is tp.patch_vectors:
+    if function is tp.hooks.patch_vectors:
         spec = tp.read_attention(model, 0)
         sizes = {"q_rot": spec.n_heads, "k_rot": spec.n_kv_heads}
         given |= {name: torch.randn(2, LENGTH, n, spec.d_head, generator=drawn) for name, n in sizes.items()}
-    if function is tp.patch_scores:
+    if function is tp.hooks.patch_scores:
         given["scores"] = torch.randn(2, 8, LENGTH, LENGTH, generator=drawn)
     arguments = {name: value for name, value in given.items() if name in named}
     if function in (tp.ablate_heads, tp.additive_substitution):
@@ -147,7 +147,7 @@ def test_components_of_a_run_at_other_positions(models: list[Any]) -> None:
 def test_two_axes(models: list[Any]) -> None:
     tables = [tp.additive_substitution(model, TEXTS, axes="two", layers=0, progress=False) for model in models]
     pd.testing.assert_frame_equal(*tables, rtol=1e-3, atol=1e-5)
-    found, expected = (_numbers(tp.substitute_additive(model, axes="two"), model)[0] for model in models)
+    found, expected = (_numbers(tp.hooks.substitute_additive(model, axes="two"), model)[0] for model in models)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 

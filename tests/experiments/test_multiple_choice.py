@@ -8,8 +8,8 @@ import pytest
 import torch
 from support import zoo
 
-from tl_posdisent import load_demo_model, perturb
-from tl_posdisent.experiments import MultipleChoice, choice_scores
+from tl_posdisent import load_demo_model
+from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
 from tl_posdisent.experiments.robustness.multiple_choice import share_right
 from tl_posdisent.hooks import applied
 

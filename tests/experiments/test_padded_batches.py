@@ -270,12 +270,12 @@ def test_perturbed_batches_run_with_their_mask(what: Any, side: str, kind: str, 
     model = shared_model(kind, name)
     reading = tp.read_model(model)
     tokens, mask = batch(side)
-    whole = tp.perturb(reading, tokens, what, 0.5, attention_mask=mask)
+    whole = tp.experiments.perturb(reading, tokens, what, 0.5, attention_mask=mask)
     assert torch.equal(whole.attention_mask, mask.bool())
     with torch.no_grad(), model.hooks(fwd_hooks=whole.hooks):
         logits = model(whole.tokens, attention_mask=mask)
     for row, text in enumerate(TEXTS):
-        alone = tp.perturb(reading, text, what, 0.5)
+        alone = tp.experiments.perturb(reading, text, what, 0.5)
         with torch.no_grad(), model.hooks(fwd_hooks=alone.hooks):
             expected = model(alone.tokens)[0]
         real = mask[row].bool()
@@ -304,8 +304,8 @@ def test_texts_of_equal_length(side: str, shared_model: Any) -> None:
     equal = torch.cat([TEXTS[0], TEXTS[2]])
     tokens, mask = batch(side, [TEXTS[0], TEXTS[2]])
     for function, table in (
-        (tp.positional_subspace, lambda space: pd.DataFrame(space.variances[None].numpy())),
-        (tp.content_position_terms, lambda terms: terms.to_frame()),
+        (tp.experiments.positional_subspace, lambda space: pd.DataFrame(space.variances[None].numpy())),
+        (tp.experiments.content_position_terms, lambda terms: terms.to_frame()),
         (ex.rope_hadamard, lambda form: form.to_frame()),
     ):
         same(table(function(model, tokens, -1, attention_mask=mask)), table(function(model, equal, 1)))

@@ -13,8 +13,8 @@ import torch
 from support import zoo
 from support.untouched import state
 
-from tl_posdisent import demo_tokens, load_demo_model, perturb, perturbation_curve, read_model
-from tl_posdisent.experiments import MultipleChoice, choice_scores
+from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, read_model
+from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
 from tl_posdisent.experiments.robustness.perturb import _exchanged, perturber
 from tl_posdisent.hooks import applied
 

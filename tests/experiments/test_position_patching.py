@@ -11,7 +11,9 @@ from support import zoo
 from support.lies import REAL, TOKENS, UNORDERED, WAYS, by_brute_force, close, every_way, logits, mixed_of
 from torch import Tensor
 
-from tl_posdisent import capture, patch_vectors, position_patching, read_layers, swap_positions
+from tl_posdisent import capture, position_patching, swap_positions
+from tl_posdisent.hooks import patch_vectors
+from tl_posdisent.models import read_layers
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.rotated_qk import listen_vectors

@@ -13,17 +13,16 @@ import torch
 from support import stories, zoo
 
 from tl_posdisent import (
-    Moments,
     additivity,
     capture,
     controlled_distance,
     positional_symbolic,
     random_control,
-    read_layers,
     subspace_patterns,
     trained_vs_random,
 )
-from tl_posdisent.rope import interaction_bound, subspace_patterns_qk
+from tl_posdisent.models import read_layers
+from tl_posdisent.rope import Moments, interaction_bound, subspace_patterns_qk
 
 Model = Callable[[str, str], Any]
 TOKENS = zoo.random_tokens(length=12, batch=2)

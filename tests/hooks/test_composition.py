@@ -16,19 +16,21 @@ from torch import Tensor
 from tl_posdisent import (
     ablate_heads,
     capture,
-    drop_component,
     dummy_distance,
     head_patching,
     lambda_mask,
     limit_frequencies,
+    position_interpolation,
+    remap_distance,
+    swap_positions,
+)
+from tl_posdisent.hooks import (
+    drop_component,
     patch_scores,
     patch_vectors,
     phase_noise,
-    position_interpolation,
-    remap_distance,
     substitute_additive,
     substitute_attention,
-    swap_positions,
 )
 from tl_posdisent.models.reading.forward import Hook
 

@@ -19,8 +19,9 @@ from support.lies import (
 )
 from torch import Tensor
 
-from tl_posdisent import dummy_distance, read_layers, remap_distance
+from tl_posdisent import dummy_distance, remap_distance
 from tl_posdisent.hooks.planning.rotation_edits import PositionMap
+from tl_posdisent.models import read_layers
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "halved": lambda d: 3 - d / 2,

@@ -20,19 +20,15 @@ from torch import Tensor
 from tl_posdisent import (
     additivity,
     capture,
-    drop_component,
     dummy_distance,
     fit_additive,
     lambda_mask,
-    patch_scores,
-    patch_vectors,
-    perturb,
-    phase_noise,
     position_interpolation,
     remap_distance,
     swap_positions,
 )
-from tl_posdisent.hooks import applied
+from tl_posdisent.experiments import perturb
+from tl_posdisent.hooks import applied, drop_component, patch_scores, patch_vectors, phase_noise
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),

@@ -13,16 +13,14 @@ from torch import Tensor
 
 from tl_posdisent import (
     ablate_heads,
-    drop_component,
     dummy_distance,
     lambda_mask,
     limit_frequencies,
-    phase_noise,
     position_interpolation,
     remap_distance,
-    substitute_additive,
     swap_positions,
 )
+from tl_posdisent.hooks import drop_component, phase_noise, substitute_additive
 from tl_posdisent.models.reading.forward import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -9,8 +9,9 @@ import torch
 from support import zoo
 from support.lies import BROKEN, FEW, REAL, TOKENS, L, close, every_way, logits, mixed_of
 
-from tl_posdisent import capture, phase_noise, read_layers, swap_positions
-from tl_posdisent.hooks import applied
+from tl_posdisent import capture, swap_positions
+from tl_posdisent.hooks import applied, phase_noise
+from tl_posdisent.models import read_layers
 from tl_posdisent.models.reading.forward import Hook
 
 SHIFTS = torch.stack([BROKEN - REAL, torch.linspace(-2, 3, L).flip(0)])

@@ -24,7 +24,8 @@ from support.lies import (
     mixed_of,
 )
 
-from tl_posdisent import dummy_distance, read_layers, remap_distance, swap_positions
+from tl_posdisent import dummy_distance, remap_distance, swap_positions
+from tl_posdisent.models import read_layers
 from tl_posdisent.models.reading.forward import Hook
 
 

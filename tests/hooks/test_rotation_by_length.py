@@ -14,12 +14,11 @@ from tl_posdisent import (
     dummy_distance,
     lambda_mask,
     limit_frequencies,
-    phase_noise,
     position_interpolation,
     remap_distance,
     swap_positions,
 )
-from tl_posdisent.hooks import applied
+from tl_posdisent.hooks import applied, phase_noise
 from tl_posdisent.models.reading.forward import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")

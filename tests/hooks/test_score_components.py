@@ -13,7 +13,8 @@ from support.lies import TOKENS, L, close, logits, mixed_of
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import drop_component, fit_additive, substitute_additive
+from tl_posdisent import fit_additive
+from tl_posdisent.hooks import drop_component, substitute_additive
 from tl_posdisent.hooks.score_components import Part, keep_parts, split_scores
 
 PARTS = get_args(Part)

@@ -12,20 +12,16 @@ from support.lies import TOKENS, L, close, logits, mixed_of
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import (
-    capture,
+from tl_posdisent import capture, fit_attention, lambda_mask, limit_frequencies, read_model, swap_positions
+from tl_posdisent.additive.attention.attention_rungs import RUNGS
+from tl_posdisent.hooks import (
+    applied,
     drop_component,
-    fit_attention,
-    lambda_mask,
-    limit_frequencies,
+    fit_attention_layers,
     patch_scores,
-    read_model,
     substitute_additive,
     substitute_attention,
-    swap_positions,
 )
-from tl_posdisent.additive.attention.attention_rungs import RUNGS
-from tl_posdisent.hooks import applied, fit_attention_layers
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 BANDS = (1, 3)

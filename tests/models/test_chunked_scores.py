@@ -96,8 +96,8 @@ def test_bfloat16_is_widened_layer_by_layer() -> None:
         )
         assert torch.equal(linear, float32)
         assert own.tolist() == pytest.approx(linear[0].tolist(), abs=0.01)  # scores that were rounded to 8 bits
-        shares = tp.decompose(
-            tp.Moments.from_qk(layer.q.double(), layer.k.double(), layer.spec.rotary), range(64), scale=scale
+        shares = tp.rope.decompose(
+            tp.rope.Moments.from_qk(layer.q.double(), layer.k.double(), layer.spec.rotary), range(64), scale=scale
         )
         of_layer = controlled[controlled["layer"] == layer.layer]["r_three_axis"]
         assert of_layer.tolist() == pytest.approx(shares.to_frame()["r_three_axis"].tolist(), abs=1e-9)

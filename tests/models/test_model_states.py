@@ -11,8 +11,9 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import capture, read_layers, remap_distance, swap_positions
+from tl_posdisent import capture, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
+from tl_posdisent.models import read_layers
 from tl_posdisent.models.reading.spec import masked_below
 
 TOKENS = zoo.random_tokens()

@@ -11,8 +11,9 @@ from support import zoo
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
-from tl_posdisent import capture, dummy_distance, read_attention, read_layers, remap_distance, swap_positions
+from tl_posdisent import capture, dummy_distance, read_attention, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
+from tl_posdisent.models import read_layers
 
 TOKENS = zoo.random_tokens()
 N_HEADS = 8

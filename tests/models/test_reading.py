@@ -13,13 +13,13 @@ from tl_posdisent import (
     additivity,
     capture,
     controlled_distance,
-    dummy_distance_check,
     head_ablation,
     longer_context,
     read_model,
     remap_distance,
     swap_positions,
 )
+from tl_posdisent.experiments import dummy_distance_check
 from tl_posdisent.models import ModelReading
 
 

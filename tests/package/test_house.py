@@ -15,6 +15,7 @@ import tl_posdisent
 TALKS = {"demo/train_demo.py", "demo/evaluate_demo.py"}  # programs, which may print
 
 ENTRIES = 12  # of a folder, besides its __init__
+FLAT = 62  # names of `tl_posdisent` itself, its nine namespaces among them
 
 
 def test_rooms_are_the_folders_of_the_package() -> None:
@@ -118,6 +119,7 @@ def test_public_names_are_there_once() -> None:
     public = list(tl_posdisent.__all__)
     assert len(set(public)) == len(public)
     assert not [name for name in public if not hasattr(tl_posdisent, name)]
+    assert len(public) <= FLAT, "names that few notebooks use belong to their folder's namespace"
 
 
 def test_public_names_have_an_example() -> None:

@@ -129,7 +129,7 @@ def test_nobody_asks_a_network(no_network: list[Any], tmp_path: Path) -> None:
     todo = tl_posdisent.sweeps.jobs(
         "demo", ("additivity", {"layers": [0]}), tl_posdisent.sweeps.Text.of("demo", length=24)
     )
-    tl_posdisent.sweep(todo, out=tmp_path / "sweep", progress=False)
+    tl_posdisent.sweeps.sweep(todo, out=tmp_path / "sweep", progress=False)
     assert not no_network
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent import rope_capacity
 from tl_posdisent.rope import (
     RopeCapacity,
     Rotary,
     from_complex,
+    rope_capacity,
     rotate,
 )
 

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from support.fuzzing import Heads, drawn_heads, examples, normal, rotaries
 from torch import Tensor
 
-from tl_posdisent import Moments, decompose, interaction_by_subspace, rope_capacity
 from tl_posdisent.rope import (
     EFFECTS,
+    Moments,
     Rotary,
+    decompose,
     from_complex,
     interaction_bound,
+    interaction_by_subspace,
     positional_symbolic_qk,
     principal_angles,
+    rope_capacity,
     rotary_from_table,
     rotate,
     to_complex,

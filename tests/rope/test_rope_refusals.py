@@ -9,20 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from tl_posdisent import (
-    Moments,
-    decompose,
-    fit_additive,
-    fit_additive_qk,
-    interaction_by_subspace,
-    rope_capacity,
-    score_correlation,
-)
+from tl_posdisent import fit_additive, fit_additive_qk
+from tl_posdisent.additive import score_correlation
 from tl_posdisent.rope import (
+    Moments,
     Rotary,
+    decompose,
     from_complex,
     interaction_bound,
+    interaction_by_subspace,
     positional_symbolic_qk,
+    rope_capacity,
     rotary_from_table,
     rotate,
     subspace_patterns_qk,

@@ -10,12 +10,14 @@ import torch
 from support.every_distance import all_scores, complex_subspaces, effects
 from torch import Tensor
 
-from tl_posdisent import Moments, decompose, interaction_by_subspace
 from tl_posdisent.rope import (
+    Moments,
     Rotary,
     SubspacePatterns,
     covariance,
+    decompose,
     interaction_bound,
+    interaction_by_subspace,
     subspace_patterns_qk,
 )
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from tl_posdisent import additivity, controlled_distance, demo_tokens, load_demo_model, read_model, sweep
+from tl_posdisent import additivity, controlled_distance, demo_tokens, load_demo_model, read_model
 from tl_posdisent.sweeps import (
     Text,
     jobs,
@@ -18,6 +18,7 @@ from tl_posdisent.sweeps import (
     merge_controlled_distance,
     merge_moments,
     moments_by_layer,
+    sweep,
 )
 
 TEXTS = Text.of("demo", length=64, count=2)

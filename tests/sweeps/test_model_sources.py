@@ -15,13 +15,13 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from typer.testing import CliRunner
 
-from tl_posdisent import additivity, demo_tokens, load_demo_model, load_model, sweep
+from tl_posdisent import additivity, demo_tokens, load_demo_model, load_model
 from tl_posdisent.cli import app
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.demo.train_demo import load_weights, save_weights, train_model
 from tl_posdisent.models.loading.load import bridge_from_hf, has_hooked, hooked_from_hf
-from tl_posdisent.sweeps import Text, checkpoint_steps, failures, jobs
+from tl_posdisent.sweeps import Text, checkpoint_steps, failures, jobs, sweep
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.slow

@@ -18,9 +18,9 @@ from support.processes import process_pool, time_limit
 from support.swept import LAST, SLOW, inodes, wait_for_parts
 from typer.testing import CliRunner
 
-from tl_posdisent import additivity, controlled_distance, load_demo_model, sweep
+from tl_posdisent import additivity, controlled_distance, load_demo_model
 from tl_posdisent.cli import app
-from tl_posdisent.sweeps import Text, failures, jobs, merge_additivity, merge_controlled_distance
+from tl_posdisent.sweeps import Text, failures, jobs, merge_additivity, merge_controlled_distance, sweep
 
 pytestmark = pytest.mark.slow
 

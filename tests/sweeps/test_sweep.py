@@ -23,8 +23,8 @@ from support.processes import python, run
 from support.swept import LAST, SLOW, inodes, wait_for_parts
 
 import tl_posdisent
-from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model, sweep
-from tl_posdisent.sweeps import Job, Text, failures, jobs
+from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model
+from tl_posdisent.sweeps import Job, Text, failures, jobs, sweep
 from tl_posdisent.sweeps import runner as worker
 from tl_posdisent.sweeps.jobs import RESULTS
 
@@ -191,7 +191,7 @@ def test_one_model_at_a_time_loaded_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 SCRIPT = """
-from tl_posdisent import sweep
+from tl_posdisent.sweeps import sweep
 from tl_posdisent.sweeps import Text, jobs
 sweep(jobs("demo", {slow!r}, Text.of("demo", length=32, count=6).split(6)), out={out!r})
 """

@@ -20,15 +20,15 @@ from tl_posdisent import (
     capture,
     controlled_distance,
     dummy_distance,
-    dummy_distance_check,
     fit_additive,
     random_control,
     read_attention,
-    read_layers,
     remap_distance,
     swap_positions,
 )
+from tl_posdisent.experiments import dummy_distance_check
 from tl_posdisent.hooks import applied
+from tl_posdisent.models import read_layers
 from tl_posdisent.rope import Rotary, rotate
 from tl_posdisent.synthetic import to_hooked_transformer
 

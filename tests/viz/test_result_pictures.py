@@ -47,7 +47,7 @@ def test_plot_is_the_function_of_the_result() -> None:
     assert attention.plot(title="Mine").to_dict() == tp.plot_distance(attention, title="Mine").to_dict()
     q, k = vectors()
     rotary = tp.rope.Rotary(torch.tensor([1.0, 0.3, 0.1, 0.03], dtype=torch.float64))
-    shares = decompose(tp.Moments.from_qk(q, k, rotary), range(8), scale=1.0)
+    shares = decompose(tp.rope.Moments.from_qk(q, k, rotary), range(8), scale=1.0)
     assert shares.plot().to_dict() == tp.plot_shares(shares.to_frame()).to_dict()
     patterns = subspace_patterns_qk(q, k, rotary, range(8), scale=1.0)
     assert patterns.plot("key_size").to_dict() == plot_subspaces(patterns.to_frame(), "key_size").to_dict()

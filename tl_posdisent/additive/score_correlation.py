@@ -33,7 +33,7 @@ def score_correlation(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import score_correlation
+        >>> from tl_posdisent.additive import score_correlation
         >>> scores = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(0))
         >>> score_correlation(scores, 3 - 2 * scores).round(decimals=6).tolist()
         [-1.0, -1.0]

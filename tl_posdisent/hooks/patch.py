@@ -56,7 +56,8 @@ def patch_vectors(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import capture, demo_tokens, load_demo_model, patch_vectors, swap_positions
+        >>> from tl_posdisent import capture, demo_tokens, load_demo_model, swap_positions
+        >>> from tl_posdisent.hooks import patch_vectors
         >>> model, tokens, reversed = load_demo_model(), demo_tokens(length=48), torch.arange(48).flip(0)
         >>> clean = next(capture(model, tokens, layers=[0], scores=False))
         >>> hooks = patch_vectors(model, 0, clean.q_rot, clean.k_rot)
@@ -109,7 +110,8 @@ def patch_scores(
             cannot be changed. While running: a text of another shape or padding, scores that are not finite.
 
     Example:
-        >>> from tl_posdisent import capture, demo_text, demo_tokens, load_demo_model, patch_scores
+        >>> from tl_posdisent import capture, demo_text, demo_tokens, load_demo_model
+        >>> from tl_posdisent.hooks import patch_scores
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> other = next(capture(model, tokens.roll(20, 1), layers=[4]))
         >>> plain = model(tokens)

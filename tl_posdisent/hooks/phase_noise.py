@@ -55,7 +55,8 @@ def phase_noise(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import demo_tokens, load_demo_model, phase_noise
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.hooks import phase_noise
         >>> model, tokens = load_demo_model(), demo_tokens(length=48)
         >>> def change(noise):
         ...     return (model.run_with_hooks(tokens, fwd_hooks=phase_noise(model, noise)) - model(tokens)).norm().item()

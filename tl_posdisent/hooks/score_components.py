@@ -108,7 +108,8 @@ def drop_component(model: Any, component: Part, *, layers: Layers = None, heads:
             that are not finite.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, drop_component, load_demo_model
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.hooks import drop_component
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> plain = model(tokens, return_type="loss").item()
         >>> for part in ("query", "distance"):

@@ -66,7 +66,8 @@ def substitute_additive(
             that are not consecutive.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, substitute_additive
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.hooks import substitute_additive
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> def loss(hooks):
         ...     return model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).item()

@@ -86,7 +86,8 @@ def substitute_attention(
             text that is nothing but padding, scores that are not finite, texts that a fit does not apply to.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, substitute_attention
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.hooks import substitute_attention
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> def loss(hooks):
         ...     return model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).item()
@@ -239,7 +240,8 @@ def fit_attention_layers(
             and ``fit_attention`` refuse.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, substitute_attention
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.hooks import substitute_attention
         >>> from tl_posdisent.hooks import fit_attention_layers
         >>> model, tokens = load_demo_model(), demo_tokens(length=128)
         >>> fits = fit_attention_layers(model, tokens[:, :96], layers=[3, 4])

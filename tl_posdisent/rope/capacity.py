@@ -40,7 +40,7 @@ class RopeCapacity(HasTable):
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import rope_capacity
+        >>> from tl_posdisent.rope import rope_capacity
         >>> from tl_posdisent.rope import Rotary
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> nearer = [1 - d / 30 for d in range(30)]
@@ -134,7 +134,7 @@ def rope_capacity(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import rope_capacity
+        >>> from tl_posdisent.rope import rope_capacity
         >>> from tl_posdisent.rope import Rotary
         >>> rotary = Rotary(10000.0 ** -(torch.arange(64, dtype=torch.float64) / 64))  # as in Llama 2
         >>> near = [float(d < 10) for d in range(256)]  # a window with a sharp edge

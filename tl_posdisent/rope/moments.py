@@ -40,7 +40,7 @@ class Moments:
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Moments
+        >>> from tl_posdisent.rope import Moments
         >>> from tl_posdisent.rope import Rotary
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> q, k = torch.randn(2, 50, 8, 4), torch.randn(2, 50, 8, 4)  # two texts of 50 tokens, 8 heads
@@ -76,7 +76,7 @@ class Moments:
 
         Example:
             >>> import torch
-            >>> from tl_posdisent import Moments
+            >>> from tl_posdisent.rope import Moments
             >>> from tl_posdisent.rope import Rotary
             >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
             >>> Moments.from_qk(torch.randn(2, 50, 8, 4), torch.randn(2, 50, 2, 4), rotary)

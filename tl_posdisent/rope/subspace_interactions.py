@@ -47,7 +47,7 @@ class SubspaceShares(HasTable):
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Moments, interaction_by_subspace
+        >>> from tl_posdisent.rope import Moments, interaction_by_subspace
         >>> from tl_posdisent.rope import Rotary
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> moments = Moments.from_qk(torch.randn(100, 8, 6), torch.randn(100, 8, 6), rotary)
@@ -106,7 +106,7 @@ def interaction_by_subspace(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Moments, interaction_by_subspace
+        >>> from tl_posdisent.rope import Moments, interaction_by_subspace
         >>> from tl_posdisent.rope import Rotary
         >>> rotary = Rotary(torch.tensor([1.0, 1e-6], dtype=torch.float64))  # a fast subspace and one that stands
         >>> moments = Moments.from_qk(*torch.randn(2, 300, 1, 4), rotary)
@@ -159,7 +159,7 @@ class InteractionBound(HasTable):
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Moments
+        >>> from tl_posdisent.rope import Moments
         >>> from tl_posdisent.rope import Rotary, interaction_bound
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> moments = Moments.from_qk(torch.randn(100, 8, 4), torch.randn(100, 8, 4), rotary)
@@ -227,7 +227,7 @@ def interaction_bound(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Moments
+        >>> from tl_posdisent.rope import Moments
         >>> from tl_posdisent.rope import Rotary, interaction_bound
         >>> rotary = Rotary(torch.tensor([torch.pi], dtype=torch.float64))  # turns over at every step
         >>> q, k = torch.ones(5, 1, 2), torch.arange(5.0)[:, None, None] * torch.ones(2)

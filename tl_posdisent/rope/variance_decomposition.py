@@ -156,7 +156,7 @@ class VarianceShares(HasTable):
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Moments, decompose
+        >>> from tl_posdisent.rope import Moments, decompose
         >>> from tl_posdisent.rope import Rotary
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> moments = Moments.from_qk(torch.randn(100, 2, 4), torch.randn(100, 2, 4), rotary)
@@ -250,7 +250,7 @@ def decompose(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import Moments, decompose
+        >>> from tl_posdisent.rope import Moments, decompose
         >>> from tl_posdisent.rope import Rotary
         >>> rotary = Rotary(torch.tensor([torch.pi / 4, 1e-6], dtype=torch.float64), "adjacent")
         >>> angle = torch.arange(8) * torch.pi / 4

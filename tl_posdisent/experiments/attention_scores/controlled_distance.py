@@ -118,7 +118,8 @@ def dummy_distance_check(
             refuses.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, dummy_distance_check, load_demo_model
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.experiments import dummy_distance_check
         >>> table = dummy_distance_check(load_demo_model(), demo_tokens(length=128), layers=[4], progress=False)
         >>> bool(table[["mean", "component"]].corr().loc["mean", "component"] > 0.5)
         True

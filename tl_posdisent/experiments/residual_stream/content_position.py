@@ -44,7 +44,7 @@ class ContentPosition(HasTable):
         mask: ``[query, key]``, where a query sees a key.
 
     Example:
-        >>> from tl_posdisent import content_position_terms
+        >>> from tl_posdisent.experiments import content_position_terms
         >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
         >>> import torch
         >>> sizes = {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 3}
@@ -148,7 +148,7 @@ def content_position_terms(
             added that depends on the text.
 
     Example:
-        >>> from tl_posdisent import content_position_terms
+        >>> from tl_posdisent.experiments import content_position_terms
         >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
         >>> import torch
         >>> sizes = {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 3}

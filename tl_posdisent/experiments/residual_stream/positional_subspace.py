@@ -33,7 +33,8 @@ class PositionalSubspace:
             that may be content that did not average out.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, positional_subspace
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.experiments import positional_subspace
         >>> from tl_posdisent.rope import principal_angles
         >>> model, tokens = load_demo_model(), demo_tokens(length=512).view(16, 32)
         >>> first, last = (positional_subspace(model, tokens, layer, rank=2) for layer in (1, 4))
@@ -93,7 +94,7 @@ def positional_subspace(
             part varies, or no such direction; ``explained`` or ``burn_in`` out of range; texts of unequal length.
 
     Example:
-        >>> from tl_posdisent import positional_subspace
+        >>> from tl_posdisent.experiments import positional_subspace
         >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
         >>> import torch
         >>> sizes = {"n_layers": 2, "d_model": 32, "n_heads": 2, "d_mlp": 32, "d_vocab": 20, "n_ctx": 8, "n_out": 3}

@@ -63,7 +63,8 @@ def distance_sources_check(
         ValueError: what ``distance_sources`` refuses; ``top`` that is no positive integer.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, distance_sources_check, load_demo_model
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.experiments import distance_sources_check
         >>> table = distance_sources_check(load_demo_model(), demo_tokens(length=96), 1, heads=[3], progress=False)
         >>> table["source"].tolist(), bool((table["direct"] - table["predicted"]).abs().max() < 0.5)
         (['L0 MLP'], True)

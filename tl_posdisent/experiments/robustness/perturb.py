@@ -43,7 +43,8 @@ class Perturbed:
         attention_mask: ``[batch, pos]``, False at padding: run the model with it where there is padding.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model, perturb
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.experiments import perturb
         >>> perturbed = perturb(load_demo_model(), demo_tokens(length=101), "index", 0.1)
         >>> int(perturbed.moved.sum()), int(perturbed.intact.sum()) < 90
         (10, True)
@@ -118,7 +119,8 @@ def perturb(
             of a model without rotary embeddings.
 
     Example:
-        >>> from tl_posdisent import load_demo_model, perturb
+        >>> from tl_posdisent import load_demo_model
+        >>> from tl_posdisent.experiments import perturb
         >>> from tl_posdisent.hooks import applied
         >>> model = load_demo_model()
         >>> scrambled = perturb(model, "We the people of the United States, in order", "order", 0.5)

@@ -230,7 +230,8 @@ def read_layers(model: Any, layers: int | Iterable[int] | None = None) -> list[A
         ValueError: what ``read_model`` refuses.
 
     Example:
-        >>> from tl_posdisent import load_demo_model, read_layers
+        >>> from tl_posdisent import load_demo_model
+        >>> from tl_posdisent.models import read_layers
         >>> [(spec.layer, spec.scale, spec.problem) for spec in read_layers(load_demo_model(), [4, 0])]
         [(4, 0.25, None), (0, 0.25, None)]
     """
