@@ -25,6 +25,7 @@ from tl_posdisent.viz import (
     plot_subspaces,
     plot_substitution,
     plot_training,
+    plot_verdicts,
     show_change,
     show_key_importance,
     show_query_bias,
@@ -121,6 +122,7 @@ ROWS: list[Row] = [
         lambda at: plot_distance_sources(HEADS),
         "table must have the columns",
     ),
+    refused("plot_verdicts", "a table of heads", lambda at: plot_verdicts(HEADS), "table must have the columns"),
     refused("plot_shares", "a table of heads", lambda at: plot_shares(HEADS), "table must have the columns"),
     refused(
         "plot_substitution", "a table of heads", lambda at: plot_substitution(HEADS), "table must have the columns"

@@ -92,6 +92,7 @@ def test_numbers_are_read_on_every_colour_of_a_scale() -> None:
 def test_components_drawn_together_have_colours_of_their_own() -> None:
     for together in (EFFECTS, ("distance", "query", "key", "residual"), ("distance", "semantic", "interaction")):
         assert len({palette.component_colour(name) for name in together}) == len(together)
+    assert len(set(palette.VERDICTS.values()) | {palette.verdict_colour("not static")}) == len(palette.VERDICTS) + 1
     assert palette.component_colour("share_distance") == palette.component_colour("distance")
     assert palette.component_colour("distance × key") == palette.component_colour("distance:key")
 

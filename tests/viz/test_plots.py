@@ -25,8 +25,9 @@ from tl_posdisent.viz import (
     plot_subspaces,
     plot_substitution,
     plot_training,
+    plot_verdicts,
 )
-from tl_posdisent.viz.palette import GREY, NEGATIVE, POSITIVE, ZERO, faint
+from tl_posdisent.viz.palette import GREY, NEGATIVE, POSITIVE, VERDICTS, ZERO, faint
 
 NAN = float("nan")
 PATH = ["heads", "accuracy", "loss"]
@@ -80,6 +81,9 @@ MARGINS = pd.DataFrame(
 PROFILES = by_head(2, 2).merge(pd.DataFrame({"distance": [3, 0, 1, 2]}), how="cross")
 PROFILES = PROFILES.assign(value=PROFILES["layer"] * 100.0 + PROFILES["head"] * 10 + PROFILES["distance"])
 
+HEAD_VERDICTS = by_head(2, 3).assign(gap=[0.1, 0.2, 0.3, 0.4, 0.5, 0.0], error=0.01, rung="static")
+HEAD_VERDICTS["verdict"] = ["static", "positional", "query-dependent", "not static", "static", "no effect"]
+
 PLOTS: list[tuple[Callable[[Any], go.Figure], pd.DataFrame, list[str]]] = [
     (lambda table: plot_heads(table, "r"), HEADS, ["layer", "head", "r"]),
     (plot_distance, PROFILES, ["distance", "value"]),
@@ -91,9 +95,10 @@ PLOTS: list[tuple[Callable[[Any], go.Figure], pd.DataFrame, list[str]]] = [
     (lambda table: plot_length(table, ["loss"]), LENGTH, ["start", "stop", "loss"]),
     (plot_training, METRICS, ["step", "loss", "accuracy", "test_loss", "test_accuracy"]),
     (lambda table: plot_dynamics(table, "margin"), MARGINS, ["step", "layer", "margin"]),
+    (plot_verdicts, HEAD_VERDICTS, ["layer", "head", "verdict", "gap"]),
 ]
 NAMES = ["heads", "distance", "shares", "subspaces", "deposit", "substitution", "perturbation", "length", "training"]
-NAMES.append("dynamics")
+NAMES += ["dynamics", "verdicts"]
 
 
 # --- what holds for all of them ---------------------------------------------------------------------------------
@@ -399,6 +404,32 @@ def test_correlations_and_shares_have_a_range_from_0_to_1() -> None:
     assert next(plot_training(METRICS).select_yaxes(row=2)).range == (0, 1.01)
 
 
+def test_verdicts_have_their_colours_and_are_counted() -> None:
+    figure = plot_verdicts(HEAD_VERDICTS.sample(frac=1, random_state=0))
+    (heat,) = figure.data
+    by_row = dict(
+        zip(zip(HEAD_VERDICTS["layer"], HEAD_VERDICTS["head"], strict=True), HEAD_VERDICTS["verdict"], strict=True)
+    )
+    names = heat.colorbar.ticktext
+    for (layer, head), verdict in by_row.items():
+        i, j = heat.y.index(str(layer)), heat.x.index(str(head))
+        number = int(heat.z[i][j])
+        assert names[number] == verdict
+        at = (number - heat.zmin) / (heat.zmax - heat.zmin)
+        below, above = ([c for x, c in heat.colorscale if (x < at) == low] for low in (True, False))
+        assert below[-1] == above[0] == VERDICTS.get(verdict, GREY)
+        assert heat.text[i][j] == ("–" if verdict == "no effect" else verdict[0].upper())
+    assert "1 no effect, 1 positional, 2 static, 1 query-dependent, 1 not static" in figure.layout.title.text
+    assert "± 0.01 nats per token" in heat.customdata[0][0]
+    (fewer,) = plot_verdicts(HEAD_VERDICTS.query("layer == 0 or head == 0")).data
+    assert np.isnan(fewer.z).tolist() == [[False] * 3, [False, True, True]]  # heads that the table does not have
+    assert fewer.text[1][1] == ""
+    with pytest.raises(ValueError, match="must name layer and head in every row"):
+        plot_verdicts(HEAD_VERDICTS.astype({"head": "Int64"}).assign(head=pd.NA))
+    with pytest.raises(ValueError, match="one row for each layer, head, got several"):
+        plot_verdicts(pd.concat([HEAD_VERDICTS, HEAD_VERDICTS]))
+
+
 def test_error_bars_are_those_of_the_table() -> None:
     errors = HEADS.assign(effect_se=HEADS["r"] / 100)
     (bars,) = plot_deposit(errors, better="lower").data
@@ -426,6 +457,7 @@ def test_titles_say_what_is_shown_or_what_was_asked_for() -> None:
         lambda **k: plot_length(LENGTH, ["loss"], **k),
         lambda **k: plot_training(METRICS, **k),
         lambda **k: plot_dynamics(MARGINS, "margin", **k),
+        lambda **k: plot_verdicts(HEAD_VERDICTS, **k),
     ]
     defaults = {plot().layout.title.text for plot in plots}
     assert len(defaults) == len(plots)

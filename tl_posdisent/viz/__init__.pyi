@@ -31,6 +31,9 @@ from .plots.training_curves import (
 from .plots.training_curves import (
     plot_training as plot_training,
 )
+from .plots.verdict_maps import (
+    plot_verdicts as plot_verdicts,
+)
 from .widgets.interventions import (
     show_change as show_change,
 )

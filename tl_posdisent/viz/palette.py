@@ -69,6 +69,21 @@ COMPONENTS = {
 """The colour of each component of the scores, by its name in tables; ``semantic`` and ``interaction`` are sums."""
 
 
+VERDICTS = {
+    "no effect": "#e4e4e4",
+    "positional": BLUE,
+    "static": ORANGE,
+    "banded": GREEN,
+    "query-dependent": PINK,
+}
+"""The colour of each verdict of ``head_verdicts``; grey for those of an incomplete ladder."""
+
+
+def verdict_colour(name: str) -> str:
+    """The colour of a verdict."""
+    return VERDICTS.get(name, GREY)
+
+
 def component_colour(name: str) -> str:
     """The colour of a component, on a light page; ``share_key`` and ``distance × key`` name one as well."""
     return COMPONENTS[name.removeprefix("share_").replace(" × ", ":")]
