@@ -65,8 +65,8 @@ ROWS: list[Row] = [
         "positional_subspace",
         "texts of unequal length",
         lambda at: positional_subspace(demo(), ["one", "one two three"], 0),
-        "texts of equal length",
-        "2, 7 tokens",
+        "two texts at every position",
+        "cut it to 2 tokens",
     ),
     refused(
         "additivity",

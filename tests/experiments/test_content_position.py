@@ -191,8 +191,8 @@ def test_more_that_cannot_be_split() -> None:
         content_position_terms(small_model(encoding="rope", rotary_heads=1), TOKENS, 1)
     model = small_model(encoding="learned", pad_id=0)
     for tokens, message in (
-        (TOKENS[:1], "tokens must be at least two different texts, got 1 that do not differ"),
-        (TOKENS[:1].expand(4, -1), "got 4 that do not differ"),
+        (TOKENS[:1], "tokens must be at least two texts at every position for content_position_terms, got one at pos"),
+        (TOKENS[:1].expand(4, -1), "tokens must be at least two different texts, got 4 that do not differ"),
         (TOKENS * (torch.arange(9) < 7), "padded or packed texts are not supported"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -334,7 +334,10 @@ def test_burn_in_leaves_the_first_positions_out() -> None:
         ({"explained": 0}, "explained must be a number above 0 and up to 1, got 0"),
         ({"explained": math.nan}, "explained must be a number above 0 and up to 1, got nan"),
         ({"burn_in": 8}, "burn_in must be an integer from 0 to 7, got 8"),
-        ({"tokens": TOKENS[:1]}, "tokens must be at least two texts, got 1"),
+        (
+            {"tokens": TOKENS[:1]},
+            "tokens must be at least two texts at every position for positional_subspace, got one at positions 0 to 8",
+        ),
     ],
 )
 def test_bad_subspace(arguments: dict[str, Any], message: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent import experiments as ex
+from tl_posdisent.experiments.residual_stream.content_position import TERMS
 
 LENGTHS = [9, 14, 9, 11]
 WIDTH = max(LENGTHS)
@@ -298,9 +299,8 @@ def test_length_generalization(side: str, shared_model: Any) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_texts_of_equal_length(side: str, shared_model: Any) -> None:
-    """What averages over texts at each position runs padded texts of one length, and refuses others."""
+    """What averages over texts at each position runs padded texts of one length as texts without padding."""
     model = tp.read_model(shared_model("bridge", "llama-gqa"))
-    whole, whole_mask = batch(side)
     equal = torch.cat([TEXTS[0], TEXTS[2]])
     tokens, mask = batch(side, [TEXTS[0], TEXTS[2]])
     for function, table in (
@@ -309,8 +309,48 @@ def test_texts_of_equal_length(side: str, shared_model: Any) -> None:
         (ex.rope_hadamard, lambda form: form.to_frame()),
     ):
         same(table(function(model, tokens, -1, attention_mask=mask)), table(function(model, equal, 1)))
-        with pytest.raises(ValueError, match=f"tokens must be texts of equal length for {function.__name__}"):
+    whole, whole_mask = batch(side)
+    with pytest.raises(ValueError, match="tokens must be texts of equal length for rope_hadamard"):
+        ex.rope_hadamard(model, whole, 1, attention_mask=whole_mask)  # one kernel for all, which may change with length
+    for function in (tp.positional_subspace, tp.content_position_terms):
+        with pytest.raises(
+            ValueError, match=r"at least two texts at every position .* positions 11 to 13: cut it to 11"
+        ):
             function(model, whole, 1, attention_mask=whole_mask)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("grand_mean", ["content", "bias"])
+def test_means_at_positions_are_over_the_texts_that_reach_them(grand_mean: Any, side: str, shared_model: Any) -> None:
+    """Against loops over tokens; the terms of each text add up to its scores alone."""
+    model = shared_model("bridge", "llama-gqa")
+    texts = [*TEXTS, (TEXTS[1] * 5) % 58 + 3]
+    tokens, mask = batch(side, texts)
+    found = tp.content_position_terms(model, tokens, 1, attention_mask=mask, grand_mean=grand_mean)
+    caches = [model.run_with_cache(text)[1] for text in texts]
+    streams = [cache["resid_pre", 1][0].double() for cache in caches]
+    at = [torch.stack([x[i] for x in streams if i < len(x)]) for i in range(WIDTH)]
+    mean = torch.cat(at).mean(0)
+    position = torch.stack([x.mean(0) for x in at]) - mean
+    torch.testing.assert_close(found.position, position)
+    total = sum(found.term(name) for name in TERMS)
+    for row, (cache, n) in enumerate(zip(caches, [*LENGTHS, WIDTH], strict=True)):
+        inside = torch.zeros(WIDTH, WIDTH, dtype=torch.bool)
+        inside[:n, :n] = torch.ones(n, n).tril().bool()
+        assert torch.equal(found.mask[row], inside)
+        expected = cache["attn_scores", 1][0].double()[:, inside[:n, :n]]
+        torch.testing.assert_close(total[row][:, inside], expected, rtol=0, atol=1e-5)
+        assert not total[row][:, ~inside].any()
+    assert found.to_frame().groupby("head")["share"].sum().tolist() == pytest.approx([1] * found.query.shape[3])
+
+    space = tp.positional_subspace(model, tokens, 1, attention_mask=mask, explained=1)
+    between = sum(len(x) * p.square().sum() for x, p in zip(at, position, strict=True))
+    within = sum((x - x.mean(0)).square().sum() for x in at)
+    n = sum(len(x) for x in streams)
+    assert space.share == pytest.approx(float(between / (between + within)))
+    assert space.variances.sum() == pytest.approx(float(between / n))
+    assert space.noise == pytest.approx(float(within / (n - WIDTH) * (WIDTH - 1) / (between + within)))
+    assert tp.rope.principal_angles(space.basis, position.T).max() < 1e-3
 
 
 def test_every_experiment_takes_a_mask() -> None:

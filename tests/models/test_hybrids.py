@@ -22,7 +22,7 @@ from tl_posdisent import (
     read_model,
     swap_positions,
 )
-from tl_posdisent.experiments import part_attribution, streaming_ablation
+from tl_posdisent.experiments import pair_profile, part_attribution, streaming_ablation
 
 WITHOUT: dict[str, dict[str, Any]] = {
     "Mamba": {"vocab_size": zoo.VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4},
@@ -116,7 +116,7 @@ def test_every_table_over_layers_names_the_others(shared_model: Any) -> None:
     """Those of experiments, where layers are chosen by default; refusals are errors of one kind."""
     reading, tables = read_model(shared_model("bridge", "lfm2")), 0
     for function in public_calls.functions("layers"):
-        if not function.__module__.startswith("tl_posdisent.experiments"):
+        if function.__module__.split(".")[1] not in ("experiments", "sweeps"):
             continue
         try:
             table = public_calls.call(function, reading)
@@ -127,3 +127,4 @@ def test_every_table_over_layers_names_the_others(shared_model: Any) -> None:
             assert table.attrs == {"layers_without_attention": [0, 2]}, function.__name__
             assert set(table["layer"].dropna()) == {1, 3}, function.__name__
     assert tables > 10
+    assert pair_profile(reading, 1, 5, 6).attrs == {"layers_without_attention": [0, 2]}

@@ -77,6 +77,30 @@ class Texts:
             )
         return self.groups[0].tokens
 
+    def require_two(self, tool: str) -> None:
+        """Refuse a position that only one text reaches: a mean over the texts would be that text.
+
+        Raises:
+            ValueError: a single text, or one that is longer than all others.
+        """
+        second = sorted(self.lengths)[-2] if len(self.lengths) > 1 else 0
+        if second < self.longest:
+            raise ValueError(
+                f"tokens must be at least two texts at every position for {tool}, got one at positions {second} to "
+                f"{self.longest - 1}"
+                + (f": cut it to {second} tokens, or give more texts of its length" if second else "")
+            )
+
+    def from_the_start(self, parts: Sequence[Tensor], fill: float = 0.0) -> Tensor:
+        """What was computed group by group, ``[text, pos, ...]``, in the order of the batch and without its padding:
+        ``[batch, longest, ...]``, each text from column 0 on, with ``fill`` behind it."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = parts[0].new_full((len(self.tokens), self.longest, *parts[0].shape[2:]), fill)
+        for group, part in zip(self.groups, parts, strict=True):
+            whole[group.rows.to(part.device), : part.shape[1]] = part
+        return whole
+
     def lay_out(self, parts: Sequence[Tensor], fill: float | int | bool = torch.nan) -> Tensor:
         """What was computed group by group, laid out like the batch.
 

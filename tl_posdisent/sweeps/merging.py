@@ -100,7 +100,7 @@ def marginals_by_layer(
     order = {spec.layer: n for n, spec in enumerate(specs)}
     table = pd.concat(tables, ignore_index=True)
     by_layer = table.assign(order=table["layer"].map(order)).sort_values(["order", "batch"], kind="stable")
-    return by_layer.drop(columns="order").reset_index(drop=True)
+    return reading.note(by_layer.drop(columns="order").reset_index(drop=True))
 
 
 def _marginals(spec: AttentionSpec, scores: Float[Tensor, "batch head query key"], group: TextGroup) -> pd.DataFrame:
@@ -228,7 +228,7 @@ def moments_by_layer(
         burn_in=burn_in,
         progress=progress,
     )
-    return table.assign(burn_in=burn_in)
+    return reading.note(table.assign(burn_in=burn_in))
 
 
 def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:

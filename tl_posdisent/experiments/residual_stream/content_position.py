@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -15,7 +15,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.observe import score_tolerance
 from tl_posdisent.models.reading.rotation_tables import running_rotary
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
@@ -41,7 +41,8 @@ class ContentPosition(HasTable):
             ``SOURCES`` (content, position, bias), scale and rotation included; one key head per query head.
         attention_bias: ``[head, query, key]``, added to the products (ALiBi, T5); 0 without one, and outside the mask.
         position: ``[pos, d_model]``, the positional part of the residual stream that queries read.
-        mask: ``[query, key]``, where a query sees a key.
+        mask: ``[query, key]``, where a query sees a key; ``[batch, query, key]`` of texts of unequal length, which all
+            begin at position 0 and have zeros behind their end.
 
     Example:
         >>> from tl_posdisent.experiments import content_position_terms
@@ -61,20 +62,20 @@ class ContentPosition(HasTable):
     key: Float64[Tensor, "source batch pos head d_head"]
     attention_bias: Float64[Tensor, "head query key"]
     position: Float64[Tensor, "pos d_model"]
-    mask: Bool[Tensor, "query key"]
+    mask: Bool[Tensor, "*batch query key"]
 
     def term(self, name: str) -> Float64[Tensor, "batch head query key"]:
         """One of ``TERMS``, laid out like the scores; 0 outside the mask."""
         if name not in TERMS:
             raise ValueError(f"name must be one of {', '.join(TERMS)}, got {name!r}")
         if name == TERMS[-1]:
-            return self.attention_bias.expand(self.query.shape[1], -1, -1, -1)
+            return torch.where(self._mask, self.attention_bias.expand(self.query.shape[1], -1, -1, -1), 0.0)
         query, key = name.split(":")
         return self._product(self.query[_index(query)], self.key[_index(key)])
 
     def scores(self) -> Float64[Tensor, "batch head query key"]:
         """The sum of all terms: the layer's scores before any soft cap, 0 outside the mask."""
-        return self._product(self.query.sum(0), self.key.sum(0)) + self.attention_bias
+        return self._product(self.query.sum(0), self.key.sum(0)) + self.term(TERMS[-1])
 
     def to_frame(self) -> pd.DataFrame:
         """One row per head and term, over the cells of all texts.
@@ -96,16 +97,20 @@ class ContentPosition(HasTable):
             columns = {
                 "share": (centred * scores).mean((0, 2)) / total,
                 "size": centred.square().mean((0, 2)) / total,
-                "toeplitz": toeplitz_share(term, mask=self.mask, pool=True),
+                "toeplitz": toeplitz_share(term, mask=self._mask, pool=True),
             }
             yield pd.DataFrame({**heads, "term": name, **{key: x.tolist() for key, x in columns.items()}})
 
     def _product(self, query: Tensor, key: Tensor) -> Float64[Tensor, "batch head query key"]:
-        return torch.where(self.mask, torch.einsum("bqhd,bkhd->bhqk", query, key), 0.0)
+        return torch.where(self._mask, torch.einsum("bqhd,bkhd->bhqk", query, key), 0.0)
+
+    @property
+    def _mask(self) -> Bool[Tensor, "*batch_head query key"]:
+        return self.mask[:, None] if self.mask.ndim == 3 else self.mask
 
     def _centred(self, x: Tensor) -> Float64[Tensor, "batch head cell"]:
-        """The cells inside the mask, less the mean of all texts."""
-        cells = x[..., self.mask]
+        """The cells inside the mask, less the mean of all texts; one batch entry for texts of unequal length."""
+        cells = x[..., self.mask] if self.mask.ndim == 2 else x.transpose(0, 1)[:, self.mask][None]
         return cells - cells.mean((0, 2), keepdim=True)
 
     def __repr__(self) -> str:
@@ -123,7 +128,7 @@ def content_position_terms(
 ) -> ContentPosition:
     """Split a layer's scores into terms of the positional and content parts of the residual stream (arXiv 2505.13027).
 
-    The positional part of the stream is its mean over the texts at each position minus the overall mean; the content
+    The positional part of the stream is its mean over the texts at each position minus that of all tokens; the content
     part is the remainder. With M the map from stream to query at the norm's actual scale s (see ``qk_readout.py``), a
     query is ``s·M content + s·M position + bias``, a key likewise, and a score is the sum of nine products and of the
     terms that the layer adds (ALiBi, T5). In rotary layers the rotation acts on each part. The map is measured, and the
@@ -133,7 +138,8 @@ def content_position_terms(
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with a norm before its attention.
-        tokens: ids ``[batch, pos]``, or a list of texts: at least two different texts of equal length.
+        tokens: ids ``[batch, pos]``, or a list of texts of any lengths: at least two different texts at every
+            position.
         layer: 0 … n_layers - 1; negative ones count from the end.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
         grand_mean: which part contains the mean of the whole stream: ``"content"`` as in the paper, or ``"bias"``, so
@@ -143,9 +149,9 @@ def content_position_terms(
         ``ContentPosition``: ``term(name)``, ``scores()``, and ``to_frame()`` with shares and Toeplitz shares.
 
     Raises:
-        ValueError: unusable tokens or layer; texts that are all the same; queries or keys that are no affine function
-            of the stream (QK-norm, latent attention, post-norm); scores that are capped, or to which something is
-            added that depends on the text.
+        ValueError: unusable tokens or layer; texts that are all the same, or positions that only one text reaches;
+            queries or keys that are no affine function of the stream (QK-norm, latent attention, post-norm); scores
+            that are capped, or to which something is added that depends on the text.
 
     Example:
         >>> from tl_posdisent.experiments import content_position_terms
@@ -164,64 +170,83 @@ def content_position_terms(
     reading = read_model(model, [layer])
     model, (spec,) = reading.model, reading.specs([layer])
     layer = spec.layer
-    tokens = read_texts(model, tokens, attention_mask).one_group("content_position_terms")
+    texts = read_texts(model, tokens, attention_mask)
     check_choice("grand_mean", grand_mean, ("content", "bias"))
-    if bool((tokens == tokens[:1]).all()):
-        raise ValueError(f"tokens must be at least two different texts, got {len(tokens)} that do not differ")
+    texts.require_two("content_position_terms")
+    ids = texts.from_the_start([group.tokens for group in texts.groups], -1)
+    if bool(((ids == ids.amax(0)) | (ids < 0)).all()):
+        raise ValueError(f"tokens must be at least two different texts, got {len(ids)} that do not differ")
     if spec.soft_cap is not None:
         raise ValueError(f"layer {layer} of {spec.architecture} caps its scores, so they are no sum of products")
-    readings = measure_readings(model, spec, tokens)
+    readings = measure_readings(model, spec, texts.groups[0].tokens)
     names = [name for reading in readings for name in (reading.source, reading.tap.name)]
     tables = [spec.cos, spec.sin] if spec.rotary and spec.holds_to is not None else []
     names += [name for name in tables if name]
-    seen, scores, mask = watch(model, tokens, spec, names)
-    if spec.rotary and spec.cos in names and spec.sin in names:  # long texts may be rotated by other frequencies
-        spec = replace(spec, rotary=running_rotary(seen[spec.cos], seen[spec.sin], spec.rotary))
-    (query, position), (key, _) = (_parts(spec, reading, seen, grand_mean) for reading in readings)
+    watched = [watch(model, group.tokens, spec, names) for group in texts.groups]
+    seen = [each for each, _, _ in watched]
+    scores = texts.from_the_start([_square(x, texts.longest).transpose(1, 2) for _, x, _ in watched]).transpose(1, 2)
+    mask = texts.from_the_start([_square(x.expand(len(s), -1, -1), texts.longest) for _, s, x in watched])
+    (query, position), (key, _) = (_parts(spec, reading, seen, texts, grand_mean) for reading in readings)
     products = torch.einsum("bqhd,bkhd->bhqk", query.sum(0), key.sum(0))
-    scale, bias = _explained(spec, products[..., mask], scores[..., mask].double(), scores.dtype)
-    attention_bias = torch.zeros(products.shape[1:], dtype=torch.float64, device=products.device)
-    attention_bias[:, mask] = bias
-    return ContentPosition(layer, query * scale, key, attention_bias, position, mask)
+    scale, attention_bias = _explained(spec, products, scores, mask)
+    return ContentPosition(layer, query * scale, key, attention_bias, position, mask[0] if len(seen) == 1 else mask)
 
 
 def split_stream(
-    x: Float64[Tensor, "batch pos d_model"],
-) -> tuple[Float64[Tensor, "batch pos d_model"], Float64[Tensor, "pos d_model"], Float64[Tensor, "d_model"]]:
-    """Content (without the grand mean), position and grand mean of a residual stream; they add up to it."""
-    at_position = x.mean(0)
-    mean = at_position.mean(0)
-    return x - at_position, at_position - mean, mean
+    streams: Sequence[Float64[Tensor, "_text _pos d_model"]],
+) -> tuple[list[Tensor], Float64[Tensor, "pos d_model"], Float64[Tensor, "d_model"], Float64[Tensor, "pos"]]:
+    """Content (without the grand mean), position and grand mean of residual streams, which add up to them, and the
+    number of texts at each position. Each of ``streams`` is of texts of equal length."""
+    longest = max(x.shape[1] for x in streams)
+    total, counts = streams[0].new_zeros(longest, streams[0].shape[2]), streams[0].new_zeros(longest)
+    for x in streams:
+        total[: x.shape[1]] += x.sum(0)
+        counts[: x.shape[1]] += len(x)
+    at_position, mean = total / counts[:, None], total.sum(0) / counts.sum()
+    return [x - at_position[: x.shape[1]] for x in streams], at_position - mean, mean, counts
 
 
 def _parts(
-    spec: AttentionSpec, reading: Reading, seen: dict[str, Tensor], grand_mean: str
+    spec: AttentionSpec, reading: Reading, seen: Sequence[dict[str, Tensor]], texts: Texts, grand_mean: str
 ) -> tuple[Float64[Tensor, "source batch pos head d_head"], Float64[Tensor, "pos d_model"]]:
     """Queries or keys by source, rotated if the layer rotates; and the positional part of what they read."""
-    stream = seen[reading.source].double()
-    scale = reading.scales(spec, stream, reading.tap.read(seen[reading.tap.name]))
-    content, position, mean = split_stream(stream)
-    parts = [scale * reading.linear(x) for x in (content, position.expand_as(stream))]
-    constant = scale * reading.linear(mean)
-    bias = reading.bias.expand_as(constant)
-    parts = [parts[0] + constant, parts[1], bias] if grand_mean == "content" else [*parts, constant + bias]
-    places = torch.arange(stream.shape[1], device=stream.device)
-    return torch.stack([spec.per_query_head(spec.rotated(part, places)) for part in parts]), position
+    streams = [each[reading.source].double() for each in seen]
+    content, position, mean, _ = split_stream(streams)
+    found = []
+    for held, stream, own in zip(seen, streams, content, strict=True):
+        scale = reading.scales(spec, stream, reading.tap.read(held[reading.tap.name]))
+        parts = [scale * reading.linear(x) for x in (own, position[: stream.shape[1]].expand_as(stream))]
+        constant = scale * reading.linear(mean)
+        bias = reading.bias.expand_as(constant)
+        parts = [parts[0] + constant, parts[1], bias] if grand_mean == "content" else [*parts, constant + bias]
+        places, turned = torch.arange(stream.shape[1], device=stream.device), _running(spec, held)
+        found.append(torch.stack([spec.per_query_head(turned.rotated(part, places)) for part in parts], 2))
+    return texts.from_the_start(found).movedim(2, 0), position
+
+
+def _running(spec: AttentionSpec, seen: dict[str, Tensor]) -> AttentionSpec:
+    """The layer with the rotation of the running text: long ones may be rotated by other frequencies."""
+    if spec.rotary is None or spec.cos not in seen or spec.sin not in seen:
+        return spec
+    return replace(spec, rotary=running_rotary(seen[spec.cos], seen[spec.sin], spec.rotary))
 
 
 def _explained(
-    spec: AttentionSpec, products: Tensor, scores: Tensor, dtype: torch.dtype
-) -> tuple[float, Float64[Tensor, "head cell"]]:
+    spec: AttentionSpec, products: Tensor, scores: Tensor, mask: Bool[Tensor, "batch query key"]
+) -> tuple[float, Float64[Tensor, "head query key"]]:
     """The scale, and what is added to the scores: both from how scores change from text to text.
 
     Raises:
         ValueError: what is added differs between texts.
     """
-    moves = products - products.mean(0)
-    scale = spec.scale if spec.scale is not None else float((moves * scores).sum() / moves.square().sum())
-    added = scores - scale * products
-    bias = added.mean(0)
-    error, allowed = (added - bias).abs().amax(), score_tolerance(dtype) * scores.abs().amax()
+    inside, texts = mask[:, None], mask.sum(0).clamp_min(1)
+    products, seen = (torch.where(inside, x.double(), 0.0) for x in (products, scores))
+    moves = torch.where(inside, products - products.sum(0) / texts, 0.0)
+    scale = spec.scale if spec.scale is not None else float((moves * seen).sum() / moves.square().sum())
+    added = seen - scale * products
+    bias = added.sum(0) / texts
+    error = torch.where(inside, added - bias, 0.0).abs().amax()
+    allowed = score_tolerance(scores.dtype) * seen.abs().amax()
     if not bool(error <= allowed):
         raise ValueError(
             f"the parts of queries and keys must add up to the scores, but in layer {spec.layer} of "
@@ -231,6 +256,12 @@ def _explained(
     if bool(bias.abs().amax() <= allowed):
         bias = torch.zeros_like(bias)  # rounding
     return scale, bias
+
+
+def _square(x: Tensor, size: int) -> Tensor:
+    """Queries and keys up to this size, with zeros."""
+    missing = size - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing, 0, missing))
 
 
 def _index(source: str) -> int:

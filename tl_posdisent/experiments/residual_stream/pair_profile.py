@@ -87,7 +87,7 @@ def pair_profile(
     index = index_columns((len(chosen),), repeat=len(at))
     index["head"] = [chosen[number] for number in index["head"]]
     columns = {"distance": at.tolist() * len(chosen), "score": scores.T.flatten().tolist()}
-    return pd.DataFrame({"layer": spec.layer, **index, **columns})
+    return reading.note(pd.DataFrame({"layer": spec.layer, **index, **columns}))
 
 
 def _vectors(

@@ -79,7 +79,8 @@ def positional_subspace(
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
-        tokens: ids ``[batch, pos]``, or a list of texts: at least two texts of equal length.
+        tokens: ids ``[batch, pos]``, or a list of texts of any lengths: at least two at every position. Means and
+            variances are over tokens, so that a position counts by the number of texts that reach it.
         layer: 0 … n_layers - 1; negative ones count from the end.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
         rank: number of directions; None for the smallest number that explains the share ``explained``.
@@ -90,8 +91,8 @@ def positional_subspace(
         ``PositionalSubspace``.
 
     Raises:
-        ValueError: unusable tokens or layer; a single text; a ``rank`` beyond the directions in which the positional
-            part varies, or no such direction; ``explained`` or ``burn_in`` out of range; texts of unequal length.
+        ValueError: unusable tokens or layer; positions that only one text reaches; a ``rank`` beyond the directions in
+            which the positional part varies, or no such direction; ``explained`` or ``burn_in`` out of range.
 
     Example:
         >>> from tl_posdisent.experiments import positional_subspace
@@ -107,29 +108,32 @@ def positional_subspace(
     reading = read_model(model, [layer])
     model, (spec,) = reading.model, reading.specs([layer])
     layer = spec.layer
-    tokens = read_texts(model, tokens, attention_mask).one_group("positional_subspace")
-    _check(rank, explained, len(tokens))
-    check_burn_in(burn_in, [tokens.shape[1]], leave=2)
-    seen, _, _ = watch(model, tokens, spec, [residual_hook(layer)])
-    content, position, _ = split_stream(seen[residual_hook(layer)][:, burn_in:].double())
-    _, singular, directions = torch.linalg.svd(position, full_matrices=False)
-    variances = singular.square() / len(position)
+    texts = read_texts(model, tokens, attention_mask)
+    _check(rank, explained)
+    texts.require_two("positional_subspace")
+    check_burn_in(burn_in, texts.lengths, leave=2)
+    streams = []
+    for group in texts.groups:
+        seen, _, _ = watch(model, group.tokens, spec, [residual_hook(layer)])
+        streams.append(seen[residual_hook(layer)][:, burn_in:].double())
+    content, position, _, counts = split_stream(streams)
+    n = int(counts.sum())
+    _, singular, directions = torch.linalg.svd(position * (counts / n).sqrt()[:, None], full_matrices=False)
+    variances = singular.square()
     varying = int((singular > singular[0] * 1e-6).sum()) if float(singular[0]) > 0 else 0
     if rank is None:
         so_far = variances.cumsum(0) / variances.sum()
         rank = min(int((so_far < explained).sum()) + 1, varying)
     if not 1 <= rank <= varying:
         raise ValueError(f"rank must be at least 1 and at most {varying}, the directions with variance, got {rank}")
-    within, between = content.square().sum(-1).mean(), variances.sum()
-    chance = within / (len(content) - 1) * (len(position) - 1) / len(position)
+    within, between = sum(part.square().sum() for part in content) / n, variances.sum()
+    chance = within / (n - len(position)) * (len(position) - 1)  # one-way analysis of variance
     total = within + between
     return PositionalSubspace(layer, directions[:rank].T, variances, float(between / total), float(chance / total))
 
 
-def _check(rank: int | None, explained: float, texts: int) -> None:
+def _check(rank: int | None, explained: float) -> None:
     if rank is not None and (not is_integer(rank) or rank < 1):
         raise ValueError(f"rank must be an integer of at least 1, or None, got {rank!r}")
     if not is_number(explained) or not 0 < explained <= 1:
         raise ValueError(f"explained must be a number above 0 and up to 1, got {explained!r}")
-    if texts < 2:
-        raise ValueError(f"tokens must be at least two texts, got {texts}")

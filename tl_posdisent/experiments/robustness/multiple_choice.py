@@ -29,9 +29,12 @@ class MultipleChoice:
         choices: at least two continuations, as text or token ids ``(pos,)`` without such a token. Each is tokenised on
             its own: let it begin with a space where the tokenizer has spaces before words.
         answer: which choice is right, from 0.
+        context_mask: for a context of padded ids, in its shape: True or 1 at tokens, False or 0 at padding.
+        choice_masks: likewise, one mask for each choice; None for all or for some of them.
 
     Raises:
-        ValueError: fewer than two choices; an answer out of range; neither text nor ids, or empty ones.
+        ValueError: fewer than two choices; an answer out of range; neither text nor ids, or empty ones; masks of
+            another shape or of other values, with a gap, or that leave no token.
 
     Example:
         >>> from tl_posdisent import load_demo_model
@@ -44,6 +47,8 @@ class MultipleChoice:
     context: Text
     choices: Sequence[Text]
     answer: int
+    context_mask: Tensor | None = None
+    choice_masks: Sequence[Tensor | None] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.choices, (str, Tensor)) or not isinstance(self.choices, Sequence) or len(self.choices) < 2:
@@ -51,9 +56,12 @@ class MultipleChoice:
         answer, n = self.answer, len(self.choices)
         if not is_integer(answer) or not 0 <= answer < n:
             raise ValueError(f"answer must be an integer from 0 to {n - 1}, got {answer!r}")
-        _check_text("context", self.context)
-        for n, choice in enumerate(self.choices):
-            _check_text(f"choices[{n}]", choice)
+        _check_text("context", self.context, self.context_mask)
+        masks = self.choice_masks
+        if masks is not None and (isinstance(masks, Tensor) or len(masks) != n):
+            raise ValueError(f"choice_masks must be a sequence of a mask or None for each of {n} choices, or None")
+        for i, (choice, mask) in enumerate(zip(self.choices, masks or [None] * n, strict=True)):
+            _check_text(f"choices[{i}]", choice, mask)
 
 
 def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | None = None) -> Float64[Tensor, "choice"]:
@@ -69,8 +77,8 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
         Nats per token, one number for each choice; the likeliest is the model's answer.
 
     Raises:
-        ValueError: no ``MultipleChoice``; text for a model without tokenizer; ids outside the vocabulary; padded ids;
-            scores that are not finite.
+        ValueError: no ``MultipleChoice``; text for a model without tokenizer; ids outside the vocabulary; padded ids
+            without a mask; scores that are not finite.
 
     Example:
         >>> from tl_posdisent import load_demo_model
@@ -82,8 +90,12 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
     if not isinstance(question, MultipleChoice):
         raise ValueError(f"question must be a MultipleChoice, got {type(question).__name__}")
     n_layers(model)  # or it is no model
-    context = _ids(model, "context", question.context, begins=True)
-    choices = [_ids(model, f"choices[{n}]", choice, begins=False) for n, choice in enumerate(question.choices)]
+    context = _ids(model, "context", question.context, question.context_mask, begins=True)
+    masks = question.choice_masks or [None] * len(question.choices)
+    choices = [
+        _ids(model, f"choices[{n}]", choice, mask, begins=False)
+        for n, (choice, mask) in enumerate(zip(question.choices, masks, strict=True))
+    ]
     scores = [_score(model, question, context, choice, perturb) for choice in choices]
     return torch.stack(scores).cpu()
 
@@ -108,9 +120,13 @@ def _score(model: Any, question: MultipleChoice, context: Tensor, choice: Tensor
     return score
 
 
-def _ids(model: Any, name: str, text: Text, *, begins: bool) -> Int[Tensor, " pos"]:
+def _ids(model: Any, name: str, text: Text, mask: Tensor | None, *, begins: bool) -> Int[Tensor, " pos"]:
     if isinstance(text, Tensor):
-        refuse_padding(model, text[None], name, "each is run alone, so cut its padding off")
+        if mask is not None:
+            text = text[mask.to(text.device).bool()]
+        else:
+            advice = "pass context_mask=" if begins else "pass choice_masks="
+            refuse_padding(model, text[None], name, f"{advice} (1 at tokens, 0 at padding), or cut it off")
         return text.to(device_of(model), torch.int64)
     if getattr(model, "tokenizer", None) is None:
         raise ValueError("context and choices were given as text, but the model has no tokenizer: pass token ids")
@@ -118,8 +134,19 @@ def _ids(model: Any, name: str, text: Text, *, begins: bool) -> Int[Tensor, " po
     return row.to(device_of(model))
 
 
-def _check_text(name: str, text: Any) -> None:
+def _check_text(name: str, text: Any, mask: Any) -> None:
     ids = isinstance(text, Tensor) and text.ndim == 1 and not (text.is_floating_point() or text.is_complex())
     if not (isinstance(text, str) or (ids and text.dtype != torch.bool)) or len(text) == 0:
         got = f"{text.dtype} of shape {tuple(text.shape)}" if isinstance(text, Tensor) else repr(text)
         raise ValueError(f"{name} must be text or integer token ids of shape (pos,), not empty, got {got}")
+    if mask is None:
+        return
+    if not ids:
+        raise ValueError(f"{name}: a mask is for token ids, and text needs none")
+    fits = isinstance(mask, Tensor) and mask.shape == text.shape and bool(((mask == 0) | (mask == 1)).all())
+    runs = int(mask.bool().int().diff(prepend=mask.new_zeros(1).int()).clamp_min(0).sum()) if fits else 0
+    if runs != 1:
+        raise ValueError(
+            f"{name}: its mask must have its shape {tuple(text.shape)}, True or 1 at its tokens, which are one run, "
+            "and False or 0 at padding"
+        )
