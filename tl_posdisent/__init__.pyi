@@ -58,11 +58,11 @@ from .experiments.attention_scores.disentanglement import (
 from .experiments.attention_scores.head_labels import (
     head_labels as head_labels,
 )
+from .experiments.attention_scores.head_preferences import (
+    preference_flips as preference_flips,
+)
 from .experiments.attention_scores.positional_symbolic_plane import (
     positional_symbolic as positional_symbolic,
-)
-from .experiments.attention_scores.preference_flips_table import (
-    preference_flips as preference_flips,
 )
 from .experiments.attention_scores.subspace_patterns import (
     subspace_patterns as subspace_patterns,

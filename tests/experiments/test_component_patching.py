@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.lies import FEW, REAL, TOKENS, UNORDERED, close, every_way, logits
+from support.intervention_cases import FEW, REAL, TOKENS, UNORDERED, close, every_way, logits
 from torch import Tensor
 
 from tl_posdisent import capture, component_patching, fit_additive, position_patching

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.lies import TOKENS, UNORDERED, logits
+from support.intervention_cases import TOKENS, UNORDERED, logits
 from support.untouched import state
 from torch import Tensor
 from transformer_lens import patching

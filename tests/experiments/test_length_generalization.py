@@ -297,7 +297,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [0, 4.0]}, r"lengths must be at least two ascending integers, got \[0, 4\.0\]"),
     ({"lengths": [-1, 4]}, r"lengths must lie within the text of 40 tokens.* got \[-1, 4\]"),
     ({"lengths": [0, 41]}, r"lengths must lie within the text of 40 tokens.* got \[0, 41\]"),
-    ({"lengths": [0, 39, 40]}, r"lengths must lie within .* a token to predict in the last, got \[0, 39, 40\]"),
+    (
+        {"lengths": [0, 39, 40]},
+        r"lengths must lie within .* a token to predict in the last, got \[0, 39, 40\]",
+    ),
     ({"lengths": [0, 2, 4]}, r"lengths must lie within .* three positions or more in the first bucket"),
     ({"in_range": 6}, "in_range must be an integer from 7 to 40, got 6"),
     ({"in_range": 41}, "in_range must be an integer from 7 to 40, got 41"),

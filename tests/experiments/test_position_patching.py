@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.lies import REAL, TOKENS, UNORDERED, WAYS, by_brute_force, close, every_way, logits, mixed_of
+from support.intervention_cases import REAL, TOKENS, UNORDERED, WAYS, by_brute_force, close, every_way, logits, mixed_of
 from torch import Tensor
 
 from tl_posdisent import capture, position_patching, swap_positions
@@ -69,9 +69,9 @@ def test_one_head_by_brute_force(kind: str, name: str, which: str, shared_model:
     """In the first layer tokens are the same in both runs, and each side stands where it stood in its run."""
     model = shared_model(kind, name)
     clean, spec = vectors(model)[0], read_layers(model, [0])[0]
-    lie, real = UNORDERED.double(), REAL.double().expand(2, -1)
+    moved, real = UNORDERED.double(), REAL.double().expand(2, -1)
     for keys in ("group", "head"):
-        queries, seen = (x[:, None].repeat(1, 8, 1) for x in (lie, lie))
+        queries, seen = (x[:, None].repeat(1, 8, 1) for x in (moved, moved))
         if "q" in which:
             queries[:, HEAD] = real
         if "k" in which:

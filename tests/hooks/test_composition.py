@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.lies import TOKENS, UNORDERED, L, by_brute_force, close, distances, logits, mixed_of
+from support.intervention_cases import TOKENS, UNORDERED, L, by_brute_force, close, distances, logits, mixed_of
 from torch import Tensor
 
 from tl_posdisent import (

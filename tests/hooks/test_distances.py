@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.lies import (
+from support.intervention_cases import (
     REAL,
     L,
     by_brute_force,

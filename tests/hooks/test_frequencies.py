@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.lies import TOKENS, L, close, every_way, logits, mixed_of
+from support.intervention_cases import TOKENS, L, close, every_way, logits, mixed_of
 from support.untouched import state
 from torch import Tensor
 

@@ -8,34 +8,22 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.lies import L, close
+from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
 from torch import Tensor
 
 from tl_posdisent import (
-    ablate_heads,
     dummy_distance,
-    lambda_mask,
     limit_frequencies,
-    position_interpolation,
-    remap_distance,
     swap_positions,
 )
-from tl_posdisent.hooks import drop_component, phase_noise, substitute_additive
+from tl_posdisent.hooks import drop_component, substitute_additive
 from tl_posdisent.models.reading.forward import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 TEXTS = zoo.random_tokens(L)
 START = 7
 TOOLS: dict[str, Callable[..., list[Hook]]] = {
-    "swap": lambda m, **w: swap_positions(m, lambda p: (7 * p) % 5, **w),
-    "dummy": lambda m, **w: dummy_distance(m, 5, **w),
-    "remap": lambda m, **w: remap_distance(m, lambda d: d.clamp(max=2), **w),
-    "interpolate": lambda m, **w: position_interpolation(m, 3, **w),
-    "freeze": lambda m, **w: limit_frequencies(m, 0.05, mode="freeze", **w),
-    "drop": lambda m, **w: limit_frequencies(m, 0.05, **w),
-    "noise": lambda m, **w: phase_noise(m, 0.7, **w),
-    "lambda": lambda m, **w: lambda_mask(m, 1, 4, 2, **w),
-    "ablation": lambda m, **w: ablate_heads(m, w.get("heads") or [1, 2]),
+    **TOOLS_FOR_ANY_LENGTH,
     "two at once": lambda m, **w: dummy_distance(m, 5, **w) + limit_frequencies(m, 0.05, mode="freeze", **w),
 }
 # Without gpt_oss, whose router may take another expert at the least rounding; below it takes all of them.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.lies import BROKEN, FEW, REAL, TOKENS, L, close, every_way, logits, mixed_of
+from support.intervention_cases import BROKEN, FEW, REAL, TOKENS, L, close, every_way, logits, mixed_of
 
 from tl_posdisent import capture, swap_positions
 from tl_posdisent.hooks import applied, phase_noise

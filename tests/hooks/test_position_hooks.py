@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.lies import (
-    EVERY_LIE,
+from support.intervention_cases import (
+    EVERY_INTERVENTION,
     FEW,
     REAL,
     TOKENS,
@@ -21,11 +21,11 @@ from tl_posdisent import dummy_distance, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
 
 
-@EVERY_LIE
+@EVERY_INTERVENTION
 @pytest.mark.parametrize(("kind", "name"), FEW)
-def test_every_way_to_apply_hooks(kind: str, name: str, lie: Any, shared_model: Any) -> None:
+def test_every_way_to_apply_hooks(kind: str, name: str, intervention: Any, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    hooks = lie(model)
+    hooks = intervention(model)
     assert type(hooks) is list
     assert all(type(hook) is tuple and isinstance(hook[0], str) and callable(hook[1]) for hook in hooks)
     plain, expected = logits(model, []), logits(model, hooks)
@@ -40,28 +40,28 @@ def test_every_way_to_apply_hooks(kind: str, name: str, lie: Any, shared_model: 
     assert torch.equal(logits(model, []), plain)
 
 
-@EVERY_LIE
+@EVERY_INTERVENTION
 @pytest.mark.parametrize(("kind", "name"), FEW)
-def test_nothing_is_held_after_the_run(kind: str, name: str, lie: Any, shared_model: Any) -> None:
+def test_nothing_is_held_after_the_run(kind: str, name: str, intervention: Any, shared_model: Any) -> None:
     model, seen = shared_model(kind, name), []
 
     def watch(x: Tensor, hook: Any) -> None:
         seen.append(weakref.ref(x))
 
-    hooks = lie(model)
+    hooks = intervention(model)
     names = {hook for hook, _ in hooks} | {f"blocks.0.attn.{x}" for x in ("hook_q", "hook_k", "hook_v", "hook_pattern")}
     logits(model, [*hooks, *((hook, watch) for hook in names)])
     assert len(seen) >= len(names)
     assert [ref for ref in seen if ref() is not None] == []
 
 
-@EVERY_LIE
+@EVERY_INTERVENTION
 @pytest.mark.parametrize(("kind", "name"), FEW)
-def test_gradients_flow(kind: str, name: str, lie: Any) -> None:
+def test_gradients_flow(kind: str, name: str, intervention: Any) -> None:
     """The gradient through the hooks is that of finite differences."""
     model = zoo.load(kind, name)
     parameter = next(p for p in model.parameters() if p.shape[0] == zoo.VOCAB)  # the embedding
-    with applied(model, lie(model)):
+    with applied(model, intervention(model)):
         loss = model(TOKENS).double().pow(2).mean()
         (gradient,) = torch.autograd.grad(loss, parameter)
         assert gradient.abs().max() > 0

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.lies import (
+from support.intervention_cases import (
     BROKEN,
-    EVERY_LIE,
+    EVERY_INTERVENTION,
     TOKENS,
     UNORDERED,
     L,
@@ -66,10 +66,10 @@ def test_another_number_of_texts_is_refused(kind: str, name: str, shared_model: 
     refused(model, remap_distance(model, hole), "distances must be finite inside the mask")
 
 
-@EVERY_LIE
+@EVERY_INTERVENTION
 @every_way
 def test_a_cache_that_was_filled_without_the_hooks_is_refused(
-    kind: str, name: str, lie: Any, shared_model: Any
+    kind: str, name: str, intervention: Any, shared_model: Any
 ) -> None:
     model = shared_model(kind, name)
     after = TOKENS[:, :1]
@@ -77,14 +77,21 @@ def test_a_cache_that_was_filled_without_the_hooks_is_refused(
     if kind == "bridge":
         with torch.no_grad():
             _, cache = model(TOKENS, return_type="logits_and_cache", use_cache=True)
-        refused(model, lie(model), message, tokens=after, past_key_values=cache, use_cache=True)
+        refused(model, intervention(model), message, tokens=after, past_key_values=cache, use_cache=True)
     else:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
         cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
         with torch.no_grad():
             model(TOKENS, past_kv_cache=cache, attention_mask=torch.ones_like(TOKENS))
-        refused(model, lie(model), message, tokens=after, past_kv_cache=cache, attention_mask=torch.ones_like(after))
+        refused(
+            model,
+            intervention(model),
+            message,
+            tokens=after,
+            past_kv_cache=cache,
+            attention_mask=torch.ones_like(after),
+        )
 
 
 @every_way
@@ -108,12 +115,12 @@ def test_padding_on_the_left(kind: str, name: str, shared_model: Any) -> None:
     mask[0, :4] = 0
     with torch.no_grad():
         model(TOKENS, attention_mask=mask)
-    lies = {
+    tools = {
         "swap": lambda kept: swap_positions(model, BROKEN[-kept:]),
         "dummy": lambda kept: dummy_distance(model, 4),
         "remap": lambda kept: remap_distance(model, lambda d: d.clamp(max=2)),
     }
-    for tool in lies.values():
+    for tool in tools.values():
         if (kind, name) == ("bridge", "gptj"):  # which shows neither its scores nor its tables
             refused(model, tool(L), "scores of layer 0 .* are not what its queries", attention_mask=mask)
             continue

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.lies import (
+from support.intervention_cases import (
     BROKEN,
     FAR,
     REAL,
@@ -83,19 +83,19 @@ def test_texts_have_positions_of_their_own(kind: str, name: str, shared_model: A
 # --- some heads, some layers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lie", ["swap", "remap"])
+@pytest.mark.parametrize("intervention", ["swap", "remap"])
 @every_way
-def test_only_the_chosen_heads_are_lied_to(kind: str, name: str, lie: str, shared_model: Any) -> None:
+def test_only_the_chosen_heads_change(kind: str, name: str, intervention: str, shared_model: Any) -> None:
     """The others are the same to the last bit, also those that share their keys."""
     model = shared_model(kind, name)
     tool: Callable[..., list[Hook]] = {
         "swap": lambda **more: swap_positions(model, UNORDERED, **more),
         "remap": lambda **more: remap_distance(model, lambda d: d.clamp(max=2), **more),
-    }[lie]
+    }[intervention]
     wanted = {
         "swap": distances(UNORDERED)[:, None],
         "remap": (REAL[:, None] - REAL).clamp(max=2).double(),
-    }[lie]
+    }[intervention]
     plain, everything = mixed_of(model, []), by_brute_force(model, wanted)
     for heads in ([0], [1, 6], [4, 5, 6, 7]):
         others = [h for h in range(8) if h not in heads]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.lies import close
+from support.intervention_cases import close
 
 from tl_posdisent import (
     dummy_distance,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import zoo
 from support.dense import dense_fitted
-from support.lies import TOKENS, L, close, logits, mixed_of
+from support.intervention_cases import TOKENS, L, close, logits, mixed_of
 from support.untouched import state
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What tests of hooks for positions share: texts, models for each way they take, and brute force."""
+"""Interventions, models for each way that they take, texts, and the same results by brute force."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent import capture, dummy_distance, remap_distance, swap_positions
-from tl_posdisent.hooks import applied
+from tl_posdisent import (
+    ablate_heads,
+    capture,
+    dummy_distance,
+    lambda_mask,
+    limit_frequencies,
+    position_interpolation,
+    remap_distance,
+    swap_positions,
+)
+from tl_posdisent.hooks import applied, phase_noise
 from tl_posdisent.models.reading.forward import Hook
 
 from . import zoo
@@ -91,10 +100,22 @@ def by_brute_force(
     return torch.einsum("bhqk,bkhd->bhqd", scores.softmax(-1)[..., :L], values).float()
 
 
-LIES: dict[str, Callable[[Any], list[Hook]]] = {
+INTERVENTIONS: dict[str, Callable[[Any], list[Hook]]] = {
     "swap": lambda model: swap_positions(model, UNORDERED),
     "swap some": lambda model: swap_positions(model, UNORDERED, heads=[1, 6]),
     "dummy": lambda model: dummy_distance(model, 5),
     "remap": lambda model: remap_distance(model, lambda d: d.clamp(max=2)),
 }
-EVERY_LIE = pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+EVERY_INTERVENTION = pytest.mark.parametrize("intervention", INTERVENTIONS.values(), ids=INTERVENTIONS)
+# Each on a text of any length, whole, padded or against a cache.
+TOOLS_FOR_ANY_LENGTH: dict[str, Callable[..., list[Hook]]] = {
+    "swap": lambda m, **w: swap_positions(m, lambda p: (7 * p) % 5, **w),
+    "dummy": lambda m, **w: dummy_distance(m, 5, **w),
+    "remap": lambda m, **w: remap_distance(m, lambda d: d.clamp(max=2), **w),
+    "interpolate": lambda m, **w: position_interpolation(m, 3, **w),
+    "freeze": lambda m, **w: limit_frequencies(m, 0.05, mode="freeze", **w),
+    "drop": lambda m, **w: limit_frequencies(m, 0.05, **w),
+    "noise": lambda m, **w: phase_noise(m, 0.7, **w),
+    "lambda": lambda m, **w: lambda_mask(m, 1, 4, 2, **w),
+    "ablation": lambda m, **w: ablate_heads(m, w.get("heads") or [1, 2]),
+}
