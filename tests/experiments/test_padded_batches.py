@@ -312,7 +312,7 @@ def test_texts_of_equal_length(side: str, shared_model: Any) -> None:
     whole, whole_mask = batch(side)
     with pytest.raises(ValueError, match="tokens must be texts of equal length for rope_hadamard"):
         ex.rope_hadamard(model, whole, 1, attention_mask=whole_mask)  # one kernel for all, which may change with length
-    for function in (tp.positional_subspace, tp.content_position_terms):
+    for function in (ex.positional_subspace, ex.content_position_terms):
         with pytest.raises(
             ValueError, match=r"at least two texts at every position .* positions 11 to 13: cut it to 11"
         ):
@@ -326,7 +326,7 @@ def test_means_at_positions_are_over_the_texts_that_reach_them(grand_mean: Any, 
     model = shared_model("bridge", "llama-gqa")
     texts = [*TEXTS, (TEXTS[1] * 5) % 58 + 3]
     tokens, mask = batch(side, texts)
-    found = tp.content_position_terms(model, tokens, 1, attention_mask=mask, grand_mean=grand_mean)
+    found = ex.content_position_terms(model, tokens, 1, attention_mask=mask, grand_mean=grand_mean)
     caches = [model.run_with_cache(text)[1] for text in texts]
     streams = [cache["resid_pre", 1][0].double() for cache in caches]
     at = [torch.stack([x[i] for x in streams if i < len(x)]) for i in range(WIDTH)]
@@ -343,7 +343,7 @@ def test_means_at_positions_are_over_the_texts_that_reach_them(grand_mean: Any, 
         assert not total[row][:, ~inside].any()
     assert found.to_frame().groupby("head")["share"].sum().tolist() == pytest.approx([1] * found.query.shape[3])
 
-    space = tp.positional_subspace(model, tokens, 1, attention_mask=mask, explained=1)
+    space = ex.positional_subspace(model, tokens, 1, attention_mask=mask, explained=1.0)
     between = sum(len(x) * p.square().sum() for x, p in zip(at, position, strict=True))
     within = sum((x - x.mean(0)).square().sum() for x in at)
     n = sum(len(x) for x in streams)

@@ -91,7 +91,7 @@ class Texts:
                 + (f": cut it to {second} tokens, or give more texts of its length" if second else "")
             )
 
-    def from_the_start(self, parts: Sequence[Tensor], fill: float = 0.0) -> Tensor:
+    def from_the_start(self, parts: Sequence[Tensor], fill: float | int = 0) -> Tensor:
         """What was computed group by group, ``[text, pos, ...]``, in the order of the batch and without its padding:
         ``[batch, longest, ...]``, each text from column 0 on, with ``fill`` behind it."""
         if len(parts) == 1:
