@@ -6,7 +6,14 @@ import torch
 
 from tl_posdisent import additivity, capture, demo_tokens, fit_additive, length_generalization
 from tl_posdisent.demo import demo_tokenizer
-from tl_posdisent.experiments import MultipleChoice, choice_scores, dummy_distance_check, perturb, positional_subspace
+from tl_posdisent.experiments import (
+    MultipleChoice,
+    choice_scores,
+    dummy_distance_check,
+    perturb,
+    positional_subspace,
+    questions_from_text,
+)
 from tl_posdisent.sweeps import Text
 
 from .given import TOKENS, demo, model
@@ -117,6 +124,7 @@ ROWS: list[Row] = [
         lambda at: choice_scores(demo(), MultipleChoice("a", ["", " b"], 0)),
         "choice",
     ),
+    refused("questions_from_text", "one sentence", lambda at: questions_from_text("It rained."), "text must be long"),
 ]
 
 

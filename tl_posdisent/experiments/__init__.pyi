@@ -109,6 +109,12 @@ from .robustness.multiple_choice import (
 from .robustness.multiple_choice import (
     choice_scores as choice_scores,
 )
+from .robustness.multiple_choice import (
+    questions_from_text as questions_from_text,
+)
+from .robustness.output_projection import (
+    output_projection as output_projection,
+)
 from .robustness.perturb import (
     Perturbed as Perturbed,
 )

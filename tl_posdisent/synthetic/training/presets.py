@@ -121,7 +121,7 @@ MEDIUM = Preset(
     training=TrainConfig(
         epochs=1, batch_size=64, lr=1e-3, betas=(0.9, 0.98), n_train=16_000, n_test=2_000, log_every=50, pieces=2
     ),
-    per_task={"gap32": {"n_train": 25_600}, "gap70": {"n_train": 51_200}},
+    per_task={"gap16": {"n_train": 19_200}, "gap32": {"n_train": 25_600}, "gap70": {"n_train": 51_200}},
 )
 
 PAPER = Preset(

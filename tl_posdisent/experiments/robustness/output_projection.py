@@ -1,0 +1,138 @@
+"""Attention outputs within and beyond the training length, on the principal components of those within it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from einops import rearrange
+from jaxtyping import Float
+from torch import Tensor
+
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.longer_context import longer_context
+from tl_posdisent.models.reading.forward import Hook, run
+from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.validation import check_integer, is_integer
+
+
+def output_projection(
+    model: Any,
+    tokens: Tokens,
+    hooks: Sequence[Hook] | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    in_range: int | None = None,
+    start: int = 0,
+    components: int = 2,
+    layers: int | Iterable[int] | None = None,
+) -> pd.DataFrame:
+    """Project the attention outputs of each layer on the principal components of those within the training length.
+
+    The picture of arXiv 2503.13305, §6. An output is ``z`` of all heads of a layer side by side, at one position. The
+    reference is the outputs at positions ``start … in_range - 1`` of the same texts, read in a pass that ends there,
+    without ``hooks``; its mean is subtracted, and each coordinate is in standard deviations of the reference along that
+    component. Outputs far from 0 there are unlike those that later layers were trained on. For distances in all
+    directions, head by head, see ``mahalanobis`` of ``length_generalization``.
+
+    Args:
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
+        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths. Each is read
+            up to the length of the shortest.
+        hooks: an intervention on the pass that is projected, such as ``lambda_mask``. Default none.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        in_range: the length of the training texts; default that of the texts.
+        start: the first position that counts.
+        components: how many, at most as many as positions in the reference or coordinates.
+        layers: default all.
+
+    Returns:
+        One row per layer, text and position from ``start``: ``layer``, ``text``, ``pos``, ``in_range`` (whether the
+        position is), and ``pc1``, ``pc2``, …. The sign of a component is such that its largest weight is positive.
+        ``table.attrs["explained"]`` has the share of the reference's variance of each component, by layer.
+
+    Raises:
+        ValueError: unusable tokens, layers or hooks; numbers out of range; a layer without ``hook_z``; outputs that are
+            not finite, or that do not vary within range; a model that cannot read so far (``longer_context``).
+        RuntimeError: hooks that never fired.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.experiments import output_projection
+        >>> model, tokens = load_demo_model(), demo_tokens(length=600)
+        >>> table = output_projection(model, tokens, in_range=512, start=64, layers=[4])
+        >>> table.columns.tolist()
+        ['layer', 'text', 'pos', 'in_range', 'pc1', 'pc2']
+        >>> table[table["in_range"]][["pc1", "pc2"]].std(ddof=0).round(3).tolist()
+        [1.0, 1.0]
+    """
+    reading = read_model(model)
+    model, specs = reading.model, reading.specs(layers)
+    batch = read_texts(model, tokens, attention_mask)
+    length = min(batch.lengths)
+    end = length if in_range is None else in_range
+    check_integer("start", start, 0)
+    if not is_integer(end) or not start + 3 <= end <= length:
+        raise ValueError(f"in_range must be an integer from {start + 3} to {length}, got {in_range!r}")
+    for spec in specs:
+        if spec.z is None:
+            raise ValueError(f"layer {spec.layer} of {spec.architecture} shows no hook_z")
+    sizes = [spec.n_heads * spec.d_head for spec in specs]
+    most = min([*sizes, len(batch.tokens) * (end - start) - 1])
+    if check_integer("components", components, 1) > most:
+        raise ValueError(f"components must be at most {most} for outputs of {min(sizes)} coordinates, got {components}")
+    texts = [row[real] for row, real in zip(batch.tokens, batch.real, strict=True)]
+    read = torch.stack([text[:length] for text in texts])
+    with torch.no_grad(), longer_context(reading, length):
+        reference, outputs = _outputs(model, read[:, :end], specs, []), _outputs(model, read, specs, list(hooks or []))
+    tables, explained = [], {}
+    for spec in specs:
+        axes, shares, mean = _principal(reference[spec.layer][:, start:].flatten(0, 1), spec.layer, components)
+        points = ((outputs[spec.layer][:, start:] - mean) @ axes).flatten(0, 1).cpu()
+        names = [f"pc{n}" for n in range(1, components + 1)]
+        where = torch.cartesian_prod(torch.arange(len(texts)), torch.arange(start, length)).T
+        table = pd.DataFrame({"layer": spec.layer, "text": where[0].numpy(), "pos": where[1].numpy()})
+        table["in_range"] = table["pos"] < end
+        tables.append(pd.concat([table, pd.DataFrame(points.numpy(), columns=names)], axis=1))
+        explained[spec.layer] = shares.tolist()
+    found = reading.note(pd.concat(tables, ignore_index=True))
+    found.attrs["explained"] = explained
+    return found
+
+
+def _outputs(
+    model: Any, tokens: Tensor, specs: list[AttentionSpec], hooks: list[Hook]
+) -> dict[int, Float[Tensor, "batch pos coordinate"]]:
+    """z of each layer, all heads side by side, in float64."""
+    found: dict[int, Tensor] = {}
+
+    def listener(layer: int) -> Any:
+        def listen(z: Tensor, hook: Any) -> None:
+            if not bool(z.isfinite().all()):
+                raise ValueError(f"the attention outputs of layer {layer} are not finite")
+            found[layer] = rearrange(z.detach().double(), "batch pos head d -> batch pos (head d)")
+
+        return listen
+
+    observers: list[Hook] = [(str(spec.z), listener(spec.layer)) for spec in specs]
+    last = max(spec.layer for spec in specs) + 1
+    with applied(model, hooks):
+        run(model, tokens, observers, stop=None if hooks else last)  # hooks may be for layers after that too
+    return found
+
+
+def _principal(x: Float[Tensor, "n d"], layer: int, components: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Axes ``[d, component]`` divided by the standard deviation along them, shares of the variance, mean."""
+    mean = x.mean(0)
+    _, spread, axes = torch.linalg.svd(x - mean, full_matrices=False)
+    variances = spread.square() / len(x)
+    if not bool(variances[components - 1] > 1e-20 * variances.sum().clamp_min(1e-200)):
+        raise ValueError(f"the attention outputs of layer {layer} must vary in range along {components} components")
+    axes = axes[:components]
+    largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
+    axes = axes * largest.sign() / variances[:components, None].sqrt()
+    return axes.T, variances[:components] / variances.sum(), mean
