@@ -1,0 +1,93 @@
+"""Questions made from held-out text, asked of two models whose context is perturbed: ``downstream.csv`` and ``.svg``.
+
+``python docs/figures/downstream.py`` measures (some minutes of one core) and draws; ``… draw`` only draws. It needs the
+story model and the speeches of ``POSDISENT_DATA`` (see ``two_models.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from plotly.subplots import make_subplots
+from two_models import Case, both
+
+import tl_posdisent as tp
+from tl_posdisent.experiments import MultipleChoice, questions_from_text
+from tl_posdisent.viz.palette import HUES
+
+TABLE = Path(__file__).with_name("downstream.csv")
+QUESTIONS = 240
+FRACTIONS = [0, 0.05, 0.2, 0.5, 1]
+TASKS = {"last_word": "last word, of 2", "next_sentence": "next sentence, of 2"}
+
+
+def questions(case: Case, ask: str) -> list[MultipleChoice]:
+    """As token ids, so that both models have tokens perturbed."""
+    drawn = questions_from_text(case.text, ask, n=None, before=2)  # type: ignore[arg-type]
+    short = [q for q in drawn if len(str(q.context)) < 1000]
+    asked = [short[int(i)] for i in torch.linspace(0, len(short) - 1, min(QUESTIONS, len(short)))]
+
+    def ids(text: str) -> torch.Tensor:
+        return torch.tensor(case.encode(text))
+
+    def choice(text: str) -> torch.Tensor:
+        return ids(text.strip() if case.name == "story model" else text)  # SentencePiece puts a space before it itself
+
+    start = torch.tensor([case.bos])
+    return [
+        MultipleChoice(torch.cat([start, ids(str(q.context))]), [choice(str(c)) for c in q.choices], q.answer)
+        for q in asked
+    ]
+
+
+def measure() -> pd.DataFrame:
+    tables = []
+    for case in both():
+        for ask in TASKS:
+            asked = questions(case, ask)
+            curve = tp.perturbation_curve(
+                case.model, case.long[:, :400], fractions=FRACTIONS, seeds=1, downstream=asked, progress=False
+            )
+            right = curve["downstream"]
+            error = (right * (1 - right) / len(asked)) ** 0.5  # of the questions, which are a sample
+            columns = {"model": case.name, "task": ask, "questions": len(asked), "downstream_se": error}
+            tables.append(curve[["kind", "fraction", "added_loss", "downstream"]].assign(**columns))
+            print(tables[-1].round(3).to_string(), flush=True)
+    table = pd.concat(tables, ignore_index=True)
+    table.round(4).to_csv(TABLE, index=False)
+    return table
+
+
+def draw(table: pd.DataFrame) -> go.Figure:
+    cells = [(model, task) for model in table["model"].unique() for task in TASKS]
+    titles = [f"{model}: {TASKS[task]}" for model, task in cells]
+    figure = make_subplots(rows=1, cols=len(cells), subplot_titles=titles, shared_yaxes=True)
+    for column, (model, task) in enumerate(cells, start=1):
+        for number, kind in enumerate(table["kind"].unique()):
+            rows = table[(table["model"] == model) & (table["task"] == task) & (table["kind"] == kind)]
+            figure.add_scatter(
+                x=rows["fraction"] + 0.012 * (number - 1),  # beside each other
+                y=rows["downstream"],
+                error_y={"array": rows["downstream_se"], "thickness": 1},
+                name=kind,
+                mode="lines+markers",
+                line={"color": HUES[number]},
+                showlegend=column == 1,
+                legendgroup=kind,
+                row=1,
+                col=column,
+            )
+        figure.add_hline(y=0.5, line={"dash": "dot", "color": "grey"}, row=1, col=column)
+    figure.update_xaxes(title="tokens out of place", tickformat=".0%")
+    return figure.update_yaxes(title="share of correct answers", row=1, col=1)
+
+
+if __name__ == "__main__":
+    from make import save
+
+    found = pd.read_csv(TABLE) if "draw" in sys.argv else measure()
+    save(draw(found), "downstream", 1000, 340, None)

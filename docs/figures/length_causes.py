@@ -1,0 +1,106 @@
+"""Causes of length failure, apart from each other, in two models: ``length_causes.csv`` and ``output_projection.svg``.
+
+``python docs/figures/length_causes.py`` takes some minutes of one core; ``… project`` only makes the figure. It needs
+the story model of ``POSDISENT_DATA`` (see ``two_models.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+import torch
+from plotly.subplots import make_subplots
+from two_models import Case, both
+
+import tl_posdisent as tp
+from tl_posdisent.experiments import output_projection
+from tl_posdisent.viz.palette import GREY, HUES
+
+TABLE = Path(__file__).with_name("length_causes.csv")
+TRAINED = 512
+HALF = 256
+
+
+def temperature(model: Any, length: int) -> list[Any]:
+    """Scores times log(number of keys) / log(TRAINED), where a query sees more keys than in training."""
+    seen = torch.arange(1, length + 1)
+    factor = (seen.clamp_min(2).log() / math.log(TRAINED)).clamp_min(1.0)[:, None]
+
+    def sharpen(scores: torch.Tensor, hook: Any) -> torch.Tensor:
+        return torch.where(scores > -1e4, scores * factor[: scores.shape[-2]].to(scores), scores)
+
+    return [(f"blocks.{layer}.attn.hook_attn_scores", sharpen) for layer in range(model.cfg.n_layers)]
+
+
+def ways(case: Case) -> dict[str, list[Any]]:
+    """What is removed: unseen distances (ceiling), the number of keys (window), the first keys (no sinks)."""
+    model, length = case.model, case.long.shape[1]
+
+    def edit(n_sink: int, window: int, ceiling: int) -> list[Any]:
+        return tp.lambda_mask(model, n_sink, window, ceiling)
+
+    ceiling, sharp = edit(0, length, TRAINED - 1), temperature(model, length)
+    return {
+        "as it is": [],
+        "ceiling alone": ceiling,
+        "window alone, no sinks": edit(0, HALF, length),
+        "window and 4 sinks at their distance": edit(4, HALF, length),
+        "window and 4 sinks at the ceiling": edit(4, HALF, TRAINED - 1),
+        "window and 1 sink at the ceiling": edit(1, HALF, TRAINED - 1),
+        "temperature alone": sharp,
+        "ceiling and temperature": [*ceiling, *sharp],
+        "positions / 3 (all distances trained)": tp.position_interpolation(model, length / TRAINED),
+    }
+
+
+def measure() -> pd.DataFrame:
+    rows = []
+    for case in both():
+        length = case.long.shape[1]
+        edges = [HALF, TRAINED, 2 * TRAINED, length - 1]
+        for name, hooks in ways(case).items():
+            table = tp.length_generalization(case.model, case.long, edges, hooks, in_range=TRAINED, progress=False)
+            losses = {f"loss {a}-{b}": x for a, b, x in zip(edges, edges[1:], table["loss"], strict=False)}
+            last = table.iloc[-1][["entropy", "largest_score", "mahalanobis"]].to_dict()
+            rows.append({"model": case.name, "way": name} | losses | last)
+            print(rows[-1], flush=True)
+    return pd.DataFrame(rows)
+
+
+def project() -> go.Figure:
+    """The last layer's attention outputs: every eighth position, within and beyond the training length."""
+    cases = both()
+    names = ["as it is", "ceiling alone", "window and 4 sinks at the ceiling"]
+    titles = [f"{case.name}: {name}" for case in cases for name in names]
+    figure = make_subplots(rows=len(cases), cols=len(names), subplot_titles=titles, vertical_spacing=0.14)
+    for row, case in enumerate(cases, start=1):
+        for column, name in enumerate(names, start=1):
+            hooks, last = ways(case)[name], case.model.cfg.n_layers - 1
+            table = output_projection(case.model, case.long, hooks, in_range=TRAINED, start=HALF // 4)
+            beyond, far = ~table["in_range"], table[["pc1", "pc2"]].pow(2).sum(axis=1).pow(0.5)
+            limit = far[~beyond].groupby(table["layer"]).quantile(0.99)
+            outside = (far > table["layer"].map(limit))[beyond].groupby(table["layer"]).mean()
+            explained = {layer: round(sum(shares), 2) for layer, shares in table.attrs["explained"].items()}
+            print(case.name, "|", name, "| outside by layer:", outside.round(3).to_dict(), explained, flush=True)
+            of_last = table[(table["layer"] == last) & (table["pos"] % 8 == 0)]
+            for inside, colour, label in ((True, GREY, "trained positions"), (False, HUES[1], "beyond")):
+                some = of_last[of_last["in_range"] == inside]
+                marker = {"size": 4, "color": colour, "opacity": 0.6}
+                style = {"name": label, "legendgroup": label, "showlegend": row == column == 1}
+                figure.add_scatter(
+                    x=some["pc1"], y=some["pc2"], mode="markers", marker=marker, row=row, col=column, **style
+                )
+    return figure.update_xaxes(title="first component", row=len(cases)).update_yaxes(title="second", col=1)
+
+
+if __name__ == "__main__":
+    from make import save
+
+    if "project" not in sys.argv:
+        measure().round(3).to_csv(TABLE, index=False)
+    save(project(), "output_projection", 960, 620, None)
