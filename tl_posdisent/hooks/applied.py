@@ -64,7 +64,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
 
         return count
 
-    with model.hooks(fwd_hooks=[(name, counted(n, function)) for n, (name, function) in enumerate(hooks)]):
+    with _added(model, [(there[name], counted(n, function)) for n, (name, function) in enumerate(hooks)]):
         yield model
     idle = [name for n, (name, _) in enumerate(hooks) if not fired[n]]
     if idle:
@@ -72,3 +72,18 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
             f"these hooks never fired, so nothing was changed there: {', '.join(idle)}"
             + ("; was the model run inside the block?" if len(idle) == len(hooks) else "")
         )
+
+
+@contextlib.contextmanager
+def _added(model: Any, placed: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """As ``model.hooks``, but at hook points: a bridge lists all of its points for each name that it is given."""
+    model.context_level += 1
+    level = model.context_level
+    try:
+        for point, function in placed:
+            point.add_hook(function, level=level)
+        yield
+    finally:
+        for point, _ in placed:
+            point.remove_hooks(level=level)
+        model.context_level -= 1

@@ -6,6 +6,7 @@ TransformerLens's classes a model has, or which architecture.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -192,14 +193,15 @@ def masked_below(*dtypes: torch.dtype) -> float:
 def n_layers(model: Any) -> int:
     """Number of attention layers, or a clear error if this is no TransformerLens model."""
     n = getattr(getattr(model, "cfg", None), "n_layers", None)
-    if not isinstance(n, int) or not hasattr(model, "hook_dict"):
-        raise ValueError(
-            "model must be a HookedTransformer, a TransformerBridge or another model with TransformerLens's hooks, "
-            f"got {type(model).__name__}"
-        )
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError(
             "model must not be compiled: torch would compile it anew for every set of hooks. Give the model that "
             "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded anew)"
+        )
+    # Without asking for its value: a bridge makes the list of its hook points anew each time.
+    if not isinstance(n, int) or inspect.getattr_static(model, "hook_dict", None) is None:
+        raise ValueError(
+            "model must be a HookedTransformer, a TransformerBridge or another model with TransformerLens's hooks, "
+            f"got {type(model).__name__}"
         )
     return n
