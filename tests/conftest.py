@@ -73,6 +73,24 @@ def _build(kind: str, name: str) -> Any:
     return zoo.load(kind, name)
 
 
+@functools.cache
+def _read(kind: str, name: str) -> Any:
+    from tl_posdisent import read_model
+
+    return read_model(_build(kind, name))
+
+
+@pytest.fixture
+def shared_reading(shared_model: Callable[[str, str], Any]) -> Callable[[str, str], Any]:
+    """`shared_reading(kind, name)`: the reading of a shared model, made once, for tests of something else."""
+
+    def take(kind: str, name: str) -> Any:
+        shared_model(kind, name)  # checked at the end of the test
+        return _read(kind, name)
+
+    return take
+
+
 @pytest.fixture
 def shared_model() -> Iterator[Callable[[str, str], Any]]:
     """`shared_model(kind, name)`: a model of the zoo, or "stories", built once and shared by all who read it.
@@ -92,6 +110,7 @@ def shared_model() -> Iterator[Callable[[str, str], Any]]:
         left = [hook for hook, count in _hook_counts(model).items() if count != hooks[hook]]
         if left or model.training or _versions(model) != versions:
             _build.cache_clear()  # the next test shall not suffer for it
+            _read.cache_clear()
         assert not left, f"hooks left on the shared {kind} of {name}: {left}"
         assert not model.training, f"the shared {kind} of {name} was left in training mode"
         assert _versions(model) == versions, f"a weight of the shared {kind} of {name} was changed in place"

@@ -97,9 +97,9 @@ def real_logits(logits: Tensor, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name_of", BY_TEXT)
-def test_rows_of_a_text(name_of: str, side: str, kind: str, name: str, shared_model: Any) -> None:
+def test_rows_of_a_text(name_of: str, side: str, kind: str, name: str, shared_reading: Any) -> None:
     """The rows of each text are those of a table of that text alone, in the order of the batch."""
-    model, run = tp.read_model(shared_model(kind, name)), BY_TEXT[name_of]
+    model, run = shared_reading(kind, name), BY_TEXT[name_of]
     tokens, mask = batch(side)
     found = run(model, tokens, attention_mask=mask, progress=False)
     alone = [run(model, text, progress=False).assign(batch=i) for i, text in enumerate(TEXTS)]
@@ -110,9 +110,9 @@ def test_rows_of_a_text(name_of: str, side: str, kind: str, name: str, shared_mo
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name_of", POOLED)
-def test_one_padded_text(name_of: str, side: str, kind: str, name: str, shared_model: Any) -> None:
+def test_one_padded_text(name_of: str, side: str, kind: str, name: str, shared_reading: Any) -> None:
     """Where texts are measured together: a padded text has the numbers of that text."""
-    model, run = tp.read_model(shared_model(kind, name)), POOLED[name_of]
+    model, run = shared_reading(kind, name), POOLED[name_of]
     tokens, mask = batch(side, TEXTS[:1])
     same(run(model, tokens, attention_mask=mask, progress=False), run(model, TEXTS[0], progress=False))
 
@@ -121,10 +121,10 @@ OTHERS = zoo.cases("gptj", "gemma2", "mistral", "olmo2", "gpt_oss", "deepseek_v3
 
 
 @pytest.mark.parametrize(("kind", "name"), OTHERS)
-def test_every_mechanism(kind: str, name: str, shared_model: Any) -> None:
+def test_every_mechanism(kind: str, name: str, shared_reading: Any) -> None:
     """Of windows, sinks, learned positions, biases and other layers' states nothing is left of the padding; what is
     refused for a text alone is refused in the same words."""
-    model = tp.read_model(shared_model(kind, name))
+    model = shared_reading(kind, name)
     calls: dict[str, Call] = {
         "additivity": lambda *x, **y: tp.additivity(*x, **y).assign(batch=0),
         "head_ablation": lambda *x, **y: tp.head_ablation(*x, heads=[0], **y),
@@ -149,9 +149,9 @@ def test_every_mechanism(kind: str, name: str, shared_model: Any) -> None:
 
 
 @pytest.mark.parametrize("name_of", POOLED)
-def test_padding_changes_no_pool(name_of: str, shared_model: Any) -> None:
+def test_padding_changes_no_pool(name_of: str, shared_reading: Any) -> None:
     """Texts of two lengths, padded on either side or grouped by hand in another order, give one table."""
-    model, run = tp.read_model(shared_model("bridge", "llama-gqa")), POOLED[name_of]
+    model, run = shared_reading("bridge", "llama-gqa"), POOLED[name_of]
     tables = []
     for side in SIDES:
         for order in ([0, 1, 2, 3], [3, 2, 1, 0])[: 1 if side == "left" else 2]:
@@ -178,9 +178,9 @@ def test_pooled_fit_of_unequal_lengths(shared_model: Any) -> None:
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name_of", MEANS)
-def test_metrics_of_real_tokens(name_of: str, side: str, kind: str, name: str, shared_model: Any) -> None:
+def test_metrics_of_real_tokens(name_of: str, side: str, kind: str, name: str, shared_reading: Any) -> None:
     """A metric of a batch is the mean over its texts of the metric of each alone."""
-    model, run = tp.read_model(shared_model(kind, name)), MEANS[name_of]
+    model, run = shared_reading(kind, name), MEANS[name_of]
     tokens, mask = batch(side)
     found = run(model, tokens, attention_mask=mask, progress=False)
     alone = [run(model, text, progress=False) for text in TEXTS]
@@ -193,12 +193,11 @@ def test_metrics_of_real_tokens(name_of: str, side: str, kind: str, name: str, s
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("axes", ["three", "two"])
-def test_additive_substitution(axes: Any, side: str, kind: str, name: str, shared_model: Any) -> None:
+def test_additive_substitution(axes: Any, side: str, kind: str, name: str, shared_reading: Any) -> None:
     """Losses are means over predicted tokens, divergences over tokens."""
-    model = shared_model(kind, name)
+    model = shared_reading(kind, name)
     tokens, mask = batch(side)
-    options = {"axes": axes, "layers": 1, "progress": False}
-    model = tp.read_model(model)
+    options = {"axes": axes, "heads": [(1, 1), (1, 6)], "progress": False}
     found = tp.additive_substitution(model, tokens, attention_mask=mask, **options)
     alone = [tp.additive_substitution(model, text, **options) for text in TEXTS]
     for column, fewer in (("loss", 1), ("change", 1), ("kl", 0)):
@@ -243,9 +242,9 @@ def test_pairs_must_have_the_same_lengths(shared_model: Any) -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_perturbation_curve(side: str, shared_model: Any) -> None:
+def test_perturbation_curve(side: str, shared_reading: Any) -> None:
     """Each text is perturbed as it would be alone; means are over tokens."""
-    model = tp.read_model(shared_model("bridge", "llama-gqa"))
+    model = shared_reading("bridge", "llama-gqa")
     tokens, mask = batch(side)
     options = {"fractions": [0, 0.5], "seeds": [3], "progress": False}
     found = tp.perturbation_curve(model, tokens, attention_mask=mask, **options)
@@ -266,10 +265,10 @@ def test_perturbation_curve(side: str, shared_model: Any) -> None:
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("what", ["order", "index", "feature"])
-def test_perturbed_batches_run_with_their_mask(what: Any, side: str, kind: str, name: str, shared_model: Any) -> None:
+def test_perturbed_batches_run_with_their_mask(what: Any, side: str, kind: str, name: str, shared_reading: Any) -> None:
     """Tokens, hooks and moved places of each text are those of the text alone."""
-    model = shared_model(kind, name)
-    reading = tp.read_model(model)
+    reading = shared_reading(kind, name)
+    model = reading.model
     tokens, mask = batch(side)
     whole = tp.experiments.perturb(reading, tokens, what, 0.5, attention_mask=mask)
     assert torch.equal(whole.attention_mask, mask.bool())
@@ -286,9 +285,9 @@ def test_perturbed_batches_run_with_their_mask(what: Any, side: str, kind: str, 
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_length_generalization(side: str, shared_model: Any) -> None:
+def test_length_generalization(side: str, shared_reading: Any) -> None:
     """As on the texts cut to one length; a text that is too short is refused."""
-    model = tp.read_model(shared_model("bridge", "llama-gqa"))
+    model = shared_reading("bridge", "llama-gqa")
     tokens, mask = batch(side)
     found = tp.length_generalization(model, tokens, [0, 4, 8], attention_mask=mask, progress=False)
     cut = torch.cat([text[:, :9] for text in TEXTS])
@@ -298,9 +297,9 @@ def test_length_generalization(side: str, shared_model: Any) -> None:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_texts_of_equal_length(side: str, shared_model: Any) -> None:
+def test_texts_of_equal_length(side: str, shared_reading: Any) -> None:
     """What averages over texts at each position runs padded texts of one length as texts without padding."""
-    model = tp.read_model(shared_model("bridge", "llama-gqa"))
+    model = shared_reading("bridge", "llama-gqa")
     equal = torch.cat([TEXTS[0], TEXTS[2]])
     tokens, mask = batch(side, [TEXTS[0], TEXTS[2]])
     for function, table in (

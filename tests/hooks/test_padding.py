@@ -11,8 +11,10 @@ from support import zoo
 from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
 from torch import Tensor
 
+from tl_posdisent import read_model
 from tl_posdisent.hooks import applied, drop_component, substitute_additive, substitute_attention
 from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.model_reading import model_of
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 PAD = 4
@@ -47,6 +49,7 @@ def padded(side: str) -> tuple[Tensor, Tensor, slice]:
 def check(model: Any, make: Callable[..., list[Hook]], side: str, atol: float, **where: Any) -> None:
     tokens, mask, at = padded(side)
     hooks = make(model, **where)
+    model = model_of(model)
     with torch.no_grad(), applied(model, hooks):
         together = model(tokens, attention_mask=mask)
         short, long = model(TEXTS[:1, : L - PAD]), model(TEXTS[1:])
@@ -56,8 +59,8 @@ def check(model: Any, make: Callable[..., list[Hook]], side: str, atol: float, *
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(("kind", "name"), MODELS)
-def test_each_text_is_as_it_is_alone(kind: str, name: str, side: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
+def test_each_text_is_as_it_is_alone(kind: str, name: str, side: str, shared_reading: Any) -> None:
+    model = shared_reading(kind, name)
     for tool, make in TOOLS.items():
         for where in ({}, {"heads": [1, 6]}):
             try:
@@ -76,6 +79,7 @@ def test_half_precision(kind: str, name: str, dtype: torch.dtype) -> None:
     model = zoo.load(kind, name).to(dtype)
     with torch.no_grad():
         scale = float(model(TEXTS).abs().max())
+    model = read_model(model)
     for side in ("left", "right"):
         for tool, make in TOOLS.items():
             for where in ({}, {"heads": [1, 6]}):
