@@ -11,7 +11,7 @@ from support.masks import CASES, padding
 from torch import Tensor
 
 from tl_posdisent import fit_attention
-from tl_posdisent.additive import fit_attention_qk
+from tl_posdisent.additive import AttentionFit, fit_attention_qk
 from tl_posdisent.additive.attention import attention_patterns
 from tl_posdisent.additive.cells import cell_distances
 

@@ -197,7 +197,7 @@ def test_additive_substitution(axes: Any, side: str, kind: str, name: str, share
     """Losses are means over predicted tokens, divergences over tokens."""
     model = shared_reading(kind, name)
     tokens, mask = batch(side)
-    options = {"axes": axes, "heads": [(1, 1), (1, 6)], "progress": False}
+    options = {"axes": axes, "layers": 1, "progress": False}
     found = tp.additive_substitution(model, tokens, attention_mask=mask, **options)
     alone = [tp.additive_substitution(model, text, **options) for text in TEXTS]
     for column, fewer in (("loss", 1), ("change", 1), ("kl", 0)):
