@@ -26,6 +26,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "support_table.md"]  # the table is included in support.md
 html_theme = "furo"
 html_title = "tl_posdisent"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
@@ -33,6 +35,7 @@ myst_heading_anchors = 3
 autodoc_class_signature = "separated"  # the fields of a result are explained under Attributes
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True  # a function as a default has a name, not an address
 python_maximum_signature_line_length = 90
 napoleon_use_ivar = True
 napoleon_use_rtype = False

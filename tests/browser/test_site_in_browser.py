@@ -1,0 +1,58 @@
+"""The site that `make docs` built: its search and its side bar lead to everything, and tables scroll in boxes."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.pages import DOCS, ROOT
+from support.public import public_names
+
+SITE = ROOT / "docs" / "_build" / "html"
+INDEX = SITE / "searchindex.js"
+SOURCES = [*DOCS, *(ROOT / "docs").glob("*.py"), *(ROOT / "tl_posdisent").rglob("__init__.pyi")]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not INDEX.exists() or INDEX.stat().st_mtime < max(path.stat().st_mtime for path in SOURCES),
+        reason="no site, or one of other sources: make docs",
+    ),
+]
+
+
+@functools.cache
+def search_index() -> dict[str, Any]:
+    text = INDEX.read_text(encoding="utf-8")
+    return json.loads(text[text.index("(") + 1 : text.rindex(")")])
+
+
+def test_the_search_finds_every_public_name() -> None:
+    """As an object, under the page of its entry."""
+    found = {f"{prefix}.{entry[4]}" for prefix, entries in search_index()["objects"].items() for entry in entries}
+    names = {path.rpartition(".")[2] for path in found}
+    assert sorted(set(public_names()) - names) == []
+
+
+def test_the_side_bar_leads_to_every_page() -> None:
+    page = (SITE / "index.html").read_text(encoding="utf-8")
+    bar = page[page.index('class="sidebar-tree"') : page.index('class="main"')]
+    pages = {name for name in search_index()["docnames"] if name != "index"}
+    assert pages - set(re.findall(r'href="([\w/]+)\.html"', bar)) == set()
+
+
+@pytest.mark.parametrize("width", [390, 1300])
+def test_wide_tables_scroll_in_a_box_of_their_own(opened: Callable[..., Any], width: int) -> None:
+    page = opened(SITE / "support.html", width=width, may_fail=True).page
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    box = page.locator(".table-wrapper").nth(2)
+    assert box.evaluate("(e) => e.scrollWidth > e.clientWidth + 100 && e.scrollHeight > e.clientHeight")
+    top, left = "(e) => e.getBoundingClientRect().top", "(e) => e.getBoundingClientRect().left"
+    header, first = box.locator("thead th").nth(3), box.locator("tbody td").first
+    before = header.evaluate(top), first.evaluate(left)
+    box.evaluate("(e) => e.scrollTo(300, 400)")
+    assert (header.evaluate(top), first.evaluate(left)) == before
