@@ -11,7 +11,7 @@ from support import zoo
 from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
 from torch import Tensor
 
-from tl_posdisent import read_model
+from tl_posdisent import ablate_heads, read_model
 from tl_posdisent.hooks import applied, drop_component, substitute_additive, substitute_attention
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.model_reading import model_of
@@ -87,6 +87,21 @@ def test_half_precision(kind: str, name: str, dtype: torch.dtype) -> None:
                     check(model, make, side, (0.15 if dtype == torch.bfloat16 else 0.03) * scale, **where)
                 except AssertionError as error:
                     raise AssertionError(f"{tool} {where} {side}: {error}") from error
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gptj"])
+def test_no_text_gets_what_another_has_at_its_padding(name: str, shared_model: Any) -> None:
+    """``"resample"`` runs on texts of equal length alone."""
+    model = shared_model("bridge", name)
+    hooks = ablate_heads(model, [(0, 1), (1, 2)], mode="resample")
+    with torch.no_grad(), applied(model, hooks):
+        model(TEXTS, attention_mask=torch.ones_like(TEXTS))
+        for side in ("left", "right"):
+            tokens, mask, _ = padded(side)
+            with pytest.raises(
+                ValueError, match=r"texts must have equal length and no padding, got padding at blocks\.0"
+            ):
+                model(tokens, attention_mask=mask)
 
 
 @pytest.mark.parametrize("tool", ["three axes", "two axes", "component"])

@@ -12,6 +12,7 @@ from torch import Tensor
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers
 from tl_posdisent.hooks.planning.layer_plan import ResultEdit
 from tl_posdisent.hooks.planning.planner import result_hook
+from tl_posdisent.hooks.planning.running_text import real_tokens
 from tl_posdisent.models.reading.attributes import architecture
 from tl_posdisent.models.reading.explain import probe_tokens
 from tl_posdisent.models.reading.forward import (
@@ -25,7 +26,7 @@ from tl_posdisent.models.reading.forward import (
 )
 from tl_posdisent.models.reading.model_reading import attending_layers, model_of
 from tl_posdisent.models.reading.observe import mismatch
-from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.models.reading.spec import masked_below, n_layers
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.validation import check_heads, check_seed
 
@@ -64,12 +65,12 @@ def ablate_heads(
         seed: for ``"resample"``: of σ.
 
     Returns:
-        ``[(hook name, function), ...]``, one for each layer.
+        ``[(hook name, function), ...]``, one for each layer, two with ``"resample"``.
 
     Raises:
         ValueError: pairs out of range, twice or none; an unknown mode; a reference where none is needed, none where one
             is, or unusable tokens; a layer whose heads cannot be told apart at ``hook_z``, or whose ``hook_z`` has no
-            effect on the output. While running: ``"resample"`` in a batch of one text.
+            effect on the output. While running: ``"resample"`` in a batch of one text or with padding.
 
     Example:
         >>> from tl_posdisent import ablate_heads, demo_tokens, load_demo_model
@@ -91,7 +92,8 @@ def ablate_heads(
     check_mode(mode, reference, seed)
     check_reach(model, list(by_layer))
     replace = stand_in(model, list(by_layer), mode, reference, seed)
-    return [replace_heads(layer, chosen, replace) for layer, chosen in by_layer.items()]
+    watchers = _padding_watchers(model, list(by_layer)) if mode == "resample" else []
+    return watchers + [replace_heads(layer, chosen, replace) for layer, chosen in by_layer.items()]
 
 
 def replace_heads(layer: int, heads: Sequence[int], replace: StandIn) -> Hook:
@@ -99,6 +101,34 @@ def replace_heads(layer: int, heads: Sequence[int], replace: StandIn) -> Hook:
 
     edit = ResultEdit("ablate_heads", lambda some, z: replace(layer, some, z))
     return result_hook(layer, hook_name(layer, "hook_z"), heads, edit)
+
+
+def _padding_watchers(model: Any, layers: Sequence[int]) -> list[Hook]:
+    """Hooks that refuse a padded batch, in which a text would get what another one has at its padding."""
+    dtype, fired = next(model.parameters()).dtype, set()
+
+    def refuse(scores: Tensor, hook: Any) -> None:
+        fired.add(hook.name)
+        if scores.ndim == 4 and not bool(_real(scores.detach(), dtype).all()):
+            raise ValueError(
+                "mode \"resample\" puts one text's output in the place of another's, so texts must have equal length "
+                f"and no padding, got padding at {hook.name}: run texts of each length on their own"
+            )
+
+    hooks = [(hook_name(layer, "hook_attn_scores"), refuse) for layer in layers]
+    hooks = [hook for hook in hooks if hook[0] in model.hook_dict]
+    with at_rest(model):
+        run(model, probe_tokens(model)[:1], hooks, stop=max(layers) + 1)
+    return [hook for hook in hooks if hook[0] in fired]
+
+
+def _real(x: Float[Tensor, "batch head query key"], dtype: torch.dtype) -> Tensor:
+    """Queries that are no padding. Some bridges show their pattern in the place of scores."""
+    hidden = x <= masked_below(x.dtype, dtype)
+    if not bool((x >= 0).all() and ((x.sum(-1) - 1).abs() < 0.01).all()):
+        return real_tokens(hidden)
+    nowhere = (x[:, :, 0, 1:] > 0).any(-1).any(1) & ~(x[:, :, -2:-1, -1] > 0).any(-1).any(1)
+    return real_tokens(x == 0) & ~nowhere[:, None]
 
 
 def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: Any, seed: int) -> StandIn:
