@@ -17,6 +17,8 @@ from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
 from tl_posdisent.experiments.attention_scores.subspace_patterns import subspace_patterns
+from tl_posdisent.additive.attention.attention_rungs import Rung
+from tl_posdisent.experiments.causal.attention_ladder import attention_ladder, head_verdicts
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 from tl_posdisent.models.capture import for_each_scores
@@ -26,7 +28,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 
 from .subject import Subject
 
-SectionName = Literal["additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation"]
+SectionName = Literal["additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation", "ladder"]
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 
 HEAD = ["layer", "head"]
@@ -36,6 +38,8 @@ PERTURBATIONS = 2
 _PERTURBED = (512, 1024)  # positions, tokens: each run is a forward pass with logits
 _LEAST = 3  # keys below which none is left out
 _ABLATED = (128, 512)  # the same for a pass without each head
+_CLIMBED = (128, 1024)  # positions, tokens of the ladder, half of which its static heads are fitted to
+LADDER: tuple[Rung, ...] = ("distance", "distance+sink", "static", "additive", "banded")
 _PROFILES = 12  # layers whose distance profiles are drawn
 
 
@@ -163,6 +167,31 @@ def _ablation(subject: Subject, seed: int) -> pd.DataFrame:
     return head_ablation(**_common(subject.some(*_ABLATED)), heads=subject.pairs)
 
 
+def _ladder(subject: Subject, seed: int) -> pd.DataFrame:
+    """Uniform attention for every head, and the other rungs for the heads to which that makes a difference."""
+    texts = ladder_texts(subject)
+    options: dict[str, Any] = {**texts, "controls": [], "progress": False}
+    ends = attention_ladder(subject.reading, heads=subject.pairs, rungs=["uniform"], **options)
+    verdicts = head_verdicts(ends)
+    found = verdicts[verdicts["verdict"] != "no effect"]
+    if found.empty:
+        return ends
+    effective = [(int(layer), int(head)) for layer, head in zip(found["layer"], found["head"], strict=True)]
+    table = attention_ladder(subject.reading, heads=effective, rungs=LADDER, **options)
+    without = ~pd.MultiIndex.from_frame(ends[HEAD]).isin(effective)
+    return pd.concat([ends[without], table]).sort_values(HEAD, kind="stable", ignore_index=True)
+
+
+def ladder_texts(subject: Subject) -> dict[str, Any]:
+    """Arguments of the ladder: every second text is held out, the longest is not; a single text is both."""
+    some = subject.some(*_CLIMBED)
+    order = np.argsort([-n for n in some.lengths], kind="stable")
+    texts: dict[str, Any] = {"tokens": some.tokens[order[::2]], "attention_mask": some.real[order[::2]]}
+    if len(order) > 1:
+        texts |= {"heldout": some.tokens[order[1::2]], "heldout_mask": some.real[order[1::2]]}
+    return texts
+
+
 def _distance(subject: Subject, seed: int) -> pd.DataFrame:
     """The distance component of each head over all texts: ``layer``, ``head``, ``distance``, ``value``, ``cells``."""
     picked = np.unique(np.linspace(0, len(subject.specs) - 1, _PROFILES).round().astype(int))
@@ -207,5 +236,6 @@ _EXPERIMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
     "subspaces": _subspaces,
     "perturbation": _perturbation,
     "ablation": _ablation,
+    "ladder": _ladder,
 }
 _COMPARED = ("additivity", "shares", "subspaces")  # with random initialisations

@@ -7,14 +7,17 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
+from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
+from tl_posdisent.viz.palette import VERDICTS, verdict_colour
+
 from .distance_sections import distance, shares, subspaces
 from .head_widgets import ALONE, exhibits
 from .markup import ROWS, escape, folded, paragraph, signed, table
-from .measurements import HEAD, PERTURBATIONS, SHARES, Found, SectionName, by_head
+from .measurements import HEAD, LADDER, PERTURBATIONS, SHARES, Found, SectionName, by_head
 from .subject import Subject
 from .summary import A, B
 from .svg_charts import Line, legend, line_chart
-from .svg_heatmaps import colour_bar, figure, heat_map
+from .svg_heatmaps import category_map, colour_bar, figure, heat_map
 
 TITLES: dict[SectionName, str] = {
     "additivity": "Additivity of each head",
@@ -24,6 +27,7 @@ TITLES: dict[SectionName, str] = {
     "heads": "The most and the least additive head",
     "perturbation": "Robustness to perturbed word order and positions",
     "ablation": "Head ablation",
+    "ladder": "Attention ladder",
 }
 _RANKED = 12  # heads in the table of the most positional
 _KINDS = {"order": "order of the text", "index": "positions that RoPE receives", "feature": "phases of RoPE"}
@@ -169,6 +173,37 @@ def _ablation(subject: Subject, found: Found) -> str:
     )
 
 
+def _ladder(subject: Subject, found: Found) -> str:
+    rungs, verdicts = found.trained, head_verdicts(found.trained)
+    held = "of other texts" if len(subject.tokens) > 1 else "of the same text, so they are not tested on another one"
+    said = paragraph(
+        "Another attention pattern in the place of one head’s at a time, fitted to the head’s own by least divergence, "
+        "and the loss that it leaves. Uniform attention there costs the <em>gap</em>. The patterns are softmaxes of "
+        "sums: of a profile of the distance (<em>distance</em>), and a number for the first token (<em>+ sink</em>), "
+        f"and a term linear in the key vector (<em>static</em>), these three with coefficients {held}; of the distance "
+        "and a free number for each key (<em>additive</em>), for each key and band of distances (<em>banded</em>). "
+        "Free numbers see later queries, so those two are upper bounds. The <em>verdict</em> is the first of these "
+        "that recovers 95 % of the gap: <em>positional</em> (distance), <em>static</em> (distance and key), "
+        "<em>banded</em>, or <em>query-dependent</em> (none). A head whose gap is below two standard errors has <em>no "
+        "effect</em> in this text; it may have one in another."
+    )
+    grid = verdicts.pivot(index="layer", columns="head", values="verdict")
+    drawn = category_map(
+        grid, verdict_colour, label="Map: the verdict of each head, layers by heads", rows="layer", columns="head"
+    )
+    shown = verdicts[verdicts["verdict"] != "no effect"].sort_values("gap", ascending=False, kind="stable")
+    columns = [*HEAD, "verdict", "gap", "error"]
+    if shown.empty:
+        return said + figure(drawn, "verdict by head")
+    shares = rungs.pivot(index=HEAD, columns="rung", values="recovered")[[*LADDER]].reset_index()
+    listed = shown[columns].merge(shares, on=HEAD, how="left")
+    listed = listed.astype({"layer": int, "head": int})
+    titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
+    heading = "Heads with an effect: the gap, and the share of it that each pattern recovers"
+    key = legend([*VERDICTS], lines=False)
+    return said + figure(drawn + key, "verdict by head") + table("ladder", heading, listed, titles, index=2)
+
+
 _SECTIONS: dict[SectionName, Callable[[Subject, Found], str]] = {
     "additivity": _additivity,
     "distance": distance,
@@ -177,4 +212,5 @@ _SECTIONS: dict[SectionName, Callable[[Subject, Found], str]] = {
     "heads": exhibits,
     "perturbation": _perturbation,
     "ablation": _ablation,
+    "ladder": _ladder,
 }

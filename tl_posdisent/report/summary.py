@@ -9,6 +9,8 @@ from importlib.metadata import version
 import pandas as pd
 import torch
 
+from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
+
 from .markup import MISSING, escape, head_link, number, numbers, paragraph, plural, raw_table, signed
 from .measurements import Found, SectionName, by_head
 from .subject import Subject
@@ -103,11 +105,27 @@ def _ablation_verdict(found: Found) -> list[str]:
     ]
 
 
+def _ladder_verdict(found: Found) -> list[str]:
+    verdicts = head_verdicts(found.trained)
+    n = verdicts["verdict"].value_counts()
+    effective = len(verdicts) - int(n.get("no effect", 0))
+    link = '(<a href="#ladder">ladder</a>)'
+    if not effective:
+        return [f"Uniform attention in the place of a single head costs no more than noise in this text {link}."]
+    kinds = ("positional", "static", "banded", "query-dependent")
+    counted = ", ".join(f"{int(n.get(kind, 0))} <em>{kind}</em>" for kind in kinds)
+    return [
+        f"For {effective} of {plural(len(verdicts), 'head')} the loss is higher if attention there is uniform. Named by "
+        f"the simplest attention that recovers 95 % of that loss, they are: {counted} {link}."
+    ]
+
+
 def _are(n: int) -> str:
     return "is" if n == 1 else "are"
 
 
 _VERDICTS: dict[SectionName, Callable[[Found], list[str]]] = {
+    "ladder": _ladder_verdict,
     "additivity": _additive_verdict,
     "shares": _shares_verdict,
     "perturbation": _perturbation_verdict,

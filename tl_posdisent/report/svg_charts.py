@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tl_posdisent.viz.palette import COMPONENTS, HUES, colour_number, component_colour
+from tl_posdisent.viz.palette import COMPONENTS, HUES, VERDICTS, colour_number, component_colour
 
 from .markup import escape, number
 from .svg_heatmaps import picture, text, thinned
@@ -185,7 +185,9 @@ def legend(names: Sequence[str], *, lines: bool) -> str:
 
 
 def fill_of(name: str, n: int) -> str:
-    """The colour of a component of the scores; of other parts the nth of the page's."""
+    """The colour of a component of the scores or of a verdict; of other parts the nth of the page's."""
+    if name in VERDICTS:
+        return f"fill:{VERDICTS[name]}"
     known = name.replace(" × ", ":") in COMPONENTS
     return f"fill:var(--c{colour_number(component_colour(name)) if known else n % len(HUES)})"
 

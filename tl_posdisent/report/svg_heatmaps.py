@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
 
 from tl_posdisent.viz.palette import DIVERGING, SEQUENTIAL, ink, on_scale
 
-from .markup import escape, head_id, number, short
+from .markup import MISSING, escape, head_id, number, short
 
 _APART = 1024  # cells that have a tooltip each; more are one area for each of 64 colours, to keep the file small
 _WRITTEN = 20  # columns beside each other that have room for their numbers
@@ -71,31 +71,73 @@ def heat_map(
         linked: rows are layers and columns heads, and each cell is a link to the row of its head.
     """
     values = grid.to_numpy(dtype=float)
-    n_rows, n_columns = values.shape
-    across = 38 if n_columns <= _WRITTEN else 13 if n_columns <= 36 else 9
-    down = 24 if n_columns <= _WRITTEN and n_rows <= 32 else 16
     scale = DIVERGING if diverging else SEQUENTIAL
     share = np.clip((values - low) / (high - low), 0, 1) if high > low else np.full_like(values, 0.5)
+    largest = float(np.nanmax(np.abs(values), initial=0.0))
+
+    def cell(i: int, j: int) -> _Cell | None:
+        value = float(values[i, j])
+        if math.isnan(value):
+            return None
+        at = float(share[i, j]) if values.size <= _APART else round(63 * float(share[i, j])) / 63
+        tip = number(value) if 1e-2 <= largest < 1e4 else f"{value:.3g}".replace("-", "−")
+        return on_scale(scale, at), short(value, largest), tip
+
+    return _grid_map(grid, cell, label=label, rows=rows, columns=columns, names=names, linked=linked)
+
+
+def category_map(
+    grid: pd.DataFrame, colour_of: Callable[[str], str], *, label: str, rows: str, columns: str, linked: bool = False
+) -> str:
+    """A word for each row and column, as its colour and first letter; what is no word is left blank.
+
+    Arguments are those of ``heat_map``; ``colour_of`` gives the colour of a word.
+    """
+
+    def cell(i: int, j: int) -> _Cell | None:
+        word = grid.iat[i, j]
+        if not isinstance(word, str):
+            return None
+        return colour_of(word), MISSING if word.startswith("no ") else word[0].upper(), word
+
+    return _grid_map(grid, cell, label=label, rows=rows, columns=columns, names=None, linked=linked)
+
+
+_Cell = tuple[str, str, str]
+"""Colour, what is written where there is room, tooltip."""
+
+
+def _grid_map(
+    grid: pd.DataFrame,
+    cell_of: Callable[[int, int], _Cell | None],
+    *,
+    label: str,
+    rows: str,
+    columns: str,
+    names: Sequence[str] | None,
+    linked: bool,
+) -> str:
+    n_rows, n_columns = grid.shape
+    across = 38 if n_columns <= _WRITTEN else 13 if n_columns <= 36 else 9
+    down = 24 if n_columns <= _WRITTEN and n_rows <= 32 else 16
     row_names = [str(x) for x in grid.index] if names is None else list(names)
     left = 26 + _CHARACTER * max(map(len, row_names))  # the rows' names, and what they are
     written = n_columns <= _WRITTEN and down == 24
-    largest = float(np.nanmax(np.abs(values), initial=0.0))
     by_colour: dict[str, str] = {}
     cells = []
-    for i, j in np.ndindex(*values.shape):
-        x, y, value = left + j * across, _TOP + i * down, float(values[i, j])
-        if math.isnan(value):
+    for i, j in np.ndindex(*grid.shape):
+        x, y = left + j * across, _TOP + i * down
+        found = cell_of(i, j)
+        if found is None:
             continue
-        if values.size > _APART:
-            colour = on_scale(scale, round(63 * float(share[i, j])) / 63)
+        colour, shown, tip = found
+        if grid.size > _APART:
             by_colour[colour] = by_colour.get(colour, "") + f"M{x:.0f} {y}h{across}v{down}h-{across}z"
             continue
-        colour = on_scale(scale, float(share[i, j]))
-        tip = number(value) if 1e-2 <= largest < 1e4 else f"{value:.3g}".replace("-", "−")
         at = f"{rows} {row_names[i]}, {columns} {grid.columns[j]}: {tip}"
         cell = f'<rect x="{x:.1f}" y="{y}" width="{across}" height="{down}" fill="{colour}"/>'
         if written:
-            cell += text(x + across / 2, y + down / 2 + 4, short(value, largest), more=f' style="fill:{ink(colour)}"')
+            cell += text(x + across / 2, y + down / 2 + 4, shown, more=f' style="fill:{ink(colour)}"')
         cell = f"<g><title>{escape(at)}</title>{cell}</g>"
         layer, head = grid.index[i], grid.columns[j]
         cells.append(f'<a href="#{head_id(layer, head)}">{cell}</a>' if linked else cell)

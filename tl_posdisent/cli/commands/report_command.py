@@ -15,7 +15,7 @@ from tl_posdisent.cli.errors import answering, say
 from tl_posdisent.cli.inputs import load_and_read
 from tl_posdisent.cli.output import check_out
 
-SECTIONS = ("additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation")
+SECTIONS = ("additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation", "ladder")
 
 
 def report(
