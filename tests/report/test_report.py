@@ -15,7 +15,7 @@ from support import zoo
 from support.documents import Document, as_number
 
 import tl_posdisent as tp
-from tl_posdisent.report.measurements import FRACTIONS, SECTIONS
+from tl_posdisent.report.measurements import FRACTIONS, LADDER, SECTIONS
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
 BACKENDS = ["bridge", "hooked"] if zoo.TL_MAJOR < 4 else ["bridge"]
@@ -106,6 +106,15 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     agrees(document, "heads-ablation", {"loss without it": "value", "added loss": "effect"}, drops, 4)
     worst = drops.sort_values("effect", ascending=False).head(8)
     agrees(document, "ablation", {"layer": "layer", "head": "head", "added loss": "effect"}, worst, 4)
+
+    texts: dict[str, Any] = {"tokens": TOKENS[:1], "heldout": TOKENS[1:], "controls": [], "progress": False}
+    ladder = tp.attention_ladder(model, rungs=LADDER, **texts)
+    found = tp.head_verdicts(ladder).query("verdict != 'no effect'").sort_values("gap", ascending=False)
+    recovered = ladder.pivot(index=HEAD, columns="rung", values="recovered").reset_index()
+    found = found.merge(recovered, on=HEAD, how="left", suffixes=("", "_rung"))
+    assert [row["verdict"] for row in document.rows("ladder")] == found["verdict"].tolist()
+    titles = {"gap (nats per token)": "gap", "± standard error": "error", "distance + sink": "distance+sink"}
+    agrees(document, "ladder", titles | {rung: rung for rung in ("layer", "head", "static", "banded")}, found)
 
     headline = {row["measure"]: row for row in document.rows("headline")}
     two_axis, three_axis, own, disorder, missed = headline.values()

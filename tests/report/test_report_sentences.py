@@ -12,9 +12,11 @@ import pytest
 from tl_posdisent.report.distance_sections import distance
 from tl_posdisent.report.markup import short, table
 from tl_posdisent.report.measurements import Found
+from tl_posdisent.report.sections import section
 from tl_posdisent.report.summary import verdict
 from tl_posdisent.report.svg_charts import line_chart, stacked_bars
 from tl_posdisent.report.svg_heatmaps import heat_map
+from tl_posdisent.viz.palette import VERDICTS
 
 NAN = float("nan")
 
@@ -43,6 +45,34 @@ def test_heads_are_counted_by_what_explains_most(r: float, distance: float, key:
     verb = "is" if positional == 1 else "are"
     assert f"Of 4 heads, {positional} {verb} mainly positional, {static} mainly static and" in said
     assert f"and {interacting} mainly interacting" in said
+
+
+def climbed(loss: dict[str, float]) -> pd.DataFrame:
+    """A ladder of one head with these losses; untouched 2, uniform 3, standard error 0.1."""
+    losses = {"uniform": 3.0, **loss, "untouched": 2.0}
+    rows = pd.DataFrame({"rung": list(losses), "loss": list(losses.values()), "control": "none", "causal": True})
+    return rows.assign(recovered=3 - rows["loss"], error=[0.1] + [0.0] * (len(rows) - 1))
+
+
+def test_verdicts_of_the_ladder_are_counted() -> None:
+    rungs = ["distance", "distance+sink", "static", "additive", "banded"]
+    heads = []
+    for n, enough in enumerate(["static", "additive", "banded", None, "distance"]):
+        good = len(rungs) if enough is None else rungs.index(enough)
+        heads.append(climbed({rung: 2.5 if k < good else 2.01 for k, rung in enumerate(rungs)}).assign(head=n))
+    none = climbed({})[["rung", "loss", "control", "causal", "recovered"]].assign(head=5, error=[2.0, 0.0])
+    table = pd.concat([*heads, none]).assign(layer=3)
+    said = plain(verdict({"ladder": Found(table)}))
+    assert "For 5 of 6 heads the loss is higher if attention there is uniform" in said
+    assert "these are: 1 positional, 2 static, 1 banded, 1 query-dependent (ladder)" in said
+    subject: Any = type("Subject", (), {"tokens": [0, 1]})()
+    page = section("ladder", subject, Found(table))
+    assert [page.count(f": {name}</title>") for name in VERDICTS] == [1, 1, 2, 1, 1]
+    assert re.findall(r"layer 3, head (\d): no effect<", page) == ["5"]
+    assert re.search(r">3</th><th[^>]*>2</th><td>banded</td><td>1.000</td><td>0.100</td><td>0.500</td>", page)
+    alone = Found(none.assign(layer=3))
+    assert "costs no more than noise in this text (ladder)" in plain(verdict({"ladder": alone}))
+    assert "<table" not in section("ladder", subject, alone)
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def fit_attention_layers(
     reading = read_model(model, layers)
     chosen = any_heads(reading, layers, heads)
     texts = [group.tokens for group in read_texts(reading.model, tokens, attention_mask).groups]
-    stored = fit_static_heads(reading.model, texts, chosen, rung, replaced=replaced)
+    stored = fit_static_heads(reading.model, texts, chosen, rung, replaced=replaced, every=True)
     return {layer: each.of for layer, each in stored.items() if isinstance(each.of, AttentionFit)}
 
 
@@ -266,13 +266,23 @@ Stored = dict[int, StoredAttention]
 
 
 def fit_static_heads(
-    model: Any, texts: Sequence[Int[Tensor, "text pos"]], chosen: Chosen, rung: Rung, *, replaced: bool
+    model: Any,
+    texts: Sequence[Int[Tensor, "text pos"]],
+    chosen: Chosen,
+    rung: Rung,
+    *,
+    replaced: bool,
+    every: bool = False,
 ) -> Stored:
-    """``fit_attention_layers`` for texts in groups of equal length."""
+    """``fit_attention_layers`` for texts in groups of equal length: of every head, or of those chosen alone."""
 
-    def fit(spec: AttentionSpec, attended: Sequence[_Attended]) -> AttentionFit:
+    def fit(spec: AttentionSpec, heads: list[int], attended: Sequence[_Attended]) -> StoredAttention:
+        heads = list(range(spec.n_heads)) if every else heads
         scores, keys, inside = _side_by_side(spec, attended)
-        return fit_rung(rung, scores, inside, keys, bands=(), pool=True)
+        if keys is not None:
+            keys = keys[..., [head // (spec.n_heads // keys.shape[-2]) for head in heads], :]
+        of = fit_rung(rung, scores[:, heads], inside, keys, bands=(), pool=True)
+        return StoredAttention(of, tuple(heads))
 
     return _fit_in_turn(model, texts, chosen, fit, with_keys=rung == "static", replaced=replaced)
 
@@ -287,14 +297,15 @@ def fit_texts(
     rank: int,
     replaced: bool,
 ) -> Stored:
-    """The logits of a rung for each of these texts."""
+    """The logits of a rung with free importances for each of these texts."""
 
-    def fit(spec: AttentionSpec, attended: Sequence[_Attended]) -> Tensor:
-        ((scores, keys),) = attended
+    def fit(spec: AttentionSpec, heads: list[int], attended: Sequence[_Attended]) -> StoredAttention:
+        ((scores, _),) = attended
         inside = spec.mask(scores.shape[-1], scores.device)
-        return rung_logits(rung, scores, inside, keys, bands=bands, rank=rank).float()
+        logits = rung_logits(rung, scores[:, heads], inside, None, bands=bands, rank=rank).float()
+        return StoredAttention(logits, tuple(heads))
 
-    return _fit_in_turn(model, [tokens], chosen, fit, with_keys=rung == "static", replaced=replaced)
+    return _fit_in_turn(model, [tokens], chosen, fit, with_keys=False, replaced=replaced)
 
 
 _Attended = tuple[Tensor, Tensor | None]
@@ -310,9 +321,8 @@ def _fit_in_turn(
     for some in at_once:
         hooks = stored_hooks([each for each in chosen if each[0].layer in stored], stored) if replaced else []
         seen = [_attended(model, tokens, [spec for spec, _ in some], hooks, with_keys=with_keys) for tokens in texts]
-        for spec, _ in some:
-            of = fit(spec, [each.pop(spec.layer) for each in seen])
-            stored[spec.layer] = StoredAttention(of, tuple(range(spec.n_heads)))
+        for spec, heads in some:
+            stored[spec.layer] = fit(spec, list(heads), [each.pop(spec.layer) for each in seen])
     return stored
 
 

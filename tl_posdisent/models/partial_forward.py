@@ -72,7 +72,7 @@ def run_from(
     Returns:
         What the model returns for ``tokens[texts]``.
     """
-    known = {block: _returning(of_texts(clean.before[layer], texts)) for block in model.blocks[:layer]}
+    known = known_before(model, layer, clean, texts)
     if attention is not None:
         known[model.blocks[layer].attn] = _returning(attention)
     with torch.no_grad(), forwards(known), model.hooks(fwd_hooks=list(hooks)):
@@ -90,7 +90,7 @@ def attention_from(
         box.append(own(*args, **kwargs))
         raise _Enough
 
-    known = {block: _returning(clean.before[layer]) for block in model.blocks[:layer]}
+    known = known_before(model, layer, clean)
     hooked = model.hooks(fwd_hooks=list(hooks))
     with contextlib.suppress(_Enough), torch.no_grad(), forwards({**known, module: forward}), hooked:
         model(tokens)
@@ -114,6 +114,19 @@ def forwards(others: dict[Any, Forward]) -> Iterator[None]:
             vars(module).pop("forward", None)
             if own is not None:
                 vars(module)["forward"] = own
+
+
+def has_hooks(model: Any) -> bool:
+    """Whether the model has hooks of the user's, which may count on every block to run."""
+    return any(not handle.is_permanent for point in model.hook_dict.values() for handle in point.fwd_hooks)
+
+
+def known_before(model: Any, layer: int, clean: Clean, texts: Tensor | None = None) -> dict[Any, Forward]:
+    """What to call instead of the blocks before a layer (``forwards``); of some texts of the clean run, default all."""
+    if layer == 0:
+        return {}
+    before = clean.before[layer] if texts is None else of_texts(clean.before[layer], texts)
+    return {block: _returning(before) for block in model.blocks[:layer]}
 
 
 def _returning(value: Any) -> Forward:

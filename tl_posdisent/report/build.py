@@ -59,7 +59,8 @@ def report(
         heads: those that tables and pictures show and that are ablated, as integers (in each layer) or pairs
             ``(layer, head)``; default all.
         sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"heads"``,
-            ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Sections that the model does not support give the reason.
+            ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Sections that the model does not support give
+            the reason.
         title: of the page; default names the model.
         seed: of random initialisations and perturbations.
         command: the command line to print under "How to reproduce"; default this call.

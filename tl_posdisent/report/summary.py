@@ -115,8 +115,8 @@ def _ladder_verdict(found: Found) -> list[str]:
     kinds = ("positional", "static", "banded", "query-dependent")
     counted = ", ".join(f"{int(n.get(kind, 0))} <em>{kind}</em>" for kind in kinds)
     return [
-        f"For {effective} of {plural(len(verdicts), 'head')} the loss is higher if attention there is uniform. Named by "
-        f"the simplest attention that recovers 95 % of that loss, they are: {counted} {link}."
+        f"For {effective} of {plural(len(verdicts), 'head')} the loss is higher if attention there is uniform. By the "
+        f"simplest attention that recovers 95 % of that loss, these are: {counted} {link}."
     ]
 
 

@@ -93,9 +93,10 @@ def category_map(
 
     Arguments are those of ``heat_map``; ``colour_of`` gives the colour of a word.
     """
+    words = grid.to_numpy(dtype=object)
 
     def cell(i: int, j: int) -> _Cell | None:
-        word = grid.iat[i, j]
+        word = words[i, j]
         if not isinstance(word, str):
             return None
         return colour_of(word), MISSING if word.startswith("no ") else word[0].upper(), word

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import pandas as pd
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -22,13 +23,15 @@ from tl_posdisent.hooks.substitute_attention import (
     stored_hooks,
 )
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.partial_forward import Forward, has_hooks, known_before, run_clean
+from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, shown
 
-from .predictions import clean_losses, compare_runs, log_probabilities, shuffled_order
+from .predictions import as_log_probabilities, clean_losses, compare_runs, shuffled_order
 
 Unit = Literal["head", "layer", "all"]
 Control = Literal["shuffled", "random"]
@@ -182,8 +185,12 @@ class _Ladder:
         self.reading, self.model, self.fitted, self.texts = reading, reading.model, fitted, texts
         self.unit, self.bands, self.rank, self.seed = unit, bands, rank, seed
         self.heldout = texts is not fitted
-        self.clean = [log_probabilities(self.model, group.tokens, []) for group in texts.groups]
+        with evaluating(self.model):
+            layers = [spec.layer for spec in reading.specs()] if unit != "all" else []
+            self.untouched = [run_clean(self.model, group.tokens, layers) for group in texts.groups]
+        self.clean = [as_log_probabilities(run.output) for run in self.untouched]
         self.losses = clean_losses(self.clean, texts)
+        self.starts: dict[int, bool] = {}
 
     def of(self, model: Any, layers: Layers) -> _Ladder:
         """The same of another model."""
@@ -240,10 +247,36 @@ class _Ladder:
         return tokens[:, shuffled_order(tokens.shape[1], self.seed)] if shuffled else tokens
 
     def _run(self, where: Chosen, rung: Rung, stored: list[Stored]) -> _Run:
+        if rung == "untouched":
+            return _Run(self.losses, 0.0)
         each = stored or [{} for _ in self.texts.groups]
         hooks = [self._hooks(where, rung, some) for some in each]
-        losses, divergences = compare_runs(self.model, self.texts, self.clean, hooks)
+        known = self._known(where[0][0].layer) if self.unit != "all" else None
+        losses, divergences = compare_runs(self.model, self.texts, self.clean, hooks, known)
         return _Run(losses, divergences.mean().item())
+
+    def _known(self, layer: int) -> list[dict[Any, Forward]] | None:
+        """What to call instead of the blocks before a layer, if the model then computes what it did; else None."""
+        if layer not in self.starts:
+            self.starts[layer] = layer > 0 and self._reproduces(self._before(layer))
+        return self._before(layer) if self.starts[layer] else None
+
+    def _before(self, layer: int) -> list[dict[Any, Forward]]:
+        """With outputs of their own, which the model may change in place."""
+        return [
+            known_before(self.model, layer, run, torch.arange(len(group.tokens), device=group.tokens.device))
+            for group, run in zip(self.texts.groups, self.untouched, strict=True)
+        ]
+
+    def _reproduces(self, known: list[dict[Any, Forward]]) -> bool:
+        if has_hooks(self.model):  # they may depend on the blocks that are left out
+            return False
+        try:
+            nothing: list[list[Hook]] = [[] for _ in known]
+            losses, divergences = compare_runs(self.model, self.texts, self.clean, nothing, known)
+        except RuntimeError:  # shapes that do not fit: this model does not support the shortcut
+            return False
+        return mismatch(losses, self.losses) <= 1 and bool((divergences.abs() < 1e-4).all())
 
     def _hooks(self, where: Chosen, rung: Rung, stored: Stored) -> list[Hook]:
         if stored:

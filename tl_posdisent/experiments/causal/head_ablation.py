@@ -22,7 +22,7 @@ from tl_posdisent.hooks.ablate import (
     stand_in,
 )
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers
-from tl_posdisent.models.partial_forward import Clean, attention_from, of_texts, run_clean, run_from
+from tl_posdisent.models.partial_forward import Clean, attention_from, has_hooks, of_texts, run_clean, run_from
 from tl_posdisent.models.reading.forward import evaluating, hook_name
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.observe import mismatch
@@ -187,9 +187,7 @@ def _alone(task: _Task, layer: int, heads: Sequence[int]) -> Any:
 
 def _ways(model: Any, tokens: Int[Tensor, "batch pos"], clean: Clean) -> list[Way]:
     """The shortcuts to try, fastest first; none where others than this function may count on the batch as it is."""
-    points = model.hook_dict.values()
-    hooked = any(not handle.is_permanent for point in points for handle in point.fwd_hooks)
-    if hooked or not isinstance(clean.output, Tensor) or len(clean.output) != len(tokens):
+    if has_hooks(model) or not isinstance(clean.output, Tensor) or len(clean.output) != len(tokens):
         return []
     return [_attention_once, _from_the_layer, _from_the_start]
 

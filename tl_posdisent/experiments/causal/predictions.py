@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.partial_forward import Forward, forwards
 from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.validation import check_seed
@@ -19,7 +20,11 @@ from tl_posdisent.utils.validation import check_seed
 def log_probabilities(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook]) -> Float[Tensor, "batch pos v"]:
     """Of the next token, in one run with hooks, in float32 or wider."""
     with evaluating(model), applied(model, hooks):
-        logits: Tensor = model(tokens)
+        return as_log_probabilities(model(tokens))
+
+
+def as_log_probabilities(logits: Float[Tensor, "batch pos v"]) -> Float[Tensor, "batch pos v"]:
+    """Of what a model returned, in float32 or wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
@@ -36,12 +41,21 @@ def token_divergences(
 
 
 def compare_runs(
-    model: Any, texts: Texts, clean: Sequence[Tensor], hooks: Sequence[list[Hook]]
+    model: Any,
+    texts: Texts,
+    clean: Sequence[Tensor],
+    hooks: Sequence[list[Hook]],
+    known: Sequence[dict[Any, Forward]] | None = None,
 ) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "token"]]:
-    """Losses, and divergences from the clean predictions, by token of all texts, under hooks for each group of them."""
+    """Losses, and divergences from the clean predictions, by token of all texts, under hooks for each group of them.
+
+    ``known``: for each group, what to call instead of some modules (``known_before``).
+    """
     losses, divergences = [], []
-    for group, before, some in zip(texts.groups, clean, hooks, strict=True):
-        log_p = log_probabilities(model, group.tokens, some)
+    instead: Sequence[dict[Any, Forward]] = known or [{} for _ in texts.groups]
+    for group, before, some, others in zip(texts.groups, clean, hooks, instead, strict=True):
+        with forwards(others):
+            log_p = log_probabilities(model, group.tokens, some)
         losses.append(token_losses(log_p, group.tokens))
         divergences.append(token_divergences(before, log_p))
     return all_tokens(losses), all_tokens(divergences)
