@@ -54,6 +54,7 @@ def climbed(loss: dict[str, float]) -> pd.DataFrame:
     return rows.assign(recovered=3 - rows["loss"], error=[0.1] + [0.0] * (len(rows) - 1))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_verdicts_of_the_ladder_are_counted() -> None:
     rungs = ["distance", "distance+sink", "static", "additive", "banded"]
     heads = []
@@ -136,6 +137,7 @@ def test_links_lead_to_rows() -> None:
     assert "href" not in heat_map(grid, label="", rows="layer", columns="head", low=0, high=1)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_many_heads_are_those_that_vary_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the first eight; each layer has its own."""
     steep = {0: {11, 17}, 1: {3, 19}}
