@@ -67,8 +67,10 @@ def _described(module: str, name: str) -> str:
 
 
 def table(paths: list[str]) -> str:
-    """One line per name, linked to its entry."""
-    rows = [f"| {{py:obj}}`{path.rpartition('.')[2]} <{path}>` | {_in_cell(summary(path))} |" for path in paths]
+    """One line per name with its namespace, linked to its entry."""
+    rows = [
+        f"| {{py:obj}}`{path.removeprefix('tl_posdisent.')} <{path}>` | {_in_cell(summary(path))} |" for path in paths
+    ]
     return "\n".join(["| name | what it is |", "| --- | --- |", *rows])
 
 
