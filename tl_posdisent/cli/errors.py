@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import re
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+QUIET = contextvars.ContextVar("QUIET", default=False)  # --no-progress
 WRONG_INPUT = 2
 INTERRUPTED = 130  # as shells say it of a program that Ctrl-C ended: 128 + SIGINT
 
@@ -50,6 +52,12 @@ def one_line(message: str) -> str:
     if word and word[0] in _OPTIONS and message[word.end() :].startswith((" must", " has", " needs", ' "')):
         return f"--{_OPTIONS[word[0]]}{message[word.end() :]}"
     return message
+
+
+def note(message: str) -> None:
+    """What was written and where; ``--no-progress`` leaves it out."""
+    if not QUIET.get():
+        say(message)
 
 
 def say(message: str) -> None:

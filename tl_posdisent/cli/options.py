@@ -10,6 +10,8 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
+from .errors import QUIET
+
 _NUMBERS = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
 
 BackendName: TypeAlias = Literal["auto", "hooked", "bridge"]
@@ -61,8 +63,10 @@ Out = Annotated[
 
 
 def _quiet(context: typer.Context, progress: bool) -> bool:
-    """Turn off the bars of other libraries too: they read the environment when they are imported, which is later."""
+    """Turn off notes, and bars of other libraries, which read the environment when they are imported: later."""
     if not progress:
+        token = QUIET.set(True)
+        context.call_on_close(lambda: QUIET.reset(token))
         before = {name: os.environ.get(name) for name in _BARS}
         os.environ.update(dict.fromkeys(_BARS, "1"))
         context.call_on_close(lambda: _restore(before))
@@ -81,7 +85,7 @@ _BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # transformers' loadin
 Progress = Annotated[
     bool,
     typer.Option(
-        "--progress/--no-progress", callback=_quiet, help="Show progress on stderr, also that of loading a model."
+        "--progress/--no-progress", callback=_quiet, help="Progress bars and notes on stderr, or errors alone."
     ),
 ]
 

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from tl_posdisent.utils.files import whole_file
 
-from .errors import say
+from .errors import note
 from .html_table import table_page
 
 FORMATS = (".csv", ".parquet", ".json", ".html")
@@ -54,7 +54,7 @@ def save(table: Any, out: Path | None, title: str) -> None:
             file.write(as_json(table).encode("utf-8"))
         else:
             file.write(table_page(table, title).encode("utf-8"))
-    say(f"table: {escape(str(out))} ({len(table)} rows)")
+    note(f"table: {escape(str(out))} ({len(table)} rows)")
 
 
 def as_json(table: Any) -> str:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from tl_posdisent.cli import options as o
-from tl_posdisent.cli.errors import answering, say
+from tl_posdisent.cli.errors import answering
 from tl_posdisent.cli.inputs import load_and_read
 from tl_posdisent.cli.output import check_out
 
@@ -69,7 +68,6 @@ def report(
             command=command_line(),
             progress=progress,
         )
-        say(f"report: {escape(str(path))}")
     typer.echo(str(path))
 
 

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from tl_posdisent.cli import options as o
-from tl_posdisent.cli.errors import answering, say
+from tl_posdisent.cli.errors import answering, note
 from tl_posdisent.cli.output import check_out, save
 from tl_posdisent.cli.screen import rows
 
@@ -82,7 +82,7 @@ def sweep(
         with _executor(workers, dask) as executor:
             done = do(todo, executor, out=out, retry=retry, device=device, progress=progress)
         save(done, table, f"{experiment} of {len(todo)} jobs")
-        say(f"parts: {escape(str(out))} ({done['job'].nunique()} of {len(todo)} jobs)")
+        note(f"parts: {escape(str(out))} ({done['job'].nunique()} of {len(todo)} jobs)")
         if done.empty:
             raise ValueError(f"all {len(todo)} jobs failed; {out / 'failed'} says why")
     rows(_means(done, arguments), f"{experiment}, means over texts, layers and heads", digits=3)

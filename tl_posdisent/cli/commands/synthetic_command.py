@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from tl_posdisent.cli import options as o
-from tl_posdisent.cli.errors import answering, say
+from tl_posdisent.cli.errors import answering, note
 from tl_posdisent.cli.inputs import device_of
 from tl_posdisent.cli.screen import grid, number, screen
 from tl_posdisent.utils.files import whole_file
@@ -69,7 +69,7 @@ def synthetic(
         )
         with whole_file(out / "heads.html") as file:
             file.write(_maps(study).encode("utf-8"))
-        say(f"tables and heat maps: {escape(str(out))}")
+        note(f"tables and heat maps: {escape(str(out))}")
     _show_study(study, f"{preset} preset, {seeds} seed{'s' if seeds > 1 else ''}")
 
 
