@@ -30,17 +30,26 @@ BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Laws on the other model class are slow but for one architecture, and laws on further architectures are extended:
-    they cost minutes and would show the defect of a mechanism only once more."""
-    for item in items:
-        values = [x for x in item.callspec.params.values() if isinstance(x, str)] if hasattr(item, "callspec") else []
-        named = set(values) & set(ARCHITECTURES)
-        again = "hooked" in values and "bridge" in BACKENDS and "llama-gqa" not in named
-        further = bool(named) and not named & set(MECHANISMS) and item.get_closest_marker("slow") is None
+    """Where a law is tried on llama-gqa, it is slow on other architectures and in their other class, and extended on
+    those that add no mechanism: these cost minutes and would show most defects only once more."""
+    named = [set(_words_of(item)) & set(ARCHITECTURES) for item in items]
+    carried = {_law(item) for item, names in zip(items, named, strict=True) if "llama-gqa" in names}
+    for item, names in zip(items, named, strict=True):
+        again = "hooked" in _words_of(item) and "bridge" in BACKENDS and "llama-gqa" not in names
+        elsewhere = "llama-gqa" not in names and _law(item) in carried
+        further = bool(names) and not names & set(MECHANISMS) and item.get_closest_marker("slow") is None
         if further:
             item.add_marker(pytest.mark.extended)
-        if named and (again or further):
+        if names and (again or elsewhere or further):
             item.add_marker(pytest.mark.slow)
+
+
+def _words_of(item: pytest.Item) -> list[str]:
+    return [x for x in item.callspec.params.values() if isinstance(x, str)] if hasattr(item, "callspec") else []
+
+
+def _law(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.fixture(autouse=True)
