@@ -121,6 +121,7 @@ def test_length(model: Any, tmp_path: Path) -> None:
         same(got[got["way"] == name].drop(columns="way"), expected)
 
 
+@pytest.mark.slow
 def test_length_has_defaults_from_the_context(model: Any, tmp_path: Path) -> None:
     out = tmp_path / "table.csv"
     quiet("length", "--way", "lambda-mask", "--layers", "0", "--out", out)

@@ -229,6 +229,7 @@ def test_length_ends_the_last_bucket(tmp_path: Path) -> None:
     assert "--length and --lengths must not be given together" in both.stderr
 
 
+@pytest.mark.slow
 def test_models_are_named_by_their_folder_and_nothing_but_results_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,9 +162,10 @@ def test_stories_are_additive_and_their_random_copy_is_not(kind: str, texts: Ten
     assert (trained["r_three_axis"] > chance["r_three_axis"]).all()
 
 
-def test_both_classes_agree(texts: Tensor, shared_model: Model) -> None:
+def test_both_classes_agree(shared_model: Model) -> None:
+    texts = torch.cat([stories.sample_story(60, seed) for seed in range(2)])
     tables = [
-        controlled_distance(shared_model(kind, "stories"), texts[:2], burn_in=50, progress=False)
+        controlled_distance(shared_model(kind, "stories"), texts, burn_in=20, progress=False)
         for kind in ("bridge", "hooked")
     ]
     pd.testing.assert_frame_equal(*tables, rtol=0, atol=1e-4)
@@ -219,10 +220,10 @@ def test_what_is_additive_stays_where_it_is(kind: str) -> None:
     assert table["key_correlation"].min() == pytest.approx(1, abs=1e-6)
 
 
-def test_in_stories_the_key_part_is_causal_but_for_near_keys(shared_model: Model, texts: Tensor) -> None:
+def test_in_stories_the_key_part_is_causal_but_for_near_keys(shared_model: Model) -> None:
     """From some distance on, the trained heads' key part is what the fit says; beside the query it is another."""
     model = shared_model("bridge", "stories")
-    table = dummy_distance_check(model, texts[:1, :200], distances=[1, 32], layers=[3], progress=False)
+    table = dummy_distance_check(model, stories.sample_story(200, 0), distances=[1, 32], layers=[3], progress=False)
     by_distance = table.groupby("distance")["key_correlation"].mean()
     assert by_distance[32] > 0.8
     assert by_distance[1] < 0.4
