@@ -198,8 +198,9 @@ def n_layers(model: Any) -> int:
             "model must not be compiled: torch would compile it anew for every set of hooks. Give the model that "
             "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded anew)"
         )
-    # Without asking for its value: a bridge makes the list of its hook points anew each time.
-    if not isinstance(n, int) or inspect.getattr_static(model, "hook_dict", None) is None:
+    # Statically first: a bridge makes the list of its hook points anew each time that it is asked for.
+    has_hooks = inspect.getattr_static(model, "hook_dict", None) is not None or hasattr(model, "hook_dict")
+    if not isinstance(n, int) or not has_hooks:
         raise ValueError(
             "model must be a HookedTransformer, a TransformerBridge or another model with TransformerLens's hooks, "
             f"got {type(model).__name__}"
