@@ -56,8 +56,8 @@ test-all: test test-slow test-extended test-tl4 test-oldest ## all tests, with a
 fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets the number)
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --dist worksteal tests/*/test_fuzz_*.py
 
-test-tl4: .venv-tl4/dev.stamp ## make test with the newest TransformerLens 4, but for what has nothing to do with it
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) -m "not slow" $(UNCHECKED) $(ALIKE)
+test-tl4: .venv-tl4/dev.stamp ## make test, and the support table, with the newest TransformerLens 4; not what has nothing to do with it
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) -m "(not slow or versions) and not extended" $(UNCHECKED) $(ALIKE)
 
 test-oldest: .venv-oldest/dev.stamp ## tests that use other packages, with the oldest versions that pyproject.toml allows
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) $(OLDEST_TESTS)

@@ -221,6 +221,7 @@ def test_no_model_is_like_that() -> None:
     assert "no model is like that; more are listed with --untested" in result.stderr
 
 
+@pytest.mark.slow
 def test_what_is_said_of_positions_is_so(shared_model: Callable[[str, str], Any]) -> None:
     """For every architecture of the zoo that is in the list; and the list says nothing of any other."""
     from support import zoo

@@ -21,6 +21,7 @@ def invoke(line: str, *more: Any) -> Result:
     return CliRunner().invoke(app, ["sweep", *words], env={"COLUMNS": "120", "NO_COLOR": "1"})
 
 
+@pytest.mark.slow
 def test_additivity_over_a_training(tmp_path: Path) -> None:
     training, out = tmp_path / "training", tmp_path / "out"
     training.mkdir()

@@ -30,6 +30,7 @@ def invoke(*arguments: Any) -> Result:
     return CliRunner().invoke(app, ["synthetic", *map(str, arguments)], env={"COLUMNS": "140", "NO_COLOR": "1"})
 
 
+@pytest.mark.slow
 def test_the_tables_are_those_of_the_library(tmp_path: Path) -> None:
     out = tmp_path / "new" / "tables"
     chosen = ("--encoding", "rope", "--encoding", "none", "--task", "count", "--seeds", 2)

@@ -191,6 +191,7 @@ def test_training_is_reproducible_and_learns() -> None:
     assert torch.equal(*draw)
 
 
+@pytest.mark.slow
 def test_command_line_writes_a_model_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import gzip
     import json

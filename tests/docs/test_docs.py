@@ -31,6 +31,7 @@ def _again(name: str, code: str) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("name", "code"),
     [pytest.param(*case, marks=[pytest.mark.extended] if _again(*case) else []) for case in support_table.cases()],

@@ -225,6 +225,7 @@ def test_every_row_is_the_run_that_it_says(kind: str, name: str, axes: Any, shar
     assert abs(loss["distance"] - loss["key"]) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", ["three", "two"])
 def test_the_shuffled_fit_is_that_of_a_shuffled_text(axes: Any, shared_model: Any) -> None:
     """Of a text of three there are two: the first token stays where it is. Both occur, and no other."""
@@ -257,6 +258,7 @@ def test_tokens_that_are_all_alike_are_their_own_shuffle(shared_model: Any) -> N
     assert abs(fit.to_numpy() - shuffled.to_numpy()).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_what_the_demo_model_loses() -> None:
     """Its heads' scores are far from uniform, and additive scores are nearer to them than none."""
     rows = additive_substitution(load_demo_model(), demo_tokens(length=96), layers=[2, 4], progress=False)

@@ -119,6 +119,7 @@ def test_both_classes_agree_on_the_demo() -> None:
 # --- trained and untrained ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bridge", "hooked"])
 def test_a_trained_model_is_additive_and_chance_is_not(kind: str, shared_model: Any) -> None:
     """Measured on 256 tokens of its own: mean r 0.896, 0.905, 0.909 over the 40 heads for three texts (heads 0.79 to

@@ -69,6 +69,7 @@ def test_every_row_is_the_run_that_it_says(kind: str, name: str, shared_model: A
     assert rows[rows["rung"] == "untouched"][["kl", "error"]].abs().max().max() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["layer", "all"])
 def test_layers_and_the_whole_model(unit: Any, shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
@@ -85,6 +86,7 @@ def test_layers_and_the_whole_model(unit: Any, shared_model: Any) -> None:
         assert size is None or row.parameters == size * len(layers)
 
 
+@pytest.mark.slow
 def test_the_controls(shared_model: Any) -> None:
     """Of three tokens there are two orders with the first in place; all alike, a text is its own shuffle."""
     model = shared_model("bridge", "llama-gqa")

@@ -190,6 +190,7 @@ def test_metrics_of_real_tokens(name_of: str, side: str, kind: str, name: str, s
         same(found[["effect"]], sum(table[["effect"]] for table in alone) / len(alone))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("axes", ["three", "two"])

@@ -51,6 +51,7 @@ def test_shares_are_those_of_controlled_distance(kind: str, name: str, shared_mo
     pd.testing.assert_series_equal(parts["interaction"], mixed, check_names=False, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_in_stories_keys_are_concentrated_and_content_is_slow(shared_model: Model) -> None:
     """Observation 1: at every frequency training concentrates the keys; content sits where nothing turns."""
     model, text = shared_model("bridge", "stories"), stories.sample_story(300, 0)
@@ -169,6 +170,7 @@ def test_one_copy_has_no_deviation(shared_model: Model, capfd: pytest.CaptureFix
     assert not table["random"].isna().any()
 
 
+@pytest.mark.slow
 def test_stories_differ_from_chance(shared_model: Model) -> None:
     model, text = shared_model("bridge", "stories"), stories.sample_story(200, 0)
     table = trained_vs_random(model, text, seeds=[0, 1], by="layer", burn_in=20, progress=False)

@@ -118,6 +118,8 @@ def in_some_ways(model: Any, a: list[Hook], b: list[Hook], ways: slice) -> list[
     return [attempt(run) for run in (*lists, lambda: nested(a, b), lambda: nested(b, a), added)[ways]]
 
 
+@pytest.mark.slow
+@pytest.mark.versions
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize(
     "where",

@@ -104,6 +104,7 @@ def divergences(model: Any, rung: str, **options: Any) -> Tensor:
     return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q.clamp_min(1e-30))).sum((-2, -1))
 
 
+@pytest.mark.slow
 def test_a_rung_with_more_freedom_is_nearer(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     ladder = [divergences(model, rung, bands=BANDS) for rung in RUNGS]
@@ -138,6 +139,7 @@ def test_static_heads_are_causal_on_another_text(kind: str, name: str, shared_mo
         assert pattern.shape == put_in.shape
 
 
+@pytest.mark.slow
 def test_layers_are_fitted_in_turn(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     in_turn, at_once = (fit_attention_layers(model, TOKENS, replaced=x) for x in (True, False))
@@ -193,6 +195,7 @@ def test_free_importances_belong_to_their_texts(shared_model: Any) -> None:
 # --- with others, and refusals --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_other_interventions(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     swapped = swap_positions(model, torch.arange(L).flip(0))

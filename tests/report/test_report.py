@@ -51,6 +51,7 @@ def agrees(document: Document, table: str, titles: dict[str, str], frame: pd.Dat
         assert any(shown), (table, title)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str], tuple[Any, Document]]) -> None:
     model, document = made(backend)
@@ -212,6 +213,7 @@ def test_without_control_or_widgets(tmp_path: Path) -> None:
     assert {row["random"] for row in document.rows("headline")} == {"–"}
 
 
+@pytest.mark.slow
 def test_long_texts_are_cut_and_it_is_said(tmp_path: Path) -> None:
     model, text = tp.load_demo_model(), tp.demo_text()
     options: dict[str, Any] = {"sections": ["additivity"], "layers": [4], "control": 0, "progress": False}

@@ -31,6 +31,7 @@ def padded(side: str) -> tuple[Tensor, Tensor]:
     return torch.cat(rows), torch.cat(real)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "side"), list(zip(BACKENDS, ("left", "right"), strict=False)))
 def test_padding_is_no_text(backend: str, side: str, tmp_path: Path) -> None:
     """Numbers are means of the texts alone; the loss without a head is over the tokens of each text."""

@@ -219,6 +219,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return study, folder
 
 
+@pytest.mark.slow
 def test_a_study_is_its_parts(done: tuple[Any, Path]) -> None:
     study, folder = done
     assert list(study.reports) == [
@@ -256,6 +257,7 @@ def test_its_summary_is_over_seeds(done: tuple[Any, Path]) -> None:
     assert "4 trainings" in repr(study)
 
 
+@pytest.mark.slow
 def test_a_study_of_both_modes_and_of_what_suffices(tmp_path: Path) -> None:
     """Each table is what its function says of the model; tables by mode and measure are deposits of those drops."""
     study = deposit_study(

@@ -200,6 +200,7 @@ def noisy(largest: list[list[float]], seed: int) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "head", "norm_of_mean", "norm_of_mean_se"])
 
 
+@pytest.mark.slow
 def test_no_amplification_where_margins_are_noise() -> None:
     """Heads that differ by their errors alone seldom get a γ; where they differ by far, its interval holds the truth
     in about 95 of 100 draws."""

@@ -27,6 +27,7 @@ from tl_posdisent.synthetic import (
     train,
 )
 
+pytestmark = pytest.mark.slow  # a model is trained first
 TASK = TriggerDistance(d_vocab=6, max_gap=4, min_side=1, max_side=1, n_ctx=8)
 HEADS = [(layer, head) for layer in range(2) for head in range(2)]
 SUBSETS = [some for n in range(5) for some in itertools.combinations(HEADS, n)]

@@ -159,6 +159,7 @@ AFFINE = {"content_position_terms", "distance_sources", "distance_sources_check"
 GROUPED = {"patch_vectors"}  # is given keys of grouped heads there
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     "encoding", ["rope", *(pytest.param(x, marks=pytest.mark.slow) for x in ("mla", "alibi", "learned"))]

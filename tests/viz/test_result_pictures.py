@@ -61,6 +61,7 @@ def test_show_is_the_widget_of_the_result() -> None:
         fit.show(["a"])
 
 
+@pytest.mark.slow
 def test_figures_are_imported_when_a_result_is_first_drawn() -> None:
     code = (
         "import sys, torch, tl_posdisent as tp; fit = tp.fit_additive(torch.randn(4, 4)); repr(fit);"
