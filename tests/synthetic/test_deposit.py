@@ -186,7 +186,11 @@ def test_drops_are_what_evaluate_says_without_the_head(shape: Any) -> None:
 
 def test_drops_of_some_heads_another_way() -> None:
     model = untrained()
-    tokens, labels = TASK.batch(200, seed=1)
+    tokens, labels = TASK.batch(600, seed=1)
+    with pytest.raises(ValueError, match='tokens must be samples of one length for mode "resample"'):
+        head_drops(model, tokens, labels, mode="resample", progress=False)
+    whole = (tokens != 0).sum(1) == 9  # of one length
+    tokens, labels = tokens[whole, :9], labels[whole]
     drops = head_drops(model, tokens, labels, layers=[1], heads=[0], mode="resample", seed=4, progress=False)
     assert drops[["layer", "head"]].to_numpy().tolist() == [[1, 0]]
     with model.hooks(fwd_hooks=ablate_heads(model, [(1, 0)], mode="resample", seed=4)):

@@ -231,7 +231,7 @@ def head_drops(
         same of the mean cross-entropy in nats, which rises without a head that matters. ``deposit`` sums it up.
 
     Raises:
-        ValueError: as ``evaluate``, and as ``head_ablation``.
+        ValueError: as ``evaluate``, and as ``head_ablation``; padded samples with ``mode="resample"``.
 
     Example:
         >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TriggerCount, deposit, head_drops
@@ -243,10 +243,16 @@ def head_drops(
         (4, True)
     """
     check_samples(model, tokens, labels)
+    pad = model.config.pad_id
+    if mode == "resample" and pad is not None and bool((tokens == pad).any()):
+        raise ValueError(
+            'tokens must be samples of one length for mode "resample", which puts one in the place of another, got '
+            "padding, which this model does not read: use another mode, or samples of each length on their own"
+        )
     averaged: Any = tokens if reference is None and mode == "mean" else reference
     if mode == "mean":
         averaged = reference_texts(model, averaged)
-    metric = _Answers(labels, model.config.pad_id)
+    metric = _Answers(labels, pad)
     options: dict[str, Any] = {"layers": layers, "heads": heads, "mode": mode, "reference": averaged, "seed": seed}
     with torch.no_grad():
         table = head_ablation(model, tokens, metric, batch_size=batch_size, progress=progress, **options)
