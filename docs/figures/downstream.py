@@ -20,8 +20,9 @@ from tl_posdisent.experiments import MultipleChoice, questions_from_text
 from tl_posdisent.viz.palette import HUES
 
 TABLE = Path(__file__).with_name("downstream.csv")
-QUESTIONS = 240
-FRACTIONS = [0, 0.05, 0.2, 0.5, 1]
+QUESTIONS = 200
+KINDS = ("order", "index")
+FRACTIONS = [0, 0.1, 0.5, 1]
 TASKS = {"last_word": "last word, of 2", "next_sentence": "next sentence, of 2"}
 
 
@@ -50,7 +51,7 @@ def measure() -> pd.DataFrame:
         for ask in TASKS:
             asked = questions(case, ask)
             curve = tp.perturbation_curve(
-                case.model, case.long[:, :400], fractions=FRACTIONS, seeds=1, downstream=asked, progress=False
+                case.model, case.long[:, :400], KINDS, FRACTIONS, seeds=1, downstream=asked, progress=False
             )
             right = curve["downstream"]
             error = (right * (1 - right) / len(asked)) ** 0.5  # of the questions, which are a sample

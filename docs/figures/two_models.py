@@ -43,7 +43,7 @@ def demo() -> Case:
 
 
 def story() -> Case:
-    tokenizer, samples = stories.stories_tokenizer(), [stories.sample_story(500, seed, 0.7) for seed in range(6)]
+    tokenizer, samples = stories.stories_tokenizer(), [stories.sample_story(500, seed, 0.7) for seed in range(5)]
     text = " ".join(tokenizer.decode(sample[0].tolist()) for sample in samples)
     long = torch.cat(samples, 1)
     encode = partial(tokenizer.encode, bos=False)
