@@ -85,7 +85,7 @@ def test_everything_is_drawn(path: Path, opened: Open) -> None:
     boxes = page.page.locator("figure svg").evaluate_all(
         "all => all.map(x => x.getBoundingClientRect()).map(b => [b.width, b.height])"
     )
-    assert len(boxes) == 2 + 5 + 1 + 1 + 1 + 3 + 1 + 1 + 3  # with those of legends inside captions
+    assert len(boxes) == 2 + 5 + 1 + 1 + 1 + 3 + 1 + 1 + 3 + 6  # with those of legends inside captions
     assert all(width > 10 and height > 5 for width, height in boxes)
     assert page.page.evaluate("() => document.querySelectorAll('rect, circle, path').length") > 400
     assert page.page.evaluate(_OVERLAPS) == []

@@ -103,8 +103,17 @@ def test_hooks_of_the_user_survive(kind: str, name: str) -> None:
     doubled = run(model)
     assert not torch.equal(doubled, plain)
     with applied(model, [(Z, double)]):
-        assert not torch.equal(run(model), doubled)
+        twice = run(model)
+        assert not torch.equal(twice, doubled)
+        with model.hooks(fwd_hooks=[(LATE, double)]):  # which removes its own at its end
+            assert not torch.equal(run(model), twice)
+        assert torch.equal(run(model), twice)
     assert torch.equal(run(model), doubled)
+    with applied(model, [(Z, double)]):
+        assert torch.equal(run(model), twice)
+        model.reset_hooks()
+        assert torch.equal(run(model), plain)
+        model.hook_dict[Z].add_hook(double)
     with pytest.raises(RuntimeError, match="never fired"), applied(model, [(Z, double)]):
         pass
     assert torch.equal(run(model), doubled)

@@ -64,7 +64,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
 
         return count
 
-    with _added(model, [(there[name], counted(n, function)) for n, (name, function) in enumerate(hooks)]):
+    with _added([(there[name], counted(n, function)) for n, (name, function) in enumerate(hooks)]):
         yield model
     idle = [name for n, (name, _) in enumerate(hooks) if not fired[n]]
     if idle:
@@ -75,15 +75,15 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _added(model: Any, placed: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+def _added(placed: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
     """As ``model.hooks``, but at hook points: a bridge lists all of its points for each name that it is given."""
-    model.context_level += 1
-    level = model.context_level
+    added = []
     try:
         for point, function in placed:
-            point.add_hook(function, level=level)
+            point.add_hook(function)
+            added.append((point, point.fwd_hooks[-1]))
         yield
     finally:
-        for point, _ in placed:
-            point.remove_hooks(level=level)
-        model.context_level -= 1
+        for point, handle in added:
+            handle.hook.remove()
+            point.fwd_hooks = [other for other in point.fwd_hooks if other is not handle]
