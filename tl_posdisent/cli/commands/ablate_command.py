@@ -36,14 +36,14 @@ def ablate(
 
     Columns:
       layer, head   the ablated head
-      baseline      the metric with all heads: loss in nats, or the share of next tokens predicted correctly
+      baseline      the metric with all heads (nats, or share correct)
       value         the metric without this head
       effect        value - baseline
 
     Examples:
       tl-posdisent ablate
-      tl-posdisent ablate --metric accuracy --mode mean --layers 0-1 --out heads.html
-      tl-posdisent ablate --model EleutherAI/pythia-70m --text book.txt --texts 4 --mode resample --seed 1
+      tl-posdisent ablate --metric accuracy --mode mean --out heads.html
+      tl-posdisent ablate --model EleutherAI/pythia-70m --text book.txt --texts 4
     """
     with answering():
         check_out(out)

@@ -27,14 +27,14 @@ def check(
 
     Columns:
       tool      which function
-      text      on which text: its length, padded, or read token by token with a KV cache
+      text      its length, padded, or token by token (KV cache)
       verdict   works, refused or wrong
       error     the largest relative error of what must hold
       reason    why refused, or what does not hold
 
     Examples:
       tl-posdisent check
-      tl-posdisent check --model EleutherAI/pythia-70m --dtype bfloat16 --out check.csv
+      tl-posdisent check --model EleutherAI/pythia-70m --dtype bfloat16
     """
     with answering():
         check_out(out)

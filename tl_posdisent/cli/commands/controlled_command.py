@@ -46,8 +46,8 @@ def controlled(
 
     Examples:
       tl-posdisent controlled
-      tl-posdisent controlled --layers 0,4 --length 128 --control 3 --out controlled.parquet
-      tl-posdisent controlled --model EleutherAI/pythia-70m --text book.txt --burn-in 4
+      tl-posdisent controlled --layers 0,4 --control 3 --out shares.parquet
+      tl-posdisent controlled --model EleutherAI/pythia-70m --text book.txt
     """
     with answering():
         check_out(out)

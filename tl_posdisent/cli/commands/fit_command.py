@@ -37,7 +37,7 @@ def fit(
 
     Columns:
       batch, layer, head   which text and which head
-      r, r2, r2_adjusted   correlation of scores and fit, its square, adjusted for the number of parameters
+      r, r2, r2_adjusted   correlation of scores and fit, square, adjusted
       share_distance …     share of the variance that one part explains alone
       cells, parameters    number of fitted scores and of free parameters
       weights              trained, or random and the seed
@@ -45,7 +45,7 @@ def fit(
     Examples:
       tl-posdisent fit
       tl-posdisent fit --layers 0-2 --heads 0,3 --out r.html
-      tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --texts 4 --pool --out r.csv
+      tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --pool
     """
     with answering():
         check_out(out)

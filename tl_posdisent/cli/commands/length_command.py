@@ -64,15 +64,15 @@ def length(
       loss                   cross entropy of the next token, in nats
       entropy                of the attention, in nats
       largest_score          of each query, averaged
-      share_key              share of the variance of the scores that the key alone explains
-      mahalanobis, cosine    distance of attention outputs from those in range, and similarity to them
-      outside                share of outputs further away than 99 % of those in range
+      share_key              variance of the scores that the key alone explains
+      mahalanobis, cosine    of attention outputs, to those in range
+      outside                share of outputs beyond 99 % of those in range
 
     Examples:
       tl-posdisent length
       tl-posdisent length --length 800
-      tl-posdisent length --lengths 64,256,512,1024 --way plain --way lambda-mask --window 128 --out length.csv
-      tl-posdisent length --model EleutherAI/pythia-70m --text book.txt --way plain --layers 0,5
+      tl-posdisent length --lengths 64,256,512,1024 --way lambda-mask --window 128
+      tl-posdisent length --model EleutherAI/pythia-70m --text book.txt
     """
     with answering():
         check_out(out)

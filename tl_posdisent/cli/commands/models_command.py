@@ -38,9 +38,9 @@ def models(
     Columns:
       name           for --model
       hooked         yes, if HookedTransformer supports it
-      bridge         status of TransformerBridge as listed by TransformerLens: tested, untested, skipped, fails, in part
+      bridge         as TransformerLens says: tested, untested, fails …
       architecture   the class in transformers, if TransformerLens lists it
-      positions      position encoding, for architectures that this package was tested with
+      positions      position encoding, where this package was tested
 
     Examples:
       tl-posdisent models --search pythia

@@ -42,16 +42,16 @@ def perturb(
     Kinds: the order of the text, the positions that RoPE receives (index), or RoPE's phases (feature).
 
     Columns:
-      kind, fraction          kind of the perturbation, and fraction of tokens or words exchanged
-      moved, intact           shares of positions that moved, and of those where neither token nor next token moved
+      kind, fraction          what is exchanged, and how many
+      moved, intact           shares: moved; neither it nor the next token
       perplexity, accuracy    of the next token, at all positions
-      added_loss, kl          added loss in nats, and KL divergence from the unmodified model, at intact positions
+      added_loss, kl          at intact positions, in nats
       …_se                    standard error over seeds
 
     Examples:
       tl-posdisent perturb
-      tl-posdisent perturb --kind order --kind index --fractions 0,0.1,1 --seeds 3 --out perturbed.json
-      tl-posdisent perturb --model EleutherAI/pythia-70m --text book.txt --unit word --window 4
+      tl-posdisent perturb --kind order --kind index --fractions 0,0.1,1
+      tl-posdisent perturb --model EleutherAI/pythia-70m --text book.txt
     """
     with answering():
         check_out(out)
@@ -73,4 +73,4 @@ def perturb(
         )
         what = f"{name_of(model)}, {tokens.shape[0]} × {tokens.shape[1]} tokens, {seeds} seed{'s' if seeds > 1 else ''}"
         save(table, out, f"Perturbed word order and positions: {what}")
-    rows(table, f"what is lost: {what}", digits=3)
+    rows(table, f"cost of perturbations: {what}", digits=3)

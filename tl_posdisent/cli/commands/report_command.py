@@ -43,8 +43,8 @@ def report(
 
     Examples:
       tl-posdisent report
-      tl-posdisent report --layers 0,4 --length 128 --title "Layers 0 and 4" --out out/report.html
-      tl-posdisent report --model EleutherAI/pythia-70m --text book.txt --control 3
+      tl-posdisent report --layers 0,4 --title "Layers 0 and 4" --out layers.html
+      tl-posdisent report --model EleutherAI/pythia-70m --text book.txt
     """
     with answering():
         check_out(out, (".html",))

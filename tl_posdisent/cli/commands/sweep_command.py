@@ -53,13 +53,13 @@ def sweep(
     """Run one experiment over models, checkpoints and texts; an interrupted sweep can be resumed.
 
     Columns:
-      model, checkpoint, step, seed   what was measured, and at which step of its training
-      r, r2 …                         of the experiment: means over texts, layers and heads; --table has every row
+      model, checkpoint, step, seed   what was measured
+      r, r2 …                         means over texts, layers and heads
 
     Examples:
       tl-posdisent sweep --length 64 --texts 4 --split 4
-      tl-posdisent sweep --model EleutherAI/pythia-70m --checkpoints 0,512,1000,143000 --text book.txt --out out/pythia
-      tl-posdisent sweep --model out/training --checkpoints all --table training.csv
+      tl-posdisent sweep --model EleutherAI/pythia-70m --checkpoints 0,512,143000
+      tl-posdisent sweep --model out/training --checkpoints all --table all.csv
     """
     with answering():
         check_out(table)

@@ -39,15 +39,15 @@ def synthetic(
 
     Columns:
       task, encoding    task and position encoding
-      chance, accuracy  accuracy of guessing, and of the trained model on test samples
+      chance, accuracy  of guessing, and of the model on test samples
       largest drop      of accuracy without one head; second: without the next one
       share             of the largest drop in all drops
-      effective heads   exp of the entropy of the drops: 1 if one head has the whole drop
+      effective heads   1 if one head has the whole drop (exp of entropy)
       layer             of the largest drop, seed by seed
 
     Examples:
       tl-posdisent synthetic
-      tl-posdisent synthetic --encoding rope --task distance --seeds 3 --out out/rope
+      tl-posdisent synthetic --encoding rope --task distance --seeds 3
     """
     changed: dict[str, Any] = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
     with answering():
