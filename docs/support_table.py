@@ -5,6 +5,7 @@ with a KV cache. A tool that refuses is noted with its error; one that runs and 
 
     .venv/bin/python docs/support_table.py       # writes what holds for the installed TransformerLens
     .venv-tl4/bin/python docs/support_table.py   # and for the other one; what is there of the rest stays
+    .venv/bin/python docs/support_table.py TOOL  # only this column
 
 `tests/test_docs.py` does the same and compares.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from tl_posdisent.experiments.model_check import TOOLS  # noqa: E402
 LENGTH = 12
 
 OK = "✓"
+MISSING = "not tried"
 SHORT = {  # what a message says: what it is called in a cell, from the most particular
     "multi-head latent attention": "latent attention",
     "additive bias such as ALiBi": "additive bias",
@@ -50,13 +53,13 @@ Table = dict[tuple[str, str], Row]
 # --- rows -------------------------------------------------------------------------------------------------------
 
 
-def try_tools(model: Any) -> Row:
-    """Every tool on one model."""
-    table = check_model(model, lengths=LENGTH, progress=False)
+def try_tools(model: Any, tools: Sequence[str] = tuple(TOOLS)) -> Row:
+    """Every tool, or some, on one model."""
+    table = check_model(model, tools=tools, lengths=LENGTH, progress=False)
     wrong = table[table["verdict"] == "wrong"]
     if len(wrong):
         raise AssertionError(f"a tool does something else than it says:\n{wrong.to_string()}")
-    return {tool: _outcome(table[table["tool"] == tool]) for tool in TOOLS}
+    return {tool: _outcome(table[table["tool"] == tool]) for tool in tools}
 
 
 def _outcome(rows: pd.DataFrame) -> str:
@@ -99,15 +102,15 @@ HEADER = (
 
 def to_markdown(table: Table) -> str:
     """Architectures that behave alike in several classes share a row; refusals are numbered and quoted beneath."""
-    reasons = list(dict.fromkeys(text for row in table.values() for text in row.values() if text != OK))
+    reasons = list(dict.fromkeys(text for row in table.values() for text in row.values() if text not in (OK, MISSING)))
     lines = [NOTE, HEADER, "| --- " * (3 + len(TOOLS)) + "|"]
     for name in (*zoo.NAMES, *zoo.HYBRID_NAMES):
         alike: dict[tuple[str, ...], list[str]] = {}
         for code in CLASSES:
             if (name, code) in table:
-                alike.setdefault(tuple(table[name, code][tool] for tool in TOOLS), []).append(code)
+                alike.setdefault(tuple(table[name, code].get(tool, MISSING) for tool in TOOLS), []).append(code)
         for row, where in alike.items():
-            cells = [text if text == OK else _named(text, reasons.index(text) + 1) for text in row]
+            cells = [text if text in (OK, MISSING) else _named(text, reasons.index(text) + 1) for text in row]
             lines.append(f"| {' | '.join([name, zoo.ARCHITECTURES[name].model, ' '.join(where), *cells])} |")
     return "\n".join([*lines, "", *(f"{n}. `{text}`" for n, text in enumerate(reasons, 1)), ""])
 
@@ -123,26 +126,28 @@ def from_markdown(text: str) -> Table:
     """The inverse."""
     reasons = {line.split(".")[0]: line.split("`")[1] for line in text.splitlines() if line[:1].isdigit()}
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    tools = [title.strip("`") for title in rows[0][3:]]
     return {
         (name, code): {
             tool: reasons.get(cell.rpartition("(")[2].rstrip(")"), cell)
-            for tool, cell in zip(TOOLS, cells, strict=True)
+            for tool, cell in zip(tools, cells, strict=True)
         }
         for name, _, where, *cells in rows[2:]
         for code in where.split()
     }
 
 
-def main() -> None:
-    """Replace what the table says of the installed TransformerLens."""
+def main(tools: Sequence[str]) -> None:
+    """Replace what the table says of the installed TransformerLens: of these tools, or of all."""
     torch.set_num_threads(1)
-    text = TABLE.read_text(encoding="utf-8") if TABLE.exists() else ""
-    table = from_markdown(text) if HEADER in text else {}  # of other tools nothing can be kept
+    table = from_markdown(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
     kept = {case: row for case, row in table.items() if case[1] not in codes()}
-    new = {(name, code): try_tools(zoo.load(CLASSES[code], name)) for name, code in cases()}
+    new = {(name, code): try_tools(zoo.load(CLASSES[code], name), tools or tuple(TOOLS)) for name, code in cases()}
+    if tools:
+        new = {case: table.get(case, {}) | row for case, row in new.items()}
     TABLE.write_text(to_markdown(kept | new), encoding="utf-8")
     print(f"{TABLE.name}: {len(new)} tried with TransformerLens {zoo.TL_MAJOR}, {len(kept)} kept")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -12,7 +12,14 @@ from support.intervention_cases import TOKENS, L, logits
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import attention_ladder, demo_tokens, head_verdicts, load_demo_model, random_control
+from tl_posdisent import (
+    attention_ladder,
+    demo_tokens,
+    head_verdicts,
+    load_demo_model,
+    logit_difference,
+    random_control,
+)
 from tl_posdisent.additive.attention.attention_rungs import RUNGS
 from tl_posdisent.hooks import fit_attention_layers, substitute_attention
 
@@ -226,3 +233,40 @@ def test_after_an_error_the_model_is_as_before(shared_model: Any) -> None:
         ladder(model, rungs=["distance"])
     assert state(model) == before
     assert torch.equal(logits(model, []), plain)
+
+
+def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
+    """Its value is that of each prompt run alone; verdicts take gaps of either sign."""
+    model = shared_model("bridge", "llama-gqa")
+    mask = torch.ones_like(TOKENS)
+    mask[1, L - 3 :] = 0
+    metric = logit_difference(answers=[3, 4], wrong=[5, 6])
+    options: dict[str, Any] = {"layers": [1], "heads": [0, 3], "rungs": FEW, "controls": []}
+    rows = ladder(model, heldout_mask=mask, metric=metric, **options)
+    fits = {rung: fit_attention_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
+    for (_, head), some in rows.groupby(["layer", "head"]):
+        values = {}
+        for row in some.itertuples():
+            by = {1: fits[row.rung][1]} if row.rung in fits else row.rung
+            hooks = substitute_attention(model, by, heads=[(1, int(head))])
+            last = [logits(model, hooks, x)[0, -1].double() for x in (TOKENS[:1], TOKENS[1:, : L - 3])]
+            values[row.rung] = torch.stack([last[0][3] - last[0][5], last[1][4] - last[1][6]])
+            assert row.value == pytest.approx(values[row.rung].mean().item(), abs=1e-5)
+        gap, noise = (values["uniform"] - values["untouched"]).mean(), some["error"].iloc[0]
+        for row in some.itertuples():
+            change = values[row.rung] - values["untouched"]
+            assert row.error == pytest.approx((change.std() / 2**0.5).item(), abs=1e-5)
+            share = ((values["uniform"] - values[row.rung]).mean() / gap).item() if gap.abs() > noise else torch.nan
+            assert row.recovered == pytest.approx(share, abs=1e-3, nan_ok=True)
+    found = head_verdicts(rows, noise=0)
+    assert (found["verdict"] != "no effect").all()
+    flipped = head_verdicts(rows.assign(value=-rows["value"]), noise=0)
+    assert flipped["rung"].tolist() == found["rung"].tolist()
+    assert flipped["gap"].tolist() == (-found["gap"]).tolist()
+    plain = ladder(model, heldout_mask=mask, **options)
+    pd.testing.assert_series_equal(plain["loss"], rows["loss"])
+    assert "value" not in plain
+    one = ladder(model, heldout=TOKENS[:1], metric=lambda logits, tokens: logits[0, -1, 7], **options)
+    assert one["error"].isna().all()
+    assert one["recovered"].notna().all()
+    assert (head_verdicts(one)["verdict"] != "no effect").all()

@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tl_posdisent.additive.attention.attention_fit import fit_attention
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.frequencies import limit_frequencies
@@ -23,6 +24,7 @@ from tl_posdisent.hooks.phase_noise import phase_noise
 from tl_posdisent.hooks.positions import dummy_distance, remap_distance, swap_positions
 from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive
+from tl_posdisent.hooks.substitute_attention import substitute_attention
 from tl_posdisent.models.capture import capture
 from tl_posdisent.models.chunked_scores import empty_cache
 from tl_posdisent.models.reading.forward import Hook, device_of, evaluating, padding_id
@@ -326,6 +328,7 @@ NOTHING: dict[str, Callable[[Trial], list[Hook]]] = {
     "position_interpolation": lambda t: position_interpolation(t.reading, 1),
     "lambda_mask": lambda t: lambda_mask(t.reading, 1, 10**6, 10**6),
     "substitute_additive": _all_scores,
+    "substitute_attention": lambda t: substitute_attention(t.reading, "untouched"),
 }
 """Interventions that must leave the logits as they are."""
 
@@ -340,6 +343,7 @@ INTERVENTIONS: dict[str, Callable[[Trial], list[Hook]]] = {
     "ablate_heads": lambda t: ablate_heads(t.reading, [(t.layer, t.head)]),
     "drop_component": lambda t: drop_component(t.reading, "distance"),
     "substitute_additive": lambda t: substitute_additive(t.reading),
+    "substitute_attention": lambda t: substitute_attention(t.reading, "additive", heads=[(t.layer, t.head)]),
 }
 """Interventions that must change them."""
 
@@ -357,6 +361,15 @@ def _intervention(name: str) -> Callable[[Trial], Iterator[Law]]:
     return laws
 
 
+def _fitted_by_hand(trial: Trial) -> list[Hook]:
+    """The additive attention nearest to a pattern; what goes to a sink beside the keys still does."""
+    (pattern,) = trial.held(trial.layer, ("hook_pattern",))
+    to_keys = pattern.double().sum(-1, keepdim=True)
+    inside = trial.reading.specs(trial.layer)[0].mask(pattern.shape[-1], pattern.device)
+    fit = fit_attention(pattern=pattern / to_keys, mask=inside)
+    return _attend(trial, trial.layer, (fit.pattern() * to_keys).to(pattern.dtype))
+
+
 TWICE: dict[str, Callable[[Trial], list[Hook]]] = {
     "swap_positions": lambda t: remap_distance(t.reading, lambda d: 2 * d),
     "dummy_distance": lambda t: remap_distance(
@@ -364,6 +377,7 @@ TWICE: dict[str, Callable[[Trial], list[Hook]]] = {
     ),
     "position_interpolation": lambda t: swap_positions(t.reading, lambda index: index / 2),
     "ablate_heads": lambda t: [(f"blocks.{t.layer}.attn.hook_z", _zeros(t.head))],
+    "substitute_attention": _fitted_by_hand,
 }
 """The same by other means."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isnan, nan
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -31,13 +32,14 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, shown
 
-from .predictions import as_log_probabilities, clean_losses, compare_runs, shuffled_order
+from .metrics import Metric, as_numbers, check_metric, values_of
+from .predictions import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
 
 Unit = Literal["head", "layer", "all"]
 Control = Literal["shuffled", "random"]
 _CONTROLS: tuple[Control, ...] = ("shuffled",)
 _WHOLE: tuple[Rung, ...] = ("uniform", "untouched")  # what a share of the loss is measured by; nothing is fitted
-_COLUMNS = ["layer", "head", "control", "rung", "loss", "recovered", "kl", "error", "parameters", "causal"]
+_COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "kl", "error", "parameters", "causal"]
 
 
 def attention_ladder(
@@ -47,6 +49,7 @@ def attention_ladder(
     heldout: Tokens | None = None,
     attention_mask: Tensor | None = None,
     heldout_mask: Tensor | None = None,
+    metric: Metric | None = None,
     layers: Layers = None,
     heads: Heads = None,
     unit: Unit = "head",
@@ -74,6 +77,8 @@ def attention_ladder(
         heldout: texts whose loss is measured, no longer than those of ``tokens``; default ``tokens`` themselves.
         attention_mask, heldout_mask: 1 at tokens, 0 at padding, for padded ids of ``tokens`` and ``heldout``. Each text
             is run without its padding.
+        metric: ``f(logits, tokens)`` of the predicted texts, a number or one for each text, such as
+            ``logit_difference(...)``; ``recovered`` and ``error`` are then of it. Default: the next token's loss.
         layers: default all.
         heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
         unit: what is replaced at a time: each ``"head"``, the chosen heads of each ``"layer"``, or ``"all"`` of them.
@@ -92,11 +97,13 @@ def attention_ladder(
         standard error; ``kl``, mean divergence KL(untouched ‖ this) of
         the predictions, nats per token; ``error``, the standard error of this loss minus the untouched one, as if
         tokens were independent; ``parameters``, numbers that were fitted for the replaced heads, in all texts;
-        ``causal``, whether predictions depend on earlier tokens alone.
+        ``causal``, whether predictions depend on earlier tokens alone. With ``metric``, its mean over texts is in a
+        column ``value`` before ``loss``, ``recovered`` is its share between the same two ends, and ``error`` is over
+        texts: NaN for one text or a metric that is one number, when any difference of the ends counts.
 
     Raises:
-        ValueError: unusable tokens, layers, heads, rungs or controls; held-out texts longer than those of ``tokens``;
-            what ``substitute_attention`` refuses. RuntimeError: hooks that never fired.
+        ValueError: unusable tokens, layers, heads, rungs, controls or metric; held-out texts longer than those of
+            ``tokens``; what ``substitute_attention`` refuses. RuntimeError: hooks that never fired.
 
     Example:
         >>> from tl_posdisent import attention_ladder, demo_tokens, load_demo_model
@@ -119,7 +126,9 @@ def attention_ladder(
     texts = fitted if heldout is None else read_texts(reading.model, heldout, heldout_mask)
     if heldout is None and heldout_mask is not None:
         raise ValueError("heldout_mask must be None without heldout")
-    ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed)
+    if metric is not None:
+        check_metric(metric)
+    ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed, metric)
     chosen = any_heads(reading, layers, heads)
     ladder.check(chosen, wanted)
     some = [rung for rung in RUNGS if rung in wanted or rung in _WHOLE]
@@ -142,6 +151,8 @@ def attention_ladder(
                 rows.append(row)
                 bar.update()
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
+    if metric is None:
+        table = table.drop(columns="value")
     order = {name: n for n, name in enumerate(("none", *get_args(Control)))}
     table = table.sort_values(
         ["layer", "head", "control"], key=lambda x: x.map(order) if x.name == "control" else x, kind="stable"
@@ -163,10 +174,12 @@ _Key = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """Numbers of one run, by token of all texts."""
+    """Numbers of one run: losses by token of all texts, mean divergence, and what recovered shares are of: the same
+    losses, or a metric by text (or of all texts, one number)."""
 
     losses: Float[Tensor, "token"]
     kl: float
+    values: Float[Tensor, "sample"]
 
 
 class _Ladder:
@@ -181,7 +194,9 @@ class _Ladder:
         bands: Sequence[int],
         rank: int,
         seed: int,
+        metric: Metric | None,
     ) -> None:
+        self.metric = metric
         self.reading, self.model, self.fitted, self.texts = reading, reading.model, fitted, texts
         self.unit, self.bands, self.rank, self.seed = unit, bands, rank, seed
         self.heldout = texts is not fitted
@@ -189,13 +204,14 @@ class _Ladder:
             layers = [spec.layer for spec in reading.specs()] if unit != "all" else []
             self.untouched = [run_clean(self.model, group.tokens, layers) for group in texts.groups]
         self.clean = [as_log_probabilities(run.output) for run in self.untouched]
-        self.losses = clean_losses(self.clean, texts)
+        losses = clean_losses(self.clean, texts)
+        self.plain = _Run(losses, 0.0, self._values([run.output for run in self.untouched], losses))
         self.starts: dict[int, bool] = {}
 
     def of(self, model: Any, layers: Layers) -> _Ladder:
         """The same of another model."""
         reading = read_model(model, layers)
-        return _Ladder(reading, self.fitted, self.texts, self.unit, self.bands, self.rank, self.seed)
+        return _Ladder(reading, self.fitted, self.texts, self.unit, self.bands, self.rank, self.seed, self.metric)
 
     def check(self, chosen: Chosen, rungs: Sequence[str]) -> None:
         """Refuse held-out texts with distances that static rungs cannot know."""
@@ -248,12 +264,18 @@ class _Ladder:
 
     def _run(self, where: Chosen, rung: Rung, stored: list[Stored]) -> _Run:
         if rung == "untouched":
-            return _Run(self.losses, 0.0)
+            return self.plain
         each = stored or [{} for _ in self.texts.groups]
         hooks = [self._hooks(where, rung, some) for some in each]
         known = self._known(where[0][0].layer) if self.unit != "all" else None
-        losses, divergences = compare_runs(self.model, self.texts, self.clean, hooks, known)
-        return _Run(losses, divergences.mean().item())
+        outputs = run_texts(self.model, self.texts, hooks, known)
+        losses, divergences = compare(outputs, self.texts, self.clean)
+        return _Run(losses, divergences.mean().item(), self._values(outputs, losses))
+
+    def _values(self, outputs: list[Any], losses: Tensor) -> Float[Tensor, "sample"]:
+        if self.metric is None:
+            return losses
+        return as_numbers(values_of(self.metric, outputs, self.texts), len(self.texts.tokens)).reshape(-1)
 
     def _known(self, layer: int) -> list[dict[Any, Forward]] | None:
         """What to call instead of the blocks before a layer, if the model then computes what it did; else None."""
@@ -273,10 +295,11 @@ class _Ladder:
             return False
         try:
             nothing: list[list[Hook]] = [[] for _ in known]
-            losses, divergences = compare_runs(self.model, self.texts, self.clean, nothing, known)
+            outputs = run_texts(self.model, self.texts, nothing, known)
+            losses, divergences = compare(outputs, self.texts, self.clean)
         except RuntimeError:  # shapes that do not fit: this model does not support the shortcut
             return False
-        return mismatch(losses, self.losses) <= 1 and bool((divergences.abs() < 1e-4).all())
+        return mismatch(losses, self.plain.losses) <= 1 and bool((divergences.abs() < 1e-4).all())
 
     def _hooks(self, where: Chosen, rung: Rung, stored: Stored) -> list[Hook]:
         if stored:
@@ -292,20 +315,21 @@ class _Ladder:
         control: str,
         plain: dict[_Key, _Key] | None,
     ) -> Iterator[_Key]:
-        clean = self.losses
-        untouched = clean.mean().item()
-        errors = {rung: ((run.losses - clean).std() / len(clean) ** 0.5).item() for rung, run in runs.items()}
+        clean = self.plain.values
+        untouched, n = clean.mean().item(), len(clean)
+        errors = {rung: ((run.values - clean).std() / n**0.5).item() if n > 1 else nan for rung, run in runs.items()}
         if plain is None:
-            uniform, noise = runs["uniform"].losses.mean().item(), errors["uniform"]
+            uniform, noise = runs["uniform"].values.mean().item(), errors["uniform"]
         else:
-            uniform, noise = (plain[layer, head][_COLUMNS.index(name)] for name in ("loss", "error"))
+            uniform, noise = (plain[layer, head][_COLUMNS.index(name)] for name in ("value", "error"))
         gap = uniform - untouched
         for rung, run in runs.items():
-            loss, error = run.losses.mean().item(), errors[rung]
-            recovered = (uniform - loss) / gap if abs(gap) > noise else float("nan")
+            value, error = run.values.mean().item(), errors[rung]
+            recovered = (uniform - value) / gap if abs(gap) > (0 if isnan(noise) else noise) else nan
             size = sum(len(heads) * self._parameters(spec, rung) for spec, heads in where)
             causal = all(spec.causal for spec, _ in where) and (rung in _WHOLE or (rung in PER_HEAD and self.heldout))
-            yield layer, head, control, rung, loss, recovered, run.kl, error, size, causal
+            loss = run.losses.mean().item()
+            yield layer, head, control, rung, value, loss, recovered, run.kl, error, size, causal
 
     def _parameters(self, spec: AttentionSpec, rung: Rung) -> int:
         """For one head, in all texts."""
@@ -351,7 +375,8 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
     Returns:
         One row for each head (or layer, or all, as the table has them): ``layer``, ``head``, ``verdict``, ``rung``,
         ``recovered`` (by this rung), ``causal``, ``gap`` (loss of uniform attention minus the untouched one, nats per
-        token) and ``error`` (its standard error). Without effect, ``rung`` is ``"uniform"``.
+        token) and ``error`` (its standard error). Without effect, ``rung`` is ``"uniform"``. Of a table with a metric,
+        ``gap`` is the difference of its column ``value``, and one of either sign is an effect.
 
     Raises:
         ValueError: a table without the columns or rows of ``attention_ladder``; a share or noise out of range.
@@ -380,17 +405,18 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
     needed = {"layer", "head", "control", "rung", "loss", "recovered", "error", "causal"}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
         raise ValueError(f"table must be one of attention_ladder, with columns {', '.join(sorted(needed))}")
+    measure = "value" if "value" in table else "loss"
     rows = []
     for (layer, head), some in table[table["control"] == "none"].groupby(["layer", "head"], dropna=False):
         by_rung: dict[Any, dict[Any, Any]] = {row["rung"]: row for row in some.to_dict("records")}
         if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(some):
             raise ValueError("table must have one row of each rung for each head, uniform and untouched among them")
-        gap = by_rung["uniform"]["loss"] - by_rung["untouched"]["loss"]
-        error = by_rung["uniform"]["error"]
+        values = {x: row[measure] for x, row in by_rung.items()}
+        gap, error = values["uniform"] - values["untouched"], by_rung["uniform"]["error"]
+        effect = gap if measure == "loss" else abs(gap)
         rung: Rung = "uniform"
-        if gap > noise * error:
-            enough = by_rung["uniform"]["loss"] - share * gap
-            reached = [x for x in RUNGS[1:] if x in by_rung and by_rung[x]["loss"] <= enough]
+        if effect > (0 if isnan(error) else noise * error):
+            reached = [x for x in RUNGS[1:] if x in values and (values["uniform"] - values[x]) / gap >= share]
             rung = reached[0] if reached else "untouched"
         of = by_rung[rung]
         verdict = "no effect" if rung == "uniform" else _verdict(rung, by_rung)

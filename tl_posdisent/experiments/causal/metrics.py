@@ -189,6 +189,11 @@ def _check_logits(logits: Any) -> None:
 
 def as_number(value: Any, batch: int) -> float:
     """What a metric returned, as one number."""
+    return float(as_numbers(value, batch).mean())
+
+
+def as_numbers(value: Any, batch: int) -> Tensor:
+    """What a metric returned: a number, or one for each text; in float64."""
     try:
         numbers = torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError) as error:
@@ -200,7 +205,7 @@ def as_number(value: Any, batch: int) -> float:
         )
     if not bool(numbers.isfinite().all()):
         raise ValueError(f"metric must return finite numbers, got {numbers.tolist()}")
-    return float(numbers.double().mean())
+    return numbers.double().cpu()
 
 
 def check_metric(metric: Any) -> None:

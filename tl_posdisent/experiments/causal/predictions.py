@@ -41,21 +41,35 @@ def token_divergences(
 
 
 def compare_runs(
-    model: Any,
-    texts: Texts,
-    clean: Sequence[Tensor],
-    hooks: Sequence[list[Hook]],
-    known: Sequence[dict[Any, Forward]] | None = None,
+    model: Any, texts: Texts, clean: Sequence[Tensor], hooks: Sequence[list[Hook]]
 ) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "token"]]:
-    """Losses, and divergences from the clean predictions, by token of all texts, under hooks for each group of them.
+    """Losses, and divergences from the clean predictions, by token of all texts, under hooks for each group of them."""
+    return compare(run_texts(model, texts, hooks), texts, clean)
+
+
+@torch.no_grad()
+def run_texts(
+    model: Any, texts: Texts, hooks: Sequence[list[Hook]], known: Sequence[dict[Any, Forward]] | None = None
+) -> list[Any]:
+    """What the model returns for each group of texts, under hooks for it.
 
     ``known``: for each group, what to call instead of some modules (``known_before``).
     """
-    losses, divergences = [], []
+    outputs = []
     instead: Sequence[dict[Any, Forward]] = known or [{} for _ in texts.groups]
-    for group, before, some, others in zip(texts.groups, clean, hooks, instead, strict=True):
-        with forwards(others):
-            log_p = log_probabilities(model, group.tokens, some)
+    for group, some, others in zip(texts.groups, hooks, instead, strict=True):
+        with forwards(others), evaluating(model), applied(model, some):
+            outputs.append(model(group.tokens))
+    return outputs
+
+
+def compare(
+    outputs: Sequence[Any], texts: Texts, clean: Sequence[Tensor]
+) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "token"]]:
+    """Losses, and divergences from the clean predictions, by token of all texts."""
+    losses, divergences = [], []
+    for group, before, output in zip(texts.groups, clean, outputs, strict=True):
+        log_p = as_log_probabilities(output)
         losses.append(token_losses(log_p, group.tokens))
         divergences.append(token_divergences(before, log_p))
     return all_tokens(losses), all_tokens(divergences)
