@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -49,8 +49,8 @@ class MultipleChoice:
     context: Text
     choices: Sequence[Text]
     answer: int
-    context_mask: Tensor | None = None
-    choice_masks: Sequence[Tensor | None] | None = None
+    context_mask: Tensor | None = field(default=None, repr=False)
+    choice_masks: Sequence[Tensor | None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.choices, (str, Tensor)) or not isinstance(self.choices, Sequence) or len(self.choices) < 2:
