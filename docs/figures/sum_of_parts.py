@@ -20,7 +20,7 @@ MEANING = {
     "distance": "how far",
     "query": "who looks",
     "key": "what is there",
-    "rest": "all else",
+    "residual": "all else",
 }
 
 
@@ -30,7 +30,7 @@ def draw(model: Any) -> str:
     scores = cache["attn_scores", 4][0, 2].double()
     fit = tp.fit_additive(scores)
     maps = {name: fit.component(name) for name in ("distance", "query", "key")}
-    maps = {"scores": scores - fit.intercept, **maps, "rest": fit.residual(scores)}
+    maps = {"scores": scores - fit.intercept, **maps, "residual": fit.residual(scores)}
     limit = 0.6 * maps["scores"][fit.mask].abs().max()
     parts = [text(LEFT + SIDE + GAP / 2 + n * (SIDE + GAP), 138, sign, 34, "#222") for n, sign in enumerate("=+++")]
     for n, (name, values) in enumerate(maps.items()):

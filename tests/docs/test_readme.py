@@ -32,6 +32,12 @@ def test_the_readme_has_ten_lines_of_code_to_begin_with() -> None:
     assert len(lines) <= 11
 
 
+def test_the_readme_fits_two_screens() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 116
+    assert not [line for line in lines if len(line) > (180 if line.startswith("|") else 120)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
