@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+import transformers
 from support import zoo
 from torch import Tensor
 
@@ -35,6 +36,31 @@ def test_tools_work_or_are_refused(kind: str, name: str, shared_model: Callable[
     assert (table.loc[table["tool"] == "swap_positions", "verdict"] == ("works" if rotary else "refused")).all()
     texts = table.loc[table["tool"] == "remap_distance", "text"].tolist()
     assert texts == (["8 tokens", "20 tokens", "padded", "KV cache"] if rotary else ["8 tokens"])
+
+
+def _unusual(kind: str, **more: Any) -> Any:
+    """A tiny model of a class that is not in the zoo."""
+    arguments = zoo.ARCHITECTURES["llama-gqa"].arguments | more
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**arguments)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return zoo.as_bridge(model)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("kind", "more"), [("Olmo", {"clip_qkv": 0.5}), ("BitNet", {}), ("JetMoe", {"kv_channels": 8})]
+)
+def test_what_heads_gather_may_be_clipped_or_normalised(kind: str, more: dict[str, Any]) -> None:
+    """Neither is an error of the tools; and what has no ``hook_z`` is refused."""
+    model = _unusual(kind, **more)
+    tools = ["ablate_heads", "head_ablation", "head_patching", "component_patching", "single heads"]
+    table = check_model(model, tools=tools, lengths=12, progress=False).set_index("tool")["verdict"]
+    assert set(table) == {"refused"} if kind == "JetMoe" else table["head_patching"] == "works"
+    assert "wrong" not in set(table)
 
 
 def _another_head(model: Any, heads: Any, **options: Any) -> Any:

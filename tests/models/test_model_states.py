@@ -11,7 +11,8 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import capture, remap_distance, swap_positions
+from tl_posdisent import capture, random_control, remap_distance, swap_positions
+from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_layers
 from tl_posdisent.models.reading.spec import masked_below
@@ -50,6 +51,29 @@ def test_compatibility_mode(name: str, processed: bool) -> None:
     assert_swaps_as_hugging_face(model, name, torch.randint(100, (2, 12)))
     everything = [layer.layer for layer in capture(model, TOKENS)]
     assert everything == [0, 1]
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
+def test_the_default_dtype_changes_nothing(default: torch.dtype, shared_model: Any) -> None:
+    """Neither what is drawn nor which rows of a long text are checked."""
+    model, long = shared_model("bridge", "llama-gqa"), zoo.random_tokens(300, 1)
+    hooked = remap_distance(model, lambda d: d.clamp(max=30), heads=[1])
+
+    def found() -> list[Tensor]:
+        control = next(random_control(model))
+        moved = [perturb(model, TOKENS, kind, 0.5, seed=2).moved for kind in ("order", "index", "feature")]
+        with torch.no_grad(), applied(model, hooked):
+            logits = model(long)
+        return [*control.original_model.state_dict().values(), *moved, logits]
+
+    expected = found()
+    torch.set_default_dtype(default)
+    try:
+        got = found()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mqa"])

@@ -284,9 +284,9 @@ def _component_patching(trial: Trial) -> Iterator[Law]:
     other = Trial(trial.reading, tokens.flip(1))
     parts: list[MovedPart] = ["mean", "distance", "query", "key", "residual"]
     options: dict[str, Any] = {"metric": _metric, "layers": [layer], "heads": [trial.head], "progress": False}
+    whole = component_patching(trial.reading, tokens, parts, from_tokens=other.tokens, **options)
     (pattern,) = other.held(layer, ("hook_pattern",))
     by_hand = _metric(trial.logits(_attend(trial, layer, pattern)), tokens).mean()
-    whole = component_patching(trial.reading, tokens, parts, from_tokens=other.tokens, **options)
     yield "all parts are another text's pattern", _gap(whole["value"][0], by_hand)
     if trial.reading.specs(layer)[0].problem is None:
         hooks = patch_scores(trial.reading, layer, _scores(trial, layer)[0])
@@ -383,15 +383,20 @@ TWICE: dict[str, Callable[[Trial], list[Hook]]] = {
 
 
 def _some_heads(trial: Trial) -> Iterator[Law]:
-    hooks, z = dummy_distance(trial.reading, 3, layers=[trial.layer], heads=[trial.head]), "hook_z"
+    hooks, spec = (
+        dummy_distance(trial.reading, 3, layers=[trial.layer], heads=[trial.head]),
+        trial.reading.specs(trial.layer)[0],
+    )
+    mixed = spec.scores_editable and not _gathers_plainly(trial, trial.layer)  # a norm over all heads, for instance
+    name, axis = ("hook_pattern", 1) if mixed else ("hook_z", 2)
     seen: list[Tensor] = []
     for some in ([], hooks):
-        trial.logits([*some, (f"blocks.{trial.layer}.attn.{z}", lambda x, hook: seen.append(x.clone()))])
-    n_heads = trial.reading.specs(trial.layer)[0].n_heads
-    others = [h for h in range(n_heads) if h != trial.head]
+        trial.logits([*some, (f"blocks.{trial.layer}.attn.{name}", lambda x, hook: seen.append(x.clone()))])
+    before, after = (x.movedim(axis, 0) for x in seen)
+    others = [h for h in range(spec.n_heads) if h != trial.head]
     if others:
-        yield "the other heads stay", _gap(seen[1][:, :, others], seen[0][:, :, others])
-    yield "the head changes", _effect(seen[1][:, :, trial.head], seen[0][:, :, trial.head])
+        yield "the other heads stay", _gap(after[others], before[others])
+    yield "the head changes", _effect(after[trial.head], before[trial.head])
 
 
 def _patch_vectors(trial: Trial) -> Iterator[Law]:
@@ -459,33 +464,42 @@ def _zeros(head: int) -> Callable[..., Tensor]:
 
 
 def _attend(trial: Trial, layer: int, pattern: Tensor) -> list[Hook]:
-    """Hooks under which one head gathers its values by this pattern; gates on what it gathers stay."""
-    seen: dict[str, Tensor] = {}
+    """Hooks under which one head gathers its values by this pattern: at ``hook_z``, unless values are gated, clipped or
+    normalised in between and the model uses an edited pattern."""
+    attention, seen = f"blocks.{layer}.attn", dict[str, Tensor]()
+    if trial.reading.specs(layer)[0].scores_editable and not _gathers_plainly(trial, layer):
+        return [(f"{attention}.hook_pattern", _put_head(trial.head, pattern))]
 
     def gather(z: Tensor, hook: Any) -> Tensor:
-        v = seen["v"] if seen["v"].shape[1] == trial.tokens.shape[1] else seen["v"].transpose(1, 2)  # by heads first
-        v = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)[:, :, trial.head]
         by_head = z.flatten(2).unflatten(2, (pattern.shape[1], -1)).clone()
-        new = torch.einsum("bij,bjd->bid", pattern[:, trial.head], v)
-        if "pattern" in seen:
-            own = torch.einsum("bij,bjd->bid", seen["pattern"][:, trial.head], v)
-            if _gap(by_head[:, :, trial.head], own) > TOLERANCE[z.dtype]:
-                new = new * (by_head[:, :, trial.head] / own).nan_to_num(1.0)
-        by_head[:, :, trial.head] = new
+        by_head[:, :, trial.head] = _gathered(trial, pattern, seen["v"])
         result: Tensor = by_head.reshape(z.shape)
         return result
 
-    def keep_values(v: Tensor, hook: Any) -> None:
-        seen.clear()  # some models show their pattern last: that of an earlier run must not be taken for this one's
-        seen["v"] = v.clone()
+    return [(f"{attention}.hook_v", partial(_keep, seen, "v")), (f"{attention}.hook_z", gather)]
 
-    attention = f"blocks.{layer}.attn"
-    keep_pattern = partial(_keep, seen, "pattern")
-    return [
-        (f"{attention}.hook_v", keep_values),
-        (f"{attention}.hook_pattern", keep_pattern),
-        (f"{attention}.hook_z", gather),
-    ]
+
+def _gathered(trial: Trial, pattern: Tensor, v: Tensor) -> Tensor:
+    """What the head gathers of these values, ``[batch, pos, d_head]``."""
+    v = v if v.shape[1] == trial.tokens.shape[1] else v.transpose(1, 2)  # by heads first
+    v = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)[:, :, trial.head]
+    return torch.einsum("bij,bjd->bid", pattern[:, trial.head], v)
+
+
+def _gathers_plainly(trial: Trial, layer: int) -> bool:
+    """Whether ``hook_z`` is the pattern times ``hook_v``."""
+    z, pattern, v = trial.held(layer, ("hook_z", "hook_pattern", "hook_v"))
+    by_head = z.flatten(2).unflatten(2, (pattern.shape[1], -1))[:, :, trial.head]
+    return _gap(by_head, _gathered(trial, pattern, v)) <= TOLERANCE[z.dtype]
+
+
+def _put_head(head: int, pattern: Tensor) -> Callable[..., Tensor]:
+    def put(own: Tensor, hook: Any) -> Tensor:
+        own = own.clone()
+        own[:, head] = pattern[:, head]
+        return own
+
+    return put
 
 
 def _padded(trial: Trial, side: str) -> tuple[Tensor, Tensor]:

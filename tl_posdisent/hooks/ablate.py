@@ -215,7 +215,8 @@ def check_reach(model: Any, layers: Sequence[int]) -> None:
 
         return hook_name(layer, "hook_z"), edit
 
-    with torch.no_grad(), at_rest(model), hooked(model, [disturb(*x) for x in enumerate(layers)]):
+    edits = [edit for edit in (disturb(*x) for x in enumerate(layers)) if edit[0] in model.hook_dict]
+    with torch.no_grad(), at_rest(model), hooked(model, edits):
         output = model(tokens)
     for copy, layer in enumerate(layers):
         wanted = (*tokens.shape, model.cfg.n_heads)

@@ -327,7 +327,11 @@ def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captu
 def _rows(cells: Tensor) -> Int[Tensor, "row"]:
     """Some rows all over the matrix, first and last included."""
     length = cells.shape[-2]
-    return torch.linspace(0, length - 1, min(length, _ROWS_CHECKED), device=cells.device).round().long()
+    return (
+        torch.linspace(0, length - 1, min(length, _ROWS_CHECKED), dtype=torch.float64, device=cells.device)
+        .round()
+        .long()
+    )
 
 
 def _check_mask(spec: AttentionSpec, scores: Tensor, rows: Tensor) -> Bool[Tensor, "row key"]:

@@ -134,7 +134,7 @@ def _returning(value: Any) -> Forward:
 
 
 def of_texts(output: Any, texts: Tensor) -> Any:
-    """A block's output, which is a tensor or a tuple that begins with it, for a batch of some of its texts."""
-    if isinstance(output, tuple):
-        return (output[0][texts], *output[1:])
+    """A block's output, which is a tensor or a tuple or list that begins with it, for a batch of some of its texts."""
+    if isinstance(output, (tuple, list)):
+        return type(output)((output[0][texts], *output[1:]))
     return output[texts]

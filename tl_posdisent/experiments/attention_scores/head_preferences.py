@@ -97,5 +97,5 @@ def _default_far(near: Tensor, longest: int) -> list[int]:
 
 
 def _evenly(n: int, wanted: int) -> Tensor:
-    places: Tensor = torch.linspace(0, n - 1, min(n, wanted)).round().long()
+    places: Tensor = torch.linspace(0, n - 1, min(n, wanted), dtype=torch.float64).round().long()
     return places

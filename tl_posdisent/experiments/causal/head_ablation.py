@@ -219,7 +219,7 @@ def _proved(task: _Task, way: Way, layer: int, heads: Sequence[int]) -> list[Ten
         output = way(task, layer, heads)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # shapes that do not fit: this model does not support the shortcut
+    except (RuntimeError, TypeError, IndexError):  # shapes that do not fit: this model does not support the shortcut
         return None
     same = output[-1].shape == task.clean.output[0].shape and mismatch(output[-1], task.clean.output[0]) <= 1
     return list(output[:-1].unflatten(0, (len(heads), -1))) if same else None

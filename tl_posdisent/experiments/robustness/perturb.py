@@ -204,7 +204,7 @@ def _dealt_out(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Seque
     dealt = torch.zeros(*shifts.shape, subspaces, dtype=torch.float64)
     for row, shift, generator in zip(dealt, shifts, generators, strict=True):
         at = shift.nonzero()[:, 0]
-        hands = torch.rand(len(at), subspaces, generator=generator).argsort(0)
+        hands = torch.rand(len(at), subspaces, generator=generator, dtype=torch.float32).argsort(0)
         row[at] = shift[at][hands]
 
     def phases(rotary: Rotary, own: Tensor, texts: int) -> Tensor:
@@ -239,7 +239,7 @@ def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Gene
     wanted = min(int(fraction * n / 2 + 0.5), n // 2)
     first = int(torch.randint(2, (), generator=generator))
     free = list(range(first if wanted < n // 2 else 0, n))
-    luck = torch.rand(len(free), generator=generator).tolist()
+    luck = torch.rand(len(free), generator=generator, dtype=torch.float32).tolist()
     pairs = []
     while len(free) > 1:
         left = free.pop(0)

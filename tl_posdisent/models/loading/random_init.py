@@ -63,16 +63,18 @@ def _reinitialised(model: Any, seed: int) -> Any:
             elif parameter.ndim == 1 and last in ("w", "weight"):
                 parameter.fill_(1.0)
             else:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * _STD)
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * _STD)
     return fresh.eval()
 
 
 def _built_anew(model: Any, original: Any, seed: int) -> Any:
-    state = torch.random.get_rng_state()
+    state, default = torch.random.get_rng_state(), torch.get_default_dtype()
     try:
+        torch.set_default_dtype(torch.float32)  # in which the weights are drawn
         torch.default_generator.manual_seed(seed)  # of the CPU alone: torch.manual_seed would touch those of all GPUs
         fresh = type(original)(copy.deepcopy(original.config))
         fresh = fresh.to(device_of(model), next(original.parameters()).dtype)
         return bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
     finally:
+        torch.set_default_dtype(default)
         torch.random.set_rng_state(state)
