@@ -149,7 +149,7 @@ def test_nothing_fits() -> None:
 def test_a_model_without_numbers() -> None:
     """On ``meta`` there are shapes only, and bytes and operations are the same."""
     real = zoo.bridge("llama-gqa")
-    empty = zoo.as_bridge(zoo.hf_model("llama-gqa").to("meta"))
+    empty = tp.bridge_from_hf(zoo.hf_model("llama-gqa").to("meta"))
     here, there = (tp.estimate(model, 5000, available=10**12) for model in (real, empty))
     assert there.flops == here.flops
     assert there.needed_bytes == pytest.approx(here.needed_bytes, rel=0.01)

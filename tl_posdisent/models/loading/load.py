@@ -205,8 +205,9 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
     hf_model.eval()
+    numbers = not any(p.is_meta for p in hf_model.parameters())  # else there are shapes alone, and nothing to compare
     tokens = probe_tokens(hf_model)
-    expected = hf_logits(hf_model, tokens)  # before wrapping, with the model's own attention
+    expected = hf_logits(hf_model, tokens) if numbers else None  # before wrapping, with the model's own attention
     name = type(hf_model).__name__
     try:
         hf_model.set_attn_implementation("eager")
@@ -215,10 +216,11 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         )
         bridge.eval()
         with torch.no_grad():
-            got = bridge(tokens)
+            got = bridge(tokens) if numbers else None
     except Exception as error:
         raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {first_line(error)}") from error
-    check_same_logits(got, expected, what=f"the TransformerBridge of {name}")
+    if got is not None and expected is not None:
+        check_same_logits(got, expected, what=f"the TransformerBridge of {name}")
     return bridge
 
 
