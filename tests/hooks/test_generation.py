@@ -16,7 +16,7 @@ from tl_posdisent import (
     limit_frequencies,
     swap_positions,
 )
-from tl_posdisent.hooks import drop_component, substitute_additive
+from tl_posdisent.hooks import applied, drop_component, substitute_additive
 from tl_posdisent.models.reading.forward import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -164,3 +164,39 @@ def test_a_cache_of_another_text_is_refused(kind: str, name: str, shared_model: 
             again = {"past_kv_cache": cache, "attention_mask": torch.ones_like(TEXTS[:, :1])}
         with pytest.raises(ValueError, match="not filled under these hooks"):
             model.run_with_hooks(TEXTS[:, START : START + 1], fwd_hooks=hooked, **again)
+
+
+@zoo.needs_bridge
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("search", "left"),
+    [({"do_sample": False}, True), ({"do_sample": True}, True), ({"do_sample": False, "num_beams": 4}, False)],
+)
+def test_transformers_own_generation(search: dict[str, Any], left: bool, shared_model: Any) -> None:
+    """Padded prompts and sampling with a cache as without; beams, which exchange caches, as without or refused."""
+    model = shared_model("bridge", "llama-gqa")
+    tokens, mask = TEXTS[:, :8].clone(), torch.ones(len(TEXTS), 8, dtype=torch.int64)
+    if left:
+        tokens[0, :3], mask[0, :3] = 0, 0
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "return_dict_in_generate": True, "output_scores": True}
+
+    def scores(hooks: list[Hook], cached: bool) -> Tensor:
+        torch.manual_seed(1)
+        with applied(model, hooks):
+            found = model.original_model.generate(
+                tokens, attention_mask=mask, use_cache=cached, pad_token_id=0, **search, **options
+            )
+        return torch.stack(found.scores).nan_to_num(neginf=0)
+
+    plain = scores([], True)
+    for tool in ("swap", "remap"):
+        for where in ({}, {"heads": [1, 6]}, {"heads": [1, 6], "layers": [0]}):
+            hooks = TOOLS[tool](model, **where)
+            try:
+                found = scores(hooks, True)
+            except ValueError as error:
+                assert "num_beams" in search
+                assert "use_past_kv_cache=False" in str(error)  # noqa: PT017
+                continue
+            torch.testing.assert_close(found, scores(TOOLS[tool](model, **where), False), rtol=0, atol=2e-3)
+            assert (found - plain).abs().max() > 0.01
