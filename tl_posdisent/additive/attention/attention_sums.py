@@ -212,7 +212,7 @@ class Layout:
             return
         for b, some, member in self._bands_of(rows, columns):
             part = slice(columns.start + some.start, columns.start + some.stop)
-            by_key[..., b, part] += torch.einsum("...rc,rc->...c", block[..., some], member)
+            by_key[..., b, part] += (block[..., some] * member).sum(-2)
 
 
 def by_system(x: Tensor, n: int, *, pool: bool) -> Tensor:
