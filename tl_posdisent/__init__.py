@@ -13,6 +13,6 @@ import lazy_loader
 
 from tl_posdisent.utils import pictures as _pictures
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 _pictures.provide_figures(lambda: __getattr__("viz"))

@@ -42,7 +42,7 @@ def test_hash_is_the_same_in_every_process_and_version_of_python() -> None:
     """A stored one. When results change on purpose, RESULTS changes with them, and this figure too."""
     text = Text.of("We hold these truths to be self-evident", length=8)
     job = jobs("EleutherAI/pythia-70m", [("controlled_distance", {"burn_in": 1})], text, checkpoints=[1000])[0]
-    assert job.hash == "fdb2ac00846c29203b8d76e3b8d06e954297aaa500b502c79d9c287e107cb505"
+    assert job.hash == "9337a47d8517ab1e64738b68d5d30d9da690a65468f399ee964296d2259a6960"
     assert tl_posdisent.__version__.startswith(f"{RESULTS}.")
 
 

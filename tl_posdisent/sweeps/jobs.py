@@ -18,7 +18,7 @@ from .model_sources import Checkpoint, checkpoint_steps, dtype_of, named, step_o
 from .registry import canonical, check_call, experiment_named, takes_seed
 from .text_sources import Text
 
-RESULTS = "0.1"  # version of the package whose results these are: later ones may compute something else
+RESULTS = "0.2"  # version of the package whose results these are: later ones may compute something else
 Experiment = str | tuple[str, Mapping[str, Any]]
 Source = str | Path | Text
 
