@@ -416,7 +416,8 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
         effect = gap if measure == "loss" else abs(gap)
         rung: Rung = "uniform"
         if effect > (0 if isnan(error) else noise * error):
-            reached = [x for x in RUNGS[1:] if x in values and (values["uniform"] - values[x]) / gap >= share]
+            enough, sign = values["uniform"] - share * gap, 1 if gap > 0 else -1
+            reached = [x for x in RUNGS[1:] if x in values and sign * values[x] <= sign * enough]
             rung = reached[0] if reached else "untouched"
         of = by_rung[rung]
         verdict = "no effect" if rung == "uniform" else _verdict(rung, by_rung)
