@@ -235,6 +235,7 @@ def test_after_an_error_the_model_is_as_before(shared_model: Any) -> None:
     assert torch.equal(logits(model, []), plain)
 
 
+@pytest.mark.slow
 def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     """Its value is that of each prompt run alone; verdicts take gaps of either sign."""
     model = shared_model("bridge", "llama-gqa")
