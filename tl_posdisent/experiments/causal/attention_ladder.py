@@ -30,7 +30,7 @@ from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.validation import check_choice, check_number, check_seed, shown
+from tl_posdisent.utils.validation import check_choice, check_number, check_seed, is_integer, shown
 
 from .metrics import Metric, as_numbers, check_metric, values_of
 from .predictions import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
@@ -55,7 +55,7 @@ def attention_ladder(
     unit: Unit = "head",
     rungs: Collection[Rung] = RUNGS,
     controls: Collection[Control] = _CONTROLS,
-    bands: Sequence[int] = BANDS,
+    bands: Sequence[int] | int = BANDS,
     rank: int = 1,
     seed: int = 0,
     progress: bool = True,
@@ -85,7 +85,9 @@ def attention_ladder(
         rungs: which; ``"uniform"`` and ``"untouched"`` are always there.
         controls: default the first of these. ``"shuffled"``: rungs fitted to texts of the same tokens in another order,
             the first in its place; ``"random"``: the whole ladder in a copy with random weights (``random_control``).
-        bands: of ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
+        bands: of ``"banded"`` and ``"low-rank"``: distances at which a new band begins. An integer is the largest
+            number of parameters that ``"banded"`` may fit for a head, in all texts: bands then begin at distances 1, 2,
+            4, 8 …, as many as it allows.
         rank: of ``"low-rank"``.
         seed: of the shuffled order and the random weights.
         progress: show a bar.
@@ -119,7 +121,7 @@ def attention_ladder(
     check_choice("unit", unit, get_args(Unit))
     wanted = _checked_subset("rungs", rungs, RUNGS)
     extra = _checked_subset("controls", controls, get_args(Control))
-    check_rung_options(bands, rank)
+    check_rung_options(BANDS if is_integer(bands) else bands, rank)
     check_seed(seed)
     reading = read_model(model, layers)
     fitted = read_texts(reading.model, tokens, attention_mask)
@@ -128,8 +130,9 @@ def attention_ladder(
         raise ValueError("heldout_mask must be None without heldout")
     if metric is not None:
         check_metric(metric)
-    ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed, metric)
     chosen = any_heads(reading, layers, heads)
+    starts = bands if isinstance(bands, Sequence) else _bands_within(int(bands), chosen, texts)
+    ladder = _Ladder(reading, fitted, texts, unit, starts, rank, seed, metric)
     ladder.check(chosen, wanted)
     some = [rung for rung in RUNGS if rung in wanted or rung in _WHOLE]
     n_items = {"all": 1, "layer": len(chosen), "head": sum(len(heads) for _, heads in chosen)}[unit]
@@ -167,6 +170,24 @@ def _checked_subset(name: str, given: Any, choices: Sequence[str]) -> list[str]:
     for one in listed:
         check_choice(name, one, choices)
     return listed
+
+
+def _bands_within(limit: int, chosen: Chosen, texts: Texts) -> list[int]:
+    """As many of the distances 1, 2, 4, 8 … as leave every chosen head at most so many parameters in all texts."""
+    layers = list({(spec.causal, spec.window): spec for spec, _ in chosen}.values())
+
+    def size(bands: Sequence[int]) -> int:
+        masks = [[spec.mask(length) for length in texts.lengths] for spec in layers]
+        return max(sum(n_parameters("banded", mask, 0, bands=bands, rank=1) for mask in each) for each in masks)
+
+    starts = [1]
+    if size(starts) > limit:
+        raise ValueError(
+            f"bands must be distances, or at least {size(starts)} parameters, which two bands need here, got {limit}"
+        )
+    while 2 * starts[-1] < texts.longest and size([*starts, 2 * starts[-1]]) <= limit:
+        starts.append(2 * starts[-1])
+    return starts
 
 
 _Key = tuple[Any, ...]
