@@ -30,17 +30,20 @@ BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where a law is tried on llama-gqa, it is slow on other architectures and in their other class, and extended on
-    those that add no mechanism: these cost minutes and would show most defects only once more."""
-    named = [set(_words_of(item)) & set(ARCHITECTURES) for item in items]
-    carried = {_law(item) for item, names in zip(items, named, strict=True) if "llama-gqa" in names}
-    for item, names in zip(items, named, strict=True):
-        again = "hooked" in _words_of(item) and "bridge" in BACKENDS and "llama-gqa" not in names
-        elsewhere = "llama-gqa" not in names and _law(item) in carried
+    """Where a law is tried on llama-gqa, it is slow on other architectures, and extended on those that add no
+    mechanism; where it is tried on a bridge, it is slow on a HookedTransformer. These cost minutes and would show most
+    defects only once more."""
+    words = [set(_words_of(item)) for item in items]
+    on_bridge = {_law(item) for item, x in zip(items, words, strict=True) if "bridge" in x and "bridge" in BACKENDS}
+    on_llama = {_law(item) for item, x in zip(items, words, strict=True) if "llama-gqa" in x}
+    for item, x in zip(items, words, strict=True):
+        names = x & set(ARCHITECTURES)
+        again = "hooked" in x and _law(item) in on_bridge
+        elsewhere = bool(names) and "llama-gqa" not in names and _law(item) in on_llama
         further = bool(names) and not names & set(MECHANISMS) and item.get_closest_marker("slow") is None
         if further:
             item.add_marker(pytest.mark.extended)
-        if names and (again or elsewhere or further):
+        if again or elsewhere or further:
             item.add_marker(pytest.mark.slow)
 
 
