@@ -23,7 +23,7 @@ TABLE = Path(__file__).with_name("downstream.csv")
 QUESTIONS = 200
 KINDS = ("order", "index")
 FRACTIONS = [0, 0.1, 0.5, 1]
-TASKS = {"last_word": "last word, of 2", "next_sentence": "next sentence, of 2"}
+TASKS = {"last_word": "last word", "next_sentence": "next sentence"}
 
 
 def questions(case: Case, ask: str) -> list[MultipleChoice]:
@@ -65,7 +65,7 @@ def measure() -> pd.DataFrame:
 
 def draw(table: pd.DataFrame) -> go.Figure:
     cells = [(model, task) for model in table["model"].unique() for task in TASKS]
-    titles = [f"{model}: {TASKS[task]}" for model, task in cells]
+    titles = [f"{model.split()[0]}: {TASKS[task]}" for model, task in cells]
     figure = make_subplots(rows=1, cols=len(cells), subplot_titles=titles, shared_yaxes=True)
     for column, (model, task) in enumerate(cells, start=1):
         for number, kind in enumerate(table["kind"].unique()):

@@ -90,10 +90,10 @@ def measure() -> pd.DataFrame:
 
 
 def project() -> go.Figure:
-    """The last layer's attention outputs: every eighth position, within and beyond the training length."""
+    """The last layer's attention outputs: every 32nd position, within and beyond the training length."""
     cases = both()
-    names = ["as it is", "ceiling alone", "window and 4 sinks at the ceiling"]
-    titles = [f"{case.name}: {name}" for case in cases for name in names]
+    names = {"as it is": "as it is", "ceiling alone": "ceiling", "window and 4 sinks at the ceiling": "window, ceiling"}
+    titles = [f"{case.name}: {short}" for case in cases for short in names.values()]
     figure = make_subplots(rows=len(cases), cols=len(names), subplot_titles=titles, vertical_spacing=0.14)
     for row, case in enumerate(cases, start=1):
         for column, name in enumerate(names, start=1):
@@ -104,7 +104,7 @@ def project() -> go.Figure:
             outside = (far > table["layer"].map(limit))[beyond].groupby(table["layer"]).mean()
             explained = {layer: round(sum(shares), 2) for layer, shares in table.attrs["explained"].items()}
             print(case.name, "|", name, "| outside by layer:", outside.round(3).to_dict(), explained, flush=True)
-            of_last = table[(table["layer"] == last) & (table["pos"] % 8 == 0)]
+            of_last = table[(table["layer"] == last) & (table["pos"] % 32 == 0)]
             for inside, colour, label in ((True, GREY, "trained positions"), (False, HUES[1], "beyond")):
                 some = of_last[of_last["in_range"] == inside]
                 marker = {"size": 4, "color": colour, "opacity": 0.6}
@@ -112,6 +112,7 @@ def project() -> go.Figure:
                 figure.add_scatter(
                     x=some["pc1"], y=some["pc2"], mode="markers", marker=marker, row=row, col=column, **style
                 )
+    figure.update_layout(legend={"orientation": "h", "x": 0.5, "xanchor": "center", "y": -0.12})
     return figure.update_xaxes(title="first component", row=len(cases)).update_yaxes(title="second", col=1)
 
 

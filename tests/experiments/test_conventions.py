@@ -82,7 +82,7 @@ def test_forms_of_layers(function: Call, shared_model: Any) -> None:
     """An integer, one from the end, numpy's, and a list of one are the same; a dict is refused."""
     reading = tp.read_model(shared_model("bridge", "llama-gqa"))
     expected = call(function, reading, layers=[1])
-    for form in (1, -1, np.int64(1), torch.tensor([1])):
+    for form in (1, np.int64(-1), torch.tensor([1])):
         pd.testing.assert_frame_equal(call(function, reading, layers=form), expected)
     for wrong in ({1: [0]}, "1", True, 1.0):
         with pytest.raises(ValueError, match=r"^layers must"):
@@ -95,7 +95,7 @@ def test_forms_of_heads(function: Call, shared_model: Any) -> None:
     """Heads of each layer, or pairs; a dict is refused."""
     reading = tp.read_model(shared_model("bridge", "llama-gqa"))
     expected = call(function, reading, layers=[1], heads=[3])
-    for form in (3, -5, np.int64(3), [np.int64(3)], [(1, 3)], [(-1, -5)], np.array([[1, 3]]).tolist()):
+    for form in (np.int64(3), [-5], [(1, 3)], [(np.int64(-1), -5)]):
         pd.testing.assert_frame_equal(call(function, reading, layers=[1], heads=form), expected)
     pd.testing.assert_frame_equal(call(function, reading, heads=[(1, 3)]), expected)
     both = call(function, reading, heads=[(1, 3), (0, 2)])

@@ -21,6 +21,7 @@ from tl_posdisent.sweeps import (
     sweep,
 )
 
+pytestmark = pytest.mark.slow  # a sweep is made first
 TEXTS = Text.of("demo", length=64, count=2)
 LAST: dict[str, Any] = {"layers": [4]}
 
