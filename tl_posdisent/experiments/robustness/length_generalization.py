@@ -239,10 +239,10 @@ def length_generalization(
 
     Example:
         >>> from tl_posdisent import demo_tokens, lambda_mask, length_generalization, load_demo_model
-        >>> model, tokens, edges = load_demo_model(), demo_tokens(length=1280), [256, 512, 1024, 1280]
+        >>> model, tokens, edges = load_demo_model(), demo_tokens(length=1088), [256, 512, 1024, 1088]
         >>> plain = length_generalization(model, tokens, edges, layers=[4], progress=False)
         >>> plain[["start", "stop"]].values.tolist()
-        [[256, 512], [512, 1024], [1024, 1280]]
+        [[256, 512], [512, 1024], [1024, 1088]]
         >>> hooks = lambda_mask(model, 4, 256, 256)
         >>> kept = length_generalization(model, tokens, edges, hooks, layers=[4], progress=False)
         >>> bool(plain["loss"][2] > plain["loss"][0] + 0.5), bool(kept["loss"][2] < plain["loss"][2] - 0.5)
