@@ -383,10 +383,8 @@ TWICE: dict[str, Callable[[Trial], list[Hook]]] = {
 
 
 def _some_heads(trial: Trial) -> Iterator[Law]:
-    hooks, spec = (
-        dummy_distance(trial.reading, 3, layers=[trial.layer], heads=[trial.head]),
-        trial.reading.specs(trial.layer)[0],
-    )
+    hooks = dummy_distance(trial.reading, 3, layers=[trial.layer], heads=[trial.head])
+    (spec,) = trial.reading.specs(trial.layer)
     mixed = spec.scores_editable and not _gathers_plainly(trial, trial.layer)  # a norm over all heads, for instance
     name, axis = ("hook_pattern", 1) if mixed else ("hook_z", 2)
     seen: list[Tensor] = []

@@ -241,8 +241,7 @@ def fit_attention_layers(
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
-        >>> from tl_posdisent.hooks import substitute_attention
-        >>> from tl_posdisent.hooks import fit_attention_layers
+        >>> from tl_posdisent.hooks import fit_attention_layers, substitute_attention
         >>> model, tokens = load_demo_model(), demo_tokens(length=128)
         >>> fits = fit_attention_layers(model, tokens[:, :96], layers=[3, 4])
         >>> hooks = substitute_attention(model, fits)

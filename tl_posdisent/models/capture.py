@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook, device_of, run
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.reading.observe import score_tolerance
+from tl_posdisent.models.reading.observe import score_tolerance, spread_rows
 from tl_posdisent.models.reading.rotation_tables import running_rotary
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -299,7 +299,8 @@ def _listeners(wanted: Sequence[_Wanted], hand_over: Callable[[Any], None]) -> l
 def _alone(spec: AttentionSpec, held: dict[str, Tensor]) -> tuple[AttentionSpec, Tensor]:
     """Scores without queries and keys."""
     (seen,) = held.values()
-    _check_mask(spec, seen[:, :, _rows(seen)], _rows(seen))
+    rows = spread_rows(seen.shape[-2], _ROWS_CHECKED, seen.device)
+    _check_mask(spec, seen[:, :, rows], rows)
     return spec, seen
 
 
@@ -322,16 +323,6 @@ def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captu
         if scores and own is None:
             own = spec.score(q_rot, k_rot)
     return Captured(spec.layer, spec, q, k, q_rot, k_rot, own if scores else None)
-
-
-def _rows(cells: Tensor) -> Int[Tensor, "row"]:
-    """Some rows all over the matrix, first and last included."""
-    length = cells.shape[-2]
-    return (
-        torch.linspace(0, length - 1, min(length, _ROWS_CHECKED), dtype=torch.float64, device=cells.device)
-        .round()
-        .long()
-    )
 
 
 def _check_mask(spec: AttentionSpec, scores: Tensor, rows: Tensor) -> Bool[Tensor, "row key"]:
@@ -357,7 +348,7 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     """Recompute some rows of the scores (of the pattern, where the model shows only that) and compare."""
     end = scores if scores is not None else pattern
     assert end is not None
-    rows, positions = _rows(end), torch.arange(q.shape[1], device=q.device)
+    rows, positions = spread_rows(end.shape[-2], _ROWS_CHECKED, end.device), torch.arange(q.shape[1], device=q.device)
     theirs = end[:, :, rows]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     ours = spec.score(spec.rotated(q[:, rows].to(wide), rows), spec.rotated(k.to(wide), positions))

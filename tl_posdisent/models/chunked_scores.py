@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook, run
-from tl_posdisent.models.reading.observe import score_tolerance
+from tl_posdisent.models.reading.observe import score_tolerance, spread_rows
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import is_integer
 
@@ -83,7 +83,7 @@ def _listener(spec: AttentionSpec, first: int, rows: Rows) -> Hook:
 def _check(spec: AttentionSpec, first: int, scores: Tensor) -> None:
     """Refuse scores of other keys than those before, or another mask than the layer's; looks at a few rows."""
     n_row, n_seen = scores.shape[-2:]
-    some = torch.linspace(0, n_row - 1, min(n_row, 4), dtype=torch.float64, device=scores.device).round().long()
+    some = spread_rows(n_row, 4, scores.device)
     distance = (some + first)[:, None] - torch.arange(n_seen, device=scores.device)
     if n_seen != first + n_row or bool((spec.is_masked(scores[:, :, some]) == spec.sees(distance)).any()):
         raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Int
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook
 
+_Result = TypeVar("_Result")
 Forward = Callable[..., Any]
 
 
@@ -114,6 +115,16 @@ def forwards(others: dict[Any, Forward]) -> Iterator[None]:
             vars(module).pop("forward", None)
             if own is not None:
                 vars(module)["forward"] = own
+
+
+def attempted(shortcut: Callable[[], _Result]) -> _Result | None:
+    """What a shortcut returns; None where shapes do not fit, so that this model does not support it."""
+    try:
+        return shortcut()
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, IndexError):
+        return None
 
 
 def has_hooks(model: Any) -> bool:

@@ -64,6 +64,10 @@ class Texts:
         """Number of tokens of the longest text."""
         return max(group.tokens.shape[1] for group in self.groups)
 
+    def unpadded(self) -> list[Int[Tensor, "_pos"]]:
+        """Each text's own tokens."""
+        return [row[real] for row, real in zip(self.tokens, self.real, strict=True)]
+
     def one_group(self, tool: str) -> Int[Tensor, "batch pos"]:
         """The tokens without padding, for a tool that needs texts of equal length.
 

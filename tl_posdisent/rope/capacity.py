@@ -40,8 +40,7 @@ class RopeCapacity(HasTable):
 
     Example:
         >>> import torch
-        >>> from tl_posdisent.rope import rope_capacity
-        >>> from tl_posdisent.rope import Rotary
+        >>> from tl_posdisent.rope import Rotary, rope_capacity
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> nearer = [1 - d / 30 for d in range(30)]
         >>> rope_capacity(rotary, range(30), nearer, intercept=True)
@@ -134,8 +133,7 @@ def rope_capacity(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent.rope import rope_capacity
-        >>> from tl_posdisent.rope import Rotary
+        >>> from tl_posdisent.rope import Rotary, rope_capacity
         >>> rotary = Rotary(10000.0 ** -(torch.arange(64, dtype=torch.float64) / 64))  # as in Llama 2
         >>> near = [float(d < 10) for d in range(256)]  # a window with a sharp edge
         >>> free, cheap = rope_capacity(rotary, range(256), near), rope_capacity(rotary, range(256), near, ridge=1e-2)

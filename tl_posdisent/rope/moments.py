@@ -40,8 +40,7 @@ class Moments:
 
     Example:
         >>> import torch
-        >>> from tl_posdisent.rope import Moments
-        >>> from tl_posdisent.rope import Rotary
+        >>> from tl_posdisent.rope import Moments, Rotary
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> q, k = torch.randn(2, 50, 8, 4), torch.randn(2, 50, 8, 4)  # two texts of 50 tokens, 8 heads
         >>> corpus = sum(Moments.from_qk(*text, rotary) for text in zip(q, k))
@@ -76,8 +75,7 @@ class Moments:
 
         Example:
             >>> import torch
-            >>> from tl_posdisent.rope import Moments
-            >>> from tl_posdisent.rope import Rotary
+            >>> from tl_posdisent.rope import Moments, Rotary
             >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
             >>> Moments.from_qk(torch.randn(2, 50, 8, 4), torch.randn(2, 50, 2, 4), rotary)
             Moments of 100 queries and 100 keys: 8 heads on 2 key heads, d_head 4

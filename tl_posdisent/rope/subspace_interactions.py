@@ -47,8 +47,7 @@ class SubspaceShares(HasTable):
 
     Example:
         >>> import torch
-        >>> from tl_posdisent.rope import Moments, interaction_by_subspace
-        >>> from tl_posdisent.rope import Rotary
+        >>> from tl_posdisent.rope import Moments, Rotary, interaction_by_subspace
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> moments = Moments.from_qk(torch.randn(100, 8, 6), torch.randn(100, 8, 6), rotary)
         >>> table = interaction_by_subspace(moments, range(50), scale=0.5).to_frame()
@@ -106,8 +105,7 @@ def interaction_by_subspace(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent.rope import Moments, interaction_by_subspace
-        >>> from tl_posdisent.rope import Rotary
+        >>> from tl_posdisent.rope import Moments, Rotary, interaction_by_subspace
         >>> rotary = Rotary(torch.tensor([1.0, 1e-6], dtype=torch.float64))  # a fast subspace and one that stands
         >>> moments = Moments.from_qk(*torch.randn(2, 300, 1, 4), rotary)
         >>> parts = interaction_by_subspace(moments, range(32), scale=0.5).share("distance:query:key")
@@ -159,8 +157,7 @@ class InteractionBound(HasTable):
 
     Example:
         >>> import torch
-        >>> from tl_posdisent.rope import Moments
-        >>> from tl_posdisent.rope import Rotary, interaction_bound
+        >>> from tl_posdisent.rope import Moments, Rotary, interaction_bound
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> moments = Moments.from_qk(torch.randn(100, 8, 4), torch.randn(100, 8, 4), rotary)
         >>> table = interaction_bound(moments, range(50), scale=0.5).to_frame()
@@ -227,8 +224,7 @@ def interaction_bound(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent.rope import Moments
-        >>> from tl_posdisent.rope import Rotary, interaction_bound
+        >>> from tl_posdisent.rope import Moments, Rotary, interaction_bound
         >>> rotary = Rotary(torch.tensor([torch.pi], dtype=torch.float64))  # turns over at every step
         >>> q, k = torch.ones(5, 1, 2), torch.arange(5.0)[:, None, None] * torch.ones(2)
         >>> bound = interaction_bound(Moments.from_qk(q, k, rotary), [0, 1], scale=1.0)

@@ -156,8 +156,7 @@ class VarianceShares(HasTable):
 
     Example:
         >>> import torch
-        >>> from tl_posdisent.rope import Moments, decompose
-        >>> from tl_posdisent.rope import Rotary
+        >>> from tl_posdisent.rope import Moments, Rotary, decompose
         >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
         >>> moments = Moments.from_qk(torch.randn(100, 2, 4), torch.randn(100, 2, 4), rotary)
         >>> shares = decompose(moments, range(50), scale=0.5)
@@ -250,8 +249,7 @@ def decompose(
 
     Example:
         >>> import torch
-        >>> from tl_posdisent.rope import Moments, decompose
-        >>> from tl_posdisent.rope import Rotary
+        >>> from tl_posdisent.rope import Moments, Rotary, decompose
         >>> rotary = Rotary(torch.tensor([torch.pi / 4, 1e-6], dtype=torch.float64), "adjacent")
         >>> angle = torch.arange(8) * torch.pi / 4
         >>> same = torch.tensor([1.0, 0.0]).expand(8, 2)  # a constant in the plane that turns,

@@ -134,8 +134,7 @@ def sweep(
 
     Example:
         >>> import tempfile
-        >>> from tl_posdisent.sweeps import sweep
-        >>> from tl_posdisent.sweeps import Text, jobs
+        >>> from tl_posdisent.sweeps import Text, jobs, sweep
         >>> todo = jobs("demo", ("additivity", {"layers": [4]}), Text.of("demo", length=64, count=2).split(2))
         >>> with tempfile.TemporaryDirectory() as out:
         ...     table = sweep(todo, out=out, progress=False)

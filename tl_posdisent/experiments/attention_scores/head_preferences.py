@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 from torch import Tensor
 
 from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.observe import spread_rows
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.preference_flips import check_distance_sets, check_distances, preference_flips_qk
@@ -80,7 +80,7 @@ def preference_flips(
     sets = check_distance_sets(near_at, _default_far(near_at, texts.longest) if far is None else far)
 
     def measure(layer: RotaryLayer) -> pd.DataFrame:
-        q = layer.q if queries is None else layer.q[:, _evenly(layer.q.shape[1], queries)]
+        q = layer.q if queries is None else layer.q[:, spread_rows(layer.q.shape[1], queries)]
         return preference_flips_qk(q, layer.k, layer.rotary, *sets).to_frame()
 
     def table(spec: AttentionSpec, parts: list[pd.DataFrame]) -> pd.DataFrame:
@@ -94,8 +94,3 @@ def preference_flips(
 def _default_far(near: Tensor, longest: int) -> list[int]:
     steps = np.geomspace(len(NEAR), max(longest - 1, 2 * len(NEAR) - 1), _N_FAR).round()
     return [int(d) for d in np.unique(steps) if d not in near.tolist()]
-
-
-def _evenly(n: int, wanted: int) -> Tensor:
-    places: Tensor = torch.linspace(0, n - 1, min(n, wanted), dtype=torch.float64).round().long()
-    return places

@@ -24,7 +24,7 @@ from tl_posdisent.hooks.substitute_attention import (
     stored_hooks,
 )
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.partial_forward import Forward, has_hooks, known_before, run_clean
+from tl_posdisent.models.partial_forward import Forward, attempted, has_hooks, known_before, run_clean
 from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.observe import mismatch
@@ -314,12 +314,11 @@ class _Ladder:
     def _reproduces(self, known: list[dict[Any, Forward]]) -> bool:
         if has_hooks(self.model):  # they may depend on the blocks that are left out
             return False
-        try:
-            nothing: list[list[Hook]] = [[] for _ in known]
-            outputs = run_texts(self.model, self.texts, nothing, known)
-            losses, divergences = compare(outputs, self.texts, self.clean)
-        except RuntimeError:  # shapes that do not fit: this model does not support the shortcut
+        nothing: list[list[Hook]] = [[] for _ in known]
+        found = attempted(lambda: compare(run_texts(self.model, self.texts, nothing, known), self.texts, self.clean))
+        if found is None:
             return False
+        losses, divergences = found
         return mismatch(losses, self.plain.losses) <= 1 and bool((divergences.abs() < 1e-4).all())
 
     def _hooks(self, where: Chosen, rung: Rung, stored: Stored) -> list[Hook]:

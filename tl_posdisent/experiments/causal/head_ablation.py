@@ -22,7 +22,15 @@ from tl_posdisent.hooks.ablate import (
     stand_in,
 )
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers
-from tl_posdisent.models.partial_forward import Clean, attention_from, has_hooks, of_texts, run_clean, run_from
+from tl_posdisent.models.partial_forward import (
+    Clean,
+    attempted,
+    attention_from,
+    has_hooks,
+    of_texts,
+    run_clean,
+    run_from,
+)
 from tl_posdisent.models.reading.forward import evaluating, hook_name
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.observe import mismatch
@@ -215,11 +223,8 @@ def _without_each(task: _Task, ways: list[Way], layer: int, heads: Sequence[int]
 
 def _proved(task: _Task, way: Way, layer: int, heads: Sequence[int]) -> list[Tensor] | None:
     """Outputs without each of the heads, if the text that ran along untouched came out as in the untouched run."""
-    try:
-        output = way(task, layer, heads)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, IndexError):  # shapes that do not fit: this model does not support the shortcut
+    output = attempted(lambda: way(task, layer, heads))
+    if output is None:
         return None
     same = output[-1].shape == task.clean.output[0].shape and mismatch(output[-1], task.clean.output[0]) <= 1
     return list(output[:-1].unflatten(0, (len(heads), -1))) if same else None

@@ -259,7 +259,7 @@ def length_generalization(
     for spec in specs:
         if spec.z is None or spec.pattern is None:
             raise ValueError(f"layer {spec.layer} of {spec.architecture} shows no hook_z or no hook_pattern")
-    texts = [row[real] for row, real in zip(batch.tokens, batch.real, strict=True)]
+    texts = batch.unpadded()
     read = torch.stack([text[: edges[-1]] for text in texts])
     given = list(hooks or [])
     rows: list[dict[str, Any]] = []
@@ -293,14 +293,19 @@ def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
     return [int(edge) for edge in edges]
 
 
+def check_outputs(z: Tensor, layer: int) -> None:
+    """Refuse what is not finite."""
+    if not bool(z.isfinite().all()):
+        raise ValueError(f"the attention outputs of layer {layer} are not finite")
+
+
 def _typical(model: Any, tokens: Tensor, specs: list[AttentionSpec], start: int) -> dict[int, Typical]:
     """Each head's z in range: a Gaussian per layer and head, of all texts together, text after text."""
     found: dict[int, Typical] = {}
 
     def listener(spec: AttentionSpec) -> Hook:
         def listen(x: Tensor, hook: Any) -> None:
-            if not bool(x.isfinite().all()):
-                raise ValueError(f"the attention outputs of layer {spec.layer} are not finite")
+            check_outputs(x, spec.layer)
             found[spec.layer] = fit_typical(rearrange(x[:, start:].detach(), "batch pos head d -> head (batch pos) d"))
 
         assert spec.z
@@ -331,8 +336,7 @@ def _observers(
         note("entropy", [entropy[..., a:b].mean((0, 2)) for a, b in buckets])
 
     def at_z(x: Tensor, hook: Any) -> None:
-        if not bool(x.isfinite().all()):
-            raise ValueError(f"the attention outputs of layer {spec.layer} are not finite")
+        check_outputs(x, spec.layer)
         distance, cosine, limit = _drift(rearrange(x, "batch pos head d -> head batch pos d"), typical, edges[0])
         size = x.shape[-1] ** 0.5
         note("mahalanobis", [distance[..., a:b].mean((1, 2)) / size for a, b in buckets])

@@ -19,6 +19,8 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer, is_integer
 
+from .length_generalization import check_outputs
+
 
 def output_projection(
     model: Any,
@@ -85,7 +87,7 @@ def output_projection(
     most = min([*sizes, len(batch.tokens) * (end - start) - 1])
     if check_integer("components", components, 1) > most:
         raise ValueError(f"components must be at most {most} for outputs of {min(sizes)} coordinates, got {components}")
-    texts = [row[real] for row, real in zip(batch.tokens, batch.real, strict=True)]
+    texts = batch.unpadded()
     read = torch.stack([text[:length] for text in texts])
     with torch.no_grad(), longer_context(reading, length):
         reference, outputs = _outputs(model, read[:, :end], specs, []), _outputs(model, read, specs, list(hooks or []))
@@ -112,8 +114,7 @@ def _outputs(
 
     def listener(layer: int) -> Any:
         def listen(z: Tensor, hook: Any) -> None:
-            if not bool(z.isfinite().all()):
-                raise ValueError(f"the attention outputs of layer {layer} are not finite")
+            check_outputs(z, layer)
             found[layer] = rearrange(z.detach().double(), "batch pos head d -> batch pos (head d)")
 
         return listen

@@ -20,7 +20,7 @@ from tl_posdisent.hooks.planning.rotation_edits import (
     rotated_vectors,
 )
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View, masked_softmax
-from tl_posdisent.models.reading.observe import mismatch
+from tl_posdisent.models.reading.observe import mismatch, spread_rows
 from tl_posdisent.models.reading.spec import Tap, masked_below
 from tl_posdisent.rope.rotary import Rotary, turn, unrotate
 
@@ -276,11 +276,7 @@ class LayerPass:
         z, pattern, v = (self.held[name].detach().double() for name in ("z", "pattern", "v"))
         if pattern.shape[-1] != v.shape[1] or pattern.shape[-2] != z.shape[1]:
             raise ValueError(f"layer {self.spec.layer} sees cached keys: {_NO_CACHE}")
-        rows = (
-            torch.linspace(0, z.shape[1] - 1, min(z.shape[1], _ROWS_CHECKED), dtype=torch.float64, device=z.device)
-            .round()
-            .long()
-        )
+        rows = spread_rows(z.shape[1], _ROWS_CHECKED, z.device)
         values = v[:, :, [self.spec.key_head(head) for head in range(self.spec.n_heads)]]
         ours = torch.einsum("bhqk,bkhd->bqhd", pattern[:, :, rows], values)
         if ours.shape != z[:, rows].shape or mismatch(z[:, rows], ours, self.held["z"].dtype) > 1:
@@ -478,8 +474,7 @@ class LayerPass:
         k = self.held["k"] if pattern or not self.rescored else self._keys(x.shape[-1], own[1])
         n_key = k.shape[1]
         own = own[0], own[1][..., -n_key:]
-        rows = torch.linspace(0, self.n_query - 1, min(self.n_query, _ROWS_CHECKED), dtype=torch.float64)
-        rows = rows.round().long().to(x.device)
+        rows = spread_rows(self.n_query, _ROWS_CHECKED, x.device)
         for rotation, heads in checked:
             q = self.held["q"][:, :, heads].detach()
             keys = k[:, :, [self.spec.key_head(h) for h in heads]].detach()

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook, hook_name, run
@@ -44,6 +44,12 @@ def listen(
 def _record(seen: Seen, short: str, x: Any, hook: Any) -> None:
     if isinstance(x, Tensor):
         seen[short] = x.detach().clone()
+
+
+def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, "row"]:
+    """Some of n rows all over a matrix, first and last included; in float64, which rounds no index of a long text."""
+    rows: Tensor = torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64).round().long()
+    return rows.to(device)
 
 
 def shows_scores(seen: Seen) -> bool:
