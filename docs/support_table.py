@@ -7,7 +7,7 @@ with a KV cache. A tool that refuses is noted with its error; one that runs and 
     .venv-tl4/bin/python docs/support_table.py   # and for the other one; what is there of the rest stays
     .venv/bin/python docs/support_table.py TOOL  # only this column
 
-`tests/test_docs.py` does the same and compares.
+`tests/docs/test_docs.py` does the same and compares.
 """
 
 from __future__ import annotations
