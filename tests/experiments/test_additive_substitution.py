@@ -259,12 +259,20 @@ def test_tokens_that_are_all_alike_are_their_own_shuffle(shared_model: Any) -> N
 
 
 @pytest.mark.slow
-def test_what_the_demo_model_loses() -> None:
-    """Its heads' scores are far from uniform, and additive scores are nearer to them than none."""
-    rows = additive_substitution(load_demo_model(), demo_tokens(length=96), layers=[2, 4], progress=False)
+def test_the_mean_alone_is_uniform_attention() -> None:
+    """In a trained model, whose loss it raises."""
+
+    def uniform(pattern: torch.Tensor, hook: Any) -> torch.Tensor:
+        seen = torch.ones_like(pattern).tril()
+        return seen / seen.sum(-1, keepdim=True)
+
+    model, tokens = load_demo_model(), demo_tokens(length=96)
+    rows = additive_substitution(model, tokens, layers=[2, 4], progress=False)
     loss = rows[rows["scope"] == "all"].set_index(["put_in", "keep"])["loss"]
-    assert loss["fit", "distance+query+key"] < loss["shuffled fit", "distance+query+key"]
-    assert loss["fit", "distance+query+key"] < loss["fit", "mean"]
+    with torch.no_grad(), model.hooks(fwd_hooks=[(f"blocks.{n}.attn.hook_pattern", uniform) for n in (2, 4)]):
+        expected = model(tokens, return_type="loss").item()
+    assert loss["fit", "mean"] == pytest.approx(expected, abs=1e-5)
+    assert expected > loss["fit", "+".join(PARTS)]
     assert rows["kl"].min() > -1e-6
 
 
