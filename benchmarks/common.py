@@ -1,4 +1,4 @@
-"""What every benchmark does: median times of functions taken in turn, the machine's name, a table, a JSON file."""
+"""What every benchmark does: times and peaks of memory, the machine's name, a table, a JSON file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,6 +59,34 @@ def medians(functions: dict[str, Callable[[], Any]], *, repeats: int = 7) -> dic
         for name, function in functions.items():
             times[name].append(seconds(function))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def in_a_process(script: str, *arguments: object) -> Any:
+    """The last line that the script prints, as JSON. Freed tensors go back to the system, so none hides another."""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+    done = subprocess.run(
+        [sys.executable, script, *map(str, arguments)], stdout=subprocess.PIPE, text=True, check=True, env=environment
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def peak(function: Callable[[], Any]) -> float:
+    """MiB by which the process, or what it holds on its GPU, grew while the function ran."""
+    if device().type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() / 2**20
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # the highest mark is from now on
+        before = _resident("VmRSS")
+    function()
+    synchronise()
+    return (torch.cuda.max_memory_allocated() / 2**20 if device().type == "cuda" else _resident("VmHWM")) - before
+
+
+def _resident(name: str) -> float:
+    """A line of /proc/self/status in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
 
 
 def report(name: str, claim: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
-import resource
-import subprocess
 import sys
 
 import torch
-from common import device, medians, report, seconds
+from common import device, in_a_process, medians, peak, report, seconds
 
 from tl_posdisent import fit_additive, fit_additive_qk
 
@@ -47,24 +46,24 @@ def one(length: int, d_head: int) -> None:
     """In a process of its own: the time, and the memory above that of the inputs."""
     q, k = vectors(length, d_head)
     fit_additive_qk(q[:256], k[:256], scale=1.0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    time = seconds(lambda: fit_additive_qk(q, k, scale=1.0))
-    print(time, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    times: list[float] = []
+    extra = peak(lambda: times.append(seconds(lambda: fit_additive_qk(q, k, scale=1.0))))
+    print(json.dumps([times[0], extra]))
 
 
 def growth() -> None:
     for d_head in (64, 128):
         rows = []
-        for length in (8192, 16384, 32768, 65536, 131072):
-            runs = [
-                subprocess.run(
-                    [sys.executable, __file__, str(length), str(d_head)], capture_output=True, text=True, check=True
-                )
-                for _ in range(3)
-            ]
-            time, memory = sorted(tuple(map(float, run.stdout.split()[-2:])) for run in runs)[1]
+        for length in (2**n for n in range(13, 21)):
+            time, extra = sorted(in_a_process(__file__, length, d_head) for _ in range(3))[1]
             rows.append(
-                {"length": length, "seconds": time, "extra MiB": memory, "scores would take GiB": length**2 * 4 / 2**30}
+                {
+                    "length": length,
+                    "seconds": time,
+                    "extra MiB": extra,
+                    "q and k MiB": 2 * length * d_head * 4 / 2**20,
+                    "scores would take GiB": length**2 * 4 / 2**30,
+                }
             )
         exponent = math.log(rows[-1]["seconds"] / rows[0]["seconds"]) / math.log(rows[-1]["length"] / rows[0]["length"])
         report(f"linear_growth_{d_head}", f"One head, d_head {d_head}: time grows as length^{exponent:.2f}", rows)

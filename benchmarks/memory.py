@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from common import report
+from common import in_a_process, peak, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tl_posdisent as tp
@@ -54,21 +51,6 @@ TOOLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
-def resident(name: str) -> float:
-    """A line of /proc/self/status in MiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
-
-
-def peak(function: Callable[[], Any]) -> float:
-    """MiB by which the process grew while the function ran."""
-    Path("/proc/self/clear_refs").write_text("5")  # the highest mark is from now on
-    before = resident("VmRSS")
-    with torch.no_grad():
-        function()
-    return resident("VmHWM") - before
-
-
 def one(kind: str, length: int, heads: int, layers: int, *chosen: str) -> None:
     """In a process of its own."""
     model = model_of(kind, length, heads, layers)
@@ -77,16 +59,13 @@ def one(kind: str, length: int, heads: int, layers: int, *chosen: str) -> None:
     for tool in TOOLS.values():
         with torch.no_grad():
             tool(model, tokens[:, :64])
-    print(json.dumps({name: peak(lambda f=TOOLS[name]: f(model, tokens)) for name in chosen or TOOLS}))
+    with torch.no_grad():
+        print(json.dumps({name: peak(lambda f=TOOLS[name]: f(model, tokens)) for name in chosen or TOOLS}))
 
 
 def cell(kind: str, length: int, heads: int, layers: int, *chosen: str) -> dict[str, float]:
     """Peak of every tool above the loaded model, in MiB."""
-    arguments = [sys.executable, __file__, kind, *map(str, (length, heads, layers)), *chosen]
-    # Freed tensors go back to the system, so that one tool's do not hide another's.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
-    return json.loads(done.stdout.splitlines()[-1])
+    return in_a_process(__file__, kind, length, heads, layers, *chosen)
 
 
 def main() -> None:

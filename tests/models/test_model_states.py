@@ -11,10 +11,11 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import capture, random_control, remap_distance, swap_positions
+from tl_posdisent import capture, estimate, random_control, remap_distance, swap_positions
 from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_layers
+from tl_posdisent.models.reading.forward import evaluating, modules
 from tl_posdisent.models.reading.spec import masked_below
 
 TOKENS = zoo.random_tokens()
@@ -228,3 +229,22 @@ def test_permanent_hooks_stay_in_order(shared_model: Any) -> None:
     order.clear()
     model(TOKENS)
     assert order == ["first", "permanent", "last"]
+
+
+@pytest.mark.parametrize("name", ["llama", "neox", "gpt2", "falcon", "phi3"])
+def test_no_pattern_is_kept_behind_its_layer(name: str) -> None:
+    """Some bridges store each layer's pattern: memory would grow with layers times the length squared."""
+    shallow, deep = (zoo.bridge(name, num_hidden_layers=n) for n in (2, 5))
+    assert estimate(deep, 1000).score_bytes == pytest.approx(estimate(shallow, 1000).score_bytes, rel=1e-6)
+    tokens = zoo.random_tokens(50)
+    pattern = tokens.shape[0] * deep.cfg.n_heads * tokens.shape[1] ** 2 * 4
+    deep(tokens)  # of the user's own; what it leaves is not there while the package runs the model
+    left: list[list[Tensor]] = []
+    with evaluating(deep), deep.hooks(fwd_hooks=[("blocks.4.attn.hook_q", lambda x, hook: left.append(_kept(deep)))]):
+        deep(tokens)
+    assert not [x for x in [*left[0], *_kept(deep)] if x.nbytes >= pattern]
+
+
+def _kept(model: Any) -> list[Tensor]:
+    """Tensors that modules hold beside their weights and buffers."""
+    return [x for part in modules(model) for x in vars(part).values() if isinstance(x, Tensor)]

@@ -123,15 +123,36 @@ def modules(model: Any) -> list[torch.nn.Module]:
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off for the duration; hooks stay."""
-    training = [part for part in modules(model) if part.training]
+    """Dropout off for the duration, and no attention pattern kept behind its layer; hooks stay."""
+    parts = modules(model)
+    training = [part for part in parts if part.training]
+    with _without_kept_patterns(parts):
+        try:
+            for part in training:
+                part.training = False
+            yield
+        finally:
+            for part in training:
+                part.training = True
+
+
+@contextlib.contextmanager
+def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
+    """Bridges whose queries, keys and values are one projection (GPT-NeoX, GPT-2, Falcon, Phi-3 …) store each layer's
+    pattern, which nothing reads, until the next pass: with 24 layers more memory than the pass itself."""
+
+    def forget(part: torch.nn.Module, *_: Any) -> None:
+        vars(part)["_pattern"] = None
+
+    keeping = [part for part in parts if isinstance(vars(part).get("_pattern", 0), Tensor | None)]
+    handles = [part.register_forward_hook(forget, always_call=True) for part in keeping]
     try:
-        for part in training:
-            part.training = False
+        for part in keeping:
+            forget(part)
         yield
     finally:
-        for part in training:
-            part.training = True
+        for handle in handles:
+            handle.remove()
 
 
 _READING = threading.RLock()

@@ -1,0 +1,181 @@
+"""Models of the shapes of Pythia-1.4B and Llama-3-8B with random weights: time and memory of each step.
+
+    python benchmarks/large_shapes.py --shape pythia-1.4b --length 512 2048
+    python benchmarks/large_shapes.py --shape llama-3-8b --layers 2 4 --step additivity controlled_distance
+    python benchmarks/large_shapes.py --shape llama-3-8b --device cuda --length 8192
+    python benchmarks/large_shapes.py --shape llama-3-8b --device meta --layers 2 4 32  # what estimate says, no more
+
+Each step runs in a process of its own, once, after the same step on 64 tokens. Nothing is downloaded or stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from common import device, in_a_process, peak, report, synchronise
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+import tl_posdisent as tp
+
+BLOCK = 256
+
+
+def pythia(layers: int | None) -> PretrainedConfig:
+    return GPTNeoXConfig(
+        vocab_size=50304,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=layers or 24,
+        num_attention_heads=16,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    )
+
+
+def llama(layers: int | None) -> PretrainedConfig:
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers or 32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+
+
+SHAPES = {"pythia-1.4b": pythia, "llama-3-8b": llama}
+
+
+def middle(model: Any) -> int:
+    """The layer of the steps that look at one."""
+    return int(model.cfg.n_layers) // 2
+
+
+def fit_attention(model: Any, tokens: torch.Tensor) -> None:
+    (layer,) = tp.capture(model, tokens, layers=middle(model))
+    tp.fit_attention(layer.scores)
+
+
+def attention_ladder(model: Any, tokens: torch.Tensor) -> None:
+    tp.attention_ladder(model, tokens, layers=middle(model), unit="layer", controls=[], progress=False)
+
+
+def with_hooks(make: Callable[[Any], Any], model: Any, tokens: torch.Tensor) -> None:
+    model.run_with_hooks(tokens, fwd_hooks=make(model))
+
+
+QUIET = {"progress": False}
+STEPS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "forward": lambda model, tokens: model(tokens),
+    "additivity": partial(tp.additivity, **QUIET),
+    f"additivity block={BLOCK}": partial(tp.additivity, block=BLOCK, **QUIET),
+    "controlled_distance": partial(tp.controlled_distance, **QUIET),
+    "fit_attention": fit_attention,
+    "attention_ladder": attention_ladder,
+    "dummy_distance": partial(with_hooks, lambda model: tp.dummy_distance(model, 5)),
+    "limit_frequencies": partial(with_hooks, lambda model: tp.limit_frequencies(model, low=0.01)),
+}
+BUILD = {"bridge": tp.bridge_from_hf, "hooked": tp.hooked_from_hf}
+PLANS: dict[str, dict[str, Any]] = {  # what estimate is asked for
+    "additivity": {},
+    f"additivity block={BLOCK}": {"block": BLOCK},
+    "controlled_distance": {"tool": "controlled_distance"},
+    "fit_attention": {"tool": "controlled_distance"},  # "other tools need about as much"
+}
+
+
+@torch.no_grad()
+def random_weights(options: argparse.Namespace, layers: int | None) -> Any:
+    """A transformers model whose matrices repeat a million random numbers: drawing billions takes minutes."""
+    config = SHAPES[options.shape](layers)
+    with torch.device(options.device), no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype))
+        some = torch.randn(2**20 + 1) * config.initializer_range
+    for name, weights in model.named_parameters() if options.device != "meta" else ():
+        if weights.ndim == 1:
+            weights.fill_(float(not name.endswith("bias")))
+            continue
+        for part in weights.view(-1).split(len(some)):
+            part.copy_(some[: len(part)])
+    return model.eval()
+
+
+def planned(model: Any, step: str, length: int) -> dict[str, float]:
+    """What estimate says."""
+    if step not in PLANS:
+        return {}
+    plan = tp.estimate(model, length, available=2**60, **PLANS[step])
+    return {"estimate MiB": plan.needed_bytes / 2**20, "FLOPs": plan.flops}
+
+
+@torch.no_grad()
+def one(options: argparse.Namespace, step: str, length: int, layers: int | None) -> dict[str, float]:
+    """In a process of its own."""
+    model = random_weights(options, layers)
+    size = sum(x.numel() * x.element_size() for x in model.parameters()) / 1e9
+    work: Callable[[], Any] = lambda: BUILD[options.kind](model)  # noqa: E731
+    found: dict[str, float] = {"model GB": size}
+    if step != "load":
+        model = work()
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(3, model.cfg.d_vocab, (1, length), generator=generator).to(device())
+        found |= planned(model, step, length)
+        STEPS[step](model, tokens[:, :64])
+        work = lambda: STEPS[step](model, tokens)  # noqa: E731
+    synchronise()
+    wall, processor = time.perf_counter(), time.process_time()
+    found["peak MiB"] = peak(work)
+    return found | {"CPU s": time.process_time() - processor, "wall s": time.perf_counter() - wall}
+
+
+def rows_of(options: argparse.Namespace, layers: int | None) -> list[dict[str, Any]]:
+    """Of one depth."""
+    rows = []
+    columns = ["model GB", "FLOPs", "CPU s", "wall s", "peak MiB", "estimate MiB"]
+    empty = random_weights(argparse.Namespace(**vars(options) | {"device": "meta"}), layers)
+    depth, shapes = empty.config.num_hidden_layers, tp.bridge_from_hf(empty)
+    for length in options.length:
+        for step in [x for x in options.step if length == options.length[0] or x != "load"]:
+            if options.device == "meta":
+                found = planned(shapes, step, length)
+            else:
+                arguments = [f"--{name}={getattr(options, name)}" for name in ("shape", "device", "dtype", "kind")]
+                found = in_a_process(__file__, *arguments, "--one", json.dumps([step, length, layers]))
+            row = {"layers": depth, "length": length, "step": step} | {name: found.get(name, "") for name in columns}
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="pythia-1.4b")
+    parser.add_argument("--length", type=int, nargs="+", default=[512])
+    parser.add_argument("--layers", type=int, nargs="+", default=[None], help="default all of the shape's")
+    parser.add_argument("--step", nargs="+", choices=["load", *STEPS], default=["load", *STEPS])
+    parser.add_argument("--device", default=device().type)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kind", choices=BUILD, default="bridge")
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    os.environ["BENCH_DEVICE"] = options.device
+    if options.one:
+        print(json.dumps(one(options, *options.one)))
+        return
+    rows = [row for layers in options.layers for row in rows_of(options, layers)]
+    name = f"large_{options.shape}_{options.kind}_{options.device.partition(':')[0]}"
+    report(name, f"{options.shape}, {options.kind}, {options.dtype}: MiB at most beside the model", rows)
+
+
+if __name__ == "__main__":
+    main()
