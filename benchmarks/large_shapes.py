@@ -142,8 +142,8 @@ def rows_of(options: argparse.Namespace, layers: int | None) -> list[dict[str, A
     """Of one depth."""
     rows = []
     columns = ["model GB", "FLOPs", "CPU s", "wall s", "peak MiB", "estimate MiB"]
-    empty = random_weights(argparse.Namespace(**vars(options) | {"device": "meta"}), layers)
-    depth, shapes = empty.config.num_hidden_layers, tp.bridge_from_hf(empty)
+    depth = SHAPES[options.shape](layers).num_hidden_layers
+    shapes = tp.bridge_from_hf(random_weights(options, layers)) if options.device == "meta" else None
     for length in options.length:
         for step in [x for x in options.step if length == options.length[0] or x != "load"]:
             if options.device == "meta":

@@ -145,9 +145,12 @@ def _bilinear_squares(
     u: Float64[Tensor, "head query d"], v: Float64[Tensor, "key d"], cells: Cells
 ) -> Float64[Tensor, "head"]:
     """Sum of ``(u_i·v_j)²``: blocks of keys that a block of queries sees whole enter by their Gram matrix."""
-    starts = range(0, cells.n_key, _BLOCK)
-    grams = torch.stack([v[s : s + _BLOCK].T @ v[s : s + _BLOCK] for s in starts])
-    total = torch.nn.functional.pad(grams.cumsum(0), (0, 0, 0, 0, 1, 0))
+    blocks = v.split(_BLOCK)
+    total = v.new_zeros(
+        len(blocks) + 1, v.shape[-1], v.shape[-1]
+    )  # of all blocks before, once: of long texts, the most
+    for n, keys in enumerate(blocks):
+        torch.addmm(total[n], keys.T, keys, out=total[n + 1])
     squares = u.new_zeros(len(u))
     for row in range(0, cells.n_query, _BLOCK):
         stop = min(row + _BLOCK, cells.n_query)

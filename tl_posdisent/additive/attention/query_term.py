@@ -65,9 +65,13 @@ def _value_and_gradients(
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """The divergence less the entropy of the pattern, which is constant, with the penalty; in closed form, as a model
     may run where torch records no gradients."""
-    logits = base + u @ v.mT
-    log_z = logits.logsumexp(-1, keepdim=True)
-    value = (log_z - (p * torch.where(inside, logits, 0.0)).sum(-1, keepdim=True)).sum()
-    left = (logits - log_z).exp() - p
+    logits = torch.addmm(base, u, v.mT)
+    linear = (p * torch.where(inside, logits, 0.0)).sum()
+    # One exponential of each cell, in place: these passes are the time of the whole fit.
+    shift = logits.amax(-1, keepdim=True)
+    left = logits.sub_(shift).exp_()
+    z = left.sum(-1, keepdim=True)
+    value = (z.log() + shift).sum() - linear
+    left.div_(z).sub_(p)
     penalty = _PENALTY / 2 * (u.square().sum() + v.square().sum())
     return value + penalty, (left @ v + _PENALTY * u, left.mT @ u + _PENALTY * v)

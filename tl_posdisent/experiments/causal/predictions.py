@@ -15,6 +15,8 @@ from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.validation import check_seed
 
+_AT_A_TIME = 2**22  # log-probabilities that are compared
+
 
 @torch.no_grad()
 def log_probabilities(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook]) -> Float[Tensor, "batch pos v"]:
@@ -69,9 +71,15 @@ def compare(
     """Losses, and divergences from the clean predictions, by token of all texts."""
     losses, divergences = [], []
     for group, before, output in zip(texts.groups, clean, outputs, strict=True):
-        log_p = as_log_probabilities(output)
-        losses.append(token_losses(log_p, group.tokens))
-        divergences.append(token_divergences(before, log_p))
+        following = group.tokens[:, 1:]
+        rows = max(1, _AT_A_TIME // (output.shape[0] * output.shape[-1]))  # logits of a large vocabulary are gigabytes
+        parts = []
+        for first in range(0, output.shape[1], rows):
+            log_p, some = as_log_probabilities(output[:, first : first + rows]), following[:, first : first + rows]
+            loss = -log_p[:, : some.shape[1]].gather(-1, some[..., None])[..., 0]
+            parts.append((loss, token_divergences(before[:, first : first + rows], log_p)))
+        losses.append(torch.cat([loss for loss, _ in parts], 1))
+        divergences.append(torch.cat([divergence for _, divergence in parts], 1))
     return all_tokens(losses), all_tokens(divergences)
 
 
