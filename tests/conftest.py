@@ -130,9 +130,17 @@ def shared_model() -> Iterator[Callable[[str, str], Any]]:
 
 def _hook_counts(model: Any) -> dict[str, int]:
     """How many functions hang at each hook. Not always none: the bridge of OPT has a few of its own."""
-    return {hook: len(point.fwd_hooks) + len(point.bwd_hooks) for hook, point in model.hook_dict.items()}
+    points = [part for part in _parts(model) if "fwd_hooks" in vars(part)]
+    return {point.name: len(point.fwd_hooks) + len(point.bwd_hooks) for point in points}
 
 
 def _versions(model: torch.nn.Module) -> list[int]:
     """A number per parameter that grows with every change in place."""
-    return [parameter._version for parameter in model.parameters()]
+    return [x._version for part in _parts(model) for x in part._parameters.values() if x is not None]
+
+
+def _parts(model: torch.nn.Module) -> list[Any]:
+    """All modules, without the names that torch and TransformerLens would make for them around every test."""
+    from tl_posdisent.models.reading.forward import modules
+
+    return modules(model)

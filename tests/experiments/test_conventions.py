@@ -58,10 +58,9 @@ def call(function: Call, model: Any, **more: Any) -> Any:
 
 
 @experiments()
-def test_the_model_is_read_once(function: Call, shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_read_once(function: Call, shared_reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once for a model (and once for each random copy), and not at all for a reading of it."""
-    model = shared_model("bridge", "llama-gqa")
-    reading, read = tp.read_model(model), []
+    reading, read = shared_reading("bridge", "llama-gqa"), []
     probe = reading_module.probe
 
     def counted(*arguments: Any) -> Any:
@@ -70,19 +69,20 @@ def test_the_model_is_read_once(function: Call, shared_model: Any, monkeypatch: 
 
     monkeypatch.setattr(reading_module, "probe", counted)
     copies = int(function in (tp.experiments.trained_vs_random, tp.experiments.head_labels))
-    call(function, model)
+    one = {"layers": 1} if "layers" in inspect.signature(function).parameters else {}
+    call(function, reading.model, **one)
     assert len(read) == 1 + copies
-    call(function, reading)
+    call(function, reading, **one)
     assert len(read) == 1 + 2 * copies
 
 
 @pytest.mark.usefixtures("unchecked")
 @experiments("layers")
-def test_forms_of_layers(function: Call, shared_model: Any) -> None:
-    """An integer, one from the end, numpy's, and a list of one are the same; a dict is refused."""
-    reading = tp.read_model(shared_model("bridge", "llama-gqa"))
-    expected = call(function, reading, layers=[1])
-    for form in (1, np.int64(-1), torch.tensor([1])):
+def test_forms_of_layers(function: Call, shared_reading: Any) -> None:
+    """An integer, numpy's from the end, and a tensor of one are the same; a dict is refused."""
+    reading = shared_reading("bridge", "llama-gqa")
+    expected = call(function, reading, layers=1)
+    for form in (np.int64(-1), torch.tensor([1])):
         pd.testing.assert_frame_equal(call(function, reading, layers=form), expected)
     for wrong in ({1: [0]}, "1", True, 1.0):
         with pytest.raises(ValueError, match=r"^layers must"):
@@ -91,9 +91,9 @@ def test_forms_of_layers(function: Call, shared_model: Any) -> None:
 
 @pytest.mark.usefixtures("unchecked")
 @experiments("heads", "layers")
-def test_forms_of_heads(function: Call, shared_model: Any) -> None:
+def test_forms_of_heads(function: Call, shared_reading: Any) -> None:
     """Heads of each layer, or pairs; a dict is refused."""
-    reading = tp.read_model(shared_model("bridge", "llama-gqa"))
+    reading = shared_reading("bridge", "llama-gqa")
     expected = call(function, reading, layers=[1], heads=[3])
     for form in (np.int64(3), [-5], [(1, 3)], [(np.int64(-1), -5)]):
         pd.testing.assert_frame_equal(call(function, reading, layers=[1], heads=form), expected)

@@ -61,8 +61,8 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 @pytest.mark.parametrize("padding", ["none", "right", "left"])
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_every_experiment_takes_it(kind: str, name: str, padding: str, experiment: str, shared_model: Any) -> None:
-    model, call = shared_model(kind, name), EXPERIMENTS[experiment]
+def test_every_experiment_takes_it(kind: str, name: str, padding: str, experiment: str, shared_reading: Any) -> None:
+    model, call = shared_reading(kind, name), EXPERIMENTS[experiment]
     more = {"none": {}, "right": {"attention_mask": RIGHT}, "left": {"attention_mask": LEFT}}[padding]
     got = call(model, logit_difference(ANSWERS, WRONG), progress=False, **more)
     wanted = call(model, by_hand, progress=False, **more)

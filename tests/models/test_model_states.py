@@ -248,3 +248,15 @@ def test_no_pattern_is_kept_behind_its_layer(name: str) -> None:
 def _kept(model: Any) -> list[Tensor]:
     """Tensors that modules hold beside their weights and buffers."""
     return [x for part in modules(model) for x in vars(part).values() if isinstance(x, Tensor)]
+
+
+@zoo.needs_bridge
+def test_a_model_that_was_read_has_the_hooks_of_one_that_was_run() -> None:
+    """A bridge installs hooks of its own at its first pass; reading must not make it install them again."""
+    run, read = zoo.bridge("llama-gqa"), zoo.bridge("llama-gqa")
+    for model in (read, read, run):
+        if model is read:
+            read_layers(model)
+        model(TOKENS)
+    found = [[len(part._forward_pre_hooks) for part in model.modules()] for model in (read, run)]
+    assert found[0] == found[1]

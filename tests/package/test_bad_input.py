@@ -56,29 +56,33 @@ WRONG_NUMBERS = [[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1]]  # of layers 
 
 
 @cases("tokens")
-def test_wrong_tokens(function: Function, shared_model: Any) -> None:
+def test_wrong_tokens(function: Function, shared_reading: Any) -> None:
     optional = inspect.signature(function).parameters["tokens"].default is None
     wrong = [({"tokens": x}, message) for x, message in WRONG_TOKENS if not (optional and x is None)]
-    refused(function, shared_model("bridge", "llama-gqa"), wrong)
+    refused(function, shared_reading("bridge", "llama-gqa"), wrong)
 
 
 @cases("layers")
-def test_wrong_layers(function: Function, shared_model: Any) -> None:
+def test_wrong_layers(function: Function, shared_reading: Any) -> None:
     wrong = [({"layers": x}, "layers must (be|name)") for x in WRONG_NUMBERS]
-    refused(function, shared_model("bridge", "llama-gqa"), wrong)
+    refused(function, shared_reading("bridge", "llama-gqa"), wrong)
 
 
 @cases("heads")
-def test_wrong_heads(function: Function, shared_model: Any) -> None:
+def test_wrong_heads(function: Function, shared_reading: Any) -> None:
     wrong = [({"heads": x}, "heads must (be|name)") for x in WRONG_NUMBERS]
-    refused(function, shared_model("bridge", "llama-gqa"), wrong)
+    refused(function, shared_reading("bridge", "llama-gqa"), wrong)
 
 
-def refused(function: Function, model: Any, wrong: list[tuple[dict[str, Any], str]]) -> None:
+def refused(function: Function, reading: Any, wrong: list[tuple[dict[str, Any], str]]) -> None:
+    """The first by the model itself, and then by its reading, which costs no forward passes."""
+    model = reading.model
     before = state(model)
-    for arguments, message in wrong:
+    reads = function.__module__.startswith("tl_posdisent.models")
+    given = [model, *[model if reads else reading] * (len(wrong) - 1)]
+    for one, (arguments, message) in zip(given, wrong, strict=True):
         with pytest.raises(ValueError, match=message):
-            call(function, model, **arguments)
+            call(function, one, **arguments)
     assert state(model) == before
 
 

@@ -8,20 +8,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from tl_posdisent.models.reading.forward import modules
+
 
 def state(model: Any) -> tuple[Any, ...]:
     """To be compared before and after: hooks in their order, training flags, weights, random numbers, modes.
 
     The run-time checks of annotations draw random numbers themselves: take the fixture ``unchecked``.
     """
-    points = model.hook_dict.items()
+    parts: list[Any] = modules(model)
+    points = [part for part in parts if "fwd_hooks" in vars(part)]
     return (
-        {name: [id(handle.user_hook) for handle in (*point.fwd_hooks, *point.bwd_hooks)] for name, point in points},
-        {name: list(point._forward_hooks) for name, point in points},
-        [module.training for module in model.modules()],
-        [parameter._version for parameter in model.parameters()],
-        torch.random.get_rng_state().tolist(),
+        [[id(handle.user_hook) for handle in (*point.fwd_hooks, *point.bwd_hooks)] for point in points],
+        [list(point._forward_hooks) for point in points],
+        [part.training for part in parts],
+        [x._version for part in parts for x in part._parameters.values() if x is not None],
+        torch.random.get_rng_state().numpy().tobytes(),
         random.getstate(),
-        np.random.get_state()[1].tolist(),  # noqa: NPY002 - the global state is meant
+        np.random.get_state()[1].tobytes(),  # noqa: NPY002 - the global state is meant
         (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
     )

@@ -30,13 +30,7 @@ def build_hooked(model: transformers.PreTrainedModel) -> HookedTransformer:
         # "HookedTransformer is deprecated"; that is no news to a test that asks for one.
         warnings.simplefilter("ignore", DeprecationWarning)
         hooked = HookedTransformer(cfg)
-    hooked.load_and_process_state_dict(
-        convert(model, cfg),
-        fold_ln=False,
-        center_writing_weights=False,
-        center_unembed=False,
-        fold_value_biases=False,
-    )
+    hooked.load_state_dict(hooked.fill_missing_keys(convert(model, cfg)), strict=False)
     return hooked.eval()
 
 

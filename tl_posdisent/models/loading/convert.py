@@ -255,9 +255,8 @@ def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
         config, state = _converted(hf_model)
         with quietly():
             model = HookedTransformer(config)
-        model.load_and_process_state_dict(
-            state, fold_ln=False, center_writing_weights=False, center_unembed=False, fold_value_biases=False
-        )
+        # Not load_and_process_state_dict: with all processing off it goes through the model once for every weight.
+        model.load_state_dict(model.fill_missing_keys(state), strict=False)
         model.eval()
         with torch.no_grad():
             got = model(tokens)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tl_posdisent.models.reading.forward import hook_points, modules
 from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import Tap
 from tl_posdisent.rope.rotary import Rotary, rotary_from_table
@@ -48,7 +49,7 @@ def lengths_of_note(model: Any) -> tuple[list[int], int]:
     if not noted:
         return [], 0
     # Positions looked up in a table end with it; computed ones (whose table passes a hook) go on.
-    computed = any(name.endswith("attn.hook_cos") for name in model.hook_dict) and not hasattr(model, "pos_embed")
+    computed = any(name.endswith("attn.hook_cos") for name in hook_points(model)) and not hasattr(model, "pos_embed")
     ends = [x for x in (getattr(config, "max_position_embeddings", None), getattr(model.cfg, "n_ctx", None)) if x]
     return noted, 4 * max(noted) if computed else min(ends, default=0)
 
@@ -120,8 +121,10 @@ class OwnNumbers(NamedTuple):
 
 def own_numbers(model: Any) -> OwnNumbers:
     """The model's own frequencies (float64) and attention factors."""
-    buffers = [x.detach().double() for name, x in model.named_buffers() if name.endswith("inv_freq")]
-    values = [x for part in model.modules() for name, x in vars(part).items() if name.endswith("attention_scaling")]
+    parts = modules(model)
+    found = {id(x): x for part in parts for name, x in part._buffers.items() if name.endswith("inv_freq")}
+    buffers = [x.detach().double() for x in found.values() if x is not None]
+    values = [x for part in parts for name, x in vars(part).items() if name.endswith("attention_scaling")]
     return OwnNumbers(buffers, [number for x in values if (number := _number(x)) is not None])
 
 

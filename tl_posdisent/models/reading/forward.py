@@ -90,7 +90,7 @@ def _ending_after(model: Any, stop: int | None) -> Iterator[None]:
 def hooked(model: Any, hooks: list[Hook]) -> Iterator[None]:
     """``model.hooks``, but in this thread alone, and independent of other such contexts: ours may begin inside one and
     end outside."""
-    points, handles = model.hook_dict, []
+    points, handles = hook_points(model), []
     try:
         for name, function in hooks:
             handles.append(points[name].register_forward_hook(_InThread(function, threading.get_ident())))
@@ -117,8 +117,23 @@ class _InThread:
 
 def modules(model: Any) -> list[torch.nn.Module]:
     """All parts of a model, each once. A bridge lists those that it knows, and not all of the model that it wraps."""
-    wholes = [x for x in (model, getattr(model, "original_model", None)) if isinstance(x, torch.nn.Module)]
-    return list({id(part): part for whole in wholes for part in whole.modules()}.values())
+    waiting = [x for x in (model, getattr(model, "original_model", None)) if isinstance(x, torch.nn.Module)]
+    found: dict[int, torch.nn.Module] = {}
+    while waiting:  # torch's own modules() makes a name for every part, which takes ten times as long
+        part = waiting.pop()
+        if id(part) not in found:
+            found[id(part)] = part
+            waiting += [x for x in reversed(part._modules.values()) if x is not None]
+    return list(found.values())
+
+
+_AT_REST: dict[int, dict[str, Any]] = {}
+
+
+def hook_points(model: Any) -> dict[str, Any]:
+    """``model.hook_dict``, which a bridge makes anew at every call; that of a model at rest is made once."""
+    known = _AT_REST.get(id(model))
+    return model.hook_dict if known is None else known
 
 
 @contextlib.contextmanager
@@ -166,8 +181,9 @@ def at_rest(model: Any) -> Iterator[None]:
     Hooks of the user's are passed over in this thread alone: those of a pass that another thread is in the middle of
     stay in force. Two threads cannot have a bare model at the same time; the second waits.
     """
-    points = list({id(point): point for point in model.hook_dict.values()}.values())
-    with _READING, restored(model):
+    by_name = hook_points(model)
+    points = list({id(point): point for point in by_name.values()}.values())
+    with _READING, restored(model), _kept(model, by_name):
         before = [(point, vars(point).get("_call_impl")) for point in points]
         try:
             for point in points:
@@ -180,6 +196,18 @@ def at_rest(model: Any) -> Iterator[None]:
                 vars(point).pop("_call_impl", None)
                 if own is not None:
                     vars(point)["_call_impl"] = own
+
+
+@contextlib.contextmanager
+def _kept(model: Any, points: dict[str, Any]) -> Iterator[None]:
+    """``hook_points`` of this model for the duration, also of a model that is at rest already."""
+    before = _AT_REST.get(id(model))
+    _AT_REST[id(model)] = points
+    try:
+        yield
+    finally:
+        if before is None:
+            del _AT_REST[id(model)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,10 +235,16 @@ def restored(model: Any) -> Iterator[None]:
     """On exit, also by an exception, every buffer of the model's modules, and every number and tensor that they keep
     beside (such as the longest text so far), is the object that it was.
 
-    Vectors, such as frequencies, which some models write over for each text, have the values that they had."""
+    Vectors, such as frequencies, which some models write over for each text, have the values that they had. Flags stay
+    as they are: a bridge notes in one that it has installed hooks of its own, which stay too, and would install them
+    again at every pass after one."""
     plain = (int, float, Tensor, type(None))
     saved = [
-        (part, dict(part._buffers), {name: x for name, x in vars(part).items() if isinstance(x, plain)})
+        (
+            part,
+            dict(part._buffers),
+            {k: x for k, x in vars(part).items() if isinstance(x, plain) and type(x) is not bool},
+        )
         for part in modules(model)
     ]
     found = [x for _, buffers, _ in saved for x in buffers.values() if x is not None and x.ndim == 1 and not x.is_meta]
@@ -225,7 +259,7 @@ def restored(model: Any) -> Iterator[None]:
         for part, buffers, numbers in saved:
             part._buffers.update(buffers)
             now = vars(part)
-            kept = [name for name, x in numbers.items() if name != "training" and isinstance(now.get(name), plain)]
+            kept = [name for name in numbers if isinstance(now.get(name), plain)]
             now.update({name: numbers[name] for name in kept})
 
 

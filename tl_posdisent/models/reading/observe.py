@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import Hook, hook_name, run
+from tl_posdisent.models.reading.forward import Hook, hook_name, hook_points, run
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below
 
 _LISTEN = (
@@ -30,7 +30,7 @@ def listen(
     ``more`` are arguments of the pass.
     """
     seen: dict[int, Seen] = {layer: {} for layer in layers}
-    there = model.hook_dict
+    there = hook_points(model)
     recorders = [
         (name, partial(_record, seen[layer], short))
         for layer in layers

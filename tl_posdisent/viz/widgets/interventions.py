@@ -12,7 +12,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import MaskKind, make_cells
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, check_tokens, run, token_words
-from tl_posdisent.models.reading.model_reading import read_attention
+from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
 
 from .offline import Widget
@@ -111,7 +111,7 @@ def show_interventions(
     The model runs twice, without gradients. It is left unchanged, and a hook that does not fire is an error.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
         hooks: ``[(hook name, function), ...]``, as every intervention of this package returns them.
         layer: whose attention to show; the hooks may act anywhere.
@@ -133,7 +133,7 @@ def show_interventions(
     """
     if what not in get_args(What):
         raise ValueError(f'what must be "pattern" or "scores", got {what!r}')
-    spec = read_attention(model, layer)
+    spec, model = read_attention(model, layer), model_of(model)
     ids = check_tokens(model, tokens)
     shape = (len(ids), spec.n_heads, ids.shape[1], ids.shape[1])
     words = [""] * ids.shape[1]  # refuses what cannot be drawn, before the model runs
