@@ -174,7 +174,9 @@ def attending_layers(model: Any) -> list[int]:
 def _state(model: Any) -> dict[str, Any]:
     """What a reading depends on and a user may change."""
     parts = modules(model)
-    points = [part for part in parts if "fwd_hooks" in vars(part)]  # hook_dict, which a bridge makes anew, takes longer
+    points: list[Any] = [
+        part for part in parts if "fwd_hooks" in vars(part)
+    ]  # hook_dict, which a bridge makes anew, takes longer
     return {
         "dtypes": {p.dtype for part in parts for p in part._parameters.values() if p is not None},
         "device": device_of(model),
