@@ -234,8 +234,11 @@ def test_permanent_hooks_stay_in_order(shared_model: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "neox", "gpt2", "falcon", "phi3"])
 def test_no_pattern_is_kept_behind_its_layer(name: str) -> None:
     """Some bridges store each layer's pattern: memory would grow with layers times the length squared."""
-    shallow, deep = (zoo.bridge(name, num_hidden_layers=n) for n in (2, 5))
-    assert estimate(deep, 1000).score_bytes == pytest.approx(estimate(shallow, 1000).score_bytes, rel=1e-6)
+    shallow, middle, deep = (zoo.bridge(name, num_hidden_layers=n) for n in (2, 3, 5))
+    plans = [estimate(model, 1000) for model in (shallow, middle, deep)]
+    assert plans[2].score_bytes == pytest.approx(plans[0].score_bytes, rel=1e-6)
+    needed = [plan.needed_bytes for plan in plans]
+    assert needed[2] - needed[1] == pytest.approx(2 * (needed[1] - needed[0]), rel=1e-3)  # keys and values of a layer
     tokens = zoo.random_tokens(50)
     pattern = tokens.shape[0] * deep.cfg.n_heads * tokens.shape[1] ** 2 * 4
     deep(tokens)  # of the user's own; what it leaves is not there while the package runs the model
