@@ -12,8 +12,11 @@ OLDEST_TORCH ?= 2.13.0
 PIP = -m pip install --quiet --no-input --disable-pip-version-check
 # No target downloads from a hub.
 OFFLINE = HF_HUB_OFFLINE=1
-# One process per core, one thread per process. An ARGS of your own is appended: make test ARGS='-k additive'
-PYTEST = -m pytest -n $(WORKERS) $(ARGS)
+# Each of many processes would compile the package, and rewrite the tests for pytest, once more.
+unexport PYTHONDONTWRITEBYTECODE
+# One process per core, one thread per process; each begins with a half of the tests in their order, so that what tests of
+# a file share is made once. An ARGS of your own is appended: make test ARGS='-k additive'
+PYTEST = -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 # Without the check of every annotation at every call, which plain pytest and `make coverage` make.
 UNCHECKED = -o addopts='--doctest-modules --strict-markers --strict-config'
 # Tests for old versions: every tool on every architecture, and tests that use TransformerLens, pandas, plotly, rich and
@@ -24,11 +27,14 @@ OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/
     experiments/test_head_patching experiments/test_component_patching models/test_chunked_scores synthetic/test_transformer \
     viz/test_plots viz/test_widgets cli/test_fit_command sweeps/test_sweep)
 # What meets TransformerLens only through what other tests try (mathematics, figures, report, sweeps, command line,
-# files): in one environment only.
-ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps viz) $(addprefix tests/, browser \
-    additive cli report rope sweeps viz package/test_release.py docs/test_links.py))
+# files, training of synthetic models, rules for sources and words): in one environment only.
+ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/tasks synthetic/training) \
+    $(addprefix tests/, browser additive cli report rope sweeps viz utils) \
+    $(patsubst %,tests/package/test_%.py, release house processes interrupts) \
+    $(patsubst %,tests/docs/test_%.py, links mentions words) \
+    $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency))
 
-.PHONY: help demo synthetic test test-slow test-extended test-all fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -51,10 +57,13 @@ test-slow: .venv/dev.stamp ## the tests that make test leaves out: processes, br
 test-extended: .venv/dev.stamp ## every law on every architecture in both model classes
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m extended $(UNCHECKED)
 
-test-all: test test-slow test-extended test-tl4 test-oldest ## all tests, with all versions of TransformerLens
+test-rest: .venv/dev.stamp ## test-slow and test-extended in one run, which takes less time than two
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "slow or extended" $(UNCHECKED)
+
+test-all: test test-rest test-tl4 test-oldest ## all tests, with all versions of TransformerLens
 
 fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets the number)
-	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --dist worksteal tests/*/test_fuzz_*.py
+	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) tests/*/test_fuzz_*.py
 
 test-tl4: .venv-tl4/dev.stamp ## make test, and the support table, with the newest TransformerLens 4; not what has nothing to do with it
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) -m "(not slow or versions) and not extended" $(UNCHECKED) $(ALIKE)

@@ -143,13 +143,12 @@ def test_without_rotation_the_architecture_is_named(kind: str, name: str, tool: 
 @pytest.fixture(scope="module")
 def texts() -> Tensor:
     """Eight texts of 500 tokens that the stories model has written itself."""
-    return torch.cat([stories.sample_story(500, seed) for seed in range(8)])
+    return torch.cat([stories.sample_story(500, seed) for seed in range(4)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bridge", pytest.param("hooked", marks=pytest.mark.extended)])
-def test_stories_are_additive_and_their_random_copy_is_not(kind: str, texts: Tensor, shared_model: Model) -> None:
-    model = shared_model(kind, "stories")
+def test_stories_are_additive_and_their_random_copy_is_not(texts: Tensor, shared_model: Model) -> None:
+    model = shared_model("bridge", "stories")
     trained = controlled_distance(model, texts, burn_in=50, progress=False)
     assert len(trained) == 40
     assert trained["r_two_axis"].mean() == pytest.approx(0.962, abs=0.01)

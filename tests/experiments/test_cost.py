@@ -94,8 +94,8 @@ def test_live_bytes_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("tool", "block"), [("additivity", None), ("additivity", 16), ("controlled_distance", None)])
-def test_longer_takes_more(tool: Any, block: int | None) -> None:
-    model = tp.load_demo_model()
+def test_longer_takes_more(tool: Any, block: int | None, shared_model: Any) -> None:
+    model = shared_model("bridge" if zoo.TL_MAJOR > 2 else "hooked", "llama-gqa")
     plans = [tp.estimate(model, length, tool=tool, block=block) for length in (32, 100, 30_000, 300_000)]
     table = pd.concat([plan.to_frame() for plan in plans])
     for column in ("needed_bytes", "peak_bytes", "flops", "score_bytes", "tool_bytes"):
@@ -119,7 +119,7 @@ def test_bytes_add_up_and_the_model_counts_once() -> None:
     assert plan.check() is plan
 
 
-@pytest.mark.parametrize("available", [10**9, 10**8, 3 * 10**7])
+@pytest.mark.parametrize("available", [10**9, 3 * 10**7])
 def test_what_is_advised_is_accepted(available: int) -> None:
     """Block after block, and fewer texts or a shorter one where no block helps."""
     model = tp.load_demo_model()

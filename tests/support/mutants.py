@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--per-file", type=int, default=8, help="mutants per file, 0 for all")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     options = parser.parse_args()
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # two mutants of one second and one size would be taken for one
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", CI="true")  # CI: Hypothesis draws the same every time
     with tempfile.TemporaryDirectory() as folder:
         for name in ("tl_posdisent", "tests"):
