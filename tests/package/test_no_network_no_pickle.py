@@ -31,6 +31,7 @@ LOADS = {
     "joblib.load",
     "yaml.load",
 }
+TOLD = {"weights_only", "allow_pickle", "trust_remote_code", "use_safetensors"}  # by name, of how a file is read
 RUNS = {"eval", "exec"}  # tests may: of the documentation's own code
 
 
@@ -59,7 +60,7 @@ def breaches(name: str, source: str) -> list[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        called, options = ast.unparse(node.func), {x.arg: ast.unparse(x.value) for x in node.keywords}
+        called, options = ast.unparse(node.func), {x.arg: ast.unparse(x.value) for x in node.keywords if x.arg in TOLD}
         if (called in LOADS or (inside and called in RUNS)) and not (
             called == "torch.load" and options.get("weights_only") == "True"
         ):
