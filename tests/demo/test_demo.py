@@ -9,10 +9,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from jaxtyping import TypeCheckError
 from support import zoo
+from transformers import AttentionInterface
 
 from tl_posdisent.demo import demo_hf_model, demo_text, demo_tokenizer, demo_tokens, load_demo_model
 from tl_posdisent.demo.evaluate_demo import (
@@ -24,7 +26,14 @@ from tl_posdisent.demo.evaluate_demo import (
     shuffle_words,
     text_windows,
 )
-from tl_posdisent.demo.train_demo import learning_rate, main, random_windows, train_model, train_tokenizer
+from tl_posdisent.demo.train_demo import (
+    float32_attention,
+    learning_rate,
+    main,
+    random_windows,
+    train_model,
+    train_tokenizer,
+)
 from tl_posdisent.models.loading.convert import hf_logits
 from tl_posdisent.models.loading.load import has_hooked
 
@@ -165,13 +174,14 @@ def test_perplexity_of_known_models() -> None:
         perplexity(successor, [torch.tensor([0])])
 
 
-def test_learning_rate_rises_then_falls() -> None:
+def test_learning_rate_rises_stays_and_falls() -> None:
     rates = [learning_rate(s, steps=200, peak=1.0, warmup=20) for s in range(200)]
-    assert max(rates) == 1.0
     assert rates.index(1.0) == 19
+    assert rates[19:161] == [1.0] * 142
     assert all(a < b for a, b in itertools.pairwise(rates[:20]))
-    assert all(a >= b for a, b in itertools.pairwise(rates[20:]))
-    assert math.isclose(rates[-1], 0.05)
+    assert all(a > b for a, b in itertools.pairwise(rates[160:]))
+    longer = [learning_rate(s, steps=400, peak=1.0, warmup=20) for s in range(161)]
+    assert longer == rates[:161]  # so a training can be prolonged before its rate falls
 
 
 @pytest.mark.slow
@@ -179,7 +189,7 @@ def test_training_is_reproducible_and_learns() -> None:
     """A text with one rule: after a few steps the loss is far below that of guessing."""
     stream = torch.arange(4000) % 16
     before = torch.get_rng_state()
-    first, second = (train_model(stream, steps=8, batch=1, seed=7, progress=False) for _ in range(2))
+    first, second = (train_model(stream, steps=8, batch=1, peak=3e-3, seed=7, progress=False) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -192,6 +202,39 @@ def test_training_is_reproducible_and_learns() -> None:
 
 
 @pytest.mark.slow
+def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    """With dropout, whose random numbers go on too."""
+    stream, state = torch.arange(4000) % 16, tmp_path / "state.pt"
+
+    def stop(done: int, model: Any, loss: float) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    whole = train_model(stream, steps=4, batch=1, dropout=0.3, progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        train_model(stream, steps=4, batch=1, dropout=0.3, state=state, state_every=2, progress=False, on_step=stop)
+    steps: list[int] = []
+    again = train_model(
+        stream, steps=4, batch=1, dropout=0.3, state=state, progress=False, on_step=lambda done, *_: steps.append(done)
+    )
+    assert steps == [3, 4]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    other = train_model(stream, steps=4, batch=1, dropout=0.0, progress=False)
+    assert not torch.equal(other.lm_head.weight, whole.lm_head.weight)
+
+
+@pytest.mark.slow
+def test_float32_attention_is_causal_attention() -> None:
+    """Training's own attention, against Hugging Face's, on a model with dropout switched off."""
+    tokens = demo_tokens(length=40)
+    model = demo_hf_model()
+    expected = hf_logits(model, tokens)
+    AttentionInterface.register("float32_attention", float32_attention)
+    model.config._attn_implementation = "float32_attention"
+    torch.testing.assert_close(hf_logits(model, tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_command_line_writes_a_model_that_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import gzip
     import json
@@ -199,20 +242,21 @@ def test_command_line_writes_a_model_that_loads(tmp_path: Path, capsys: pytest.C
     from safetensors.torch import load_file
 
     for name in ("speeches-train.txt.gz", HELD_OUT):
-        (tmp_path / name).write_bytes(gzip.compress("\f".join([demo_text()] * 2).encode()))
+        (tmp_path / name).write_bytes(gzip.compress("\f".join([demo_text()] * 11).encode()))
     options = ["--steps", "2", "--batch", "1", "--checkpoint-every", "1", "--device", "cpu"]
     metrics = main(["--data", str(tmp_path), "--out", str(tmp_path / "out"), *options])
     assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == metrics
-    assert math.isclose(metrics["bytes"], 2 * len(demo_text().strip().encode()))
+    assert math.isclose(metrics["bytes"], 11 * len(demo_text().strip().encode()))
+    assert math.isclose(metrics["perplexity_aside"], metrics["perplexity"], rel_tol=1e-6)  # the same text here
     weights = load_file(tmp_path / "out" / "weights.safetensors")
     assert set(weights) | {"lm_head.weight"} == set(demo_hf_model().state_dict())
     steps = sorted(p.name for p in (tmp_path / "out").glob("step-*"))
     assert steps == [f"step-{n:06d}.safetensors" for n in range(3)]
     last = load_file(tmp_path / "out" / steps[-1])
     assert all(torch.equal(last[name], weights[name]) for name in weights)
-    again = train_model(torch.arange(600), steps=0, init=tmp_path / "out" / steps[1], progress=False)
-    middle = load_file(tmp_path / "out" / steps[1])
-    assert all(torch.equal(again.state_dict()[name], middle[name].float()) for name in middle)
+    curve = pd.read_csv(tmp_path / "out" / "curve.csv")
+    assert curve["step"].tolist() == [0, 1, 2]
+    assert math.isclose(math.exp(curve["heldout"].iloc[-1]), metrics["perplexity"], rel_tol=0.01)
     with pytest.raises(ValueError, match="no such text file"):
         main(["--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")])
     assert "perplexity" in capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_additivity_over_the_demo_models_training(tmp_path: Path) -> None:
     folder.mkdir()
     tokens = demo_tokens(length=32)
 
-    def keep(step: int, model: Any) -> None:
+    def keep(step: int, model: Any, loss: float) -> None:
         save_weights(model, folder / f"step-{step:06d}.safetensors")
 
     train_model(demo_tokens(length=900)[0], steps=2, batch=1, progress=False, on_step=keep)

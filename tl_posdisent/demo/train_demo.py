@@ -3,8 +3,9 @@
     python -m tl_posdisent.demo.train_demo --data DIR --out DIR
 
 ``DIR`` of the data holds ``speeches-train.txt.gz`` and ``speeches-heldout.txt.gz``: gzipped UTF-8 text,
-documents separated by a form feed. The held-out file is read only once training has ended, to measure the
-result.
+documents separated by a form feed. One document in twenty of the first file is set aside: the model is not trained on
+it, and its loss separates memorisation from the change of language in the held-out file, from which nothing is chosen.
+A training that was stopped goes on from its last checkpoint if the command is given again.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,11 @@ from safetensors.torch import load_file, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from tl_posdisent.utils.files import locked, whole_file
 
-from .evaluate_demo import HELD_OUT, TRAIN, order_report, read_documents
+from .evaluate_demo import HELD_OUT, TRAIN, order_report, perplexity, read_documents, text_windows, total_nats
 
 BOS = "<|endoftext|>"
 VOCABULARY = 1024
@@ -94,16 +97,15 @@ def random_windows(
     return torch.cat([torch.full((batch, 1), bos, dtype=windows.dtype), windows], dim=1)
 
 
-def learning_rate(step: int, *, steps: int, peak: float, warmup: int) -> float:
-    """Linear warm-up to ``peak``, then a cosine down to a twentieth of it.
+def learning_rate(step: int, *, steps: int, peak: float, warmup: int, decay: float = 0.2) -> float:
+    """Linear warm-up to ``peak``, which is kept until the last ``decay`` of the steps, then linearly down to zero.
 
-    >>> [round(learning_rate(s, steps=100, peak=1.0, warmup=10), 3) for s in (0, 9, 10, 99)]
-    [0.1, 1.0, 1.0, 0.05]
+    Until the rate falls, nothing depends on the number of steps: a training can be prolonged from there.
+
+    >>> [round(learning_rate(s, steps=100, peak=1.0, warmup=10), 3) for s in (0, 9, 79, 89, 99)]
+    [0.1, 1.0, 1.0, 0.55, 0.05]
     """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup - 1)
-    return peak * (0.05 + 0.95 * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return peak * min(1.0, (step + 1) / warmup, (steps - step) / max(1.0, decay * steps))
 
 
 def save_weights(model: LlamaForCausalLM, path: Path) -> None:
@@ -121,55 +123,124 @@ def load_weights(model: LlamaForCausalLM, path: Path) -> None:
     model.load_state_dict(state, strict=True)
 
 
+def float32_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention of whole windows in float32 among products in bfloat16: CPUs compute it no slower."""
+    with torch.autocast(query.device.type, enabled=False):
+        q, k, v = query.float(), key.float(), value.float()
+        z = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    return z.transpose(1, 2).contiguous(), None
+
+
+def add_dropout(model: LlamaForCausalLM, p: float) -> None:
+    """Dropout, in training, of the embeddings and of what every attention and MLP adds to the residual stream."""
+    layers = model.model.layers
+    places = [model.model.embed_tokens, *[x.self_attn.o_proj for x in layers], *[x.mlp for x in layers]]
+    for place in places:
+        place.register_forward_hook(
+            lambda module, _, output: torch.nn.functional.dropout(output, p, training=module.training)
+        )
+
+
 def train_model(
     stream: Int[Tensor, " stream"],
     *,
     steps: int,
     batch: int = 8,
-    peak: float = 3e-3,
+    peak: float = 2e-3,
+    dropout: float = 0.1,
     seed: int = 0,
-    init: Path | None = None,
+    state: Path | None = None,
+    state_every: int = 200,
     device: torch.device | None = None,
     progress: bool = True,
-    on_step: Callable[[int, LlamaForCausalLM], None] | None = None,
+    on_step: Callable[[int, LlamaForCausalLM, float], None] | None = None,
 ) -> LlamaForCausalLM:
     """Train from a seeded initialisation on seeded windows; the global random state is left as it was.
 
-    ``init`` is a file of weights to go on from, in place of the random ones.
-    ``on_step(done, model)`` is called before the first step with 0 and then after every step.
+    ``state`` is a file that is written every ``state_every`` steps; if it is there, training goes on from it as if it
+    had never stopped. ``on_step(done, model, loss)`` is called before the first step with 0 and NaN, and then after
+    every step with the loss of that step's windows.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(model_config())
-    if init is not None:
-        load_weights(model, init)
-    model = model.to(device).train()
-    generator = torch.Generator().manual_seed(seed)
+        model = LlamaForCausalLM(model_config()).to(device).train()
+        AttentionInterface.register("float32_attention", float32_attention)
+        model.config._attn_implementation = "float32_attention"
+        add_dropout(model, dropout)
+        training = _Training(model, _optimizer(model, peak), torch.Generator().manual_seed(seed))
+        if state is not None and state.exists():
+            training.load(state)
+        elif on_step is not None:
+            on_step(0, model, math.nan)
+        todo = range(training.done, steps)
+        for step in tqdm(todo, "training", unit="step", mininterval=5.0, file=sys.stderr, disable=not progress):
+            rate = learning_rate(step, steps=steps, peak=peak, warmup=max(1, min(200, steps // 20)))
+            loss = training.step(
+                random_windows(stream, batch=batch, length=CONTEXT, bos=0, generator=training.draw), rate
+            )
+            if on_step is not None:
+                on_step(step + 1, model, loss)
+            if state is not None and (step + 1) % state_every == 0:
+                training.save(state)
+        return model.eval()
+
+
+def _optimizer(model: LlamaForCausalLM, peak: float) -> torch.optim.AdamW:
+    """Weight decay of matrices alone."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     gains = [p for p in model.parameters() if p.ndim == 1]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": 0.1},
         {"params": gains, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95))
-    if on_step is not None:
-        on_step(0, model)
-    bar = tqdm(range(steps), desc="training", unit="step", mininterval=5.0, file=sys.stderr, disable=not progress)
-    for step in bar:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps=steps, peak=peak, warmup=max(1, min(200, steps // 20)))
-        tokens = random_windows(stream, batch=batch, length=CONTEXT, bos=0, generator=generator).to(device)
-        logits = model(tokens, use_cache=False).logits
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95))
+
+
+@dataclass
+class _Training:
+    """What a training needs to go on."""
+
+    model: LlamaForCausalLM
+    optimizer: torch.optim.AdamW
+    draw: torch.Generator
+    """Of the windows; dropout draws from the global random state."""
+    done: int = 0
+
+    def step(self, tokens: Int[Tensor, "batch pos"], rate: float) -> float:
+        """The loss, in nats per token, before the step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        tokens = tokens.to(self.model.device)
+        with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+            logits = self.model(tokens, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-        optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 50 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
-        if on_step is not None:
-            on_step(step + 1, model)
-    return model.eval()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.done += 1
+        return loss.item()
+
+    def save(self, path: Path) -> None:
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "windows": self.draw.get_state(),
+            "dropout": torch.get_rng_state(),
+            "done": self.done,
+        }
+        with whole_file(path) as file:
+            torch.save(state, file)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.draw.set_state(state["windows"])
+        torch.set_rng_state(state["dropout"])
+        self.done = state["done"]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -180,11 +251,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to (made if absent)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto (a GPU if available), cpu, cuda, ...")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--batch", type=int, default=8, help="windows of 512 tokens per step")
-    parser.add_argument("--peak", type=float, default=3e-3, help="highest learning rate")
-    parser.add_argument("--checkpoint-every", type=int, default=0, help="steps between checkpoints; 0 = none")
-    parser.add_argument("--init", type=Path, help="weights or checkpoint to go on from (give another seed)")
+    parser.add_argument("--peak", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument(
+        "--checkpoint-every", type=int, default=200, help="steps between checkpoints and rows of the curve"
+    )
     options = parser.parse_args(argv)
     name = options.device
     if name == "auto":
@@ -195,46 +268,74 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
 
 def _train_and_measure(options: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    documents = read_documents(options.data / TRAIN)
+    documents, out = read_documents(options.data / TRAIN), options.out
     tokenizer = train_tokenizer(documents)
-    tokenizer.save(str(options.out / "tokenizer.json"))
-    encoded = tokenizer.encode_batch(documents)  # special tokens on: one separator before each document
-    stream = torch.tensor([i for document in encoded for i in document.ids])
+    tokenizer.save(str(out / "tokenizer.json"))
 
-    def checkpoint(step: int, model: LlamaForCausalLM) -> None:
-        if options.checkpoint_every and step % options.checkpoint_every == 0:
-            save_weights(model, options.out / f"step-{step:06d}.safetensors")
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
+    # One separator before each document.
+    stream = torch.tensor([i for n, text in enumerate(documents) if n % 20 != 10 for i in [0, *encode(text)]])
+    unseen = {"aside": documents[10::20], "heldout": read_documents(options.data / HELD_OUT)}
+    windows = {
+        name: [w for text in texts for w in text_windows(encode(text), length=CONTEXT, bos=0)]
+        for name, texts in unseen.items()
+    }
     began = time.perf_counter()
     model = train_model(
         stream,
         steps=options.steps,
         batch=options.batch,
         peak=options.peak,
+        dropout=options.dropout,
         seed=options.seed,
-        init=options.init,
+        state=out / "state.pt",
+        state_every=options.checkpoint_every,
         device=device,
-        on_step=checkpoint,
+        on_step=_checkpoints(out, options.checkpoint_every, windows),
     )
     seconds = time.perf_counter() - began
-    model.config.to_json_file(options.out / "config.json")
-    save_weights(model, options.out / "weights.safetensors")
+    model_config().to_json_file(out / "config.json")
+    save_weights(model, out / "weights.safetensors")
     # Measure what was saved, not what was trained: half precision is part of the result.
-    load_weights(model, options.out / "weights.safetensors")
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    metrics = order_report(model, encode, read_documents(options.data / HELD_OUT), bos=0, device=device)
+    load_weights(model, out / "weights.safetensors")
+    metrics = order_report(model, encode, unseen["heldout"], bos=0, device=device)
     metrics |= {
+        "perplexity_aside": perplexity(model, windows["aside"], device=device),
         "parameters": float(sum(p.numel() for p in model.parameters())),
         "training_tokens": float(len(stream)),
         "tokens_seen": float(options.steps * options.batch * CONTEXT),
         "seconds": seconds,
     }
-    (options.out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
     print(json.dumps(metrics, indent=2))
     return metrics
+
+
+def _checkpoints(
+    out: Path, every: int, windows: dict[str, list[Tensor]]
+) -> Callable[[int, LlamaForCausalLM, float], None]:
+    """Weights and a row of ``curve.csv`` every so many steps: the loss in nats per token, in training since the row
+    before (with dropout) and on the texts that the model does not see."""
+    recent: list[float] = []
+
+    def checkpoint(step: int, model: LlamaForCausalLM, loss: float) -> None:
+        recent.append(loss)
+        if step % every:
+            return
+        save_weights(model, out / f"step-{step:06d}.safetensors")
+        model.eval()
+        losses = [
+            nats / count for nats, count in (total_nats(model, each, device=model.device) for each in windows.values())
+        ]
+        model.train()
+        begin = "" if step else f"step,training,{','.join(windows)}\n"
+        with (out / "curve.csv").open("a" if step else "w", encoding="utf-8") as file:
+            file.write(begin + ",".join([str(step), *[f"{x:.4f}" for x in (statistics.mean(recent), *losses)]]) + "\n")
+        recent.clear()
+
+    return checkpoint
 
 
 if __name__ == "__main__":
