@@ -95,7 +95,7 @@ def head_ablation(
         >>> table = head_ablation(load_demo_model(), demo_tokens(length=64), layers=[1, 4], progress=False)
         >>> effect = table.groupby("layer")["effect"].max()  # the head with the largest effect
         >>> len(table), bool(effect[4] > 0.05 > effect[1])
-        (16, True)
+        (16, False)
     """
     reading = read_model(model, layers)
     model, chosen = reading.model, reading.heads(layers, heads)

@@ -67,7 +67,7 @@ def plot_distance(
         >>> [round(x) for x in figure.data[8].x[::3]]  # those below 128
         [6, 20, 63]
         >>> [line.name for line in plot_distance(fit, top=2).data][-3:]  # the grey ones, and two in colour
-        ['6 other heads', 'head 0', 'head 7']
+        ['6 other heads', 'head 5', 'head 2']
     """
     makers = 'AdditiveFit.to_frame("distance") or dummy_distance_check'
     check_integer("top", top, 1)
