@@ -91,11 +91,14 @@ def head_ablation(
             logits per token.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
-        >>> table = head_ablation(load_demo_model(), demo_tokens(length=64), layers=[1, 4], progress=False)
-        >>> effect = table.groupby("layer")["effect"].max()  # the head with the largest effect
-        >>> len(table), bool(effect[4] > 0.05 > effect[1])
-        (16, False)
+        >>> from tl_posdisent import ablate_heads, demo_tokens, head_ablation, load_demo_model
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> table = head_ablation(model, tokens, layers=[1, 4], progress=False)
+        >>> top = table.loc[table["effect"].idxmax()]  # the head with the largest effect
+        >>> hooks = ablate_heads(model, [(int(top["layer"]), int(top["head"]))])
+        >>> loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=hooks).item()
+        >>> len(table), bool(abs(loss - top["value"]) < 1e-4)  # the value is the loss without this head
+        (16, True)
     """
     reading = read_model(model, layers)
     model, chosen = reading.model, reading.heads(layers, heads)
