@@ -204,7 +204,7 @@ def test_training_is_reproducible_and_learns() -> None:
 @pytest.mark.slow
 def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
     """With dropout, whose random numbers go on too."""
-    stream, state = torch.arange(4000) % 16, tmp_path / "state.pt"
+    stream, state = torch.arange(4000) % 16, tmp_path / "state.safetensors"
 
     def stop(done: int, model: Any, loss: float) -> None:
         if done == 3:

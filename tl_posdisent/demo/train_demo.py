@@ -224,23 +224,27 @@ class _Training:
         return loss.item()
 
     def save(self, path: Path) -> None:
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "windows": self.draw.get_state(),
-            "dropout": torch.get_rng_state(),
-            "done": self.done,
-        }
+        moments = {f"{n}/{i}": x for i, state in self.optimizer.state_dict()["state"].items() for n, x in state.items()}
+        weights = {
+            f"model/{name}": p.detach() for name, p in self.model.named_parameters()
+        }  # each of the tied ones once
+        draws = {"windows": self.draw.get_state(), "dropout": torch.get_rng_state(), "done": torch.tensor(self.done)}
+        content = save({name: x.cpu().contiguous() for name, x in (moments | weights | draws).items()})
         with whole_file(path) as file:
-            torch.save(state, file)
+            file.write(content)
 
     def load(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.draw.set_state(state["windows"])
-        torch.set_rng_state(state["dropout"])
-        self.done = state["done"]
+        kept = load_file(path)
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(kept[f"model/{name}"])
+        names = ("step", "exp_avg", "exp_avg_sq")
+        number = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        moments = {i: {name: kept[f"{name}/{i}"] for name in names} for i in range(number)}
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
+        self.draw.set_state(kept["windows"])
+        torch.set_rng_state(kept["dropout"])
+        self.done = int(kept["done"])
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -290,7 +294,7 @@ def _train_and_measure(options: argparse.Namespace, device: torch.device) -> dic
         peak=options.peak,
         dropout=options.dropout,
         seed=options.seed,
-        state=out / "state.pt",
+        state=out / "state.safetensors",
         state_every=options.checkpoint_every,
         device=device,
         on_step=_checkpoints(out, options.checkpoint_every, windows),
