@@ -1,16 +1,17 @@
-"""Train and measure the models of the ``medium`` preset: necessity and sufficiency of heads, cell by cell.
+"""Train and measure the models of the ``medium`` preset, and two of the paper's size: necessity and sufficiency of
+heads, cell by cell.
 
-``python docs/figures/deposit_medium.py FOLDER [minutes]`` trains and measures cells (encoding, number of gaps, seed)
-in one thread, the most informative ones first, until all are done or the time is up. It can be stopped at any moment
-and goes on where it was. Each finished cell is a JSON file in ``FOLDER/cells``, and all of them are written to
-``deposit_medium.csv`` beside this script, the numbers of the page on the deposit. ``… FOLDER finish`` writes what was
-measured, draws ``deposit_medium.svg``, and compares the positional subspaces of the trained models
-(``displaced_subspace.csv``).
+``python docs/figures/deposit_medium.py FOLDER [minutes]`` trains and measures cells (size, encoding, number of gaps,
+seed) in one thread, the most informative ones first, until all are done or the time is up. It can be stopped at any
+moment and goes on where it was. Each finished cell is a row of ``deposit_medium.csv`` beside this script, the numbers
+of the page on the deposit; what has a row is not trained again. ``… FOLDER paper`` trains the models of the paper's
+size. ``… FOLDER finish`` draws ``deposit_medium.svg``, and compares the positional subspaces of the models that were
+trained into the folder (``displaced_subspace.csv``).
 """
 
 from __future__ import annotations
 
-import json
+import math
 import sys
 import time
 from dataclasses import replace
@@ -37,23 +38,26 @@ from tl_posdisent.utils.files import whole_file
 from tl_posdisent.viz.palette import HUES
 
 TABLE = Path(__file__).with_name("deposit_medium.csv")
-MEDIUM = preset("medium")
+ANGLES = Path(__file__).with_name("displaced_subspace.csv")
+MEDIUM, PAPER = preset("medium"), preset("paper")
+# The published shape and task, in smaller batches with a larger learning rate.
+ON_A_CPU = replace(PAPER.training, batch_size=48, lr=5e-4, betas=(0.9, 0.98), epochs=1, n_train=57_600, n_test=1_000)
 HALFWAY = 200  # the weights after so many steps are kept too: less slack, the same model
 SAMPLES = 128  # not seen in training: of another seed
 NAMES = {"rope": "rotation alone", "sinusoidal_rope": "hybrid", "sinusoidal": "absolute"}
 FIRST = tuple(NAMES)
+KEY = ["size", "encoding", "gaps", "seed"]
 
 
-def cells() -> list[tuple[int, str, int]]:
-    """Gaps, encoding, seed: rotation, hybrid and absolute on 8 to 32 gaps first, then the other encodings and 70."""
+def cells() -> list[tuple[str, str, int, int]]:
+    """Size, encoding, gaps, seed: rotation, hybrid and absolute on 8 to 32 gaps first, then the others and 70."""
     parts: list[tuple[tuple[int, ...], tuple[str, ...]]] = [((8, 16, 32), FIRST), ((8, 16, 32, 70), MEDIUM.encodings)]
-    every = [(n, name, seed) for gaps, names in parts for seed in range(5) for n in gaps for name in names]
+    every = [("medium", name, n, seed) for gaps, names in parts for seed in range(5) for n in gaps for name in names]
     return list(dict.fromkeys(every))
 
 
-def measured(model: SyntheticModel, gaps: int, *, attention: bool = True) -> dict[str, Any]:
+def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, *, attention: bool) -> dict[str, Any]:
     """Drops of accuracy and loss, zeroed and mean-ablated, and the sufficient sets (``attention``: of both kinds)."""
-    tokens, labels = MEDIUM.tasks[f"gap{gaps}"].batch(SAMPLES, seed=99)
     found: dict[str, Any] = {}
     for mode in ("zero", "mean"):
         drops = head_drops(model, tokens, labels, mode=mode, progress=False)  # type: ignore[arg-type]
@@ -70,22 +74,32 @@ def measured(model: SyntheticModel, gaps: int, *, attention: bool = True) -> dic
     return found
 
 
-def cell(gaps: int, encoding: str, seed: int, folder: Path) -> dict[str, Any]:
+def cell(size: str, encoding: str, gaps: int, seed: int, folder: Path) -> dict[str, Any]:
     """Train and measure one model."""
-    options: dict[str, Any] = {"encodings": [encoding], "tasks": [f"gap{gaps}"], "seeds": [seed], "progress": False}
-    kept = replace(MEDIUM, training=replace(MEDIUM.training, checkpoints=(HALFWAY,)))
-    (run,) = train_preset(kept, folder=folder / "trainings", **options).values()
-    row: dict[str, Any] = {"encoding": encoding, "gaps": gaps, "seed": seed, "steps": run.steps}
-    return row | {"accuracy": run.test_accuracy, "loss": run.test_loss} | measured(run.model, gaps, attention=seed == 0)
+    options: dict[str, Any] = {"encodings": [encoding], "seeds": [seed], "folder": folder / "trainings"}
+    if size == "medium":
+        kept = replace(MEDIUM, training=replace(MEDIUM.training, checkpoints=(HALFWAY,)))
+        task, options["tasks"] = MEDIUM.tasks[f"gap{gaps}"], [f"gap{gaps}"]
+    else:
+        checkpoints = tuple(range(0, ON_A_CPU.steps, 250))
+        kept = replace(PAPER, training=replace(ON_A_CPU, checkpoints=checkpoints, test_every=250, precision="bfloat16"))
+        task, options["tasks"] = PAPER.tasks["distance"], ["distance"]
+    (run,) = train_preset(kept, **options, progress=size == "paper").values()
+    row: dict[str, Any] = dict(zip(KEY, (size, encoding, gaps, seed), strict=True))
+    row |= {"steps": run.steps, "accuracy": run.test_accuracy, "loss": run.test_loss}
+    return row | measured(run.model, *task.batch(SAMPLES, seed=99), attention=seed == 0 and size == "medium")
 
 
-def write_table(folder: Path) -> pd.DataFrame:
-    """All finished cells, one row each."""
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted((folder / "cells").glob("*.json"))]
-    table = pd.DataFrame(rows).sort_values(["gaps", "encoding", "seed"], ignore_index=True)
+def finished() -> pd.DataFrame:
+    """All cells that were measured, one row each."""
+    return pd.read_csv(TABLE)
+
+
+def add(row: dict[str, Any]) -> None:
+    """Write the table with one more row."""
+    table = pd.concat([finished(), pd.DataFrame([row])]).sort_values(KEY, ignore_index=True)
     with whole_file(TABLE) as file:
         file.write(table.round(4).to_csv(index=False).encode("utf-8"))
-    return table
 
 
 def draw(table: pd.DataFrame) -> go.Figure:
@@ -99,7 +113,7 @@ def draw(table: pd.DataFrame) -> go.Figure:
     symbols = {8: "circle", 16: "square", 32: "diamond", 70: "cross"}
     for column, measure in enumerate(panels, start=1):
         for number, (name, label) in enumerate(NAMES.items()):
-            rows = table[table["encoding"] == name]
+            rows = table[(table["encoding"] == name) & (table["size"] == "medium")]
             marker = {"symbol": rows["gaps"].map(symbols), "color": HUES[number], "size": 9}
             style = {"name": label, "legendgroup": name, "showlegend": column == 1}
             figure.add_scatter(
@@ -109,8 +123,9 @@ def draw(table: pd.DataFrame) -> go.Figure:
 
 
 def displaced(folder: Path) -> pd.DataFrame:
-    """Principal angles, in degrees, of the four leading positional directions before layer 0 and each later layer."""
-    rows = []
+    """Principal angles, in degrees, of the four leading positional directions before layer 0 and each later layer, of
+    the models in the folder; those of other models as they were."""
+    rows: list[dict[str, Any]] = []
     for path in sorted((folder / "trainings").glob("gap*-sinusoidal*-seed*")):
         task, encoding, seed = path.name.split("-")
         if not list(path.glob("step-*.safetensors")):
@@ -126,31 +141,32 @@ def displaced(folder: Path) -> pd.DataFrame:
                 angles = sorted(principal_angles(found[0].basis, each.basis).rad2deg().tolist(), reverse=True)
                 row = {"encoding": encoding, "task": task, "seed": seed, "model": state, "layer": layer}
                 rows.append(row | {"share": each.share} | {f"angle{n}": x for n, x in enumerate(angles)})
-    return pd.DataFrame(rows).round(2)
+    both = pd.concat([pd.DataFrame(rows).round(2), pd.read_csv(ANGLES)])
+    key = ["encoding", "task", "seed", "model", "layer"]
+    return both.drop_duplicates(key).sort_values(key, ignore_index=True)
 
 
-def main(folder: Path, minutes: float) -> None:
+def main(folder: Path, minutes: float, chosen: list[tuple[str, str, int, int]]) -> None:
     torch.set_num_threads(1)
     start = time.monotonic()
-    (folder / "cells").mkdir(parents=True, exist_ok=True)
-    for gaps, encoding, seed in cells():
-        path = folder / "cells" / f"gap{gaps}-{encoding}-seed{seed}.json"
-        if path.exists():
+    for key in chosen:
+        if (finished()[KEY] == key).all(axis=1).any():
             continue
         if time.monotonic() - start > 60 * minutes:
             break
-        row = cell(gaps, encoding, seed, folder)
-        with whole_file(path) as file:
-            file.write(json.dumps(row).encode("utf-8"))
-        print(f"{encoding}, {gaps} gaps, seed {seed}: accuracy {row['accuracy']:.3f}", flush=True)
-        write_table(folder)
+        row = cell(*key, folder)
+        add(row)
+        print("{encoding}, {gaps} gaps, seed {seed}: accuracy {accuracy:.3f}".format(**row), flush=True)
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["finish"]:
+    where, words = Path(sys.argv[1]), sys.argv[2:]
+    if words == ["finish"]:
         from make import save
 
-        save(draw(write_table(Path(sys.argv[1]))), "deposit_medium", 960, 360, None)
-        displaced(Path(sys.argv[1])).to_csv(TABLE.with_name("displaced_subspace.csv"), index=False)
-        sys.exit()
-    main(Path(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else float("inf"))
+        save(draw(finished()), "deposit_medium", 960, 360, None)
+        displaced(where).to_csv(ANGLES, index=False)
+    elif words == ["paper"]:
+        main(where, math.inf, [("paper", name, 70, 0) for name in ("sinusoidal_rope", "rope")])
+    else:
+        main(where, float(words[0]) if words else math.inf, cells())
