@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,9 +51,12 @@ KEY = ["size", "encoding", "gaps", "seed"]
 
 
 def cells() -> list[tuple[str, str, int, int]]:
-    """Size, encoding, gaps, seed: rotation, hybrid and absolute on 8 to 32 gaps first, then the others and 70."""
-    parts: list[tuple[tuple[int, ...], tuple[str, ...]]] = [((8, 16, 32), FIRST), ((8, 16, 32, 70), MEDIUM.encodings)]
-    every = [("medium", name, n, seed) for gaps, names in parts for seed in range(5) for n in gaps for name in names]
+    """Size, encoding, gaps, seed: every encoding on 16 gaps, then more seeds and other gaps of three, then the rest."""
+    others = range(1, 5)
+    parts: list[tuple[int, tuple[str, ...], Sequence[int]]] = [(16, MEDIUM.encodings, [0]), (16, FIRST, others)]
+    parts += [(32, FIRST, [0]), (8, FIRST, others), (32, FIRST, others), (70, FIRST, [0])]
+    parts += [(n, MEDIUM.encodings, range(5)) for n in (8, 16, 32, 70)]
+    every = [("medium", name, n, seed) for n, names, seeds in parts for seed in seeds for name in names]
     return list(dict.fromkeys(every))
 
 
