@@ -154,7 +154,7 @@ def main(folder: Path, minutes: float, chosen: list[tuple[str, str, int, int]]) 
     torch.set_num_threads(1)
     start = time.monotonic()
     for key in chosen:
-        if (finished()[KEY] == key).all(axis=1).any():
+        if (finished()[KEY] == list(key)).all(axis=1).any():
             continue
         if time.monotonic() - start > 60 * minutes:
             break
