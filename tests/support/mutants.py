@@ -33,6 +33,7 @@ FAST_LANE = ["-m", "not slow", "-o", "addopts=--doctest-modules"]
 # these, from other files, by the name after test_.
 MORE_TESTS = {
     "additive/attention/attention_fit": "additive/static_attention",
+    "additive/attention/attention_near": "additive/attention_fit",
     "additive/attention/attention_patterns": "additive/attention_fit additive/static_attention",
     "additive/attention/attention_result": "additive/attention_fit additive/static_attention",
     "additive/attention/attention_solver": "additive/attention_fit",
