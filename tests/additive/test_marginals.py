@@ -7,6 +7,7 @@ import torch
 from support.masks import CASES, Case, distances
 from torch import Tensor
 
+from tl_posdisent import fit_additive
 from tl_posdisent.additive import marginals as module
 from tl_posdisent.additive.cells import Cells, Runs, make_cells
 from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals, read_marginals
@@ -56,3 +57,14 @@ def test_rows_add_up_to_the_whole(window: int | None) -> None:
     sums = cells.split(whole.sums).query.sum(-1)
     squares = whole.squares - shift[..., 0] * (2 * sums - cells.n_cells * shift[..., 0])
     torch.testing.assert_close(total.squares, squares, rtol=1e-10, atol=1e-9)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_offset_costs_no_digits_where_some_rows_have_no_cells(first: int) -> None:
+    """Every eighth row empty, and all others: the level that is taken off before squares are summed is found anyhow."""
+    mask = torch.ones(64, 64, dtype=torch.bool)
+    mask[first::8] = False
+    scores = torch.randn(64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    centred = fit_additive(scores, mask=mask)
+    lifted = fit_additive(scores + 1e7, mask=mask)
+    torch.testing.assert_close(lifted.r, centred.r, atol=1e-7, rtol=0)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tl_posdisent import fit_additive
 from tl_posdisent.additive import score_correlation
+from tl_posdisent.additive.score_checks import check_queries_and_keys, is_pattern
 from tl_posdisent.rope import toeplitz_share
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -123,6 +124,23 @@ def test_what_only_resembles_a_pattern_is_fitted() -> None:
         fit_additive(scores)
     pattern[0, 0, 5, 3] += 0.5  # one row that is none
     fit_additive(pattern)
+
+
+def test_negative_scores_whose_rows_sum_to_one_are_fitted() -> None:
+    """A pattern has no entry below zero, however small: here in every row but the last."""
+    scores = torch.full((40, 40), 1 / 40)
+    scores[:-1, 0] -= 0.5
+    scores[:-1, 1] += 0.5
+    assert not is_pattern(scores)
+    assert is_pattern(scores.clamp_min(0.0) / scores.clamp_min(0.0).sum(-1, keepdim=True))
+    fit_additive(scores, mask="full")
+
+
+def test_two_keys_are_enough_and_one_is_not() -> None:
+    q, k = torch.randn(5, 4, 8), torch.randn(2, 2, 8)
+    check_queries_and_keys(q=q, k=k)
+    with pytest.raises(ValueError, match=r"at least two keys.*\(1, 2, 8\)"):
+        check_queries_and_keys(q=q, k=k[:1])
 
 
 def test_vectors_are_warned_of_unless_insisted() -> None:
