@@ -130,8 +130,10 @@ def shared_model() -> Iterator[Callable[[str, str], Any]]:
 
 def _hook_counts(model: Any) -> dict[str, int]:
     """How many functions hang at each hook. Not always none: the bridge of OPT has a few of its own."""
-    points = [part for part in _parts(model) if "fwd_hooks" in vars(part)]
-    return {point.name: len(point.fwd_hooks) + len(point.bwd_hooks) for point in points}
+    from tl_posdisent.models.reading.forward import points_among
+
+    points = enumerate(points_among(_parts(model)))
+    return {f"{n} {point.name}": len(point.fwd_hooks) + len(point.bwd_hooks) for n, point in points}
 
 
 def _versions(model: torch.nn.Module) -> list[int]:

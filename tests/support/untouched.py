@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tl_posdisent.models.reading.forward import modules
+from tl_posdisent.models.reading.forward import modules, points_among
 
 
 def state(model: Any) -> tuple[Any, ...]:
@@ -17,7 +17,7 @@ def state(model: Any) -> tuple[Any, ...]:
     The run-time checks of annotations draw random numbers themselves: take the fixture ``unchecked``.
     """
     parts: list[Any] = modules(model)
-    points = [part for part in parts if "fwd_hooks" in vars(part)]
+    points = points_among(parts)
     return (
         [[id(handle.user_hook) for handle in (*point.fwd_hooks, *point.bwd_hooks)] for point in points],
         [list(point._forward_hooks) for point in points],

@@ -146,9 +146,8 @@ def _bilinear_squares(
 ) -> Float64[Tensor, "head"]:
     """Sum of ``(u_i·v_j)²``: blocks of keys that a block of queries sees whole enter by their Gram matrix."""
     blocks = v.split(_BLOCK)
-    total = v.new_zeros(
-        len(blocks) + 1, v.shape[-1], v.shape[-1]
-    )  # of all blocks before, once: of long texts, the most
+    # Gram matrices of all blocks before, held once: of a long text they take the most memory.
+    total = v.new_zeros(len(blocks) + 1, v.shape[-1], v.shape[-1])
     for n, keys in enumerate(blocks):
         torch.addmm(total[n], keys.T, keys, out=total[n + 1])
     squares = u.new_zeros(len(u))

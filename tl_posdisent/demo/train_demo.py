@@ -225,9 +225,8 @@ class _Training:
 
     def save(self, path: Path) -> None:
         moments = {f"{n}/{i}": x for i, state in self.optimizer.state_dict()["state"].items() for n, x in state.items()}
-        weights = {
-            f"model/{name}": p.detach() for name, p in self.model.named_parameters()
-        }  # each of the tied ones once
+        # Of the tied matrices, which are one parameter, there is one name.
+        weights = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
         draws = {"windows": self.draw.get_state(), "dropout": torch.get_rng_state(), "done": torch.tensor(self.done)}
         content = save({name: x.cpu().contiguous() for name, x in (moments | weights | draws).items()})
         with whole_file(path) as file:

@@ -31,8 +31,9 @@ def as_log_probabilities(logits: Float[Tensor, "batch pos v"]) -> Float[Tensor, 
 
 
 def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch _"]:
-    """Of each predicted token."""
-    return -log_p[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+    """Of each token but the first, by the log-probabilities at the token before."""
+    following = tokens[:, 1:]
+    return -log_p[:, : following.shape[1]].gather(-1, following[..., None])[..., 0]
 
 
 def token_divergences(
@@ -71,12 +72,11 @@ def compare(
     """Losses, and divergences from the clean predictions, by token of all texts."""
     losses, divergences = [], []
     for group, before, output in zip(texts.groups, clean, outputs, strict=True):
-        following = group.tokens[:, 1:]
         rows = max(1, _AT_A_TIME // (output.shape[0] * output.shape[-1]))  # logits of a large vocabulary are gigabytes
         parts = []
         for first in range(0, output.shape[1], rows):
-            log_p, some = as_log_probabilities(output[:, first : first + rows]), following[:, first : first + rows]
-            loss = -log_p[:, : some.shape[1]].gather(-1, some[..., None])[..., 0]
+            log_p = as_log_probabilities(output[:, first : first + rows])
+            loss = token_losses(log_p, group.tokens[:, first : first + rows + 1])
             parts.append((loss, token_divergences(before[:, first : first + rows], log_p)))
         losses.append(torch.cat([loss for loss, _ in parts], 1))
         divergences.append(torch.cat([divergence for _, divergence in parts], 1))

@@ -10,7 +10,7 @@ import pandas as pd
 
 from tl_posdisent.models.reading.attributes import architecture, attention_implementations
 from tl_posdisent.models.reading.explain import probe
-from tl_posdisent.models.reading.forward import device_of, modules
+from tl_posdisent.models.reading.forward import device_of, modules, points_among
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
 from tl_posdisent.utils.validation import check_heads, check_indices, listed
 
@@ -174,15 +174,14 @@ def attending_layers(model: Any) -> list[int]:
 def _state(model: Any) -> dict[str, Any]:
     """What a reading depends on and a user may change."""
     parts = modules(model)
-    points: list[Any] = [
-        part for part in parts if "fwd_hooks" in vars(part)
-    ]  # hook_dict, which a bridge makes anew, takes longer
     return {
         "dtypes": {p.dtype for part in parts for p in part._parameters.values() if p is not None},
         "device": device_of(model),
         "attention implementation": attention_implementations(model),
         "grouping of keys": bool(getattr(model.cfg, "ungroup_grouped_query_attention", False)),
-        "permanent hooks": {(point.name, h.hook.id) for point in points for h in point.fwd_hooks if h.is_permanent},
+        "permanent hooks": {
+            (point.name, h.hook.id) for point in points_among(parts) for h in point.fwd_hooks if h.is_permanent
+        },
     }
 
 
