@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from jaxtyping import TypeCheckError
+from safetensors.torch import load_file, save_file
 from support import zoo
 from transformers import AttentionInterface
 
@@ -224,6 +225,29 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_training_goes_on_with_what_it_was_begun_with(tmp_path: Path) -> None:
+    stream, state = torch.arange(4000) % 16, tmp_path / "state.safetensors"
+    begun: dict[str, Any] = {"steps": 2, "batch": 1, "dropout": 0.1, "seed": 1, "peak": 1e-3}
+    train_model(stream, **begun, state=state, state_every=1, progress=False)
+    content = state.read_bytes()
+    changes = ({"seed": 2}, {"batch": 2}, {"dropout": 0.2}, {"peak": 2e-3}, {"steps": 1})
+    for change in changes:
+        (name,) = change
+        with pytest.raises(ValueError, match={"peak": "learning rates", "steps": "learning rates"}.get(name, name)):
+            train_model(stream, **(begun | change), state=state, progress=False)
+    with pytest.raises(ValueError, match="text"):
+        train_model(stream + 1, **begun, state=state, progress=False)
+    assert state.read_bytes() == content
+    longer = [
+        train_model(stream, **(begun | {"steps": 8}), state=file, progress=False) for file in (state, None)
+    ]  # the rates of the first two steps are those of eight steps too
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in longer), strict=True))
+    save_file(load_file(state), state)  # what an earlier version wrote: no settings
+    with pytest.raises(ValueError, match=r"seed None \(not 1\)"):
+        train_model(stream, **begun, state=state, progress=False)
+
+
+@pytest.mark.slow
 def test_float32_attention_is_causal_attention() -> None:
     """Training's own attention, against Hugging Face's, on a model with dropout switched off."""
     tokens = demo_tokens(length=40)
@@ -239,11 +263,12 @@ def test_command_line_writes_a_model_that_loads(tmp_path: Path, capsys: pytest.C
     import gzip
     import json
 
-    from safetensors.torch import load_file
-
     for name in ("speeches-train.txt.gz", HELD_OUT):
         (tmp_path / name).write_bytes(gzip.compress("\f".join([demo_text()] * 11).encode()))
-    options = ["--steps", "2", "--batch", "1", "--checkpoint-every", "1", "--device", "cpu"]
+    options = ["--steps", "1", "--batch", "1", "--checkpoint-every", "1", "--device", "cpu"]
+    main(["--data", str(tmp_path), "--out", str(tmp_path / "out"), *options])
+    after_one_step = (tmp_path / "out" / "state.safetensors").read_bytes()
+    options[1] = "2"
     metrics = main(["--data", str(tmp_path), "--out", str(tmp_path / "out"), *options])
     assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == metrics
     assert math.isclose(metrics["bytes"], 11 * len(demo_text().strip().encode()))
@@ -257,6 +282,12 @@ def test_command_line_writes_a_model_that_loads(tmp_path: Path, capsys: pytest.C
     curve = pd.read_csv(tmp_path / "out" / "curve.csv")
     assert curve["step"].tolist() == [0, 1, 2]
     assert math.isclose(math.exp(curve["heldout"].iloc[-1]), metrics["perplexity"], rel_tol=0.01)
+    # Killed after a row of the curve, before the state was written: the row is written again, and is there once.
+    before = [path.read_bytes() for path in sorted((tmp_path / "out").glob("*.safetensors"))]
+    (tmp_path / "out" / "state.safetensors").write_bytes(after_one_step)
+    main(["--data", str(tmp_path), "--out", str(tmp_path / "out"), *options])
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out" / "curve.csv"), curve)
+    assert [path.read_bytes() for path in sorted((tmp_path / "out").glob("*.safetensors"))] == before
     with pytest.raises(ValueError, match="no such text file"):
         main(["--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "out")])
     assert "perplexity" in capsys.readouterr().out

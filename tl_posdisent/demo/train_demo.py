@@ -11,6 +11,7 @@ A training that was stopped goes on from its last checkpoint if the command is g
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -22,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from jaxtyping import Int
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
@@ -162,6 +165,10 @@ def train_model(
     ``state`` is a file that is written every ``state_every`` steps; if it is there, training goes on from it as if it
     had never stopped. ``on_step(done, model, loss)`` is called before the first step with 0 and NaN, and then after
     every step with the loss of that step's windows.
+
+    Raises:
+        ValueError: ``state`` is of a training with other text or settings. Another number of steps is none, as long as
+            the learning rates of the steps done are the same.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -169,22 +176,25 @@ def train_model(
         AttentionInterface.register("float32_attention", float32_attention)
         model.config._attn_implementation = "float32_attention"
         add_dropout(model, dropout)
-        training = _Training(model, _optimizer(model, peak), torch.Generator().manual_seed(seed))
+        rates = [learning_rate(n, steps=steps, peak=peak, warmup=max(1, min(200, steps // 20))) for n in range(steps)]
+        settings = {"seed": seed, "batch": batch, "dropout": dropout, "text": _digest(stream)}
+        training = _Training(model, _optimizer(model, peak), torch.Generator().manual_seed(seed), settings, rates)
         if state is not None and state.exists():
             training.load(state)
         elif on_step is not None:
             on_step(0, model, math.nan)
         todo = range(training.done, steps)
         for step in tqdm(todo, "training", unit="step", mininterval=5.0, file=sys.stderr, disable=not progress):
-            rate = learning_rate(step, steps=steps, peak=peak, warmup=max(1, min(200, steps // 20)))
-            loss = training.step(
-                random_windows(stream, batch=batch, length=CONTEXT, bos=0, generator=training.draw), rate
-            )
+            loss = training.step(random_windows(stream, batch=batch, length=CONTEXT, bos=0, generator=training.draw))
             if on_step is not None:
                 on_step(step + 1, model, loss)
             if state is not None and (step + 1) % state_every == 0:
                 training.save(state)
         return model.eval()
+
+
+def _digest(x: Tensor) -> str:
+    return hashlib.sha256(x.cpu().numpy().tobytes()).hexdigest()[:12]
 
 
 def _optimizer(model: LlamaForCausalLM, peak: float) -> torch.optim.AdamW:
@@ -206,12 +216,15 @@ class _Training:
     optimizer: torch.optim.AdamW
     draw: torch.Generator
     """Of the windows; dropout draws from the global random state."""
+    settings: dict[str, Any]
+    rates: list[float]
+    """Of all steps."""
     done: int = 0
 
-    def step(self, tokens: Int[Tensor, "batch pos"], rate: float) -> float:
+    def step(self, tokens: Int[Tensor, "batch pos"]) -> float:
         """The loss, in nats per token, before the step."""
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.rates[self.done]
         tokens = tokens.to(self.model.device)
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
             logits = self.model(tokens, use_cache=False).logits
@@ -228,12 +241,24 @@ class _Training:
         # Of the tied matrices, which are one parameter, there is one name.
         weights = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
         draws = {"windows": self.draw.get_state(), "dropout": torch.get_rng_state(), "done": torch.tensor(self.done)}
-        content = save({name: x.cpu().contiguous() for name, x in (moments | weights | draws).items()})
+        so_far = {"settings": json.dumps(self.settings | {"learning rates": self._rates(self.done)})}
+        content = save({name: x.cpu().contiguous() for name, x in (moments | weights | draws).items()}, so_far)
         with whole_file(path) as file:
             file.write(content)
 
     def load(self, path: Path) -> None:
         kept = load_file(path)
+        done = int(kept["done"])
+        with safe_open(path, "pt") as file:
+            there = json.loads((file.metadata() or {}).get("settings", "{}"))
+        here = self.settings | {"learning rates": self._rates(done)}
+        other = [name for name in here if there.get(name) != here[name]]
+        if other:
+            raise ValueError(
+                f"out must hold this training to go on with it, but {path} is of {done} steps with "
+                + ", ".join(f"{name} {there.get(name)} (not {here[name]})" for name in other)
+                + ": give what it was begun with, or another folder"
+            )
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 p.copy_(kept[f"model/{name}"])
@@ -243,7 +268,12 @@ class _Training:
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
         self.draw.set_state(kept["windows"])
         torch.set_rng_state(kept["dropout"])
-        self.done = int(kept["done"])
+        self.done = done
+
+    def _rates(self, done: int) -> str:
+        """What tells the learning rates of the first steps from others."""
+        rates = torch.tensor(self.rates[:done], dtype=torch.float64)
+        return f"{len(rates)} up to {rates.max():.3g}, {_digest(rates)}"
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
@@ -273,7 +303,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 def _train_and_measure(options: argparse.Namespace, device: torch.device) -> dict[str, float]:
     documents, out = read_documents(options.data / TRAIN), options.out
     tokenizer = train_tokenizer(documents)
-    tokenizer.save(str(out / "tokenizer.json"))
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -299,6 +328,7 @@ def _train_and_measure(options: argparse.Namespace, device: torch.device) -> dic
         on_step=_checkpoints(out, options.checkpoint_every, windows),
     )
     seconds = time.perf_counter() - began
+    tokenizer.save(str(out / "tokenizer.json"))
     model_config().to_json_file(out / "config.json")
     save_weights(model, out / "weights.safetensors")
     # Measure what was saved, not what was trained: half precision is part of the result.
@@ -333,9 +363,11 @@ def _checkpoints(
             nats / count for nats, count in (total_nats(model, each, device=model.device) for each in windows.values())
         ]
         model.train()
-        begin = "" if step else f"step,training,{','.join(windows)}\n"
-        with (out / "curve.csv").open("a" if step else "w", encoding="utf-8") as file:
-            file.write(begin + ",".join([str(step), *[f"{x:.4f}" for x in (statistics.mean(recent), *losses)]]) + "\n")
+        # A training that was killed after this row and before its state was written comes here again.
+        table = pd.read_csv(out / "curve.csv") if step else pd.DataFrame()
+        row = {"step": step, "training": statistics.mean(recent), **dict(zip(windows, losses, strict=True))}
+        table = pd.concat([table[table["step"] < step] if step else table, pd.DataFrame([row])])
+        table.to_csv(out / "curve.csv", index=False, float_format="%.4f")
         recent.clear()
 
     return checkpoint

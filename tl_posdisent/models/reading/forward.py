@@ -6,6 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,13 +133,13 @@ def points_among(parts: list[torch.nn.Module]) -> list[Any]:
     return [part for part in parts if "fwd_hooks" in vars(part)]
 
 
-_AT_REST: dict[int, dict[str, Any]] = {}
+_POINTS: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("points of the model at rest", default=(None, {}))
 
 
 def hook_points(model: Any) -> dict[str, Any]:
     """``model.hook_dict``, which a bridge makes anew at every call; that of a model at rest is made once."""
-    known = _AT_REST.get(id(model))
-    return model.hook_dict if known is None else known
+    at_rest, points = _POINTS.get()
+    return points if at_rest is model else model.hook_dict
 
 
 @contextlib.contextmanager
@@ -188,7 +189,7 @@ def at_rest(model: Any) -> Iterator[None]:
     """
     by_name = hook_points(model)
     points = list({id(point): point for point in by_name.values()}.values())
-    with _READING, restored(model), _kept(model, by_name):
+    with _READING, restored(model), _known(model, by_name):
         before = [(point, vars(point).get("_call_impl")) for point in points]
         try:
             for point in points:
@@ -204,15 +205,13 @@ def at_rest(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept(model: Any, points: dict[str, Any]) -> Iterator[None]:
-    """``hook_points`` of this model for the duration, also of a model that is at rest already."""
-    before = _AT_REST.get(id(model))
-    _AT_REST[id(model)] = points
+def _known(model: Any, points: dict[str, Any]) -> Iterator[None]:
+    """``hook_points`` of this model for the duration, in this thread."""
+    token = _POINTS.set((model, points))
     try:
         yield
     finally:
-        if before is None:
-            del _AT_REST[id(model)]
+        _POINTS.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
