@@ -10,12 +10,14 @@ import torch
 from support import zoo
 from support.untouched import state
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from tl_posdisent import capture, estimate, random_control, remap_distance, swap_positions
 from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_layers
-from tl_posdisent.models.reading.forward import evaluating, modules
+from tl_posdisent.models.chunked_scores import empty_cache
+from tl_posdisent.models.reading.forward import evaluating, modules, run
 from tl_posdisent.models.reading.spec import masked_below
 
 TOKENS = zoo.random_tokens()
@@ -234,11 +236,10 @@ def test_permanent_hooks_stay_in_order(shared_model: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "neox", "gpt2", "falcon", "phi3"])
 def test_no_pattern_is_kept_behind_its_layer(name: str) -> None:
     """Some bridges store each layer's pattern: memory would grow with layers times the length squared."""
-    shallow, middle, deep = (zoo.bridge(name, num_hidden_layers=n) for n in (2, 3, 5))
-    plans = [estimate(model, 1000) for model in (shallow, middle, deep)]
-    assert plans[2].score_bytes == pytest.approx(plans[0].score_bytes, rel=1e-6)
-    needed = [plan.needed_bytes for plan in plans]
-    assert needed[2] - needed[1] == pytest.approx(2 * (needed[1] - needed[0]), rel=1e-3)  # keys and values of a layer
+    shallow, deep = (zoo.bridge(name, num_hidden_layers=n) for n in (2, 5))
+    plans = [estimate(model, 1000) for model in (shallow, deep)]
+    assert plans[1].score_bytes == pytest.approx(plans[0].score_bytes, rel=1e-6)
+    assert plans[1].activation_bytes == pytest.approx(plans[0].activation_bytes, rel=1e-6)
     tokens = zoo.random_tokens(50)
     pattern = tokens.shape[0] * deep.cfg.n_heads * tokens.shape[1] ** 2 * 4
     deep(tokens)  # of the user's own; what it leaves is not there while the package runs the model
@@ -253,13 +254,42 @@ def _kept(model: Any) -> list[Tensor]:
     return [x for part in modules(model) for x in vars(part).values() if isinstance(x, Tensor)]
 
 
+@pytest.mark.parametrize(("kind", "name"), [case for case in zoo.cases() if case.values[0] == "bridge"])
+def test_keys_and_values_are_kept_on_request_alone(
+    kind: str, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of all layers, which a pass of the package's does not read; passes of the user's keep them as ever."""
+    model, kept = shared_model(kind, name), []
+    update = Cache.update
+
+    def noting(self: Cache, keys: Tensor, *args: Any, **kwargs: Any) -> Any:
+        kept.append(keys.shape)
+        return update(self, keys, *args, **kwargs)
+
+    monkeypatch.setattr(Cache, "update", noting)
+    with torch.no_grad():
+        plain = model(TOKENS)
+        by_default, _ = len(kept), kept.clear()
+        with evaluating(model):
+            assert torch.equal(model(TOKENS), plain)
+        run(model, TOKENS, [])
+        assert not kept
+        run(model, TOKENS, [], **empty_cache(model, TOKENS))
+        with evaluating(model):
+            model(TOKENS, use_cache=True)
+        assert len(kept) == 2 * by_default
+        assert by_default > 0 or name == "mpt"  # whose bridge has no cache
+        model(TOKENS)
+    assert len(kept) == 3 * by_default
+
+
 @zoo.needs_bridge
 def test_a_model_that_was_read_has_the_hooks_of_one_that_was_run() -> None:
     """A bridge installs hooks of its own at its first pass; reading must not make it install them again."""
-    run, read = zoo.bridge("llama-gqa"), zoo.bridge("llama-gqa")
-    for model in (read, read, run):
+    ran, read = zoo.bridge("llama-gqa"), zoo.bridge("llama-gqa")
+    for model in (read, read, ran):
         if model is read:
             read_layers(model)
         model(TOKENS)
-    found = [[len(part._forward_pre_hooks) for part in model.modules()] for model in (read, run)]
+    found = [[len(part._forward_pre_hooks) for part in model.modules()] for model in (read, ran)]
     assert found[0] == found[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -144,10 +145,10 @@ def hook_points(model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Dropout off for the duration, and no attention pattern kept behind its layer; hooks stay."""
+    """Dropout off for the duration, and neither attention patterns nor keys and values kept; hooks stay."""
     parts = modules(model)
     training = [part for part in parts if part.training]
-    with _without_kept_patterns(parts):
+    with _without_kept_patterns(parts), _without_cache(model):
         try:
             for part in training:
                 part.training = False
@@ -174,6 +175,27 @@ def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def _without_cache(model: Any) -> Iterator[None]:
+    """Passes of this thread keep no keys and values of all layers, unless they ask for them or are given some: models
+    of transformers do so by default, for a next token that is not to come."""
+    inner, thread = getattr(model, "original_model", None), threading.get_ident()
+    if not isinstance(inner, torch.nn.Module) or "use_cache" not in inspect.signature(inner.forward).parameters:
+        yield
+        return
+
+    def decline(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        if threading.get_ident() != thread or given.get("past_key_values") is not None:
+            return None
+        return args, {"use_cache": False} | given
+
+    handle = inner.register_forward_pre_hook(decline, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 _READING = threading.RLock()
