@@ -52,9 +52,25 @@ def experiments(*parameters: str) -> Any:
     return pytest.mark.parametrize("function", found, ids=lambda function: function.__name__)
 
 
-def call(function: Call, model: Any, **more: Any) -> Any:
+def call(function: Call, model: Any, good: dict[str, Any] = GOOD, **more: Any) -> Any:
     named = list(inspect.signature(function).parameters)[1:]
-    return function(model, **{name: GOOD[name] for name in named if name in GOOD} | more)
+    return function(model, **{name: good[name] for name in named if name in good} | more)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gptj"))
+@experiments()
+def test_texts_beyond_the_context(function: Call, kind: str, name: str, shared_model: Any) -> None:
+    """Refused in words that say what helps, which helps; or read, by experiments that do it themselves."""
+    model, tokens = shared_model(kind, name), zoo.random_tokens(140)  # of a context of 128
+    long = {"tokens": tokens, "clean_tokens": tokens, "corrupted_tokens": tokens.flip(1), "from_tokens": tokens.flip(1)}
+    long = GOOD | long | {"positions": torch.arange(140) ** 1.1, "heads": [0]}
+    if function.__name__ in {"dummy_distance_check", "part_attribution"} and kind == "bridge":
+        pytest.skip("refused: GPT-J's bridge shows no scores")
+    if function.__name__ not in {"length_generalization", "output_projection", "perturb"}:  # the last runs no model
+        with pytest.raises(ValueError, match=r"140 long, .* context of 128: .*; give shorter .*longer_context\("):
+            call(function, model, long)
+    with tp.longer_context(model, 210):  # head_labels has texts of its own too
+        call(function, model, long)
 
 
 @experiments()

@@ -99,5 +99,5 @@ def _check_that_it_runs(model: Any, length: int) -> None:
     except ValueError as error:
         raise ValueError(
             f"length must be at most {context} for this model, got {length}: it fails beyond its context, and for want "
-            f"of something else than a rotary table; learned (absolute) positions cannot be continued ({error})"
+            f"of something else than a rotary table; learned (absolute) positions cannot be continued ({error.__cause__})"
         ) from error

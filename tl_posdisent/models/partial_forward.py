@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.forward import Hook, output_of
 
 _Result = TypeVar("_Result")
 Forward = Callable[..., Any]
@@ -48,7 +48,7 @@ def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int
 
     blocks = {layer: model.blocks[layer - 1] for layer in layers if layer > 0}
     with torch.no_grad(), forwards({block: recording(layer, block.forward) for layer, block in blocks.items()}):
-        return Clean(model(tokens), before)
+        return Clean(output_of(model, tokens), before)
 
 
 def run_from(
@@ -77,7 +77,7 @@ def run_from(
     if attention is not None:
         known[model.blocks[layer].attn] = _returning(attention)
     with torch.no_grad(), forwards(known), model.hooks(fwd_hooks=list(hooks)):
-        return model(tokens[texts])
+        return output_of(model, tokens[texts])
 
 
 def attention_from(
@@ -94,7 +94,7 @@ def attention_from(
     known = known_before(model, layer, clean)
     hooked = model.hooks(fwd_hooks=list(hooks))
     with contextlib.suppress(_Enough), torch.no_grad(), forwards({**known, module: forward}), hooked:
-        model(tokens)
+        output_of(model, tokens)
     return box[0]
 
 

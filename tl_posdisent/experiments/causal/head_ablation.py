@@ -31,7 +31,7 @@ from tl_posdisent.models.partial_forward import (
     run_clean,
     run_from,
 )
-from tl_posdisent.models.reading.forward import evaluating, hook_name
+from tl_posdisent.models.reading.forward import evaluating, hook_name, output_of
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
@@ -193,7 +193,7 @@ def _from_the_start(task: _Task, layer: int, heads: Sequence[int]) -> Any:
 def _alone(task: _Task, layer: int, heads: Sequence[int]) -> Any:
     """What the model returns without these heads, in a plain forward pass."""
     with task.model.hooks(fwd_hooks=[replace_heads(layer, heads, task.replace)]):
-        return task.model(task.tokens)
+        return output_of(task.model, task.tokens)
 
 
 def _ways(model: Any, tokens: Int[Tensor, "batch pos"], clean: Clean) -> list[Way]:

@@ -18,7 +18,7 @@ from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
 from tl_posdisent.hooks.planning.planner import layer_hooks
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.score_components import Part, split_scores
-from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
@@ -206,7 +206,7 @@ def _weighted(parts: dict[str, Tensor], gradient: Tensor, inside: Bool[Tensor, "
 
 def _output(model: Any, group: TextGroup, hooks: Sequence[Hook]) -> Any:
     with applied(model, hooks):
-        return model(group.tokens)
+        return output_of(model, group.tokens)
 
 
 def _differentiable(values: Any, texts: Texts) -> Tensor:

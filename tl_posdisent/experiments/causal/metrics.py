@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.forward import Hook, output_of
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.validation import is_integer, shown
 
@@ -223,7 +223,7 @@ def outputs_of(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]]) -> lis
     with torch.no_grad():
         for group, some in zip(texts.groups, hooks, strict=True):
             with applied(model, some):
-                outputs.append(model(group.tokens))
+                outputs.append(output_of(model, group.tokens))
     return outputs
 
 

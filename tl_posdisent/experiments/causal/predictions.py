@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.partial_forward import Forward, forwards
-from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.validation import check_seed
 
@@ -22,7 +22,7 @@ _AT_A_TIME = 2**22  # log-probabilities that are compared
 def log_probabilities(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook]) -> Float[Tensor, "batch pos v"]:
     """Of the next token, in one run with hooks, in float32 or wider."""
     with evaluating(model), applied(model, hooks):
-        return as_log_probabilities(model(tokens))
+        return as_log_probabilities(output_of(model, tokens))
 
 
 def as_log_probabilities(logits: Float[Tensor, "batch pos v"]) -> Float[Tensor, "batch pos v"]:
@@ -62,7 +62,7 @@ def run_texts(
     instead: Sequence[dict[Any, Forward]] = known or [{} for _ in texts.groups]
     for group, some, others in zip(texts.groups, hooks, instead, strict=True):
         with forwards(others), evaluating(model), applied(model, some):
-            outputs.append(model(group.tokens))
+            outputs.append(output_of(model, group.tokens))
     return outputs
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward import check_tokens, device_of, evaluating, refuse_padding
+from tl_posdisent.models.reading.forward import check_tokens, device_of, evaluating, output_of, refuse_padding
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer
 
@@ -208,7 +208,7 @@ def _score(model: Any, question: MultipleChoice, context: Tensor, choice: Tensor
         perturbed = perturb(tokens, until=len(context), unit=by)
         tokens, hooks = perturbed.tokens, perturbed.hooks
     with torch.no_grad(), evaluating(model), applied(model, hooks):
-        logits = model(tokens)[0, len(context) - 1 : -1].double()
+        logits = output_of(model, tokens)[0, len(context) - 1 : -1].double()
     score: Tensor = logits.log_softmax(-1).gather(-1, tokens[0, len(context) :, None]).mean()
     if not bool(score.isfinite()):
         raise ValueError(f"the model gives a choice a log-likelihood of {float(score)}")

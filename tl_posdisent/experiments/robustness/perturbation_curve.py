@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import is_integer
@@ -160,7 +160,7 @@ def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None
 
 def _logits(model: Any, tokens: Tensor, hooks: list[Hook]) -> Float[Tensor, "batch pos vocab"]:
     with torch.no_grad(), evaluating(model), applied(model, hooks):
-        logits: Tensor = model(tokens)
+        logits: Tensor = output_of(model, tokens)
     return logits
 
 

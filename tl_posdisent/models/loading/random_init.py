@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tl_posdisent.models.loading.load import bridge_from_hf
+from tl_posdisent.models.reading.attributes import table_slots
 from tl_posdisent.models.reading.forward import device_of
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.validation import is_integer
@@ -21,7 +22,7 @@ def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
 
     Compare every figure of a trained model with this baseline. A TransformerBridge is rebuilt with the initialisation
     of its Hugging Face class; any other model is copied, with weights drawn from N(0, 0.02²), gains of norms set to 1
-    and biases to 0. Hooks on the model are not copied.
+    and biases to 0. Hooks on the model are not copied; made within ``longer_context``, copies read as long texts.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike; read, not changed.
@@ -74,7 +75,12 @@ def _built_anew(model: Any, original: Any, seed: int) -> Any:
         torch.default_generator.manual_seed(seed)  # of the CPU alone: torch.manual_seed would touch those of all GPUs
         fresh = type(original)(copy.deepcopy(original.config))
         fresh = fresh.to(device_of(model), next(original.parameters()).dtype)
-        return bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
+        bridge = bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
     finally:
         torch.set_default_dtype(default)
         torch.random.set_rng_state(state)
+    for block, trained in zip(bridge.blocks, model.blocks, strict=True):  # within longer_context: as long texts
+        if hasattr(block, "attn"):
+            for slot, longer in zip(table_slots(block.attn), table_slots(trained.attn), strict=True):
+                setattr(slot.owner, slot.name, longer.table.clone())
+    return bridge

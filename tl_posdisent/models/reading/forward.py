@@ -40,15 +40,22 @@ def run(
     What comes after layer ``stop - 1``, the unembedding too, is left out: a bridge's own ``stop_at_layer`` cannot leave
     out the unembedding alone, which may cost more than all layers. ``more`` are arguments of the pass, such as a cache.
     """
+    with torch.no_grad(), evaluating(model), hooked(model, hooks), _ending_after(model, stop):
+        output_of(model, tokens, **more)
+
+
+def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:
+    """What the model returns; an error on texts beyond its context says what to do."""
     try:
-        with torch.no_grad(), evaluating(model), hooked(model, hooks), _ending_after(model, stop):
-            model(tokens, **more)
+        return model(tokens, **more)
     except (RuntimeError, IndexError) as error:
-        context = getattr(model.cfg, "n_ctx", None) or tokens.shape[1]
-        if tokens.shape[1] <= context or isinstance(error, torch.OutOfMemoryError):
+        length = tokens.shape[1]
+        context = getattr(model.cfg, "n_ctx", None) or length
+        if length <= context or isinstance(error, torch.OutOfMemoryError):
             raise
         raise ValueError(
-            f"tokens are {tokens.shape[1]} long, and the model fails beyond its context of {context}: {error}"
+            f"tokens are {length} long, and the model fails beyond its context of {context}: {error}; give shorter "
+            f"texts, or work within longer_context(model, {length}), which continues the rotation of rotary models"
         ) from error
 
 

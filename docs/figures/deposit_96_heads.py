@@ -1,12 +1,12 @@
-"""Train and measure the models of the ``medium`` preset, and two of the paper's size: necessity and sufficiency of
-heads, cell by cell.
+"""Train and measure models of six layers of 16 heads, those of the ``medium`` preset and two of the paper's size:
+necessity and sufficiency of heads, cell by cell.
 
-``python docs/figures/deposit_medium.py FOLDER [minutes]`` trains and measures cells (size, encoding, number of gaps,
+``python docs/figures/deposit_96_heads.py FOLDER [minutes]`` trains and measures cells (size, encoding, number of gaps,
 seed) in one thread, the most informative ones first, until all are done or the time is up. It can be stopped at any
-moment and goes on where it was. Each finished cell is a row of ``deposit_medium.csv`` beside this script, the numbers
+moment and goes on where it was. Each finished cell is a row of ``deposit_96_heads.csv`` beside this script, the numbers
 of the page on the deposit; what has a row is not trained again. ``… FOLDER paper`` trains the models of the paper's
-size. ``… FOLDER finish`` draws ``deposit_medium.svg``, and compares the positional subspaces of the models that were
-trained into the folder (``displaced_subspace.csv``).
+size. ``… FOLDER finish`` draws ``deposit_96_heads.svg``, prints the page's table, and compares the positional subspaces
+of the models that were trained into the folder (``displaced_subspace.csv``).
 """
 
 from __future__ import annotations
@@ -38,15 +38,22 @@ from tl_posdisent.synthetic import (
 from tl_posdisent.utils.files import whole_file
 from tl_posdisent.viz.palette import HUES
 
-TABLE = Path(__file__).with_name("deposit_medium.csv")
+TABLE = Path(__file__).with_name("deposit_96_heads.csv")
 ANGLES = Path(__file__).with_name("displaced_subspace.csv")
 MEDIUM, PAPER = preset("medium"), preset("paper")
 # The published shape and task, in smaller batches with a larger learning rate.
 ON_A_CPU = replace(PAPER.training, batch_size=48, lr=5e-4, betas=(0.9, 0.98), epochs=1, n_train=57_600, n_test=1_000)
 HALFWAY = 200  # the weights after so many steps are kept too: less slack, the same model
 SAMPLES = 128  # not seen in training: of another seed
-NAMES = {"rope": "rotation alone", "sinusoidal_rope": "hybrid", "sinusoidal": "absolute"}
-FIRST = tuple(NAMES)
+NAMES = {
+    "rope": "rotation alone",
+    "sinusoidal_rope": "hybrid",
+    "sinusoidal": "absolute",
+    "random": "random absolute",
+    "t5": "T5",
+    "alibi": "ALiBi",
+}
+FIRST = ("rope", "sinusoidal_rope", "sinusoidal")
 KEY = ["size", "encoding", "gaps", "seed"]
 
 
@@ -106,6 +113,58 @@ def add(row: dict[str, Any]) -> None:
         file.write(table.round(4).to_csv(index=False).encode("utf-8"))
 
 
+def one_necessary(table: pd.DataFrame) -> pd.Series:
+    """The models with one necessary head: with its mean in its place accuracy falls by 0.1 or more, four times as far
+    as for any other head."""
+    largest, second = table["mean_accuracy_drop"], table["mean_accuracy_second"]
+    return (largest >= 0.1) & (largest >= 4 * second)
+
+
+def spread(values: pd.Series, digits: int = 2) -> str:
+    """Mean and standard deviation over models; – where nothing was measured."""
+    known = values.dropna()
+    text = f"{known.mean():.{digits}f}" if len(known) else "–"
+    return f"{text} ± {known.std():.{digits}f}" if len(known) > 1 else text
+
+
+def span(values: pd.Series) -> str:
+    """The least and the greatest; – where nothing was measured."""
+    known = sorted({int(x) for x in values.dropna()})
+    return "–" if not known else str(known[0]) if len(known) == 1 else f"{known[0]} to {known[-1]}"
+
+
+def summary(table: pd.DataFrame) -> pd.DataFrame:
+    """The page's table: one row per size, number of distances and encoding, over seeds."""
+    order = {name: number for number, name in enumerate(NAMES)}
+    rows = []
+    for (_, gaps, number), of in table.groupby(["size", "gaps", table["encoding"].map(order)]):
+        name = NAMES[of["encoding"].iloc[0]]
+        rows.append(
+            {
+                "distances": f"{gaps}, the paper's size" if of["size"].iloc[0] == "paper" else str(gaps),
+                "encoding": name,
+                "seeds": str(len(of)),
+                "accuracy": spread(of["accuracy"]),
+                "loss": spread(of["loss"], 3),
+                "zeroed: largest drop": spread(of["zero_accuracy_drop"]),
+                "second": spread(of["zero_accuracy_second"]),
+                "mean: largest drop": spread(of["mean_accuracy_drop"]),
+                "second ": spread(of["mean_accuracy_second"]),
+                "effective heads (accuracy, zeroed)": span(of["zero_accuracy_effective_heads"].round()),
+                "(loss, mean)": span(of["mean_loss_effective_heads"].round()),
+                "one necessary head": f"{int(one_necessary(of).sum())} of {len(of)}",
+                "rotating heads that suffice": span(of["rotation_heads"]),
+                "attending heads that suffice": span(of["attention_heads"]),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def markdown(table: pd.DataFrame) -> str:
+    lines = [list(table.columns), ["---"] * table.shape[1], *table.to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(str(x).strip() for x in line)} |" for line in lines).replace(" --- ", "---")
+
+
 def draw(table: pd.DataFrame) -> go.Figure:
     """Effective heads, largest drop and sufficient heads of every training, against its loss."""
     panels = {
@@ -116,10 +175,10 @@ def draw(table: pd.DataFrame) -> go.Figure:
     figure = make_subplots(rows=1, cols=len(panels), subplot_titles=list(panels.values()))
     symbols = {8: "circle", 16: "square", 32: "diamond", 70: "cross"}
     for column, measure in enumerate(panels, start=1):
-        for number, (name, label) in enumerate(NAMES.items()):
+        for number, name in enumerate(FIRST):
             rows = table[(table["encoding"] == name) & (table["size"] == "medium")]
             marker = {"symbol": rows["gaps"].map(symbols), "color": HUES[number], "size": 9}
-            style = {"name": label, "legendgroup": name, "showlegend": column == 1}
+            style = {"name": NAMES[name], "legendgroup": name, "showlegend": column == 1}
             figure.add_scatter(
                 x=rows["loss"], y=rows[measure], mode="markers", marker=marker, row=1, col=column, **style
             )
@@ -168,8 +227,9 @@ if __name__ == "__main__":
     if words == ["finish"]:
         from make import save
 
-        save(draw(finished()), "deposit_medium", 960, 360, None)
+        save(draw(finished()), "deposit_96_heads", 960, 360, None)
         displaced(where).to_csv(ANGLES, index=False)
+        print(markdown(summary(finished())))
     elif words == ["paper"]:
         main(where, math.inf, [("paper", name, 70, 0) for name in ("sinusoidal_rope", "rope")])
     else:
