@@ -42,7 +42,8 @@ TABLE = Path(__file__).with_name("deposit_96_heads.csv")
 ANGLES = Path(__file__).with_name("displaced_subspace.csv")
 MEDIUM, PAPER = preset("medium"), preset("paper")
 # The published shape and task, in smaller batches with a larger learning rate.
-ON_A_CPU = replace(PAPER.training, batch_size=48, lr=5e-4, betas=(0.9, 0.98), epochs=1, n_train=57_600, n_test=1_000)
+ON_A_CPU = replace(PAPER.training, batch_size=48, lr=5e-4, betas=(0.9, 0.98), epochs=1, n_test=1_000)
+STEPS = {"sinusoidal_rope": 1200, "rope": 2000}
 HALFWAY = 200  # the weights after so many steps are kept too: less slack, the same model
 SAMPLES = 128  # not seen in training: of another seed
 NAMES = {
@@ -92,8 +93,9 @@ def cell(size: str, encoding: str, gaps: int, seed: int, folder: Path) -> dict[s
         kept = replace(MEDIUM, training=replace(MEDIUM.training, checkpoints=(HALFWAY,)))
         task, options["tasks"] = MEDIUM.tasks[f"gap{gaps}"], [f"gap{gaps}"]
     else:
-        checkpoints = tuple(range(0, ON_A_CPU.steps, 250))
-        kept = replace(PAPER, training=replace(ON_A_CPU, checkpoints=checkpoints, test_every=250, precision="bfloat16"))
+        how = replace(ON_A_CPU, n_train=ON_A_CPU.batch_size * STEPS[encoding])
+        checkpoints = tuple(range(0, how.steps, 250))
+        kept = replace(PAPER, training=replace(how, checkpoints=checkpoints, test_every=250, precision="bfloat16"))
         task, options["tasks"] = PAPER.tasks["distance"], ["distance"]
     (run,) = train_preset(kept, **options, progress=size == "paper").values()
     row: dict[str, Any] = dict(zip(KEY, (size, encoding, gaps, seed), strict=True))
