@@ -139,7 +139,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
     """The page's table: one row per size, number of distances and encoding, over seeds."""
     order = {name: number for number, name in enumerate(NAMES)}
     rows = []
-    for (_, gaps, number), of in table.groupby(["size", "gaps", table["encoding"].map(order)]):
+    for (_, gaps, _), of in table.groupby(["size", "gaps", table["encoding"].map(order)]):
         name = NAMES[of["encoding"].iloc[0]]
         rows.append(
             {

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers
 from tl_posdisent.hooks.planning.layer_plan import ResultEdit
 from tl_posdisent.hooks.planning.planner import result_hook
@@ -124,9 +125,8 @@ def _padding_watchers(model: Any, layers: Sequence[int]) -> list[Hook]:
 
 def _real(x: Float[Tensor, "batch head query key"], dtype: torch.dtype) -> Tensor:
     """Queries that are no padding. Some bridges show their pattern in the place of scores."""
-    hidden = x <= masked_below(x.dtype, dtype)
-    if not bool((x >= 0).all() and ((x.sum(-1) - 1).abs() < 0.01).all()):
-        return real_tokens(hidden)
+    if not is_pattern(x):
+        return real_tokens(x <= masked_below(x.dtype, dtype))
     nowhere = (x[:, :, 0, 1:] > 0).any(-1).any(1) & ~(x[:, :, -2:-1, -1] > 0).any(-1).any(1)
     return real_tokens(x == 0) & ~nowhere[:, None]
 

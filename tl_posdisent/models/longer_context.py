@@ -98,6 +98,7 @@ def _check_that_it_runs(model: Any, length: int) -> None:
             run(model, tokens, [], stop=1)
     except ValueError as error:
         raise ValueError(
-            f"length must be at most {context} for this model, got {length}: it fails beyond its context, and for want "
-            f"of something else than a rotary table; learned (absolute) positions cannot be continued ({error.__cause__})"
+            f"length must be at most {context} for this model, got {length}: it fails beyond its context, and for "
+            "want of something else than a rotary table; learned (absolute) positions cannot be continued "
+            f"({error.__cause__})"
         ) from error

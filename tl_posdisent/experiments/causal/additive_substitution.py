@@ -25,7 +25,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 
-from .predictions import clean_losses, compare_runs, log_probabilities, shuffled_order
+from .predictions import as_log_probabilities, clean_losses, compare_runs, run_texts, shuffled_order
 
 
 def additive_substitution(
@@ -80,7 +80,7 @@ def additive_substitution(
     shuffled = [group.tokens[:, shuffled_order(group.tokens.shape[1], seed)] for group in texts.groups]
     check_reach(model, [spec.layer for spec in specs])
     stored = [_fits_of(model, tokens, specs, axes) for tokens in shuffled]
-    clean = [log_probabilities(model, group.tokens, []) for group in texts.groups]
+    clean = [as_log_probabilities(output) for output in run_texts(model, texts, [[]] * len(texts.groups))]
     clean_loss = clean_losses(clean, texts).mean().item()
     rows = []
     for run in tqdm(list(_runs(specs, axes)), desc="runs", disable=not progress):

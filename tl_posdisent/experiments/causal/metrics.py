@@ -16,10 +16,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward import Hook, output_of
+from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.validation import is_integer, shown
+
+from .predictions import run_texts
 
 Metric = Callable[[Any, Tensor], Any]
 """From what the model returns (logits ``[batch, pos, vocab]``) and tokens ``[batch, pos]`` to a number, or one for each
@@ -217,16 +218,6 @@ def check_metric(metric: Any) -> None:
 # The metric of a run, and the effect of a patch relative to two runs.
 
 
-def outputs_of(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]]) -> list[Any]:
-    """What the model returns for each group of texts, with hooks for each."""
-    outputs = []
-    with torch.no_grad():
-        for group, some in zip(texts.groups, hooks, strict=True):
-            with applied(model, some):
-                outputs.append(output_of(model, group.tokens))
-    return outputs
-
-
 def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
     """What a metric returns of a run: a number, or one for each text (in any order). Gradients flow through it.
 
@@ -255,7 +246,7 @@ def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
 
 def measure(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]], metric: Metric, target: Texts) -> float:
     """The metric of one run with hooks for each group of texts, by the tokens of ``target``."""
-    return value_of(metric, outputs_of(model, texts, hooks), target)
+    return value_of(metric, run_texts(model, texts, hooks), target)
 
 
 def check_apart(model: Any, measured: dict[str, float], argument: str) -> None:

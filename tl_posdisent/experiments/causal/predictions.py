@@ -18,13 +18,6 @@ from tl_posdisent.utils.validation import check_seed
 _AT_A_TIME = 2**22  # log-probabilities that are compared
 
 
-@torch.no_grad()
-def log_probabilities(model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook]) -> Float[Tensor, "batch pos v"]:
-    """Of the next token, in one run with hooks, in float32 or wider."""
-    with evaluating(model), applied(model, hooks):
-        return as_log_probabilities(output_of(model, tokens))
-
-
 def as_log_probabilities(logits: Float[Tensor, "batch pos v"]) -> Float[Tensor, "batch pos v"]:
     """Of what a model returned, in float32 or wider."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
@@ -52,7 +45,7 @@ def compare_runs(
 
 @torch.no_grad()
 def run_texts(
-    model: Any, texts: Texts, hooks: Sequence[list[Hook]], known: Sequence[dict[Any, Forward]] | None = None
+    model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]], known: Sequence[dict[Any, Forward]] | None = None
 ) -> list[Any]:
     """What the model returns for each group of texts, under hooks for it.
 
