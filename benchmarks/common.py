@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 import platform
@@ -76,6 +78,8 @@ def peak(function: Callable[[], Any]) -> float:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() / 2**20
     else:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system, or it would hide what is needed
         Path("/proc/self/clear_refs").write_text("5")  # the highest mark is from now on
         before = _resident("VmRSS")
     function()

@@ -5,7 +5,8 @@
     python benchmarks/large_shapes.py --shape llama-3-8b --device cuda --length 8192
     python benchmarks/large_shapes.py --shape llama-3-8b --device meta --layers 2 4 32  # what estimate says, no more
 
-Each step runs in a process of its own, once, after the same step on 64 tokens. Nothing is downloaded or stored.
+Each step runs in a process of its own, once, after the same step on 64 tokens; ``load`` without a step before it.
+Nothing is downloaded or stored.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ PLANS: dict[str, dict[str, Any]] = {  # what estimate is asked for
     "additivity": {},
     f"additivity block={BLOCK}": {"block": BLOCK},
     "controlled_distance": {"tool": "controlled_distance"},
-    "fit_attention": {"tool": "controlled_distance"},  # "other tools need about as much"
+    "fit_attention": {"tool": "fit_attention"},
 }
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import pytest
@@ -18,7 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tl_posdisent as tp
 from tl_posdisent.experiments.attention_scores import additivity as additivity_module
+from tl_posdisent.experiments.cost import Measured
 from tl_posdisent.models import memory
+from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.memory import count
 from tl_posdisent.models.reading.forward import run
 
@@ -52,7 +54,7 @@ print(json.dumps([plan.needed_bytes / 2**20, peak(lambda: work(length))]))
     ],
 )
 def test_predicted_peak(kind: str, length: int, heads: int, layers: int, tool: str, block: int | None) -> None:
-    """Within a factor of two of what the system saw."""
+    """Not less than what the system saw, and little more."""
     if kind == "hooked" and zoo.TL_MAJOR >= 4:
         pytest.skip("HookedTransformer was removed in TransformerLens 4")
     cell = json.dumps([kind, length, heads, layers, tool, block])
@@ -60,7 +62,52 @@ def test_predicted_peak(kind: str, length: int, heads: int, layers: int, tool: s
     done = run_process(sys.executable, "-c", MEASURE, cell, cwd=ROOT, env=environment)
     predicted, measured = json.loads(done.stdout.splitlines()[-1])
     assert measured > 10  # MiB, or nothing was measured
-    assert 0.5 < predicted / measured < 2
+    assert 0.98 * measured < predicted < 1.2 * measured + 4
+
+
+WIDE = {  # heads wide enough for the work on queries and keys to need more than the pass, in short texts
+    "llama-gqa": {"hidden_size": 512, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 1024},
+    "neox": {"hidden_size": 512, "num_attention_heads": 4, "max_position_embeddings": 1024},
+    "gptj": {"n_embd": 512, "n_head": 4, "rotary_dim": 64, "n_positions": 1024},
+}
+TOOLS = ("additivity", "additivity in blocks", "controlled_distance", "subspace_patterns", "fit_attention")
+
+
+def wide_model(kind: str, name: str) -> Any:
+    """A bridge in bfloat16, or a HookedTransformer in float32; of three layers, attention not too sharp."""
+    hf_model = zoo.hf_model(name, **WIDE[name], **{"n_layer" if name == "gptj" else "num_hidden_layers": 3})
+    with torch.no_grad():
+        for parameter in hf_model.parameters():
+            parameter.mul_(0.3)
+    return zoo.as_bridge(hf_model.to(torch.bfloat16)) if kind == "bridge" else zoo.as_hooked(hf_model)
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(("kind", "name"), zoo.cases(*WIDE))
+@pytest.mark.usefixtures("unchecked")
+def test_every_tensor_of_a_tool_is_foreseen(kind: str, name: str, tool: str) -> None:
+    """Not less than the bytes that are live at the worst step of the tool itself, and little more, at lengths where
+    that step is one of the tool's own work and where it is one of the pass."""
+    model = wide_model(kind, name)
+    arguments: dict[str, Any] = {"block": 50} if tool == "additivity in blocks" else {}
+    if arguments and name == "gptj" and kind == "bridge":
+        pytest.skip("shows no scores")
+    tool = tool.partition(" ")[0]
+
+    def work(tokens: torch.Tensor) -> None:
+        if tool != "fit_attention":
+            getattr(tp, tool)(model, tokens, progress=False, **arguments)
+            return
+        kept: list[Captured] = []  # as capture does, in this thread, where it is counted
+        for_each_layer(model, tokens, tp.models.read_layers(model)[-1:], kept.append)
+        tp.fit_attention(kept.pop().scores)
+
+    for length in (100, 400, 900):
+        counted = max(count(lambda: None, lambda *_, n=length: work(zoo.random_tokens(n, 1))).live)
+        needed = tp.estimate(model, length, tool=tool, available=2**60, **arguments).needed_bytes
+        tensors = (needed - 2**22) / 1.05  # without what is added for matrix routines and the allocator
+        assert counted <= needed, length
+        assert tensors <= (1.4 if tool == "fit_attention" else 1.2) * counted + 2**21, length
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gpt2", "gemma2", "gpt_oss"))
@@ -73,8 +120,9 @@ def test_operations_are_those_of_a_brute_count(kind: str, name: str, shared_mode
         run(model, tokens, [], stop=layers)
     plan = tp.estimate(model, 80, batch=2)
     assert plan.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
-    counted = count(lambda: None, lambda _: run(model, tokens[:1], [], stop=layers))
-    beside_tool = tp.estimate(model, 80).needed_bytes - tp.estimate(model, 80).tool_bytes
+    counted = count(lambda: None, lambda *_: run(model, tokens[:1], [], stop=layers))
+    alone = tp.estimate(model, 80)
+    beside_tool = alone.needed_bytes - alone.tool_bytes
     assert beside_tool == pytest.approx(max(counted.live), rel=0.02 if name != "gpt_oss" else 0.3)
 
 
@@ -82,9 +130,10 @@ def test_live_bytes_by_hand() -> None:
     """What is made, kept and freed; views and what was there before are nothing."""
     old = torch.ones(1000)
 
-    def work(ready: torch.Tensor) -> torch.Tensor:
+    def work(ready: torch.Tensor, now: Any) -> torch.Tensor:
         x = ready + old[:500].repeat(2)  # 4000 bytes for the repetition, freed after the sum
         y = x.view(10, 100)[2:]
+        assert now() == 2 * 4000
         del ready
         return y @ y.T
 
@@ -104,7 +153,7 @@ def test_longer_takes_more(tool: Any, block: int | None, shared_model: Any) -> N
     assert growth == pytest.approx(100 if block is None else 10, rel=0.05)  # length², or length
     more = tp.estimate(model, 30_000, batch=3, tool=tool, block=block)
     assert more.flops == pytest.approx(3 * plans[2].flops)
-    assert more.needed_bytes == pytest.approx(3 * plans[2].needed_bytes, rel=1e-6)
+    assert more.needed_bytes == pytest.approx(3 * plans[2].needed_bytes, abs=3e7)  # what does not grow with texts
     assert len(set(table["model_bytes"])) == 1
 
 
@@ -125,6 +174,7 @@ def test_what_is_advised_is_accepted(available: int) -> None:
     model = tp.load_demo_model()
     for asked in (
         {"length": 20_000},
+        {"length": 20_000, "tool": "fit_attention"},
         {"length": 20_000, "tool": "controlled_distance"},
         {"length": 1500, "batch": 50, "tool": "subspace_patterns"},
         {"length": 1500, "batch": 50},
@@ -150,10 +200,11 @@ def test_a_model_without_numbers() -> None:
     """On ``meta`` there are shapes only, and bytes and operations are the same."""
     real = zoo.bridge("llama-gqa")
     empty = tp.bridge_from_hf(zoo.hf_model("llama-gqa").to("meta"))
-    here, there = (tp.estimate(model, 5000, available=10**12) for model in (real, empty))
-    assert there.flops == here.flops
-    assert there.needed_bytes == pytest.approx(here.needed_bytes, rel=0.01)
-    assert there.model_bytes == here.model_bytes
+    for tool in get_args(Measured):
+        here, there = (tp.estimate(model, 5000, tool=tool, available=10**12) for model in (real, empty))
+        assert there.flops == here.flops
+        assert there.needed_bytes == pytest.approx(here.needed_bytes, rel=0.01)
+        assert there.model_bytes == here.model_bytes
 
 
 def test_additivity_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def test_losses_and_divergences(at_a_time: int, dtype: torch.dtype, monkeypatch:
     logits, clean = (torch.randn(3, 25, 512, generator=generator).to(dtype) for _ in range(2))
     texts, log_p = read_texts(load_demo_model(), tokens, torch.ones_like(tokens)), clean.float().log_softmax(-1)
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    counted = count(lambda: None, lambda _: found.append(predictions.compare([logits], texts, [log_p])))
+    counted = count(lambda: None, lambda *_: found.append(predictions.compare([logits], texts, [log_p])))
     losses, divergences = found[0]
     expected = torch.nn.functional.cross_entropy(logits.float()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert losses.mean().item() == pytest.approx(expected.item(), rel=1e-5)

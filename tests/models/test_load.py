@@ -26,6 +26,7 @@ from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading import convert as conversion
 from tl_posdisent.models.loading.convert import check_same_logits, hf_logits
 from tl_posdisent.models.loading.load import bridge_from_hf, check_backend, has_hooked, hooked_from_hf, load_model
+from tl_posdisent.models.memory import count
 
 needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
@@ -261,6 +262,25 @@ def test_refusals(tmp_path: Path) -> None:
     if has_hooked():
         with pytest.raises(ValueError, match="cannot load a causal language model from no-such-model"):
             load_model("no-such-model", backend="hooked")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_compared_a_piece_at_a_time(dtype: torch.dtype) -> None:
+    """As all at once, also where the last piece alone differs, without copies of a large vocabulary's logits."""
+    expected = torch.randn(2, 50, 99_999, generator=torch.Generator().manual_seed(0)).to(dtype)
+    got = expected.clone()
+    got[-1, -1] += 7 if dtype == torch.bfloat16 else 0.1
+    difference, size = got.double() - expected.double(), expected.double()
+    if dtype == torch.float32:
+        error, allowed = difference.abs().max(), 1e-3 * size.abs().max()
+    else:
+        error, allowed = (x.square().mean().sqrt() for x in (difference, size))
+        allowed = 0.1 * allowed
+    assert error > allowed
+    with pytest.raises(ValueError, match=f"differ by {error:.3g} .allowed {allowed:.3g}"):
+        check_same_logits(got, expected, what="it")
+    counted = count(lambda: None, lambda *_: check_same_logits(expected, expected, what="it"))
+    assert max(counted.live) < 40e6 < 4 * got.numel() * 8
 
 
 def test_pickled_weights_are_not_read(tmp_path: Path) -> None:

@@ -266,12 +266,14 @@ def test_keys_and_values_are_kept_on_request_alone(
         kept.append(keys.shape)
         return update(self, keys, *args, **kwargs)
 
-    monkeypatch.setattr(Cache, "update", noting)
+    monkeypatch.setattr(Cache, "update", noting)  # our own does not come here
     with torch.no_grad():
         plain = model(TOKENS)
         by_default, _ = len(kept), kept.clear()
         with evaluating(model):
             assert torch.equal(model(TOKENS), plain)
+            *_, cache = model(TOKENS, return_type="logits_and_cache")
+        assert cache is None or not any(layer.is_initialized for layer in cache.layers)
         run(model, TOKENS, [])
         assert not kept
         run(model, TOKENS, [], **empty_cache(model, TOKENS))

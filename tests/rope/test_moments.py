@@ -55,7 +55,7 @@ def test_merged_parts_are_the_whole(cuts: tuple[int, int], mean: float, chunk: i
     q, k = draw("grouped", 50, 50, mean=mean)
     whole = Moments.from_qk(q, k, rotary)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(covariance, "_CHUNK", chunk)
+        patch.setattr(covariance, "NUMBERS_AT_ONCE", chunk)
         parts = Moments.from_qk(q[: cuts[0]], k[: cuts[1]], rotary) + Moments.from_qk(
             q[cuts[0] :], k[cuts[1] :], rotary
         )

@@ -117,7 +117,7 @@ def test_weights_count_repetitions_and_ignore_order() -> None:
 def test_many_distances_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = Moments.from_qk(*draw("half"), LAYERS["half"][0])
     whole = decompose(moments, range(1000), scale=SCALE, weights=torch.arange(1000))
-    monkeypatch.setattr("tl_posdisent.rope.variance_decomposition._CHUNK", 400)
+    monkeypatch.setattr("tl_posdisent.rope.variance_decomposition.ANGLES_AT_ONCE", 400)
     parts = decompose(moments, range(1000), scale=SCALE, weights=torch.arange(1000))
     torch.testing.assert_close(parts.variances, whole.variances, rtol=1e-12, atol=1e-15)
 

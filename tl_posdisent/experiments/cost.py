@@ -5,14 +5,20 @@ Not of its time, which depends on the machine: divide the operations by the rate
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import pandas as pd
+import torch
+from jaxtyping import Float64
+from torch import Tensor
 
 from tl_posdisent.models.chunked_scores import check_block, check_blocks
 from tl_posdisent.models.memory import (
     Costs,
+    Held,
+    count,
     free_memory,
     gigabytes,
     measure_costs,
@@ -22,30 +28,79 @@ from tl_posdisent.models.memory import (
 from tl_posdisent.models.reading.explain import probe_tokens
 from tl_posdisent.models.reading.model_reading import read_layers
 from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.rope.covariance import NUMBERS_AT_ONCE
+from tl_posdisent.rope.moments import Moments
+from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.rope.subspaces import subspace_patterns_qk
+from tl_posdisent.rope.variance_decomposition import ANGLES_AT_ONCE, decompose
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.validation import check_integer
 
 # From the costs of a forward pass to those of a measurement, and to the nearest measurement that fits.
 
 _BLOCKS = [2**n for n in range(10, 3, -1)]
-_READ_AT_A_TIME = {"cpu": 2**18, "meta": 2**18}  # cells that the fit of scores converts to float64
-_READ_ON_GPU = 2**24
+_BESIDE_TENSORS = 2**22, 0.05  # bytes and share: matrix routines, the allocator and Python; measured up to this
 
 
 def memory(model: Any, costs: Costs, tool: str, length: int, batch: int, block: int | None) -> tuple[int, int, int]:
-    """Bytes of activations, of scores, and of the measurement itself."""
+    """Bytes of activations and of scores when the pass has most, and what the measurement adds to that."""
     rows = length if block is None else min(block, length)
     peak, of_scores = costs.peak(rows, length - rows)
+    kept, work, after = _of_tool(model, tool, length, batch, rows)
+    needed = kept + max(batch * peak, batch * costs.at_tool(rows, length - rows) + work, after)
+    needed = _BESIDE_TENSORS[0] + (1 + _BESIDE_TENSORS[1]) * needed
+    return round(batch * (peak - of_scores)), round(batch * of_scores), round(needed - batch * peak)
+
+
+def _of_tool(model: Any, tool: str, length: int, batch: int, rows: int) -> tuple[float, float, float]:
+    """Bytes of a measurement's own: what it keeps of all layers, what it works on one with, and its work behind all."""
     heads, kv = int(model.cfg.n_heads), int(getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads)
-    if tool != "additivity":
-        extra = 6 * length * (heads + kv) * int(model.cfg.d_head) * 8  # q and k in float64, and what is made of them
-    else:
-        device = next(model.parameters()).device.type
-        coefficients = 3 * heads * length * 8
-        cells = min(_READ_AT_A_TIME.get(device, _READ_ON_GPU), heads * rows * length)
-        extra = 12 * coefficients + 3 * cells * 8  # those of the solver; blocks that are read
-        extra += 0 if block is None else n_layers(model) * coefficients
-    return round(batch * (peak - of_scores)), round(batch * of_scores), batch * extra
+    if tool == "additivity":
+        on_gpu = next(model.parameters()).device.type not in ("cpu", "meta")
+        coefficients = 3 * batch * heads * length * 8
+        cells = batch * heads * length * (rows if on_gpu else min(rows, 64))
+        cells = min(cells, 2**24 if on_gpu else 2**18)  # that the fit of scores converts to float64 at a time
+        return n_layers(model) * coefficients, 3 * cells * 8, 12 * coefficients
+    if tool == "fit_attention":
+        return 0, _of_attention_fit(heads * batch, length), 0
+    d_head, dtype = int(model.cfg.d_head), next(x.dtype for x in model.parameters() if x.is_floating_point())
+    points, distances = batch * length, min(length, ANGLES_AT_ONCE // -(-d_head // 2))
+    at_once = min(points, max(1, NUMBERS_AT_ONCE // (heads * d_head)))
+    terms = torch.tensor([1, at_once, distances], dtype=torch.float64)
+    sums = 8 * (heads + kv) * d_head * (d_head + 1) if at_once < points else 0  # of the chunks before
+    return 0, float((_of_vectors(tool, heads, kv, d_head, dtype) @ terms).max()) + sums, 0
+
+
+@functools.lru_cache(maxsize=64)
+def _of_vectors(tool: str, heads: int, kv: int, d_head: int, dtype: torch.dtype) -> Float64[Tensor, "step 3"]:
+    """Bytes after each step of a measurement of one layer's queries and keys: coefficients of 1, of the number of
+    points and of that of distances. Counted on a few vectors of these widths."""
+    rotary, generator = Rotary(torch.ones(d_head // 2, dtype=torch.float64)), torch.Generator().manual_seed(0)
+
+    def live(points: int, distances: int) -> list[int]:
+        q, k = (torch.randn(points, n, d_head, generator=generator).to(dtype) for n in (heads, kv))
+
+        def work(*_: Any) -> None:
+            if tool == "subspace_patterns":
+                subspace_patterns_qk(q, k, rotary, range(distances), scale=1.0)
+            else:
+                decompose(Moments.from_qk(q, k, rotary), range(distances), scale=1.0)
+
+        return count(lambda: None, work).live
+
+    few, more_points, more_distances = (torch.tensor(live(*n)).double() for n in ((8, 8), (16, 8), (8, 16)))
+    of_points, of_distances = (more_points - few) / 8, (more_distances - few) / 8
+    return torch.stack([few - 8 * (of_points + of_distances), of_points, of_distances], -1)
+
+
+def _of_attention_fit(matrices: int, length: int) -> float:
+    """Bytes of ``fit_attention``: two copies of a block of the pattern in float64 and the block before, what the solver
+    holds, and the pattern of half of the queries, a guess: it forms those cell by cell that look at few keys."""
+    cells = matrices * length**2
+    block = min(cells, max(2**20, min(64 * length, 2**22)))
+    solved_together = min(matrices, max(1, 2**14 // length))
+    stored = min(solved_together * length**2 // 4, 2**26)
+    return 8 * (block * (3 - block / cells) + 30 * matrices * length + stored)
 
 
 def advice(model: Any, costs: Costs, tool: str, length: int, batch: int, block: int | None, free: int) -> str:
@@ -84,7 +139,8 @@ def _costs_of_blocks(model: Any) -> Costs | None:
         return None
 
 
-Measured = Literal["additivity", "controlled_distance", "subspace_patterns"]
+Measured = Literal["additivity", "controlled_distance", "subspace_patterns", "fit_attention"]
+_HELD: dict[str, Held] = {"additivity": "nothing", "fit_attention": "layer"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +152,8 @@ class Estimate(HasTable):
         model_bytes: parameters and buffers.
         activation_bytes: the forward pass at its worst step, without what has the size of score matrices.
         score_bytes: score matrices, patterns and masks at that step.
-        tool_bytes: additional memory of the measurement.
+        tool_bytes: what the measurement adds to that peak. Where its own work on a layer needs less it adds nothing but
+            5 % and 4 MiB for the allocator and matrix routines.
         peak_bytes: all of these.
         flops: operations of matrix products, two for each multiply and add.
         available_bytes: free memory in addition to the model; None if unknown, and then everything fits.
@@ -181,14 +238,15 @@ def estimate(
 
     The model runs on a few texts of at most 48 tokens while its tensors are counted; their sizes are polynomials of the
     length, from which the memory at each step of a long text follows. Models on ``meta`` (shapes without numbers) work
-    as well. The internal memory of matrix routines is not counted.
+    as well. For the internal memory of matrix routines and of the allocator 5 % and 4 MiB are added, as measured.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
         length: tokens of a text, at least 2.
         batch: texts that run at once.
-        tool: ``"additivity"``, ``"controlled_distance"`` or ``"subspace_patterns"``; other tools that run
-            once, layer by layer, need about as much as the second.
+        tool: ``"additivity"``, ``"controlled_distance"``, ``"subspace_patterns"``, or ``"fit_attention"`` of the scores
+            that ``capture`` gives of one layer; other tools that run once, layer by layer, need about as much as the
+            second.
         block: as in ``additivity``, which alone has it.
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
             or the limit of the process's control group; memory of the fullest GPU).
@@ -218,7 +276,7 @@ def estimate(
         check_block(block)
         if tool != "additivity":
             raise ValueError(f"block must be None for {tool}: only additivity runs in blocks")
-    costs = measure_costs(model, stop=layers, cached=block is not None)
+    costs = measure_costs(model, stop=layers, cached=block is not None, held=_HELD.get(tool, "vectors"))
     devices, weights = model_devices(model), model_bytes(model)
     on_meta = all(device.type == "meta" for device in devices)
     free = free_memory(devices) if available is None else available

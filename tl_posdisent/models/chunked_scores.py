@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import Hook, run
+from tl_posdisent.models.reading.forward import Hook, has_plain_layers, run
 from tl_posdisent.models.reading.observe import score_tolerance, spread_rows
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import is_integer
@@ -102,7 +102,7 @@ def _try_out(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> None:
         assert spec.scores is not None
         return spec.scores, lambda x, hook: once.__setitem__(spec.layer, x.detach())
 
-    run(model, tokens, [listener(spec) for spec in specs])
+    run(model, tokens, [listener(spec) for spec in specs], stop=max(spec.layer for spec in specs) + 1)
     _run_blocks(model, tokens, specs, -(-n // 3), lambda spec, first, x: parts[spec.layer].append(x.double()))
     for spec in specs:
         full = once[spec.layer].double()
@@ -119,11 +119,11 @@ def _try_out(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> None:
 def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
     """An empty cache of keys and values, as an argument of the model's forward pass."""
     if hasattr(model, "original_model"):
-        from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+        from transformers.cache_utils import DynamicCache
 
         cache = DynamicCache(config=model.original_model.config)
-        if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-            cache = DynamicCache()  # of all keys, also behind a sliding window; else, hybrids keep other states beside
+        if has_plain_layers(cache):
+            cache = DynamicCache()  # of all keys, also behind a sliding window
         return {"use_cache": True, "past_key_values": cache}
     if "past_kv_cache" in inspect.signature(model.forward).parameters:
         try:

@@ -6,8 +6,9 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float64
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tl_posdisent.models.chunked_scores import empty_cache
 from tl_posdisent.models.reading.explain import probe_tokens
-from tl_posdisent.models.reading.forward import at_rest, modules, run
+from tl_posdisent.models.reading.forward import Hook, at_rest, hook_name, hook_points, modules, run
 
 # What a piece of code holds in tensors at each of its steps, and how many operations it takes: counted, not looked up.
 #
@@ -37,13 +38,14 @@ class Counted(NamedTuple):
     flops: int
 
 
-def count(prepare: Callable[[], Any], work: Callable[[Any], Any]) -> Counted:
-    """Run ``prepare``, whose tensors count as live, and then ``work`` on what it returned, step by step."""
+def count(prepare: Callable[[], Any], work: Callable[[Any, Callable[[], int]], Any]) -> Counted:
+    """Run ``prepare``, whose tensors count as live, and then ``work`` on what it returned, step by step; ``work`` is
+    also given a function that says how many bytes are live now."""
     with torch.no_grad(), _Live() as live:
         ready = prepare()
         live.steps.clear()
         with FlopCounterMode(display=False) as flops:
-            work(ready)
+            work(ready, lambda: live.now)
     return Counted(live.steps, flops.get_total_flops())
 
 
@@ -53,7 +55,7 @@ class _Live(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[int] = []
-        self._now = 0
+        self.now = 0
         self._known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +64,7 @@ class _Live(TorchDispatchMode):
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in given:
                 self._follow(storage)
-        self.steps.append(self._now)
+        self.steps.append(self.now)
         return out
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
@@ -70,11 +72,11 @@ class _Live(TorchDispatchMode):
         if name in self._known:
             return
         self._known[name] = size
-        self._now += size
+        self.now += size
         weakref.finalize(storage, self._forget, name).atexit = False
 
     def _forget(self, name: int) -> None:
-        self._now -= self._known.pop(name, 0)
+        self.now -= self._known.pop(name, 0)
 
 
 # What a forward pass costs as a function of the length, from a few passes over short texts.
@@ -82,6 +84,9 @@ class _Live(TorchDispatchMode):
 # Every tensor's size is a product of lengths and constants, so what is live after each step of the pass is a polynomial
 # of the length; some short texts determine it exactly. The step at which most is live may be another one in a long text
 # than in a short one, which is why it is looked for at the length asked about.
+
+Held = Literal["nothing", "vectors", "layer"]
+"""What a tool holds of a layer: nothing of its own; queries and keys until the scores come; all until the end."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +96,12 @@ class Costs:
 
     Attributes:
         live: bytes after each step.
+        given: bytes while a tool works on a layer: when the scores of each come, or behind the pass (``Held``).
         products: operations of matrix products.
     """
 
     live: Float64[Tensor, "step 6"]
+    given: Float64[Tensor, "layer 6"]
     products: Float64[Tensor, "6"]
 
     def peak(self, rows: int, before: int = 0) -> tuple[float, float]:
@@ -105,6 +112,10 @@ class Costs:
         of_scores = (self.live[worst, 3:5] * terms[3:5]).sum()
         return float(at[worst]), float(of_scores)
 
+    def at_tool(self, rows: int, before: int = 0) -> float:
+        """Bytes of the pass while a tool works, in the worst layer."""
+        return max((self.given @ _terms(rows, before)).tolist(), default=0.0)
+
     def flops(self, length: int, rows: int) -> float:
         """Operations of a whole text in blocks of ``rows``."""
         firsts = range(0, length, rows)
@@ -112,7 +123,7 @@ class Costs:
         return float(self.products @ terms)
 
 
-def measure_costs(model: Any, *, stop: int, cached: bool) -> Costs:
+def measure_costs(model: Any, *, stop: int, cached: bool, held: Held = "nothing") -> Costs:
     """Costs of one text through the layers before ``stop``: in one pass, or of a block of it behind a cache.
 
     Raises:
@@ -124,14 +135,21 @@ def measure_costs(model: Any, *, stop: int, cached: bool) -> Costs:
     twice = [(half * rows, half * before) for rows, before in ((1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2))]
     points = twice if cached else once
     with at_rest(model):
-        counted = [_count(model, rows, before, stop, cached) for rows, before in points]
+        counted = [_count(model, rows, before, stop, cached, held) for rows, before in points]
     terms = torch.stack([_terms(*point) for point in points])
     columns = [0, 1, 2, 3, 4, 5] if cached else [0, 1, 3]
     return _interpolated(counted, terms[:, columns], columns)
 
 
-def _count(model: Any, rows: int, before: int, stop: int, cached: bool) -> Counted:
+class _CountedPass(NamedTuple):
+    live: list[int]
+    given: list[int]
+    flops: int
+
+
+def _count(model: Any, rows: int, before: int, stop: int, cached: bool, held: Held) -> _CountedPass:
     tokens = probe_tokens(model)[:1, :1].expand(1, before + rows).contiguous()  # one token, one route through experts
+    given: list[int] = []
 
     def first() -> dict[str, Any]:
         cache = empty_cache(model, tokens) if cached else {}
@@ -139,17 +157,55 @@ def _count(model: Any, rows: int, before: int, stop: int, cached: bool) -> Count
             run(model, tokens[:, :before], [], stop=stop, **_with_mask(cache, tokens[:, :before]))
         return cache
 
-    def second(cache: dict[str, Any]) -> None:
-        run(model, tokens[:, before:], [], stop=stop, **_with_mask(cache, tokens[:, before:]))
+    def second(cache: dict[str, Any], now: Callable[[], int]) -> None:
+        kept: list[Any] = []
+        hooks = _as_a_tool(
+            model, range(stop) if held != "layer" else [stop - 1], held, kept, lambda: given.append(now())
+        )
+        run(model, tokens[:, before:], hooks, stop=stop, **_with_mask(cache, tokens[:, before:]))
+        if kept:
+            given[:] = [now()]
 
-    return count(first, second)
+    counted = count(first, second)
+    return _CountedPass(counted.live, given, counted.flops)
+
+
+_VECTORS = ("hook_q", "hook_k", "hook_q_normed", "hook_k_normed", "hook_rot_q", "hook_rot_k")
+
+
+def _as_a_tool(model: Any, layers: Iterable[int], held: Held, kept: list[Any], note: Callable[[], None]) -> list[Hook]:
+    """Hooks that hold what a tool does of these layers, and call ``note`` when the scores of one come; where a layer
+    shows none, when its pattern comes, for scores that are computed. By names: a model on ``meta`` cannot be read."""
+    vectors: dict[str, Tensor] = {}
+    arrived: set[int] = set()
+
+    def hold(name: str, x: Tensor, hook: Any) -> None:
+        vectors[name] = x.detach()
+
+    def arrive(layer: int, shown: bool, x: Tensor, hook: Any) -> None:
+        if layer in arrived:
+            return
+        arrived.add(layer)
+        own = [] if held == "vectors" else [x.detach()] if shown else [torch.empty_like(x) for _ in range(2)]
+        if held != "nothing" and not any("rot" in name for name in vectors):
+            own += [torch.empty_like(vector) for vector in vectors.values()]
+        note()
+        if held == "layer":
+            kept.append((own, dict(vectors)))
+        vectors.clear()
+
+    wanted = [(layer, name, partial(hold, name)) for layer in layers for name in _VECTORS if held != "nothing"]
+    wanted += [(layer, "hook_attn_scores", partial(arrive, layer, True)) for layer in layers]
+    wanted += [(layer, "hook_pattern", partial(arrive, layer, False)) for layer in layers]
+    points = hook_points(model)
+    return [(hook_name(layer, name), f) for layer, name, f in wanted if hook_name(layer, name) in points]
 
 
 def _with_mask(cache: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
     return cache | {"attention_mask": torch.ones_like(tokens)} if "past_kv_cache" in cache else cache
 
 
-def _interpolated(counted: Sequence[Counted], terms: Tensor, columns: list[int]) -> Costs:
+def _interpolated(counted: Sequence[_CountedPass], terms: Tensor, columns: list[int]) -> Costs:
     steps = {len(one.live) for one in counted}
     # Where the steps depend on the text (experts chosen by it), only the peaks can be compared.
     live = [one.live if len(steps) == 1 else [max(one.live)] for one in counted]
@@ -160,7 +216,7 @@ def _interpolated(counted: Sequence[Counted], terms: Tensor, columns: list[int])
         full[:, columns] = found
         return full
 
-    return Costs(solved(live), solved([[one.flops] for one in counted])[0])
+    return Costs(solved(live), solved([one.given for one in counted]), solved([[one.flops] for one in counted])[0])
 
 
 def _terms(rows: int, before: int) -> Float64[Tensor, "6"]:

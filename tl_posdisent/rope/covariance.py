@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-_CHUNK = 2**22  # numbers in one chunk: 32 MiB in float64
+NUMBERS_AT_ONCE = 2**22  # of a chunk of points: 32 MiB in float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def spread_of(
 def chunks(x: Float[Tensor, "*point head coordinate"]) -> Iterator[Float64[Tensor, "part head coordinate"]]:
     """Yield ``x`` in float64, a few points at a time."""
     points = x.shape[:-2]  # gathered by index: flattening may copy all of ``x``
-    step = max(1, _CHUNK // math.prod(x.shape[-2:]))
+    step = max(1, NUMBERS_AT_ONCE // math.prod(x.shape[-2:]))
     for start in range(0, points.numel(), step):
         here = torch.arange(start, min(start + step, points.numel()), device=x.device)
         yield x[torch.unravel_index(here, points)].double()

@@ -41,7 +41,7 @@ from .rotary import Rotary
 
 Effect = Literal["distance", "query", "key", "distance:query", "distance:key", "query:key", "distance:query:key"]
 
-_CHUNK = 2**21  # angles in one chunk
+ANGLES_AT_ONCE = 2**21
 
 
 class Pair(NamedTuple):
@@ -111,7 +111,7 @@ def all_frequencies(moments: Moments) -> Float64[Tensor, "subspace"]:
 
 
 def _rotations(rotary: Rotary, distances: Tensor, weights: Tensor, n_subspaces: int, scale: float) -> Iterator[Spread]:
-    step = max(1, _CHUNK // n_subspaces)
+    step = max(1, ANGLES_AT_ONCE // n_subspaces)
     for d, w in zip(distances.split(step), weights.split(step), strict=True):
         angle = rotary.angles(d)
         u = torch.full((len(d), n_subspaces), scale, dtype=torch.complex128, device=d.device)

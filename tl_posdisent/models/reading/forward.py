@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 import warnings
@@ -187,22 +188,55 @@ def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_cache(model: Any) -> Iterator[None]:
     """Passes of this thread keep no keys and values of all layers, unless they ask for them or are given some: models
-    of transformers do so by default, for a next token that is not to come."""
+    of transformers do so by default, for a next token that is not to come. Those with other states keep all."""
     inner, thread = getattr(model, "original_model", None), threading.get_ident()
-    if not isinstance(inner, torch.nn.Module) or "use_cache" not in inspect.signature(inner.forward).parameters:
+    if not isinstance(inner, torch.nn.Module) or not _keeps_keys_and_values(inner):
         yield
         return
+    forgetful = _forgetful_cache()
 
-    def decline(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        if threading.get_ident() != thread or given.get("past_key_values") is not None:
+    def give(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        asked = any(given.get(name) is not None for name in ("past_key_values", "use_cache"))
+        if threading.get_ident() != thread or asked:
             return None
-        return args, {"use_cache": False} | given
+        return args, given | {"past_key_values": forgetful()}
 
-    handle = inner.register_forward_pre_hook(decline, with_kwargs=True)
+    handle = inner.register_forward_pre_hook(give, with_kwargs=True)
     try:
         yield
     finally:
         handle.remove()
+
+
+def _keeps_keys_and_values(inner: Any) -> bool:
+    """Whether this is a model that by default keeps the keys and values of attention layers and nothing else."""
+    from transformers.cache_utils import DynamicCache
+
+    config = inner.config.get_text_config()
+    takes = "past_key_values" in inspect.signature(inner.forward).parameters
+    if not takes or not getattr(config, "use_cache", False) or getattr(config, "is_encoder_decoder", False):
+        return False
+    return has_plain_layers(DynamicCache(config=inner.config))
+
+
+def has_plain_layers(cache: Any) -> bool:
+    """Whether a cache holds keys and values alone; hybrids keep other states beside."""
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+
+
+@functools.cache
+def _forgetful_cache() -> Any:
+    """A cache that stays empty. Without any, transformers would look at the positions for packed texts, which a model
+    on ``meta`` does not have."""
+    from transformers.cache_utils import DynamicCache
+
+    class Forgetful(DynamicCache):  # type: ignore[misc]
+        def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return keys, values
+
+    return Forgetful
 
 
 _READING = threading.RLock()
