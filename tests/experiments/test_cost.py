@@ -105,7 +105,7 @@ def test_every_tensor_of_a_tool_is_foreseen(kind: str, name: str, tool: str) -> 
     for length in (100, 400, 900):
         counted = max(count(lambda: None, lambda *_, n=length: work(zoo.random_tokens(n, 1))).live)
         needed = tp.estimate(model, length, tool=tool, available=2**60, **arguments).needed_bytes
-        tensors = (needed - 2**22) / 1.05  # without what is added for matrix routines and the allocator
+        tensors = (needed - 2**22) / 1.05  # without the allowance for matrix routines and the allocator
         assert counted <= needed, length
         assert tensors <= (1.4 if tool == "fit_attention" else 1.2) * counted + 2**21, length
 
@@ -145,15 +145,15 @@ def test_live_bytes_by_hand() -> None:
 @pytest.mark.parametrize(("tool", "block"), [("additivity", None), ("additivity", 16), ("controlled_distance", None)])
 def test_longer_takes_more(tool: Any, block: int | None, shared_model: Any) -> None:
     model = shared_model("bridge" if zoo.TL_MAJOR > 2 else "hooked", "llama-gqa")
-    plans = [tp.estimate(model, length, tool=tool, block=block) for length in (32, 100, 30_000, 300_000)]
+    plans = [tp.estimate(model, length, tool=tool, block=block) for length in (32, 100, 300_000, 3_000_000)]
     table = pd.concat([plan.to_frame() for plan in plans])
     for column in ("needed_bytes", "peak_bytes", "flops", "score_bytes", "tool_bytes"):
         assert table[column].is_monotonic_increasing, column
     growth = plans[-1].needed_bytes / plans[-2].needed_bytes
     assert growth == pytest.approx(100 if block is None else 10, rel=0.05)  # length², or length
-    more = tp.estimate(model, 30_000, batch=3, tool=tool, block=block)
+    more = tp.estimate(model, 300_000, batch=3, tool=tool, block=block)
     assert more.flops == pytest.approx(3 * plans[2].flops)
-    assert more.needed_bytes == pytest.approx(3 * plans[2].needed_bytes, abs=3e7)  # what does not grow with texts
+    assert more.needed_bytes == pytest.approx(3 * plans[2].needed_bytes, abs=6e7)  # what does not grow with texts
     assert len(set(table["model_bytes"])) == 1
 
 

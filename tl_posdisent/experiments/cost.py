@@ -39,7 +39,6 @@ from tl_posdisent.utils.validation import check_integer
 # From the costs of a forward pass to those of a measurement, and to the nearest measurement that fits.
 
 _BLOCKS = [2**n for n in range(10, 3, -1)]
-_BESIDE_TENSORS = 2**22, 0.05  # bytes and share: matrix routines, the allocator and Python; measured up to this
 
 
 def memory(model: Any, costs: Costs, tool: str, length: int, batch: int, block: int | None) -> tuple[int, int, int]:
@@ -48,7 +47,7 @@ def memory(model: Any, costs: Costs, tool: str, length: int, batch: int, block: 
     peak, of_scores = costs.peak(rows, length - rows)
     kept, work, after = _of_tool(model, tool, length, batch, rows)
     needed = kept + max(batch * peak, batch * costs.at_tool(rows, length - rows) + work, after)
-    needed = _BESIDE_TENSORS[0] + (1 + _BESIDE_TENSORS[1]) * needed
+    needed += 2**22 + min(0.05 * needed, 2**24)  # matrix routines, allocator and Python: up to this was measured
     return round(batch * (peak - of_scores)), round(batch * of_scores), round(needed - batch * peak)
 
 
@@ -152,8 +151,8 @@ class Estimate(HasTable):
         model_bytes: parameters and buffers.
         activation_bytes: the forward pass at its worst step, without what has the size of score matrices.
         score_bytes: score matrices, patterns and masks at that step.
-        tool_bytes: what the measurement adds to that peak. Where its own work on a layer needs less it adds nothing but
-            5 % and 4 MiB for the allocator and matrix routines.
+        tool_bytes: what the measurement adds to that peak. Where its own work on a layer needs less, what is left is
+            an allowance for the allocator and matrix routines.
         peak_bytes: all of these.
         flops: operations of matrix products, two for each multiply and add.
         available_bytes: free memory in addition to the model; None if unknown, and then everything fits.
@@ -238,7 +237,8 @@ def estimate(
 
     The model runs on a few texts of at most 48 tokens while its tensors are counted; their sizes are polynomials of the
     length, from which the memory at each step of a long text follows. Models on ``meta`` (shapes without numbers) work
-    as well. For the internal memory of matrix routines and of the allocator 5 % and 4 MiB are added, as measured.
+    as well. For the internal memory of matrix routines and of the allocator 4 MiB and 5 % (at most 16 MiB) are added,
+    as measured.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
