@@ -62,7 +62,7 @@ def test_predicted_peak(kind: str, length: int, heads: int, layers: int, tool: s
     done = run_process(sys.executable, "-c", MEASURE, cell, cwd=ROOT, env=environment)
     predicted, measured = json.loads(done.stdout.splitlines()[-1])
     assert measured > 10  # MiB, or nothing was measured
-    assert 0.98 * measured < predicted < 1.2 * measured + 4
+    assert 0.98 * measured < predicted < 1.2 * measured + 8
 
 
 WIDE = {  # heads wide enough for the work on queries and keys to need more than the pass, in short texts
@@ -86,8 +86,8 @@ def wide_model(kind: str, name: str) -> Any:
 @pytest.mark.parametrize(("kind", "name"), zoo.cases(*WIDE))
 @pytest.mark.usefixtures("unchecked")
 def test_every_tensor_of_a_tool_is_foreseen(kind: str, name: str, tool: str) -> None:
-    """Not less than the bytes that are live at the worst step of the tool itself, and little more, at lengths where
-    that step is one of the tool's own work and where it is one of the pass."""
+    """The bytes that are live at the worst step of the tool itself, to 2 MiB and 20 % (40 % where the number of queries
+    that a fit forms cell by cell is a guess), at lengths where that step is the tool's own and where it is another."""
     model = wide_model(kind, name)
     arguments: dict[str, Any] = {"block": 50} if tool == "additivity in blocks" else {}
     if arguments and name == "gptj" and kind == "bridge":
@@ -105,9 +105,9 @@ def test_every_tensor_of_a_tool_is_foreseen(kind: str, name: str, tool: str) -> 
     for length in (100, 400, 900):
         counted = max(count(lambda: None, lambda *_, n=length: work(zoo.random_tokens(n, 1))).live)
         needed = tp.estimate(model, length, tool=tool, available=2**60, **arguments).needed_bytes
-        tensors = (needed - 2**22) / 1.05  # without the allowance for matrix routines and the allocator
-        assert counted <= needed, length
-        assert tensors <= (1.4 if tool == "fit_attention" else 1.2) * counted + 2**21, length
+        tensors = (needed - 2**23 - 0.4 * 2**20 * 3) / 1.05  # without the allowance for what is beside tensors
+        most = (1.4 if tool == "fit_attention" else 1.2) * counted
+        assert counted - 2**21 <= tensors <= most + 2**21, length
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gpt2", "gemma2", "gpt_oss"))
@@ -153,7 +153,7 @@ def test_longer_takes_more(tool: Any, block: int | None, shared_model: Any) -> N
     assert growth == pytest.approx(100 if block is None else 10, rel=0.05)  # length², or length
     more = tp.estimate(model, 300_000, batch=3, tool=tool, block=block)
     assert more.flops == pytest.approx(3 * plans[2].flops)
-    assert more.needed_bytes == pytest.approx(3 * plans[2].needed_bytes, abs=6e7)  # what does not grow with texts
+    assert more.needed_bytes == pytest.approx(3 * plans[2].needed_bytes, abs=7e7)  # what does not grow with texts
     assert len(set(table["model_bytes"])) == 1
 
 

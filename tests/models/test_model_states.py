@@ -254,7 +254,9 @@ def _kept(model: Any) -> list[Tensor]:
     return [x for part in modules(model) for x in vars(part).values() if isinstance(x, Tensor)]
 
 
-@pytest.mark.parametrize(("kind", "name"), [case for case in zoo.cases() if case.values[0] == "bridge"])
+@pytest.mark.parametrize(  # MPT keeps none by default
+    ("kind", "name"), [case for case in zoo.cases() if case.values[0] == "bridge" and case.values[1] != "mpt"]
+)
 def test_keys_and_values_are_kept_on_request_alone(
     kind: str, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,8 +281,7 @@ def test_keys_and_values_are_kept_on_request_alone(
         run(model, TOKENS, [], **empty_cache(model, TOKENS))
         with evaluating(model):
             model(TOKENS, use_cache=True)
-        assert len(kept) == 2 * by_default
-        assert by_default > 0 or name == "mpt"  # whose bridge has no cache
+        assert len(kept) == 2 * by_default > 0
         model(TOKENS)
     assert len(kept) == 3 * by_default
 

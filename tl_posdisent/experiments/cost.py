@@ -47,7 +47,7 @@ def memory(model: Any, costs: Costs, tool: str, length: int, batch: int, block: 
     peak, of_scores = costs.peak(rows, length - rows)
     kept, work, after = _of_tool(model, tool, length, batch, rows)
     needed = kept + max(batch * peak, batch * costs.at_tool(rows, length - rows) + work, after)
-    needed += 2**22 + min(0.05 * needed, 2**24)  # matrix routines, allocator and Python: up to this was measured
+    needed += 2**23 + 0.4 * 2**20 * n_layers(model) + min(0.05 * needed, 2**24)  # beside tensors, as measured
     return round(batch * (peak - of_scores)), round(batch * of_scores), round(needed - batch * peak)
 
 
@@ -237,8 +237,8 @@ def estimate(
 
     The model runs on a few texts of at most 48 tokens while its tensors are counted; their sizes are polynomials of the
     length, from which the memory at each step of a long text follows. Models on ``meta`` (shapes without numbers) work
-    as well. For the internal memory of matrix routines and of the allocator 4 MiB and 5 % (at most 16 MiB) are added,
-    as measured.
+    as well. For matrix routines, the allocator and what is read of the model, 8 MiB, 0.4 MiB a layer and 5 % (at most
+    16 MiB) are added, as measured.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
