@@ -212,9 +212,12 @@ def _keeps_keys_and_values(inner: Any) -> bool:
     """Whether this is a model that by default keeps the keys and values of attention layers and nothing else."""
     from transformers.cache_utils import DynamicCache
 
-    config = inner.config.get_text_config()
+    config: Any = getattr(inner, "config", None)
     takes = "past_key_values" in inspect.signature(inner.forward).parameters
-    if not takes or not getattr(config, "use_cache", False) or getattr(config, "is_encoder_decoder", False):
+    if not takes or not hasattr(config, "get_text_config"):  # TransformerLens has models of its own
+        return False
+    config = config.get_text_config()
+    if not getattr(config, "use_cache", False) or getattr(config, "is_encoder_decoder", False):
         return False
     return has_plain_layers(DynamicCache(config=inner.config))
 
