@@ -59,15 +59,15 @@ def _of_tool(model: Any, tool: str, length: int, batch: int, rows: int) -> tuple
         coefficients = 3 * batch * heads * length * 8
         cells = batch * heads * length * (rows if on_gpu else min(rows, 64))
         cells = min(cells, 2**24 if on_gpu else 2**18)  # that the fit of scores converts to float64 at a time
-        return n_layers(model) * coefficients, 3 * cells * 8, 12 * coefficients
+        return float(n_layers(model) * coefficients), float(3 * cells * 8), float(12 * coefficients)
     if tool == "fit_attention":
-        return 0, _of_attention_fit(heads * batch, length), 0
+        return 0.0, _of_attention_fit(heads * batch, length), 0.0
     d_head, dtype = int(model.cfg.d_head), next(x.dtype for x in model.parameters() if x.is_floating_point())
     points, distances = batch * length, min(length, ANGLES_AT_ONCE // -(-d_head // 2))
     at_once = min(points, max(1, NUMBERS_AT_ONCE // (heads * d_head)))
     terms = torch.tensor([1, at_once, distances], dtype=torch.float64)
     sums = 8 * (heads + kv) * d_head * (d_head + 1) if at_once < points else 0  # of the chunks before
-    return 0, float((_of_vectors(tool, heads, kv, d_head, dtype) @ terms).max()) + sums, 0
+    return 0.0, float((_of_vectors(tool, heads, kv, d_head, dtype) @ terms).max()) + sums, 0.0
 
 
 @functools.lru_cache(maxsize=64)
