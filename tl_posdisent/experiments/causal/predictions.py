@@ -23,7 +23,7 @@ def as_log_probabilities(logits: Float[Tensor, "batch pos v"]) -> Float[Tensor, 
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
-def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch _"]:
+def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch read"]) -> Float[Tensor, "batch _"]:
     """Of each token but the first, by the log-probabilities at the token before."""
     following = tokens[:, 1:]
     return -log_p[:, : following.shape[1]].gather(-1, following[..., None])[..., 0]
