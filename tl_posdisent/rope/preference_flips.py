@@ -187,7 +187,7 @@ def _flips_of_head(
 def _pairs(n: int, other: int | None) -> float:
     """Pairs of different things, or of one of each kind; NaN where there is none."""
     number = n * (n - 1) / 2 if other is None else n * other
-    return number or torch.nan
+    return float(number) or torch.nan
 
 
 def _ranks(scores: Tensor, tolerance: Tensor | float) -> Int16[Tensor, "*batch key"]:
