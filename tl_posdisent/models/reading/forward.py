@@ -237,7 +237,10 @@ def _forgetful_cache() -> Any:
 
     class Forgetful(DynamicCache):  # type: ignore[misc]
         def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            return keys, values
+            # As if joined to an empty cache of the keys' dtype, to the last bit: values are promoted to it (OLMo 2 in
+            # half precision), and both are contiguous (products of GPT-J's round otherwise).
+            dtype = torch.promote_types(keys.dtype, values.dtype)
+            return keys.contiguous(), values.to(dtype).contiguous()
 
     return Forgetful
 
