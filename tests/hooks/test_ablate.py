@@ -136,7 +136,7 @@ PAIRS = [
     ([(0, 1), 2], r"heads must be pairs \(layer, head\) .*got 2"),
     ([(0, 1), (0, -7)], "heads must name none twice, got"),
     ([], r"heads must name at least one and none twice, got \[\]"),
-    ({0: [1]}, r"heads must be an integer, integers, or pairs \(layer, head\), got {0: \[1\]}"),
+    ({0: [1]}, r"heads must be integers, pairs \(layer, head\) or labels such as .L16H0., got {0: \[1\]}"),
 ]
 MODES = [
     ({"mode": "median"}, "mode must be one of zero, mean, resample, got 'median'"),

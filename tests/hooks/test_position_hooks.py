@@ -113,7 +113,7 @@ def test_gradients_flow(kind: str, name: str, intervention: Any) -> None:
             lambda m: remap_distance(m, lambda d: min(d, 16)),
             r"distances is called with a .*tensor .* d\.clamp\(max=16\)",
         ),
-        (lambda m: dummy_distance(m, 3, heads={0: [1]}), "heads must be an integer, integers, or pairs .* got {0: "),
+        (lambda m: dummy_distance(m, 3, heads={0: [1]}), "heads must be integers, pairs .* got {0: "),
     ],
 )
 def test_what_is_no_position_and_no_distance(call: Any, message: str, shared_model: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -121,6 +122,25 @@ def check_seed(seed: Any) -> int:
     return operator.index(seed)
 
 
+def check_seeds(seeds: Any) -> list[int]:
+    """Seeds as a list: a number is how many (0, 1, 2 …), a list is which.
+
+    Raises:
+        ValueError: none, a repeated one, or what ``check_seed`` refuses.
+
+    >>> check_seeds(3), check_seeds([7]), check_seeds(range(2, 4))
+    ([0, 1, 2], [7], [2, 3])
+    """
+    if is_integer(seeds):
+        return list(range(check_integer("seeds", seeds, 1)))
+    if isinstance(seeds, (str, bytes, Mapping)) or not isinstance(seeds, Iterable):
+        raise ValueError(f"seeds must be how many, or a list of which, got {shown(seeds)}")
+    given = [check_seed(seed) for seed in seeds]
+    if not given or len(set(given)) < len(given):
+        raise ValueError(f"seeds must name at least one and none twice, got {shown(given)}")
+    return given
+
+
 def check_indices(name: str, chosen: Any, n: int) -> list[int]:
     """Indices into ``n`` things as a list: all for None, one for an integer; negative ones count from the end.
 
@@ -160,6 +180,15 @@ def listed(chosen: Any) -> Any:
     return list(chosen) if isinstance(chosen, Iterable) and not isinstance(chosen, (str, bytes, Mapping)) else chosen
 
 
+def head_label(layer: int, head: int) -> str:
+    """A head as it is written in tables, titles and errors.
+
+    >>> head_label(16, 0)
+    'L16H0'
+    """
+    return f"L{layer}H{head}"
+
+
 def check_heads(
     layers: Any, heads: Any, n_layers: int, n_heads: int, *, default: Iterable[int] | None = None
 ) -> dict[int, list[int]]:
@@ -167,29 +196,38 @@ def check_heads(
 
     Args:
         layers: None for all, an integer, or integers.
-        heads: None for all heads of these layers; an integer or integers, the same heads in each of them; or pairs
-            ``(layer, head)``, which choose layers by themselves and must lie within ``layers`` where that is given.
+        heads: None for all heads of these layers; an integer or a list of integers, the same heads in each of them; or
+            single heads, ``"L16H0"`` or a list of such labels or of pairs ``(layer, head)``, which choose layers by
+            themselves and must lie within ``layers`` where that is given.
         n_layers, n_heads: what there is. Negative indices count from the end.
         default: the layers of ``layers=None`` where heads do not choose them, if not all.
 
     Raises:
-        ValueError: indices out of range or repeated, none at all, a dict, integers and pairs mixed.
+        ValueError: indices out of range or repeated, none at all, a dict, integers and pairs mixed; a tuple of two
+            integers, which could mean one head or two.
 
     >>> check_heads([0, -1], 3, n_layers=5, n_heads=8)
     {0: [3], 4: [3]}
-    >>> check_heads(None, [(4, 2), (0, 1), (4, 0)], n_layers=5, n_heads=8)
+    >>> check_heads(None, [(4, 2), "L0H1", (4, 0)], n_layers=5, n_heads=8)
     {0: [1], 4: [2, 0]}
-    >>> check_heads(None, {4: [2]}, n_layers=5, n_heads=8)
+    >>> check_heads(None, (1, 4), n_layers=5, n_heads=8)
     Traceback (most recent call last):
-    ValueError: heads must be an integer, integers, or pairs (layer, head), got {4: [2]}
+    ValueError: heads=(1, 4) is ambiguous: [(1, 4)] or "L1H4" is head 4 of layer 1, [1, 4] is heads 1 and 4 of all
     """
     chosen = sorted(check_indices("layers", layers, n_layers))
     in_each = chosen if layers is not None or default is None else sorted(default)
     if heads is None or is_integer(heads):
         return {layer: check_indices("heads", heads, n_heads) for layer in in_each}
-    if isinstance(heads, (str, bytes, Mapping)) or not isinstance(heads, Iterable):
-        raise ValueError(f"heads must be an integer, integers, or pairs (layer, head), got {shown(heads)}")
-    given = list(heads)
+    if isinstance(heads, tuple) and _is_pair(heads):
+        layer, head = heads
+        raise ValueError(
+            f'heads=({layer}, {head}) is ambiguous: [({layer}, {head})] or "{head_label(layer, head)}" is head {head} '
+            f"of layer {layer}, [{layer}, {head}] is heads {layer} and {head} of all"
+        )
+    given = [heads] if isinstance(heads, str) else heads
+    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+        raise ValueError(f'heads must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(heads)}')
+    given = [_from_label(x) for x in given]
     if not any(_is_pair(x) for x in given):
         return {layer: check_indices("heads", given, n_heads) for layer in in_each}
     by_layer: dict[int, list[int]] = {}
@@ -205,6 +243,16 @@ def check_heads(
     if not set(by_layer) <= set(chosen):
         raise ValueError(f"heads must lie within layers={shown(layers)}, got {shown(given)}")
     return dict(sorted(by_layer.items()))
+
+
+def _from_label(x: Any) -> Any:
+    """``"L16H0"`` as ``(16, 0)``; anything but text as it is."""
+    if not isinstance(x, str):
+        return x
+    found = re.fullmatch(r"L(\d+)H(\d+)", x)
+    if found is None:
+        raise ValueError(f'heads must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(x)}')
+    return int(found[1]), int(found[2])
 
 
 def _is_pair(x: Any) -> bool:
