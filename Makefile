@@ -30,7 +30,7 @@ OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/
 # files, training of synthetic models, rules for sources and words): in one environment only.
 ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/tasks synthetic/training) \
     $(addprefix tests/, browser additive cli report rope sweeps viz utils) \
-    $(patsubst %,tests/package/test_%.py, release house processes interrupts) \
+    $(patsubst %,tests/package/test_%.py, release house public_names processes interrupts) \
     $(patsubst %,tests/docs/test_%.py, links mentions words) \
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency))
 

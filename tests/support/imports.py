@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -75,31 +76,15 @@ def grouped(graph: Mapping[Module, Iterable[Module]], depth: int) -> dict[Module
     return folders
 
 
-def circles(graph: Mapping[Module, Iterable[Module]]) -> list[list[Module]]:
-    """Groups of modules each of which imports all others of its group, directly or not (Tarjan's components)."""
-    index: dict[Module, int] = {}
-    lowest: dict[Module, int] = {}
-    stack: list[Module] = []
-    found = []
+def circle(graph: Mapping[Module, Iterable[Module]]) -> list[Module]:
+    """Modules each of which imports the next, the last the first; empty if there are none."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
-    def visit(module: Module) -> None:
-        index[module] = lowest[module] = len(index)
-        stack.append(module)
-        for other in graph.get(module, ()):
-            if other not in graph:
-                continue
-            if other not in index:
-                visit(other)
-                lowest[module] = min(lowest[module], lowest[other])
-            elif other in stack:
-                lowest[module] = min(lowest[module], index[other])
-        if lowest[module] == index[module]:
-            group = stack[stack.index(module) :]
-            del stack[stack.index(module) :]
-            if len(group) > 1:
-                found.append(sorted(group))
 
-    for module in graph:
-        if module not in index:
-            visit(module)
-    return found
+def lines_of(folder: Path) -> int:
+    """Lines of all Python files in a folder and below."""
+    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))

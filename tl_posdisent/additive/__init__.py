@@ -4,6 +4,6 @@ Here belong the sets of cells (masks), marginal sums, solver, identifiability an
 folder knows what a model or a rotation is.
 """
 
-import lazy_loader
+from tl_posdisent.utils.lazy_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

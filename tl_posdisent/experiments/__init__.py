@@ -1,5 +1,5 @@
 """Experiments on a model and a text; each returns a pandas table."""
 
-import lazy_loader
+from tl_posdisent.utils.lazy_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -4,6 +4,6 @@ Here belong RoPE's rotation, the moments of queries and keys, the variance decom
 subspace by subspace; the fit of scores that were observed is in ``additive``.
 """
 
-import lazy_loader
+from tl_posdisent.utils.lazy_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

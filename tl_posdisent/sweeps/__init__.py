@@ -1,5 +1,5 @@
 """Sweeps of experiments over models, checkpoints, texts and seeds, with stored results."""
 
-import lazy_loader
+from tl_posdisent.utils.lazy_names import attach
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,0 +1,62 @@
+"""Public names of a package, imported on demand; a name that is missing says where it is instead."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import lazy_loader
+
+ROOT = Path(__file__).parents[1]
+
+
+def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names the stub beside ``file`` lists.
+
+    An unknown name raises an error that says under which subject the name is, or what it may be a misspelling of.
+
+    >>> import tl_posdisent
+    >>> tl_posdisent.phase_noise
+    Traceback (most recent call last):
+    AttributeError: tl_posdisent has no 'phase_noise'; did you mean tl_posdisent.hooks.phase_noise?
+    """
+    find, directory, names = lazy_loader.attach_stub(package, file)
+
+    def __getattr__(name: str) -> Any:
+        if name in names:
+            return find(name)
+        message = f"{package} has no {name!r}{_suggestion(package, name)}"
+        # `from package import name` first asks with hasattr, and would replace the text of an AttributeError.
+        importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        if importing and importlib.util.find_spec(f"{package}.{name}") is None:
+            raise ImportError(message, name=package)
+        raise AttributeError(message)
+
+    return __getattr__, directory, names
+
+
+def _suggestion(package: str, name: str) -> str:
+    if name.startswith("_"):  # copy, inspect and doctest ask every module for such names
+        return ""
+    places = _places()
+    own = {x: place for x, place in places.items() if place.rpartition(".")[0] == package}
+    near = [name] if name in places else _similar(name, own) or _similar(name, places)
+    return f"; did you mean {' or '.join(places[x] for x in near)}?" if near else ""
+
+
+def _similar(name: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(name, known, 2, cutoff=0.75)
+
+
+def _places() -> dict[str, str]:
+    """Every public name, with its package; where there are several, that of the shortest path."""
+    places: dict[str, str] = {}
+    for stub in (ROOT / "__init__.pyi", *sorted(ROOT.glob("*/__init__.pyi"))):
+        package = ".".join((ROOT.name, *stub.parent.relative_to(ROOT).parts))
+        for name in lazy_loader.attach_stub(package, str(stub))[2]:
+            places.setdefault(name, f"{package}.{name}")
+    return places
