@@ -18,7 +18,7 @@ from tl_posdisent.demo import demo_hf_model
 from tl_posdisent.demo.train_demo import load_weights
 
 TABLE = Path(__file__).with_name("language_dynamics.csv")
-TEXTS, LENGTH, BURN_IN = 7, 450, 50
+TEXTS, LENGTH, SINKS = 7, 450, 50
 
 
 def measured(checkpoint: Path, tokens: torch.Tensor) -> pd.DataFrame:
@@ -26,8 +26,8 @@ def measured(checkpoint: Path, tokens: torch.Tensor) -> pd.DataFrame:
     hf = demo_hf_model()
     load_weights(hf, checkpoint)
     model = tp.bridge_from_hf(hf)
-    table = tp.disentanglement(model, tokens, burn_in=BURN_IN, progress=False)
-    shares = tp.controlled_distance(model, tokens, burn_in=BURN_IN, progress=False)
+    table = tp.disentanglement(model, tokens, sinks=SINKS, progress=False)
+    shares = tp.controlled_distance(model, tokens, sinks=SINKS, progress=False)
     with torch.no_grad():
         loss = model(tokens, return_type="loss").item()
     table = table.merge(shares[["layer", "head", "distance"]], on=["layer", "head"])

@@ -40,7 +40,7 @@ def substitution() -> go.Figure:
 
 
 def frequencies() -> go.Figure:
-    return tp.viz.plot_subspaces(tp.subspace_patterns(MODEL, texts(7, 450), burn_in=50, progress=False), "distance")
+    return tp.viz.plot_subspaces(tp.subspace_patterns(MODEL, texts(7, 450), sinks=50, progress=False), "distance")
 
 
 def patching() -> go.Figure:
@@ -77,7 +77,7 @@ def distance() -> go.Figure:
 
 
 def shares() -> go.Figure:
-    return tp.plot_shares(tp.controlled_distance(MODEL, texts(7, 450), burn_in=50, progress=False))
+    return tp.plot_shares(tp.controlled_distance(MODEL, texts(7, 450), sinks=50, progress=False))
 
 
 def deposit() -> go.Figure:

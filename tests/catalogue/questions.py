@@ -65,14 +65,14 @@ ROWS: list[Row] = [
     refused(
         "controlled_distance",
         "all tokens left out",
-        lambda at: controlled_distance(model(), TOKENS, burn_in=12, progress=False),
-        "burn_in must",
+        lambda at: controlled_distance(model(), TOKENS, sinks=12, progress=False),
+        "sinks must",
     ),
     refused(
         "controlled_distance",
-        "burn_in -1",
-        lambda at: controlled_distance(model(), TOKENS, burn_in=-1, progress=False),
-        "burn_in must",
+        "sinks -1",
+        lambda at: controlled_distance(model(), TOKENS, sinks=-1, progress=False),
+        "sinks must",
     ),
     refused(
         "subspace_patterns",
@@ -83,8 +83,8 @@ ROWS: list[Row] = [
     refused(
         "positional_symbolic",
         "all tokens left out",
-        lambda at: positional_symbolic(model(), TOKENS, burn_in=11, progress=False),
-        "burn_in must",
+        lambda at: positional_symbolic(model(), TOKENS, sinks=11, progress=False),
+        "sinks must",
     ),
     refused(
         "trained_vs_random",

@@ -292,9 +292,9 @@ ROWS: list[Row] = [
     refused("gradient_margins", "no table", lambda at: gradient_margins(3), "table must be"),
     refused(
         "moments_by_layer",
-        "burn_in of all",
-        lambda at: moments_by_layer(model(), TOKENS, burn_in=12, progress=False),
-        "burn_in must",
+        "sinks of all",
+        lambda at: moments_by_layer(model(), TOKENS, sinks=12, progress=False),
+        "sinks must",
     ),
     refused(
         "marginals_by_layer",

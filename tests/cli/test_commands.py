@@ -68,8 +68,8 @@ def shown(result: Result, column: int = -1) -> list[str]:
 
 def test_controlled(model: Any, tmp_path: Path) -> None:
     out = tmp_path / "table.parquet"
-    result = quiet("controlled", "--length", 32, "--layers", "1,4", "--burn-in", 2, "--seed", 3, "--out", out)
-    options: dict[str, Any] = {"layers": [1, 4], "burn_in": 2, "progress": False}
+    result = quiet("controlled", "--length", 32, "--layers", "1,4", "--sinks", 2, "--seed", 3, "--out", out)
+    options: dict[str, Any] = {"layers": [1, 4], "sinks": 2, "progress": False}
     trained = controlled_distance(model, TOKENS, **options)
     chance = controlled_distance(next(random_control(model, [3])), TOKENS, **options)
     expected = pd.concat([trained.assign(weights="trained"), chance.assign(weights="random 3")])
@@ -412,7 +412,7 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
             ["ablate", "--length", "16", "--heads", "8"],
             "--heads must be integers from 0 to 7 (or from -8 to -1, counted from the end), got 8",
         ),
-        (["controlled", "--length", "16", "--burn-in", "16"], "burn_in"),
+        (["controlled", "--length", "16", "--sinks", "16"], "sinks"),
         (["report", "--out", "page.csv"], "--out must end in .html, got 'page.csv'"),
         (["report", "--section", "weather"], "--section must be one of additivity, "),
         (["models", "--out", "models.txt"], "--out must end in"),

@@ -317,9 +317,9 @@ def test_noise_is_the_share_of_texts_without_positions() -> None:
     assert noise > 0.1
 
 
-def test_burn_in_leaves_the_first_positions_out() -> None:
+def test_sinks_leave_the_first_positions_out() -> None:
     model = small_model(encoding="learned")
-    space = positional_subspace(model, latin(9), 0, explained=1.0, burn_in=4)
+    space = positional_subspace(model, latin(9), 0, explained=1.0, sinks=4)
     vectors = model.encoding.W_pos[4:9].detach().double()
     assert space.rank == 4
     assert float(principal_angles(space.basis, (vectors - vectors.mean(0)).T).max()) < 1e-5
@@ -333,7 +333,7 @@ def test_burn_in_leaves_the_first_positions_out() -> None:
         ({"rank": 9}, "rank must be at least 1 and at most 8, the directions with variance, got 9"),
         ({"explained": 0}, "explained must be a number above 0 and up to 1, got 0"),
         ({"explained": math.nan}, "explained must be a number above 0 and up to 1, got nan"),
-        ({"burn_in": 8}, "burn_in must be an integer from 0 to 7, got 8"),
+        ({"sinks": 8}, "sinks must be an integer from 0 to 7, got 8"),
         (
             {"tokens": TOKENS[:1]},
             "tokens must be at least two texts at every position for positional_subspace, got one at positions 0 to 8",

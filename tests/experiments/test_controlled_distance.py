@@ -22,10 +22,10 @@ CASES = zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2")
 TOKENS = zoo.random_tokens(length=10, batch=2)
 
 
-def dense(model: Any, layer: int, distances: Any, burn_in: int = 0) -> Tensor:
+def dense(model: Any, layer: int, distances: Any, sinks: int = 0) -> Tensor:
     """``W[head, distance, query, key]`` from one layer's captured queries and keys."""
     (seen,) = capture(model, TOKENS, layers=[layer], scores=False)
-    return all_scores(seen.q[:, burn_in:], seen.k[:, burn_in:], seen.spec.rotary, distances, seen.spec.scale)
+    return all_scores(seen.q[:, sinks:], seen.k[:, sinks:], seen.spec.rotary, distances, seen.spec.scale)
 
 
 def rows(table: pd.DataFrame, layer: int, column: str) -> Tensor:
@@ -38,12 +38,12 @@ def rows(table: pd.DataFrame, layer: int, column: str) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_equals_the_dense_tensor(kind: str, name: str, shared_model: Model) -> None:
-    model, distances, burn_in = shared_model(kind, name), [0, 1, 2, 5, 40.5], 3
-    table = controlled_distance(model, TOKENS, distances=distances, burn_in=burn_in, progress=False)
+    model, distances, sinks = shared_model(kind, name), [0, 1, 2, 5, 40.5], 3
+    table = controlled_distance(model, TOKENS, distances=distances, sinks=sinks, progress=False)
     n_layers, n_heads = model.cfg.n_layers, model.cfg.n_heads
     assert table[["layer", "head"]].values.tolist() == [[x, h] for x in range(n_layers) for h in range(n_heads)]
     for layer in range(n_layers):
-        scores = dense(model, layer, distances, burn_in)
+        scores = dense(model, layer, distances, sinks)
         expected = effects(scores)
         total = scores.var((1, 2, 3), correction=0)
         torch.testing.assert_close(rows(table, layer, "total"), total.float(), rtol=1e-6, atol=0)
@@ -94,9 +94,9 @@ def _scores(model: Any) -> Tensor:
 
 def test_default_distances_are_those_of_the_text(shared_model: Model) -> None:
     model = shared_model("bridge", "llama-gqa")
-    by_default = controlled_distance(model, TOKENS, burn_in=4, progress=False)
+    by_default = controlled_distance(model, TOKENS, sinks=4, progress=False)
     pd.testing.assert_frame_equal(
-        by_default, controlled_distance(model, TOKENS, burn_in=4, distances=range(10), progress=False)
+        by_default, controlled_distance(model, TOKENS, sinks=4, distances=range(10), progress=False)
     )
 
 
@@ -114,9 +114,9 @@ def test_layers_are_independent(shared_model: Model, capfd: pytest.CaptureFixtur
     [
         ({"layers": [2]}, "layers must be integers from 0 to 1.*got 2"),
         ({"layers": []}, "layers must name at least one"),
-        ({"burn_in": 10}, "burn_in must be an integer from 0 to 9, got 10"),
-        ({"burn_in": -1}, "burn_in must be an integer from 0 to 9, got -1"),
-        ({"burn_in": True}, "burn_in must be an integer from 0 to 9, got True"),
+        ({"sinks": 10}, "sinks must be an integer from 0 to 9, got 10"),
+        ({"sinks": -1}, "sinks must be an integer from 0 to 9, got -1"),
+        ({"sinks": True}, "sinks must be an integer from 0 to 9, got True"),
         ({"distances": []}, "distances must be one-dimensional and not empty"),
         ({"distances": [1.0, math.inf]}, "distances must be finite real numbers"),
         ({"tokens": torch.ones(2, 3, 4).long()}, "tokens must have shape"),
@@ -149,13 +149,13 @@ def texts() -> Tensor:
 @pytest.mark.slow
 def test_stories_are_additive_and_their_random_copy_is_not(texts: Tensor, shared_model: Model) -> None:
     model = shared_model("bridge", "stories")
-    trained = controlled_distance(model, texts, burn_in=50, progress=False)
+    trained = controlled_distance(model, texts, sinks=50, progress=False)
     assert len(trained) == 40
     assert trained["r_two_axis"].mean() == pytest.approx(0.962, abs=0.01)
     assert trained["r_three_axis"].mean() == pytest.approx(0.896, abs=0.015)
     assert trained["r_two_axis"].min() > 0.86
     assert trained["r_three_axis"].min() > 0.76
-    chance = controlled_distance(next(random_control(model)), texts, burn_in=50, progress=False)
+    chance = controlled_distance(next(random_control(model)), texts, sinks=50, progress=False)
     assert 0.55 < chance["r_two_axis"].mean() < 0.66
     assert 0.1 < chance["r_three_axis"].mean() < 0.35
     assert (trained["r_three_axis"] > chance["r_three_axis"]).all()
@@ -164,7 +164,7 @@ def test_stories_are_additive_and_their_random_copy_is_not(texts: Tensor, shared
 def test_both_classes_agree(shared_model: Model) -> None:
     texts = torch.cat([stories.sample_story(60, seed) for seed in range(2)])
     tables = [
-        controlled_distance(shared_model(kind, "stories"), texts, burn_in=20, progress=False)
+        controlled_distance(shared_model(kind, "stories"), texts, sinks=20, progress=False)
         for kind in ("bridge", "hooked")
     ]
     pd.testing.assert_frame_equal(*tables, rtol=0, atol=1e-4)

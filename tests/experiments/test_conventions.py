@@ -64,7 +64,7 @@ def test_texts_beyond_the_context(function: Call, kind: str, name: str, shared_m
     model, tokens = shared_model(kind, name), zoo.random_tokens(140)  # of a context of 128
     long = {"tokens": tokens, "clean_tokens": tokens, "corrupted_tokens": tokens.flip(1), "from_tokens": tokens.flip(1)}
     long = GOOD | long | {"positions": torch.arange(140) ** 1.1, "heads": [0]}
-    if function.__name__ in {"dummy_distance_check", "part_attribution"} and kind == "bridge":
+    if function.__name__ in {"dummy_distance_check", "component_attribution"} and kind == "bridge":
         pytest.skip("refused: GPT-J's bridge shows no scores")
     if function.__name__ not in {"length_generalization", "output_projection", "perturb"}:  # the last runs no model
         with pytest.raises(ValueError, match=r"140 long, .* context of 128: .*; give shorter .*longer_context\("):

@@ -24,10 +24,10 @@ SMALL = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
 DISTANCES = [0, 1, 2, 5, 40.5]
 
 
-def mean_score(model: Any, tokens: Tensor, layer: int, burn_in: int = 0) -> Tensor:
+def mean_score(model: Any, tokens: Tensor, layer: int, sinks: int = 0) -> Tensor:
     """``[head, distance]`` of the dense tensor of all scores at all distances."""
     (seen,) = capture(model, tokens, layers=[layer], scores=False)
-    q, k = seen.q[:, burn_in:], seen.k[:, burn_in:]
+    q, k = seen.q[:, sinks:], seen.k[:, sinks:]
     return all_scores(q, k, seen.spec.rotary, DISTANCES, seen.spec.scale).mean((2, 3))
 
 
@@ -45,9 +45,9 @@ def close(a: Tensor, b: Tensor, rtol: float) -> None:
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_terms_add_up_to_the_profile(kind: str, name: str, shared_model: Model) -> None:
-    model, burn_in = shared_model(kind, name), 2
-    found = distance_sources(model, TOKENS, 1, distances=DISTANCES, burn_in=burn_in)
-    wanted = mean_score(model, TOKENS, 1, burn_in)
+    model, sinks = shared_model(kind, name), 2
+    found = distance_sources(model, TOKENS, 1, distances=DISTANCES, sinks=sinks)
+    wanted = mean_score(model, TOKENS, 1, sinks)
     close(found.profile(), wanted, 1e-6)
     close(sum_of_terms(found), wanted, 1e-5)
     assert float(found.error().max()) < 1e-5
@@ -93,7 +93,7 @@ def test_the_profile_is_the_distance_effect(shared_model: Model) -> None:
 @pytest.mark.parametrize("encoding", ["rope", "absolute_rope"])
 def test_each_source_by_the_weights(encoding: str, keys_from: str) -> None:
     model = small_model(encoding=encoding, keys_from=keys_from, causal=True).double()
-    found = distance_sources(model, SMALL, 1, distances=DISTANCES, burn_in=1)
+    found = distance_sources(model, SMALL, 1, distances=DISTANCES, sinks=1)
     with torch.no_grad():
         cache = model.run_with_cache(SMALL)[1]
         block, first = model.blocks[1], model.blocks[0].attn
@@ -195,9 +195,9 @@ def test_padded_texts_are_pooled() -> None:
     lengths = [9, 5, 9, 7]
     tokens = torch.randint(1, 20, (4, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
-    found = distance_sources(model, tokens, 1, attention_mask=mask, distances=DISTANCES, burn_in=2)
+    found = distance_sources(model, tokens, 1, attention_mask=mask, distances=DISTANCES, sinks=2)
     alone = [
-        distance_sources(model, tokens[at : at + 1, :n], 1, distances=DISTANCES, burn_in=2)
+        distance_sources(model, tokens[at : at + 1, :n], 1, distances=DISTANCES, sinks=2)
         for at, n in enumerate(lengths)
     ]
     weights = [(n - 2) / (sum(lengths) - 8) for n in lengths]
@@ -381,7 +381,7 @@ def test_the_mean_embedding(shared_model: Model) -> None:
     [
         ({"layer": 2}, "layers must be integers from"),
         ({"heads": [8]}, "heads must be"),
-        ({"burn_in": 10}, "burn_in must be an integer from 0 to 9, got 10"),
+        ({"sinks": 10}, "sinks must be an integer from 0 to 9, got 10"),
         ({"distances": []}, "distances must be one-dimensional and not empty"),
         ({"tokens": "a text"}, "the model has no tokenizer"),
     ],

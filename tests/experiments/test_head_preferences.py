@@ -18,7 +18,7 @@ TOKENS = zoo.random_tokens(length=12, batch=2)
 @pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "qwen3"), ("bridge", "phi")])
 def test_numbers_are_those_of_the_vectors(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    table = preference_flips(model, TOKENS, near=[0, 1, 2], far=[5, 9], burn_in=1, queries=4, progress=False)
+    table = preference_flips(model, TOKENS, near=[0, 1, 2], far=[5, 9], sinks=1, queries=4, progress=False)
     assert list(table.columns) == ["batch", "layer", "head", "near", "far", "near_far"]
     for layer in capture(model, TOKENS, scores=False):
         found = preference_flips_qk(layer.q[:, [1, 4, 8, 11]], layer.k[:, 1:], layer.spec.rotary, [0, 1, 2], [5, 9])
@@ -48,7 +48,7 @@ def test_default_distances_and_refusals(shared_model: Any) -> None:
         ({"near": "0"}, "near must be distances"),
         ({"near": [0, 9], "far": [9]}, "no distance twice"),
         ({"queries": 0}, "queries must"),
-        ({"burn_in": 11}, "burn_in must be an integer from 0 to 10"),
+        ({"sinks": 11}, "sinks must be an integer from 0 to 10"),
     ):
         with pytest.raises(ValueError, match=words):
             preference_flips(model, TOKENS, progress=False, **options)

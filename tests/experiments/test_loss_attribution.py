@@ -13,7 +13,7 @@ from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import additive_substitution
-from tl_posdisent.experiments import part_attribution, shapley_values
+from tl_posdisent.experiments import component_attribution, shapley_values
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.planning.planner import layer_hooks
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
@@ -103,7 +103,7 @@ def scaled(spec: Any, head: int, part: str, by: float) -> list[Any]:
 )
 def test_values_are_finite_differences(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    table = part_attribution(model, TOKENS, loss).set_index(["layer", "head"])
+    table = component_attribution(model, TOKENS, loss).set_index(["layer", "head"])
     step, sizes = 0.02, []
     for layer, head in ((0, 0), (0, 5), (1, 3)):
         spec = read_layers(model, [layer])[0]
@@ -126,11 +126,11 @@ def test_the_model_is_left_as_it_was(kind: str, name: str, shared_model: Any) ->
     parameters = list(model.parameters())
     before, grads = state(model), [(p.requires_grad, p.grad) for p in parameters]
     with torch.no_grad():
-        frozen = part_attribution(model, TOKENS)
+        frozen = component_attribution(model, TOKENS)
     for p in parameters:
         p.requires_grad_(not p.requires_grad)
     try:
-        pd.testing.assert_frame_equal(part_attribution(model, TOKENS), frozen)
+        pd.testing.assert_frame_equal(component_attribution(model, TOKENS), frozen)
     finally:
         for p in parameters:
             p.requires_grad_(not p.requires_grad)
@@ -141,10 +141,10 @@ def test_the_model_is_left_as_it_was(kind: str, name: str, shared_model: Any) ->
 def test_padded_texts_heads_and_layers(shared_model: Any) -> None:
     model, mask = shared_model("bridge", "llama-gqa"), torch.ones_like(TOKENS)
     mask[1, 6:] = 0
-    got = part_attribution(model, TOKENS, attention_mask=mask)
-    alone = [part_attribution(model, row) for row in (TOKENS[:1], TOKENS[1:, :6])]
+    got = component_attribution(model, TOKENS, attention_mask=mask)
+    alone = [component_attribution(model, row) for row in (TOKENS[:1], TOKENS[1:, :6])]
     pd.testing.assert_frame_equal(got, (alone[0] + alone[1]) / 2, check_dtype=False, atol=1e-6)
-    some = part_attribution(model, TOKENS, attention_mask=mask, heads=[(1, 6), (1, 2)])
+    some = component_attribution(model, TOKENS, attention_mask=mask, heads=[(1, 6), (1, 2)])
     assert list(zip(some["layer"], some["head"], strict=True)) == [(1, 6), (1, 2)]
     wanted = got.set_index(["layer", "head"]).loc[[(1, 6), (1, 2)]].reset_index()
     pd.testing.assert_frame_equal(some, wanted, atol=1e-6)
@@ -154,5 +154,5 @@ def test_a_metric_without_gradients_is_refused(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     for metric in (lambda logits, tokens: logits.detach().mean(), lambda logits, tokens: logits.mean().item()):
         with pytest.raises(ValueError, match="metric must be differentiable"):
-            part_attribution(model, TOKENS, metric)
+            component_attribution(model, TOKENS, metric)
     assert all(p.grad is None for p in model.parameters())

@@ -13,7 +13,7 @@ from support import zoo
 from torch import Tensor
 
 from tl_posdisent import component_patching, head_ablation, head_patching, logit_difference, position_patching
-from tl_posdisent.experiments import part_attribution
+from tl_posdisent.experiments import component_attribution
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
 LENGTHS = [9, 6, 7]
@@ -72,8 +72,8 @@ def test_every_experiment_takes_it(kind: str, name: str, padding: str, experimen
 
 def test_gradients_flow_through_it(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    got = part_attribution(model, TOKENS, logit_difference(ANSWERS, WRONG), attention_mask=RIGHT)
-    pd.testing.assert_frame_equal(got, part_attribution(model, TOKENS, by_hand, attention_mask=RIGHT), atol=1e-6)
+    got = component_attribution(model, TOKENS, logit_difference(ANSWERS, WRONG), attention_mask=RIGHT)
+    pd.testing.assert_frame_equal(got, component_attribution(model, TOKENS, by_hand, attention_mask=RIGHT), atol=1e-6)
 
 
 def test_it_can_be_sent_and_compared() -> None:

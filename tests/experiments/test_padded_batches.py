@@ -50,7 +50,7 @@ BY_TEXT: dict[str, Call] = {
 
 POOLED: dict[str, Call] = {
     "additivity": lambda *x, **y: tp.additivity(*x, pool=True, **y),
-    "controlled_distance": lambda *x, **y: tp.controlled_distance(*x, burn_in=1, **y),
+    "controlled_distance": lambda *x, **y: tp.controlled_distance(*x, sinks=1, **y),
     "disentanglement": tp.disentanglement,
     "subspace_patterns": tp.subspace_patterns,
     "trained_vs_random": lambda *x, **y: ex.trained_vs_random(*x, seeds=[0], **y),

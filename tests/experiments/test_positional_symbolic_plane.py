@@ -18,14 +18,14 @@ TOKENS = zoo.random_tokens(length=12, batch=2)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2"))
-@pytest.mark.parametrize("burn_in", [0, 4])
-def test_is_the_plane_of_captured_vectors(kind: str, name: str, burn_in: int, shared_model: Model) -> None:
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_is_the_plane_of_captured_vectors(kind: str, name: str, sinks: int, shared_model: Model) -> None:
     model = shared_model(kind, name)
-    table = positional_symbolic(model, TOKENS, burn_in=burn_in, progress=False)
-    by_subspace = positional_symbolic(model, TOKENS, burn_in=burn_in, by_subspace=True, progress=False)
+    table = positional_symbolic(model, TOKENS, sinks=sinks, progress=False)
+    by_subspace = positional_symbolic(model, TOKENS, sinks=sinks, by_subspace=True, progress=False)
     assert table.columns.tolist() == ["batch", "layer", "head", "positional", "symbolic"]
     for layer in capture(model, TOKENS, scores=False):
-        plane = positional_symbolic_qk(layer.q[:, burn_in:], layer.k[:, burn_in:], layer.spec.rotary)
+        plane = positional_symbolic_qk(layer.q[:, sinks:], layer.k[:, sinks:], layer.spec.rotary)
         for mine, whole, parts in (
             ("positional", plane.positional, plane.positional_by_subspace),
             ("symbolic", plane.symbolic, plane.symbolic_by_subspace),
@@ -48,10 +48,10 @@ def test_training_makes_heads_positional(shared_model: Model) -> None:
     """In the stories model most scores stay with the place, at random initialisation hardly any; fast subspaces alone
     are positional where slow ones alone are symbolic."""
     model, text = shared_model("bridge", "stories"), stories.sample_story(200, 0)
-    trained = positional_symbolic(model, text, burn_in=20, progress=False)
-    chance = positional_symbolic(next(random_control(model)), text, burn_in=20, progress=False)
+    trained = positional_symbolic(model, text, sinks=20, progress=False)
+    chance = positional_symbolic(next(random_control(model)), text, sinks=20, progress=False)
     assert trained["positional"].mean() > 0.4 > 0.3 > chance["positional"].mean()
-    parts = positional_symbolic(model, text, burn_in=20, by_subspace=True, progress=False)
+    parts = positional_symbolic(model, text, sinks=20, by_subspace=True, progress=False)
     parts = parts.groupby("subspace")[["positional", "symbolic"]].mean()
     assert parts["symbolic"].idxmax() == 3
     assert parts["positional"].idxmin() == 3
@@ -61,8 +61,8 @@ def test_training_makes_heads_positional(shared_model: Model) -> None:
     ("change", "message"),
     [
         ({"layers": [5]}, "layers must be integers from 0 to 1.*got 5"),
-        ({"burn_in": 11}, "burn_in must be an integer from 0 to 10, got 11"),
-        ({"burn_in": 1.0}, "burn_in must be an integer from 0 to 10, got 1.0"),
+        ({"sinks": 11}, "sinks must be an integer from 0 to 10, got 11"),
+        ({"sinks": 1.0}, "sinks must be an integer from 0 to 10, got 1.0"),
         ({"tokens": torch.ones(1, 12)}, "tokens must be text or an integer tensor"),
     ],
 )

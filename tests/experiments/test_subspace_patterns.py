@@ -30,12 +30,12 @@ CASES = zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2")
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
-@pytest.mark.parametrize("burn_in", [0, 5])
-def test_is_the_pattern_of_captured_vectors(kind: str, name: str, burn_in: int, shared_model: Model) -> None:
+@pytest.mark.parametrize("sinks", [0, 5])
+def test_is_the_pattern_of_captured_vectors(kind: str, name: str, sinks: int, shared_model: Model) -> None:
     model = shared_model(kind, name)
-    table = subspace_patterns(model, TOKENS, burn_in=burn_in, progress=False)
+    table = subspace_patterns(model, TOKENS, sinks=sinks, progress=False)
     for layer in capture(model, TOKENS, scores=False):
-        q, k, spec = layer.q[:, burn_in:], layer.k[:, burn_in:], layer.spec
+        q, k, spec = layer.q[:, sinks:], layer.k[:, sinks:], layer.spec
         expected = subspace_patterns_qk(q, k, spec.rotary, range(12), scale=spec.scale).to_frame()
         found = table[table["layer"] == layer.layer].drop(columns="layer").reset_index(drop=True)
         pd.testing.assert_frame_equal(found, expected)
@@ -43,7 +43,7 @@ def test_is_the_pattern_of_captured_vectors(kind: str, name: str, burn_in: int, 
 
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_shares_are_those_of_controlled_distance(kind: str, name: str, shared_model: Model) -> None:
-    model, options = shared_model(kind, name), {"distances": [0, 1, 30], "burn_in": 2, "progress": False}
+    model, options = shared_model(kind, name), {"distances": [0, 1, 30], "sinks": 2, "progress": False}
     parts = subspace_patterns(model, TOKENS, **options).groupby(["layer", "head"])[["distance", "interaction"]].sum()
     whole = controlled_distance(model, TOKENS, **options).set_index(["layer", "head"])
     pd.testing.assert_series_equal(parts["distance"], whole["distance"], rtol=1e-9, atol=1e-12)
@@ -56,7 +56,7 @@ def test_in_stories_keys_are_concentrated_and_content_is_slow(shared_model: Mode
     """Observation 1: at every frequency training concentrates the keys; content sits where nothing turns."""
     model, text = shared_model("bridge", "stories"), stories.sample_story(300, 0)
     trained, chance = (
-        subspace_patterns(m, text, burn_in=50, progress=False).groupby("subspace").mean()
+        subspace_patterns(m, text, sinks=50, progress=False).groupby("subspace").mean()
         for m in (model, next(random_control(model)))
     )
     assert (trained["key_concentration"] > chance["key_concentration"] + 0.3).all()
@@ -70,7 +70,7 @@ def test_in_stories_keys_are_concentrated_and_content_is_slow(shared_model: Mode
 def test_both_classes_agree(shared_model: Model) -> None:
     text = stories.sample_story(200, 0)
     tables = [
-        subspace_patterns(shared_model(kind, "stories"), text, burn_in=20, progress=False)
+        subspace_patterns(shared_model(kind, "stories"), text, sinks=20, progress=False)
         for kind in ("bridge", "hooked")
     ]
     pd.testing.assert_frame_equal(*tables, rtol=1e-3, atol=1e-3)
@@ -80,7 +80,7 @@ def test_both_classes_agree(shared_model: Model) -> None:
     ("change", "message"),
     [
         ({"layers": [2]}, "layers must be integers from 0 to 1.*got 2"),
-        ({"burn_in": 12}, "burn_in must be an integer from 0 to 11, got 12"),
+        ({"sinks": 12}, "sinks must be an integer from 0 to 11, got 12"),
         ({"distances": [math.nan]}, "distances must be finite real numbers"),
         ({"tokens": torch.tensor([[3, 999]])}, "tokens must be ids from 0 to 60"),
     ],
@@ -111,17 +111,17 @@ def test_without_rotation_the_architecture_is_named(kind: str, name: str, tool: 
 # --- beside chance ----------------------------------------------------------------------------------------------------
 
 
-def measures(model: Any, burn_in: int) -> pd.DataFrame:
+def measures(model: Any, sinks: int) -> pd.DataFrame:
     """All measures of one model, one function after the other."""
     index, quiet = ["layer", "head"], {"progress": False}
-    late = torch.arange(12) >= burn_in
+    late = torch.arange(12) >= sinks
     r = additivity(model, TOKENS, mask=late[:, None] & late & torch.ones(12, 12).tril().bool(), **quiet)
-    controlled = controlled_distance(model, TOKENS, burn_in=burn_in, **quiet).set_index(index)
-    plane = positional_symbolic(model, TOKENS, burn_in=burn_in, **quiet).groupby(index).mean()
-    patterns = subspace_patterns(model, TOKENS, burn_in=burn_in, **quiet).groupby(index).mean()
+    controlled = controlled_distance(model, TOKENS, sinks=sinks, **quiet).set_index(index)
+    plane = positional_symbolic(model, TOKENS, sinks=sinks, **quiet).groupby(index).mean()
+    patterns = subspace_patterns(model, TOKENS, sinks=sinks, **quiet).groupby(index).mean()
     bounds = []
     for layer in capture(model, TOKENS, scores=False):
-        moments = Moments.from_qk(layer.q[:, burn_in:], layer.k[:, burn_in:], layer.spec.rotary)
+        moments = Moments.from_qk(layer.q[:, sinks:], layer.k[:, sinks:], layer.spec.rotary)
         bounds.append(interaction_bound(moments, range(12), scale=layer.spec.scale).to_frame()["separate"])
     table = controlled[["r_three_axis", "r_two_axis", "distance:key", "distance:query:key"]].assign(
         r=r.groupby(index)["r"].mean(),
@@ -133,14 +133,14 @@ def measures(model: Any, burn_in: int) -> pd.DataFrame:
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_each_measure_is_that_of_its_own_function(kind: str, name: str, shared_model: Model) -> None:
-    model, seeds, burn_in = shared_model(kind, name), (4, 5), 3
-    table = trained_vs_random(model, TOKENS, seeds=seeds, burn_in=burn_in, progress=False)
+    model, seeds, sinks = shared_model(kind, name), (4, 5), 3
+    table = trained_vs_random(model, TOKENS, seeds=seeds, sinks=sinks, progress=False)
     columns = ["layer", "head", "measure", "trained", "random", "random_std"]
     assert table.columns.tolist() == columns
     assert (table.groupby(["layer", "head"]).size() == 9).all()
     wide = table.pivot_table(index=["layer", "head"], columns="measure")
-    trained = measures(model, burn_in)
-    copies = [measures(m, burn_in) for m in random_control(model, seeds)]
+    trained = measures(model, sinks)
+    copies = [measures(m, sinks) for m in random_control(model, seeds)]
     chance = torch.stack([torch.tensor(x.to_numpy()) for x in copies])
     for at, measure in enumerate(trained.columns):
         expected = {"trained": torch.tensor(trained[measure].tolist()).double()}
@@ -173,7 +173,7 @@ def test_one_copy_has_no_deviation(shared_model: Model, capfd: pytest.CaptureFix
 @pytest.mark.slow
 def test_stories_differ_from_chance(shared_model: Model) -> None:
     model, text = shared_model("bridge", "stories"), stories.sample_story(200, 0)
-    table = trained_vs_random(model, text, seeds=[0, 1], by="layer", burn_in=20, progress=False)
+    table = trained_vs_random(model, text, seeds=[0, 1], by="layer", sinks=20, progress=False)
     mean = table.groupby("measure")[["trained", "random"]].mean()
     for measure in ("r", "r_two_axis", "r_three_axis", "positional", "concentration"):
         assert mean["trained"][measure] > mean["random"][measure] + 0.2, measure
@@ -187,7 +187,7 @@ def test_stories_differ_from_chance(shared_model: Model) -> None:
         ({"by": "model"}, "by must be 'head' or 'layer', got 'model'"),
         ({"seeds": []}, "seeds must be non-negative integers, at least one"),
         ({"seeds": [0.5]}, r"seeds must be non-negative integers, at least one, got \[0.5\]"),
-        ({"burn_in": 11}, "burn_in must be an integer from 0 to 10, got 11"),
+        ({"sinks": 11}, "sinks must be an integer from 0 to 10, got 11"),
         ({"layers": [2]}, "layers must be integers from 0 to 1.*got 2"),
     ],
 )

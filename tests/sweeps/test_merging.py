@@ -29,27 +29,27 @@ LAST: dict[str, Any] = {"layers": [4]}
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     """Moments of two texts with two values of an argument, and in two precisions."""
-    asked = [("moments_by_layer", {**LAST, "burn_in": burn_in}) for burn_in in (0, 32)]
+    asked = [("moments_by_layer", {**LAST, "sinks": sinks}) for sinks in (0, 32)]
     todo = jobs("demo", asked, TEXTS.split(2)) + jobs("demo", asked[:1], TEXTS.split(2), dtype="float64")
     return sweep(todo, out=tmp_path_factory.mktemp("sweep"), progress=False)
 
 
 def test_arguments_and_precision_are_columns(swept: pd.DataFrame) -> None:
-    settings = swept[["arguments", "layers", "burn_in", "backend", "dtype"]].drop_duplicates()
+    settings = swept[["arguments", "layers", "sinks", "backend", "dtype"]].drop_duplicates()
     assert settings.values.tolist() == [
-        ['{"burn_in":0,"layers":[4]}', "[4]", 0, "auto", "float32"],
-        ['{"burn_in":32,"layers":[4]}', "[4]", 32, "auto", "float32"],
-        ['{"burn_in":0,"layers":[4]}', "[4]", 0, "auto", "float64"],
+        ['{"layers":[4],"sinks":0}', "[4]", 0, "auto", "float32"],
+        ['{"layers":[4],"sinks":32}', "[4]", 32, "auto", "float32"],
+        ['{"layers":[4],"sinks":0}', "[4]", 0, "auto", "float64"],
     ]
 
 
 def test_each_setting_is_merged_by_itself(swept: pd.DataFrame) -> None:
     """Each equals the direct call with it; all of them together are refused where one result is asked for."""
     merged = merge_controlled_distance(swept)
-    assert {"arguments", "burn_in", "dtype"} <= set(merged)
+    assert {"arguments", "sinks", "dtype"} <= set(merged)
     model = load_demo_model()
-    for (burn_in, dtype), rows in merged.groupby(["burn_in", "dtype"]):
-        direct = controlled_distance(model, TEXTS.tokens(model), burn_in=burn_in, **LAST, progress=False)
+    for (sinks, dtype), rows in merged.groupby(["sinks", "dtype"]):
+        direct = controlled_distance(model, TEXTS.tokens(model), sinks=sinks, **LAST, progress=False)
         tight = 1e-9 if dtype == "float32" else 1e-4
         shown = rows[direct.columns].reset_index(drop=True)
         pd.testing.assert_frame_equal(shown, direct, check_exact=False, rtol=tight, atol=tight)
@@ -58,18 +58,18 @@ def test_each_setting_is_merged_by_itself(swept: pd.DataFrame) -> None:
         ValueError, match="of one model, checkpoint and setting, got 3 that differ in arguments, dtype, b"
     ):
         merge_moments(swept)
-    one = swept[(swept["burn_in"] == 32) & (swept["dtype"] == "float32")]
+    one = swept[(swept["sinks"] == 32) & (swept["dtype"] == "float32")]
     assert merge_moments(one)[4].query.count == 2 * 32
-    assert "burn_in" not in merge_controlled_distance(one)
+    assert "sinks" not in merge_controlled_distance(one)
 
 
-def test_tables_of_direct_calls_know_their_burn_in() -> None:
+def test_tables_of_direct_calls_know_their_sinks() -> None:
     """Two calls on one text of 64 tokens are not 96 queries of it."""
     model, tokens = load_demo_model(), demo_tokens(length=64)
-    table = pd.concat([moments_by_layer(model, tokens, burn_in=n, **LAST, progress=False) for n in (0, 32)])
-    with pytest.raises(ValueError, match="that differ in burn_in"):
+    table = pd.concat([moments_by_layer(model, tokens, sinks=n, **LAST, progress=False) for n in (0, 32)])
+    with pytest.raises(ValueError, match="that differ in sinks"):
         merge_moments(table)
-    assert merge_controlled_distance(table)["burn_in"].tolist() == [0] * 8 + [32] * 8
+    assert merge_controlled_distance(table)["sinks"].tolist() == [0] * 8 + [32] * 8
 
 
 def test_marginals_are_pooled_within_their_arguments(tmp_path: Path) -> None:

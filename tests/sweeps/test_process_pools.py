@@ -51,7 +51,7 @@ def _in_time() -> Iterator[None]:
 def test_a_corpus_split_over_workers_is_the_corpus(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Results to the last bit, in the order asked for, and merged to those of one process."""
     executor = request.getfixturevalue("pool") if kind == "pool" else request.getfixturevalue("client").get_executor()
-    experiments = [LAST, ("moments_by_layer", {"burn_in": 4}), "marginals_by_layer"]
+    experiments = [LAST, ("moments_by_layer", {"sinks": 4}), "marginals_by_layer"]
     todo = jobs("demo", experiments, TEXTS.split(4))
     table = sweep(todo, executor, out=tmp_path, chunk=2, progress=False)
     assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo]
@@ -64,7 +64,7 @@ def test_a_corpus_split_over_workers_is_the_corpus(kind: str, request: pytest.Fi
     pd.testing.assert_frame_equal(shown.reset_index(drop=True), direct.reset_index(drop=True), check_exact=True)
 
     merged = merge_controlled_distance(table)
-    whole = controlled_distance(model, tokens, burn_in=4, progress=False)
+    whole = controlled_distance(model, tokens, sinks=4, progress=False)
     pd.testing.assert_frame_equal(merged[whole.columns], whole, check_exact=False, rtol=1e-9, atol=1e-9)
     merged = merge_additivity(table)
     whole = additivity(model, tokens, pool=True, progress=False)

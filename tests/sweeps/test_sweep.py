@@ -41,7 +41,7 @@ def measured(table: pd.DataFrame) -> pd.DataFrame:
 def test_hash_is_the_same_in_every_process_and_version_of_python() -> None:
     """A stored one. When results change on purpose, RESULTS changes with them, and this figure too."""
     text = Text.of("We hold these truths to be self-evident", length=8)
-    job = jobs("EleutherAI/pythia-70m", [("controlled_distance", {"burn_in": 1})], text, checkpoints=[1000])[0]
+    job = jobs("EleutherAI/pythia-70m", [("controlled_distance", {"sinks": 1})], text, checkpoints=[1000])[0]
     assert job.hash == "9337a47d8517ab1e64738b68d5d30d9da690a65468f399ee964296d2259a6960"
     assert tl_posdisent.__version__.startswith(f"{RESULTS}.")
 
@@ -64,7 +64,7 @@ def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
         )
     ]
     assert len({job.hash for job in [base, *others]}) == 11
-    forward, backward = {"burn_in": 2, "layers": range(2)}, {"layers": [0, 1], "burn_in": 2}
+    forward, backward = {"sinks": 2, "layers": range(2)}, {"layers": [0, 1], "sinks": 2}
     one, two = (jobs("demo", ("controlled_distance", x), "demo")[0] for x in (forward, backward))
     assert one == two
     assert one.hash == two.hash == pickle.loads(pickle.dumps(one)).hash
@@ -302,7 +302,7 @@ BAD = [
     (lambda: jobs("demo", "content_position_terms", "demo"), "arguments of content_position_terms .* 'layer'"),
     (lambda: jobs("demo", ("additivity", {"mask": torch.ones(2)}), "demo"), "arguments must be numbers, words"),
     (
-        lambda: jobs("demo", ("controlled_distance", {"burn_in": float("nan")}), "demo"),
+        lambda: jobs("demo", ("controlled_distance", {"sinks": float("nan")}), "demo"),
         "arguments must be numbers, words",
     ),
     (lambda: jobs("demo", ("additivity", 3), "demo"), "experiments must be names, or pairs"),

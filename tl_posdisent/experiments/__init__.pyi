@@ -41,7 +41,7 @@ from .causal.head_patching import (
     head_patching as head_patching,
 )
 from .causal.loss_attribution import (
-    part_attribution as part_attribution,
+    component_attribution as component_attribution,
 )
 from .causal.loss_attribution import (
     shapley_values as shapley_values,

@@ -29,7 +29,7 @@ from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 
 _MODEL = ("model", "checkpoint", "step")
-_SETTINGS = ("experiment", "seed", "arguments", "backend", "dtype", "burn_in")
+_SETTINGS = ("experiment", "seed", "arguments", "backend", "dtype", "sinks")
 
 
 def by_setting(table: pd.DataFrame, one: list[str]) -> list[tuple[dict[str, Any], pd.DataFrame]]:
@@ -187,19 +187,19 @@ def moments_by_layer(
     *,
     attention_mask: Tensor | None = None,
     layers: int | Iterable[int] | None = None,
-    burn_in: int = 0,
+    sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure all that ``controlled_distance`` needs of a text, in a form that adds up over texts.
 
     Args:
-        model, tokens, attention_mask, layers, burn_in, progress: as in ``controlled_distance``.
+        model, tokens, attention_mask, layers, sinks, progress: as in ``controlled_distance``.
 
     Returns:
         One row per layer, side and head: ``layer``, ``side`` (``"query"`` or ``"key"``), ``head`` (of keys: the key
         head), ``count``, ``mean`` (``d_head`` numbers) and ``cov`` (their covariance, ``d_head²`` numbers, row by row),
         float64, in the coordinates of ``Moments``; ``scale`` and ``length``; ``frequencies`` (radians per position),
-        ``pairing``, ``attention_factor`` and ``angle_dtype`` of the rotation; ``burn_in``.
+        ``pairing``, ``attention_factor`` and ``angle_dtype`` of the rotation; ``sinks``.
 
     Raises:
         ValueError: what ``controlled_distance`` refuses.
@@ -225,10 +225,10 @@ def moments_by_layer(
         reading.rotary(layers, "moments_by_layer"),
         lambda layer: Moments.from_qk(layer.q, layer.k, layer.rotary),
         rows,
-        burn_in=burn_in,
+        sinks=sinks,
         progress=progress,
     )
-    return reading.note(table.assign(burn_in=burn_in))
+    return reading.note(table.assign(sinks=sinks))
 
 
 def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
@@ -239,7 +239,7 @@ def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
             of other experiments are left out.
 
     Raises:
-        ValueError: another table; several models, checkpoints or settings (such as ``burn_in``); a job twice; layers
+        ValueError: another table; several models, checkpoints or settings (such as ``sinks``); a job twice; layers
             that rotate differently.
 
     Example:
@@ -269,7 +269,7 @@ def merge_controlled_distance(table: pd.DataFrame, distances: Numbers | None = N
 
     Returns:
         The columns of ``controlled_distance``, with ``model``, ``checkpoint`` and ``step`` in front if the table has
-        them, and settings (such as ``arguments`` and ``burn_in``) of which it has several: texts are added up within
+        them, and settings (such as ``arguments`` and ``sinks``) of which it has several: texts are added up within
         each. The figures are those of one process that reads everything, to rounding.
 
     Raises:

@@ -19,7 +19,7 @@ from tl_posdisent.experiments.attention_scores.subspace_patterns import subspace
 from tl_posdisent.experiments.attention_scores.trained_vs_random import trained_vs_random
 from tl_posdisent.experiments.causal.additive_substitution import additive_substitution
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
-from tl_posdisent.experiments.causal.loss_attribution import part_attribution
+from tl_posdisent.experiments.causal.loss_attribution import component_attribution
 from tl_posdisent.experiments.causal.position_patching import component_patching, position_patching
 from tl_posdisent.experiments.causal.streaming import streaming_ablation
 from tl_posdisent.experiments.residual_stream.content_position import content_position_terms
@@ -50,7 +50,7 @@ EXPERIMENTS: dict[str, Callable[..., Any]] = {
         length_generalization,
         marginals_by_layer,
         moments_by_layer,
-        part_attribution,
+        component_attribution,
         perturbation_curve,
         position_patching,
         positional_symbolic,

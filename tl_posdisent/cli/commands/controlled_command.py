@@ -26,7 +26,7 @@ def controlled(
     length: o.Length = None,
     texts: o.Texts = 1,
     layers: o.Layers = None,
-    burn_in: Annotated[int, typer.Option(min=0, help="Positions to leave out at the beginning of each text.")] = 0,
+    sinks: Annotated[int, typer.Option(min=0, help="Positions to leave out at the beginning of each text.")] = 0,
     control: o.Control = 1,
     seed: o.Seed = 0,
     progress: o.Progress = True,
@@ -59,7 +59,7 @@ def controlled(
         )
 
         def measure(m: Any) -> Any:
-            return controlled_distance(m, tokens, layers=chosen, burn_in=burn_in, progress=progress)
+            return controlled_distance(m, tokens, layers=chosen, sinks=sinks, progress=progress)
 
         trained, chance = with_random_baseline(measure, loaded, control, seed)
         what = f"{name_of(model)}, {tokens.shape[0]} × {tokens.shape[1]} tokens"

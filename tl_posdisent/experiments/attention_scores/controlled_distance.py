@@ -35,7 +35,7 @@ def controlled_distance(
     attention_mask: Tensor | None = None,
     distances: Numbers | None = None,
     layers: int | Iterable[int] | None = None,
-    burn_in: int = 0,
+    sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Decompose every head's scores over all combinations of distances, queries and keys of a text.
@@ -50,7 +50,7 @@ def controlled_distance(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         distances: default 0 up to those of the longest text; any finite numbers.
         layers: default all.
-        burn_in: positions to leave out at the beginning of each text (attention sinks are unlike all other keys).
+        sinks: positions to leave out at the beginning of each text (attention sinks are unlike all other keys).
         progress: show a bar.
 
     Returns:
@@ -59,7 +59,7 @@ def controlled_distance(
         ``r_three_axis``, ``r_two_axis``. With a soft cap (Gemma 2) these are the scores before it.
 
     Raises:
-        ValueError: unusable tokens, layers or distances; ``burn_in`` that leaves nothing; a layer without rotary
+        ValueError: unusable tokens, layers or distances; ``sinks`` that leaves nothing; a layer without rotary
             embeddings.
 
     Example:
@@ -82,7 +82,7 @@ def controlled_distance(
         reading.rotary(layers, "controlled_distance"),
         lambda layer: Moments.from_qk(layer.q, layer.k, layer.rotary),
         table,
-        burn_in=burn_in,
+        sinks=sinks,
         progress=progress,
     )
     return reading.note(found)

@@ -17,7 +17,7 @@ _CONTROLLED = ["r_three_axis", "r_two_axis"]
 
 
 def disentanglement(
-    model: Any, tokens: Tokens, *, attention_mask: Tensor | None = None, burn_in: int = 0, progress: bool = True
+    model: Any, tokens: Tokens, *, attention_mask: Tensor | None = None, sinks: int = 0, progress: bool = True
 ) -> pd.DataFrame:
     """Measure r of every head's scores: of the text, and three-axis and two-axis at controlled distances.
 
@@ -28,7 +28,7 @@ def disentanglement(
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
-        burn_in: positions to leave out of ``controlled_distance`` at the beginning.
+        sinks: positions to leave out of ``controlled_distance`` at the beginning.
         progress: show bars.
 
     Returns:
@@ -57,7 +57,7 @@ def disentanglement(
             left = tuple(d for d in range(first, texts.longest) if spec.window is None or abs(d) < spec.window)
             layers.setdefault(left, []).append(spec.layer)
     tables = [
-        controlled_distance(reading, distances=distances, layers=some, burn_in=burn_in, **batch)
+        controlled_distance(reading, distances=distances, layers=some, sinks=sinks, **batch)
         for distances, some in layers.items()
     ]
     if not tables:

@@ -31,7 +31,7 @@ def preference_flips(
     near: Sequence[float] | Tensor = NEAR,
     far: Sequence[float] | Tensor | None = None,
     layers: int | Iterable[int] | None = None,
-    burn_in: int = 0,
+    sinks: int = 0,
     queries: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -50,7 +50,7 @@ def preference_flips(
         near: near distances in positions, default 0 … 7.
         far: far ones; default eight, in geometric steps from 8 to the longest of the texts (at least 15).
         layers: default all that rotate.
-        burn_in: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
+        sinks: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
             unlike all other keys.
         queries: compare only for this many queries of each text, evenly spaced; default all. Time grows with queries ·
             keys² · distances: about a second per head for 256 tokens.
@@ -61,7 +61,7 @@ def preference_flips(
         probability of a flip between two near distances, two far ones, and one of each.
 
     Raises:
-        ValueError: unusable tokens, layers or distances; a distance that is near and far; ``burn_in`` that leaves fewer
+        ValueError: unusable tokens, layers or distances; a distance that is near and far; ``sinks`` that leaves fewer
             than two positions; a layer without rotary embeddings.
 
     Example:
@@ -87,7 +87,7 @@ def preference_flips(
         return join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])
 
     specs = reading.rotary(layers, "preference_flips")
-    options: dict[str, Any] = {"leave": 2, "burn_in": burn_in, "progress": progress}
+    options: dict[str, Any] = {"leave": 2, "sinks": sinks, "progress": progress}
     return reading.note(measure_layers(reading.model, texts, specs, measure, table, **options))
 
 

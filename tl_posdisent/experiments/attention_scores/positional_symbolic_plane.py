@@ -25,7 +25,7 @@ def positional_symbolic(
     attention_mask: Tensor | None = None,
     layers: int | Iterable[int] | None = None,
     by_subspace: bool = False,
-    burn_in: int = 0,
+    sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure whether each head's scores stay at a position (*positional*) or move with the keys (*symbolic*).
@@ -38,7 +38,7 @@ def positional_symbolic(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         by_subspace: one row per rotary subspace besides, for the scores of that subspace alone.
-        burn_in: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
+        sinks: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
             unlike all other keys.
         progress: show a bar.
 
@@ -47,7 +47,7 @@ def positional_symbolic(
         ``positional`` and ``symbolic``, each 0 … 1, their sum at most 1.
 
     Raises:
-        ValueError: unusable tokens or layers; ``burn_in`` that leaves fewer than two positions; a layer without
+        ValueError: unusable tokens or layers; ``sinks`` that leaves fewer than two positions; a layer without
             rotary embeddings.
 
     Example:
@@ -68,5 +68,5 @@ def positional_symbolic(
         return join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])
 
     specs = reading.rotary(layers, "positional_symbolic")
-    options: dict[str, Any] = {"leave": 2, "burn_in": burn_in, "progress": progress}
+    options: dict[str, Any] = {"leave": 2, "sinks": sinks, "progress": progress}
     return reading.note(measure_layers(reading.model, texts, specs, measure, table, **options))

@@ -28,11 +28,11 @@ class RotaryLayer(NamedTuple):
     k: Float[Tensor, "batch pos kv d_head"]
 
 
-def check_burn_in(burn_in: Any, lengths: Sequence[int], *, leave: int = 1) -> None:
-    """Raise unless ``burn_in`` leaves at least ``leave`` positions of every text."""
+def check_sinks(sinks: Any, lengths: Sequence[int], *, leave: int = 1) -> None:
+    """Raise unless ``sinks`` leaves at least ``leave`` positions of every text."""
     most = min(lengths) - leave
-    if not is_integer(burn_in) or not 0 <= burn_in <= most:
-        raise ValueError(f"burn_in must be an integer from 0 to {most}, got {burn_in!r}")
+    if not is_integer(sinks) or not 0 <= sinks <= most:
+        raise ValueError(f"sinks must be an integer from 0 to {most}, got {sinks!r}")
 
 
 def measure_layers(
@@ -42,7 +42,7 @@ def measure_layers(
     measure: Callable[[RotaryLayer], Measured],
     table: Callable[[AttentionSpec, list[Measured]], pd.DataFrame],
     *,
-    burn_in: int,
+    sinks: int,
     progress: bool,
     leave: int = 1,
 ) -> pd.DataFrame:
@@ -54,10 +54,10 @@ def measure_layers(
         model, texts, specs: what is run, and the layers; their scales are required.
         measure: of one layer in texts of equal length.
         table: of one layer, from what was measured for each group of ``texts``.
-        burn_in: positions to leave out at the beginning of each text, of which at least ``leave`` others must remain.
+        sinks: positions to leave out at the beginning of each text, of which at least ``leave`` others must remain.
         progress: show a bar.
     """
-    check_burn_in(burn_in, texts.lengths, leave=leave)
+    check_sinks(sinks, texts.lengths, leave=leave)
     scales = {spec.layer: spec.require_scale() for spec in specs}
     found: dict[int, list[Measured]] = {}
     tables = []
@@ -65,7 +65,7 @@ def measure_layers(
 
         def note(layer: Captured) -> None:
             rotary = layer.spec.require_rotary("measure_layers")
-            q, k = layer.q[:, burn_in:], layer.k[:, burn_in:]
+            q, k = layer.q[:, sinks:], layer.k[:, sinks:]
             parts = found.setdefault(layer.layer, [])
             parts.append(measure(RotaryLayer(rotary, scales[layer.layer], q, k)))
             if len(parts) == len(texts.groups):

@@ -25,7 +25,7 @@ def subspace_patterns(
     attention_mask: Tensor | None = None,
     distances: Numbers | None = None,
     layers: int | Iterable[int] | None = None,
-    burn_in: int = 0,
+    sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure size, concentration and shares of every subspace of every head (arXiv 2503.13305).
@@ -40,7 +40,7 @@ def subspace_patterns(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         distances: at which all pairs are scored, default 0 up to those of the longest text; any finite numbers.
         layers: default all.
-        burn_in: positions to leave out at the beginning of each text (attention sinks are unlike all other keys).
+        sinks: positions to leave out at the beginning of each text (attention sinks are unlike all other keys).
         progress: show a bar.
 
     Returns:
@@ -51,7 +51,7 @@ def subspace_patterns(
         ``SubspacePatterns`` for each.
 
     Raises:
-        ValueError: unusable tokens, layers or distances; ``burn_in`` that leaves nothing; a layer without rotary
+        ValueError: unusable tokens, layers or distances; ``sinks`` that leaves nothing; a layer without rotary
             embeddings.
 
     Example:
@@ -73,7 +73,7 @@ def subspace_patterns(
         return subspace_patterns_qk(q, k, parts[0].rotary, at, scale=parts[0].scale).to_frame()
 
     specs = reading.rotary(layers, "subspace_patterns")
-    options: dict[str, Any] = {"burn_in": burn_in, "progress": progress}
+    options: dict[str, Any] = {"sinks": sinks, "progress": progress}
     return reading.note(measure_layers(reading.model, texts, specs, lambda layer: layer, table, **options))
 
 

@@ -20,7 +20,7 @@ from tl_posdisent.utils.validation import check_choice
 from .additivity import additivity
 from .controlled_distance import controlled_distance
 from .positional_symbolic_plane import positional_symbolic
-from .rotary_layers import check_burn_in
+from .rotary_layers import check_sinks
 from .subspace_patterns import subspace_patterns
 
 _HEAD = ["layer", "head"]
@@ -35,7 +35,7 @@ def trained_vs_random(
     by: Literal["head", "layer"] = "head",
     distances: Numbers | None = None,
     layers: int | Iterable[int] | None = None,
-    burn_in: int = 0,
+    sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Compare additivity and other measures of a model's scores with their random-weights baseline.
@@ -60,7 +60,7 @@ def trained_vs_random(
         by: one row per head, or per layer: the mean over its heads.
         distances: controlled distances, default 0 up to those of the longest text.
         layers: default all.
-        burn_in: positions to leave out at the beginning of each text, among queries and keys.
+        sinks: positions to leave out at the beginning of each text, among queries and keys.
         progress: show a bar over the models.
 
     Returns:
@@ -68,7 +68,7 @@ def trained_vs_random(
         ``random_std``, mean and standard deviation over the copies (NaN for a single one).
 
     Raises:
-        ValueError: what these functions refuse; ``burn_in`` that leaves fewer than two positions.
+        ValueError: what these functions refuse; ``sinks`` that leaves fewer than two positions.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, trained_vs_random
@@ -81,7 +81,7 @@ def trained_vs_random(
     check_choice("by", by, ("head", "layer"))
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
-    check_burn_in(burn_in, texts.lengths, leave=2)
+    check_sinks(sinks, texts.lengths, leave=2)
     seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
     specs = reading.rotary(layers, "trained_vs_random")
     for spec in specs:
@@ -92,7 +92,7 @@ def trained_vs_random(
     results = []
     models = (m for group in ([reading], copies) for m in group)
     for m in tqdm(models, total=1 + len(seeds), desc="models", disable=not progress):
-        measured = _measure(read_model(m, layers), texts, distances=distances, layers=layers, burn_in=burn_in)
+        measured = _measure(read_model(m, layers), texts, distances=distances, layers=layers, sinks=sinks)
         long = measured.groupby(index).mean().reset_index().melt(index, var_name="measure")
         results.append(long.set_index([*index, "measure"])["value"])
     chance = pd.concat(results[1:], axis=1)
@@ -106,17 +106,17 @@ def _measure(
     *,
     distances: Numbers | None,
     layers: list[int] | None,
-    burn_in: int,
+    sinks: int,
 ) -> pd.DataFrame:
     """One row per layer and head, one column per measure."""
     common: dict[str, Any] = {"layers": layers, "progress": False}
     common |= {"tokens": texts.tokens, "attention_mask": texts.real}
-    at: dict[str, Any] = {"distances": distances, "burn_in": burn_in}
-    late = torch.arange(texts.tokens.shape[1]) >= burn_in
+    at: dict[str, Any] = {"distances": distances, "sinks": sinks}
+    late = torch.arange(texts.tokens.shape[1]) >= sinks
     controlled = controlled_distance(reading, **at, **common).set_index(_HEAD)
-    plane = positional_symbolic(reading, burn_in=burn_in, **common).groupby(_HEAD)
+    plane = positional_symbolic(reading, sinks=sinks, **common).groupby(_HEAD)
     patterns = subspace_patterns(reading, **at, **common).groupby(_HEAD)
-    observed = additivity(reading, mask=(late[:, None] & late) if burn_in else None, **common).groupby(_HEAD)
+    observed = additivity(reading, mask=(late[:, None] & late) if sinks else None, **common).groupby(_HEAD)
     return pd.DataFrame(
         {
             "r": observed["r"].mean(),

@@ -96,7 +96,7 @@ def _subset_values(table: Any, measured: str) -> dict[frozenset[str], float]:
     return dict(zip(named, map(float, runs[measured]), strict=True))
 
 
-def part_attribution(
+def component_attribution(
     model: Any,
     tokens: Tokens,
     metric: Metric = next_token_loss,
@@ -139,8 +139,8 @@ def part_attribution(
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
-        >>> from tl_posdisent.experiments import part_attribution
-        >>> table = part_attribution(load_demo_model(), demo_tokens(length=64))
+        >>> from tl_posdisent.experiments import component_attribution
+        >>> table = component_attribution(load_demo_model(), demo_tokens(length=64))
         >>> total = table[["distance", "query", "key", "residual"]].sum()
         >>> bool(abs(total["query"]) < 1e-3), bool(total["distance"] < 0)  # the distance part lowers the loss
         (True, True)
@@ -177,7 +177,7 @@ class _Tap:
 
     @property
     def edit(self) -> ScoreEdit:
-        return ScoreEdit("part_attribution", self.add_zero, Order.COMPONENT, scores=True)
+        return ScoreEdit("component_attribution", self.add_zero, Order.COMPONENT, scores=True)
 
     def add_zero(self, view: View) -> Tensor:
         scores = view.scores()

@@ -106,8 +106,8 @@ def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> 
     """Make the metric *logit difference*: logit of the right answer minus that of a wrong one, after each prompt.
 
     For ``metric=`` of ``head_ablation``, ``position_patching``, ``component_patching``, ``head_patching`` and
-    ``part_attribution``. Prompts may differ in length: pass them with ``attention_mask=``, or as a list of texts; the
-    answer is read at the last token of each. A constant added to all logits changes nothing.
+    ``component_attribution``. Prompts may differ in length: pass them with ``attention_mask=``, or as a list of texts;
+    the answer is read at the last token of each. A constant added to all logits changes nothing.
 
     Args:
         answers: token id of the right answer: an integer, one for each text ``[batch]``, or several for each

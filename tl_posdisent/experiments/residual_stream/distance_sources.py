@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.attention_scores.rotary_layers import check_burn_in
+from tl_posdisent.experiments.attention_scores.rotary_layers import check_sinks
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.planning.chosen_heads import Heads
 from tl_posdisent.models.capture import Captured, for_each_layer
@@ -205,7 +205,7 @@ def distance_sources(
     attention_mask: Tensor | None = None,
     distances: Numbers | None = None,
     heads: Heads = None,
-    burn_in: int = 0,
+    sinks: int = 0,
 ) -> DistanceSources:
     """Split the distance profile of a layer's heads over the sources of their mean query and mean key, exactly.
 
@@ -227,14 +227,14 @@ def distance_sources(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         distances: default 0 up to those of the longest text; any finite numbers.
         heads: query heads, integers or pairs ``(layer, head)`` of this layer; default all.
-        burn_in: positions to leave out at the beginning of each text, as in ``controlled_distance``.
+        sinks: positions to leave out at the beginning of each text, as in ``controlled_distance``.
 
     Returns:
         ``DistanceSources``: ``profile()``, ``term(query_source, key_source)``, ``shares()``, ``error()``,
         ``to_frame()``; ``plot_distance_sources`` draws its table.
 
     Raises:
-        ValueError: unusable tokens, layer, heads or distances; ``burn_in`` that leaves nothing; a layer without rotary
+        ValueError: unusable tokens, layer, heads or distances; ``sinks`` that leaves nothing; a layer without rotary
             embeddings; queries or keys that are no such function of the stream (latent attention), a stream that is not
             the sum of its parts (a norm on the stream itself), attention that is not linear in ``hook_z``; texts of
             lengths at which the model rotates differently.
@@ -251,9 +251,9 @@ def distance_sources(
     scale = spec.require_scale()
     chosen = tuple(reading.heads([spec.layer], heads)[spec.layer])
     texts = read_texts(reading.model, tokens, attention_mask)
-    check_burn_in(burn_in, texts.lengths)
+    check_sinks(sinks, texts.lengths)
     sides: dict[Side, list[int]] = {"q": list(chosen), "k": [spec.key_head(head) for head in chosen]}
-    parts = _read_texts(reading.model, spec, texts, sides, burn_in)
+    parts = _read_texts(reading.model, spec, texts, sides, sinks)
     names, sums = weighted_sources(reading.model, [part.batch for part in parts], spec.layer, "distance_sources")
     n_weights = parts[0].readouts["q"].n_weights
     query, key = _split("q", parts, names, sums[:, :n_weights]), _split("k", parts, names, sums[:, n_weights:])
@@ -282,11 +282,9 @@ class _Part:
     rotary: Rotary
 
 
-def _read_texts(
-    model: Any, spec: AttentionSpec, texts: Texts, heads: dict[Side, list[int]], burn_in: int
-) -> list[_Part]:
+def _read_texts(model: Any, spec: AttentionSpec, texts: Texts, heads: dict[Side, list[int]], sinks: int) -> list[_Part]:
     """Run the texts up to the layer, and measure its read-out on the first."""
-    count = sum(length - burn_in for length in texts.lengths)
+    count = sum(length - sinks for length in texts.lengths)
     whole: dict[Side, FrozenReadout] = {}
     parts = []
     for group in texts.groups:
@@ -301,10 +299,10 @@ def _read_texts(
             x = readout.weights(spec, stream[readout.source], plain[side], vectors[side])
             w, r = (y[..., some] / count if readout.qk_norm else y / count for y in x)
             weights.append(w)
-            bias[side] = r[:, burn_in:].sum((0, 1))
-            own[side] = vectors[side][:, burn_in:, some].double().sum((0, 1)) / count
+            bias[side] = r[:, sinks:].sum((0, 1))
+            own[side] = vectors[side][:, sinks:, some].double().sum((0, 1)) / count
         at = torch.cat(weights, -1)
-        at[:, :burn_in] = 0
+        at[:, :sinks] = 0
         readouts = {side: readout.of_heads(heads[side]) for side, readout in whole.items()}
         parts.append(_Part(Batch(group.tokens, at), readouts, bias, own, seen.spec.require_rotary("distance_sources")))
     _check_rotation(spec, [part.rotary for part in parts])

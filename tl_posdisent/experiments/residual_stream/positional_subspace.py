@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.attention_scores.rotary_layers import check_burn_in
+from tl_posdisent.experiments.attention_scores.rotary_layers import check_sinks
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import is_integer, is_number
@@ -70,7 +70,7 @@ def positional_subspace(
     attention_mask: Tensor | None = None,
     rank: int | None = None,
     explained: float = 0.95,
-    burn_in: int = 0,
+    sinks: int = 0,
 ) -> PositionalSubspace:
     """Compute the principal directions of the positional part of the residual stream before a layer.
 
@@ -85,14 +85,14 @@ def positional_subspace(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
         rank: number of directions; None for the smallest number that explains the share ``explained``.
         explained: of the positional part's variance, above 0 and up to 1; used without ``rank``.
-        burn_in: positions to leave out at the beginning (the first token's vector is often unlike all others).
+        sinks: positions to leave out at the beginning (the first token's vector is often unlike all others).
 
     Returns:
         ``PositionalSubspace``.
 
     Raises:
         ValueError: unusable tokens or layer; positions that only one text reaches; a ``rank`` beyond the directions in
-            which the positional part varies, or no such direction; ``explained`` or ``burn_in`` out of range.
+            which the positional part varies, or no such direction; ``explained`` or ``sinks`` out of range.
 
     Example:
         >>> from tl_posdisent.experiments import positional_subspace
@@ -111,11 +111,11 @@ def positional_subspace(
     texts = read_texts(model, tokens, attention_mask)
     _check(rank, explained)
     texts.require_two("positional_subspace")
-    check_burn_in(burn_in, texts.lengths, leave=2)
+    check_sinks(sinks, texts.lengths, leave=2)
     streams = []
     for group in texts.groups:
         seen, _, _ = watch(model, group.tokens, spec, [residual_hook(layer)])
-        streams.append(seen[residual_hook(layer)][:, burn_in:].double())
+        streams.append(seen[residual_hook(layer)][:, sinks:].double())
     content, position, _, counts = split_stream(streams)
     n = int(counts.sum())
     _, singular, directions = torch.linalg.svd(position * (counts / n).sqrt()[:, None], full_matrices=False)

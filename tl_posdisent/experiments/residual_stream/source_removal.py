@@ -36,7 +36,7 @@ def distance_sources_check(
     attention_mask: Tensor | None = None,
     distances: Numbers | None = None,
     heads: Heads = None,
-    burn_in: int = 0,
+    sinks: int = 0,
     top: int = 1,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -49,7 +49,7 @@ def distance_sources_check(
     made of means, which it keeps.
 
     Args:
-        model, tokens, layer, attention_mask, distances, heads, burn_in: as in ``distance_sources``.
+        model, tokens, layer, attention_mask, distances, heads, sinks: as in ``distance_sources``.
         top: sources per head, those with the largest absolute share.
         progress: show a bar.
 
@@ -74,16 +74,16 @@ def distance_sources_check(
     model, (spec,) = reading.model, reading.rotary([layer], "distance_sources")
     texts = read_texts(model, tokens, attention_mask)
     found = distance_sources(
-        reading, tokens, layer, attention_mask=attention_mask, distances=distances, heads=heads, burn_in=burn_in
+        reading, tokens, layer, attention_mask=attention_mask, distances=distances, heads=heads, sinks=sinks
     )
     table = found.to_frame("source")
     table = table[table["source"] != BIAS].groupby("head", sort=False).head(top).drop(columns="error")
     remaining: dict[str, tuple[list[float], list[float]]] = {}
     for source in tqdm(list(dict.fromkeys(table["source"])), desc="sources", disable=not progress):
-        direct = _slopes(model, spec, texts, found, burn_in, source=source)
+        direct = _slopes(model, spec, texts, found, sinks, source=source)
         hooks = _ablation(model, source)
         nothing = [float("nan")] * len(found.heads)
-        total = _slopes(model, spec, texts, found, burn_in, hooks=hooks) if hooks else nothing
+        total = _slopes(model, spec, texts, found, sinks, hooks=hooks) if hooks else nothing
         remaining[source] = direct, total
     place = {head: at for at, head in enumerate(found.heads)}
     rows = list(zip(table["source"], table["head"], strict=True))
@@ -98,7 +98,7 @@ def _slopes(
     spec: AttentionSpec,
     texts: Texts,
     found: DistanceSources,
-    burn_in: int,
+    sinks: int,
     *,
     source: str | None = None,
     hooks: Sequence[Hook] = (),
@@ -109,8 +109,8 @@ def _slopes(
         more = [*hooks]
         if source is not None:
             more.append(_subtract(residual_hook(spec.layer), tokens_of_source(model, group.tokens, source)))
-        sides.append(_sums(model, spec, group.tokens, burn_in, more))
-    count = sum(length - burn_in for length in texts.lengths)
+        sides.append(_sums(model, spec, group.tokens, sinks, more))
+    count = sum(length - sinks for length in texts.lengths)
     query, key = torch.stack(sides).sum(0) / count
     keys = [spec.key_head(head) for head in found.heads]
     old, new = found.profile(), found.profile_of(query[list(found.heads)], key[keys])
@@ -119,13 +119,13 @@ def _slopes(
 
 
 def _sums(
-    model: Any, spec: AttentionSpec, tokens: Int[Tensor, "batch pos"], burn_in: int, hooks: list[Hook]
+    model: Any, spec: AttentionSpec, tokens: Int[Tensor, "batch pos"], sinks: int, hooks: list[Hook]
 ) -> Float64[Tensor, "2 head d_head"]:
     """Sums of a layer's queries, and of its keys (fewer heads of which there may be: the rest is 0)."""
     found: list[Captured] = []
     with applied(model, hooks):
         for_each_layer(model, tokens, [spec], found.append, scores=False)
-    q, k = (x[:, burn_in:].double().sum((0, 1)) for x in (found[0].q, found[0].k))
+    q, k = (x[:, sinks:].double().sum((0, 1)) for x in (found[0].q, found[0].k))
     return torch.stack([q, torch.cat([k, k.new_zeros(len(q) - len(k), k.shape[1])])])
 
 
