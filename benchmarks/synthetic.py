@@ -31,7 +31,7 @@ from tl_posdisent.synthetic import (
     TriggerDistance,
 )
 from tl_posdisent.synthetic.training.presets import preset
-from tl_posdisent.synthetic.training.steps import Training
+from tl_posdisent.synthetic.training.train import TaskTraining
 
 PAPER = preset("paper")
 

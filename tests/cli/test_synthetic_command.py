@@ -82,7 +82,7 @@ def test_a_second_call_takes_up_what_is_there(tmp_path: Path, monkeypatch: pytes
     chosen = ("--encoding", "none", "--task", "count", "--out", tmp_path, "--no-progress")
     first = invoke(*chosen)
     monkeypatch.setattr(
-        "tl_posdisent.synthetic.training.steps.Training.step", lambda self: pytest.fail("trained again")
+        "tl_posdisent.synthetic.training.loop.TrainingLoop._step", lambda self: pytest.fail("trained again")
     )
     assert invoke(*chosen).stdout == first.stdout
 

@@ -309,7 +309,7 @@ def test_what_is_done_is_not_done_again(done: tuple[Any, Path], monkeypatch: pyt
         "progress": False,
     }
     monkeypatch.setattr(
-        "tl_posdisent.synthetic.training.steps.Training.step", lambda self: pytest.fail("trained again")
+        "tl_posdisent.synthetic.training.loop.TrainingLoop._step", lambda self: pytest.fail("trained again")
     )
     again = deposit_study(brief(), folder=folder, **options)
     pd.testing.assert_frame_equal(again.drops, study.drops)

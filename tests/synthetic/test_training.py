@@ -27,7 +27,7 @@ from tl_posdisent.synthetic import (
     save_checkpoint,
     train,
 )
-from tl_posdisent.synthetic.training import checkpoints, steps
+from tl_posdisent.synthetic.training import train as training
 
 TASK = TriggerDistance(d_vocab=8, min_gap=0, max_gap=3, min_side=0, max_side=12, n_ctx=32)
 FEW = TrainConfig(epochs=2, batch_size=16, n_train=100, n_test=60, lr=3e-3, log_every=5)  # 12 steps
@@ -126,10 +126,14 @@ def test_the_last_batch_is_kept_if_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     assert (config.steps_per_epoch, config.steps) == (3, 6)
     assert [config.samples(n) for n in range(7)] == [0, 16, 32, 40, 56, 72, 80]
     sizes: list[int] = []
-    gradients = steps.Training._gradients
-    monkeypatch.setattr(
-        steps.Training, "_gradients", lambda self, chosen: sizes.append(len(chosen)) or gradients(self, chosen)
-    )
+    samples = training.TaskTraining.samples
+
+    def note(self: Any) -> Tensor:
+        chosen = samples(self)
+        sizes.append(len(chosen))
+        return chosen
+
+    monkeypatch.setattr(training.TaskTraining, "samples", note)
     run = go(small(), config)
     assert sizes == [16, 16, 8] * 2
     assert run.metrics["samples"].tolist() == [16, 32, 40, 56, 72, 80]
@@ -167,27 +171,15 @@ def test_padding_can_be_read() -> None:
     assert not torch.allclose(run.model(shorter), run.model(split.test_tokens[:1]))
 
 
-def test_a_state_from_before_a_setting_existed_is_gone_on_with(tmp_path: Path) -> None:
-    """What a setting was before there was such a setting is its default; any other value is refused."""
-    go(small(), folder=tmp_path, stop_at=3)
-    groups, notes = checkpoints.read(tmp_path / "state.safetensors")
-    for part, name in (("model", "final_norm"), ("task", "two_triggers"), ("training", "keep_last")):
-        del notes[part][name]
-    checkpoints.write(tmp_path / "state.safetensors", groups, notes)
-    with pytest.raises(ValueError, match="has model final_norm=True, not False"):
-        go(small(final_norm=False), folder=tmp_path, resume=True)
-    assert same(weights(go(small(), folder=tmp_path, resume=True).model), weights(go(small()).model))
-
-
 def test_an_epoch_sees_every_sample_once_in_a_new_order(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    answers = steps.answers
+    answers = training.answers
 
     def listen(model: Any, tokens: Tensor, pad: int | None) -> Tensor:
         seen.extend(tuple(row) for row in torch.nn.functional.pad(tokens, (0, 32 - tokens.shape[1])).tolist())
         return answers(model, tokens, pad)
 
-    monkeypatch.setattr(steps, "answers", listen)
+    monkeypatch.setattr(training, "answers", listen)
     go(small(), changed(FEW, n_train=96, pieces=2, n_test=1))
     expected = sorted(map(tuple, TASK.split(96, 1).train_tokens.tolist()))
     first, second = seen[:96], seen[96:192]

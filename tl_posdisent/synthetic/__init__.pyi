@@ -85,7 +85,7 @@ from .training.runs import (
 from .training.runs import (
     TrainRun as TrainRun,
 )
-from .training.steps import (
+from .training.evaluate import (
     evaluate as evaluate,
 )
 from .training.train import (

@@ -18,7 +18,7 @@ from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.hooks.ablate import AblationMode
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import IGNORED
-from tl_posdisent.synthetic.training.steps import answers, check_samples
+from tl_posdisent.synthetic.training.evaluate import answers, check_samples
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.validation import check_choice
 

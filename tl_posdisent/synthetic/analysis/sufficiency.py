@@ -15,7 +15,7 @@ from tl_posdisent.hooks.ablate import replace_heads, stand_in
 from tl_posdisent.models.reading.forward import Hook, hook_name
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.training.steps import check_samples, evaluate
+from tl_posdisent.synthetic.training.evaluate import check_samples, evaluate
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.validation import check_choice, check_heads, is_number
 

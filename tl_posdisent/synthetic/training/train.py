@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
-from tqdm.auto import tqdm
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import Task, whole
-from tl_posdisent.utils.files import locked, remove_unfinished
+from tl_posdisent.synthetic.tasks.sampling import IGNORED, Task, whole
 
-from .checkpoints import WEIGHTS, check_shapes, put, read, save_checkpoint, write
+from .checkpoints import save_checkpoint
+from .evaluate import answers, evaluate, lengths_of, padded_width
+from .loop import Settings, TrainingLoop
 from .runs import TrainConfig, TrainRun
-from .steps import Training
 
-STATE = "state.safetensors"  # all that a training needs to go on
-_MOMENTS = ("first_moment", "second_moment")
+_COLUMNS = ["step", "samples", "lr", "loss", "accuracy", "grad_norm", "test_loss", "test_accuracy", "seconds"]
 
 
 class TrainingInterrupted(KeyboardInterrupt):
@@ -53,12 +55,12 @@ def train(
     """Train a synthetic model on a task, in place.
 
     Everything that is drawn (order of samples, dropout) follows from ``config.seed`` and the number of the step; the
-    global random state is left alone. So a training run that was interrupted and resumed ends, on a CPU with the same
+    global random state is restored. So a training run that was interrupted and resumed ends, on a CPU with the same
     number of threads, with the same weights to the last bit as one that was not.
 
-    Ctrl-C lets the step under way end, keeps a checkpoint and the state in ``folder``, and raises
+    Ctrl-C lets the current step end, saves a checkpoint and the state in ``folder``, and raises
     ``TrainingInterrupted``, a ``KeyboardInterrupt`` with the metrics so far; a second Ctrl-C stops at once, and then
-    only what was kept before remains. After any other error the model stays in the mode it was in, with the weights
+    only what was saved before remains. After any other error the model stays in the mode it was in, with the weights
     of the last step.
 
     Args:
@@ -66,11 +68,11 @@ def train(
         task: the samples. The model's ``d_vocab``, ``n_ctx``, ``n_out`` and ``pad_id`` must fit it; with
             ``pad_id=None`` it reads padding.
         config: how to train; default ``TrainConfig()``, as in the paper.
-        folder: keep ``step-000123.safetensors`` there for each of ``config.checkpoints`` and the end, and
-            ``state.safetensors``, with which ``resume`` goes on. Without it nothing is kept. One training at a time
+        folder: save ``step-000123.safetensors`` there for each of ``config.checkpoints`` and the end, and
+            ``state.safetensors``, from which ``resume`` continues. Without it nothing is saved. One training at a time
             may write to a folder.
-        resume: go on from the state in ``folder``, if there is one.
-        stop_at: leave off after this step, to go on another time.
+        resume: continue from the state in ``folder``, if there is one.
+        stop_at: stop after this step, to resume another time.
         on_step: called with the number of steps done and the model after every step.
         progress: show a bar with loss and accuracy.
 
@@ -94,140 +96,101 @@ def train(
     """
     config = config or TrainConfig()
     _check(model, task, config, stop_at)
-    with _alone_in(folder):
-        kept = _Kept(model, task, config, folder, resume=resume)
-        training = Training(model, task, config)
-        if resume:
-            kept.load(training)
-        modes = [(part, part.training) for part in model.modules()]
-        model.train()
-        try:
-            with _ctrl_c_waits() as pressed, _own_random_state(training.device):
-                _run(training, kept, min(config.steps, stop_at or config.steps), on_step, pressed, progress)
-        except BaseException:
-            model.zero_grad(set_to_none=True)
-            for part, mode in modes:
-                part.training = mode
-            raise
-    model.eval()
-    run = TrainRun(model, task, config, training.frame(), kept.checkpoints)
-    if pressed:
+    training = TaskTraining(model, task, config, folder)
+    interrupted = training.run(resume=resume, stop_at=stop_at, on_step=on_step, progress=progress)
+    run = TrainRun(model, task, config, training.metrics(), training.checkpoints)
+    if interrupted:
         raise TrainingInterrupted(run)
     return run
 
 
-@contextlib.contextmanager
-def _alone_in(folder: str | Path | None) -> Iterator[None]:
-    """Hold the lock of the training's folder, without what a killed training left unfinished in it."""
-    if folder is None:
-        yield
-        return
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise ValueError(f"folder must be that of the training, but {folder} is a file")
-    with locked(folder, "folder", "training"):
-        for names in ("step-*", f"{STATE}.*"):
-            remove_unfinished(folder, names)
-        yield
-
-
-def _run(
-    training: Training,
-    kept: _Kept,
-    end: int,
-    on_step: Callable[[int, SyntheticModel], None] | None,
-    pressed: list[int],
-    progress: bool,
-) -> None:
-    """Steps from where the training is to ``end``, with what is to be measured and kept on the way."""
-    config, model = training.config, training.model
-    if training.done == 0 and 0 in config.checkpoints:
-        kept.weights(0)
-    with tqdm(total=config.steps, initial=training.done, desc="training", unit="step", disable=not progress) as bar:
-        while training.done < end and not pressed:
-            training.step()
-            done, last = training.done, training.done == end
-            keep = done in config.checkpoints
-            test = keep or done == config.steps or (config.test_every is not None and done % config.test_every == 0)
-            if test or last or done % config.log_every == 0:
-                training.log(test=test)
-                bar.set_postfix_str("loss {loss:.3f}, accuracy {accuracy:.3f}".format(**training.rows[-1]))
-            bar.update()
-            if keep or last:
-                kept.all(training)
-            if on_step is not None:
-                on_step(done, model)
-    if pressed:  # Ctrl-C: the bar ends, what was done is kept
-        training.log(test=False)
-        kept.all(training)
-
-
-class _Kept:
-    """What a training keeps in its folder; nothing without one."""
+class TaskTraining(TrainingLoop):
+    """Training on the samples of a task. Orders and dropout are drawn from the seed and the number of epoch or step."""
 
     def __init__(
-        self, model: SyntheticModel, task: Task, config: TrainConfig, folder: str | Path | None, *, resume: bool
+        self, model: SyntheticModel, task: Task, config: TrainConfig, folder: str | Path | None = None
     ) -> None:
-        if resume and folder is None:
-            raise ValueError("folder must be given with resume=True, got None")
-        self.model, self.folder = model, None if folder is None else Path(folder)
-        self.state = None if self.folder is None else self.folder / STATE
-        self.parts: dict[str, Any] = {"model": model.config, "task": task, "training": config}
-        self.notes: dict[str, Any] = {part: _plain(dataclasses.asdict(of)) for part, of in self.parts.items()}
-        self.notes["task"]["name"] = type(task).__name__
-        self.checkpoints: dict[int, Path] = {}
-        if not resume and self.state is not None and self.state.exists():
-            raise ValueError(f"folder must hold no training unless resume=True, but there is {self.state}")
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+        super().__init__(
+            model, optimizer, steps=config.steps, clip=config.clip, log_every=config.log_every, folder=folder
+        )
+        self.task, self.config, self.pad = task, config, model.config.pad_id
+        on_gpu = self.device.type != "cpu"
+        self.split = task.split(config.n_train, config.n_test, config.split_seed, device=self.device)
+        self.lengths = lengths_of(self.split.train_tokens, self.pad).cpu()
+        self.pieces = config.pieces or (1 if on_gpu else 4)
+        self.half = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
+        self.forward = torch.compile(model) if config.compile else model
+        self.epoch, self.order = -1, torch.empty(0)
 
-    def weights(self, step: int) -> None:
-        """A checkpoint."""
-        if self.folder is not None:
-            path = self.folder / f"step-{step:06d}.safetensors"
-            self.checkpoints[step] = save_checkpoint(self.model, path, {**self.notes, "step": step})
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the mean loss of the step's samples that count."""
+        torch.manual_seed(_seed_of(self.config.seed, "dropout", self.done))
+        chosen = self.samples()
+        loss = right = torch.zeros((), device=self.device)
+        counted = (self.split.train_labels[chosen.to(self.device)] != IGNORED).sum().clamp_min(1)
+        for piece in chosen.tensor_split(min(self.pieces, len(chosen))):
+            width = padded_width(int(self.lengths[piece].max()), self.split.train_tokens.shape[1])
+            there = piece.to(self.device, non_blocking=True)
+            tokens, labels = self.split.train_tokens[there, :width], self.split.train_labels[there]
+            with _half(self.device) if self.half else contextlib.nullcontext():
+                logits = answers(self.forward, tokens, self.pad)
+            part = cross_entropy(logits.float(), labels, reduction="sum") / counted
+            part.backward()
+            loss = loss + part.detach()
+            right = right + (logits.argmax(-1) == labels).sum()
+        return {"loss": loss, "accuracy": right / counted}
 
-    def all(self, training: Training) -> None:
-        """A checkpoint, and the state to go on from."""
-        self.weights(training.done)
-        if self.state is not None:
-            groups = dict(zip((WEIGHTS, *_MOMENTS), (self.model.state_dict(), *training.moments()), strict=True))
-            kept = {str(step): path.name for step, path in self.checkpoints.items()}
-            write(self.state, groups, {**self.notes, "done": training.done, "rows": training.rows, "kept": kept})
+    def samples(self) -> Int[Tensor, "sample"]:
+        """Which samples the step uses, on the CPU, the shortest first."""
+        size = self.config.batch_size
+        epoch, within = divmod(self.done, self.config.steps_per_epoch)
+        if epoch != self.epoch:
+            generator = torch.Generator().manual_seed(_seed_of(self.config.seed, "order", epoch))
+            self.epoch, self.order = epoch, torch.randperm(self.config.n_train, generator=generator)
+        chosen = self.order[within * size : (within + 1) * size]
+        return chosen[self.lengths[chosen].argsort(stable=True)]
 
-    def load(self, training: Training) -> None:
-        """The state, if there is one, into model and training; or a refusal that leaves both as they were."""
-        if self.folder is None or self.state is None or not self.state.exists():
-            return
-        groups, notes = read(self.state)
-        for part, here in self.notes.items():
-            there = notes.get(part, {})
-            # What a setting was before there was such a setting is its default.
-            there = _defaults(self.parts[part]) | (there if isinstance(there, dict) else {})
-            for name in {**here, **there}:
-                if here.get(name) != there.get(name):
-                    raise ValueError(
-                        f"folder must hold this training to be resumed, but {self.state} has {part} {name}="
-                        f"{there.get(name)!r}, not {here.get(name)!r}"
-                    )
-        for group in _MOMENTS:
-            check_shapes(group, groups.get(group, {}), training.named, self.state)
-        try:
-            done, rows = int(notes["done"]), list(notes["rows"])
-            # Names alone: whatever the file says, it is the folder that is looked into.
-            kept = {int(step): self.folder / Path(name).name for step, name in notes["kept"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"folder must hold a whole training, but {self.state} is damaged: {error!r}") from error
-        put(self.model, groups.get(WEIGHTS, {}), self.state)
-        training.go_on(done, rows, *(groups[group] for group in _MOMENTS))
-        self.checkpoints = kept
+    def learning_rate(self, step: int) -> float:
+        """That of the configuration."""
+        return self.config.learning_rate(step)
+
+    def settings(self, done: int) -> Settings:
+        """Model, task and configuration."""
+        parts: dict[str, Any] = {"model": self.model.config, "task": self.task, "training": self.config}
+        plain = {part: _as_json(dataclasses.asdict(of)) for part, of in parts.items()}
+        plain["task"]["name"] = type(self.task).__name__
+        return plain
+
+    def save_weights(self, path: Path) -> None:
+        """A checkpoint for ``load_checkpoint``."""
+        save_checkpoint(self.model, path, {**self.settings(self.done), "step": self.done})
+
+    def measures(self, done: int) -> bool:
+        """At checkpoints, every ``test_every`` steps and at the end."""
+        every = self.config.test_every
+        return done in self.config.checkpoints or done == self.steps or (every is not None and done % every == 0)
+
+    def measure(self) -> dict[str, float]:
+        """Loss and accuracy on the test samples."""
+        loss, accuracy = evaluate(self.model, self.split.test_tokens, self.split.test_labels)
+        return {"test_loss": loss, "test_accuracy": accuracy}
+
+    def keeps(self, done: int) -> bool:
+        """At the configuration's checkpoints."""
+        return done in self.config.checkpoints
+
+    def metrics(self) -> pd.DataFrame:
+        """The rows as a table."""
+        rows = [{**row, "samples": self.config.samples(row["step"])} for row in self.rows]
+        return pd.DataFrame(rows, columns=_COLUMNS)
 
 
-def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as JSON gives them back."""
+def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as JSON returns them."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-
-
-def _defaults(settings: Any) -> dict[str, Any]:
-    fields = [field for field in dataclasses.fields(settings) if field.default is not dataclasses.MISSING]
-    return _plain({field.name: field.default for field in fields})
 
 
 def _check(model: SyntheticModel, task: Task, config: TrainConfig, stop_at: int | None) -> None:
@@ -248,31 +211,24 @@ def _check(model: SyntheticModel, task: Task, config: TrainConfig, stop_at: int 
 
 
 @contextlib.contextmanager
-def _own_random_state(device: torch.device) -> Iterator[None]:
-    """Dropout draws from the global state. Afterwards that is as it was."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+def _half(device: torch.device) -> Iterator[None]:
+    """Autocast to bfloat16, but on a CPU not of the fused attention, whose backward pass is many times slower in it."""
+    attention = _Float32Attention() if device.type == "cpu" else contextlib.nullcontext()
+    with torch.autocast(device.type, torch.bfloat16), attention:
         yield
 
 
-@contextlib.contextmanager
-def _ctrl_c_waits() -> Iterator[list[int]]:
-    """A list that is no longer empty once Ctrl-C has been pressed; pressed again, it acts as usual.
+class _Float32Attention(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        args = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
+        with torch.autocast("cpu", enabled=False):
+            return func(*args, **kwargs)
 
-    Only where Python's own handler stands: whoever put another there has plans of their own.
-    """
-    pressed: list[int] = []
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or usual is not signal.default_int_handler:
-        yield pressed
-        return
 
-    def wait(number: int, frame: Any) -> None:
-        if pressed:
-            signal.default_int_handler(number, frame)
-        pressed.append(number)
-
-    signal.signal(signal.SIGINT, wait)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, usual)
+def _seed_of(seed: int, what: str, number: int) -> int:
+    """Independent seeds for each order and each step, whichever numbers they start from."""
+    entropy = (seed, *what.encode(), number)
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
