@@ -155,19 +155,12 @@ def plain_steps(config: SyntheticConfig, task: Task, batch: int, steps: int, *, 
 
 def our_steps(config: SyntheticConfig, task: Task, batch: int, steps: int, **how: Any) -> Any:
     """The same number of steps of ours."""
-    training = Training(
-        SyntheticModel(config).to(device()).train(),
+    training = TaskTraining(
+        SyntheticModel(config).to(device()),
         task,
         TrainConfig(epochs=10**6, batch_size=batch, n_train=batch * steps, n_test=1, clip=None, **how),
     )
-
-    def go() -> None:
-        with torch.random.fork_rng():
-            for _ in range(steps):
-                training.step()
-        training.log(test=False)
-
-    return go
+    return lambda: training.run(stop_at=training.done + steps, progress=False)
 
 
 def training() -> None:

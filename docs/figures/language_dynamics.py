@@ -1,7 +1,7 @@
 """Measure the heads of the demo model in the course of its training: ``language_dynamics.csv``.
 
 ``python docs/figures/language_dynamics.py FOLDER [STEP …]`` measures the checkpoints ``step-*.safetensors`` of a folder
-that ``tl_posdisent.demo.train_demo`` has written (all, or those of these steps; some seconds each), and prints the
+that ``examples/train_demo_model.py`` has written (all, or those of these steps; some seconds each), and prints the
 table of the page on training dynamics. ``python docs/figures/make.py language_dynamics`` draws the figure.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 import tl_posdisent as tp
 from tl_posdisent.demo import demo_hf_model
-from tl_posdisent.demo.train_demo import load_weights
+from tl_posdisent.demo.demo_model import load_weights
 
 TABLE = Path(__file__).with_name("language_dynamics.csv")
 TEXTS, LENGTH, SINKS = 7, 450, 50

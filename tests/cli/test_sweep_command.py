@@ -8,11 +8,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from train_demo_model import save_weights
 from typer.testing import CliRunner, Result
 
 from tl_posdisent.cli import app
 from tl_posdisent.demo.demo_model import demo_hf_model
-from tl_posdisent.demo.train_demo import save_weights
 from tl_posdisent.sweeps import Text, jobs, sweep
 
 

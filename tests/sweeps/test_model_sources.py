@@ -12,14 +12,14 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from train_demo_model import Options, train_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 from typer.testing import CliRunner
 
 from tl_posdisent import additivity, demo_tokens, load_demo_model, load_model
 from tl_posdisent.cli import app
 from tl_posdisent.demo import demo_tokenizer
-from tl_posdisent.demo.demo_model import demo_hf_model
-from tl_posdisent.demo.train_demo import load_weights, save_weights, train_model
+from tl_posdisent.demo.demo_model import demo_hf_model, load_weights
 from tl_posdisent.models.loading.load import bridge_from_hf, has_hooked, hooked_from_hf
 from tl_posdisent.sweeps import Text, checkpoint_steps, failures, jobs, sweep
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, load_checkpoint, save_checkpoint
@@ -37,13 +37,8 @@ def of_step(table: pd.DataFrame, step: int) -> pd.DataFrame:
 def test_additivity_over_the_demo_models_training(tmp_path: Path) -> None:
     """A real training of two steps, whose checkpoints are measured as direct calls measure its models."""
     folder, direct = tmp_path / "training", {}
-    folder.mkdir()
     tokens = demo_tokens(length=32)
-
-    def keep(step: int, model: Any, loss: float) -> None:
-        save_weights(model, folder / f"step-{step:06d}.safetensors")
-
-    train_model(demo_tokens(length=900)[0], steps=2, batch=1, progress=False, on_step=keep)
+    train_model(demo_tokens(length=900)[0], Options(steps=2, batch=1, checkpoint_every=1), folder, progress=False)
     demo_tokenizer().backend_tokenizer.save(str(folder / "tokenizer.json"))
     assert checkpoint_steps(folder) == [0, 1, 2]
     todo = jobs(folder, "additivity", Text.of("demo", length=32), checkpoints="all")

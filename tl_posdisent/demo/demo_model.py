@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from importlib import resources
+from pathlib import Path
 
 import torch
 from jaxtyping import Int
-from safetensors.torch import load
+from safetensors.torch import load, load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -103,10 +104,19 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0) -> PreTrainedModel:
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
     if trained:
-        state = {name: value.float() for name, value in load(_file("weights.safetensors")).items()}
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied, so stored once
-        model.load_state_dict(state, strict=True)
+        _put_weights(model, load(_file("weights.safetensors")))
     return model.eval()
+
+
+def load_weights(model: PreTrainedModel, path: str | Path) -> None:
+    """Read a checkpoint of ``examples/train_demo_model.py`` into a model of the same architecture."""
+    _put_weights(model, load_file(path))
+
+
+def _put_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
+    state = {name: value.float() for name, value in weights.items()}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied, so stored once
+    model.load_state_dict(state, strict=True)
 
 
 def load_demo_model(

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tl_posdisent.demo.demo_model import BOS, demo_hf_model, demo_tokenizer, load_demo_model
+from tl_posdisent.demo.demo_model import BOS, demo_hf_model, demo_tokenizer, load_demo_model, load_weights
 from tl_posdisent.models.loading.load import (
     Backend,
     bridge_from_hf,
@@ -184,12 +184,10 @@ def _is_synthetic(at: Path) -> bool:
 
 
 def _of_demo_training(at: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A checkpoint of ``python -m tl_posdisent.demo.train_demo``, with the configuration and tokenizer beside it or the
+    """A checkpoint of ``examples/train_demo_model.py``, with the configuration and tokenizer beside it or the
     demo model's own."""
     # Not above: this code takes a quarter of a second to import, and most who import the package never need it.
     from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tl_posdisent.demo.train_demo import load_weights
 
     config, tokens = at.with_name("config.json"), at.with_name("tokenizer.json")
     hf_model, tokenizer = demo_hf_model(trained=False), demo_tokenizer()

@@ -67,6 +67,9 @@ from .training.checkpoints import (
 from .training.checkpoints import (
     save_checkpoint as save_checkpoint,
 )
+from .training.evaluate import (
+    evaluate as evaluate,
+)
 from .training.presets import (
     Preset as Preset,
 )
@@ -84,9 +87,6 @@ from .training.runs import (
 )
 from .training.runs import (
     TrainRun as TrainRun,
-)
-from .training.evaluate import (
-    evaluate as evaluate,
 )
 from .training.train import (
     TrainingInterrupted as TrainingInterrupted,

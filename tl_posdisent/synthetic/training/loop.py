@@ -29,8 +29,8 @@ Settings = dict[str, dict[str, Any]]
 class TrainingLoop(ABC):
     """Train a model with AdamW, from its initial weights or from the state in a folder.
 
-    The next step depends on weights, moments, the number of steps done, and torch's random state on the CPU: all of them
-    are in the state, so a resumed training run ends with the same weights as an uninterrupted one. A subclass defines
+    The state holds all that the next step depends on: weights, moments, the number of steps done, and torch's random
+    state of the CPU. So a resumed training run ends with the same weights as an uninterrupted one. A subclass defines
     the batches and the loss (``gradients``), what is measured and what is saved.
 
     Attributes:
@@ -138,7 +138,9 @@ class TrainingLoop(ABC):
                 last, measured = self.done == end, self.measures(self.done)
                 if measured or last or self.done % self.log_every == 0:
                     self._log(measured)
-                    shown = {name: f"{self.rows[-1][name]:.3f}" for name in ("loss", "accuracy") if name in self.rows[-1]}
+                    shown = {
+                        name: f"{self.rows[-1][name]:.3f}" for name in ("loss", "accuracy") if name in self.rows[-1]
+                    }
                     bar.set_postfix(shown)
                 bar.update()
                 if self.keeps(self.done) or last:

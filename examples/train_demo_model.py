@@ -1,0 +1,278 @@
+"""Train and evaluate the demo model: a byte-level BPE tokenizer and a small Llama-style language model.
+
+    python examples/train_demo_model.py --data DIR --out OUT
+
+The data are ``speeches-train.txt.gz`` and ``speeches-heldout.txt.gz``: gzipped UTF-8 text, documents separated by a
+form feed. One document in twenty of the first file is set aside: the model is not trained on it, and its loss separates
+memorisation from the change of language in the held-out file. An interrupted run continues from its last checkpoint if
+the command is given again. OUT gets ``tokenizer.json``, ``config.json``, ``weights.safetensors`` (float16),
+``step-*.safetensors``, ``curve.csv`` and ``metrics.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from safetensors.torch import save
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
+from transformers import AttentionInterface, LlamaForCausalLM
+
+from tl_posdisent.demo import demo_hf_model
+from tl_posdisent.demo.demo_model import BOS, load_weights
+from tl_posdisent.models.reading.forward import evaluating
+from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop
+from tl_posdisent.utils.files import whole_file
+
+CONTEXT = 512
+TRAIN, HELD_OUT = "speeches-train.txt.gz", "speeches-heldout.txt.gz"
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+
+def read_documents(path: Path) -> list[str]:
+    """The non-empty documents of a gzipped text file."""
+    text = gzip.decompress(path.read_bytes()).decode("utf-8")
+    return [document.strip() for document in text.split("\f") if document.strip()]
+
+
+def train_tokenizer(documents: Sequence[str], *, vocabulary: int = 1024) -> Tokenizer:
+    """A byte-level BPE tokenizer: any text round-trips. Token 0 begins every encoding and separates documents."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[BOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+    )
+    return tokenizer
+
+
+def text_windows(ids: Sequence[int], *, length: int = CONTEXT) -> list[Tensor]:
+    """Cut token ids into windows of at most ``length`` tokens, each after token 0: each id is predicted once."""
+    return [torch.tensor([0, *ids[i : i + length - 1]]) for i in range(0, len(ids), length - 1)]
+
+
+# --- training -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the training run; each is an option of the command line."""
+
+    steps: int = 5000
+    batch: int = 8  # windows of 512 tokens per step
+    peak: float = 2e-3  # highest learning rate
+    dropout: float = 0.1
+    seed: int = 0
+    checkpoint_every: int = 200  # steps between checkpoints and rows of the curve
+
+
+class DemoTraining(TrainingLoop):
+    """Random windows of a stream of tokens; the losses on unseen windows are measured with every checkpoint."""
+
+    def __init__(
+        self, model: Any, stream: Tensor, options: Options, folder: Path | None, unseen: dict[str, list[Tensor]]
+    ) -> None:
+        matrices, gains = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=options.peak, betas=(0.9, 0.95))
+        every = options.checkpoint_every
+        super().__init__(model, optimizer, steps=options.steps, clip=1.0, log_every=every, folder=folder)
+        self.stream, self.options, self.unseen = stream, options, unseen
+        generator = torch.Generator().manual_seed(options.seed)
+        shape = (options.steps, options.batch, 1)
+        self.starts = torch.randint(len(stream) - CONTEXT + 2, shape, generator=generator)
+
+    def gradients(self) -> dict[str, Tensor]:
+        windows = self.stream[self.starts[self.done] + torch.arange(CONTEXT - 1)]
+        tokens = torch.nn.functional.pad(windows, (1, 0)).to(self.device)  # token 0 first
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            logits = self.model(tokens, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        return {"loss": loss.detach()}
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then constant until the last fifth of the steps, then linearly to 0: a training run can be
+        prolonged from any step before the rate falls."""
+        steps = self.options.steps
+        warmup = max(1, min(200, steps // 20))
+        return self.options.peak * min(1.0, (step + 1) / warmup, (steps - step) / max(1.0, 0.2 * steps))
+
+    def settings(self, done: int) -> Settings:
+        rates = torch.tensor([self.learning_rate(step) for step in range(done)], dtype=torch.float64)
+        chosen = {name: getattr(self.options, name) for name in ("seed", "batch", "dropout")}
+        return {"training": {**chosen, "text": digest(self.stream), "learning rates": f"{done}, {digest(rates)}"}}
+
+    def measures(self, done: int) -> bool:
+        return done % self.options.checkpoint_every == 0
+
+    keeps = measures
+
+    def measure(self) -> dict[str, float]:
+        with evaluating(self.model):
+            return {name: math.log(perplexity(self.model, windows)) for name, windows in self.unseen.items()}
+
+    def save_weights(self, path: Path) -> None:
+        save_weights(self.model, path)
+        pd.DataFrame(self.rows).to_csv(path.with_name("curve.csv"), index=False, float_format="%.6g")
+
+
+def digest(x: Tensor) -> str:
+    return hashlib.sha256(x.numpy().tobytes()).hexdigest()[:12]
+
+
+def save_weights(model: Any, path: Path) -> None:
+    """Write the weights in half precision; the tied unembedding is not stored a second time."""
+    state = {k: v.detach().cpu().half().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
+    with whole_file(path) as file:
+        file.write(save(state, metadata={"format": "pt"}))
+
+
+def float32_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention of whole windows in float32 among products in bfloat16: CPUs compute it no slower."""
+    with torch.autocast(query.device.type, enabled=False):
+        q, k, v = query.float(), key.float(), value.float()
+        z = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    return z.transpose(1, 2).contiguous(), None
+
+
+def new_model(p: float) -> LlamaForCausalLM:
+    """The demo model's architecture with random weights, and dropout of the embeddings and of what every attention and
+    MLP adds to the residual stream."""
+    AttentionInterface.register("float32_attention", float32_attention)
+    model = LlamaForCausalLM(demo_hf_model(trained=False).config)
+    model.config._attn_implementation = "float32_attention"
+    layers = model.model.layers
+    for place in [model.model.embed_tokens, *[x.self_attn.o_proj for x in layers], *[x.mlp for x in layers]]:
+        place.register_forward_hook(lambda module, _, output: dropout(output, p, training=module.training))
+    return model
+
+
+def train_model(
+    stream: Tensor,
+    options: Options,
+    folder: Path | None = None,
+    *,
+    unseen: dict[str, list[Tensor]] | None = None,
+    device: str = "cpu",
+    on_step: Callable[[int, Any], None] | None = None,
+    progress: bool = True,
+) -> LlamaForCausalLM:
+    """Train from a seeded initialisation, or from the state in the folder; the global random state is restored."""
+    with torch.random.fork_rng():
+        torch.manual_seed(options.seed)
+        training = DemoTraining(new_model(options.dropout).to(device), stream, options, folder, unseen or {})
+        if training.run(resume=folder is not None, on_step=on_step, progress=progress):
+            raise KeyboardInterrupt
+    return training.model
+
+
+# --- evaluation ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def perplexity(model: Callable[[Tensor], Any], windows: Sequence[Tensor]) -> float:
+    """Per token, over windows as ``text_windows`` makes them, of a Hugging Face model."""
+    device = next(model.parameters()).device if isinstance(model, torch.nn.Module) else None
+    nats, count = 0.0, 0
+    for window in windows:
+        tokens = window[None].to(device)
+        log_probs = model(tokens).logits[0, :-1].float().log_softmax(-1)
+        nats -= float(log_probs.gather(-1, tokens[0, 1:, None]).double().sum())
+        count += len(window) - 1
+    return math.exp(nats / count)
+
+
+def order_report(
+    model: Callable[[Tensor], Any], encode: Callable[[str], list[int]], documents: Sequence[str], *, seed: int = 0
+) -> dict[str, float]:
+    """Perplexity of documents as they are, with tokens shuffled within each window, and with words shuffled within each
+    document before tokenising. Shuffles keep the tokens or words, so a model that uses their order gets worse."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def permuted(n: int) -> list[int]:
+        return torch.randperm(n, generator=generator).tolist()
+
+    def windows_of(texts: Sequence[str]) -> list[Tensor]:
+        return [window for text in texts for window in text_windows(encode(text))]
+
+    windows = windows_of(documents)
+    shuffled = [torch.cat([w[:1], w[1:][permuted(len(w) - 1)]]) for w in windows]
+    words = [[text.split()[i] for i in permuted(len(text.split()))] for text in documents]
+    plain = perplexity(model, windows)
+    by_tokens, by_words = perplexity(model, shuffled), perplexity(model, windows_of([" ".join(w) for w in words]))
+    count, n_bytes = sum(len(w) - 1 for w in windows), sum(len(text.encode()) for text in documents)
+    return {
+        "tokens": count,
+        "bytes": n_bytes,
+        "perplexity": plain,
+        "bits_per_byte": count * math.log2(plain) / n_bytes,
+        "perplexity_tokens_shuffled": by_tokens,
+        "perplexity_words_shuffled": by_words,
+        "ratio_tokens_shuffled": by_tokens / plain,
+        "ratio_words_shuffled": by_words / plain,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Train, save tokenizer, configuration and weights, and measure what was saved: half precision is part of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("POSDISENT_DATA", "../shared/data")))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    for field in fields(Options):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    given = vars(parser.parse_args(argv))
+    data, out, device = given.pop("data"), given.pop("out"), given.pop("device")
+    options, documents, held_out = Options(**given), read_documents(data / TRAIN), read_documents(data / HELD_OUT)
+    tokenizer = train_tokenizer(documents)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    stream = torch.tensor([i for n, text in enumerate(documents) if n % 20 != 10 for i in [0, *encode(text)]])
+    unseen = {
+        name: [window for text in texts for window in text_windows(encode(text))]
+        for name, texts in (("aside", documents[10::20]), ("heldout", held_out))
+    }
+    model = train_model(stream, options, out, unseen=unseen, device=device)
+    tokenizer.save(str(out / "tokenizer.json"))
+    model.config.to_json_file(out / "config.json")
+    save_weights(model, out / "weights.safetensors")
+    load_weights(model, out / "weights.safetensors")
+    metrics = order_report(model, encode, held_out) | {
+        "perplexity_aside": perplexity(model, unseen["aside"]),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "training_tokens": len(stream),
+        "tokens_seen": options.steps * options.batch * CONTEXT,
+    }
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=2) + "\n")
+    print(json.dumps(metrics, indent=2))
+    return metrics
+
+
+if __name__ == "__main__":
+    main()
