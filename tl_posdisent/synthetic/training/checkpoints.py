@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from tl_posdisent.models.loading.load import check_device
 from tl_posdisent.synthetic.model.config import SyntheticConfig
@@ -78,7 +78,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     return model
 
 
-def put(model: SyntheticModel, weights: Mapping[str, Tensor], path: str | Path) -> None:
+def put(model: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> None:
     """Load weights into a model, or raise and leave it unchanged."""
     check_shapes(WEIGHTS, weights, model.state_dict(), path)
     model.load_state_dict(weights)

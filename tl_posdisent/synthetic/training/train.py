@@ -107,6 +107,8 @@ def train(
 class TaskTraining(TrainingLoop):
     """Training on the samples of a task. Orders and dropout are drawn from the seed and the number of epoch or step."""
 
+    model: SyntheticModel
+
     def __init__(
         self, model: SyntheticModel, task: Task, config: TrainConfig, folder: str | Path | None = None
     ) -> None:
