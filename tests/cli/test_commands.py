@@ -237,9 +237,9 @@ def test_what_is_said_of_positions_is_so(shared_model: Callable[[str, str], Any]
 
 
 def models_encoding() -> dict[str, str]:
-    from tl_posdisent.cli.commands.models_command import _ENCODING
+    from tl_posdisent.cli.commands.models import ENCODINGS
 
-    return _ENCODING
+    return ENCODINGS
 
 
 # --- formats --------------------------------------------------------------------------------------------------------

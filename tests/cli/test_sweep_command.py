@@ -58,7 +58,7 @@ def test_arguments_and_seeds_reach_the_experiment(tmp_path: Path) -> None:
         ("--argument layer=3", "arguments of additivity must be its own"),
         ("--checkpoints 1-x", "--checkpoints must be numbers with commas"),
         ("--model ./nowhere", "model must be a name, or a file or folder that exists, got nowhere"),
-        ("--table table.xlsx", "--out must end in .csv"),
+        ("--table table.xlsx", "--table must end in .csv"),
         ("--length 4000", "all 1 jobs failed"),
     ],
 )

@@ -1,7 +1,7 @@
 """The command line: ``tl-posdisent fit --model demo --out table.csv``.
 
-Results go to stdout, or whole tables to ``--out``; progress, notes and errors to stderr. Exit codes: 0 all went well, 2
-wrong usage or input, 130 interrupted, 1 anything else. Nothing here imports torch until a command runs.
+Results go to stdout, or whole tables to ``--out``; progress, notes and errors to stderr. Exit codes: 0 success, 2 wrong
+usage or input, 130 interrupted, 1 a defect. Nothing here imports torch until a command runs.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from typing import Annotated
 
 import typer
 
-from .commands.ablate_command import ablate
-from .commands.check_command import check
-from .commands.controlled_command import controlled
-from .commands.fit_command import fit
-from .commands.length_command import length
-from .commands.models_command import models
-from .commands.perturb_command import perturb
-from .commands.report_command import report
-from .commands.sweep_command import sweep
-from .commands.synthetic_command import synthetic
+from .commands.interventions import ablate, length, perturb
+from .commands.models import check, models
+from .commands.report import report
+from .commands.scores import controlled, fit
+from .commands.sweep import sweep
+from .commands.synthetic import synthetic
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -61,5 +57,5 @@ def main(
             stream.reconfigure(errors="replace")
 
 
-for command in (fit, controlled, perturb, length, ablate, sweep, synthetic, report, check, models):
-    app.command()(command)
+for each in (fit, controlled, perturb, length, ablate, sweep, synthetic, report, check, models):
+    app.command()(each)

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import typer
 from rich.console import Console
@@ -14,52 +14,50 @@ from rich.markup import escape
 
 QUIET = contextvars.ContextVar("QUIET", default=False)  # --no-progress
 WRONG_INPUT = 2
-INTERRUPTED = 130  # as shells say it of a program that Ctrl-C ended: 128 + SIGINT
+INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + SIGINT
 
-# Arguments of the library under the name that their option has here.
-_OPTIONS = {name: name for name in ("backend", "device", "encoding", "factor", "fractions", "heads", "jitter")}
-_OPTIONS |= {name: name for name in ("layers", "lengths", "mode", "sections", "task", "window")}
-_OPTIONS |= {"distance_ceiling": "ceiling", "in_range": "in-range", "n_sink": "sinks", "rotary_heads": "rotary-heads"}
-_OPTIONS |= {"path": "out", "name": "preset"}
+# Arguments of the library whose option has another name.
+_RENAMED = {"distance_ceiling": "ceiling", "kinds": "kind", "name": "preset", "path": "out"}
+_RENAMED |= {"n_sink": "sinks", "sections": "section"}
 
 
 @contextlib.contextmanager
-def answering() -> Iterator[None]:
-    """Run a command's work before it shows its results.
+def answering(options: Collection[str]) -> Iterator[None]:
+    """Run a command's work before it shows its results; ``options`` are the names of its parameters.
 
     Output of loading and measuring goes to stderr. Errors of the user end in one line there and exit code 2, Ctrl-C in
-    130. Anything else is a defect, and passes through with its traceback (exit code 1).
+    130. Any other exception is a defect and keeps its traceback (exit code 1).
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except (ValueError, OSError) as error:
-        say(f"[bold red]error:[/] {escape(one_line(str(error)))}")
+        say(f"[bold red]error:[/] {escape(one_line(str(error), options))}")
         raise typer.Exit(WRONG_INPUT) from error
     except KeyboardInterrupt as error:
-        say(f"interrupted{f': {escape(one_line(str(error)))}' if str(error) else ''}")
+        say(f"interrupted{f': {escape(one_line(str(error), options))}' if str(error) else ''}")
         raise typer.Exit(INTERRUPTED) from error
 
 
-def one_line(message: str) -> str:
-    """A message without line breaks, that calls an argument by the option's name.
+def one_line(message: str, options: Collection[str]) -> str:
+    """A message without line breaks, in which an argument at the beginning has the name of its option.
 
-    >>> one_line("distance_ceiling must be at least 1, got 0")
+    >>> one_line("distance_ceiling must be at least 1, got 0", ["in_range", "ceiling"])
     '--ceiling must be at least 1, got 0'
     """
     message = " ".join(message.split())
-    word = re.match(r"\w+", message)
-    if word and word[0] in _OPTIONS and message[word.end() :].startswith((" must", " has", " needs", ' "')):
-        return f"--{_OPTIONS[word[0]]}{message[word.end() :]}"
+    word = re.match(r'(\w+)(?=( must| has| needs| "))', message)
+    if word and (name := _RENAMED.get(word[0], word[0])) in options:
+        return f"--{name.replace('_', '-')}{message[word.end() :]}"
     return message
 
 
 def note(message: str) -> None:
-    """What was written and where; ``--no-progress`` leaves it out."""
+    """Say what was written and where, unless ``--no-progress`` is given."""
     if not QUIET.get():
         say(message)
 
 
 def say(message: str) -> None:
-    """A line for the user, not for the next program in a pipe: on stderr."""
+    """Print a line for the user, not for the next program in a pipe: on stderr."""
     Console(stderr=True).print(message, soft_wrap=True, highlight=False)

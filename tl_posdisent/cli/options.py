@@ -1,69 +1,29 @@
-"""Options that several commands share."""
+"""Options that several commands share, and ``command``, which adds them to those of a command."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Any, Literal
 
 import typer
+from typer import Option
 
-from .errors import QUIET
+from .errors import QUIET, answering
+from .inputs import load, name_of, read_text
+from .output import check_out, save
+from .screen import Shown, show
 
-_NUMBERS = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
-
-BackendName: TypeAlias = Literal["auto", "hooked", "bridge"]
-DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16", "float64"]
-
-
-def _models(incomplete: str) -> list[str]:
-    """For the shell's completion; directories are the shell's business."""
-    return [name for name in ("demo",) if name.startswith(incomplete)]
-
-
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        metavar="demo|NAME|PATH",
-        help="The demo model, a name that TransformerLens knows (see 'models'), or a directory.",
-        autocompletion=_models,
-    ),
-]
-Backend = Annotated[
-    BackendName, typer.Option("--backend", help="HookedTransformer, TransformerBridge, or the first that is supported.")
-]
-Text = Annotated[
-    Path | None,
-    typer.Option(
-        "--text", metavar="FILE|-", allow_dash=True, help="UTF-8 text, - for stdin; the demo model has its own."
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", help="cpu, cuda, cuda:1, mps …; default the CPU, for a NAME what TransformerLens takes."),
-]
-Dtype = Annotated[DtypeName, typer.Option("--dtype", help="Of the model's weights.")]
-Layers = Annotated[str | None, typer.Option("--layers", help="Such as 0,3,5 or 0-3,7; default all.")]
-Heads = Annotated[str | None, typer.Option("--heads", help="Heads of these layers, such as 0,2-4; default all.")]
-Length = Annotated[
-    int | None, typer.Option("--length", min=2, help="Tokens per text; default the context, 512 at most.")
-]
-Texts = Annotated[int, typer.Option("--texts", min=1, help="Number of consecutive parts of the text.")]
-Control = Annotated[
-    int, typer.Option("--control", min=0, help="Number of random initialisations for the baseline, from --seed on.")
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Random seed.")]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", help="Where the whole table goes: .csv, .parquet, .json or .html."),
-]
+_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # of loading in transformers, and of downloads
 
 
 def _quiet(context: typer.Context, progress: bool) -> bool:
-    """Turn off notes, and bars of other libraries, which read the environment when they are imported: later."""
+    """Turn off notes, and the bars of other libraries, which read the environment when they are imported: later."""
     if not progress:
         token = QUIET.set(True)
         context.call_on_close(lambda: QUIET.reset(token))
@@ -81,20 +41,104 @@ def _restore(before: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # transformers' loading, downloads
-Progress = Annotated[
-    bool,
-    typer.Option(
-        "--progress/--no-progress", callback=_quiet, help="Progress bars and notes on stderr, or errors alone."
-    ),
-]
+def _models(incomplete: str) -> list[str]:
+    """For the shell's completion, which completes directories by itself."""
+    return [name for name in ("demo",) if name.startswith(incomplete)]
+
+
+_MODEL_HELP = "The demo model, a name that TransformerLens knows (see 'models'), or a directory."
+_DEVICE_HELP = "cpu, cuda, cuda:1, mps …; default the CPU, for a NAME what TransformerLens takes."
+
+
+@dataclass
+class Given:
+    """Values of the shared options, declared here in the order in which the help lists them."""
+
+    model: str = Option("demo", metavar="demo|NAME|PATH", help=_MODEL_HELP, autocompletion=_models)
+    text: Path | None = Option(
+        None, metavar="FILE|-", allow_dash=True, help="UTF-8 text, - for stdin; the demo model has its own."
+    )
+    out: Path | None = Option(None, help="Where the whole table goes: .csv, .parquet, .json or .html.")
+    backend: Literal["auto", "hooked", "bridge"] = Option(
+        "auto", help="HookedTransformer, TransformerBridge, or the first that is supported."
+    )
+    device: str | None = Option(None, help=_DEVICE_HELP)
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = Option("float32", help="Of the model's weights.")
+    length: int | None = Option(None, min=2, help="Tokens per text; default the context, 512 at most.")
+    texts: int = Option(1, min=1, help="Number of consecutive parts of the text.")
+    layers: str | None = Option(None, help="Such as 0,3,5 or 0-3,7; default all.")
+    heads: str | None = Option(None, help="Heads of these layers, such as 0,2-4; default all.")
+    control: int = Option(1, min=0, help="Number of random initialisations for the baseline, from --seed on.")
+    seed: int = Option(0, min=0, help="Random seed.")
+    progress: bool = Option(True, callback=_quiet, help="Progress bars and notes on stderr, or errors alone.")
+
+    def __post_init__(self) -> None:
+        check_out(self.out)
+        self.chosen_layers, self.chosen_heads = whole_numbers("layers", self.layers), whole_numbers("heads", self.heads)
+        self.exit_code = 0
+
+    def load(self) -> Any:
+        """The model."""
+        return load(self.model, backend=self.backend, device=self.device, dtype=self.dtype)
+
+    def read(self) -> tuple[Any, Any, str]:
+        """The model, token ids ``[texts, length]``, and both in words for titles."""
+        words = read_text(self.text, self.model)
+        model = self.load()
+        from tl_posdisent.sweeps.text_sources import cut
+
+        tokens = cut(model, words, self.length or min(int(model.cfg.n_ctx), 512), self.texts)
+        return model, tokens, f"{name_of(self.model)}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
+
+    def save(self, table: Any, title: str) -> None:
+        """Write the table to ``--out``, if that is given."""
+        save(table, self.out, title)
+
+
+ON_TEXT = "model text out backend device dtype length texts"
+"""Shared options of every command that measures a model on a text."""
+
+
+def command(shared: str) -> Callable[[Callable[..., Shown]], Callable[..., None]]:
+    """Make a command for typer of a function that takes ``Given`` and its own options, and returns what to show.
+
+    The command's options are those ``shared``, and the further parameters of the function, which replace shared ones
+    of the same name. Errors become a line and an exit code before anything is shown.
+    """
+    declared = inspect.signature(Given, eval_str=True).parameters
+    defaults = {name: option.default.default for name, option in declared.items()}
+    places = {name: n for n, name in enumerate(declared)}
+    alone = places["heads"] + 0.5  # options of one command come after those that say what is measured
+
+    def decorate(work: Callable[..., Shown]) -> Callable[..., None]:
+        own = {name: p for name, p in inspect.signature(work, eval_str=True).parameters.items() if name != "given"}
+        common = {name: declared[name] for name in shared.split() if name not in own}
+        options = sorted((common | own).values(), key=lambda option: places.get(option.name, alone))
+
+        @functools.wraps(work)
+        def run(**values: Any) -> None:
+            with answering(values):
+                given = Given(**defaults | {name: values[name] for name in common})
+                results = work(given, **{name: values[name] for name in own})
+            show(results)
+            if given.exit_code:
+                raise typer.Exit(given.exit_code)
+
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        run.__annotations__ = {option.name: option.annotation for option in options}
+        return run
+
+    return decorate
+
+
+_NUMBERS = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
 
 
 def whole_numbers(option: str, text: str | None) -> list[int] | None:
     """``"0,3-5"`` as ``[0, 3, 4, 5]``; None stays None.
 
     Raises:
-        ValueError: anything else, and ranges that run backwards or go beyond 10000.
+        ValueError: anything else, and ranges that are descending or longer than 10000.
 
     >>> whole_numbers("layers", "0,3-5")
     [0, 3, 4, 5]
@@ -105,16 +149,12 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
     """
     if text is None:
         return None
-    found: list[int] = []
-    for part in text.replace(" ", "").split(",") if _NUMBERS.fullmatch(text.replace(" ", "")) else []:
-        first, _, last = part.partition("-")
-        if int(last or first) - int(first) not in range(10_001):
-            found.clear()
-            break
-        found.extend(range(int(first), int(last or first) + 1))
-    if not found:
+    compact = text.replace(" ", "")
+    pairs = [part.partition("-")[::2] for part in compact.split(",")] if _NUMBERS.fullmatch(compact) else []
+    ranges = [range(int(first), int(last or first) + 1) for first, last in pairs]
+    if not ranges or any(len(found) not in range(1, 10_002) for found in ranges):
         raise ValueError(f"--{option} must be numbers with commas between, or ranges such as 0-3, got {text!r}")
-    return found
+    return [number for found in ranges for number in found]
 
 
 def numbers(option: str, text: str) -> list[float]:
@@ -132,16 +172,22 @@ def numbers(option: str, text: str) -> list[float]:
         raise ValueError(f"--{option} must be numbers with commas between, got {text!r}") from error
 
 
-def one_of(option: str, given: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Validate the values of an option that may be repeated, and drop duplicates.
+def repeated(known: Sequence[str]) -> Any:
+    """An option that may be given several times, each time with one of the ``known`` values."""
+    described = f"{', '.join(known)}; may be repeated; default all."
+    return Option(None, help=described, autocompletion=lambda: [*known])
+
+
+def one_of(option: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    """Validate the values of an option that may be repeated, and drop duplicates; None is all.
 
     Raises:
-        ValueError: a word that is not known.
+        ValueError: an unknown value.
 
     >>> one_of("way", ["plain", "plain"], ["plain", "fancy"])
     ['plain']
     """
-    for word in given:
+    for word in given or known:
         if word not in known:
             raise ValueError(f"--{option} must be one of {', '.join(known)}, got {word!r}")
-    return list(dict.fromkeys(given))
+    return list(dict.fromkeys(given or known))

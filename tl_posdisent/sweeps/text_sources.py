@@ -112,20 +112,7 @@ class Text:
             return torch.tensor(json.loads(content))
         if getattr(model, "tokenizer", None) is None:
             raise ValueError("the model has no tokenizer, so it cannot read words: give token ids as the text")
-        begin = model.to_tokens("")[0] if model.to_tokens("").numel() else torch.empty(0, dtype=torch.int64)
-        ids: Tensor = model.to_tokens(content, truncate=False)[0]
-        if self.length is None:
-            return ids[None]
-        ids, body = ids[len(begin) :], self.length - len(begin)
-        step = self.stride or body
-        end = (self.first + self.count - 1) * step + body
-        if end > len(ids):
-            raise ValueError(
-                f"text {self.name} needs {end} tokens, and {self.kind} has {len(ids)} in this model's vocabulary: "
-                "ask for fewer or shorter stretches"
-            )
-        rows = [ids[n * step : n * step + body] for n in range(self.first, self.first + self.count)]
-        return torch.cat([begin.to(ids).expand(self.count, -1), torch.stack(rows)], 1)
+        return cut(model, content, self.length, self.count, self.first, self.stride)
 
     def _words(self) -> str:
         if self.kind == "words":
@@ -146,6 +133,31 @@ class Text:
             check_integer("stride", self.stride, 1)
         check_integer("count", self.count, 1)
         check_integer("first", self.first, 0)
+
+
+def cut(
+    model: Any, words: str, length: int | None, count: int = 1, first: int = 0, stride: int | None = None
+) -> Int[Tensor, "batch pos"]:
+    """``count`` stretches of ``length`` tokens (None: all of the text as one), each after the model's
+    beginning-of-text token, if it has one. ``first`` and ``stride`` as in ``Text``.
+
+    Raises:
+        ValueError: a text that is too short.
+    """
+    ids: Tensor = model.to_tokens(words, truncate=False)[0]
+    if length is None:
+        return ids[None]
+    begin = model.to_tokens("")[0] if model.to_tokens("").numel() else ids[:0]
+    ids, body = ids[len(begin) :], length - len(begin)
+    step = stride or body
+    needed = (first + count - 1) * step + body
+    if needed > len(ids):
+        raise ValueError(
+            f"text has {len(ids)} tokens, too few for {count} stretches of {length}, which need {needed}: "
+            "give a longer text, or ask for fewer or shorter stretches"
+        )
+    rows = [ids[n * step : n * step + body] for n in range(first, first + count)]
+    return torch.cat([begin.to(ids).expand(count, -1), torch.stack(rows)], 1)
 
 
 def _content(source: Any) -> tuple[Kind, str, str]:

@@ -1,1 +1,1 @@
-"""One file per command: its options, its help, and what it prints."""
+"""Commands by subject: their own options, their help, and what they show."""

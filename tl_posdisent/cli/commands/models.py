@@ -1,0 +1,117 @@
+"""``tl-posdisent models`` (names for ``--model``, by TransformerLens's own lists, without a network) and ``check``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from typer import Option
+
+from tl_posdisent.cli.inputs import name_of
+from tl_posdisent.cli.options import Given, command
+from tl_posdisent.cli.screen import Shown, frame
+
+_STATUS = {0: "untested", 1: "tested", 2: "skipped", 3: "fails", 4: "in part"}
+
+# For this list only; measurements read the encoding from the running model. Each was tried on a small model.
+_POSITIONS = {
+    "rotary": """CodeGenForCausalLM CohereForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM GlmForCausalLM
+        GPTJForCausalLM GPTNeoXForCausalLM GptOssForCausalLM LlamaForCausalLM MistralForCausalLM Olmo2ForCausalLM
+        Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM SmolLM3ForCausalLM StableLmForCausalLM""",
+    "rotary (MLA)": "DeepseekV3ForCausalLM",
+    "learned": "GPT2LMHeadModel GPTNeoForCausalLM OPTForCausalLM",
+    "ALiBi": "BloomForCausalLM MptForCausalLM",
+}
+ENCODINGS = {architecture: name for name, group in _POSITIONS.items() for architecture in group.split()}
+
+
+@command("out")
+def models(
+    given: Given,
+    search: str | None = Option(None, help="Only names and architectures that contain this."),
+    backend: Literal["any", "hooked", "bridge"] = Option("any", help="Only models of this class."),
+    untested: bool = Option(
+        False, "--untested", help="Also names that TransformerLens lists without having tested them."
+    ),
+) -> Shown:
+    """List the names for --model: the demo model, and the models of the installed TransformerLens.
+
+    Columns:
+      name           for --model
+      hooked         yes, if HookedTransformer supports it
+      bridge         as TransformerLens says: tested, untested, fails …
+      architecture   the class in transformers, if TransformerLens lists it
+      positions      position encoding, where this package was tested
+
+    Examples:
+      tl-posdisent models --search pythia
+      tl-posdisent models --search llama --backend hooked
+      tl-posdisent models --untested --out models.csv
+    """
+    table = _known_models()
+    if not untested:
+        table = table[(table["bridge"] == "tested") | (table["hooked"] == "yes")]
+    if backend != "any":
+        table = table[table[backend] != "–"]
+    if search is not None:
+        found = [table[name].str.contains(search, case=False, regex=False) for name in ("name", "architecture")]
+        table = table[found[0] | found[1]]
+    if not len(table):
+        hint = "" if untested else "; more are listed with --untested"
+        raise ValueError(f"no model is like that{hint}. A directory with config.json and safetensors works too")
+    given.save(table, "Models that --model can name")
+    return [*frame(table, "models"), f"{len(table)} model{'s' if len(table) > 1 else ''}"]
+
+
+def _known_models() -> Any:
+    """One row per name, sorted, the demo model first."""
+    import pandas as pd
+
+    try:
+        from transformer_lens.supported_models import OFFICIAL_MODEL_NAMES
+        from transformer_lens.tools.model_registry.api import get_supported_models
+    except ImportError:  # TransformerLens 2 has no bridge
+        from transformer_lens.loading_from_pretrained import OFFICIAL_MODEL_NAMES
+
+        get_supported_models = list
+
+    from tl_posdisent.models.loading.load import has_bridge, has_hooked
+
+    hooked = set(OFFICIAL_MODEL_NAMES) if has_hooked() else set()
+    bridged = {entry.model_id: entry for entry in get_supported_models()}
+    demo = ("demo", "yes" if has_hooked() else "–", "tested" if has_bridge() else "–", "LlamaForCausalLM", "rotary")
+    found = [demo]
+    for name in sorted(hooked | bridged.keys(), key=str.lower):
+        entry = bridged.get(name)
+        architecture = entry.architecture_id if entry else "–"
+        status = _STATUS.get(entry.status, "–") if entry else "–"
+        found.append((name, "yes" if name in hooked else "–", status, architecture, ENCODINGS.get(architecture, "–")))
+    return pd.DataFrame(found, columns=["name", "hooked", "bridge", "architecture", "positions"])
+
+
+@command("model out backend device dtype length seed progress")
+def check(given: Given) -> Shown:
+    """Try every tool on a model: on short, long and padded texts, and with a KV cache.
+
+    Exit code 1 if a tool runs with a wrong result; please report the table then.
+
+    Columns:
+      tool      which function
+      text      its length, padded, or token by token (KV cache)
+      verdict   works, refused or wrong
+      error     the largest relative error of the tool's laws
+      reason    why it is refused, or which law fails
+
+    Examples:
+      tl-posdisent check
+      tl-posdisent check --model EleutherAI/pythia-70m --dtype bfloat16
+    """
+    from tl_posdisent.experiments.model_check import check_model
+
+    lengths = (12, 48) if given.length is None else (12, given.length)
+    table = check_model(given.load(), lengths=lengths, seed=given.seed, progress=given.progress)
+    title = f"Every tool tried on {name_of(given.model)}"
+    given.save(table, title)
+    counts = table["verdict"].value_counts()
+    given.exit_code = int("wrong" in counts)
+    short = table.assign(error=[f"{x:.0e}" for x in table["error"]], reason=table["reason"].str.slice(0, 80))
+    return [*frame(short, title), ", ".join(f"{n} {verdict}" for verdict, n in counts.items())]

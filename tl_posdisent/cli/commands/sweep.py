@@ -1,0 +1,121 @@
+"""``tl-posdisent sweep``: one experiment over models, checkpoints and texts, resumed after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from typer import Option
+
+from tl_posdisent.cli.errors import note
+from tl_posdisent.cli.options import Given, command, whole_numbers
+from tl_posdisent.cli.output import check_out, save
+from tl_posdisent.cli.screen import Shown, frame
+
+_INDEX = ("batch", "layer", "head", "distance", "seed")  # numbers that are not measurements
+
+
+@command("backend device dtype texts progress")
+def sweep(
+    given: Given,
+    model: list[str] | None = Option(None, metavar="demo|NAME|PATH", help="May be repeated; default demo."),
+    checkpoints: str | None = Option(
+        None, help="all, or steps such as 0,512,1000-1003 (revisions step0, … of a NAME); default none."
+    ),
+    experiment: str = Option("additivity", help="A public function of model and tokens."),
+    argument: list[str] | None = Option(None, metavar="NAME=JSON", help="For the experiment; may be repeated."),
+    text: list[Path] | None = Option(None, metavar="FILE", help="UTF-8 text; may be repeated; default the demo text."),
+    length: int = Option(256, min=2, help="Tokens per text."),
+    split: int = Option(1, min=1, help="Number of jobs that the parts of a text are split into."),
+    seeds: str | None = Option(None, help="Such as 0-4, for experiments that take seeds."),
+    out: Path = Option(Path("out/sweep"), help="Folder of the sweep; finished jobs are not repeated."),
+    table: Path | None = Option(None, help="The whole table: .csv, .parquet, .json or .html."),
+    workers: int = Option(0, min=0, help="Processes on this machine; 0 is this one."),
+    dask: str | None = Option(None, metavar="ADDRESS", help="Of a Dask scheduler, instead."),
+    retry: bool = Option(False, "--retry", help="Repeat failed jobs."),
+) -> Shown:
+    """Run one experiment over models, checkpoints and texts; an interrupted sweep can be resumed.
+
+    Columns:
+      model, checkpoint, step, seed   what was measured
+      r, r2 …                         means over texts, layers and heads
+
+    Examples:
+      tl-posdisent sweep --length 64 --texts 4 --split 4
+      tl-posdisent sweep --model EleutherAI/pythia-70m --checkpoints 0,512,143000
+      tl-posdisent sweep --model out/training --checkpoints all --table all.csv
+    """
+    check_out(table, option="table")
+    from tl_posdisent.sweeps.jobs import jobs
+    from tl_posdisent.sweeps.runner import sweep as run
+    from tl_posdisent.sweeps.text_sources import Text
+
+    sources: list[Path | str] = [*text] if text else ["demo"]
+    arguments = dict(_argument(x) for x in argument or [])
+    todo = jobs(
+        [_place(name) for name in model or ["demo"]],
+        (experiment, arguments),
+        [part for source in sources for part in Text.of(source, length=length, count=given.texts).split(split)],
+        checkpoints="all" if checkpoints == "all" else whole_numbers("checkpoints", checkpoints),
+        seeds=whole_numbers("seeds", seeds),
+        backend=given.backend,
+        dtype=given.dtype,
+    )
+    with _executor(workers, dask) as executor:
+        done = run(todo, executor, out=out, retry=retry, device=given.device, progress=given.progress)
+    save(done, table, f"{experiment} of {len(todo)} jobs")
+    note(f"parts: {escape(str(out))} ({done['job'].nunique()} of {len(todo)} jobs)")
+    if done.empty:
+        raise ValueError(f"all {len(todo)} jobs failed; {out / 'failed'} says why")
+    return frame(_means(done, arguments), f"{experiment}, means over texts, layers and heads", digits=3)
+
+
+def _place(name: str) -> str | Path:
+    """As in the other commands: a path if it exists, or if it looks like one."""
+    return Path(name) if Path(name).exists() or name.startswith((".", "/")) else name
+
+
+def _argument(given: str) -> tuple[str, Any]:
+    name, sign, value = given.partition("=")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        if not sign:
+            raise ValueError(f"--argument must be NAME=JSON, such as layers=[0,1], got {given!r}") from None
+        return name, value  # a word
+
+
+@contextlib.contextmanager
+def _executor(workers: int, dask: str | None) -> Iterator[Any]:
+    """Nothing, a pool of processes or a cluster, closed at the end."""
+    if dask is not None:
+        try:
+            from distributed import Client
+        except ImportError:
+            raise ValueError('--dask needs the extra: python -m pip install "tl-posdisent[dask]"') from None
+        with Client(dask) as client:  # type: ignore[no-untyped-call]
+            yield client.get_executor()
+    elif workers:
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            try:
+                yield pool
+            except RuntimeError as error:  # the pool lost a process; the message says what to do
+                raise OSError(str(error)) from error
+    else:
+        yield None
+
+
+def _means(done: Any, arguments: Collection[str]) -> Any:
+    """One row per model, checkpoint and seed."""
+    names = ["model", "checkpoint", "step", "seed"]
+    front = [name for name in names if name == "model" or done[name].notna().any()]
+    measured = [name for name in done.select_dtypes("number") if name not in (*names, *_INDEX, *arguments)]
+    means = done.groupby(front, sort=False)[measured].mean().reset_index()
+    return means.assign(model=means["model"].map(lambda name: Path(name).name if Path(name).is_absolute() else name))

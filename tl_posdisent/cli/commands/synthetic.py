@@ -1,0 +1,96 @@
+"""``tl-posdisent synthetic``: train small models, and measure the positional deposit in their heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.markup import escape
+from typer import Option
+
+from tl_posdisent.cli.errors import note
+from tl_posdisent.cli.inputs import device_of
+from tl_posdisent.cli.options import Given, command
+from tl_posdisent.cli.screen import Shown, grid, number, spread
+from tl_posdisent.utils.files import whole_file
+
+
+@command("seed progress")
+def synthetic(
+    given: Given,
+    preset: Literal["small", "medium", "paper"] = Option(
+        "small", help="Minutes or an hour on a CPU, or hours on a GPU."
+    ),
+    encoding: list[str] | None = Option(None, help="rope, alibi, …; may be repeated; default all."),
+    task: list[str] | None = Option(
+        None, help="distance, count (medium: gap8, gap16, …); may be repeated; default all."
+    ),
+    seeds: int = Option(1, min=1, help="Trainings of each, from --seed on."),
+    rotary_heads: int | None = Option(
+        None, min=0, help="Number of heads per layer with RoPE (the first ones); default all."
+    ),
+    out: Path = Option(Path("out/synthetic"), help="Folder for tables and training runs; existing runs are resumed."),
+    device: str = Option("cpu", help="cpu, cuda, …"),
+) -> Shown:
+    """Train small models with several position encodings, and measure how their accuracy depends on single heads.
+
+    Columns:
+      task, encoding    task and position encoding
+      chance, accuracy  of guessing, and of the model on test samples
+      largest drop      of accuracy without one head; second: without the next one
+      share             of the largest drop in all drops
+      effective heads   1 if one head has the whole drop (exp of entropy)
+      layer             of the largest drop, seed by seed
+
+    Examples:
+      tl-posdisent synthetic
+      tl-posdisent synthetic --encoding rope --task distance --seeds 3
+    """
+    device_of(device)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out must be a folder, but {out} is a file")
+    from tl_posdisent.synthetic.analysis.deposit_study import deposit_study
+    from tl_posdisent.synthetic.training.presets import preset as named
+
+    changed: dict[str, Any] = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
+    study = deposit_study(
+        named(preset),
+        encodings=encoding or None,
+        tasks=task or None,
+        seeds=range(given.seed, given.seed + seeds),
+        folder=out,
+        device=device,
+        progress=given.progress,
+        **changed,
+    )
+    with whole_file(out / "heads.html") as file:
+        file.write(_maps(study).encode("utf-8"))
+    note(f"tables and heat maps: {escape(str(out))}")
+    return _summary(study, f"effect of single heads: {preset} preset, {seeds} seed{'s' if seeds > 1 else ''}")
+
+
+def _maps(study: Any) -> str:
+    """One page with a heat map for each encoding and task: the drop of accuracy with each head, mean over seeds."""
+    from tl_posdisent.viz.plots.heatmaps import plot_heads
+
+    page: list[str] = []
+    for (encoding, task), table in study.drops.groupby(["encoding", "task"], sort=False):
+        heads = table.assign(drop=-table["effect"]).groupby(["layer", "head"], as_index=False)["drop"].mean()
+        figure = plot_heads(heads, "drop", signed=True, limits=(-1.0, 1.0)).update_layout(
+            title=f"{encoding}, {task}: accuracy lost with each head", height=360, width=640
+        )
+        page.append(figure.to_html(full_html=False, include_plotlyjs=not page))  # the library once, inside the page
+    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Effect of single heads</title></head>'
+    return f"{head}<body>{''.join(page)}</body></html>\n"
+
+
+def _summary(study: Any, title: str) -> Shown:
+    """A row for each encoding and task, means over seeds with the standard deviation."""
+    measures = {"accuracy": "accuracy", "drop": "largest drop", "second": "second", "share": "share"}
+    measures |= {"effective_heads": "effective heads"}
+    rows = []
+    for _, row in study.summary().sort_values("task", kind="stable").iterrows():
+        cells = [number(float(row[name])) + spread(row[f"{name}_std"]) for name in measures]
+        rows.append([row["task"], row["encoding"], number(float(row["chance"]), 3), *cells, row["layers"]])
+    columns = {"task": False, "encoding": False, "chance": True} | dict.fromkeys(measures.values(), True)
+    return grid(title, columns | {"layer": False}, rows)
