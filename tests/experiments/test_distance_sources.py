@@ -377,46 +377,35 @@ def test_the_mean_embedding(shared_model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("tool", "change", "message"),
     [
-        ({"layer": 2}, "layers must be integers from"),
-        ({"heads": [8]}, "heads must be"),
-        ({"sinks": 10}, "sinks must be an integer from 0 to 9, got 10"),
-        ({"distances": []}, "distances must be one-dimensional and not empty"),
-        ({"tokens": "a text"}, "the model has no tokenizer"),
+        (distance_sources, {"layer": 2}, "layers must be integers from"),
+        (distance_sources, {"heads": [8]}, "heads must be"),
+        (distance_sources, {"sinks": 10}, "sinks must be an integer from 0 to 9, got 10"),
+        (distance_sources, {"distances": []}, "distances must be one-dimensional and not empty"),
+        (distance_sources, {"tokens": "a text"}, "the model has no tokenizer"),
+        (distance_sources_check, {"top": 0}, "top must be an integer"),
+        (pair_profile, {"query": torch.zeros(3)}, r"query must be a finite vector of shape \(d_model,\) = \(64,\)"),
+        (pair_profile, {"key": 61}, "key must be a vector .* token id from 0 to 60 or 'mean', got 61"),
+        (pair_profile, {"key": "median"}, "key must be .* got 'median'"),
+        (pair_profile, {"distances": [float("nan")]}, "distances must be finite"),
+        (DistanceSources.term, {"query_source": "L1H0"}, r"source must be 'embedding', .* or 'bias', got 'L1H0'"),
+        (DistanceSources.to_frame, {"top": 0}, "top must be an integer"),
+        (DistanceSources.to_frame, {"by": "side"}, "by must be 'pair'"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_bad_inputs(change: dict, message: str, shared_model: Model) -> None:
+def test_bad_arguments(tool: Any, change: dict, message: str, shared_model: Model) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    first: tuple[Any, ...] = (model,)
+    needed: dict[str, Any] = {"layer": 1} | (
+        {"query": 1, "key": 2} if tool is pair_profile else {"tokens": TOKENS}
+    )
+    if tool in (DistanceSources.term, DistanceSources.to_frame):
+        first = (distance_sources(model, TOKENS, 1),)
+        needed = {"key_source": "embedding"} if tool is DistanceSources.term else {}
     with pytest.raises(ValueError, match=message):
-        distance_sources(shared_model("bridge", "llama-gqa"), **({"tokens": TOKENS, "layer": 1} | change))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"query": torch.zeros(3)}, r"query must be a finite vector of shape \(d_model,\) = \(64,\)"),
-        ({"key": 61}, "key must be a vector .* token id from 0 to 60 or 'mean', got 61"),
-        ({"key": "median"}, "key must be .* got 'median'"),
-        ({"distances": [float("nan")]}, "distances must be finite"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_bad_vectors(change: dict, message: str, shared_model: Model) -> None:
-    arguments = {"query": 1, "key": 2} | change
-    with pytest.raises(ValueError, match=message):
-        pair_profile(shared_model("bridge", "llama-gqa"), 1, **arguments)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_unknown_names_are_refused(shared_model: Model) -> None:
-    found = distance_sources(shared_model("bridge", "llama-gqa"), TOKENS, 1)
-    with pytest.raises(ValueError, match=r"source must be 'embedding', .* or 'bias', got 'L1H0'"):
-        found.term("L1H0", "embedding")
-    with pytest.raises(ValueError, match="top must be an integer"):
-        found.to_frame(top=0)
-    with pytest.raises(ValueError, match="by must be 'pair'"):
-        found.to_frame("side")  # type: ignore[arg-type]
+        tool(*first, **needed | change)
 
 
 @pytest.mark.parametrize("tool", [distance_sources, distance_sources_check])
@@ -432,11 +421,14 @@ def test_without_rotation_that_is_read(kind: str, name: str, shared_model: Model
         distance_sources(shared_model(kind, name), TOKENS, 1)
 
 
+GATED = "attention whose output is a linear function of hook_z, added as it is or after a norm"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("blocks.0.hook_resid_post", "in layer 0 of .*, a residual stream to which attention and MLP are added"),
-        ("blocks.0.hook_attn_out", "in layer 0 of .*, attention whose output is added as it is or after a norm"),
+        ("blocks.0.hook_attn_out", f"in layer 0 of .*, {GATED}"),
         ("blocks.1.attn.hook_q", "distance_sources needs queries that are an affine function"),
     ],
 )
@@ -446,25 +438,11 @@ def test_hooks_that_break_the_sum_are_refused(name: str, message: str) -> None:
     with model.hooks(fwd_hooks=[(name, lambda x, hook: x.sin() + x)]), pytest.raises(ValueError, match=message):
         distance_sources(model, SMALL, 1)
     assert torch.equal(model(SMALL), before)
-    assert not any("forward" in vars(block.attn) for block in model.blocks)
 
 
 def test_attention_with_a_gate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(encoding="rope", causal=True)
     attention, own = model.blocks[0].attn, model.blocks[0].attn.forward
     monkeypatch.setitem(vars(attention), "forward", lambda x, *more: own(x, *more) * x.sigmoid())
-    with pytest.raises(ValueError, match="attention whose output is a linear function of hook_z"):
+    with pytest.raises(ValueError, match=GATED):
         distance_sources(model, SMALL, 1)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_forms_of_heads() -> None:
-    model = small_model(encoding="rope", causal=True)
-    expected = distance_sources(model, SMALL, 1, heads=[2])
-    for heads in (2, -1, [(1, 2)], [(-1, -1)]):
-        found = distance_sources(model, SMALL, -1, heads=heads)
-        assert found.heads == (2,)
-        assert torch.equal(found.query, expected.query)
-    for heads in ({1: [2]}, [(0, 2)], [2, 2]):
-        with pytest.raises(ValueError, match=r"heads must|layers"):
-            distance_sources(model, SMALL, 1, heads=heads)

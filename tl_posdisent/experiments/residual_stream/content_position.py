@@ -21,7 +21,7 @@ from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice
 
-from .qk_readout import Reading, measure_readings, watch
+from .qk_readout import Readout, measure_readouts, taps_of, watch
 
 Source = Literal["content", "position", "bias"]
 SOURCES: tuple[Source, ...] = get_args(Source)
@@ -178,15 +178,16 @@ def content_position_terms(
         raise ValueError(f"tokens must be at least two different texts, got {len(ids)} that do not differ")
     if spec.soft_cap is not None:
         raise ValueError(f"layer {layer} of {spec.architecture} caps its scores, so they are no sum of products")
-    readings = measure_readings(model, spec, texts.groups[0].tokens)
-    names = [name for reading in readings for name in (reading.source, reading.tap.name)]
+    taps = taps_of(spec, before_norm=False)
+    readouts = measure_readouts(model, spec, texts.groups[0].tokens, taps, "content and position need").values()
+    names = [name for readout in readouts for name in (readout.source, readout.tap.name)]
     tables = [spec.cos, spec.sin] if spec.rotary and spec.holds_to is not None else []
     names += [name for name in tables if name]
     watched = [watch(model, group.tokens, spec, names) for group in texts.groups]
     seen = [each for each, _, _ in watched]
     scores = texts.from_the_start([_square(x, texts.longest).transpose(1, 2) for _, x, _ in watched]).transpose(1, 2)
     mask = texts.from_the_start([_square(x.expand(len(s), -1, -1), texts.longest) for _, s, x in watched])
-    (query, position), (key, _) = (_parts(spec, reading, seen, texts, grand_mean) for reading in readings)
+    (query, position), (key, _) = (_parts(spec, readout, seen, texts, grand_mean) for readout in readouts)
     products = torch.einsum("bqhd,bkhd->bhqk", query.sum(0), key.sum(0))
     scale, attention_bias = _explained(spec, products, scores, mask)
     return ContentPosition(layer, query * scale, key, attention_bias, position, mask[0] if len(seen) == 1 else mask)
@@ -207,17 +208,17 @@ def split_stream(
 
 
 def _parts(
-    spec: AttentionSpec, reading: Reading, seen: Sequence[dict[str, Tensor]], texts: Texts, grand_mean: str
+    spec: AttentionSpec, readout: Readout, seen: Sequence[dict[str, Tensor]], texts: Texts, grand_mean: str
 ) -> tuple[Float64[Tensor, "source batch pos head d_head"], Float64[Tensor, "pos d_model"]]:
     """Queries or keys by source, rotated if the layer rotates; and the positional part of what they read."""
-    streams = [each[reading.source].double() for each in seen]
+    streams = [each[readout.source].double() for each in seen]
     content, position, mean, _ = split_stream(streams)
     found = []
     for held, stream, own in zip(seen, streams, content, strict=True):
-        scale = reading.scales(spec, stream, reading.tap.read(held[reading.tap.name]))
-        parts = [scale * reading.linear(x) for x in (own, position[: stream.shape[1]].expand_as(stream))]
-        constant = scale * reading.linear(mean)
-        bias = reading.bias.expand_as(constant)
+        scale = readout.scales(spec, stream, readout.tap.read(held[readout.tap.name]))
+        parts = [scale * readout.linear(x) for x in (own, position[: stream.shape[1]].expand_as(stream))]
+        constant = scale * readout.linear(mean)
+        bias = readout.bias.expand_as(constant)
         parts = [parts[0] + constant, parts[1], bias] if grand_mean == "content" else [*parts, constant + bias]
         places, turned = torch.arange(stream.shape[1], device=stream.device), _running(spec, held)
         found.append(torch.stack([spec.per_query_head(turned.rotated(part, places)) for part in parts], 2))

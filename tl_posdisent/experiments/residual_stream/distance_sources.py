@@ -22,8 +22,7 @@ from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.rope.variance_decomposition import Numbers, numbers, share_of
 from tl_posdisent.utils.validation import check_choice, check_integer
 
-from .frozen_readout import FrozenReadout, measure_frozen, plain_taps
-from .qk_readout import Side, keep, residual_hook
+from .qk_readout import Readout, Side, keep, measure_readouts, residual_hook, taps_of
 from .stream_sources import EMBEDDING, Batch, weighted_sources
 
 BIAS = "bias"
@@ -253,10 +252,10 @@ def distance_sources(
     texts = read_texts(reading.model, tokens, attention_mask)
     check_sinks(sinks, texts.lengths)
     sides: dict[Side, list[int]] = {"q": list(chosen), "k": [spec.key_head(head) for head in chosen]}
-    parts = _read_texts(reading.model, spec, texts, sides, sinks)
+    parts, readouts = _read_texts(reading.model, spec, texts, sides, sinks)
     names, sums = weighted_sources(reading.model, [part.batch for part in parts], spec.layer, "distance_sources")
-    n_weights = parts[0].readouts["q"].n_weights
-    query, key = _split("q", parts, names, sums[:, :n_weights]), _split("k", parts, names, sums[:, n_weights:])
+    sums_of_sides = sums.tensor_split([readouts["q"].n_weights], 1)
+    query, key = (_split(readouts[side], parts, names, x) for side, x in zip(sides, sums_of_sides, strict=True))
     own_query, own_key = (torch.stack([part.own[side] for part in parts]).sum(0) for side in sides)
     at = numbers("distances", range(texts.longest) if distances is None else distances, query.device)
     rotary = parts[0].rotary.to(query.device)
@@ -269,69 +268,59 @@ class _Part:
 
     Attributes:
         batch: tokens, and their weights in the mean query and then in the mean key.
-        readouts: how queries and keys of the chosen heads come from the stream.
         bias: weight of the bias.
         own: the part of the mean queries and keys.
         rotary: the rotation in texts of this length.
     """
 
     batch: Batch
-    readouts: dict[Side, FrozenReadout]
     bias: dict[Side, Tensor]
     own: dict[Side, Tensor]
     rotary: Rotary
 
 
-def _read_texts(model: Any, spec: AttentionSpec, texts: Texts, heads: dict[Side, list[int]], sinks: int) -> list[_Part]:
-    """Run the texts up to the layer, and measure its read-out on the first."""
+def _read_texts(
+    model: Any, spec: AttentionSpec, texts: Texts, heads: dict[Side, list[int]], sinks: int
+) -> tuple[list[_Part], dict[Side, Readout]]:
+    """Measure the layer's read-out, of which the chosen heads are returned, and run the texts up to the layer."""
     count = sum(length - sinks for length in texts.lengths)
-    whole: dict[Side, FrozenReadout] = {}
-    parts = []
+    taps, first = taps_of(spec, before_norm=True), texts.groups[0].tokens
+    readouts = measure_readouts(model, spec, first, taps, "distance_sources needs")
+    names = [tap.name for tap in taps.values()] + [readout.source for readout in readouts.values()]
+    parts: list[_Part] = []
     for group in texts.groups:
-        plain, stream, seen = _watch(model, spec, group.tokens, whole)
+        held: dict[str, Tensor] = {}
+        found: list[Captured] = []
+        with applied(model, [keep(name, held) for name in dict.fromkeys(names)]):
+            for_each_layer(model, group.tokens, [spec], found.append, scores=False)
+        (seen,) = found
         vectors: dict[Side, Tensor] = {"q": seen.q, "k": seen.k}
-        whole = whole or measure_frozen(model, spec, group.tokens, plain, vectors, "distance_sources needs")
-        if not stream:  # the first time nobody knew what it reads
-            _, stream, _ = _watch(model, spec, group.tokens, whole)
         weights, bias, own = [], {}, {}
-        for side, readout in whole.items():
-            some = heads[side]
-            x = readout.weights(spec, stream[readout.source], plain[side], vectors[side])
+        for side, tap in taps.items():
+            plain, some = tap.read(held[tap.name]), heads[side]
+            if not parts:
+                readouts[side] = readouts[side].with_qk_norm(spec, plain, vectors[side])
+            readout = readouts[side]
+            x = readout.weights(spec, held[readout.source], plain, vectors[side])
             w, r = (y[..., some] / count if readout.qk_norm else y / count for y in x)
             weights.append(w)
             bias[side] = r[:, sinks:].sum((0, 1))
             own[side] = vectors[side][:, sinks:, some].double().sum((0, 1)) / count
         at = torch.cat(weights, -1)
         at[:, :sinks] = 0
-        readouts = {side: readout.of_heads(heads[side]) for side, readout in whole.items()}
-        parts.append(_Part(Batch(group.tokens, at), readouts, bias, own, seen.spec.require_rotary("distance_sources")))
+        parts.append(_Part(Batch(group.tokens, at), bias, own, seen.spec.require_rotary("distance_sources")))
     _check_rotation(spec, [part.rotary for part in parts])
-    return parts
-
-
-def _watch(
-    model: Any, spec: AttentionSpec, tokens: Tensor, readouts: dict[Side, FrozenReadout]
-) -> tuple[dict[Side, Tensor], dict[str, Tensor], Captured]:
-    """Queries and keys before any QK-norm, the streams that they are read from, and what the layer does."""
-    taps = plain_taps(spec)
-    held: dict[str, Tensor] = {}
-    found: list[Captured] = []
-    names = [tap.name for tap in taps.values()] + [readout.source for readout in readouts.values()]
-    with applied(model, [keep(name, held) for name in dict.fromkeys(names)]):
-        for_each_layer(model, tokens, [spec], found.append, scores=False)
-    plain = {side: tap.read(held.pop(tap.name)) for side, tap in taps.items()}
-    return plain, held, found[0]
+    return parts, {side: readout.of_heads(heads[side]) for side, readout in readouts.items()}
 
 
 def _split(
-    side: Side, parts: Sequence[_Part], names: Sequence[str], sums: Float64[Tensor, "source weight d_model"]
+    readout: Readout, parts: Sequence[_Part], names: Sequence[str], sums: Float64[Tensor, "source weight d_model"]
 ) -> Float64[Tensor, "source+1 head d_head"]:
     """The mean query or key of each source, and of the bias."""
-    first = parts[0].readouts[side]
-    if first.source == residual_hook(0):  # some read their keys from the embedded input
+    if readout.source == residual_hook(0):  # some read their keys from the embedded input
         sums = sums * torch.tensor([name == EMBEDDING for name in names], device=sums.device)[:, None, None]
-    bias = first.bias(torch.stack([part.bias[side] for part in parts]).sum(0))
-    return torch.cat([first.vectors(sums), bias[None]])
+    bias = readout.bias_vectors(torch.stack([part.bias[readout.side] for part in parts]).sum(0))
+    return torch.cat([readout.vectors(sums), bias[None]])
 
 
 def _check_rotation(spec: AttentionSpec, rotations: Sequence[Rotary]) -> None:
