@@ -398,9 +398,7 @@ def test_the_mean_embedding(shared_model: Model) -> None:
 def test_bad_arguments(tool: Any, change: dict, message: str, shared_model: Model) -> None:
     model = shared_model("bridge", "llama-gqa")
     first: tuple[Any, ...] = (model,)
-    needed: dict[str, Any] = {"layer": 1} | (
-        {"query": 1, "key": 2} if tool is pair_profile else {"tokens": TOKENS}
-    )
+    needed: dict[str, Any] = {"layer": 1} | ({"query": 1, "key": 2} if tool is pair_profile else {"tokens": TOKENS})
     if tool in (DistanceSources.term, DistanceSources.to_frame):
         first = (distance_sources(model, TOKENS, 1),)
         needed = {"key_source": "embedding"} if tool is DistanceSources.term else {}

@@ -12,7 +12,7 @@ import transformers
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, check_model
+from tl_posdisent import ablate_heads, check_model, read_model
 from tl_posdisent.experiments import model_check
 from tl_posdisent.hooks import applied
 
@@ -146,3 +146,29 @@ def _silenced(model: Any, tokens: Tensor, layer: int) -> Tensor:
             return model(tokens)
     finally:
         handle.remove()
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma3"))
+@pytest.mark.usefixtures("unchecked")
+def test_by_default_two_layers_of_each_kind(kind: str, name: str) -> None:
+    """With every layer, the verdicts are the same; in between, the model consists of its first blocks."""
+    more = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"]}
+    depth = {"num_hidden_layers": 5} | (more if name == "gemma3" else {})
+    model = (zoo.bridge if kind == "bridge" else zoo.hooked)(name, **depth)
+    chosen = [spec.layer for spec in model_check.two_of_each_kind(read_model(model).attention)]
+    assert chosen == ([0, 1, 3] if name == "gemma3" else [0, 1])
+    ran: list[int] = []
+    tools = ["additivity", "swap_positions", "head_ablation"]
+    for every_layer in (False, True):
+        ran.clear()
+        listeners = [(f"blocks.{n}.hook_resid_pre", lambda x, hook, n=n: ran.append(n)) for n in range(5)]
+        with model.hooks(fwd_hooks=listeners):
+            table = check_model(model, tools=tools, lengths=8, every_layer=every_layer, progress=False)
+        assert set(table["verdict"]) == {"works"}
+        assert max(ran) == (4 if every_layer else chosen[-1])
+    tokens = zoo.random_tokens(8)
+    before = model(tokens)
+    with model_check.first_blocks(model, 2):
+        first = model(tokens)
+    assert not torch.equal(first, before)
+    assert torch.equal(model(tokens), before)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple, cast
 
 import pandas as pd
 import torch
@@ -27,9 +28,11 @@ from tl_posdisent.hooks.substitute import substitute_additive
 from tl_posdisent.hooks.substitute_attention import substitute_attention
 from tl_posdisent.models.capture import capture
 from tl_posdisent.models.chunked_scores import empty_cache
+from tl_posdisent.models.partial_forward import forwards
 from tl_posdisent.models.reading.forward import Hook, device_of, evaluating, padding_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
-from tl_posdisent.utils.validation import check_choice, check_integer, check_seed
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_seed
 
 from .attention_scores.additivity import additivity
 from .attention_scores.controlled_distance import controlled_distance
@@ -41,45 +44,14 @@ TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 2e-2, torc
 """Largest relative error that rounding explains, by the dtype of the model. Rotation tables are float32 at best."""
 
 Law = tuple[str, float]
-"""What must hold, and by how much it fails, relative to the largest number that is compared; inf for no effect."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A model, a text that it reads, and what the laws compare."""
-
-    reading: ModelReading
-    tokens: Int[Tensor, "batch pos"]
-
-    @property
-    def head(self) -> int:
-        """The head on which tools for single heads are tried."""
-        return min(1, self.reading.attention[0].n_heads - 1)
-
-    @property
-    def layer(self) -> int:
-        """The first layer that rotates, or else the first that attends."""
-        attention = self.reading.attention
-        return next((spec.layer for spec in attention if spec.rotary is not None), attention[0].layer)
-
-    def logits(self, hooks: list[Hook] | None = None, **options: Any) -> Tensor:
-        """The model's logits on the text under hooks, all of which must fire."""
-        model = self.reading.model
-        with torch.no_grad(), evaluating(model), applied(model, hooks or []):
-            logits: Tensor = model(self.tokens, **options)
-        return logits
-
-    def held(self, layer: int, names: tuple[str, ...]) -> list[Tensor]:
-        """What fired at hooks of a layer's attention."""
-        seen: dict[str, Tensor] = {}
-        self.logits([(f"blocks.{layer}.attn.{name}", partial(_keep, seen, name)) for name in names])
-        return [seen[name] for name in names]
+"""What must be equal, and its error relative to the largest number that is compared; inf for an absent effect."""
 
 
 def check_model(
     model: Any,
     *,
     tools: Sequence[str] | None = None,
+    every_layer: bool = False,
     lengths: int | Sequence[int] = (12, 48),
     seed: int = 0,
     progress: bool = True,
@@ -95,6 +67,8 @@ def check_model(
         model: a HookedTransformer, a TransformerBridge or alike, or its ``read_model``. Laws are checked in its own
             dtype: to 2e-4 in float32 and float64, 2e-2 in float16, 8e-2 in bfloat16.
         tools: which to check, by name; default all.
+        every_layer: whether to check all layers. Default the first two of each kind (that differ in rotation, window,
+            soft cap or heads); the layers after the last of them are skipped, so that a deep model takes little time.
         lengths: of the texts, in tokens. Where the rotation changes beyond some length (longrope, dynamic NTK), give
             one beyond it as well. The first is also that of the padded and the cached texts.
         seed: of the random tokens.
@@ -120,34 +94,111 @@ def check_model(
          'swap_positions 12 tokens   works', 'swap_positions    padded   works', 'swap_positions  KV cache   works']
     """
     check_seed(seed)
+    check_flag("every_layer", every_layer)
     chosen = list(TOOLS) if tools is None else list(tools)
     for tool in chosen:
         check_choice("tools", tool, TOOLS)
-    sizes = [lengths] if isinstance(lengths, int) else list(lengths)
-    for length in sizes:
-        check_integer("lengths", length, 4)
+    sizes = [check_integer("lengths", x, 4) for x in ([lengths] if isinstance(lengths, int) else lengths)]
     reading = read_model(model)
-    texts = {f"{length} tokens": random_tokens(reading.model, length, seed) for length in sizes}
+    if not every_layer:
+        reading = replace(reading, attention=two_of_each_kind(reading.attention))
+    trials = {f"{size} tokens": Trial(reading, random_tokens(reading.model, size, seed)) for size in sizes}
     tolerance = max(TOLERANCE[p.dtype] for p in reading.model.parameters() if p.dtype in TOLERANCE)
     rows: list[dict[str, Any]] = []
-    for tool in tqdm(chosen, desc="check_model", disable=not progress):
-        for text, laws in _trials(tool, reading, texts):
-            rows.append({"tool": tool, "text": text, **_verdict(laws, tolerance)})
-            if rows[-1]["verdict"] == "refused" and text in texts:
-                break  # padded or in parts it would be refused again
+    with first_blocks(reading.model, reading.n_layers if every_layer else reading.attention[-1].layer + 1):
+        for tool in tqdm(chosen, desc="check_model", disable=not progress):
+            for text, laws in _laws(tool, trials):
+                rows.append({"tool": tool, "text": text, **_verdict(laws, tolerance)})
+                if rows[-1]["verdict"] == "refused" and text in trials:
+                    break  # padded or in parts it would be refused again
     return pd.DataFrame(rows, columns=["tool", "text", "verdict", "error", "reason"])
 
 
-def _trials(tool: str, reading: ModelReading, texts: dict[str, Tensor]) -> Iterator[tuple[str, Iterator[Law]]]:
-    """The laws of a tool, text by text."""
-    for text, tokens in texts.items():
-        yield text, TOOLS[tool](Trial(reading, tokens))
-    short = Trial(reading, next(iter(texts.values())))
-    if tool in TABLES:
-        yield "padded", _padded_table(short, TABLES[tool])
-    if tool in INTERVENTIONS:
-        yield "padded", _padded_logits(short, INTERVENTIONS[tool])
-        yield "KV cache", _cached_logits(short, INTERVENTIONS[tool])
+def two_of_each_kind(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+    """The first two layers of each kind of attention, in the model's order."""
+    kinds: dict[Any, list[AttentionSpec]] = {}
+    for spec in specs:
+        frequencies = [] if spec.rotary is None else [f"{x:.3g}" for x in spec.rotary.frequencies.tolist()]
+        heads = (spec.n_heads, spec.n_kv_heads, spec.d_head)
+        kind = (*frequencies, heads, spec.window, spec.soft_cap, spec.problem is None, spec.no_rotation is None)
+        kinds.setdefault(kind, []).append(spec)
+    return tuple(sorted((x for alike in kinds.values() for x in alike[:2]), key=lambda spec: spec.layer))
+
+
+@contextlib.contextmanager
+def first_blocks(model: Any, n: int) -> Iterator[None]:
+    """Let the model consist of its first n blocks: those after them return what the n-th returned."""
+    last, returned = model.blocks[n - 1], list[Any]()
+    own = last.forward
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        returned[:] = [own(*args, **kwargs)]
+        return returned[0]
+
+    skipped = {block: lambda *args, **kwargs: returned[0] for block in model.blocks[n:]}
+    with forwards({last: record, **skipped} if skipped else {}):
+        yield
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A model, a text that it reads, and what the laws compare."""
+
+    reading: ModelReading
+    tokens: Int[Tensor, "batch pos"]
+
+    @property
+    def head(self) -> int:
+        """The head on which tools for single heads are tried."""
+        return min(1, self.reading.attention[0].n_heads - 1)
+
+    @property
+    def layer(self) -> int:
+        """The first layer that rotates, or else the first that attends."""
+        attention = self.reading.attention
+        return next((spec.layer for spec in attention if spec.rotary is not None), attention[0].layer)
+
+    @cached_property
+    def plain(self) -> Tensor:
+        """The logits without hooks."""
+        return self.logits([])
+
+    def logits(self, hooks: list[Hook], **options: Any) -> Tensor:
+        """The model's logits on the text under hooks, all of which must fire."""
+        model = self.reading.model
+        with torch.no_grad(), evaluating(model), applied(model, hooks):
+            logits: Tensor = model(self.tokens, **options)
+        return logits
+
+    def metric(self, hooks: list[Hook]) -> Tensor:
+        """The mean of ``_metric`` under hooks."""
+        return _metric(self.logits(hooks), self.tokens).mean()
+
+    def held(self, layer: int, names: tuple[str, ...], hooks: Sequence[Hook] = ()) -> list[Tensor]:
+        """What fired at hooks of a layer's attention, under other hooks."""
+        seen: dict[str, Tensor] = {}
+        self.logits([*hooks, *((f"blocks.{layer}.attn.{name}", partial(_keep, seen, name)) for name in names)])
+        return [seen[name] for name in names]
+
+    @cached_property
+    def plain_in_parts(self) -> Tensor:
+        """The logits without hooks, token by token."""
+        return _token_by_token(self, [])
+
+    @cached_property
+    def padded(self) -> dict[str, tuple[Trial, Tensor, list[Trial]]]:
+        """By side of the padding: a batch of two, the second without its last third and padded to the length of the
+        first; its attention mask; and each text alone."""
+        found = {}
+        short, fill = self.tokens.shape[1] * 2 // 3, padding_id(self.reading.model)
+        for side, padding in (("left", slice(None, -short)), ("right", slice(short, None))):
+            tokens = self.tokens[:2].clone()
+            tokens[1] = tokens[1].roll(-short) if side == "left" else tokens[1]
+            mask = torch.ones_like(tokens)
+            tokens[1, padding], mask[1, padding] = 0 if fill is None else fill, 0
+            texts = [Trial(self.reading, row[real][None]) for row, real in zip(tokens, mask.bool(), strict=True)]
+            found[side] = Trial(self.reading, tokens), mask, texts
+        return found
 
 
 def random_tokens(model: Any, length: int, seed: int, batch: int = 2) -> Int[Tensor, "batch pos"]:
@@ -158,6 +209,18 @@ def random_tokens(model: Any, length: int, seed: int, batch: int = 2) -> Int[Ten
     drawn = torch.randint(len(plain), (batch, length), generator=torch.Generator().manual_seed(seed))
     tokens: Tensor = plain[drawn].to(device_of(model))
     return tokens
+
+
+def _laws(tool: str, trials: dict[str, Trial]) -> Iterator[tuple[str, Iterator[Law]]]:
+    """The laws of a tool, text by text."""
+    for text, trial in trials.items():
+        yield text, TOOLS[tool](trial)
+    short = next(iter(trials.values()))
+    if tool == "additivity":
+        yield "padded", _padded_table(short)
+    if tool in INTERVENTIONS:
+        yield "padded", _padded_logits(short, INTERVENTIONS[tool].changes)
+        yield "KV cache", _cached_logits(short, INTERVENTIONS[tool].changes)
 
 
 def _verdict(laws: Iterator[Law], tolerance: float) -> dict[str, Any]:
@@ -219,6 +282,16 @@ def _dense_r2(y: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return r2.cpu()
 
 
+def _padded_table(trial: Trial) -> Iterator[Law]:
+    for side, (batch, mask, texts) in trial.padded.items():
+        together = additivity(trial.reading, batch.tokens, attention_mask=mask, progress=False)
+        for n, text in enumerate(texts):
+            alone = additivity(trial.reading, text.tokens, progress=False).select_dtypes("number").drop(columns="batch")
+            rows = together.loc[together["batch"] == n, alone.columns]
+            error = max(_gap(rows[name].tolist(), alone[name].tolist()) for name in alone)
+            yield f"a text in a batch padded on the {side}", error
+
+
 def _capture(trial: Trial) -> Iterator[Law]:
     places = torch.arange(trial.tokens.shape[1], device=trial.tokens.device)
     for layer in capture(trial.reading, trial.tokens):
@@ -229,15 +302,14 @@ def _capture(trial: Trial) -> Iterator[Law]:
 
 def _controlled_distance(trial: Trial) -> Iterator[Law]:
     table = controlled_distance(trial.reading, trial.tokens, progress=False)
+    if trial.tokens.numel() > 32:
+        return  # brute force takes the square of the number of tokens
     for layer in capture(trial.reading, trial.tokens, layers=table["layer"].unique().tolist()):
         spec = replace(layer.spec, soft_cap=None)
         q, k = (x.double().flatten(0, 1)[None] for x in (layer.q, layer.k))  # every query with every key of all texts
-        q, k = q[:, :32], k[:, :32]
-        if q.shape[1] < layer.q.shape[0] * layer.q.shape[1]:
-            return  # brute force takes the square of the number of tokens
-        keys = spec.rotated(k, torch.zeros(k.shape[1], device=k.device))
-        there = torch.ones(q.shape[1], device=q.device)
-        each = [spec.score(spec.rotated(q, d * there), keys) for d in range(trial.tokens.shape[1])]
+        ones = torch.ones(q.shape[1], device=q.device)
+        keys = spec.rotated(k, 0 * ones)
+        each = [spec.score(spec.rotated(q, d * ones), keys) for d in range(trial.tokens.shape[1])]
         variance = torch.stack(each).movedim(2, 0).flatten(1).var(1, correction=0)
         rows = table.query(f"layer == {layer.layer}")
         yield "the variance is that of all scores at all distances", _gap(rows["total"].tolist(), variance.cpu())
@@ -245,73 +317,63 @@ def _controlled_distance(trial: Trial) -> Iterator[Law]:
 
 def _head_ablation(trial: Trial) -> Iterator[Law]:
     for spec in trial.reading.attention:
-        layer, tokens = spec.layer, trial.tokens
-        zeros = trial.logits([(f"blocks.{layer}.attn.hook_z", _zeros(trial.head))])
-        table = head_ablation(trial.reading, tokens, _metric, layers=[layer], heads=[trial.head], progress=False)
-        yield "the value is that without the head", _gap(table["value"][0], _metric(zeros, tokens).mean())
+        table = head_ablation(trial.reading, trial.tokens, _metric, **_one_head(trial, spec.layer))
+        zeros = trial.metric([_zero_head(trial, spec.layer)])
+        yield "the value is that without the head", _gap(table["value"][0], zeros)
 
 
 def _head_patching(trial: Trial) -> Iterator[Law]:
-    layer, tokens = trial.reading.attention[-1].layer, trial.tokens
-    other = Trial(trial.reading, tokens.flip(1))
+    layer = trial.reading.attention[-1].layer
+    other = Trial(trial.reading, trial.tokens.flip(1))
     z, pattern = trial.held(layer, ("hook_z", "hook_pattern"))
-    by_hand = {"z": [(f"blocks.{layer}.attn.hook_z", _put(trial.head, z))], "pattern": _attend(trial, layer, pattern)}
-    for activation, hooks in by_hand.items():
-        table = head_patching(
-            trial.reading, tokens, other.tokens, _metric, layers=[layer], heads=[trial.head], progress=False,
-            activation="z" if activation == "z" else "pattern",
-        )  # fmt: skip
-        expected = _metric(other.logits(hooks), other.tokens).mean()
-        yield f"{activation} of another text, put in by hand", _gap(table["value"][0], expected)
-        yield f"its own {activation} changes nothing", _gap(trial.logits(hooks), trial.logits())
+    patch_z = (f"blocks.{layer}.attn.hook_z", partial(_set_head, trial.head, 2, z))
+    for activation, hooks in (("z", [patch_z]), ("pattern", _attend(trial, layer, pattern))):
+        options = _one_head(trial, layer) | {"activation": activation}
+        table = head_patching(trial.reading, trial.tokens, other.tokens, _metric, **options)
+        yield f"{activation} of another text, put in by hand", _gap(table["value"][0], other.metric(hooks))
+        yield f"its own {activation} changes nothing", _gap(trial.logits(hooks), trial.plain)
 
 
 def _position_patching(trial: Trial) -> Iterator[Law]:
     """Before the first layer that rotates nothing depends on positions: to patch in the vectors of the real positions
     there is to leave the layer out of the intervention."""
-    model, tokens = trial.reading, trial.tokens
-    order = torch.arange(tokens.shape[1]).flip(0)
-    everywhere = swap_positions(model, order)  # refuses what position_patching refuses
+    order = torch.arange(trial.tokens.shape[1]).flip(0)
+    everywhere = swap_positions(trial.reading, order)  # refuses what position_patching refuses
     first, *behind = [spec.layer for spec in trial.reading.attention if spec.rotary is not None]
-    rest = swap_positions(model, order, layers=behind) if behind else []
-    table = position_patching(model, tokens, order, _metric, what="layer", layers=[first], progress=False)
-    yield "a layer left alone", _gap(table["value"][0], _metric(trial.logits(rest), tokens).mean())
-    yield "other positions", _gap(table["corrupted"][0], _metric(trial.logits(everywhere), tokens).mean())
+    rest = swap_positions(trial.reading, order, layers=behind) if behind else []
+    options: dict[str, Any] = {"what": "layer", "layers": [first], "progress": False}
+    table = position_patching(trial.reading, trial.tokens, order, _metric, **options)
+    yield "a layer left alone", _gap(table["value"][0], trial.metric(rest))
+    yield "other positions", _gap(table["corrupted"][0], trial.metric(everywhere))
 
 
 def _component_patching(trial: Trial) -> Iterator[Law]:
-    tokens, layer = trial.tokens, trial.reading.attention[-1].layer
-    other = Trial(trial.reading, tokens.flip(1))
-    parts: list[MovedPart] = ["mean", "distance", "query", "key", "residual"]
-    options: dict[str, Any] = {"metric": _metric, "layers": [layer], "heads": [trial.head], "progress": False}
-    whole = component_patching(trial.reading, tokens, parts, from_tokens=other.tokens, **options)
-    (pattern,) = other.held(layer, ("hook_pattern",))
-    by_hand = _metric(trial.logits(_attend(trial, layer, pattern)), tokens).mean()
-    yield "all parts are another text's pattern", _gap(whole["value"][0], by_hand)
+    layer, source = trial.reading.attention[-1].layer, trial.tokens.flip(1)
+    components: list[MovedPart] = ["mean", "distance", "query", "key", "residual"]
+    whole = component_patching(
+        trial.reading, trial.tokens, components, from_tokens=source, metric=_metric, **_one_head(trial, layer)
+    )
+    (pattern,) = Trial(trial.reading, source).held(layer, ("hook_pattern",))
+    by_hand = trial.metric(_attend(trial, layer, pattern))
+    yield "all components are another text's pattern", _gap(whole["value"][0], by_hand)
     if trial.reading.specs(layer)[0].problem is None:
         hooks = patch_scores(trial.reading, layer, _scores(trial, layer)[0])
-        yield "its own scores change nothing", _gap(trial.logits(hooks), trial.logits())
+        yield "its own scores change nothing", _gap(trial.logits(hooks), trial.plain)
 
 
-TABLES: dict[str, Callable[..., pd.DataFrame]] = {"additivity": additivity}
-"""Tools with a row per text, which is compared between a padded batch and the text alone."""
-
-
-def _padded_table(trial: Trial, tool: Callable[..., pd.DataFrame]) -> Iterator[Law]:
-    for side in ("left", "right"):
-        tokens, mask = _padded(trial, side)
-        together = tool(trial.reading, tokens, attention_mask=mask, progress=False)
-        for n, real in enumerate(mask.bool()):
-            alone = tool(trial.reading, tokens[n][real][None], progress=False)
-            rows = together[together["batch"] == n]
-            yield f"a text in a batch padded on the {side}", _table_gap(rows, alone, {"batch"})
+def _one_head(trial: Trial, layer: int) -> dict[str, Any]:
+    return {"layers": [layer], "heads": [trial.head], "progress": False}
 
 
 # --- interventions ----------------------------------------------------------------------------------------------------
 
 
-def _all_scores(trial: Trial) -> list[Hook]:
-    return substitute_additive(trial.reading, ("distance", "query", "key", "residual"))
+class Intervention(NamedTuple):
+    """Hooks on a trial that must change the logits; that must change nothing; that do the first by other means."""
+
+    changes: Callable[[Trial], list[Hook]]
+    nothing: Callable[[Trial], list[Hook]] | None = None
+    twice: Callable[[Trial], list[Hook]] | None = None
 
 
 def _at_median(trial: Trial) -> list[Hook]:
@@ -320,45 +382,9 @@ def _at_median(trial: Trial) -> list[Hook]:
     return limit_frequencies(trial.reading, high=high)
 
 
-NOTHING: dict[str, Callable[[Trial], list[Hook]]] = {
-    "swap_positions": lambda t: swap_positions(t.reading, lambda index: index + 7),
-    "remap_distance": lambda t: remap_distance(t.reading, lambda d: d, heads=[t.head]),
-    "limit_frequencies": lambda t: limit_frequencies(t.reading, high=1e9),
-    "phase_noise": lambda t: phase_noise(t.reading, 0.0),
-    "position_interpolation": lambda t: position_interpolation(t.reading, 1),
-    "lambda_mask": lambda t: lambda_mask(t.reading, 1, 10**6, 10**6),
-    "substitute_additive": _all_scores,
-    "substitute_attention": lambda t: substitute_attention(t.reading, "untouched"),
-}
-"""Interventions that must leave the logits as they are."""
-
-INTERVENTIONS: dict[str, Callable[[Trial], list[Hook]]] = {
-    "swap_positions": lambda t: swap_positions(t.reading, lambda index: 2 * index),
-    "dummy_distance": lambda t: dummy_distance(t.reading, 3),
-    "remap_distance": lambda t: remap_distance(t.reading, lambda d: d.clamp(max=3)),
-    "limit_frequencies": _at_median,
-    "phase_noise": lambda t: phase_noise(t.reading, 0.5),
-    "position_interpolation": lambda t: position_interpolation(t.reading, 2),
-    "lambda_mask": lambda t: lambda_mask(t.reading, 1, 4, 4),
-    "ablate_heads": lambda t: ablate_heads(t.reading, [(t.layer, t.head)]),
-    "drop_component": lambda t: drop_component(t.reading, "distance"),
-    "substitute_additive": lambda t: substitute_additive(t.reading),
-    "substitute_attention": lambda t: substitute_attention(t.reading, "additive", heads=[(t.layer, t.head)]),
-}
-"""Interventions that must change them."""
-
-
-def _intervention(name: str) -> Callable[[Trial], Iterator[Law]]:
-    def laws(trial: Trial) -> Iterator[Law]:
-        plain = trial.logits()
-        if name in NOTHING:
-            yield "what should change nothing", _gap(trial.logits(NOTHING[name](trial)), plain)
-        changed = trial.logits(INTERVENTIONS[name](trial))
-        yield "what should change something", _effect(changed, plain)
-        if name in TWICE:
-            yield "two ways to the same", _gap(trial.logits(TWICE[name](trial)), changed)
-
-    return laws
+def _all_at_three(trial: Trial) -> list[Hook]:
+    shape = (trial.reading.attention[0].n_heads, *2 * trial.tokens.shape[1:])
+    return remap_distance(trial.reading, torch.full(shape, 3.0))
 
 
 def _fitted_by_hand(trial: Trial) -> list[Hook]:
@@ -370,27 +396,57 @@ def _fitted_by_hand(trial: Trial) -> list[Hook]:
     return _attend(trial, trial.layer, (fit.pattern() * to_keys).to(pattern.dtype))
 
 
-TWICE: dict[str, Callable[[Trial], list[Hook]]] = {
-    "swap_positions": lambda t: remap_distance(t.reading, lambda d: 2 * d),
-    "dummy_distance": lambda t: remap_distance(
-        t.reading, torch.full((t.reading.attention[0].n_heads, *2 * t.tokens.shape[1:]), 3.0)
+INTERVENTIONS: dict[str, Intervention] = {
+    "swap_positions": Intervention(
+        lambda t: swap_positions(t.reading, lambda index: 2 * index),
+        lambda t: swap_positions(t.reading, lambda index: index + 7),
+        lambda t: remap_distance(t.reading, lambda d: 2 * d),
     ),
-    "position_interpolation": lambda t: swap_positions(t.reading, lambda index: index / 2),
-    "ablate_heads": lambda t: [(f"blocks.{t.layer}.attn.hook_z", _zeros(t.head))],
-    "substitute_attention": _fitted_by_hand,
+    "dummy_distance": Intervention(lambda t: dummy_distance(t.reading, 3), twice=_all_at_three),
+    "remap_distance": Intervention(
+        lambda t: remap_distance(t.reading, lambda d: d.clamp(max=3)),
+        lambda t: remap_distance(t.reading, lambda d: d, heads=[t.head]),
+    ),
+    "limit_frequencies": Intervention(_at_median, lambda t: limit_frequencies(t.reading, high=1e9)),
+    "phase_noise": Intervention(lambda t: phase_noise(t.reading, 0.5), lambda t: phase_noise(t.reading, 0.0)),
+    "position_interpolation": Intervention(
+        lambda t: position_interpolation(t.reading, 2),
+        lambda t: position_interpolation(t.reading, 1),
+        lambda t: swap_positions(t.reading, lambda index: index / 2),
+    ),
+    "lambda_mask": Intervention(
+        lambda t: lambda_mask(t.reading, 1, 4, 4), lambda t: lambda_mask(t.reading, 1, 10**6, 10**6)
+    ),
+    "ablate_heads": Intervention(
+        lambda t: ablate_heads(t.reading, [(t.layer, t.head)]), twice=lambda t: [_zero_head(t, t.layer)]
+    ),
+    "drop_component": Intervention(lambda t: drop_component(t.reading, "distance")),
+    "substitute_additive": Intervention(
+        lambda t: substitute_additive(t.reading),
+        lambda t: substitute_additive(t.reading, ("distance", "query", "key", "residual")),
+    ),
+    "substitute_attention": Intervention(
+        lambda t: substitute_attention(t.reading, "additive", heads=[(t.layer, t.head)]),
+        lambda t: substitute_attention(t.reading, "untouched"),
+        _fitted_by_hand,
+    ),
 }
-"""The same by other means."""
+
+
+def _intervention(of: Intervention, trial: Trial) -> Iterator[Law]:
+    if of.nothing:
+        yield "what should change nothing", _gap(trial.logits(of.nothing(trial)), trial.plain)
+    changed = trial.logits(of.changes(trial))
+    yield "what should change something", _effect(changed, trial.plain)
+    if of.twice:
+        yield "two ways to the same", _gap(trial.logits(of.twice(trial)), changed)
 
 
 def _some_heads(trial: Trial) -> Iterator[Law]:
     hooks = dummy_distance(trial.reading, 3, layers=[trial.layer], heads=[trial.head])
     (spec,) = trial.reading.specs(trial.layer)
-    mixed = spec.scores_editable and not _gathers_plainly(trial, trial.layer)  # a norm over all heads, for instance
-    name, axis = ("hook_pattern", 1) if mixed else ("hook_z", 2)
-    seen: list[Tensor] = []
-    for some in ([], hooks):
-        trial.logits([*some, (f"blocks.{trial.layer}.attn.{name}", lambda x, hook: seen.append(x.clone()))])
-    before, after = (x.movedim(axis, 0) for x in seen)
+    name, axis = ("hook_pattern", 1) if spec.scores_editable else ("hook_z", 2)  # some norm z over all heads
+    before, after = (trial.held(trial.layer, (name,), some)[0].movedim(axis, 0) for some in ([], hooks))
     others = [h for h in range(spec.n_heads) if h != trial.head]
     if others:
         yield "the other heads stay", _gap(after[others], before[others])
@@ -400,7 +456,7 @@ def _some_heads(trial: Trial) -> Iterator[Law]:
 def _patch_vectors(trial: Trial) -> Iterator[Law]:
     own = next(iter(capture(trial.reading, trial.tokens, layers=[trial.layer])))
     hooks = patch_vectors(trial.reading, trial.layer, own.q_rot, own.k_rot)
-    yield "its own rotated vectors change nothing", _gap(trial.logits(hooks), trial.logits())
+    yield "its own rotated vectors change nothing", _gap(trial.logits(hooks), trial.plain)
 
 
 def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
@@ -408,20 +464,17 @@ def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterat
     parameters = inspect.signature(trial.reading.model.forward).parameters.values()
     if not any(p.name == "attention_mask" or p.kind == p.VAR_KEYWORD for p in parameters):
         raise ValueError(f"{type(trial.reading.model).__name__} takes no attention_mask")
-    for side in ("left", "right"):
-        tokens, mask = _padded(trial, side)
-        batch = Trial(trial.reading, tokens)
-        plain, together = (batch.logits(some, attention_mask=mask) for some in (None, edits))
-        for n, real in enumerate(mask.bool()):
-            text = Trial(trial.reading, tokens[n][real][None])
-            if _gap(plain[n][real], text.logits()[0]) > TOLERANCE[plain.dtype]:
+    for side, (batch, mask, texts) in trial.padded.items():
+        plain, together = (batch.logits(some, attention_mask=mask) for some in ([], edits))
+        for n, (text, real) in enumerate(zip(texts, mask.bool(), strict=True)):
+            if _gap(plain[n][real], text.plain[0]) > TOLERANCE[plain.dtype]:
                 raise ValueError(f"the model itself gives other logits in a batch padded on the {side}")
             yield f"a text in a batch padded on the {side}", _gap(together[n][real], text.logits(edits)[0])
 
 
 def _cached_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
-    edits, plain = hooks(trial), trial.logits()
-    if _gap(_token_by_token(trial, []), plain) > TOLERANCE[plain.dtype]:
+    edits = hooks(trial)
+    if _gap(trial.plain_in_parts, trial.plain) > TOLERANCE[trial.plain.dtype]:
         raise ValueError("the model itself gives other logits with a KV cache")
     yield "token by token with a KV cache", _gap(_token_by_token(trial, edits), trial.logits(edits))
 
@@ -452,86 +505,39 @@ def _keep(seen: dict[str, Tensor], name: str, x: Tensor, hook: Any) -> None:
     seen[name] = x.clone()
 
 
-def _zeros(head: int) -> Callable[..., Tensor]:
-    def zeros(z: Tensor, hook: Any) -> Tensor:
-        z = z.clone()
-        z[:, :, head] = 0
-        return z
+def _set_head(head: int, axis: int, new: Tensor | None, x: Tensor, hook: Any) -> Tensor:
+    """Replace one head along an axis by that of another tensor, or by zeros."""
+    x = x.clone()
+    x.select(axis, head).copy_(x.new_zeros(()) if new is None else new.select(axis, head))
+    return x
 
-    return zeros
+
+def _zero_head(trial: Trial, layer: int) -> Hook:
+    return f"blocks.{layer}.attn.hook_z", partial(_set_head, trial.head, 2, None)
 
 
 def _attend(trial: Trial, layer: int, pattern: Tensor) -> list[Hook]:
-    """Hooks under which one head gathers its values by this pattern: at ``hook_z``, unless values are gated, clipped or
-    normalised in between and the model uses an edited pattern."""
+    """Hooks under which one head gathers its values by this pattern: at ``hook_pattern`` if the model uses an edited
+    one, else at ``hook_z``."""
     attention, seen = f"blocks.{layer}.attn", dict[str, Tensor]()
-    if trial.reading.specs(layer)[0].scores_editable and not _gathers_plainly(trial, layer):
-        return [(f"{attention}.hook_pattern", _put_head(trial.head, pattern))]
+    if trial.reading.specs(layer)[0].scores_editable:
+        return [(f"{attention}.hook_pattern", partial(_set_head, trial.head, 1, pattern))]
 
     def gather(z: Tensor, hook: Any) -> Tensor:
+        v = seen["v"] if seen["v"].shape[1] == z.shape[1] else seen["v"].transpose(1, 2)  # by heads first
+        v = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
         by_head = z.flatten(2).unflatten(2, (pattern.shape[1], -1)).clone()
-        by_head[:, :, trial.head] = _gathered(trial, pattern, seen["v"])
-        result: Tensor = by_head.reshape(z.shape)
-        return result
+        by_head[:, :, trial.head] = torch.einsum("bij,bjd->bid", pattern[:, trial.head], v[:, :, trial.head])
+        return by_head.reshape(z.shape)
 
-    return [(f"{attention}.hook_v", partial(_keep, seen, "v")), (f"{attention}.hook_z", gather)]
-
-
-def _gathered(trial: Trial, pattern: Tensor, v: Tensor) -> Tensor:
-    """What the head gathers of these values, ``[batch, pos, d_head]``."""
-    v = v if v.shape[1] == trial.tokens.shape[1] else v.transpose(1, 2)  # by heads first
-    v = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)[:, :, trial.head]
-    return torch.einsum("bij,bjd->bid", pattern[:, trial.head], v)
-
-
-def _gathers_plainly(trial: Trial, layer: int) -> bool:
-    """Whether ``hook_z`` is the pattern times ``hook_v``."""
-    z, pattern, v = trial.held(layer, ("hook_z", "hook_pattern", "hook_v"))
-    by_head = z.flatten(2).unflatten(2, (pattern.shape[1], -1))[:, :, trial.head]
-    return _gap(by_head, _gathered(trial, pattern, v)) <= TOLERANCE[z.dtype]
-
-
-def _put_head(head: int, pattern: Tensor) -> Callable[..., Tensor]:
-    def put(own: Tensor, hook: Any) -> Tensor:
-        own = own.clone()
-        own[:, head] = pattern[:, head]
-        return own
-
-    return put
-
-
-def _padded(trial: Trial, side: str) -> tuple[Tensor, Tensor]:
-    """The text as a batch of two, the second without its last third and padded to the length of the first."""
-    tokens, short = trial.tokens[:2].clone(), trial.tokens.shape[1] * 2 // 3
-    fill = padding_id(trial.reading.model)
-    mask = torch.ones_like(tokens)
-    padding = slice(None, -short) if side == "left" else slice(short, None)
-    if side == "left":
-        tokens[1] = tokens[1].roll(-short)
-    tokens[1, padding], mask[1, padding] = 0 if fill is None else fill, 0
-    return tokens, mask
-
-
-def _table_gap(got: pd.DataFrame, expected: pd.DataFrame, without: set[str]) -> float:
-    """Largest relative difference of two tables in any column of numbers."""
-    columns = [c for c in expected.select_dtypes("number") if c not in without]
-    return max(_gap(got[c].tolist(), expected[c].tolist()) for c in columns)
-
-
-def _put(head: int, new: Tensor) -> Callable[..., Tensor]:
-    def put(z: Tensor, hook: Any) -> Tensor:
-        z = z.clone()
-        z[:, :, head] = new[:, :, head]
-        return z
-
-    return put
+    return [(f"{attention}.hook_v", partial(_keep, seen, "v")), (f"{attention}.hook_z", cast(Any, gather))]
 
 
 TOOLS: dict[str, Callable[[Trial], Iterator[Law]]] = {
     "additivity": _additivity,
     "capture": _capture,
     "controlled_distance": _controlled_distance,
-    **{name: _intervention(name) for name in INTERVENTIONS},
+    **{name: partial(_intervention, intervention) for name, intervention in INTERVENTIONS.items()},
     "single heads": _some_heads,
     "patch_vectors": _patch_vectors,
     "head_ablation": _head_ablation,
