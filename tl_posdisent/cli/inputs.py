@@ -60,13 +60,13 @@ def device_of(name: str | None) -> torch.device | None:
 
 
 def name_of(model: str) -> str:
-    """The name of a model in titles: its own, or that of its folder.
+    """The name of a model in titles: its own, or that of its folder or file.
 
     >>> name_of("EleutherAI/pythia-70m"), name_of("/")
     ('EleutherAI/pythia-70m', '/')
     """
     folder = Path(model)
-    return (folder.resolve().name or model) if folder.is_dir() else model
+    return (folder.resolve().name or model) if folder.exists() else model
 
 
 def load(model: str, *, backend: str, device: str | None, dtype: str) -> Any:
@@ -76,8 +76,8 @@ def load(model: str, *, backend: str, device: str | None, dtype: str) -> Any:
         ValueError: no such model, one that cannot be converted exactly, or one without a tokenizer.
     """
     folder = Path(model)
-    if (folder.is_absolute() or model.startswith(".")) and not folder.is_dir():
-        raise ValueError(f"--model {model}: no such directory")
+    if (folder.is_absolute() or model.startswith(".")) and not folder.exists():
+        raise ValueError(f"--model {model}: no such directory or file")
     import torch
 
     from tl_posdisent.demo.demo_model import load_demo_model

@@ -43,10 +43,10 @@ def _restore(before: Mapping[str, str | None]) -> None:
 
 def _models(incomplete: str) -> list[str]:
     """For the shell's completion, which completes directories by itself."""
-    return [name for name in ("demo",) if name.startswith(incomplete)]
+    return [name for name in ("demo", "smollm2") if name.startswith(incomplete)]
 
 
-_MODEL_HELP = "The demo model, a name that TransformerLens knows (see 'models'), or a directory."
+_MODEL_HELP = "A name (see 'models'), a directory, or a GGUF file."
 _DEVICE_HELP = "cpu, cuda, cuda:1, mps …; default the CPU, for a NAME what TransformerLens takes."
 
 

@@ -33,7 +33,7 @@ def models(
         False, "--untested", help="Also names that TransformerLens lists without having tested them."
     ),
 ) -> Shown:
-    """List the names for --model: the demo model, and the models of the installed TransformerLens.
+    """List the names for --model: demo, smollm2 (of a Python package), and the models of the installed TransformerLens.
 
     Columns:
       name           for --model
@@ -63,7 +63,7 @@ def models(
 
 
 def _known_models() -> Any:
-    """One row per name, sorted, the demo model first."""
+    """One row per name, sorted, the demo model and those of Python packages first."""
     import pandas as pd
 
     try:
@@ -74,12 +74,14 @@ def _known_models() -> Any:
 
         get_supported_models = list
 
+    from tl_posdisent.models.loading.gguf import PACKAGED
     from tl_posdisent.models.loading.load import has_bridge, has_hooked
 
     hooked = set(OFFICIAL_MODEL_NAMES) if has_hooked() else set()
     bridged = {entry.model_id: entry for entry in get_supported_models()}
-    demo = ("demo", "yes" if has_hooked() else "–", "tested" if has_bridge() else "–", "LlamaForCausalLM", "rotary")
-    found = [demo]
+    own = {"demo": "LlamaForCausalLM"} | {name: kind for name, (_, _, kind) in PACKAGED.items()}
+    both = "yes" if has_hooked() else "–", "tested" if has_bridge() else "–"
+    found = [(name, *both, architecture, ENCODINGS[architecture]) for name, architecture in own.items()]
     for name in sorted(hooked | bridged.keys(), key=str.lower):
         entry = bridged.get(name)
         architecture = entry.architecture_id if entry else "–"
