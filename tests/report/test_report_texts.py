@@ -72,14 +72,14 @@ def test_padding_needs_a_mask_and_texts_do_not(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["b.html"]
 
 
-def test_heads_as_pairs(tmp_path: Path) -> None:
+def test_heads_as_pairs_and_labels(tmp_path: Path) -> None:
     model, path = tp.load_demo_model(), tmp_path / "report.html"
-    options: Any = {"heads": [(4, 2), (1, 0), (4, -1)], "control": 0, "progress": False}
+    options: Any = {"heads": ["L4H2", (1, 0), (4, -1)], "control": 0, "progress": False}
     tp.report(model, TEXTS[0], path, sections=["additivity", "heads", "ablation"], **options)
     for table in ("heads-r", "heads-ablation"):
-        shown = [(row["layer"], row["head"]) for row in Document(path).rows(table)]
-        assert shown == [("1", "0"), ("4", "2"), ("4", "7")]
+        assert [row["head"] for row in Document(path).rows(table)] == ["L1H0", "L4H2", "L4H7"]
     assert "0 in layer 1; 2, 7 in layer 4 of 8" in Document(path).source
+    assert "heads=['L1H0', 'L4H2', 'L4H7'], sections=[" in Document(path).text
 
 
 def short_passes(model: Any, call: Callable[[], Any]) -> int:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 VOID = {"meta", "br", "img", "hr", "input", "link"}
 
@@ -19,6 +23,7 @@ class Document(HTMLParser):
         self.source = path.read_text(encoding="utf-8")
         self.tables: dict[str, list[list[str]]] = {}
         self.scripts: list[str] = []
+        self.figures: list[dict[str, Any]] = []
         self.attributes: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
         self.wrong: list[str] = []
@@ -39,7 +44,9 @@ class Document(HTMLParser):
         elif tag in ("td", "th"):
             self._rows[-1].append("")
         elif tag == "script":
-            self.scripts.append("")
+            self._is_data = "type" in dict(attrs)
+            if not self._is_data:
+                self.scripts.append("")
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.attributes.append((tag, dict(attrs)))
@@ -49,7 +56,9 @@ class Document(HTMLParser):
             self.wrong.append(f"</{tag}> closes what is not open")
 
     def handle_data(self, data: str) -> None:
-        if "script" in self._open:
+        if "script" in self._open and self._is_data:
+            self.figures.append(json.loads(data, object_hook=_decoded))
+        elif "script" in self._open:
             self.scripts[-1] += data
         elif "style" not in self._open:
             self.text += data
@@ -64,7 +73,7 @@ class Document(HTMLParser):
 
     @property
     def allowed(self) -> set[str]:
-        """Hashes of the scripts that may run."""
+        """Hashes of the scripts that the policy allows."""
         return set(re.findall(r"'sha256-([^']+)'", self.policy))
 
     @property
@@ -72,10 +81,24 @@ class Document(HTMLParser):
         """Those of the scripts that are there."""
         return [base64.b64encode(hashlib.sha256(x.encode()).digest()).decode() for x in self.scripts]
 
+    def drawn(self, caption: str) -> list[dict[str, Any]]:
+        """The traces of the figures with this caption or a part of it."""
+        labels = [str(a["aria-label"]) for _, a in self.attributes if a.get("class") == "plot"]
+        found = [figure for label, figure in zip(labels, self.figures, strict=True) if caption in label]
+        return [trace for figure in found for trace in figure["data"]]
+
     def rows(self, name: str) -> list[dict[str, str]]:
         """A table as dictionaries from column title to cell."""
         titles, *rows = self.tables[name]
         return [dict(zip(titles, row, strict=True)) for row in rows]
+
+
+def _decoded(found: dict[str, Any]) -> Any:
+    """Arrays, which plotly writes as base64."""
+    if "bdata" not in found:
+        return found
+    array = np.frombuffer(base64.b64decode(found["bdata"]), found["dtype"])
+    return array.reshape([int(n) for n in found["shape"].split(",")]) if "shape" in found else array
 
 
 def as_number(cell: str) -> float:

@@ -50,6 +50,7 @@ SUBSPACES = pd.concat(
         for c in (2, 0, 1)
     ]
 )
+ONE_LAYER = SUBSPACES.query("layer == 1").drop(columns="layer")
 SUBSTITUTION = pd.DataFrame(
     [
         ("all", pd.NA, pd.NA, "fit", "distance+query+key", 4.0, 1.0, 0.9),
@@ -87,8 +88,8 @@ HEAD_VERDICTS["verdict"] = ["static", "positional", "query-dependent", "not stat
 PLOTS: list[tuple[Callable[[Any], go.Figure], pd.DataFrame, list[str]]] = [
     (lambda table: plot_heads(table, "r"), HEADS, ["layer", "head", "r"]),
     (plot_distance, PROFILES, ["distance", "value"]),
-    (plot_shares, SHARES, ["head", *EFFECTS]),
-    (lambda table: plot_subspaces(table, "key_size"), SUBSPACES, ["head", "subspace", "frequency", "key_size"]),
+    (plot_shares, SHARES.query("layer == 1").drop(columns="layer"), ["head", *EFFECTS]),
+    (lambda table: plot_subspaces(table, "key_size"), ONE_LAYER, ["head", "subspace", "frequency", "key_size"]),
     (lambda table: plot_deposit(table, better="lower"), HEADS, ["layer", "head", "effect"]),
     (plot_substitution, SUBSTITUTION, ["scope", "layer", "put_in", "keep", "change"]),
     (plot_perturbation, PERTURBATION, ["kind", "fraction", "added_loss", "added_loss_se"]),

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from tl_posdisent.models.texts import Tokens
 from tl_posdisent.utils.files import whole_file
-from tl_posdisent.utils.validation import check_integer, check_seed
+from tl_posdisent.utils.validation import check_integer, check_seed, head_label, shown
 
-from .head_widgets import widgets
 from .measurements import SECTIONS, SectionName, measure
 from .page import page
 from .sections import TITLES, section
@@ -29,18 +28,19 @@ def report(
     attention_mask: Tensor | None = None,
     layers: int | Iterable[int] | None = None,
     control: int = 1,
-    heads: int | Iterable[int] | Iterable[tuple[int, int]] | None = None,
+    heads: int | str | Iterable[int | str | tuple[int, int]] | None = None,
     sections: Iterable[SectionName] | None = None,
     title: str | None = None,
     seed: int = 0,
     command: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Everything at once: where and what the heads of a model look at in a text, as one HTML file.
+    """Measure which positions and tokens the heads of a model attend to in a text, and write one HTML file.
 
-    The file needs no network and lets nothing in from one (its Content-Security-Policy names its own scripts), can be
-    read on a phone, in the dark and on paper, and is the same, byte for byte, when made again. Its numbers are those
-    of the experiments called alone; random initialisations read the same text.
+    The file has plotly figures and circuitsvis widgets, needs no network and loads nothing from one (its
+    Content-Security-Policy names its own scripts), can be read on a phone, in dark mode and on paper, and is the same,
+    byte for byte, when made again. Its numbers are those of the experiments called alone; random initialisations read
+    the same text.
 
     What is read: texts of at most 1024 tokens (or the model's context), at most 4096 tokens altogether; a string of
     more than 512 tokens is cut into equal stretches of at most 512, each behind the token that begins texts. What
@@ -56,8 +56,8 @@ def report(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
-        heads: those that tables and pictures show and that are ablated, as integers (in each layer) or pairs
-            ``(layer, head)``; default all.
+        heads: those that tables and figures show and that are ablated: integers (in each layer), pairs
+            ``(layer, head)`` or labels ``"L3H4"``; default all.
         sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"heads"``,
             ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Sections that the model does not support give
             the reason.
@@ -90,22 +90,26 @@ def report(
     control = check_integer("control", control, 0)
     for name, value in (("title", title), ("command", command)):
         if value is not None and not isinstance(value, str):
-            raise ValueError(f"{name} must be text, got {value!r}")
+            raise ValueError(f"{name} must be text, got {shown(value)}")
     target = _check_path(path)
     found = measure(subject, wanted, control=control, seed=seed, progress=progress)
+    found = {name: found[name] for name in wanted}
     call = command or _call(subject, text, target, wanted if sections is not None else None, control, heads, seed)
-    shown = {name: found[name] for name in wanted}
-    parts = [verdict(shown), analysed(subject), headline(subject, shown)]
-    parts += [section(name, subject, one) for name, one in shown.items()]
-    parts.append(reproduce(subject, call, seed, control))
+    measured = {name: section(name, subject, one) for name, one in found.items()}
+    parts = [
+        verdict(found),
+        analysed(subject),
+        headline(subject, found),
+        *(content for content, _ in measured.values()),
+        reproduce(subject, call, seed, control),
+    ]
     contents = {"verdict": "Verdict", "analysed": "What was analysed", "headline": "Headline numbers"}
     contents |= {name: TITLES[name] for name in wanted} | {"reproduce": "How to reproduce"}
-    exhibits = shown["heads"].trained if "heads" in shown else None
-    drawn = [] if exhibits is None else widgets(subject, exhibits)
+    scripts = [script for _, some in measured.values() for script in some]
     name = f"Position and content in {subject.name()}" if title is None else title
     target.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(target) as file:
-        file.write(page(name, parts, contents, drawn).encode("utf-8"))
+        file.write(page(name, parts, contents, scripts).encode("utf-8"))
     return target
 
 
@@ -114,21 +118,19 @@ def _check_sections(sections: Any) -> list[SectionName]:
     if sections is None:
         return list(SECTIONS)
     if isinstance(sections, (str, bytes)) or not isinstance(sections, Iterable):
-        raise ValueError(f"sections must be a sequence of {', '.join(SECTIONS)}, got {sections!r}")
+        raise ValueError(f"sections must be a sequence of {', '.join(SECTIONS)}, got {shown(sections)}")
     wanted = list(sections)
-    unknown = [name for name in wanted if name not in SECTIONS]
-    if unknown or not wanted or len(set(wanted)) < len(wanted):
+    if not wanted or not set(wanted) <= set(SECTIONS) or len(set(wanted)) < len(wanted):
         raise ValueError(f"sections must be some of {', '.join(SECTIONS)}, at least one and none twice, got {wanted}")
     return [name for name in SECTIONS if name in wanted]
 
 
 def _check_path(path: Any) -> Path:
     if not isinstance(path, (str, PathLike)) or not str(path):
-        raise ValueError(f"path must be that of the HTML file, got {path!r}")
-    target = Path(path)
-    if target.is_dir():
-        raise ValueError(f"path must be that of the HTML file, but {target} is a folder")
-    return target
+        raise ValueError(f"path must be that of the HTML file, got {shown(path)}")
+    if Path(path).is_dir():
+        raise ValueError(f"path must be that of the HTML file, but {path} is a folder")
+    return Path(path)
 
 
 class _Name(str):
@@ -151,7 +153,7 @@ def _call(
     options = {
         "layers": subject.asked,
         "control": control if control != 1 else None,
-        "heads": None if heads is None else subject.pairs,
+        "heads": None if heads is None else [head_label(*pair) for pair in subject.pairs],
         "attention_mask": None if bool(subject.real.all()) or isinstance(text, list) else _Name("attention_mask"),
         "sections": sections,
         "seed": seed or None,

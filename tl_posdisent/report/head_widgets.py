@@ -5,12 +5,13 @@ from __future__ import annotations
 import pandas as pd
 import torch
 
+from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.widgets.layout import coloured_text
 from tl_posdisent.viz.widgets.offline import Widget, text_token
 from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns, show_scores
 
 from .markup import paragraph, table
-from .measurements import SHARES, Exhibits, Found
+from .measurements import SHARES, Exhibits
 from .subject import Subject
 
 SHOWN = 24
@@ -21,72 +22,49 @@ ALONE = {name: f"{name.removeprefix('share_')} alone" for name in SHARES}
 _HEADS = 12  # of one layer, each with a chart
 
 
-def exhibits(subject: Subject, found: Found) -> str:
-    """Places for the widgets of ``widgets``, with what to look for."""
-    shown: Exhibits = found.trained
-    n = min(SHOWN, subject.lengths[0])
-    said = paragraph(
+def exhibits(subject: Subject, shown: Exhibits) -> tuple[str, list[str]]:
+    """The HTML of the widgets, with what to look for; and their scripts."""
+    n, scripts = min(SHOWN, subject.lengths[0]), list[str]()
+
+    def place(widget: Widget) -> str:
+        element, script = widget.element_and_script(f"widget-{len(scripts)}")
+        scripts.append(script)
+        return f'<div class="widget">{element}</div>'
+
+    ends = shown.ranking if len(shown.ranking) <= 6 else pd.concat([shown.ranking.head(3), shown.ranking.tail(3)])
+    content = paragraph(
         f"Scores of the first {n} tokens of the first text: rows are queries, columns keys, red is high, blue low. The "
-        "distance part has stripes along the diagonal, the query part rows, the key part columns; fitted is their sum, "
-        "and the residual is the difference between scores and fit."
+        "distance component has stripes along the diagonal, the query component rows, the key component columns; "
+        "fitted is their sum, and the residual is the difference between scores and fit."
     )
-    both = [("Most additive", shown.most)]
-    both += [("Least additive", shown.least)] if shown.least != shown.most else []
-    ends = _ends(shown.ranking)
-    content = table("ends", "The most and the least additive heads, mean over texts", ends, ALONE, index=2)
-    for number, (title, (layer, head)) in enumerate(both):
-        r = float(shown.fits[layer].r[0, head])
-        content += f"<h3>{title}: layer {layer}, head {head}</h3>"
-        content += paragraph(f"r = {r:.3f} in this text.") + place(2 * number)
-        content += paragraph("The softmax of these scores, and that of the fit alone.") + place(2 * number + 1)
-    content += f"<h3>Heads of layer {shown.most[0]}</h3>"
-    content += paragraph("Their scores. Point at a head or select it to see it in full.")
-    content += f'<div class="narrow">{place(2 * len(both))}</div>'
-    content += "<h3>Key part by token</h3>"
-    content += paragraph("The key part of their scores, as the colours of the text.") + place(2 * len(both) + 1)
-    return said + content
-
-
-def place(number: int) -> str:
-    """Where the page puts a widget."""
-    return f"<!--widget {number}-->"
-
-
-def _patterns(subject: Subject, shown: Exhibits, layer: int, head: int, n: int) -> Widget:
-    fit, scores = shown.fits[layer], shown.scores[layer].double()
-    pattern = scores.masked_fill(~fit.mask.to(scores.device), -torch.inf).softmax(-1)
-    title = f"Layer {layer}, head {head}: softmax of the scores and of their fit"
-    return show_patterns(fit, subject.words, pattern, heads=[head], positions=range(n), title=title)
-
-
-def widgets(subject: Subject, shown: Exhibits) -> list[Widget]:
-    """In the order of their places."""
-    n = min(SHOWN, subject.lengths[0])
-    drawn = []
-    for layer, head in dict.fromkeys((shown.most, shown.least)):
-        scores, fit = shown.scores[layer], shown.fits[layer]
-        title = f"Layer {layer}, head {head}: the scores and their parts"
-        drawn.append(show_parts(fit, subject.words, head, scores=scores, positions=range(n), title=title))
-        drawn.append(_patterns(subject, shown, layer, head, n))
-    layer = shown.most[0]
-    heads = _most_additive(shown, layer, subject.heads[layer])
-    drawn.append(
-        show_scores(
-            shown.fits[layer],
-            subject.words,
-            "scores",
-            scores=shown.scores[layer],
-            heads=heads,
-            positions=range(n),
-            title=f"Scores of layer {layer}, heads {', '.join(map(str, heads))}",
+    content += table("ends", "The most and the least additive heads, mean over texts", ends, ALONE)
+    both = {"Most additive": shown.most, "Least additive": shown.least}
+    for title, (layer, head) in list(both.items())[: len(set(both.values()))]:
+        fit, scores, label = shown.fits[layer], shown.scores[layer], head_label(layer, head)
+        pattern = scores.double().masked_fill(~fit.mask.to(scores.device), -torch.inf).softmax(-1)
+        components, patterns = f"{label}: the scores and their components", f"{label}: softmax of scores and fit"
+        content += f"<h3>{title}: {label}</h3>" + paragraph(f"r = {float(fit.r[0, head]):.3f} in this text.")
+        content += place(
+            show_parts(fit, subject.words, head, scores=scores, positions=range(n), title=components),
         )
-    )
-    return [*drawn, _key_importance(subject, shown)]
+        content += paragraph("The softmax of these scores, and that of the fit alone.")
+        content += place(
+            show_patterns(fit, subject.words, pattern, heads=[head], positions=range(n), title=patterns),
+        )
+    layer = shown.most[0]
+    fit, scores, heads = shown.fits[layer], shown.scores[layer], _most_additive(shown, subject.heads[layer])
+    title = f"Scores of layer {layer}, heads {', '.join(map(str, heads))}"
+    small = show_scores(fit, subject.words, "scores", scores=scores, heads=heads, positions=range(n), title=title)
+    content += f"<h3>Heads of layer {layer}</h3>"
+    content += paragraph("Their scores. Point at a head or select it to see it in full.")
+    content += f'<div class="narrow">{place(small)}</div><h3>Key component by token</h3>'
+    content += paragraph("The key component of their scores, as the colours of the text.")
+    return content + place(_key_importance(subject, shown)), scripts
 
 
-def _most_additive(shown: Exhibits, layer: int, heads: list[int]) -> list[int]:
-    """At most twelve heads of a layer, those with the highest r, in ascending order."""
-    r = shown.fits[layer].r[0].nan_to_num(nan=-1.0)
+def _most_additive(shown: Exhibits, heads: list[int]) -> list[int]:
+    """At most twelve heads of the most additive head's layer, those with the highest r, in ascending order."""
+    r = shown.fits[shown.most[0]].r[0].nan_to_num(nan=-1.0)
     return sorted(sorted(heads, key=lambda head: -float(r[head]))[:_HEADS])
 
 
@@ -107,8 +85,3 @@ def _key_importance(subject: Subject, shown: Exhibits) -> Widget:
         "scale. Point at a token for its number.",
         cdn=False,
     )
-
-
-def _ends(ranking: pd.DataFrame) -> pd.DataFrame:
-    """The three heads at each end."""
-    return ranking if len(ranking) <= 6 else pd.concat([ranking.head(3), ranking.tail(3)])

@@ -1,18 +1,23 @@
-"""Pieces of HTML: everything that comes from a model or a text goes through ``escape``."""
+"""HTML of sentences, tables and figures. What comes from a model or a text goes through ``escape``."""
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
-from pandas.api.types import is_integer_dtype
+import plotly.graph_objects as go
+from pandas.api.types import is_float_dtype
+
+from tl_posdisent.utils.validation import head_label
+from tl_posdisent.viz.palette import BLACK, WHITE, ink, on_scale
 
 MISSING = "–"
 ROWS = 512
-"""A table has no more: the file is to stay below 3 MB for large models too."""
+"""A table has no more, which keeps the file of a large model small."""
 
 
 def escape(text: Any) -> str:
@@ -28,19 +33,6 @@ def number(x: float | int, digits: int = 3) -> str:
     if not math.isfinite(x):
         return MISSING
     return f"{round(x, digits) + 0.0:.{digits}f}".replace("-", "−")
-
-
-def short(x: float | int, largest: float | int) -> str:
-    """A number in at most five characters, for a small cell or a tick; ``largest`` is that of its neighbours."""
-    if not math.isfinite(x):
-        return MISSING
-    if x == 0:
-        return "0"
-    if 1e-2 <= abs(largest) < 1e4:
-        digits = 0 if abs(largest) >= 100 else 1 if abs(largest) >= 10 else 2
-        return number(x, digits)
-    mantissa, _, power = f"{x:.0e}".partition("e")
-    return f"{mantissa}e{int(power)}".replace("-", "−")
 
 
 def signed(x: float | int, digits: int = 3) -> str:
@@ -67,8 +59,19 @@ def paragraph(text: str, kind: str = "") -> str:
 
 
 def folded(summary: str, content: str) -> str:
-    """What is shown when asked for."""
+    """Content that a click unfolds."""
     return f"<details><summary>{summary}</summary>{content}</details>"
+
+
+def definitions(rows: Mapping[str, Any], more: str = "") -> str:
+    """Names and their plain text, as a list; ``more`` is HTML at its end."""
+    return f"<dl>{''.join(f'<dt>{name}</dt><dd>{escape(value)}</dd>' for name, value in rows.items())}{more}</dl>"
+
+
+def head_link(layer: Any, head: Any) -> str:
+    """The label of a head, as a link to its row in the table of all heads."""
+    label = head_label(int(layer), int(head))
+    return f'<a href="#{label}">{label}</a>'
 
 
 def table(
@@ -77,50 +80,74 @@ def table(
     frame: pd.DataFrame,
     titles: Mapping[str, str] | None = None,
     digits: int | Mapping[str, int] = 3,
-    index: int = 1,
-    heads: Literal["none", "named", "linked"] = "none",
+    heads: Literal["plain", "named", "linked"] = "plain",
 ) -> str:
-    """The first 512 rows of a table in a box of its own that scrolls; the first ``index`` columns name the row.
+    """The first 512 rows of a table in a box that scrolls. Strings in it are HTML.
 
-    ``heads="named"``: rows can be linked to, by layer and head; ``"linked"``: layer and head are links to such rows.
+    The first column names the rows: of a table with ``layer`` and ``head`` these two, as a label, which is the target
+    of links (``heads="named"``) or such a link (``"linked"``).
     """
-    titles = titles or {}
     if len(frame) > ROWS:
         caption = f"{caption}: the first {ROWS} of {len(frame)} rows"
         frame = frame.head(ROWS)
-    names_of = list(zip(frame["layer"], frame["head"], strict=True)) if heads != "none" else []
-    columns_row = "".join(f'<th scope="col">{escape(titles.get(c, c.replace("_", " ")))}</th>' for c in frame.columns)
-    places = {c: digits if isinstance(digits, int) else digits.get(c, 3) for c in frame.columns}
-    columns = [_cells(frame[c], places[c]) for c in frame.columns]
-    rows = []
-    for n, row in enumerate(zip(*columns, strict=True)):
-        cells = [f'<a href="#{head_id(*names_of[n])}">{cell}</a>' for cell in row[:index]] if heads == "linked" else row
-        names = "".join(f'<th scope="row">{cell}</th>' for cell in cells[:index])
-        start = f'<tr id="{head_id(*names_of[n])}">' if heads == "named" else "<tr>"
-        rows.append(f"{start}{names}{''.join(f'<td>{cell}</td>' for cell in row[index:])}</tr>")
-    return raw_table(name, caption, columns_row, rows)
+    shown = frame.astype(object)
+    for column in map(str, frame):
+        if is_float_dtype(frame[column]):
+            places = digits if isinstance(digits, int) else digits.get(column, 3)
+            shown[column] = [number(x, places) for x in frame[column].tolist()]
+    if {"layer", "head"} <= set(frame):
+        labels = [head_label(int(x), int(y)) for x, y in zip(frame["layer"], frame["head"], strict=True)]
+        tag = {"plain": "{0}", "named": '<a id="{0}">{0}</a>', "linked": '<a href="#{0}">{0}</a>'}[heads]
+        shown = shown.drop(columns=["layer", "head"])
+        shown.insert(0, "head", [tag.format(label) for label in labels])
+    names = [(titles or {}).get(column, column.replace("_", " ")) for column in map(str, shown)]
+    shown = shown.set_axis(names, axis=1).set_index(names[0]).rename_axis(index=None, columns=names[0])
+    with pd.option_context("display.max_colwidth", None):  # or links are cut
+        page = shown.to_html(table_id=f"table-{name}", border=0, escape=False)
+    top, _, body = page.partition("<tbody>")
+    top = top.replace("<thead>", f"<caption>{caption}</caption><thead>").replace("<th>", '<th scope="col">')
+    body = body.replace("<th>", '<th scope="row">')
+    return f'<div class="scroll" role="group" aria-label="{caption}" tabindex="0">{top}<tbody>{body}</div>'
 
 
-def head_id(layer: Any, head: Any) -> str:
-    """The id of a head's row, to which tables and maps link."""
-    return f"head-{int(layer)}-{int(head)}"
+def figure(drawn: go.Figure, caption: str, *, height: int = 340, linked: bool = False) -> str:
+    """A plotly figure with its caption, as data that the page's script draws.
 
-
-def head_link(layer: Any, head: Any) -> str:
-    """Layer and head in words, as a link to its row."""
-    return f'<a href="#{head_id(layer, head)}">layer {int(layer)}, head {int(head)}</a>'
-
-
-def raw_table(name: str, caption: str, heads: str, rows: Iterable[str]) -> str:
-    """A table of HTML; the box around it can be scrolled with the keyboard."""
+    ``linked``: it is a map of heads, and a click on a cell leads to the row of its head.
+    """
+    drawn = go.Figure([legible for trace in drawn.data for legible in _legible(trace)], drawn.layout)
+    drawn.update_layout(
+        template="plotly_white",
+        title=None,
+        height=None,
+        margin={"t": 20, "r": 20, "b": 50, "l": 60},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        meta="linked" if linked else None,
+    )
+    drawn.update_xaxes(ticks="outside")  # or a 0 lies over that of the other axis
+    # On a phone, numbers in cells need more room than there is: the figure scrolls.
+    room = max([200 + 38 * len(trace.x) for trace in drawn.data if getattr(trace, "texttemplate", None)], default=0)
     return (
-        f'<div class="scroll" role="group" aria-label="{caption}" tabindex="0"><table id="table-{name}">'
-        f"<caption>{caption}</caption><thead><tr>{heads}</tr></thead>\n<tbody>{chr(10).join(rows)}</tbody>"
-        "</table></div>"
+        f'<figure><div class="scroll" tabindex="0"><div class="plot" role="img" aria-label="{caption}" '
+        f'style="height:{height}px;min-width:{room}px"></div>'
+        f'<script type="application/json">{drawn.to_json()}</script></div><figcaption>{caption}</figcaption></figure>'
     )
 
 
-def _cells(column: Any, digits: int) -> list[str]:
-    if is_integer_dtype(column):
-        return [str(x) for x in column.tolist()]
-    return [number(x, digits) if isinstance(x, float) else escape(x) for x in column.tolist()]
+def _legible(trace: Any) -> list[Any]:
+    """A map with numbers as two, of the cells with black and with white ones: plotly's choice lacks contrast."""
+    if not isinstance(trace, go.Heatmap) or trace.texttemplate is None:
+        return [trace]
+    z = np.array(trace.z, dtype=float)
+    shares = ((z - trace.zmin) / (trace.zmax - trace.zmin)).clip(0, 1)
+    inks = np.array([[ink(on_scale(trace.colorscale, share)) for share in row] for row in np.nan_to_num(shares)])
+    maps = [
+        go.Heatmap(trace, z=np.where(inks == colour, z, np.nan), textfont={"color": colour})
+        for colour in (BLACK, WHITE)
+    ]
+    return [one.update(hoverongaps=False, showscale=n == 0) for n, one in enumerate(maps)]
+
+
+def map_height(rows: int) -> int:
+    """The height of a map with so many rows."""
+    return min(900, 110 + max(6, rows) * 24)

@@ -1,4 +1,4 @@
-"""Measurements of a report, section by section, with the reason where a model does not support one."""
+"""Measurements of a report: a function for each section, from a subject and a seed to a table."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _PROFILES = 12  # layers whose distance profiles are drawn
 
 @dataclass(frozen=True)
 class Found:
-    """What an experiment gave, and what it gave at random initialisation; or why there is none.
+    """The measurement of a section, or the reason for its absence.
 
     Attributes:
         trained: a table; for the section ``heads`` an ``Exhibits``; None if refused.
         random: the same table for all random initialisations, with a column ``seed``; None without.
-        refused: why the model cannot be asked this.
+        refused: why the model does not support this measurement.
         note: what was left out of it, and why.
     """
 
@@ -81,10 +81,10 @@ class Exhibits:
 def measure(
     subject: Subject, wanted: Sequence[SectionName], *, control: int, seed: int, progress: bool
 ) -> dict[SectionName, Found]:
-    """Run the experiments of the sections wanted, each with the same numbers as when it is called alone.
+    """Run the measurements of the sections wanted, each with the same numbers as when it is called alone.
 
     Raises:
-        ValueError: the model can be asked nothing of all this.
+        ValueError: none of them can be made for this model.
     """
     needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and "heads" in wanted)]
     found: dict[SectionName, Found] = {}
@@ -95,16 +95,14 @@ def measure(
             bar.update()
         if all(one.refused for one in found.values()):
             raise ValueError(f"nothing of this can be measured: {next(iter(found.values())).refused}")
-        chance: dict[SectionName, list[pd.DataFrame]] = {
-            name: [] for name in needed if name in _COMPARED and not found[name].refused
-        }
-        seeds = range(seed, seed + control)
-        copies = random_control(subject.model, seeds) if control and chance else iter(())
-        for n, copy in zip(seeds, copies, strict=False):
+        compared = [name for name in _COMPARED if name in found and not found[name].refused]
+        chance: dict[SectionName, list[pd.DataFrame]] = {name: [] for name in compared}
+        seeds = range(seed, seed + control if compared else seed)
+        for n, copy in zip(seeds, random_control(subject.model, seeds) if seeds else (), strict=True):
             bar.set_postfix_str("random initialisation")
             untrained = replace(subject, reading=read_model(copy))
             for name, tables in chance.items():
-                tables.append(_EXPERIMENTS[name](untrained, seed).assign(seed=n))
+                tables.append(_MEASUREMENTS[name](untrained, seed).assign(seed=n))
             del copy, untrained  # free their memory before the next
             bar.update()
     for name, tables in chance.items():
@@ -119,15 +117,15 @@ def by_head(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _try(name: SectionName, subject: Subject, seed: int) -> Found:
-    """An experiment, or its reason not to be made: they refuse with a ``ValueError``, whatever else is a mistake."""
+    """A measurement, or the reason of the ``ValueError`` with which it refuses; other exceptions are mistakes."""
     shorter = name == "distance" and len(set(subject.lengths)) > 1
     note = f"Of each text the first {min(subject.lengths)} tokens, as many as the shortest has." if shorter else None
     try:
-        return Found(_EXPERIMENTS[name](subject, seed), note=note)
+        return Found(_MEASUREMENTS[name](subject, seed), note=note)
     except ValueError as error:
         if name != "perturbation":
             return Found(refused=str(error))
-        try:  # words can change places without RoPE too
+        try:  # the order of the text can be perturbed without RoPE
             return Found(_perturbation(subject, seed, ["order"]), note=f"Only the order of the text: {error}.")
         except ValueError as second:
             return Found(refused=str(second))
@@ -229,7 +227,7 @@ def _cells(spec: AttentionSpec) -> dict[str, Any]:
     return {"mask": "causal" if spec.causal else "full", "window": spec.window}
 
 
-_EXPERIMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
+_MEASUREMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
     "additivity": _additivity,
     "distance": _distance,
     "shares": _shares,

@@ -1,55 +1,58 @@
-"""The page around the sections: its head, its policy that lets nothing in from outside, and its widgets."""
+"""The page around the sections: head, contents, scripts, and a policy that admits nothing from outside."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
-from tl_posdisent.viz.widgets.offline import Widget, hashes, library
+from plotly.offline import get_plotlyjs
 
-from .head_widgets import place
+from tl_posdisent.viz.widgets.offline import hashes, library
+
 from .markup import escape
 from .stylesheet import STYLE
 
 _POLICY = (
-    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
     "form-action 'none'"
 )
+_WITHOUT_SCRIPTS = "<noscript><p>The figures need JavaScript; the tables do not.</p></noscript>"
+# A finger scrolls the page and does not zoom; paper is narrower than most windows.
+_DRAW = """
+for (const plot of document.querySelectorAll(".plot")) {
+  const { data, layout } = JSON.parse(plot.nextElementSibling.textContent);
+  layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom";
+  const modeBarButtons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
+  Plotly.newPlot(plot, data, layout, { responsive: true, displaylogo: false, modeBarButtons });
+  if (layout.meta === "linked")
+    plot.on("plotly_click", ({ points: [{ x, y }] }) => { location.hash = `L${y}H${x}`; });
+  addEventListener("beforeprint", () => Plotly.relayout(plot, { width: Math.min(680, plot.offsetWidth) }));
+  addEventListener("afterprint", () => Plotly.relayout(plot, { width: null, autosize: true }));
+}
+"""
 
 
-def page(title: str, sections: Sequence[str], contents: Mapping[str, str], widgets: Sequence[Widget]) -> str:
+def page(title: str, sections: Sequence[str], contents: Mapping[str, str], widgets: Sequence[str]) -> str:
     """The whole HTML document.
 
     Args:
         title: plain text.
-        sections: HTML, with the places of the widgets.
+        sections: HTML.
         contents: id and title of each section, for the table of contents.
-        widgets: each goes where its place is.
+        widgets: the scripts that draw the widgets of these sections.
     """
-    body, scripts = "".join(sections), []
-    for number, widget in enumerate(widgets):
-        element, script = _fragment(widget, number)
-        scripts.append(script)
-        body = body.replace(place(number), f'<div class="widget">{element}</div>', 1)
-    scripts = [library(), *scripts] if scripts else []
-    allowed = hashes(scripts) or "'none'"
+    body = "".join(sections)
+    scripts = [get_plotlyjs(), _DRAW] if '<div class="plot"' in body else []
+    scripts += [library(), *widgets] if widgets else []
+    policy = _POLICY.format(scripts=hashes(scripts) or "'none'")
     links = "".join(f'<li><a href="#{name}">{escape(text)}</a></li>' for name, text in contents.items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(scripts=allowed)}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
-        f'<body><header><h1>{escape(title)}</h1><nav aria-label="Sections"><ul>{links}</ul></nav></header>\n'
+        f'<body><header><h1>{escape(title)}</h1><nav aria-label="Sections"><ul>{links}</ul></nav>'
+        f"{_WITHOUT_SCRIPTS if scripts else ''}</header>\n"
         f"<main>{body}</main>\n<footer>Made by tl_posdisent. This file needs no network.</footer>"
         + "".join(f"\n<script>{script}</script>" for script in scripts)
         + "\n</body></html>\n"
     )
-
-
-def _fragment(widget: Widget, number: int) -> tuple[str, str]:
-    """A widget's element and script, under a name that is the same in every run."""
-    element, _, script = widget.fragment().rpartition("\n<script>")
-    script = script.removesuffix("</script>")
-    found = re.match(r'<div id="(tl-posdisent-\w+)"', element)
-    assert found is not None
-    return tuple(part.replace(found[1], f"widget-{number}") for part in (element, script))  # type: ignore[return-value]

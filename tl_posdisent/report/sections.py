@@ -1,4 +1,4 @@
-"""The sections of a report as HTML: explanation, random-weights baseline, pictures and tables."""
+"""The sections of a report as HTML: explanation, random-weights baseline, figures and tables."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import numpy as np
 import pandas as pd
 
 from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
-from tl_posdisent.viz.palette import VERDICTS, verdict_colour
+from tl_posdisent.rope.variance_decomposition import EFFECTS
+from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
+from tl_posdisent.viz.plots.curves import plot_distance, plot_perturbation
+from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_subspaces, wavelengths
+from tl_posdisent.viz.plots.verdict_maps import plot_verdicts
 
-from .distance_sections import distance, shares, subspaces
 from .head_widgets import ALONE, exhibits
-from .markup import ROWS, escape, folded, paragraph, signed, table
+from .markup import ROWS, escape, figure, folded, map_height, paragraph, table
 from .measurements import HEAD, LADDER, PERTURBATIONS, SHARES, Found, SectionName, by_head
 from .subject import Subject
 from .summary import A, B
-from .svg_charts import Line, legend, line_chart
-from .svg_heatmaps import category_map, colour_bar, figure, heat_map
 
 TITLES: dict[SectionName, str] = {
     "additivity": "Additivity of each head",
@@ -30,153 +31,215 @@ TITLES: dict[SectionName, str] = {
     "ladder": "Attention ladder",
 }
 _RANKED = 12  # heads in the table of the most positional
+_LINES = 8  # heads in one figure of profiles
+_BARS = 96  # heads with a bar each; of more, the means by layer
 _KINDS = {"order": "order of the text", "index": "positions that RoPE receives", "feature": "phases of RoPE"}
 
 
-def section(name: SectionName, subject: Subject, found: Found) -> str:
-    """One section, or the reason for its absence."""
+def section(name: SectionName, subject: Subject, found: Found) -> tuple[str, list[str]]:
+    """One section, or the reason for its absence; and the scripts of its widgets."""
+    scripts: list[str] = []
     if found.refused:
         content = paragraph(f"<strong>Not for this model.</strong> {escape(found.refused)}", "refused")
+    elif name == "heads":
+        content, scripts = exhibits(subject, found.trained)
     else:
         content = _SECTIONS[name](subject, found)
         content += paragraph(escape(found.note), "refused") if found.note else ""
-    return f'<section id="{name}"><h2>{TITLES[name]}</h2>{content}</section>\n'
+    return f'<section id="{name}"><h2>{TITLES[name]}</h2>{content}</section>\n', scripts
+
+
+def _grid(*figures: str) -> str:
+    return f'<div class="grid">{"".join(figures)}</div>'
 
 
 def _additivity(subject: Subject, found: Found) -> str:
     trained = by_head(found.trained)
-    random = None if found.random is None else by_head(found.random)
-    said = paragraph(
-        "The scores of each head in the text are fitted by the three-axis model: a distance part plus a query part "
-        "plus a key part. <em>r</em> is the correlation of the scores with the fit; 1 means that the scores are "
-        "exactly such a sum. A <em>share</em> is a fraction of the variance of the scores. Random weights can give a "
-        "high r too, so compare every number with its random-weights baseline. <em>r without the first token</em> "
-        "is that of a fit that leaves the first key of each text out: an attention sink has scores unlike all others, "
-        "and alone can make a head more or less additive."
+    text = (
+        "The scores of each head in the text are fitted by the three-axis model: a distance component plus a query "
+        "component plus a key component. <em>r</em> is the correlation of the scores with the fit; 1 means that the "
+        "scores are exactly such a sum. A <em>share</em> is a fraction of the variance of the scores. Random weights "
+        "can give a high r too, so compare every number with its random-weights baseline. <em>r without the first "
+        "token</em> is that of a fit that leaves the first key of each text out: an attention sink has scores unlike "
+        "all others, and alone can make a head more or less additive."
     )
-    maps = [_r_map(trained, "r of this model", linked=len(trained) <= ROWS)]
     by_layer = trained.groupby("layer")["r"].agg(["mean", "min", "max"]).reset_index()
     by_layer.columns = pd.Index(["layer", "mean r", "lowest", "highest"])
     by_layer["without the first token"] = by_layer["layer"].map(trained.groupby("layer")["r_without_first"].mean())
-    if random is not None:
-        maps.append(_r_map(random, "r at random initialisation"))
+    height = map_height(len(by_layer))
+    maps = [figure(plot_heads(trained, "r"), "r of this model", height=height, linked=len(trained) <= ROWS)]
+    columns = [*HEAD, "r", "r_without_first", "r2_adjusted", *SHARES]
+    if found.random is not None:
+        random = by_head(found.random)
+        maps.append(figure(plot_heads(random, "r"), "r at random initialisation", height=height))
         by_layer["random"] = by_layer["layer"].map(random.groupby("layer")["r"].mean())
         trained = trained.merge(random[[*HEAD, "r"]], on=HEAD, suffixes=("", "_random"), how="left")
-    columns = [*HEAD, "r", "r_without_first", "r2_adjusted", *SHARES, *(["r_random"] if random is not None else [])]
+        columns.append("r_random")
     titles = {"r2_adjusted": "adjusted r²", "r_random": "random r", "r_without_first": "r without the first token"}
     titles |= ALONE
     ranked = trained.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
     listed = trained if len(trained) <= ROWS else ranked  # of many heads those that are linked to
-    every = table("heads-r", "Every head, mean over texts", listed[columns], titles, index=2, heads="named")
+    every = table("heads-r", "Every head, mean over texts", listed[columns], titles, heads="named")
     ranked = ranked.dropna(subset="share_distance").head(_RANKED)
     first = [*HEAD, "share_distance", "share_key", *(c for c in columns if c == "r" or c == "r_random")]
-    positional = table(
-        "positional",
-        f"Heads whose scores the distance explains best: the first {len(ranked)} of {len(trained)}",
-        ranked[first],
-        titles,
-        index=2,
-        heads="linked",
-    )
+    best = f"Heads whose scores the distance explains best: the first {len(ranked)} of {len(trained)}"
     return (
-        said
-        + f'<div class="pair">{"".join(maps)}</div>'
-        + positional
+        paragraph(text)
+        + _grid(*maps)
+        + table("positional", best, ranked[first], titles, heads="linked")
         + table("layers-r", "r by layer: mean, lowest and highest of its heads", by_layer)
         + folded("The numbers of every head", every)
     )
 
 
-def _r_map(table: pd.DataFrame, title: str, *, linked: bool = False) -> str:
-    grid = table.pivot(index="layer", columns="head", values="r")
-    label = f"Heat map: {title}, layers by heads"
-    drawn = heat_map(grid, label=label, rows="layer", columns="head", low=0, high=1, linked=linked)
-    return figure(drawn, f"{title} {colour_bar('0', '1')}")
+def _distance(subject: Subject, found: Found) -> str:
+    profiles, layers = found.trained, found.trained["layer"].unique()
+    text = (
+        "The distance component of the scores, fitted to all texts together. A decreasing line is a head that prefers "
+        "near keys; the scores of a head with a flat line do not depend on the distance alone. A score higher by "
+        "0.69 doubles a key’s weight. Beyond 16, means of neighbouring distances are drawn; few pairs are far apart, "
+        "so the right ends are noisy."
+    )
+    if len(layers) < len(subject.layers):
+        text += f" Of {len(subject.layers)} layers, {len(layers)} are shown."
+    if profiles["head"].nunique() > _LINES:
+        text += f" Of each layer, the {_LINES} heads whose distance component varies most are drawn."
+    figures = [
+        figure(plot_distance(_binned(_most_varied(rows))), f"Distance component of the heads of layer {layer}")
+        for layer, rows in profiles.groupby("layer")
+    ]
+    ticks = _distance_ticks(int(profiles["distance"].min()), int(profiles["distance"].max()))
+    at = profiles[profiles["distance"].isin(ticks)].groupby(["layer", "distance"])["value"].mean().unstack("distance")
+    at = at.rename(columns=lambda d: f"d = {d}").reset_index()
+    numbers = table("distance", "Distance component of the scores, mean over all heads of a layer", at)
+    return paragraph(text) + _grid(*figures) + folded("Numbers at some distances", numbers)
+
+
+def _most_varied(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the heads whose distance component varies most over the cells of the scores."""
+    squares = (rows["value"] ** 2 * rows["cells"]).groupby(rows["head"]).sum()
+    return rows[rows["head"].isin(squares.nlargest(_LINES).index)]
+
+
+def _binned(rows: pd.DataFrame) -> pd.DataFrame:
+    """Distances up to 16 one by one, beyond that means over an eighth of an octave, weighted by their cells."""
+    size = rows["distance"].abs().clip(lower=1)
+    octave = np.where(size <= 16, size, 16 + np.floor(8 * np.log2(size / 16)))
+    bins = (np.sign(rows["distance"]) * octave).rename("bin")
+    weighted = rows[["distance", "value"]].mul(rows["cells"], axis=0).assign(cells=rows["cells"])
+    totals = weighted.groupby([rows["head"], bins]).sum()
+    return totals[["distance", "value"]].div(totals["cells"], axis=0).reset_index("head")
+
+
+def _distance_ticks(low: int, high: int) -> list[int]:
+    if low >= 0:
+        return [d for d in (0, *(2**n for n in range(high.bit_length()))) if d <= high]
+    quarter = max(1, high // 4)
+    return [d for d in range(-4 * quarter, 4 * quarter + 1, quarter) if low <= d <= high]
+
+
+def _shares(subject: Subject, found: Found) -> str:
+    rows = found.trained
+    text = (
+        "At controlled distances every query meets every key at every distance, so that position and content are not "
+        "confounded. A bar is the variance of one head’s scores: main effects of distance, query and key, and their "
+        "interactions. The interactions with the distance, on top, are not additive. The two-axis <em>r</em> is that "
+        "of a function of query and distance plus a function of query and key."
+    )
+    order = sorted(EFFECTS, key=lambda effect: "distance:" in effect)
+    means = rows.groupby("layer", as_index=False)[["r_two_axis", "r_three_axis", *order]].mean()
+    few = len(rows) <= _BARS
+    caption = "Share of the variance of the scores of each head" if few else "Share of the variance, mean over heads"
+    drawn = plot_shares(rows if few else means)
+    if found.random is not None:
+        means.insert(2, "random r_two_axis", means["layer"].map(found.random.groupby("layer")["r_two_axis"].mean()))
+    titles = {name: name.replace("_", " ").replace(":", " × ") for name in means.columns}
+    every = table(
+        "heads-shares",
+        "Every head at controlled distances",
+        rows[[*HEAD, "r_two_axis", "r_three_axis", *order]],
+        titles,
+    )
+    return (
+        paragraph(text)
+        + figure(drawn, caption, height=440)
+        + table("layers-shares", "By layer, mean over heads", means, titles)
+        + folded("The numbers of every head", every)
+    )
+
+
+def _subspaces(subject: Subject, found: Found) -> str:
+    text = (
+        "RoPE rotates each head’s coordinates in pairs (subspaces), from fast to slow. A subspace in which all keys "
+        "have the same direction (<em>concentration</em> near 1) carries position but no content; one that hardly "
+        "rotates over the text (<em>turn</em> near 0) carries content but no position. In other subspaces position "
+        "and content interact."
+    )
+    components = ["distance", "semantic", "interaction"]
+    columns = ["wavelength", "turn", "key_concentration", *components]
+    means = found.trained.groupby("subspace", as_index=False)[columns].mean()
+    if found.random is not None:
+        chance = found.random.groupby("subspace")["key_concentration"].mean()
+        means.insert(4, "random key_concentration", means["subspace"].map(chance))
+    bars = stacked_shares(wavelengths(found.trained), means, components)
+    bars.update_xaxes(title="wavelength (positions)", type="category")
+    by_layer = found.trained.groupby(["layer", "subspace"], as_index=False)[["frequency", "key_concentration"]].mean()
+    titles = {"key_concentration": "concentration of keys", "random key_concentration": "random concentration"}
+    return (
+        paragraph(text)
+        + _grid(
+            figure(bars, "Contribution to the variance of the scores, mean over heads", height=440),
+            figure(plot_subspaces(by_layer), "Concentration of keys, mean over heads", height=440),
+        )
+        + table("subspaces", "By subspace, mean over heads and layers", means, titles, {"wavelength": 1})
+    )
 
 
 def _perturbation(subject: Subject, found: Found) -> str:
     curve = found.trained
-    kinds = [kind for kind in _KINDS if kind in set(curve["kind"])]
-    lines: dict[str, Line] = {}
-    errors: dict[str, list[float]] = {}
-    for kind in kinds:
-        rows = curve[curve["kind"] == kind]
-        lines[_KINDS[kind]] = (rows["fraction"] * 100).tolist(), rows["added_loss"].tolist()
-        errors[_KINDS[kind]] = rows["added_loss_se"].tolist()
-    ticks = sorted(set((curve["fraction"] * 100).tolist()))
-    drawn = line_chart(
-        lines,
-        label="Lines: added loss against the fraction of exchanged tokens",
-        x_name="exchanged tokens (%)",
-        y_name="added loss (nats per token)",
-        ticks=ticks,
-        dots=True,
-        errors=errors,
-    )
-    said = paragraph(
+    text = (
         "Pairs of neighbouring tokens are exchanged: in the text, or only in the positions that RoPE receives, or "
         "independently in each of RoPE’s subspaces. <em>Added loss</em> is measured at positions that did not move, in "
         f"nats per token; 0 means no effect. {A} reports that large models tolerate up to 5 %. Perplexity is over all "
         "positions; for the order of the text it also counts next tokens that moved."
     )
+    drawn = plot_perturbation(curve.assign(kind=curve["kind"].map(_KINDS)))
     columns = ["kind", "fraction", "moved", "added_loss", "added_loss_se", "kl", "perplexity", "accuracy"]
     titles = {"moved": "tokens moved", "added_loss_se": "standard error", "kl": "KL", "fraction": "fraction asked for"}
-    shown = table(
-        "perturbation",
-        f"Mean of {PERTURBATIONS} perturbations",
-        curve[columns],
-        titles,
-        {"fraction": 2, "added_loss": 4, "added_loss_se": 4, "kl": 4, "perplexity": 1},
-        index=2,
-    )
+    digits = {"fraction": 2, "added_loss": 4, "added_loss_se": 4, "kl": 4, "perplexity": 1}
+    caption = "Added loss by perturbed fraction, ± one standard error over perturbations"
     return (
-        said
-        + figure(
-            drawn + legend([_KINDS[kind] for kind in kinds], lines=True),
-            "added loss by perturbed fraction, ± one standard error over perturbations",
-        )
-        + shown
+        paragraph(text)
+        + figure(drawn, caption)
+        + table("perturbation", f"Mean of {PERTURBATIONS} perturbations", curve[columns], titles, digits)
     )
 
 
 def _ablation(subject: Subject, found: Found) -> str:
-    drops = found.trained
-    grid = drops.pivot(index="layer", columns="head", values="effect")
-    largest = float(np.nanmax(np.abs(grid.to_numpy()), initial=0.0)) or 1.0
-    heat = heat_map(
-        grid,
-        label="Heat map: added loss without each head, layers by heads",
-        rows="layer",
-        columns="head",
-        low=-largest,
-        high=largest,
-        diverging=True,
-    )
-    scale = colour_bar(signed(-largest, 2), signed(largest, 2), diverging=True)
-    said = paragraph(
+    drops = found.trained[[*HEAD, "value", "effect"]]
+    text = (
         "The output of one head at a time is set to zero. The number is the added loss, in nats per token: 0 is a "
         f"head without effect on this text, below 0 one without which the loss is lower. {B} reports one head of an "
         "early layer that does nearly all of the positional work, in models trained on a task that needs positions; "
         "the added loss here includes all other effects of a head as well."
     )
-    worst = drops.sort_values("effect", ascending=False, kind="stable").head(8)[[*HEAD, "value", "effect"]]
     titles = {"value": "loss without it", "effect": "added loss"}
-    baseline = drops["baseline"].iloc[0]
-    every = table("heads-ablation", "Every head", drops[[*HEAD, "value", "effect"]], titles, 4, index=2)
+    caption = f"Largest added loss; the loss of the whole model is {found.trained['baseline'].iloc[0]:.4f}"
+    worst = drops.sort_values("effect", ascending=False, kind="stable").head(8)
+    drawn = plot_heads(found.trained, "effect", signed=True)
+    drawn.update_traces(colorbar_title_text="added loss<br>(nats per token)")
     return (
-        said
-        + figure(heat, f"added loss without the head {scale}")
-        + table(
-            "ablation", f"Largest added loss; the loss of the whole model is {baseline:.4f}", worst, titles, 4, index=2
-        )
-        + folded("The numbers of every head", every)
+        paragraph(text)
+        + figure(drawn, "Added loss without the head", height=map_height(drops["layer"].nunique()))
+        + table("ablation", caption, worst, titles, 4)
+        + folded("The numbers of every head", table("heads-ablation", "Every head", drops, titles, 4))
     )
 
 
 def _ladder(subject: Subject, found: Found) -> str:
     rungs, verdicts = found.trained, head_verdicts(found.trained)
     held = "of other texts" if len(subject.tokens) > 1 else "of the same text, so they are not tested on another one"
-    said = paragraph(
+    text = (
         "Another attention pattern in the place of one head’s at a time, fitted to the head’s own by least divergence, "
         "and the loss that it leaves. Uniform attention there costs the <em>gap</em>. The patterns are softmaxes of "
         "sums: of a profile of the distance (<em>distance</em>), and a number for the first token (<em>+ sink</em>), "
@@ -187,29 +250,23 @@ def _ladder(subject: Subject, found: Found) -> str:
         "<em>banded</em>, or <em>query-dependent</em> (none). A head whose gap is below two standard errors has <em>no "
         "effect</em> in this text; it may have one in another."
     )
-    grid = verdicts.pivot(index="layer", columns="head", values="verdict")
-    drawn = category_map(
-        grid, verdict_colour, label="Map: the verdict of each head, layers by heads", rows="layer", columns="head"
-    )
+    drawn = plot_verdicts(verdicts)
+    content = paragraph(text) + figure(drawn, "Verdict by head", height=map_height(verdicts["layer"].nunique()))
     shown = verdicts[verdicts["verdict"] != "no effect"].sort_values("gap", ascending=False, kind="stable")
-    columns = [*HEAD, "verdict", "gap", "error"]
     if shown.empty:
-        return said + figure(drawn, "verdict by head")
-    shares = rungs.pivot(index=HEAD, columns="rung", values="recovered")[[*LADDER]].reset_index()
-    listed = shown[columns].merge(shares, on=HEAD, how="left")
-    listed = listed.astype({"layer": int, "head": int})
+        return content
+    recovered = rungs.pivot(index=HEAD, columns="rung", values="recovered")[[*LADDER]].reset_index()
+    listed = shown[[*HEAD, "verdict", "gap", "error"]].merge(recovered, on=HEAD, how="left")
     titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
-    heading = "Heads with an effect: the gap, and the share of it that each pattern recovers"
-    key = legend([*VERDICTS], lines=False)
-    return said + figure(drawn + key, "verdict by head") + table("ladder", heading, listed, titles, index=2)
+    caption = "Heads with an effect: the gap, and the share of it that each pattern recovers"
+    return content + table("ladder", caption, listed, titles)
 
 
 _SECTIONS: dict[SectionName, Callable[[Subject, Found], str]] = {
     "additivity": _additivity,
-    "distance": distance,
-    "shares": shares,
-    "subspaces": subspaces,
-    "heads": exhibits,
+    "distance": _distance,
+    "shares": _shares,
+    "subspaces": _subspaces,
     "perturbation": _perturbation,
     "ablation": _ablation,
     "ladder": _ladder,

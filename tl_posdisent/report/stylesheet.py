@@ -1,25 +1,10 @@
-"""How a report looks: light, dark, on a phone and on paper."""
+"""How a report looks: light, dark, on a phone and on paper. Figures and widgets are on white cards."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-from tl_posdisent.viz.palette import COLOURS, DARK_COLOURS, DARK_PAGE, LIGHT_PAGE
-
-
-def _variables(colours: Sequence[str]) -> str:
-    return "; ".join(f"--c{n}: {colour}" for n, colour in enumerate(colours))
-
-
-STYLE = f"""
-:root {{ {_variables(COLOURS)}; --bg: {LIGHT_PAGE} }}
-@media screen and (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK_COLOURS)}; --bg: {DARK_PAGE} }} }}
-"""
-STYLE += """
-:root { color-scheme: light; --fg: #1b1f24; --muted: #55606c; --line: #d5dae0; --soft: #f3f5f8;
+STYLE = """
+:root { color-scheme: light; --bg: #fff; --fg: #1b1f24; --muted: #55606c; --line: #d5dae0; --soft: #f3f5f8;
   --link: #0b57a4; --warn: #8a3b00 }
 @media screen and (prefers-color-scheme: dark) {
-  :root { color-scheme: dark; --fg: #e4e8ed; --muted: #a5afba; --line: #39424c; --soft: #1d232a;
+  :root { color-scheme: dark; --bg: #14181d; --fg: #e4e8ed; --muted: #a5afba; --line: #39424c; --soft: #1d232a;
     --link: #7db8f0; --warn: #f0a868 } }
 * { box-sizing: border-box }
 html { -webkit-text-size-adjust: 100% }
@@ -38,55 +23,32 @@ dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .3re
 dt { color: var(--muted) }
 dd { margin: 0; white-space: pre-wrap }
 figure { margin: .8rem 0; min-width: 0 }
-section > figure > svg, section > figure > .scroll { display: block }
 figcaption { color: var(--muted); font-size: .88rem; margin-top: .2rem }
-svg { display: block; width: 100%; height: auto }
-svg text { font: 11px system-ui, -apple-system, "Segoe UI", "Liberation Sans", sans-serif; fill: var(--fg) }
-.axis { stroke: var(--muted); stroke-width: 1; fill: none }
-.grid > figure { margin: 0 }
-path.grid { stroke: var(--line); stroke-width: 1; fill: none }
-.line { fill: none; stroke-width: 1.8; stroke-linejoin: round }
-.part { stroke: var(--bg); stroke-width: .6 }
-div.grid { display: grid; gap: 12px 20px; grid-template-columns: repeat(auto-fill, minmax(min(100%, 290px), 1fr)) }
-.pair { display: grid; gap: 0 28px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)) }
-.legend { list-style: none; padding: 0; margin: .5rem 0; display: flex; flex-wrap: wrap; gap: .2rem 1rem;
-  font-size: .85rem }
-.legend li { display: flex; align-items: center; gap: .4rem }
-.legend svg { width: 26px; flex: none }
-.scale { white-space: nowrap; margin-left: .6rem }
-.bar { display: inline-block; width: 90px; height: .7em; margin: 0 .4em; border: 1px solid var(--line);
-  print-color-adjust: exact }
+.grid { display: grid; gap: 0 28px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)) }
+.plot { background: #fff; overflow: hidden }
+.plot, .widget { border: 1px solid var(--line); border-radius: 6px }
+.widget { overflow: hidden; margin: .5rem 0 1rem }
+.widget figcaption { color: #222; font-size: 14px }
+.narrow { max-width: 720px }
 .scroll { overflow-x: auto; max-width: 100% }
 table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; margin: .4rem 0 .8rem }
 caption { text-align: left; color: var(--muted); padding: .2rem 0 }
 th, td { padding: .22rem .7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top;
   overflow-wrap: normal }
 thead th { color: var(--muted); font-weight: 600; vertical-align: bottom }
-tbody th { font-weight: 600 }
 #table-headline th, #table-headline td { text-align: left; min-width: 5.5rem }
-#table-headline th[scope=row] { min-width: 9rem; font-weight: 400 }
+#table-headline tbody th { font-weight: 400 }
 #table-headline td:nth-of-type(1) { font-weight: 600 }
-#table-perturbation tbody th:first-child { text-align: left }
 details { margin: .6rem 0 }
 summary { cursor: pointer; color: var(--link) }
 pre { background: var(--soft); border: 1px solid var(--line); padding: .7rem .9rem; overflow-x: auto;
   font-size: .85rem }
-.narrow { max-width: 720px }
-.widget figcaption { color: #222; font-size: 14px }
-.error { stroke-width: 1.4 }
-tr:target > * { background: var(--soft); outline: 2px solid var(--link) }
-.widget { border: 1px solid var(--line); border-radius: 6px; overflow: hidden; margin: .5rem 0 1rem }
+tr:has(:target) > * { background: var(--soft); outline: 2px solid var(--link) }
 footer { color: var(--muted); font-size: .85rem; padding-bottom: 2rem }
 :focus-visible { outline: 2px solid var(--link); outline-offset: 2px }
 @media (max-width: 480px) { dl { grid-template-columns: 1fr; gap: 0 } dd { margin-bottom: .5rem }
-  th, td { padding: .2rem .45rem } h1 { font-size: 1.4rem }
-  #table-headline, #table-headline tbody, #table-headline caption, #table-headline tr, #table-headline th[scope=row],
-  #table-headline td { display: block; border: 0; padding-left: 0 }
-  #table-headline thead { position: absolute; clip-path: inset(50%); height: 1px; overflow: hidden; width: 1px }
-  #table-headline tr { border-bottom: 1px solid var(--line); padding: .4rem 0 }
-  #table-headline td::before { content: attr(data-name) ": "; color: var(--muted); font-weight: 400 } }
+  th, td { padding: .2rem .45rem } h1 { font-size: 1.4rem } }
 @media print { nav, summary { display: none } body { font-size: 11pt } main, header, footer { max-width: none }
-  details::details-content { content-visibility: visible; display: block }
-  figure, tr, .widget { break-inside: avoid } h2, h3 { break-after: avoid } svg, .part { print-color-adjust: exact }
-  .scroll { overflow: visible } }
+  details::details-content { content-visibility: visible; display: block } .plot { print-color-adjust: exact }
+  figure, tr, .widget { break-inside: avoid } h2, h3 { break-after: avoid } .scroll { overflow: visible } }
 """

@@ -1,8 +1,8 @@
 """The colours of every picture: plotly figures, widgets, the report and the figures of the documentation.
 
 One diverging scale (blue below 0, white at 0, red above), one sequential scale (light to dark), eight colours for lines
-and bars on a light and on a dark page, and one of these for each component of the scores. Red-green blind readers
-(deuteranopia and protanopia) tell all of them apart; ``tests/viz/test_palette.py`` computes the distances.
+and bars, and one of these for each component of the scores. Red-green blind readers (deuteranopia and protanopia) tell
+all of them apart; ``tests/viz/test_palette.py`` computes the distances.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+BLACK, WHITE = "#000000", "#ffffff"
+
+
 def ink(background: str) -> str:
     """Black or white, whichever is read better on this colour."""
-    return "#000000" if contrast("#000000", background) >= contrast("#ffffff", background) else "#ffffff"
+    return max(BLACK, WHITE, key=lambda colour: contrast(colour, background))
 
 
 def _rgb(colour: str) -> tuple[int, ...]:
@@ -46,10 +49,7 @@ def _rgb(colour: str) -> tuple[int, ...]:
 BLUE, ORANGE, GREEN, RUST = "#0342a7", "#d97d00", "#01a46c", "#9e4a00"
 PINK, SKY, PLUM, GREY = "#d15eb4", "#1a8efa", "#684761", "#858585"
 COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, RUST, PLUM, GREY)
-"""On a light page, at least 3:1 against white. Grey is for what is not in focus."""
-DARK_COLOURS = ("#48b7f6", "#db6a1d", "#18dd7e", "#c6889e", "#baffff", "#ffdc46", "#7962ff", "#9a9a9a")
-"""The same eight on a dark page, at least 3:1 against ``DARK_PAGE``."""
-LIGHT_PAGE, DARK_PAGE = "#ffffff", "#14181d"
+"""At least 3:1 against white. Grey is for what is not in focus."""
 HUES = COLOURS[:-1]
 """All but grey."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
@@ -85,13 +85,8 @@ def verdict_colour(name: str) -> str:
 
 
 def component_colour(name: str) -> str:
-    """The colour of a component, on a light page; ``share_key`` and ``distance × key`` name one as well."""
+    """The colour of a component; ``share_key`` and ``distance × key`` name one as well."""
     return COMPONENTS[name.removeprefix("share_").replace(" × ", ":")]
-
-
-def colour_number(colour: str) -> int:
-    """Which of ``COLOURS`` this is, for pages that replace them by ``DARK_COLOURS``."""
-    return COLOURS.index(colour)
 
 
 def line_style(number: int) -> dict[str, Any]:

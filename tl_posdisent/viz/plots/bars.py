@@ -23,12 +23,12 @@ def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """Plot the variance decomposition of each head's scores: seven stacked shares that add up to 1.
 
     Args:
-        table: of ``controlled_distance``, or ``to_frame`` of ``VarianceShares``: one row per head with a column for
-            each of ``EFFECTS``.
+        table: of ``controlled_distance``, or ``to_frame`` of ``VarianceShares``: one row per head, or per layer, with
+            a column for each of ``EFFECTS``.
         title: of the figure; default says what it shows.
 
     Returns:
-        A figure with a bar for each head. Interactions of the distance, which break additivity, stand on top.
+        A figure with a bar for each head, or layer. Interactions of the distance, which break additivity, are on top.
 
     Raises:
         ValueError: a table without these columns or without rows; several rows for a head.
@@ -40,27 +40,32 @@ def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
         >>> round(float(sum(bar.y[9] for bar in figure.data)), 9)  # layer 1, head 1
         1.0
     """
-    table = check_table(table, ["head"], EFFECTS, "controlled_distance")
-    means = mean_over_texts(table, head_index(table), EFFECTS)
-    x = head_axis(means)
+    index = head_index(table) or ["head"]
+    means = mean_over_texts(check_table(table, index, EFFECTS, "controlled_distance"), index, EFFECTS)
     order = sorted(EFFECTS, key=lambda effect: "distance:" in effect)
-    figure = go.Figure(
-        [
-            go.Bar(
-                x=x,
-                y=means[effect].to_numpy(),
-                name=effect.replace(":", " × "),
-                marker={"color": component_colour(effect), "line": {"width": 0}},
-                customdata=head_names(means),
-                hovertemplate="%{customdata}: %{y:.3f}",
-            )
-            for effect in order
-        ]
-    )
-    figure.update_layout(barmode="relative", bargap=0.1, legend={"traceorder": "reversed"})
+    figure = stacked_shares(head_axis(means), means, order, names=head_names(means))
     figure.update_xaxes(**head_ticks(means))
-    figure.update_yaxes(title="share of the variance of the scores", range=[0, 1.0001])  # they add up to 1
+    figure.update_yaxes(range=[0, 1.0001])  # they add up to 1
     return add_title(figure, title, "Variance decomposition of the scores of each head")
+
+
+def stacked_shares(
+    x: Sequence[Any], table: pd.DataFrame, components: Sequence[str], *, names: Sequence[str] | None = None
+) -> go.Figure:
+    """Shares of components stacked on each other, a bar for each row of a table; ``names`` of the bars for hovering."""
+    bars = [
+        go.Bar(
+            x=x,
+            y=table[component].to_numpy(),
+            name=component.replace(":", " × "),
+            marker={"color": component_colour(component), "line": {"width": 0}},
+            customdata=x if names is None else names,
+            hovertemplate="%{customdata}: %{y:.3f}",
+        )
+        for component in components
+    ]
+    figure = go.Figure(bars).update_layout(barmode="relative", bargap=0.1, legend={"traceorder": "reversed"})
+    return figure.update_yaxes(title="share of the variance of the scores")
 
 
 def plot_deposit(

@@ -85,8 +85,8 @@ def plot_subspaces(
     """Plot a number for each rotary subspace of each head: subspaces on y, in their order in the model, heads on x.
 
     Args:
-        table: with the columns ``head``, ``subspace``, ``frequency`` and ``value``, of one layer or with a column
-            ``layer``: from ``subspace_patterns``, from ``to_frame`` of ``SubspacePatterns``, or from
+        table: with the columns ``subspace``, ``frequency`` and ``value``, and ``head`` or ``layer`` or both: from
+            ``subspace_patterns``, from ``to_frame`` of ``SubspacePatterns``, or from
             ``positional_symbolic(..., by_subspace=True)``, whose mean over texts is drawn.
         value: the column to draw, such as ``"key_size"``, ``"key_concentration"``, ``"distance"`` or ``"semantic"``.
         signed, limits, title: as in ``plot_heads``.
@@ -109,12 +109,12 @@ def plot_subspaces(
         >>> figure.layout.yaxis.ticktext[6]
         '6283'
     """
-    table = check_table(table, ["head"], ["subspace", "frequency", value], "subspace_patterns")
-    index = [*head_index(table), "subspace"]
-    means = mean_over_texts(table, index, [value, "frequency"])
-    grid = means.pivot(index="subspace", columns=index[:-1], values=value)
+    index = head_index(table) or ["head"]
+    table = check_table(table, index, ["subspace", "frequency", value], "subspace_patterns")
+    means = mean_over_texts(table, [*index, "subspace"], [value, "frequency"])
+    grid = means.pivot(index="subspace", columns=index, values=value)
     heat = _heat_map(grid, title_of(value, table), signed, limits, _natural(grid, value), room=0)
-    names, heads = _wavelengths(means), grid.columns.to_frame(index=False)
+    names, heads = wavelengths(means), grid.columns.to_frame(index=False)
     heat.update(
         x=head_axis(heads),
         y=whole(grid.index),
@@ -198,24 +198,25 @@ def _source_order(names: Any) -> list[str]:
 
 
 def head_axis(heads: pd.DataFrame) -> list[Any]:
-    """Put heads on an x axis: as categories, grouped by layer if the table has layers; as numbers if they are many."""
+    """Put heads or layers on an x axis: as categories, heads grouped by layer; many heads of layers as numbers."""
     if _crowded(heads):
         return list(range(len(heads)))
-    by_head = whole(heads["head"])
-    return [[f"layer {layer}" for layer in whole(heads["layer"])], by_head] if "layer" in heads else by_head
+    if len(head_index(heads)) == 1:
+        return whole(heads[head_index(heads)[0]])
+    return [[f"layer {layer}" for layer in whole(heads["layer"])], whole(heads["head"])]
 
 
 def head_ticks(heads: pd.DataFrame) -> dict[str, Any]:
     """Choose tick labels: all heads, or the middle of each layer if there are too many."""
     if not _crowded(heads):
-        return {"title": "head", "showgrid": False}
+        return {"title": head_index(heads)[-1], "showgrid": False}
     middle = pd.Series(range(len(heads))).groupby(heads["layer"].to_numpy()).mean()
     ticks = {"tickvals": middle.tolist(), "ticktext": whole(middle.index)}
     return {"title": "layer, its heads side by side", "showgrid": False, **ticks}
 
 
 def _crowded(heads: pd.DataFrame) -> bool:
-    return "layer" in heads and len(heads) > _NAMED
+    return len(head_index(heads)) == 2 and len(heads) > _NAMED
 
 
 def head_names(heads: pd.DataFrame) -> list[str]:
@@ -267,7 +268,7 @@ def _checked_limits(limits: Any) -> tuple[float, float]:
     return low, high
 
 
-def _wavelengths(subspaces: pd.DataFrame) -> list[str]:
+def wavelengths(subspaces: pd.DataFrame) -> list[str]:
     """The name of each subspace, in ascending order: its wavelength, if it has the same in all layers."""
     frequencies = subspaces.groupby("subspace")["frequency"].agg(["min", "max"])
     if not np.allclose(frequencies["min"], frequencies["max"], rtol=1e-6, atol=0):

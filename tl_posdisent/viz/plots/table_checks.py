@@ -30,9 +30,9 @@ def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], make
     return table
 
 
-def head_index(table: pd.DataFrame) -> list[str]:
-    """Columns that identify a head: layer and head, or those of the two that exist."""
-    return [name for name in _HEAD if name in table.columns]
+def head_index(table: Any) -> list[str]:
+    """Columns that identify a head or a layer: ``layer`` and ``head``, or the one of them that exists."""
+    return [name for name in _HEAD if name in getattr(table, "columns", ())]
 
 
 def mean_over_texts(table: pd.DataFrame, index: Sequence[str], values: Sequence[str]) -> pd.DataFrame:

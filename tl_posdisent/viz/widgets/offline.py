@@ -75,13 +75,20 @@ class Widget(RenderedHTML):  # type: ignore[misc]
     @property
     def cdn_src(self) -> str:
         """HTML that takes the library from unpkg.com."""
-        element, call = self._parts()
-        return f'{element}\n<script type="module">{_import()}\n{call("CircuitsVis")}</script>'
+        element, script = self._parts("CircuitsVis")
+        return f'{element}\n<script type="module">{_import()}\n{script}</script>'
+
+    def element_and_script(self, name: str | None = None) -> tuple[str, str]:
+        """HTML and the script that draws in it, for a page on which ``library()`` has run before.
+
+        ``name`` is the id of the element, by default a new one each time, as one widget may be displayed twice.
+        """
+        return self._parts(_GLOBAL, name)
 
     def fragment(self) -> str:
-        """HTML for a page on which ``library()`` has run before, in a ``<script>``."""
-        element, call = self._parts()
-        return f"{element}\n<script>{call(_GLOBAL)}</script>"
+        """Both in one, with the script in a ``<script>``."""
+        element, script = self.element_and_script()
+        return f"{element}\n<script>{script}</script>"
 
     def _repr_html_(self) -> str:
         return self.cdn_src if self.cdn else self.local_src
@@ -102,11 +109,11 @@ class Widget(RenderedHTML):  # type: ignore[misc]
         Returns:
             The path.
         """
-        element, call = self._parts()
+        element, script = self._parts("CircuitsVis" if self.cdn else _GLOBAL)
         if self.cdn:
-            scripts, kind, source = [f"{_import()}\n{call('CircuitsVis')}"], ' type="module"', " https://unpkg.com"
+            scripts, kind, source = [f"{_import()}\n{script}"], ' type="module"', " https://unpkg.com"
         else:
-            scripts, kind, source = [library(), call(_GLOBAL)], "", ""
+            scripts, kind, source = [library(), script], "", ""
         allowed = hashes(scripts) + source
         policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
         page = _HEAD.format(policy=policy, title=html.escape(self.title)) + element
@@ -116,15 +123,14 @@ class Widget(RenderedHTML):  # type: ignore[misc]
             file.write(page.encode("utf-8"))
         return path
 
-    def _parts(self) -> tuple[str, Any]:
-        """The element, and its script as a function of the library's name; an id of their own each time, as one widget
-        may be displayed twice."""
-        name = f"tl-posdisent-{uuid4().hex[:12]}"
+    def _parts(self, circuitsvis_name: str, name: str | None = None) -> tuple[str, str]:
+        """The element, and its script, which finds the library at this name."""
+        name = name or f"tl-posdisent-{uuid4().hex[:12]}"
         # Left alone, circuitsvis's charts shrink when the window does, and never grow again.
         body = f"<style>#{name} div:has(> canvas) {{ width: 100% !important }}</style>{self._body}"
         # The attribute keeps JupyterLab's shortcuts from taking the arrow keys.
         element = f'<div id="{name}" style="{_STYLE}" data-lm-suppress-shortcuts="true">{body}</div>'
-        return element, lambda cv: f'({self._draw})({cv}, document.getElementById("{name}"));'
+        return element, f'({self._draw})({circuitsvis_name}, document.getElementById("{name}"));'
 
 
 _GLOBAL = "window.tlPosdisentCircuitsVis"
