@@ -54,34 +54,51 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_integer(name: str, value: Any, least: int) -> int:
-    """Return ``value`` as an int, or raise unless it is an integer of at least ``least``.
+def check_integer(name: str, value: Any, least: int, most: int | None = None, why: str = "") -> int:
+    """Return ``value`` as an int, or raise unless it is an integer from ``least`` to ``most`` (None: any above).
+
+    ``why`` says in the error where the bound comes from.
 
     Raises:
-        ValueError: not an integer, or too small.
+        ValueError: not an integer, or out of range.
 
     >>> check_integer("window", 3, 1)
     3
     >>> check_integer("window", True, 1)
     Traceback (most recent call last):
     ValueError: window must be an integer of at least 1, got True
+    >>> check_integer("step", 12, 0, 10, why="the steps of this run")
+    Traceback (most recent call last):
+    ValueError: step must be an integer from 0 to 10 (the steps of this run), got 12
     """
-    if not is_integer(value) or operator.index(value) < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {shown(value)}")
+    if not is_integer(value) or not least <= operator.index(value) <= (math.inf if most is None else most):
+        bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be an integer {bound}{why and f' ({why})'}, got {shown(value)}")
     return operator.index(value)
 
 
-def check_number(name: str, value: Any, *, least: float | int = -math.inf, above: float | int = -math.inf) -> float:
-    """Return ``value``, or raise unless it is a finite real number of at least ``least`` and above ``above``.
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+) -> float:
+    """Return ``value``, or raise unless it is a finite real number within these bounds.
 
     >>> check_number("factor", 0, above=0)
     Traceback (most recent call last):
     ValueError: factor must be a finite number above 0, got 0
+    >>> check_number("share", 1.5, least=0, most=1)
+    Traceback (most recent call last):
+    ValueError: share must be a finite number of at least 0 and at most 1, got 1.5
     """
-    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < least or value <= above:
-        bound = f" above {above:g}" if above > -math.inf else f" of at least {least:g}" if least > -math.inf else ""
-        raise ValueError(f"{name} must be a finite number{bound}, got {shown(value)}")
+    if not (is_number(value) and math.isfinite(value) and least <= value <= most and above < value < below):
+        bounds = {"of at least": least, "above": above, "at most": most, "below": below}
+        words = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
+        raise ValueError(f"{name} must be a finite number{words and ' ' + words}, got {shown(value)}")
     return float(value)
 
 

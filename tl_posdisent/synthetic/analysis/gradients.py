@@ -20,7 +20,8 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import evaluating, hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import Samples, Task, whole
+from tl_posdisent.synthetic.tasks.sampling import Samples, Task
+from tl_posdisent.utils.validation import check_choice, check_integer
 
 Part = Literal["distance", "encoding"]
 Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
@@ -82,8 +83,8 @@ def positional_gradients(
         (['layer', 'head', 'mean_norm', 'norm_of_mean', 'ratio', 'expected_norm'], 12)
     """
     _check(model, part)
-    whole("batches", batches, least=2)
-    whole("batch_size", batch_size, least=1)
+    check_integer("batches", batches, 2)
+    check_integer("batch_size", batch_size, 1)
     drawn = _batches(model, task, batches, batch_size, seed)
     bar = tqdm(drawn, total=batches, desc="batches", disable=not progress)
     g = torch.stack([_vectors(model, *samples, part) for samples in bar])
@@ -163,8 +164,7 @@ def _add(nothing: Tensor) -> Any:
 def _check(model: SyntheticModel, part: str) -> None:
     if not isinstance(model, SyntheticModel):
         raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
-    if part not in get_args(Part):
-        raise ValueError(f"part must be one of {', '.join(get_args(Part))}, got {part!r}")
+    check_choice("part", part, get_args(Part))
     if model.config.read_out == "token":
         raise ValueError('model must have one answer per text (read_out "mean" or "last"), got "token"')
     if part == "encoding" and not model.encoding.rotates and model.encoding.bias(2) is None:
@@ -203,8 +203,7 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
         0      0     1      4.0     1.0     3.0            2.0
         1      1     0      2.5     1.0     1.5            NaN
     """
-    if by not in get_args(Norm):
-        raise ValueError(f"by must be one of {', '.join(get_args(Norm))}, got {by!r}")
+    check_choice("by", by, get_args(Norm))
     if not isinstance(table, pd.DataFrame):
         raise ValueError(f"table must be from positional_gradients or dynamics, got {type(table).__name__}")
     missing = [name for name in ("layer", "head", by) if name not in table.columns]

@@ -9,8 +9,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.attention_scores.disentanglement import disentanglement
-from tl_posdisent.synthetic.tasks.sampling import Task, whole
+from tl_posdisent.synthetic.tasks.sampling import Task
 from tl_posdisent.synthetic.training.runs import TrainRun
+from tl_posdisent.utils.validation import check_integer
 
 from .gradients import positional_gradients
 
@@ -91,7 +92,7 @@ def long_texts(task: Task, texts: int, seed: int = 0) -> Int[Tensor, "text pos"]
         >>> bool((tokens != 0).all()), tokens.shape[1] > 100
         (True, True)
     """
-    whole("texts", texts, least=1)
+    check_integer("texts", texts, 1)
     tokens, _ = task.batch(texts * _DRAWN, torch.Generator().manual_seed(seed))
     lengths = (tokens != task.pad_id).sum(-1)
     longest = lengths.argsort(descending=True, stable=True)[:texts]

@@ -7,7 +7,9 @@ from typing import Literal
 
 import torch
 
-from .sampling import Samples, Task, texts, uniform, whole
+from tl_posdisent.utils.validation import check_choice, check_integer
+
+from .sampling import Samples, Task, uniform
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,10 @@ class IndexLookup(Task):
     count_from: Literal["start", "end"] = "start"
 
     def __post_init__(self) -> None:
-        whole("n_symbols", self.n_symbols, least=2)
-        whole("n_places", self.n_places, least=1)
-        whole("min_length", self.min_length, least=self.n_places, why="each of the n_places must be there")
-        whole("max_length", self.max_length, least=self.min_length, why="min_length is the least")
-        if self.count_from not in ("start", "end"):
-            raise ValueError(f'count_from must be "start" or "end", got {self.count_from!r}')
+        check_integer("n_symbols", self.n_symbols, 2)
+        check_integer("n_places", self.n_places, 1)
+        self._check_range("length", self.n_places, why="a symbol at each of the n_places")
+        check_choice("count_from", self.count_from, ("start", "end"))
 
     @property
     def d_vocab(self) -> int:  # type: ignore[override]
@@ -62,23 +62,21 @@ class IndexLookup(Task):
 
     @property
     def n_ctx(self) -> int:  # type: ignore[override]
-        """The longest text and the question."""
         return self.max_length + 1
 
     @property
     def n_out(self) -> int:
-        """One label per symbol."""
         return self.n_symbols
 
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
-        length = uniform(self.min_length, self.max_length, n, generator)[:, None]
-        asked = uniform(0, self.n_places - 1, n, generator)[:, None]
+        length = uniform(self.min_length, self.max_length, (n, 1), generator)
+        asked = uniform(0, self.n_places - 1, (n, 1), generator)
         first = 1 + self.n_places
-        tokens = texts(first, self.d_vocab - 1, n, self.n_ctx, generator)
+        tokens = uniform(first, self.d_vocab - 1, (n, self.n_ctx), generator)
         there = asked if self.count_from == "start" else length - 1 - asked
         label = tokens.gather(1, there)[:, 0] - first
         tokens.scatter_(1, length, 1 + asked)
-        return tokens.masked_fill_(torch.arange(self.n_ctx, device=tokens.device) > length, self.pad_id), label
+        return self._padded(tokens, length[:, 0] + 1), label
 
 
 @dataclass(frozen=True)
@@ -121,12 +119,11 @@ class Retrieval(Task):
     max_fill: int = 16
 
     def __post_init__(self) -> None:
-        whole("n_pairs", self.n_pairs, least=1)
-        whole("n_keys", self.n_keys, least=self.n_pairs, why="n_pairs have one key each")
-        whole("n_values", self.n_values, least=2)
-        whole("min_fill", self.min_fill, least=0)
-        whole("max_fill", self.max_fill, least=self.min_fill, why="min_fill is the least")
-        whole("n_fillers", self.n_fillers, least=min(1, self.max_fill))
+        check_integer("n_pairs", self.n_pairs, 1)
+        check_integer("n_keys", self.n_keys, self.n_pairs, why="n_pairs have one key each")
+        check_integer("n_values", self.n_values, 2)
+        self._check_range("fill", 0)
+        check_integer("n_fillers", self.n_fillers, min(1, self.max_fill))
 
     @property
     def d_vocab(self) -> int:  # type: ignore[override]
@@ -135,35 +132,32 @@ class Retrieval(Task):
 
     @property
     def n_ctx(self) -> int:  # type: ignore[override]
-        """The longest text and the question."""
         return 2 * self.n_pairs + self.max_fill + 1
 
     @property
     def n_out(self) -> int:
-        """One label per value."""
         return self.n_values
 
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
         device = generator.device
-        fill = uniform(self.min_fill, self.max_fill, n, generator)[:, None]
+        fill = uniform(self.min_fill, self.max_fill, (n, 1), generator)
         keys = torch.rand(n, self.n_keys, generator=generator, device=device).argsort(-1)[:, : self.n_pairs]
-        values = texts(0, self.n_values - 1, n, self.n_pairs, generator)
-        # Pieces of a text: pairs, fillers, and behind those the fillers that this text does not have.
+        values = uniform(0, self.n_values - 1, (n, self.n_pairs), generator)
+        # Pieces of a text: pairs, fillers, and at the end the fillers that this text does not have.
         piece = torch.arange(self.n_pairs + self.max_fill, device=device)
-        lots = torch.rand(n, len(piece), generator=generator, device=device)
-        order = lots.masked_fill_(piece >= self.n_pairs + fill, 2.0).argsort(-1)
+        keys_of_order = torch.rand(n, len(piece), generator=generator, device=device)
+        order = keys_of_order.masked_fill_(piece >= self.n_pairs + fill, 2.0).argsort(-1)
         is_pair = order < self.n_pairs
         width = torch.where(is_pair, 2, 1)
         start = width.cumsum(-1) - width
         which = (is_pair.cumsum(-1) - 1).clamp_(min=0)  # the pairs are numbered as they come
         first = 1 + self.n_keys + self.n_values
-        filler = texts(first, max(first, self.d_vocab - 1), n, self.n_ctx, generator)  # without fillers it is not seen
+        filler = uniform(first, max(first, self.d_vocab - 1), (n, self.n_ctx), generator)  # unused without fillers
         key, value = 1 + keys, 1 + self.n_keys + values
         tokens = filler.scatter(1, start, torch.where(is_pair, key.gather(1, which), filler.gather(1, start)))
         second = start + 1
         tokens.scatter_(1, second, torch.where(is_pair, value.gather(1, which), tokens.gather(1, second)))
-        asked = uniform(0, self.n_pairs - 1, n, generator)[:, None]
+        asked = uniform(0, self.n_pairs - 1, (n, 1), generator)
         length = 2 * self.n_pairs + fill
         tokens.scatter_(1, length, key.gather(1, asked))
-        tokens.masked_fill_(torch.arange(self.n_ctx, device=device) > length, self.pad_id)
-        return tokens, values.gather(1, asked)[:, 0]
+        return self._padded(tokens, length[:, 0] + 1), values.gather(1, asked)[:, 0]

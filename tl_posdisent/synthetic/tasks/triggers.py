@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tl_posdisent.utils.validation import check_flag
+from tl_posdisent.utils.validation import check_flag, check_integer
 
-from .sampling import IGNORED, Samples, Task, distinct, texts, uniform, whole
+from .sampling import IGNORED, Samples, Task, distinct, uniform
 
 
 @dataclass(frozen=True)
@@ -66,48 +66,43 @@ class TriggerDistance(Task):
     def __post_init__(self) -> None:
         for name in ("two_triggers", "stray_triggers", "repeats"):
             check_flag(name, getattr(self, name))
-        whole("d_vocab", self.d_vocab, least=3 + self.two_triggers, why="padding, triggers and a filler")
-        whole("min_gap", self.min_gap, least=0)
-        whole("max_gap", self.max_gap, least=self.min_gap, why="min_gap is the least")
-        whole("min_side", self.min_side, least=0)
-        whole("max_side", self.max_side, least=self.min_side, why="min_side is the least")
-        longest = 2 * self.max_side + self.max_gap + 2
-        if self.max_length is None:
-            whole("n_ctx", self.n_ctx, least=longest, why="2 * max_side + max_gap + 2, the longest text")
-        else:
+        check_integer("d_vocab", self.d_vocab, 3 + self.two_triggers, why="padding, triggers and a filler")
+        self._check_range("gap", 0)
+        self._check_range("side", 0)
+        longest = self._longest
+        if self.max_length is not None:
             least = self.max_side + self.max_gap + 2
-            whole("max_length", self.max_length, least=least, why="max_side + max_gap + 2, up to the second trigger")
-            whole("n_ctx", self.n_ctx, least=min(longest, self.max_length), why="the longest text")
-        whole("first_label", self.first_label, least=0)
+            check_integer("max_length", self.max_length, least, why="max_side + max_gap + 2, up to the second trigger")
+            longest = min(longest, self.max_length)
+        check_integer("n_ctx", self.n_ctx, longest, why="the longest text: 2 * max_side + max_gap + 2, or max_length")
+        check_integer("first_label", self.first_label, 0)
         if self.n_logits is not None:
-            least = self.first_label + self.gaps
-            whole("n_logits", self.n_logits, least=least, why="the largest label and one")
-        first, most = self._fillers
-        if not self.repeats and most - first + 1 < max(self.max_gap, self.max_side):
-            raise ValueError(
-                f"d_vocab must have {max(self.max_gap, self.max_side)} fillers or more, none of them twice in a "
-                f"segment, got {most - first + 1} in a vocabulary of {self.d_vocab}; or take repeats=True"
-            )
+            check_integer("n_logits", self.n_logits, self.first_label + self.gaps, why="the largest label and one")
+        if not self.repeats:
+            least = max(self.max_gap, self.max_side) + self._first_filler
+            check_integer("d_vocab", self.d_vocab, least, why="as many fillers as a segment has, with repeats=False")
 
     @property
     def gaps(self) -> int:
-        """How many gaps there are, and labels."""
+        """Number of gaps, and of labels."""
         return self.max_gap - self.min_gap + 1
 
     @property
     def n_out(self) -> int:
-        """One logit per gap, or ``n_logits``."""
         return self.n_logits or self.first_label + self.gaps
 
     @property
     def chance(self) -> float:
-        """One of the gaps."""
         return 1 / self.gaps
 
     @property
-    def _fillers(self) -> tuple[int, int]:
-        first = 1 if self.stray_triggers else 2 + self.two_triggers
-        return first, self.d_vocab - 1
+    def _first_filler(self) -> int:
+        return 1 if self.stray_triggers else 2 + self.two_triggers
+
+    @property
+    def _longest(self) -> int:
+        """Of the texts before they are cut."""
+        return 2 * self.max_side + self.max_gap + 2
 
     @property
     def from_length(self) -> float:
@@ -123,19 +118,18 @@ class TriggerDistance(Task):
         return float(by_gap.amax(0).sum() / by_gap.sum())
 
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
-        gap = uniform(self.min_gap, self.max_gap, n, generator)
-        before, after = (uniform(self.min_side, self.max_side, n, generator) for _ in range(2))
-        first, most = self._fillers
-        second, place = before + gap + 1, torch.arange(self._drawn, device=generator.device)
+        gap = uniform(self.min_gap, self.max_gap, (n,), generator)
+        before, after = (uniform(self.min_side, self.max_side, (n,), generator) for _ in range(2))
+        fillers, second = (self._first_filler, self.d_vocab - 1), before + gap + 1
+        place = torch.arange(max(self.n_ctx, self._longest), device=generator.device)
         if self.repeats:
-            tokens = texts(first, most, n, self._drawn, generator)
+            tokens = uniform(*fillers, (n, len(place)), generator)
         else:
             # The rows of three tables of distinct fillers, each from the beginning of its segment.
-            widths = (self.max_side, self.max_gap, self.max_side)
-            tables = [distinct(first, most, n, max(1, width), generator) for width in widths]
-            starts = (torch.zeros_like(gap), before + 1, second + 1)
-            tokens = torch.zeros(n, self._drawn, dtype=torch.int64, device=place.device)
-            for table, start in zip(tables, starts, strict=True):
+            segments = ((torch.zeros_like(gap), self.max_side), (before + 1, self.max_gap), (second + 1, self.max_side))
+            tokens = torch.zeros(n, len(place), dtype=torch.int64, device=place.device)
+            for start, width in segments:
+                table = distinct(*fillers, (n, max(1, width)), generator)
                 within = (place - start[:, None]).clamp(0, table.shape[1] - 1)
                 tokens = torch.where(place >= start[:, None], table.gather(1, within), tokens)
         tokens.scatter_(1, torch.stack([before, second], -1), 1)
@@ -144,13 +138,7 @@ class TriggerDistance(Task):
         length = second + after + 1
         if self.max_length is not None:
             length = length.clamp(max=self.max_length)
-        tokens = tokens.masked_fill_(place >= length[:, None], self.pad_id)
-        return tokens[:, : self.n_ctx], gap - self.min_gap + self.first_label
-
-    @property
-    def _drawn(self) -> int:
-        """Positions that are drawn before texts are cut."""
-        return max(self.n_ctx, 2 * self.max_side + self.max_gap + 2)
+        return self._padded(tokens, length)[:, : self.n_ctx], gap - self.min_gap + self.first_label
 
 
 @dataclass(frozen=True)
@@ -202,17 +190,15 @@ class TriggerCount(Task):
 
     def __post_init__(self) -> None:
         check_flag("ignore_zero", self.ignore_zero)
-        whole("n_triggers", self.n_triggers, least=1)
-        whole("d_vocab", self.d_vocab, least=self.n_triggers + 2, why="padding, n_triggers and a filler")
-        whole("min_count", self.min_count, least=0)
-        whole("max_count", self.max_count, least=self.min_count, why="min_count is the least")
-        whole("min_length", self.min_length, least=max(1, self.max_count), why="max_count triggers must have room")
-        whole("max_length", self.max_length, least=self.min_length, why="min_length is the least")
-        whole("n_ctx", self.n_ctx, least=self.max_length, why="max_length, the longest text")
-        whole("max_count", self.max_count, least=int(self._ignores), why="a number of triggers that is not ignored")
+        check_integer("n_triggers", self.n_triggers, 1)
+        check_integer("d_vocab", self.d_vocab, self.n_triggers + 2, why="padding, n_triggers and a filler")
+        self._check_range("count", 0)
+        self._check_range("length", max(1, self.max_count), why="max_count triggers must have room")
+        check_integer("n_ctx", self.n_ctx, self.max_length, why="max_length, the longest text")
+        check_integer("max_count", self.max_count, int(self._ignores), why="a number of triggers that is not ignored")
         if self.n_logits is not None:
             least = self.max_count - self.min_count + 1
-            whole("n_logits", self.n_logits, least=least, why="one per number of triggers")
+            check_integer("n_logits", self.n_logits, least, why="one per number of triggers")
 
     @property
     def _ignores(self) -> bool:
@@ -220,25 +206,23 @@ class TriggerCount(Task):
 
     @property
     def n_out(self) -> int:
-        """One logit per number of triggers, or ``n_logits``."""
         return self.n_logits or self.max_count - self.min_count + 1
 
     @property
     def chance(self) -> float:
-        """One of the numbers of triggers that are not ignored."""
         return 1 / (self.max_count - self.min_count + 1 - self._ignores)
 
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
-        count = uniform(self.min_count, self.max_count, n, generator)
-        length = uniform(self.min_length, self.max_length, n, generator)
-        tokens = texts(self.n_triggers + 1, self.d_vocab - 1, n, self.n_ctx, generator)
-        triggers = texts(1, self.n_triggers, n, self.n_ctx, generator)
+        count = uniform(self.min_count, self.max_count, (n,), generator)
+        length = uniform(self.min_length, self.max_length, (n,), generator)
+        tokens = uniform(self.n_triggers + 1, self.d_vocab - 1, (n, self.n_ctx), generator)
+        triggers = uniform(1, self.n_triggers, (n, self.n_ctx), generator)
         place = torch.arange(self.n_ctx, device=tokens.device)
-        beyond = place >= length[:, None]
-        lots = torch.rand(n, self.n_ctx, generator=generator, device=tokens.device).masked_fill_(beyond, 2.0)
-        # By rank, not by a threshold: of two equal lots only one may win.
-        wins = torch.zeros_like(beyond).scatter_(1, lots.argsort(-1), place < count[:, None])
+        keys = torch.rand(n, self.n_ctx, generator=generator, device=tokens.device)
+        order = keys.masked_fill_(place >= length[:, None], 2.0).argsort(-1)  # of the places, at random
+        chosen = torch.zeros(n, self.n_ctx, dtype=torch.bool, device=place.device)
+        chosen.scatter_(1, order, place < count[:, None])
         label = count - self.min_count
         if self._ignores:
             label = label.masked_fill(count == 0, IGNORED)
-        return torch.where(wins, triggers, tokens).masked_fill_(beyond, self.pad_id), label
+        return self._padded(torch.where(chosen, triggers, tokens), length), label

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import IGNORED, whole
+from tl_posdisent.synthetic.tasks.sampling import IGNORED
+from tl_posdisent.utils.validation import check_integer
 
 _EIGHT = 8  # lengths are rounded up to this: kernels are faster, and a compiled model sees fewer of them
 
@@ -49,7 +50,7 @@ def evaluate(
         >>> loss > 1, accuracy < 0.5  # it has learned nothing yet
         (True, True)
     """
-    whole("batch_size", batch_size, least=1)
+    check_integer("batch_size", batch_size, 1)
     check_samples(model, tokens, labels)
     pad = model.config.pad_id
     device = next(model.parameters()).device

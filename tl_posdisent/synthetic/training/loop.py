@@ -138,10 +138,10 @@ class TrainingLoop(ABC):
                 last, measured = self.done == end, self.measures(self.done)
                 if measured or last or self.done % self.log_every == 0:
                     self._log(measured)
-                    shown = {
-                        name: f"{self.rows[-1][name]:.3f}" for name in ("loss", "accuracy") if name in self.rows[-1]
-                    }
-                    bar.set_postfix(shown)
+                    row = self.rows[-1]
+                    bar.set_postfix_str(
+                        ", ".join(f"{name} {row[name]:.3f}" for name in ("loss", "accuracy") if name in row)
+                    )
                 bar.update()
                 if self.keeps(self.done) or last:
                     self._save()

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import Split, Task, whole
+from tl_posdisent.synthetic.tasks.sampling import LARGEST_SEED, Split, Task
 from tl_posdisent.utils.pictures import HasTable, figure_function
-from tl_posdisent.utils.validation import check_flag, is_number
+from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_number, shown
 
 from .checkpoints import load_checkpoint
 
@@ -105,41 +105,30 @@ class TrainConfig:
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (self.steps - warm)))
 
     def __post_init__(self) -> None:
-        check_flag("keep_last", self.keep_last)
-        for name in ("epochs", "batch_size", "n_test", "log_every"):
-            whole(name, getattr(self, name), least=1)
-        for name in ("test_every", "pieces"):
-            if getattr(self, name) is not None:
-                whole(name, getattr(self, name), least=1)
-        whole("n_train", self.n_train, least=self.batch_size, why="one batch")
+        for name in ("epochs", "batch_size", "n_test", "log_every", "test_every", "pieces"):
+            if getattr(self, name) is not None or name not in ("test_every", "pieces"):
+                check_integer(name, getattr(self, name), 1)
+        check_integer("n_train", self.n_train, self.batch_size, why="one batch")
         for name in ("seed", "split_seed"):
-            whole(name, getattr(self, name), least=0, most=2**32 - 1)
-        for name, what in (("betas", "two numbers from 0 to 1 (not included)"), ("checkpoints", "whole numbers")):
-            if isinstance(getattr(self, name), str) or not isinstance(getattr(self, name), Iterable):
-                raise ValueError(f"{name} must be {what}, got {getattr(self, name)!r}")
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("lr", "weight_decay", "warmup", "clip"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) and not (name == "clip" and value is None):
-                raise ValueError(f"{name} must be a number, got {value!r}")
-        for step in self.checkpoints:
-            whole("checkpoints", step, least=0, most=self.steps, why="a step of this training")
-        object.__setattr__(self, "checkpoints", tuple(sorted(set(self.checkpoints))))
-        number("lr", self.lr, 0 < self.lr < math.inf, "a finite number above 0")
-        number("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "a finite number, 0 or more")
-        number("warmup", self.warmup, 0 <= self.warmup <= 1, "a number from 0 to 1")
+            check_integer(name, getattr(self, name), 0, LARGEST_SEED)
+        for name in ("keep_last", "compile"):
+            check_flag(name, getattr(self, name))
+        check_choice("precision", self.precision, get_args(Precision))
+        check_number("lr", self.lr, above=0)
+        check_number("weight_decay", self.weight_decay, least=0)
+        check_number("warmup", self.warmup, least=0, most=1)
+        if self.clip is not None and self.clip != math.inf:
+            check_number("clip", self.clip, above=0)
+        for name, n in (("betas", 2), ("checkpoints", None)):
+            values = getattr(self, name)
+            if not isinstance(values, Sequence) or isinstance(values, str) or n not in (None, len(values)):
+                raise ValueError(f"{name} must be a sequence of {n or ''} numbers, got {shown(values)}")
         for beta in self.betas:
-            number("betas", beta, 0 <= beta < 1 and len(self.betas) == 2, "two numbers from 0 to 1 (not included)")
-        if self.clip is not None:
-            number("clip", self.clip, self.clip > 0, "a number above 0, or None")
-        if self.precision not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f'precision must be "auto", "float32" or "bfloat16", got {self.precision!r}')
-
-
-def number(name: str, value: float, good: bool, rule: str) -> None:
-    """Raise unless the value obeys the rule."""
-    if not is_number(value) or not good:
-        raise ValueError(f"{name} must be {rule}, got {value!r}")
+            check_number("betas", beta, least=0, below=1)
+        for step in self.checkpoints:
+            check_integer("checkpoints", step, 0, self.steps, why="the steps of this training")
+        object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "checkpoints", tuple(sorted(set(self.checkpoints))))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import IGNORED, Task, whole
+from tl_posdisent.synthetic.tasks.sampling import IGNORED, Task
+from tl_posdisent.utils.validation import check_integer
 
 from .checkpoints import save_checkpoint
 from .evaluate import answers, evaluate, lengths_of, padded_width
@@ -209,7 +210,7 @@ def _check(model: SyntheticModel, task: Task, config: TrainConfig, stop_at: int 
             f"{model.config.pad_id}"
         )
     if stop_at is not None:
-        whole("stop_at", stop_at, least=1)
+        check_integer("stop_at", stop_at, 1)
 
 
 @contextlib.contextmanager
