@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -262,29 +261,6 @@ def test_long_texts_are_whole() -> None:
         assert tokens.shape[1] > 28
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batches": 1}, "batches must be a whole number, 2 or more, got 1"),
-        ({"batch_size": 0}, "batch_size must be a whole number, 1 or more, got 0"),
-        ({"part": "query"}, "part must be one of distance, encoding, got 'query'"),
-        ({"batches": 4, "batch_size": 4}, r"at least batches · batch_size = 16 texts, got 12 texts and 12 labels"),
-        ({"task": (TOKENS, LABELS[:3])}, "got 12 texts and 3 labels"),
-        ({"model": torch.nn.Linear(1, 1)}, "model must be a SyntheticModel, got Linear"),
-        ({"model": model_of(read_out="token")}, 'model must have one answer per text .* got "token"'),
-        (
-            {"model": model_of(encoding="learned"), "part": "encoding"},
-            "part must be \"distance\" with encoding='learned'",
-        ),
-    ],
-)
-def test_bad_gradients(arguments: dict[str, Any], message: str) -> None:
-    usual = {"model": model_of(), "task": (TOKENS, LABELS), "batches": 2, "batch_size": 4, "progress": False}
-    with pytest.raises(ValueError, match=message):
-        positional_gradients(**(usual | arguments))
-
-
 def test_a_model_with_nan_is_noticed_and_left_alone() -> None:
     model = model_of()
     with torch.no_grad():
@@ -293,20 +269,3 @@ def test_a_model_with_nan_is_noticed_and_left_alone() -> None:
         positional_gradients(model.train(), (TOKENS, LABELS), batches=2, batch_size=4, progress=False)
     assert all(part.training for part in model.modules())
     assert not any(point.fwd_hooks for point in model.hook_dict.values())
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_bad_margins_and_runs(run: TrainRun) -> None:
-    one = pd.DataFrame({"layer": [0], "head": [0], "norm_of_mean": [1.0]})
-    for arguments, message in (
-        ({"table": one}, r"table must have at least two heads in every layer, got 1"),
-        ({"table": one, "by": "ratio"}, "by must be one of mean_norm, norm_of_mean, expected_norm, got 'ratio'"),
-        ({"table": one, "by": "mean_norm"}, "table must have the column 'mean_norm', got"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            gradient_margins(**arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="run must have checkpoints"):
-        dynamics(replace(run, checkpoints={}), progress=False)
-    gone = replace(run, checkpoints={0: Path("nowhere.safetensors")})
-    with pytest.raises(ValueError, match="nowhere"):
-        dynamics(gone, progress=False)

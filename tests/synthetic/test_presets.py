@@ -111,13 +111,3 @@ def test_changes_reach_the_models() -> None:
     assert runs["rope", "count", 0].model.config.rotary_heads == 1
     assert not math.isnan(runs["rope", "count", 0].test_accuracy)
     assert isinstance(runs["rope", "count", 0].model, SyntheticModel)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match='name must be "small", "medium" or "paper", got \'large\''):
-        preset("large")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"task must be one of \['distance', 'count'\], got 'sum'"):
-        train_preset(brief(), tasks=["sum"], progress=False)
-    with pytest.raises(ValueError, match=r"encoding must be one of .*got 'rotary'"):
-        train_preset(brief(), encodings=["rope", "rotary"], progress=False)

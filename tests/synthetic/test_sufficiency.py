@@ -274,33 +274,3 @@ def test_ignored_samples_do_not_count() -> None:
         head_drops(model, *samples, progress=False) for samples in ((tokens[kept], labels[kept]), (tokens, labels))
     )
     pd.testing.assert_frame_equal(some, all_of_them, atol=1e-6)
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_refusals() -> None:
-    model: Any = tiny()
-    bad: list[tuple[Any, str]] = [
-        (lambda: sufficient_heads(model, *SAMPLES, keep=0), "keep must be a number above 0 and at most 1, got 0"),
-        (lambda: sufficient_heads(model, *SAMPLES, by="values"), "by must be 'rotation' or 'attention', got 'values'"),
-        (lambda: sufficient_heads(tiny(encoding="alibi"), *SAMPLES), "by must be \"attention\" with encoding='alibi'"),
-        (lambda: sufficient_heads(torch.nn.Linear(2, 2), *SAMPLES), "model must be a SyntheticModel, got Linear"),
-        (lambda: sufficient_heads(model, *SAMPLES, order=pd.DataFrame()), "order must be a table of head_drops"),
-        (lambda: sufficient_heads(model, SAMPLES[0], SAMPLES[1][:3]), "labels must be one per row"),
-        (lambda: only_heads(model, [(0, 2)]), "heads must be pairs"),
-        (lambda: only_heads(model, [], by="attention"), 'reference must be tokens with by="attention", got NoneType'),
-        (lambda: only_heads(model, [], reference=SAMPLES[0]), 'reference must be None with by="rotation", got Tensor'),
-        (lambda: deposit(pd.DataFrame(), sufficient=[1]), "sufficient must hold results of sufficient_heads, got int"),
-        (lambda: deposit(pd.DataFrame(), measure="nats"), "measure must be 'metric' or 'loss', got 'nats'"),
-        (lambda: deposit(pd.DataFrame({"layer": [0]}), measure="loss"), "drops must have the column 'loss_baseline'"),
-    ]
-    for call, message in bad:
-        with pytest.raises(ValueError, match=message):
-            call()
-    one = head_drops(model, *SAMPLES, layers=[0], progress=False)
-    with pytest.raises(ValueError, match=r"order must have a finite loss_effect of every head, got none for \(1, 0\)"):
-        sufficient_heads(model, *SAMPLES, order=one)
-    with pytest.raises(ValueError, match="heads must be at most 4, got 5"):
-        sufficient_heads(model, *SAMPLES).at(5)

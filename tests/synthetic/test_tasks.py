@@ -167,22 +167,6 @@ def test_length_alone_by_enumeration(changed: dict[str, Any]) -> None:
     assert task.from_length == pytest.approx(sum(best.values()) / counts.total())
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"two_triggers": 1}, "two_triggers must be True or False, got 1"),
-        ({"max_length": 30}, r"max_length must be a whole number, 31 or more \(max_side \+ max_gap \+ 2"),
-        ({"n_logits": 18}, "n_logits must be a whole number, 19 or more"),
-        ({"first_label": -1}, "first_label must be a whole number, 0 or more"),
-        ({"d_vocab": 21, "repeats": False}, "d_vocab must have 20 fillers or more, .* got 19 in a vocabulary of 21"),
-    ],
-)
-def test_settings_that_do_not_fit(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TriggerDistance(**WHOLE | changed)
-
-
 def assert_uniform(values: list[Any], kinds: int) -> None:
     """All kinds occur, and χ² is within five standard deviations of its mean."""
     counts = Counter(values)
@@ -248,20 +232,6 @@ def test_questions_and_orders_are_uniform() -> None:
     assert_uniform([(row[0], row[2], row[4]) for row in rows if row[5] == 0], 3 * 2 * 2)  # keys, and which is asked
 
 
-def test_best_guess_from_the_length() -> None:
-    for task in (TriggerDistance(), *(t for t in SMALL.values() if isinstance(t, TriggerDistance))):
-        sides = range(task.min_side, task.max_side + 1)
-        pairs = Counter(
-            (before + gap + after, gap)
-            for before, after in itertools.product(sides, sides)
-            for gap in range(task.n_out)
-        )
-        best: Counter[int] = Counter()
-        for (length, _), n in pairs.items():
-            best[length] = max(best[length], n)
-        assert task.from_length == pytest.approx(sum(best.values()) / sum(pairs.values()), rel=1e-5)
-
-
 @every_task
 def test_same_seed_same_samples(task: Task) -> None:
     state = torch.get_rng_state()
@@ -324,51 +294,3 @@ def test_no_loop_over_samples(name: str) -> None:
 def test_repr_of_a_split() -> None:
     assert isinstance(SMALL["count"].split(3, 2), Split)
     assert repr(SMALL["count"].split(3, 2)) == "Split of 3 samples to train on and 2 to test with, 12 positions"
-
-
-BAD: list[tuple[type[Task], dict[str, Any], str]] = [
-    (TriggerDistance, {"d_vocab": 2}, "d_vocab must be a whole number, 3 or more"),
-    (TriggerDistance, {"min_gap": -1}, "min_gap must be a whole number, 0 or more, got -1"),
-    (TriggerDistance, {"min_gap": 71}, "max_gap must be a whole number, 71 or more .*got 70"),
-    (TriggerDistance, {"min_side": 26}, "max_side must be a whole number, 26 or more .*got 25"),
-    (TriggerDistance, {"n_ctx": 121}, "n_ctx must be a whole number, 122 or more .*longest text.*got 121"),
-    (TriggerDistance, {"max_gap": 7.5}, "max_gap must be a whole number.*got 7.5"),
-    (TriggerDistance, {"max_gap": True}, "max_gap must be a whole number.*got True"),
-    (TriggerCount, {"max_count": 101}, "min_length must be a whole number, 101 or more .*must have room.*got 100"),
-    (TriggerCount, {"min_count": 101}, "max_count must be a whole number, 101 or more"),
-    (TriggerCount, {"n_triggers": 573}, "d_vocab must be a whole number, 575 or more"),
-    (TriggerCount, {"n_triggers": 0}, "n_triggers must be a whole number, 1 or more"),
-    (TriggerCount, {"max_length": 99}, "max_length must be a whole number, 100 or more"),
-    (TriggerCount, {"n_ctx": 119}, "n_ctx must be a whole number, 120 or more"),
-    (TriggerCount, {"max_count": 0, "min_length": 0}, "min_length must be a whole number, 1 or more"),
-    (IndexLookup, {"n_places": 25}, "min_length must be a whole number, 25 or more .*got 24"),
-    (IndexLookup, {"count_from": "middle"}, 'count_from must be "start" or "end", got \'middle\''),
-    (IndexLookup, {"n_symbols": 1}, "n_symbols must be a whole number, 2 or more"),
-    (Retrieval, {"n_pairs": 33}, "n_keys must be a whole number, 33 or more .*one key each.*got 32"),
-    (Retrieval, {"n_fillers": 0}, "n_fillers must be a whole number, 1 or more"),
-    (Retrieval, {"max_fill": 7}, "max_fill must be a whole number, 8 or more"),
-]
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("task", "sizes", "message"), BAD, ids=[f"{t.__name__}-{s}" for t, s, _ in BAD])
-def test_sizes_that_do_not_fit(task: type[Task], sizes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        task(**sizes)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_bad_arguments_of_batch_and_split() -> None:
-    task = SMALL["count"]
-    with pytest.raises(ValueError, match="n must be a whole number, 1 or more, got 0"):
-        task.batch(0)
-    with pytest.raises(ValueError, match="seed must be a whole number, from 0 to 4294967295, got -1"):
-        task.batch(1, seed=-1)
-    with pytest.raises(ValueError, match="seed must be a whole number, from 0 to 4294967295, got 4294967296"):
-        task.split(1, 1, seed=2**32)
-    with pytest.raises(ValueError, match="n_test must be a whole number, 1 or more, got 0"):
-        task.split(1, 0)
-    with pytest.raises(ValueError, match=r"n_train must be a whole number, 1 or more, got 1\.5"):
-        task.split(1.5, 1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="device must be the generator's, cpu, or None, got meta"):
-        task.batch(1, torch.Generator(), device="meta")

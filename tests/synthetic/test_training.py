@@ -158,8 +158,6 @@ def test_ignored_labels_are_outside_loss_and_accuracy() -> None:
     kept = split.test_labels >= 0
     measured = evaluate(one, split.test_tokens, split.test_labels)
     assert measured == pytest.approx(evaluate(one, split.test_tokens[kept], split.test_labels[kept]), rel=1e-5)
-    with pytest.raises(ValueError, match="labels must have one or more that are not -100"):
-        evaluate(one, split.test_tokens, torch.full_like(split.test_labels, -100))
 
 
 def test_padding_can_be_read() -> None:
@@ -482,55 +480,6 @@ def test_evaluate_sees_hooks_and_survives_them() -> None:
     ):
         evaluate(model, tokens, labels)
     assert model.training
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"epochs": 0}, "epochs must be a whole number, 1 or more, got 0"),
-    ({"n_train": 511}, "n_train must be a whole number, 512 or more .one batch., got 511"),
-    ({"lr": 0.0}, "lr must be a finite number above 0, got 0.0"),
-    ({"lr": math.nan}, "lr must be a finite number above 0, got nan"),
-    ({"betas": (0.9, 1.0)}, "betas must be two numbers from 0 to 1 .not included., got 1.0"),
-    ({"betas": (0.9,)}, "betas must be two numbers"),
-    ({"weight_decay": -1.0}, "weight_decay must be a finite number, 0 or more, got -1.0"),
-    ({"warmup": 1.5}, "warmup must be a number from 0 to 1, got 1.5"),
-    ({"clip": 0.0}, "clip must be a number above 0, or None, got 0.0"),
-    ({"checkpoints": (3, 13_700)}, "checkpoints must be a whole number, from 0 to 13600 .*got 13700"),
-    ({"precision": "float16"}, 'precision must be "auto", "float32" or "bfloat16", got \'float16\''),
-    ({"seed": -1}, "seed must be a whole number, from 0 to 4294967295, got -1"),
-    ({"pieces": 0}, "pieces must be a whole number, 1 or more, got 0"),
-    ({"test_every": 0}, "test_every must be a whole number, 1 or more, got 0"),
-]
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("fields", "message"), BAD, ids=[str(fields) for fields, _ in BAD])
-def test_bad_config(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainConfig(**fields)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_bad_arguments() -> None:
-    for model, message in [
-        (small(d_vocab=7), "model must have d_vocab of 8 or more for this task, got 7"),
-        (small(n_ctx=31), "model must have n_ctx of 32 or more for this task, got 31"),
-        (small(n_out=3), "model must have n_out of 4 or more for this task, got 3"),
-        (small(pad_id=1), "model must have pad_id=0, the task's, or None to read padding as a token, got 1"),
-        (torch.nn.Linear(2, 2), "model must be a SyntheticModel, got Linear"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            go(model)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="task must be a Task, got str"):
-        train(small(), "distance")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="stop_at must be a whole number, 1 or more, got 0"):
-        go(small(), stop_at=0)
-    tokens, labels = TASK.batch(5)
-    with pytest.raises(ValueError, match=r"labels must be one per row of tokens, got \(4,\) for .* \(5, 32\)"):
-        evaluate(small(), tokens, labels[:4])
-    with pytest.raises(ValueError, match="batch_size must be a whole number, 1 or more, got 0"):
-        evaluate(small(), tokens, labels, batch_size=0)
 
 
 def test_repr() -> None:

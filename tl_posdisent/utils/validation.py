@@ -9,8 +9,9 @@ import math
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 def shown(value: Any) -> str:
@@ -125,6 +126,28 @@ def check_flag(name: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
+
+
+def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None:
+    """Validate the fields of a dataclass by annotation: ``bool``, ``int``, ``int | None`` and ``Literal``.
+
+    Integers must be at least 1, or what ``least`` says for a name.
+
+    >>> from tl_posdisent.synthetic import IndexLookup
+    >>> IndexLookup(count_from="middle")
+    Traceback (most recent call last):
+    ValueError: count_from must be 'start' or 'end', got 'middle'
+    """
+    hints = get_type_hints(type(config))
+    for name in (field.name for field in fields(config)):
+        kind, value, parts = hints[name], getattr(config, name), get_args(hints[name])
+        optional = int in parts and type(None) in parts
+        if kind is bool:
+            check_flag(name, value)
+        elif get_origin(kind) is Literal:
+            check_choice(name, value, parts)
+        elif kind is int or (optional and value is not None):
+            check_integer(name, value, (least or {}).get(name, 1))
 
 
 def check_seed(seed: Any) -> int:

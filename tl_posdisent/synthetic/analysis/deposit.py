@@ -20,11 +20,12 @@ from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import IGNORED
 from tl_posdisent.synthetic.training.evaluate import answers, check_samples
 from tl_posdisent.utils.pictures import HasTable, figure_function
-from tl_posdisent.utils.validation import check_choice
+from tl_posdisent.utils.validation import check_choice, head_label
 
 from .sufficiency import SufficientHeads, reference_texts
 
-_NEEDED = ("layer", "head", "baseline", "effect")
+_HEAD = ["layer", "head"]
+_NEEDED = (*_HEAD, "baseline", "effect")
 _SETS = {"rotation": "rotating", "attention": "attending"}
 _MEASURES = ("baseline", "drop", "second", "share", "effective_heads", "layer", "head")
 
@@ -137,8 +138,7 @@ def deposit(
         >>> report.share < 0.5, report.effective_heads > 5
         (True, True)
     """
-    if better not in ("higher", "lower"):
-        raise ValueError(f'better must be "higher" or "lower", got {better!r}')
+    check_choice("better", better, ("higher", "lower"))
     check_choice("measure", measure, ("metric", "loss"))
     sufficient = tuple(sufficient)
     wrong = [type(found).__name__ for found in sufficient if not isinstance(found, SufficientHeads)]
@@ -152,7 +152,7 @@ def deposit(
     total = float(worth.sum())
     p = worth / total if total > 0 else np.zeros_like(worth)
     table = pd.DataFrame({"layer": drops["layer"], "head": drops["head"], "drop": loss, "share": p})
-    table = table.sort_values(["layer", "head"], ignore_index=True)
+    table = table.sort_values(_HEAD, ignore_index=True)
     largest = int(table["drop"].to_numpy().argmax())
     ranked = np.sort(worth)[::-1]
     return DepositReport(
@@ -292,10 +292,9 @@ def _check(drops: pd.DataFrame) -> None:
         raise ValueError(
             f"drops must have rows, and columns {', '.join(_NEEDED)}, as head_ablation makes it, got {what}"
         )
-    twice = drops[drops.duplicated(["layer", "head"])]
+    twice = drops[drops.duplicated(_HEAD)]
     if len(twice):
-        layer, head = (twice[name].iloc[0] for name in ("layer", "head"))
-        raise ValueError(f"drops must have one row per head, got several for layer {layer}, head {head}")
+        raise ValueError(f"drops must have one row per head, got several for {head_label(*twice[_HEAD].iloc[0])}")
     for name in ("baseline", "effect"):
         values = drops[name].to_numpy(float)
         if not np.isfinite(values).all():

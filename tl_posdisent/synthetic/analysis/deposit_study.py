@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 import pandas as pd
 
 from tl_posdisent.hooks.ablate import AblationMode
-from tl_posdisent.synthetic.training.presets import Key, Preset, accuracies, chosen_of, train_preset
+from tl_posdisent.synthetic.training.presets import Key, Preset, accuracies, chosen_jobs, train_preset
 from tl_posdisent.synthetic.training.runs import TrainRun
 from tl_posdisent.utils.files import locked, whole_file
-from tl_posdisent.utils.validation import check_choice, check_flag
+from tl_posdisent.utils.validation import check_choice, check_flag, check_integer
 
 from .deposit import DepositReport, deposit, deposit_spread, head_drops
 from .sufficiency import By, sufficient_heads
@@ -119,7 +119,7 @@ def deposit_study(
     *,
     encodings: Iterable[str] | None = None,
     tasks: Iterable[str] | None = None,
-    seeds: Iterable[int] = (0,),
+    seeds: int | Iterable[int] = 1,
     samples: int | None = 1000,
     modes: Sequence[AblationMode] = ("zero",),
     sufficiency: bool = False,
@@ -158,20 +158,15 @@ def deposit_study(
         >>> study.reports["rope", "distance", 0].baseline < 0.5  # ten steps are not enough
         True
     """
-    if samples is not None and samples < 1:
-        raise ValueError(f"samples must be at least 1, or None for all, got {samples}")
+    if samples is not None:
+        check_integer("samples", samples, 1)
     modes = list(modes)
     if not modes:
         raise ValueError("modes must name one or more, got none")
     for mode in modes:
         check_choice("modes", mode, get_args(AblationMode))
     check_flag("sufficiency", sufficiency)
-    names, chosen = chosen_of(preset, tasks, encodings)
-    jobs = list(dict.fromkeys((encoding, task, seed) for seed in seeds for task in names for encoding in chosen))
-    if not jobs:
-        raise ValueError("encodings, tasks and seeds must name one or more each, got none")
-    for encoding, task, _ in jobs:
-        preset.config(encoding, task, **changed)  # a mistake in the last must not wait for the first
+    jobs = chosen_jobs(preset, encodings, tasks, seeds, **changed)
     accuracy, tables, reports = [], [], {}
     with contextlib.ExitStack() as held:
         if folder is not None:

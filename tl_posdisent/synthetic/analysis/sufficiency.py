@@ -17,7 +17,7 @@ from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.training.evaluate import check_samples, evaluate
 from tl_posdisent.utils.pictures import HasTable
-from tl_posdisent.utils.validation import check_choice, check_heads, is_number
+from tl_posdisent.utils.validation import check_choice, check_heads, check_number, head_label
 
 By = Literal["rotation", "attention"]
 Head = tuple[int, int]
@@ -160,8 +160,7 @@ def sufficient_heads(
     """
     _check(model, by)
     check_samples(model, tokens, labels)
-    if not is_number(keep) or not 0 < keep <= 1:
-        raise ValueError(f"keep must be a number above 0 and at most 1, got {keep!r}")
+    check_number("keep", keep, above=0, most=1)
     measured = _Measured(_Only(model, by, tokens if by == "attention" else None), tokens, labels)
     everything = _heads_of(model, by)
     enough = keep * measured(everything)[0] - 1e-9
@@ -258,7 +257,9 @@ def _ranked(measured: _Measured, heads: list[Head], order: pd.DataFrame | None) 
         effect = {(int(layer), int(head)): float(x) for layer, head, x in rows}
         lacking = [head for head in heads if not math.isfinite(effect.get(head, math.nan))]
         if lacking:
-            raise ValueError(f"order must have a finite loss_effect of every head, got none for {lacking[0]}")
+            raise ValueError(
+                f"order must have a finite loss_effect of every head, got none for {head_label(*lacking[0])}"
+            )
     return sorted(heads, key=lambda head: effect[head])
 
 

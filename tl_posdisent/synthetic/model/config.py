@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tl_posdisent.utils.validation import check_flag, check_integer, is_number
+from tl_posdisent.utils.validation import check_choice, check_fields, check_integer, check_number, shown
 
 EncodingName = Literal[
     "none",
@@ -142,78 +141,37 @@ class SyntheticConfig:
         return self.d_key_latent or max(1, self.d_model // 4)
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in get_args(allowed):
-                raise ValueError(f"{name} must be one of {get_args(allowed)}, got {getattr(self, name)!r}")
-        _check_integers(self)
-        for name in ("causal", "latent_norm", "shared_rotary_query", "source_norm", "final_norm"):
-            check_flag(name, getattr(self, name))
-        self._check_dropout_places()
-        if not _is_number(self.rope_base) or not 0 < self.rope_base < math.inf:
-            raise ValueError(f"rope_base must be a finite number above 0, got {self.rope_base!r}")
-        if not _is_number(self.dropout) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be a number from 0 to below 1, got {self.dropout!r}")
+        check_fields(self, least={"rotary_heads": 0, "pad_id": 0})
+        check_number("rope_base", self.rope_base, above=0)
+        check_number("dropout", self.dropout, least=0, below=1)
+        if isinstance(self.dropout_at, str) or not isinstance(self.dropout_at, Iterable):
+            raise ValueError(f"dropout_at must be a sequence of {get_args(DropoutPlace)}, got {shown(self.dropout_at)}")
+        object.__setattr__(self, "dropout_at", tuple(self.dropout_at))
+        for place in self.dropout_at:
+            check_choice("dropout_at", place, get_args(DropoutPlace))
         if self.d_head is None and self.d_model % self.n_heads:
             raise ValueError(f"n_heads must divide d_model = {self.d_model} unless d_head is given, got {self.n_heads}")
-        self._check_positions()
-        if self.pad_id is not None and self.pad_id >= self.d_vocab:
-            raise ValueError(f"pad_id must be a token id below d_vocab = {self.d_vocab}, got {self.pad_id}")
+        if self.pad_id is not None:
+            check_integer("pad_id", self.pad_id, 0, self.d_vocab - 1, why="a token id")
+        self._check_encoding()
 
-    def _check_dropout_places(self) -> None:
-        places = self.dropout_at
-        if isinstance(places, str) or not isinstance(places, Iterable):
-            raise ValueError(f"dropout_at must be a sequence of {get_args(DropoutPlace)}, got {places!r}")
-        object.__setattr__(self, "dropout_at", tuple(places))
-        for place in self.dropout_at:
-            if place not in get_args(DropoutPlace):
-                raise ValueError(f"dropout_at must hold some of {get_args(DropoutPlace)}, got {place!r}")
-
-    def _check_positions(self) -> None:
-        if self.latent:
-            if self.rotary_dim % 2 or not 0 < self.rotary_dim < self.head_size:
-                raise ValueError(
-                    f"d_rope must be even, above 0 and below d_head = {self.head_size}, got {self.rotary_dim}"
-                )
-        elif self.rotary_dim % 2:
+    def _check_encoding(self) -> None:
+        encoding = self.encoding
+        own = {"rotary_heads": _ROTATING, "d_query_latent": _LATENT, "d_key_latent": _LATENT, "d_rope": _LATENT}
+        for name, encodings in own.items():
+            if getattr(self, name) is not None and encoding not in encodings:
+                raise ValueError(f"{name} must be left out with encoding={encoding!r}")
+        if self.rotary_heads is not None:
+            check_integer("rotary_heads", self.rotary_heads, 0, self.n_heads, why="n_heads")
+        if self.latent and (self.rotary_dim % 2 or not 0 < self.rotary_dim < self.head_size):
+            raise ValueError(f"d_rope must be even, above 0 and below d_head = {self.head_size}, got {self.rotary_dim}")
+        if self.rotary_dim % 2:
             raise ValueError(f"d_head must be even to be rotated in pairs, got {self.rotary_dim}")
-        if self.encoding.startswith("sinusoidal") and self.d_model % 2:
+        if encoding.startswith("sinusoidal") and self.d_model % 2:
             raise ValueError(f"d_model must be even for sines and cosines, got {self.d_model}")
-        smallest = 2 if self.causal else 4
-        if self.encoding == "t5" and (self.t5_buckets < smallest or self.t5_buckets % smallest):
-            raise ValueError(f"t5_buckets must be a multiple of {smallest}, got {self.t5_buckets}")
-        exact = self.t5_buckets // smallest
-        if self.encoding == "t5" and self.t5_max_distance <= exact:
-            raise ValueError(f"t5_max_distance must be above {exact} with these buckets, got {self.t5_max_distance}")
-        for names, encodings in (
-            (("rotary_heads",), _ROTATING),
-            (("d_query_latent", "d_key_latent", "d_rope"), _LATENT),
-        ):
-            for name in names:
-                if getattr(self, name) is not None and self.encoding not in encodings:
-                    raise ValueError(f"{name} must be left out with encoding={self.encoding!r}")
-        if self.rotary_heads is not None and self.rotary_heads > self.n_heads:
-            raise ValueError(f"rotary_heads must be at most n_heads = {self.n_heads}, got {self.rotary_heads}")
-
-
-_CHOICES = {
-    "encoding": EncodingName,
-    "read_out": ReadOut,
-    "keys_from": KeysFrom,
-    "activation": Activation,
-    "initialisation": Initialisation,
-    "sinusoids": SinusoidOrder,
-    "alibi_slopes": AlibiSlopes,
-}
-
-
-def _check_integers(config: SyntheticConfig) -> None:
-    for field in fields(config):
-        value, kind = getattr(config, field.name), str(field.type)
-        if not kind.startswith("int") or (value is None and "None" in kind):
-            continue
-        least = 0 if field.name in ("rotary_heads", "pad_id") else 1
-        check_integer(field.name, value, least)
-
-
-def _is_number(value: object) -> bool:
-    return is_number(value)
+        if encoding == "t5":
+            unit = 2 if self.causal else 4
+            if self.t5_buckets % unit:
+                raise ValueError(f"t5_buckets must be a multiple of {unit}, got {self.t5_buckets}")
+            least = self.t5_buckets // unit + 1
+            check_integer("t5_max_distance", self.t5_max_distance, least, why=f"with t5_buckets={self.t5_buckets}")

@@ -1,7 +1,7 @@
 """Position encodings with a common interface.
 
 An encoding may add to the embedded text (absolute), rotate queries and keys (rotary) or add to the scores (biases).
-Fixed tables are made once for ``n_ctx`` positions, and extended where a formula allows it.
+Fixed tables are made once for ``n_ctx`` positions, and computed for longer texts where a formula allows it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from .config import AlibiSlopes, SinusoidOrder, SyntheticConfig
+from .config import SyntheticConfig
 
 
 class Encoding(nn.Module):
@@ -22,17 +22,19 @@ class Encoding(nn.Module):
     """
 
     rotates = False
-    embeds = False
     learns_bias = False
     longest: int | None = None
-    """The longest text that the encoding knows positions for; None for any."""
+    """Length of the longest text that has positions; None for any."""
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__()
 
     def embed(self, length: int) -> Float[Tensor, "pos d_model"] | None:
         """What is added to the embedded text."""
         return None
 
     def rotate(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-        """Queries or keys, turned to their positions."""
+        """Queries or keys, rotated by their positions."""
         return x
 
     def bias(self, length: int) -> Float[Tensor, "layer_or_1 head query key"] | None:
@@ -41,47 +43,35 @@ class Encoding(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw what is learned."""
+        """Draw what is learned or random."""
 
 
 def make_encoding(config: SyntheticConfig) -> Encoding:
     """The encoding that a configuration names."""
-    match config.encoding:
-        case "none":
-            return Encoding()
-        case "sinusoidal":
-            return Sinusoidal(config.d_model, config.n_ctx, config.sinusoids)
-        case "learned":
-            return Learned(config.d_model, config.n_ctx)
-        case "t5":
-            return T5Bias(config.n_heads, config.n_ctx, config.t5_buckets, config.t5_max_distance, config.causal)
-        case "relative":
-            return RelativeBias(config.n_layers, config.n_heads, config.n_ctx)
-        case "alibi":
-            return ALiBi(config.n_heads, config.n_ctx, config.alibi_slopes)
-        case "random":
-            return RandomAbsolute(config.d_model, config.n_ctx)
-        case "absolute_rope" | "absolute_mla":
-            return AbsoluteRope(config)
-        case "sinusoidal_rope":
-            return SinusoidalRope(config)
-        case _:  # MLA rotates a part of each head, RoPE the whole
-            return Rope(config)
+    name = config.encoding
+    others = {"none": Encoding, "t5": T5Bias, "relative": RelativeBias, "alibi": ALiBi}
+    if name in others:
+        return others[name](config)
+    absolute: Encoding | None = None
+    if name.startswith("sinusoidal"):
+        absolute = Sinusoidal(config)
+    elif name not in ("rope", "mla"):
+        absolute = Learned(config, trained=name != "random")
+    return absolute if absolute is not None and not config.rotary_dim else Rope(config, absolute)
 
 
 # --- added to the embedded text ---------------------------------------------------------------------------------
 
 
 class Sinusoidal(Encoding):
-    """``sin(p / 10000^(2c/d))`` and ``cos`` of the same, in turns (arXiv 1706.03762) or in two halves."""
+    """``sin(p / 10000^(2c/d))`` and ``cos`` of the same, alternating (arXiv 1706.03762) or in two halves."""
 
-    embeds = True
     table: Tensor
 
-    def __init__(self, d_model: int, n_ctx: int, order: SinusoidOrder = "alternating") -> None:
-        super().__init__()
-        self.d_model, self.order = d_model, order
-        self.register_buffer("table", self._table(n_ctx), persistent=False)
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__(config)
+        self.d_model, self.order = config.d_model, config.sinusoids
+        self.register_buffer("table", self._table(config.n_ctx), persistent=False)
 
     def _table(self, length: int) -> Float[Tensor, "pos d_model"]:
         angle = _angles(length, 10000.0, self.d_model)
@@ -94,33 +84,18 @@ class Sinusoidal(Encoding):
 
 
 class Learned(Encoding):
-    """A learned vector for every position."""
+    """A vector for every position, N(0, 1) at initialisation; ``trained=False`` makes it a fixed random vector."""
 
-    embeds = True
-
-    def __init__(self, d_model: int, n_ctx: int) -> None:
-        super().__init__()
-        self.longest = n_ctx
-        self.W_pos = nn.Parameter(torch.empty(n_ctx, d_model))
-
-    def embed(self, length: int) -> Float[Tensor, "pos d_model"]:
-        return self.W_pos[:length]
-
-    @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        self.W_pos.copy_(torch.randn(self.W_pos.shape, generator=generator))
-
-
-class RandomAbsolute(Encoding):
-    """A fixed random vector N(0, 1) for every position, drawn with the weights and not trained."""
-
-    embeds = True
     W_pos: Tensor
 
-    def __init__(self, d_model: int, n_ctx: int) -> None:
-        super().__init__()
-        self.longest = n_ctx
-        self.register_buffer("W_pos", torch.empty(n_ctx, d_model))
+    def __init__(self, config: SyntheticConfig, *, trained: bool = True) -> None:
+        super().__init__(config)
+        self.longest = config.n_ctx
+        vectors = torch.empty(config.n_ctx, config.d_model)
+        if trained:
+            self.W_pos = nn.Parameter(vectors)
+        else:
+            self.register_buffer("W_pos", vectors)
 
     def embed(self, length: int) -> Float[Tensor, "pos d_model"]:
         return self.W_pos[:length]
@@ -140,11 +115,12 @@ class ALiBi(Encoding):
     slopes: Tensor
     table: Tensor
 
-    def __init__(self, n_heads: int, n_ctx: int, slopes: AlibiSlopes = "powers") -> None:
-        super().__init__()
-        values = alibi_slopes(n_heads) if slopes == "powers" else [math.exp(-h / n_heads) for h in range(n_heads)]
-        self.register_buffer("slopes", torch.tensor(values), persistent=False)
-        self.register_buffer("table", self._table(n_ctx), persistent=False)
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__(config)
+        n = config.n_heads
+        slopes = alibi_slopes(n) if config.alibi_slopes == "powers" else [math.exp(-h / n) for h in range(n)]
+        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
+        self.register_buffer("table", self._table(config.n_ctx), persistent=False)
 
     def _table(self, length: int) -> Float[Tensor, "head query key"]:
         distance = torch.arange(1 - length, length, device=self.slopes.device)
@@ -160,13 +136,13 @@ class RelativeBias(Encoding):
 
     learns_bias = True
 
-    def __init__(self, n_layers: int, n_heads: int, n_ctx: int) -> None:
-        super().__init__()
-        self.longest = n_ctx
-        self.table = nn.Parameter(torch.empty(n_layers, n_heads, 2 * n_ctx - 1))
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__(config)
+        self.longest = config.n_ctx
+        self.table = nn.Parameter(torch.empty(config.n_layers, config.n_heads, 2 * config.n_ctx - 1))
         """``[layer, head, distance + n_ctx - 1]``"""
 
-    def bias(self, length: int) -> Float[Tensor, "layer head query key"]:
+    def bias(self, length: int) -> Float[Tensor, "layer_or_1 head query key"]:
         middle = self.table.shape[-1] // 2
         return toeplitz(self.table[..., middle - length + 1 : middle + length])
 
@@ -175,33 +151,21 @@ class RelativeBias(Encoding):
         self.table.copy_(0.02 * torch.randn(self.table.shape, generator=generator))
 
 
-class T5Bias(Encoding):
+class T5Bias(RelativeBias):
     """A learned number for every head and bucket of distances, shared by all layers (arXiv 1910.10683).
 
     Scores keep their factor ``1/√d_head``, which T5 leaves out, so that encodings compare.
     """
 
-    learns_bias = True
-    bucket: Tensor
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__(config)
+        self.longest, self.config = None, config
+        self.table = nn.Parameter(torch.empty(config.n_heads, config.t5_buckets))
 
-    def __init__(self, n_heads: int, n_ctx: int, n_buckets: int, max_distance: int, causal: bool) -> None:
-        super().__init__()
-        self.n_buckets, self.max_distance, self.causal = n_buckets, max_distance, causal
-        self.table = nn.Parameter(torch.empty(n_heads, n_buckets))
-        self.register_buffer("bucket", self._buckets(n_ctx), persistent=False)
-
-    def _buckets(self, length: int) -> Int[Tensor, "distance"]:
-        distance = torch.arange(1 - length, length)
-        return t5_bucket(distance, self.n_buckets, self.max_distance, causal=self.causal)
-
-    def bias(self, length: int) -> Float[Tensor, "1 head query key"]:
-        middle = len(self.bucket) // 2
-        bucket = self.bucket[middle - length + 1 : middle + length] if length <= middle + 1 else self._buckets(length)
-        return toeplitz(self.table[None, :, bucket.to(self.table.device)])
-
-    @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        self.table.copy_(0.02 * torch.randn(self.table.shape, generator=generator))
+    def bias(self, length: int) -> Float[Tensor, "layer_or_1 head query key"]:
+        c, distance = self.config, torch.arange(1 - length, length, device=self.table.device)
+        bucket = t5_bucket(distance, c.t5_buckets, c.t5_max_distance, causal=c.causal)
+        return toeplitz(self.table[None, :, bucket])
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -248,25 +212,34 @@ def toeplitz(values: Float[Tensor, "*head distances"]) -> Float[Tensor, "*head q
     return values.flip(-1).unfold(-1, length, 1).flip(-2)
 
 
-# --- turning queries and keys -----------------------------------------------------------------------------------
+# --- rotation of queries and keys -------------------------------------------------------------------------------
 
 
 class Rope(Encoding):
-    """Coordinates c and c + n of each head's first 2n turn by ``position · base^(-c/n)`` (arXiv 2104.09864).
+    """Coordinates c and c + n of each head's first 2n rotate by ``position · base^(-c/n)`` (arXiv 2104.09864).
 
-    The coordinates after them, and heads from ``rotary_heads`` on, stay as they are.
+    The coordinates after them, and heads from ``rotary_heads`` on, stay as they are. ``absolute`` is another encoding,
+    added to the embedded text.
     """
 
     rotates = True
     rotary_cos: Tensor
     rotary_sin: Tensor
 
-    def __init__(self, config: SyntheticConfig) -> None:
-        super().__init__()
+    def __init__(self, config: SyntheticConfig, absolute: Encoding | None = None) -> None:
+        super().__init__(config)
         self.dim, self.base, self.heads = config.rotary_dim, float(config.rope_base), config.rotary_heads
         cos, sin = self._tables(config.n_ctx)
         self.register_buffer("rotary_cos", cos, persistent=False)  # [pos, 2n], the n columns twice
         self.register_buffer("rotary_sin", sin, persistent=False)
+        self.absolute, self.longest = absolute, None if absolute is None else absolute.longest
+
+    def embed(self, length: int) -> Float[Tensor, "pos d_model"] | None:
+        return None if self.absolute is None else self.absolute.embed(length)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        if self.absolute is not None:
+            self.absolute.initialise(generator)
 
     def _tables(self, length: int) -> tuple[Tensor, Tensor]:
         angle = _angles(length, self.base, self.dim).repeat(1, 2)
@@ -280,45 +253,11 @@ class Rope(Encoding):
         return cos.to(self.rotary_cos), sin.to(self.rotary_sin)
 
     def rotate(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-        if self.heads is not None and self.heads < x.shape[2]:
-            return torch.cat([self._rotated(x[:, :, : self.heads]), x[:, :, self.heads :]], 2)
-        return self._rotated(x)
-
-    def _rotated(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
-        n = self.dim // 2
+        n, heads = self.dim // 2, x.shape[2] if self.heads is None else self.heads
         cos, sin = (table[:, None, :n].to(x.dtype) for table in self.tables(x.shape[1]))
-        first, second, rest = x[..., :n], x[..., n : 2 * n], x[..., 2 * n :]
-        return torch.cat([first * cos - second * sin, first * sin + second * cos, rest], -1)
-
-
-class AbsoluteRope(Rope):
-    """A learned vector for every position, and rotation in every layer (RoPE, or MLA's rotary part)."""
-
-    embeds = True
-
-    def __init__(self, config: SyntheticConfig) -> None:
-        super().__init__(config)
-        self.absolute = Learned(config.d_model, config.n_ctx)
-        self.longest = config.n_ctx
-
-    def embed(self, length: int) -> Float[Tensor, "pos d_model"]:
-        return self.absolute.embed(length)
-
-    def initialise(self, generator: torch.Generator) -> None:
-        self.absolute.initialise(generator)
-
-
-class SinusoidalRope(Rope):
-    """Sinusoidal positions added to the embedded text, and RoPE in every layer."""
-
-    embeds = True
-
-    def __init__(self, config: SyntheticConfig) -> None:
-        super().__init__(config)
-        self.absolute = Sinusoidal(config.d_model, config.n_ctx, config.sinusoids)
-
-    def embed(self, length: int) -> Float[Tensor, "pos d_model"]:
-        return self.absolute.embed(length)
+        first, second, rest = x[:, :, :heads].split([n, n, x.shape[-1] - 2 * n], -1)
+        rotated = torch.cat([first * cos - second * sin, first * sin + second * cos, rest], -1)
+        return rotated if heads >= x.shape[2] else torch.cat([rotated, x[:, :, heads:]], 2)
 
 
 def _angles(length: int, base: float, dim: int) -> Float[Tensor, "pos half"]:

@@ -90,7 +90,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         self.embed, self.unembed = Embed(config), Unembed(config)
         self.hook_embed = HookPoint()  # [batch, pos, d_model]
         self.encoding = make_encoding(config)
-        if self.encoding.embeds:
+        if self.encoding.embed(1) is not None:
             self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
         self.blocks = nn.ModuleList(Block(config, self.encoding, self.cfg) for _ in range(config.n_layers))
         if config.final_norm:

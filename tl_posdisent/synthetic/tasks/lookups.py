@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from tl_posdisent.utils.validation import check_choice, check_integer
+from tl_posdisent.utils.validation import check_fields, check_integer
 
 from .sampling import Samples, Task, uniform
 
@@ -50,10 +50,8 @@ class IndexLookup(Task):
     count_from: Literal["start", "end"] = "start"
 
     def __post_init__(self) -> None:
-        check_integer("n_symbols", self.n_symbols, 2)
-        check_integer("n_places", self.n_places, 1)
+        check_fields(self, least={"n_symbols": 2})
         self._check_range("length", self.n_places, why="a symbol at each of the n_places")
-        check_choice("count_from", self.count_from, ("start", "end"))
 
     @property
     def d_vocab(self) -> int:  # type: ignore[override]
@@ -119,9 +117,8 @@ class Retrieval(Task):
     max_fill: int = 16
 
     def __post_init__(self) -> None:
-        check_integer("n_pairs", self.n_pairs, 1)
+        check_fields(self, least={"n_values": 2, "n_fillers": 0, "min_fill": 0, "max_fill": 0})
         check_integer("n_keys", self.n_keys, self.n_pairs, why="n_pairs have one key each")
-        check_integer("n_values", self.n_values, 2)
         self._check_range("fill", 0)
         check_integer("n_fillers", self.n_fillers, min(1, self.max_fill))
 

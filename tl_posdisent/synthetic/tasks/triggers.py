@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tl_posdisent.utils.validation import check_flag, check_integer
+from tl_posdisent.utils.validation import check_fields, check_integer
 
 from .sampling import IGNORED, Samples, Task, distinct, uniform
 
@@ -64,8 +64,7 @@ class TriggerDistance(Task):
     n_logits: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("two_triggers", "stray_triggers", "repeats"):
-            check_flag(name, getattr(self, name))
+        check_fields(self, least={"min_gap": 0, "max_gap": 0, "min_side": 0, "max_side": 0, "first_label": 0})
         check_integer("d_vocab", self.d_vocab, 3 + self.two_triggers, why="padding, triggers and a filler")
         self._check_range("gap", 0)
         self._check_range("side", 0)
@@ -75,7 +74,6 @@ class TriggerDistance(Task):
             check_integer("max_length", self.max_length, least, why="max_side + max_gap + 2, up to the second trigger")
             longest = min(longest, self.max_length)
         check_integer("n_ctx", self.n_ctx, longest, why="the longest text: 2 * max_side + max_gap + 2, or max_length")
-        check_integer("first_label", self.first_label, 0)
         if self.n_logits is not None:
             check_integer("n_logits", self.n_logits, self.first_label + self.gaps, why="the largest label and one")
         if not self.repeats:
@@ -189,8 +187,7 @@ class TriggerCount(Task):
     n_logits: int | None = None
 
     def __post_init__(self) -> None:
-        check_flag("ignore_zero", self.ignore_zero)
-        check_integer("n_triggers", self.n_triggers, 1)
+        check_fields(self, least={"min_count": 0, "max_count": 0})
         check_integer("d_vocab", self.d_vocab, self.n_triggers + 2, why="padding, n_triggers and a filler")
         self._check_range("count", 0)
         self._check_range("length", max(1, self.max_count), why="max_count triggers must have room")

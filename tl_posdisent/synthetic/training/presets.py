@@ -12,6 +12,7 @@ import pandas as pd
 from tl_posdisent.synthetic.model.transformer import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import Task
 from tl_posdisent.synthetic.tasks.triggers import TriggerCount, TriggerDistance
+from tl_posdisent.utils.validation import check_choice, check_seeds, shown
 
 from .runs import TrainConfig, TrainRun
 from .train import train
@@ -82,8 +83,7 @@ class Preset:
         return replace(self.training, **{**self.per_task.get(task, {}), **own, "seed": seed, **changed})
 
     def _task(self, name: str) -> Task:
-        if name not in self.tasks:
-            raise ValueError(f"task must be one of {list(self.tasks)}, got {name!r}")
+        check_choice("task", name, self.tasks)
         return self.tasks[name]
 
 
@@ -184,8 +184,7 @@ def preset(name: Literal["small", "medium", "paper"]) -> Preset:
         16
     """
     presets = {"small": SMALL, "medium": MEDIUM, "paper": PAPER}
-    if not isinstance(name, str) or name not in presets:
-        raise ValueError(f'name must be "small", "medium" or "paper", got {name!r}')
+    check_choice("name", name, presets)
     return presets[name]
 
 
@@ -194,7 +193,7 @@ def train_preset(
     *,
     encodings: Iterable[str] | None = None,
     tasks: Iterable[str] | None = None,
-    seeds: Iterable[int] = (0,),
+    seeds: int | Iterable[int] = 1,
     folder: str | Path | None = None,
     device: str = "cpu",
     progress: bool = True,
@@ -206,7 +205,8 @@ def train_preset(
         preset: from ``preset``, or one of your own.
         encodings: default all of the preset's; any that ``SyntheticConfig`` knows.
         tasks: names, default all of the preset's.
-        seeds: of the weights, the order of samples and dropout; the samples are those of ``split_seed``.
+        seeds: of the weights, the order of samples and dropout: how many (0, 1, …), or a list of which. The samples are
+            those of ``split_seed``.
         folder: save each training run in a subfolder there; an interrupted run is resumed.
         device: where to train.
         progress: show a bar per training.
@@ -229,31 +229,33 @@ def train_preset(
         0     rope  count     0     10
         1     none  count     0     10
     """
-    names, chosen = chosen_of(preset, tasks, encodings)
-    jobs = [(encoding, task, seed) for seed in seeds for task in names for encoding in chosen]
-    plans = [
-        (preset.config(encoding, task, **changed), preset.train_config(task, seed, encoding))
-        for encoding, task, seed in jobs
-    ]
     runs: dict[Key, TrainRun] = {}
-    for (encoding, task, seed), (config, how) in zip(jobs, plans, strict=True):
+    for encoding, task, seed in chosen_jobs(preset, encodings, tasks, seeds, **changed):
         own = None if folder is None else Path(folder) / f"{task}-{encoding}-seed{seed}"
-        model = SyntheticModel(config, seed=seed).to(device)
+        model, how = preset.model(encoding, task, seed, **changed), preset.train_config(task, seed, encoding)
         runs[encoding, task, seed] = train(
-            model, preset.tasks[task], how, folder=own, resume=own is not None, progress=progress
+            model.to(device), preset.tasks[task], how, folder=own, resume=own is not None, progress=progress
         )
     return runs
 
 
-def chosen_of(preset: Preset, tasks: Any, encodings: Any) -> tuple[list[str], list[str]]:
-    """Tasks and encodings that were asked for, by default all of the preset's."""
+def chosen_jobs(preset: Preset, encodings: Any, tasks: Any, seeds: Any, **changed: Any) -> list[Key]:
+    """The training runs that were asked for, by default of all encodings and tasks; a configuration that does not exist
+    raises before the first run."""
     if not isinstance(preset, Preset):
         raise ValueError(f"preset must be a Preset (preset('small') makes one), got {type(preset).__name__}")
     for name, given in (("tasks", tasks), ("encodings", encodings)):
         if given is not None and (isinstance(given, (str, bytes)) or not isinstance(given, Iterable)):
-            raise ValueError(f"{name} must be a sequence of names, got {given!r}")
-    names = preset.tasks if tasks is None else tasks
-    return list(names), list(preset.encodings if encodings is None else encodings)
+            raise ValueError(f"{name} must be a sequence of names, got {shown(given)}")
+    names = list(preset.tasks if tasks is None else tasks)
+    chosen = list(preset.encodings if encodings is None else encodings)
+    jobs = [(encoding, task, seed) for seed in check_seeds(seeds) for task in names for encoding in chosen]
+    if not jobs:
+        raise ValueError("encodings and tasks must name one or more each, got none")
+    for encoding, task, seed in jobs:
+        preset.config(encoding, task, **changed)
+        preset.train_config(task, seed, encoding)
+    return list(dict.fromkeys(jobs))
 
 
 def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
@@ -267,18 +269,10 @@ def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
         ['encoding', 'task', 'seed', 'accuracy', 'loss', 'chance', 'steps', 'samples', 'seconds']
     """
     if not isinstance(runs, Mapping):
-        raise ValueError(f"runs must be what train_preset returns, got {type(runs).__name__}")
+        raise ValueError(f"runs must be what train_preset returns, got {shown(runs)}")
     columns = ["encoding", "task", "seed", "accuracy", "loss", "chance", "steps", "samples", "seconds"]
-    rows = [
-        (
-            *key,
-            run.test_accuracy,
-            run.test_loss,
-            run.task.chance,
-            run.steps,
-            run.config.samples(run.steps),
-            float(run.metrics["seconds"].iloc[-1]),
-        )
-        for key, run in runs.items()
-    ]
+    rows = []
+    for key, run in runs.items():
+        measured = (run.test_accuracy, run.test_loss, run.task.chance, run.steps, run.config.samples(run.steps))
+        rows.append((*key, *measured, float(run.metrics["seconds"].iloc[-1])))
     return pd.DataFrame(rows, columns=columns)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -14,7 +14,7 @@ import torch
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import LARGEST_SEED, Split, Task
 from tl_posdisent.utils.pictures import HasTable, figure_function
-from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_number, shown
+from tl_posdisent.utils.validation import check_fields, check_integer, check_number, shown
 
 from .checkpoints import load_checkpoint
 
@@ -105,15 +105,10 @@ class TrainConfig:
         return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (self.steps - warm)))
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "n_test", "log_every", "test_every", "pieces"):
-            if getattr(self, name) is not None or name not in ("test_every", "pieces"):
-                check_integer(name, getattr(self, name), 1)
+        check_fields(self, least={"seed": 0, "split_seed": 0})
         check_integer("n_train", self.n_train, self.batch_size, why="one batch")
         for name in ("seed", "split_seed"):
             check_integer(name, getattr(self, name), 0, LARGEST_SEED)
-        for name in ("keep_last", "compile"):
-            check_flag(name, getattr(self, name))
-        check_choice("precision", self.precision, get_args(Precision))
         check_number("lr", self.lr, above=0)
         check_number("weight_decay", self.weight_decay, least=0)
         check_number("warmup", self.warmup, least=0, most=1)
