@@ -97,10 +97,13 @@ def test_progress_goes_to_stderr(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--encoding", "rotary"], "--encoding must be one of"),
-        (["--task", "sum"], "--task must be one of ['distance', 'count'], got 'sum'"),
+        (["--encoding", "rotary"], "--encoding must be 'none', "),
+        (["--task", "sum"], "--task must be 'distance' or 'count', got 'sum'"),
         (["--encoding", "none", "--rotary-heads", "1"], "--rotary-heads must be left out with encoding='none'"),
-        (["--encoding", "rope", "--rotary-heads", "5"], "--rotary-heads must be at most n_heads = 4, got 5"),
+        (
+            ["--encoding", "rope", "--rotary-heads", "5"],
+            "--rotary-heads must be an integer from 0 to 4 (n_heads), got 5",
+        ),
         (["--encoding", "none", "--device", "abacus"], "--device must be one that torch can use here, got 'abacus'"),
     ],
 )

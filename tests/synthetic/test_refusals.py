@@ -202,7 +202,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: head_drops(model(), *SAMPLES, layers=[2]), "layers"),
     (
         lambda: head_drops(model(), *SAMPLES, mode="resample"),
-        'tokens must be samples of one length for mode "resample"',
+        'tokens must be .* for mode "resample"',
     ),
     (lambda: study(samples=0), "samples must be an integer of at least 1, got 0"),
     (lambda: study(encodings=[]), "encodings and tasks must name one or more each"),
