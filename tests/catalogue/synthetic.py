@@ -95,7 +95,7 @@ ROWS: list[Row] = [
         "SyntheticConfig",
         "an unknown encoding",
         lambda at: SyntheticConfig(**SHAPE, encoding="rotary"),
-        "encoding must be one of",
+        "encoding must be",
     ),
     refused("SyntheticConfig", "dropout of all", lambda at: SyntheticConfig(**SHAPE, dropout=1.0), "dropout must be"),
     refused("SyntheticConfig", "base NaN", lambda at: SyntheticConfig(**SHAPE, rope_base=NAN), "rope_base must be"),
@@ -172,7 +172,7 @@ ROWS: list[Row] = [
         "train_preset",
         "an unknown task",
         lambda at: train_preset(TINY, tasks=["sort"], progress=False),
-        "task must be one of",
+        "task must be",
         "'sort'",
     ),
     refused("train_preset", "no preset", lambda at: train_preset("small", progress=False), "preset must be"),
@@ -193,7 +193,7 @@ ROWS: list[Row] = [
         "deposit_study",
         "an unknown encoding",
         lambda at: deposit_study(TINY, encodings=["rotary"], progress=False),
-        "encoding must be one of",
+        "encoding must be",
     ),
     refused(
         "deposit_study", "no samples", lambda at: deposit_study(TINY, samples=0, progress=False), "samples must be"
