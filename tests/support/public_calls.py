@@ -1,4 +1,4 @@
-"""Public functions that take a model, found by their signatures, and a good value for each of their arguments."""
+"""How every public function is called once correctly: good values by argument, and by function where these differ."""
 
 from __future__ import annotations
 
@@ -8,37 +8,76 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
+from torch import Tensor
 
-import tl_posdisent
+import tl_posdisent as tp
 from support import zoo
 from support.public import public_names
+from tl_posdisent.experiments import MultipleChoice
+from tl_posdisent.rope import Moments, Rotary, to_complex
+from tl_posdisent.sweeps import Text
+from tl_posdisent.synthetic import Preset, SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount
+
+Function = Callable[..., Any]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    """Standard normal, float32."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
 
 TOKENS = zoo.random_tokens()
+TARGETS = torch.arange(12) * 2
+WORDS = [f"w{i}" for i in range(12)]
+SCORES = numbers(2, 8, 12, 12)
+FIT = tp.fit_additive(SCORES)
+ROTARY = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
+Q, K = numbers(2, 9, 4, 6, seed=1), numbers(2, 9, 2, 6, seed=2)
+PLANES, REST = to_complex(Q, ROTARY)
+ANGLES = torch.arange(9.0)[:, None] * torch.tensor([1.0, 0.1])
+QUESTION = {"context": TOKENS[0], "choices": [TOKENS[1, :2], TOKENS[1, 2:4]], "answer": 1}
+
+TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
+SAMPLES, LABELS = TASK.batch(16)
+FEW = TrainConfig(epochs=1, batch_size=8, n_train=16, n_test=8, pieces=1)
+SIZES = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_mlp": 16}
+SHAPE: dict[str, Any] = SIZES | {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out}
+PRESET = Preset("tiny", tasks={"count": TASK}, encodings=("rope",), shape=SIZES, training=FEW, per_task={})
+HEADS = pd.DataFrame({"layer": [0, 0], "head": [0, 1], "r": [0.5, 0.25], "norm_of_mean": [1.0, 0.5]})
+DROPS = HEADS.assign(metric=[0.5, 0.8], baseline=0.9, effect=[-0.4, -0.1])
 FOLDER = tempfile.TemporaryDirectory()
+
+
+def synthetic(**changed: Any) -> SyntheticModel:
+    """A new tiny model of ``TASK``."""
+    return SyntheticModel(SyntheticConfig(**SHAPE | {"pad_id": 0} | changed))
+
+
 GOOD: dict[str, Any] = {
     "tokens": TOKENS,
     "text": TOKENS,
+    "source": TOKENS.flip(1),
+    "clean_tokens": TOKENS,
+    "corrupted_tokens": TOKENS.flip(1),
+    "question": MultipleChoice(**QUESTION),
     "path": Path(FOLDER.name, "report.html"),
     "layer": 0,
-    "positions": torch.arange(12) * 2,
+    "head": 0,
+    "heads": [(0, 1)],
+    "positions": TARGETS,
     "distance": 3,
-    "distances": lambda d: d,
+    "distances": [1, 2],
     "kind": "order",
     "fraction": 0.5,
     "noise": 0.1,
-    "question": tl_posdisent.experiments.MultipleChoice(TOKENS[0], [TOKENS[1, :2], TOKENS[1, 2:4]], 1),
-    "clean_tokens": TOKENS,
-    "corrupted_tokens": TOKENS.flip(1),
     "metric": lambda logits, tokens: logits[:, -1, 5],
-    "q_rot": torch.zeros(2, 12, 8, 8),
-    "k_rot": torch.zeros(2, 12, 4, 8),
-    "scores": torch.zeros(2, 8, 12, 12),
     "hooks": [],
-    "heads": [(0, 1)],
     "component": "distance",
     "length": 12,
     "lengths": [0, 4, 12],
+    "sinks": 1,
     "n_sink": 1,
     "window": 4,
     "distance_ceiling": 4,
@@ -46,37 +85,119 @@ GOOD: dict[str, Any] = {
     "query": 5,
     "key": 6,
     "by": "uniform",
+    "scores": SCORES,
+    "a": SCORES,
+    "b": SCORES,
+    "fit": FIT,
+    "q_rot": torch.zeros(2, 12, 8, 8),
+    "k_rot": torch.zeros(2, 12, 4, 8),
+    "scale": 1.0,
+    "rotary": ROTARY,
+    "q": Q,
+    "k": K,
+    "x": Q,
+    "moments": Moments.from_qk(Q, K, ROTARY),
+    "table": HEADS,
+    "drops": DROPS,
+    "preset": PRESET,
+    "task": TASK,
+    "better": "higher",
+    "out": Path(FOLDER.name),
 }
+"""By the name of the argument."""
+
+OWN: dict[str, dict[str, Any]] = {
+    "component_patching": {"source": TOKENS.flip(1), "from_tokens": TOKENS.flip(1)},
+    "dummy_distance_check": {"distances": [1, 2]},
+    "evaluate": {"tokens": SAMPLES, "labels": LABELS},
+    "fit_attention": {"scores": SCORES},
+    "from_complex": {"z": PLANES, "rest": REST},
+    "head_drops": {"tokens": SAMPLES, "labels": LABELS},
+    "jobs": {"models": "demo", "experiments": "additivity", "texts": "demo"},
+    "logit_difference": {"answers": [3]},
+    "MultipleChoice": QUESTION,
+    "only_heads": {"by": "rotation"},
+    "plot_distance": {"profiles": FIT},
+    "plot_heads": {"value": "r"},
+    "preference_flips_qk": {"near": [1], "far": [5]},
+    "preset": {"name": "small"},
+    "principal_angles": {"a": SCORES[0, 0], "b": SCORES[1, 0]},
+    "questions_from_text": {"text": tp.demo_text(), "n": 4},
+    "remap_distance": {"distances": lambda d: d},
+    "rope_capacity": {"target": [0.0, 1.0]},
+    "rotary_from_table": {"cos": ANGLES.cos(), "sin": ANGLES.sin()},
+    "rotate": {"positions": torch.arange(9)},
+    "unrotate": {"positions": torch.arange(9)},
+    "show_change": {"tokens": WORDS, "before": SCORES, "after": SCORES},
+    "show_key_importance": {"tokens": WORDS},
+    "show_parts": {"tokens": WORDS},
+    "show_patterns": {"tokens": WORDS, "pattern": SCORES.softmax(-1)},
+    "show_query_bias": {"tokens": WORDS},
+    "show_scores": {"tokens": WORDS},
+    "sufficient_heads": {"tokens": SAMPLES, "labels": LABELS},
+    "train": {"config": FEW},
+    "Rotary": {"frequencies": ROTARY.frequencies},
+    "SyntheticConfig": SHAPE,
+    "SyntheticModel": {"config": SyntheticConfig(**SHAPE)},
+    "Text": {"source": "demo", "length": 12},
+    "Widget": {"body": "", "draw": "", "title": ""},
+}
+"""By the function, where another value is needed, or one in the place of a default."""
+
 CHEAP = {"progress": False, "rungs": ["distance"], "controls": []}
 """In the place of defaults that take long."""
+# Classes that users make, by what makes them.
+MADE: dict[str, Function] = {"Moments": Moments.from_qk, "Text": Text.of} | {
+    made.__name__: made
+    for made in (
+        *(MultipleChoice, Rotary, SyntheticConfig, SyntheticModel, TrainConfig, tp.viz.Widget),
+        *(TriggerCount, tp.synthetic.TriggerDistance, tp.synthetic.IndexLookup, tp.synthetic.Retrieval),
+    )
+}
 
-Function = Callable[..., Any]
+
+def callables() -> dict[str, Function]:
+    """All public functions, and the classes that users make, by name."""
+    return {name: x for name, x in public_names().items() if inspect.isfunction(x)} | MADE
 
 
 def functions(*parameters: str) -> list[Function]:
-    """Public functions of a model that have these parameters."""
-    public = list(public_names().values())
+    """Public functions of a model that have these parameters; not those that take a ``SyntheticModel`` only."""
     found = []
-    for function in filter(inspect.isfunction, public):
+    for function in filter(inspect.isfunction, public_names().values()):
         named = inspect.signature(function).parameters
-        synthetic = [p.annotation for p in named.values()][:1] == ["SyntheticModel"]  # these take no other models
-        if list(named)[:1] == ["model"] and set(parameters) <= set(named) and not synthetic:
+        if list(named)[:1] == ["model"] and set(parameters) <= set(named) and not takes_synthetic(function):
             found.append(function)
     return found
 
 
-def call(function: Function, model: Any, **changed: Any) -> Any:
+def takes_synthetic(function: Function) -> bool:
+    return [p.annotation for p in inspect.signature(function).parameters.values()][:1] == ["SyntheticModel"]
+
+
+def model_for(function: Function, reading: Any) -> Any:
+    """A model that this function takes: a synthetic one, this reading, or its model."""
+    if takes_synthetic(function):
+        return synthetic()
+    of_models = function.__module__.startswith("tl_posdisent.models") or function in (tp.hooks.applied, tp.estimate)
+    return reading.model if of_models else reading
+
+
+def call(function: Function, *model: Any, **changed: Any) -> Any:
     """With good values for all else; what comes lazily is asked for its first."""
-    arguments = dict(changed)
-    for name, parameter in list(inspect.signature(function).parameters.items())[1:]:
-        if parameter.default is parameter.empty and name not in arguments:
-            assert name in GOOD, f"say in GOOD what a good {name} of {function.__name__} is"
-            arguments[name] = GOOD[name]
-        elif name in CHEAP:
-            arguments.setdefault(name, CHEAP[name])
-        elif name == "from_tokens":  # or other positions: one of two
-            arguments[name] = TOKENS.flip(1)
-    result = function(model, **arguments)
+    name = next((x for x, made in MADE.items() if made == function), getattr(function, "__name__", ""))
+    arguments = dict(zip(("model",), model, strict=False))
+    arguments |= changed
+    for parameter in inspect.signature(function).parameters.values():
+        good = CHEAP | OWN.get(name, {})
+        if parameter.name in arguments or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.default is parameter.empty:
+            good = GOOD | good
+            assert parameter.name in good, f"say in GOOD what a good {parameter.name} of {name} is"
+        if parameter.name in good:
+            arguments[parameter.name] = good[parameter.name]
+    result = function(**arguments)
     if isinstance(result, Iterator):
         return next(result)
     enters = hasattr(result, "__enter__") and not isinstance(result, Path)

@@ -1,0 +1,264 @@
+"""Every argument of every public function refuses bad values of its kind, in words that begin with its name.
+
+Functions and arguments are found, not listed: a new one is tested from its first day, or the test names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from support.public import public_names
+from support.public_calls import (
+    SCORES,
+    TOKENS,
+    Function,
+    call,
+    callables,
+    model_for,
+    numbers,
+)
+from support.untouched import state
+
+NAN, INF = float("nan"), float("inf")
+TEXTS = "tokens were given as text, but the model has no tokenizer: pass token ids"
+SHAPE = "tokens must be text or an integer tensor of shape"
+
+
+def words_of(text: str) -> set[str]:
+    return set(text.split())
+
+
+# Bad values, or pairs of one and what its error must say beyond the argument's name, and the arguments of that kind.
+KINDS: dict[str, tuple[Sequence[Any], str]] = {
+    "flag": (
+        [1, "yes"],
+        "biases by_subspace causal cdn centred check extrapolate final_norm ignore_zero intercept keep_last "
+        "latent_norm log pool raster replaced shared_rotary_query source_norm stray_triggers streaming "
+        "sufficiency trained two_triggers",
+    ),
+    "choice": (
+        ["no such thing", 3],
+        "activation alibi_slopes ask axes backend better by component count_from direction dtype effect encoding "
+        "experiment grand_mean initialisation keys keys_from kind mask measure measured mode name order pairing "
+        "part precision read_out rung scope sinusoids tool unit value what",
+    ),
+    "column": ([("no such thing", "table must have the columns .*no such thing")], ""),
+    "": ([], ""),
+    "choices": (
+        [["no such thing"], 3],
+        "controls dropout_at effects encodings experiments keep kinds measures modes rungs sections tasks tools",
+    ),
+    "count": (
+        [0, 2.5, True, "3", NAN],
+        "batch batch_size batches before block choices chunk components count d_head d_key_latent d_mlp d_model "
+        "d_query_latent d_rope d_vocab epochs length local log_every max_cells max_fill max_gap max_length "
+        "max_side max_values min_length n n_ctx n_fillers n_heads n_keys n_layers n_logits n_out n_pairs n_places "
+        "n_symbols n_test n_train n_triggers n_values pieces rank samples stop_at stride t5_buckets "
+        "t5_max_distance test_every texts top window",
+    ),
+    "count or none": (
+        [-1, 0.5, True, "a", NAN],
+        "control distance_ceiling first first_label max_count min_count min_fill min_gap min_side n_sink pad_id"
+        " rotary_heads sinks split_seed start until",
+    ),
+    "seed": ([-1, 0.5, True, "a"], "seed"),
+    "seeds": ([[], [-1], "0", 0.5], "seeds"),
+    "number": (
+        [NAN, "1", True, 1j],
+        "attention_factor clip distance dropout explained factor fraction high jitter low lr noise pseudo_count ridge"
+        " rope_base scale share threshold warmup weight_decay",
+    ),
+    "index": ([8, -9, 0.5, "0", True], "head layer"),
+    "indices": ([[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1]], "layers heads"),
+    "tokens": (
+        [
+            (TOKENS.float(), f"{SHAPE} .* got torch.float32"),
+            (TOKENS * 1j, f"{SHAPE} .* got torch.complex64"),
+            (TOKENS > 30, r"tokens must have shape .* got torch.bool of shape \(2, 12\)"),
+            (TOKENS.tolist(), f"{SHAPE} .* got list"),
+            (None, f"{SHAPE} .* got NoneType"),
+            (
+                TOKENS[None],
+                r"tokens must have shape \(pos,\) or \(batch, pos\) .* got torch.int64 of shape \(1, 2, 12\)",
+            ),
+            (TOKENS[0, 0], r"tokens must have shape .* got torch.int64 of shape \(\)"),
+            (TOKENS[:, :1], r"tokens must have shape .* at least two positions, got torch.int64 of shape \(2, 1\)"),
+            (TOKENS[:0], r"tokens must have shape .* got torch.int64 of shape \(0, 12\)"),
+            (TOKENS + 58, r"tokens must be ids from 0 to 60, got \d+ … \d+"),
+            (TOKENS - 30, r"tokens must be ids from 0 to 60, got -\d+ … \d+"),
+            ("a text", TEXTS),
+            (["a text", "and one"], TEXTS),
+        ],
+        "tokens",
+    ),
+    "words": ([None, TOKENS[0].tolist(), ["w"] * 11], ""),
+    "samples": ([None, "ids", [1.0]], "labels"),
+    "token mask": ([NAN, "mask", torch.ones(5), numbers(2, 12)], "attention_mask heldout_mask reference"),
+    "distances": ([[], [NAN], "near", [[1, 2]]], "distances far near"),
+    "weights": ([[1.0], [1.0, -1.0], [0, 0], [NAN, 1.0], "near"], "weights"),
+    "fractions": ([[], [NAN], "x", [2.0]], "fractions"),
+    "lengths": ([[0, 12, 4], [0, 400], [], "x", [NAN]], "lengths"),
+    "positions": ([torch.full((12,), NAN), torch.full((12,), INF), "0123", [], torch.arange(12) * 1j], "positions"),
+    "source": ([TOKENS[:, :5]], "corrupted_tokens from_tokens source"),
+    "metric": ([3, "loss"], "metric"),
+    "device": (["no such device"], "device"),
+    "dtype": ([torch.int64, "float32"], "angle_dtype"),
+    "betas": ([0.9, (0.9, 0.9, 0.9), (NAN, 0.9)], "betas"),
+    "wavelengths": ([[0.0], [NAN], "x"], "wavelengths"),
+    "token": ([0.5, "a"], "position"),
+    "hooks": ([3, [("x", print)]], "hooks"),
+    "bands": ([(4, 2), (0.5,), 3], "bands"),
+    "limits": ([3, (1.0, 0.0), (NAN, 1.0)], "limits"),
+    "title": ([3], "title"),
+    "number of a text": ([3, -1.5, "x"], ""),
+    "a text": ([3, None], "text"),
+    "scores": (
+        [
+            None,
+            "x",
+            SCORES.tolist(),
+            SCORES.long(),
+            SCORES > 0,
+            SCORES * 1j,
+            SCORES * NAN,
+        ],
+        "after before scores",
+    ),
+    "vectors": (
+        [None, 3, "x", [1.0], SCORES.long()],
+        "a b cos k k_rot other pattern q q_rot rest sin x z",
+    ),
+    "numbers": ([None, [0.0, NAN], [1.0]], "target"),
+    "answers": ([None, 3.5, "a"], "answers"),
+    "result": (
+        [None, 3, [1]],
+        "config drops fit frequencies hf_model jobs moments preset question reports rotary run runs table tables task",
+    ),
+}
+# By function, where a name means another kind there.
+ELSEWHERE = {
+    **dict.fromkeys([("plot_distance", "value"), ("plot_dynamics", "value"), ("plot_heads", "value")], "column"),
+    **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
+    **{(of, "text"): "number of a text" for of in callables() if of.startswith("show_")},
+    **{(of, "tokens"): "words" for of in callables() if of.startswith("show_") and of != "show_interventions"},
+    **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
+    ("TriggerDistance", "repeats"): "flag",
+    ("head_labels", "repeats"): "count",
+    ("MultipleChoice", "choices"): "",
+    ("remap_distance", "distances"): "metric",
+    ("patch_scores", "scores"): "",  # refused at the forward pass
+    ("patch_vectors", "q_rot"): "",  # one of both may be None
+    ("patch_vectors", "k_rot"): "",
+    ("only_heads", "heads"): "",  # may be none
+    ("jobs", "texts"): "",
+    ("rotary_from_table", "sin"): "",  # as cos
+    ("Widget", "title"): "",
+    ("Text", "source"): "",
+    ("load_model", "device"): "",
+    ("sweep", "device"): "",
+    ("load_model", "backend"): "",  # tested with a folder
+    ("load_model", "dtype"): "",
+    ("capture", "scores"): "flag",
+    ("substitute_additive", "keep"): "choices",
+    ("sufficient_heads", "keep"): "number",
+}
+# Only the result that they take is tried: the rest is tested where there is such a result.
+OF_A_RESULT = {
+    *("plot_deposit", "plot_distance_sources", "plot_dynamics", "plot_length", "plot_perturbation", "plot_shares"),
+    *("plot_subspaces", "plot_substitution", "plot_training", "plot_verdicts"),
+    *("merge_additivity", "merge_controlled_distance", "merge_moments", "shapley_values", "dynamics", "sweep"),
+}
+# Refused in other words, or not at all.
+NOT_YET = words_of(
+    """
+    additivity.block check_model.tools check_model.lengths head_labels.attention_mask length_generalization.hooks
+    output_projection.hooks load_demo_model.trained demo_hf_model.trained demo_hf_model.seed show_scores.scores
+    show_parts.scores show_patterns.pattern flip_probability.scores interaction_by_subspace.effects
+    merge_additivity.table merge_controlled_distance.table merge_moments.table deposit.drops deposit_spread.reports
+    deposit_study.seeds deposit_study.samples deposit_study.modes positional_gradients.seed sufficient_heads.order
+    train_preset.seeds train_preset.device deposit_study.device jobs.experiments jobs.seeds plot_training.run
+    swap_positions.positions position_patching.positions fit_attention.pattern
+    """
+)
+# Arguments without a kind: any truth value, the user's functions and words, paths, and those of one function alone,
+# whose refusals are in test_combinations.py and test_damaged_files.py.
+WITHOUT_KIND = words_of(
+    """
+    answer available body changed checkpoints choice_masks clean_tokens command compile context context_mask
+    downstream draw executor folder from_positions heldout in_range key metrics model models name_or_dir notes
+    on_step out path perturb profiles progress queries query resume retry signed sink sufficient tokenizer words
+    wrong
+    """
+)
+# Made by the package and given back; who makes one by hand knows what belongs in it.
+RESULTS = {
+    *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport", "DepositStudy"),
+    *("DistanceSources", "Estimate", "InteractionBound", "LogitDifference", "ModelReading", "Perturbed", "Plane"),
+    *("PositionalSubspace", "PreferenceFlips", "RopeCapacity", "RopeHadamard", "Split", "SubspacePatterns"),
+    *("SubspaceShares", "SufficientHeads", "TrainRun", "TrainingInterrupted", "VarianceShares"),
+}
+NO_FUNCTIONS = {"EFFECTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used
+
+KIND_OF = {name: kind for kind, (_, names) in KINDS.items() for name in names.split()}
+
+
+def parameters(function: Function) -> list[str]:
+    return [p.name for p in inspect.signature(function).parameters.values() if p.name not in WITHOUT_KIND]
+
+
+def bad_values(of: str, function: Function, argument: str) -> Iterable[tuple[Any, str]]:
+    """And the pattern of the error; a default is never bad."""
+    kind = ELSEWHERE.get((of, argument), KIND_OF.get(argument, ""))
+    default = inspect.signature(function).parameters[argument].default
+    for value in KINDS[kind][0]:
+        value, message = value if kind in ("tokens", "column") else (value, f"{argument.removesuffix('s')}s? ")
+        if value is not default and not (type(value) is type(default) is not torch.Tensor and value == default):
+            yield value, message
+
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+
+@pytest.mark.parametrize("of", callables())
+def test_bad_values(of: str, shared_reading: Any) -> None:
+    """Each is refused, in few words and without a tensor, and leaves the model as it was."""
+    function, wrong, reading = callables()[of], [], shared_reading("bridge", "llama-gqa")
+    named = inspect.signature(function).parameters
+    model = {"model": model_for(function, reading)} if "model" in named else {}
+    before = state(reading.model)
+    for argument in parameters(function)[: 1 if of in OF_A_RESULT else None]:
+        for value, message in bad_values(of, function, argument):
+            if f"{of}.{argument}" in NOT_YET:
+                continue
+            shown = f"{argument}={type(value).__name__ if isinstance(value, torch.Tensor) else value!r}"
+            try:
+                call(function, **model, **{argument: value})
+            except ValueError as error:
+                said = str(error)
+                if not re.match(message, said) or "tensor([" in said or len(said) > 400:
+                    wrong.append(f"{shown}: {said}")
+            except Exception as error:
+                wrong.append(f"{shown}: {type(error).__name__}: {error}")
+            else:
+                wrong.append(f"{shown}: nothing raised")
+    assert not wrong, "\n".join(wrong)
+    assert state(reading.model) == before
+
+
+def test_every_argument_has_a_kind() -> None:
+    left = {
+        (of, argument)
+        for of, function in callables().items()
+        for argument in parameters(function)
+        if argument not in KIND_OF and (of, argument) not in ELSEWHERE
+    }
+    assert not left
+
+
+def test_every_public_name_is_tried() -> None:
+    assert {*public_names()} - {*callables()} == RESULTS | NO_FUNCTIONS

@@ -1,0 +1,235 @@
+"""Input that looks wrong and is right: the documented result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.public_calls import DROPS, FIT, GOOD, HEADS, ROTARY, SAMPLES, SCORES, TOKENS, WORDS, Q, numbers, synthetic
+
+import tl_posdisent as tp
+from tl_posdisent import additivity, dummy_distance, fit_additive, swap_positions
+from tl_posdisent.hooks import applied
+from tl_posdisent.rope import Rotary, decompose, rotate, toeplitz_share, unrotate
+from tl_posdisent.sweeps import Job, Text
+from tl_posdisent.sweeps.storage import failure_of, part_of
+from tl_posdisent.synthetic import deposit
+
+pytestmark = pytest.mark.usefixtures("unchecked")
+
+NAN, INF = float("nan"), float("inf")
+X = numbers(3, 6, 6)
+AT = torch.arange(12)
+EVIL = "</script><script>alert(1)</script>"
+
+
+@pytest.fixture
+def model(shared_model: Any) -> Any:
+    return shared_model("bridge", "llama-gqa")
+
+
+# --- scores -----------------------------------------------------------------------------------------------------
+
+
+def test_nan_outside_the_mask() -> None:
+    spoilt = X.masked_fill(~torch.ones(6, 6).tril().bool(), NAN)
+    assert torch.equal(fit_additive(spoilt).fitted(), fit_additive(X).fitted())
+
+
+def test_constant_scores_have_no_r() -> None:
+    fit = fit_additive(torch.full((2, 5, 5), 7.0))
+    assert fit.r2.isnan().all()
+    assert torch.equal(fit.intercept, torch.full((2,), 7.0, dtype=torch.float64))
+    assert tp.additive.score_correlation(X, torch.ones_like(X)).isnan().all()
+    assert toeplitz_share(torch.ones(5, 5)).isnan()
+
+
+def test_a_single_cell_is_fitted() -> None:
+    mask = torch.zeros(6, 6, dtype=torch.bool)
+    mask[4, 2] = True
+    fit = fit_additive(X, mask=mask)
+    assert fit.r2.isnan().all()
+    assert torch.equal(fit.fitted()[:, 4, 2], X[:, 4, 2].double())
+
+
+def _inferred() -> torch.Tensor:
+    with torch.inference_mode():
+        return X * 1
+
+
+@pytest.mark.parametrize(
+    "x", [X.clone().requires_grad_(), _inferred(), X.mT.contiguous().mT, X[:1].expand(4, 6, 6)], ids=range(4)
+)
+def test_scores_of_any_layout_in_memory(x: torch.Tensor) -> None:
+    """And whatever follows them in autograd."""
+    assert torch.equal(fit_additive(x).r2, fit_additive(x.detach().clone().contiguous()).r2)
+
+
+def test_scores_whose_squares_overflow_float32() -> None:
+    torch.testing.assert_close(fit_additive(X * 1e28).r2, fit_additive(X).r2, rtol=1e-5, atol=0)
+
+
+# --- positions --------------------------------------------------------------------------------------------------
+
+
+def test_negative_broken_and_repeated_positions() -> None:
+    positions = torch.tensor([-5.0, -5.0, 0.0, 0.5, 1e3, 7.0, 7.0, -0.25, 3.0])
+    torch.testing.assert_close(unrotate(rotate(Q, positions, ROTARY), positions, ROTARY), Q, atol=1e-5, rtol=0)
+
+
+def test_positions_for_each_text() -> None:
+    positions = torch.stack([torch.arange(9), torch.arange(9).flip(0)])
+    apart = torch.stack([rotate(x, p, ROTARY) for x, p in zip(Q, positions, strict=True)])
+    assert torch.equal(rotate(Q, positions, ROTARY), apart)
+
+
+def test_a_huge_position_keeps_lengths() -> None:
+    turned = rotate(Q, torch.full((9,), 2.0**53), ROTARY)
+    torch.testing.assert_close(turned.norm(dim=-1), Q.norm(dim=-1), rtol=1e-5, atol=0)
+
+
+def test_no_frequency_rotates_nothing() -> None:
+    assert torch.equal(rotate(Q, torch.arange(9), Rotary(torch.zeros(0, dtype=torch.float64))), Q)
+
+
+def test_one_distance_explains_nothing_by_distance() -> None:
+    shares = decompose(GOOD["moments"], [3], scale=1.0).variances
+    assert (shares[0].abs() < 1e-12).all()
+    assert torch.isfinite(shares).all()
+
+
+def logits(model: Any, hooks: list[Any]) -> torch.Tensor:
+    with torch.no_grad(), applied(model, hooks):
+        return model(TOKENS)
+
+
+@pytest.mark.parametrize("shift", [-40.0, 0.25, 4096.0])
+def test_shifted_positions_are_the_same(shift: float, model: Any) -> None:
+    """Negative, broken or huge: RoPE sees differences only."""
+    got, expected = (logits(model, swap_positions(model, positions)) for positions in (AT + shift, AT))
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+
+
+def test_one_position_for_all_is_distance_0(model: Any) -> None:
+    got = logits(model, swap_positions(model, torch.full((12,), 7)))
+    torch.testing.assert_close(got, logits(model, dummy_distance(model, 0)), atol=1e-4, rtol=0)
+
+
+def test_positions_of_one_text_do_not_change_another(model: Any) -> None:
+    both = logits(model, swap_positions(model, torch.stack([AT * 2, AT.flip(0)])))
+    one = logits(model, swap_positions(model, AT * 2))
+    assert torch.equal(both[0], one[0])
+    assert not torch.allclose(both[1], one[1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        (lambda model: swap_positions(model, AT[:5]), "positions were given for 5.*12"),
+        (lambda model: tp.remap_distance(model, numbers(5, 5)), "distances"),
+        (lambda model: tp.remap_distance(model, lambda d: d * NAN), "distances.*finite"),
+        (lambda model: tp.remap_distance(model, lambda d: None), "distances"),
+        (lambda model: tp.hooks.phase_noise(model, numbers(12, 3)), "noise must"),
+        (lambda model: tp.hooks.patch_vectors(model, 0, numbers(2, 12, 3, 8), None), "q_rot must"),
+        (
+            lambda model: tp.hooks.patch_vectors(model, 0, numbers(2, 12, 8, 8) * NAN, numbers(2, 12, 4, 8)),
+            "q_rot must",
+        ),
+        (lambda model: tp.hooks.patch_scores(model, 0, SCORES[..., :5, :5]), "scores must"),
+        (lambda model: tp.hooks.patch_scores(model, 0, SCORES * NAN), "scores of layer 0.*finite"),
+    ],
+    ids=range(9),
+)
+def test_what_does_not_fit_the_text_is_refused_at_the_forward_pass(hooks: Any, message: str, model: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        logits(model, hooks(model))
+
+
+# --- texts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["one\0two three", "שלום עולם, مرحبا", "a 🐈‍⬛ and 👩‍👩‍👧 é e\u0301"], ids=range(3))
+def test_text_of_any_letters(text: str) -> None:
+    """The tokenizer gives the text back, and the table is that of those tokens."""
+    model = tp.load_demo_model()
+    tokens = model.to_tokens(text)
+    assert tp.demo.demo_tokenizer().decode(tokens[0, 1:]) == text
+    table, same = (additivity(model, x, layers=[1], progress=False) for x in (text, tokens))
+    assert table.equals(same)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("half a pair: \ud83d!", "tokens.*UTF-8"),
+        ("", "at least two positions"),
+        (b"some text", "tokens must.*bytes"),
+        ([], "tokens"),
+    ],
+    ids=range(4),
+)
+def test_no_text(text: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        additivity(tp.load_demo_model(), text, progress=False)
+
+
+def test_texts_of_unequal_length() -> None:
+    with pytest.raises(ValueError, match=r"two texts at every position.*cut it to 2 tokens"):
+        tp.experiments.positional_subspace(tp.load_demo_model(), ["one", "one two three"], 0)
+
+
+def test_one_text_without_a_batch_axis_and_ids_of_32_bits(model: Any) -> None:
+    expected = additivity(model, TOKENS[:1], layers=[0], progress=False)
+    for tokens in (TOKENS[0], TOKENS[:1].int()):
+        assert additivity(model, tokens, layers=[0], progress=False).equals(expected)
+    small = synthetic()
+    assert torch.equal(small(SAMPLES[0]), small(SAMPLES[:1]))
+
+
+def test_one_token_again_and_again(model: Any) -> None:
+    """Keys all alike: finite where there is something to explain, and NaN elsewhere, never an error."""
+    (seen,) = tp.capture(model, torch.full((1, 10), 7), layers=[0])
+    r2 = fit_additive(seen.scores).r2
+    assert (r2.isnan() | (r2 <= 1)).all()
+
+
+def test_two_positions(model: Any) -> None:
+    """Three cells and as many free parameters: r is undefined."""
+    table = additivity(model, TOKENS[:, :2], layers=[0], progress=False)
+    assert table[["r", "r2", "r2_adjusted"]].isna().all(axis=None)
+
+
+# --- choices, names and pages -----------------------------------------------------------------------------------
+
+
+def test_layers_and_heads_in_any_form(model: Any) -> None:
+    assert len(tp.models.read_layers(model, iter([0]))) == 1
+    assert tp.read_attention(model, -1).layer == 1
+
+
+def test_no_head_matters() -> None:
+    """No deposit, and no division by zero."""
+    report = deposit(DROPS.assign(effect=0.0))
+    assert (report.layer, report.head, report.drop) == (None, None, 0.0)
+
+
+def test_a_name_that_climbs_is_only_a_name(tmp_path: Any) -> None:
+    """Whatever a model, a text or a task is called, results are in the folder given, under their hash."""
+    assert "/" not in Text.of("../../x").name
+    job = Job("../../../etc/x", "../y", "", Text.of("../../z"), "additivity", "{}")
+    places = (part_of(tmp_path, job), failure_of(tmp_path, job))
+    assert [path.parent for path in places] == [tmp_path / "parts", tmp_path / "failed"]
+    assert all(".." not in path.name for path in places)
+    for name in ("../../count", str(tmp_path / "x")):
+        with pytest.raises(ValueError, match="tasks"):
+            tp.synthetic.Preset("x", {name: GOOD["task"]}, ("rope",), {}, GOOD["preset"].training, {})
+
+
+def test_a_token_or_title_that_is_a_script_is_text() -> None:
+    assert EVIL not in str(tp.show_scores(FIT, [EVIL, *WORDS[1:]], heads=[0], title=EVIL))
+    assert "\0" not in str(tp.show_scores(FIT, ["\0", "\u202e", "🐈", *WORDS[3:]], heads=[0]))
+
+
+def test_values_of_nan_stay_blank() -> None:
+    assert tp.plot_heads(HEADS.assign(r=NAN), "r").data
