@@ -83,7 +83,13 @@ def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
             config = AutoConfig.from_pretrained(folder, **options)
             _complete(config, stated, divisors)
             model, report = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, output_loading_info=True, **options
+                folder,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                **options,
             )
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **options)  # as AutoTokenizer, in less time
             _check(model, stated, divisors, sizes, report["missing_keys"])
