@@ -21,7 +21,7 @@ from tl_posdisent.experiments.attention_scores import additivity as additivity_m
 from tl_posdisent.experiments.cost import Measured
 from tl_posdisent.models import memory
 from tl_posdisent.models.capture import Captured, for_each_layer
-from tl_posdisent.models.memory import count
+from tl_posdisent.models.operation_counts import LiveBytes
 from tl_posdisent.models.reading.forward import run
 
 pytestmark = pytest.mark.slow
@@ -103,7 +103,9 @@ def test_every_tensor_of_a_tool_is_foreseen(kind: str, name: str, tool: str) -> 
         tp.fit_attention(kept.pop().scores)
 
     for length in (100, 400, 900):
-        counted = max(count(lambda: None, lambda *_, n=length: work(zoo.random_tokens(n, 1))).live)
+        with torch.no_grad(), LiveBytes() as live:
+            work(zoo.random_tokens(length, 1))
+        counted = max(live.steps)
         needed = tp.estimate(model, length, tool=tool, available=2**60, **arguments).needed_bytes
         tensors = (needed - 2**23 - 0.4 * 2**20 * 3) / 1.05  # without the allowance for what is beside tensors
         most = (1.4 if tool == "fit_attention" else 1.2) * counted
@@ -120,26 +122,25 @@ def test_operations_are_those_of_a_brute_count(kind: str, name: str, shared_mode
         run(model, tokens, [], stop=layers)
     plan = tp.estimate(model, 80, batch=2)
     assert plan.flops == pytest.approx(counter.get_total_flops(), rel=0.01)
-    counted = count(lambda: None, lambda *_: run(model, tokens[:1], [], stop=layers))
+    with LiveBytes() as live:
+        run(model, tokens[:1], [], stop=layers)
     alone = tp.estimate(model, 80)
     beside_tool = alone.needed_bytes - alone.tool_bytes
-    assert beside_tool == pytest.approx(max(counted.live), rel=0.02 if name != "gpt_oss" else 0.3)
+    assert beside_tool == pytest.approx(max(live.steps), rel=0.02 if name != "gpt_oss" else 0.3)
 
 
 def test_live_bytes_by_hand() -> None:
     """What is made, kept and freed; views and what was there before are nothing."""
     old = torch.ones(1000)
-
-    def work(ready: torch.Tensor, now: Any) -> torch.Tensor:
+    with torch.no_grad(), LiveBytes() as live:
+        ready = old * 2
         x = ready + old[:500].repeat(2)  # 4000 bytes for the repetition, freed after the sum
         y = x.view(10, 100)[2:]
-        assert now() == 2 * 4000
+        assert live.now == 2 * 4000
         del ready
-        return y @ y.T
-
-    counted = count(lambda: old * 2, work)
-    assert max(counted.live) == 3 * 4000  # ready, repetition, sum
-    assert counted.flops == 2 * 8 * 100 * 8
+        product = y @ y.T
+    assert max(live.steps) == 3 * 4000  # ready, repetition, sum
+    assert live.now == 4000 + product.nbytes
 
 
 @pytest.mark.parametrize(("tool", "block"), [("additivity", None), ("additivity", 16), ("controlled_distance", None)])
@@ -236,7 +237,7 @@ def test_bad_arguments() -> None:
         ({"length": 1}, "length must be an integer of at least 2, got 1"),
         ({"length": 10.0}, "length must be an integer of at least 2, got 10.0"),
         ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
-        ({"tool": "forward"}, "tool must be one of additivity, controlled_distance"),
+        ({"tool": "forward"}, "tool must be 'additivity', 'controlled_distance'"),
         ({"block": 0}, "block must be a positive integer"),
         ({"block": 8, "tool": "subspace_patterns"}, "block must be None for subspace_patterns"),
         ({"available": -1}, "available must be an integer of at least 0"),

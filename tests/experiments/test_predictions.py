@@ -7,7 +7,7 @@ import torch
 
 from tl_posdisent import load_demo_model
 from tl_posdisent.experiments.causal import predictions
-from tl_posdisent.models.memory import count
+from tl_posdisent.models.operation_counts import LiveBytes
 from tl_posdisent.models.texts import read_texts
 
 
@@ -20,13 +20,12 @@ def test_losses_and_divergences(at_a_time: int, dtype: torch.dtype, monkeypatch:
     tokens = torch.randint(3, 512, (3, 25), generator=generator)
     logits, clean = (torch.randn(3, 25, 512, generator=generator).to(dtype) for _ in range(2))
     texts, log_p = read_texts(load_demo_model(), tokens, torch.ones_like(tokens)), clean.float().log_softmax(-1)
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    counted = count(lambda: None, lambda *_: found.append(predictions.compare([logits], texts, [log_p])))
-    losses, divergences = found[0]
+    with torch.no_grad(), LiveBytes() as live:
+        losses, divergences = predictions.compare([logits], texts, [log_p])
     expected = torch.nn.functional.cross_entropy(logits.float()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     assert losses.mean().item() == pytest.approx(expected.item(), rel=1e-5)
     whole = torch.nn.functional.kl_div(logits.float().log_softmax(-1), log_p, reduction="none", log_target=True)
     torch.testing.assert_close(divergences.float(), whole.sum(-1).flatten(), atol=1e-5, rtol=1e-4)
     assert len(losses) == 3 * 24
     if at_a_time <= 3 * 512 * 3:
-        assert max(counted.live) < log_p.nbytes
+        assert max(live.steps) < log_p.nbytes

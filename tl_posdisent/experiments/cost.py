@@ -5,6 +5,7 @@ Not of its time, which depends on the machine: divide the operations by the rate
 
 from __future__ import annotations
 
+import bisect
 import functools
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -15,16 +16,8 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.models.chunked_scores import check_block, check_blocks
-from tl_posdisent.models.memory import (
-    Costs,
-    Held,
-    count,
-    free_memory,
-    gigabytes,
-    measure_costs,
-    model_bytes,
-    model_devices,
-)
+from tl_posdisent.models.memory import free_memory, gigabytes, model_bytes, model_devices
+from tl_posdisent.models.operation_counts import Costs, Held, LiveBytes, measure_costs
 from tl_posdisent.models.reading.explain import probe_tokens
 from tl_posdisent.models.reading.model_reading import read_layers
 from tl_posdisent.models.reading.spec import n_layers
@@ -34,112 +27,11 @@ from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.subspaces import subspace_patterns_qk
 from tl_posdisent.rope.variance_decomposition import ANGLES_AT_ONCE, decompose
 from tl_posdisent.utils.pictures import HasTable
-from tl_posdisent.utils.validation import check_integer
-
-# From the costs of a forward pass to those of a measurement, and to the nearest measurement that fits.
-
-_BLOCKS = [2**n for n in range(10, 3, -1)]
-
-
-def memory(model: Any, costs: Costs, tool: str, length: int, batch: int, block: int | None) -> tuple[int, int, int]:
-    """Bytes of activations and of scores when the pass has most, and what the measurement adds to that."""
-    rows = length if block is None else min(block, length)
-    peak, of_scores = costs.peak(rows, length - rows)
-    kept, work, after = _of_tool(model, tool, length, batch, rows)
-    needed = kept + max(batch * peak, batch * costs.at_tool(rows, length - rows) + work, after)
-    needed += 2**23 + 0.4 * 2**20 * n_layers(model) + min(0.05 * needed, 2**24)  # beside tensors, as measured
-    return round(batch * (peak - of_scores)), round(batch * of_scores), round(needed - batch * peak)
-
-
-def _of_tool(model: Any, tool: str, length: int, batch: int, rows: int) -> tuple[float, float, float]:
-    """Bytes of a measurement's own: what it keeps of all layers, what it works on one with, and its work behind all."""
-    heads, kv = int(model.cfg.n_heads), int(getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads)
-    if tool == "additivity":
-        on_gpu = next(model.parameters()).device.type not in ("cpu", "meta")
-        coefficients = 3 * batch * heads * length * 8
-        cells = batch * heads * length * (rows if on_gpu else min(rows, 64))
-        cells = min(cells, 2**24 if on_gpu else 2**18)  # that the fit of scores converts to float64 at a time
-        return float(n_layers(model) * coefficients), float(3 * cells * 8), float(12 * coefficients)
-    if tool == "fit_attention":
-        return 0.0, _of_attention_fit(heads * batch, length), 0.0
-    d_head, dtype = int(model.cfg.d_head), next(x.dtype for x in model.parameters() if x.is_floating_point())
-    points, distances = batch * length, min(length, ANGLES_AT_ONCE // -(-d_head // 2))
-    at_once = min(points, max(1, NUMBERS_AT_ONCE // (heads * d_head)))
-    terms = torch.tensor([1, at_once, distances], dtype=torch.float64)
-    sums = 8 * (heads + kv) * d_head * (d_head + 1) if at_once < points else 0  # of the chunks before
-    return 0.0, float((_of_vectors(tool, heads, kv, d_head, dtype) @ terms).max()) + sums, 0.0
-
-
-@functools.lru_cache(maxsize=64)
-def _of_vectors(tool: str, heads: int, kv: int, d_head: int, dtype: torch.dtype) -> Float64[Tensor, "step 3"]:
-    """Bytes after each step of a measurement of one layer's queries and keys: coefficients of 1, of the number of
-    points and of that of distances. Counted on a few vectors of these widths."""
-    rotary, generator = Rotary(torch.ones(d_head // 2, dtype=torch.float64)), torch.Generator().manual_seed(0)
-
-    def live(points: int, distances: int) -> list[int]:
-        q, k = (torch.randn(points, n, d_head, generator=generator).to(dtype) for n in (heads, kv))
-
-        def work(*_: Any) -> None:
-            if tool == "subspace_patterns":
-                subspace_patterns_qk(q, k, rotary, range(distances), scale=1.0)
-            else:
-                decompose(Moments.from_qk(q, k, rotary), range(distances), scale=1.0)
-
-        return count(lambda: None, work).live
-
-    few, more_points, more_distances = (torch.tensor(live(*n)).double() for n in ((8, 8), (16, 8), (8, 16)))
-    of_points, of_distances = (more_points - few) / 8, (more_distances - few) / 8
-    return torch.stack([few - 8 * (of_points + of_distances), of_points, of_distances], -1)
-
-
-def _of_attention_fit(matrices: int, length: int) -> float:
-    """Bytes of ``fit_attention``: two copies of a block of the pattern in float64 and the block before, what the solver
-    holds, and the pattern of half of the queries, a guess: it forms those cell by cell that look at few keys."""
-    cells = matrices * length**2
-    block = min(cells, max(2**20, min(64 * length, 2**22)))
-    solved_together = min(matrices, max(1, 2**14 // length))
-    stored = min(solved_together * length**2 // 4, 2**26)
-    return 8 * (block * (3 - block / cells) + 30 * matrices * length + stored)
-
-
-def advice(model: Any, costs: Costs, tool: str, length: int, batch: int, block: int | None, free: int) -> str:
-    """Arguments with which it would fit."""
-
-    def fits(costs: Costs, length: int, batch: int, block: int | None) -> bool:
-        return sum(memory(model, costs, tool, length, batch, block)) <= free
-
-    in_blocks = costs if block is not None else _costs_of_blocks(model) if tool == "additivity" else None
-    if in_blocks is not None:
-        for smaller in (b for b in _BLOCKS if b < (block or length)):
-            if fits(in_blocks, length, batch, smaller):
-                return f"block={smaller}"
-    if batch > 1 and fits(costs, length, 1, block):
-        most = max(n for n in range(1, batch) if fits(costs, length, n, block))
-        return f"{most} text{'s' if most > 1 else ''} at a time (batch={most})"
-    if in_blocks is not None and batch > 1 and fits(in_blocks, length, 1, _BLOCKS[-1]):
-        return f"one text at a time with block={max(b for b in _BLOCKS if fits(in_blocks, length, 1, b))} (batch=1)"
-    low, high = 1, length
-    while high - low > 1:  # the longest that fits, by halving
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(costs, middle, 1, block) else (low, middle)
-    if low < 2:
-        return "a smaller model, a narrower dtype or another machine: not even two tokens fit"
-    return f"one text of at most {low} tokens (length={low}, batch=1)"
-
-
-def _costs_of_blocks(model: Any) -> Costs | None:
-    """None for a model that cannot be run in blocks."""
-    try:
-        if next(model.parameters()).device.type != "meta":  # there, nothing can be compared
-            specs = read_layers(model)
-            check_blocks(model, probe_tokens(model)[:1], specs)
-        return measure_costs(model, stop=n_layers(model), cached=True)
-    except ValueError:
-        return None
-
+from tl_posdisent.utils.validation import check_choice, check_integer
 
 Measured = Literal["additivity", "controlled_distance", "subspace_patterns", "fit_attention"]
 _HELD: dict[str, Held] = {"additivity": "nothing", "fit_attention": "layer"}
+_BLOCKS = [2**n for n in range(10, 3, -1)]
 
 
 @dataclass(frozen=True)
@@ -268,8 +160,7 @@ def estimate(
     layers = n_layers(model)
     check_integer("length", length, 2)
     check_integer("batch", batch, 1)
-    if tool not in get_args(Measured):
-        raise ValueError(f"tool must be one of {', '.join(get_args(Measured))}, got {tool!r}")
+    check_choice("tool", tool, get_args(Measured))
     if available is not None:
         check_integer("available", available, 0)
     if block is not None:
@@ -282,7 +173,7 @@ def estimate(
     free = free_memory(devices) if available is None else available
     if available is None and on_meta and free is not None:
         free = max(0, free - weights)  # the model is still to come
-    activations, scores, extra = memory(model, costs, tool, length, batch, block)
+    activations, scores, extra = _memory(model, costs, tool, length, batch, block)
     flops = costs.flops(length, length if block is None else min(block, length))
     needed = activations + scores + extra
     fits = free is None or needed <= free
@@ -298,5 +189,106 @@ def estimate(
         peak_bytes=weights + needed,
         flops=batch * flops,
         available_bytes=free,
-        advice="" if fits or free is None else advice(model, costs, tool, length, batch, block, free),
+        advice="" if fits or free is None else _advice(model, costs, tool, length, batch, block, free),
     )
+
+
+# --- from the costs of a forward pass to those of a measurement -------------------------------------------------------
+
+
+def _memory(model: Any, costs: Costs, tool: str, length: int, batch: int, block: int | None) -> tuple[int, int, int]:
+    """Bytes of activations and of scores when the pass has most, and what the measurement adds to that."""
+    rows = length if block is None else min(block, length)
+    peak, of_scores = costs.peak(rows, length - rows)
+    kept, work, after = _of_tool(model, tool, length, batch, rows)
+    needed = kept + max(batch * peak, batch * costs.at_tool(rows, length - rows) + work, after)
+    needed += 2**23 + 0.4 * 2**20 * n_layers(model) + min(0.05 * needed, 2**24)  # beside tensors, as measured
+    return round(batch * (peak - of_scores)), round(batch * of_scores), round(needed - batch * peak)
+
+
+def _of_tool(model: Any, tool: str, length: int, batch: int, rows: int) -> tuple[float, float, float]:
+    """Bytes of a measurement's own: what it keeps of all layers, what it works on one with, and its work behind all."""
+    heads, kv = int(model.cfg.n_heads), int(getattr(model.cfg, "n_key_value_heads", None) or model.cfg.n_heads)
+    if tool == "additivity":
+        on_gpu = next(model.parameters()).device.type not in ("cpu", "meta")
+        coefficients = 3 * batch * heads * length * 8
+        cells = batch * heads * length * (rows if on_gpu else min(rows, 64))
+        cells = min(cells, 2**24 if on_gpu else 2**18)  # that the fit of scores converts to float64 at a time
+        return float(n_layers(model) * coefficients), float(3 * cells * 8), float(12 * coefficients)
+    if tool == "fit_attention":
+        return 0.0, _of_attention_fit(heads * batch, length), 0.0
+    d_head, dtype = int(model.cfg.d_head), next(x.dtype for x in model.parameters() if x.is_floating_point())
+    points, distances = batch * length, min(length, ANGLES_AT_ONCE // -(-d_head // 2))
+    at_once = min(points, max(1, NUMBERS_AT_ONCE // (heads * d_head)))
+    terms = torch.tensor([1, at_once, distances], dtype=torch.float64)
+    sums = 8 * (heads + kv) * d_head * (d_head + 1) if at_once < points else 0  # of the chunks before
+    return 0.0, float((_of_vectors(tool, heads, kv, d_head, dtype) @ terms).max()) + sums, 0.0
+
+
+@functools.lru_cache(maxsize=64)
+def _of_vectors(tool: str, heads: int, kv: int, d_head: int, dtype: torch.dtype) -> Float64[Tensor, "step 3"]:
+    """Bytes after each step of a measurement of one layer's queries and keys: coefficients of 1, of the number of
+    points and of that of distances. Counted on a few vectors of these widths."""
+    rotary, generator = Rotary(torch.ones(d_head // 2, dtype=torch.float64)), torch.Generator().manual_seed(0)
+
+    def live(points: int, distances: int) -> list[int]:
+        q, k = (torch.randn(points, n, d_head, generator=generator).to(dtype) for n in (heads, kv))
+
+        with torch.no_grad(), LiveBytes() as counted:
+            if tool == "subspace_patterns":
+                subspace_patterns_qk(q, k, rotary, range(distances), scale=1.0)
+            else:
+                decompose(Moments.from_qk(q, k, rotary), range(distances), scale=1.0)
+        return counted.steps
+
+    few, more_points, more_distances = (torch.tensor(live(*n)).double() for n in ((8, 8), (16, 8), (8, 16)))
+    of_points, of_distances = (more_points - few) / 8, (more_distances - few) / 8
+    return torch.stack([few - 8 * (of_points + of_distances), of_points, of_distances], -1)
+
+
+def _of_attention_fit(matrices: int, length: int) -> float:
+    """Bytes of ``fit_attention``: two copies of a block of the pattern in float64 and the block before, what the solver
+    holds, and the pattern of half of the queries, a guess: it forms those cell by cell that look at few keys."""
+    cells = matrices * length**2
+    block = min(cells, max(2**20, min(64 * length, 2**22)))
+    solved_together = min(matrices, max(1, 2**14 // length))
+    stored = min(solved_together * length**2 // 4, 2**26)
+    return 8 * (block * (3 - block / cells) + 30 * matrices * length + stored)
+
+
+# --- the nearest measurement that fits --------------------------------------------------------------------------------
+
+
+def _advice(model: Any, costs: Costs, tool: str, length: int, batch: int, block: int | None, free: int) -> str:
+    """Arguments with which it would fit: smaller blocks, then fewer texts, then both, then a shorter text."""
+
+    def fits(costs: Costs, length: int, batch: int, block: int | None) -> bool:
+        return sum(_memory(model, costs, tool, length, batch, block)) <= free
+
+    in_blocks = costs if block is not None else _costs_of_blocks(model) if tool == "additivity" else None
+    if in_blocks is not None:
+        for smaller in _BLOCKS:
+            if smaller < (block or length) and fits(in_blocks, length, batch, smaller):
+                return f"block={smaller}"
+    for fewer in range(batch - 1, 0, -1):
+        if fits(costs, length, fewer, block):
+            return f"{fewer} text{'s' if fewer > 1 else ''} at a time (batch={fewer})"
+    if in_blocks is not None and batch > 1:
+        for smaller in _BLOCKS:
+            if fits(in_blocks, length, 1, smaller):
+                return f"one text at a time with block={smaller} (batch=1)"
+    longest = 1 + bisect.bisect(range(2, length), False, key=lambda n: not fits(costs, n, 1, block))
+    if longest < 2:
+        return "a smaller model, a narrower dtype or another machine: not even two tokens fit"
+    return f"one text of at most {longest} tokens (length={longest}, batch=1)"
+
+
+def _costs_of_blocks(model: Any) -> Costs | None:
+    """None for a model that cannot be run in blocks."""
+    try:
+        if next(model.parameters()).device.type != "meta":  # there, nothing can be compared
+            specs = read_layers(model)
+            check_blocks(model, probe_tokens(model)[:1], specs)
+        return measure_costs(model, stop=n_layers(model), cached=True)
+    except ValueError:
+        return None

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -27,7 +27,7 @@ from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive
 from tl_posdisent.hooks.substitute_attention import substitute_attention
 from tl_posdisent.models.capture import capture
-from tl_posdisent.models.chunked_scores import empty_cache
+from tl_posdisent.models.chunked_scores import empty_cache, with_mask
 from tl_posdisent.models.partial_forward import forwards
 from tl_posdisent.models.reading.forward import Hook, device_of, evaluating, padding_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
@@ -326,8 +326,8 @@ def _head_patching(trial: Trial) -> Iterator[Law]:
     layer = trial.reading.attention[-1].layer
     other = Trial(trial.reading, trial.tokens.flip(1))
     z, pattern = trial.held(layer, ("hook_z", "hook_pattern"))
-    patch_z = (f"blocks.{layer}.attn.hook_z", partial(_set_head, trial.head, 2, z))
-    for activation, hooks in (("z", [patch_z]), ("pattern", _attend(trial, layer, pattern))):
+    patch_z: list[Hook] = [(f"blocks.{layer}.attn.hook_z", partial(_set_head, trial.head, 2, z))]
+    for activation, hooks in (("z", patch_z), ("pattern", _attend(trial, layer, pattern))):
         options = _one_head(trial, layer) | {"activation": activation}
         table = head_patching(trial.reading, trial.tokens, other.tokens, _metric, **options)
         yield f"{activation} of another text, put in by hand", _gap(table["value"][0], other.metric(hooks))
@@ -484,9 +484,7 @@ def _token_by_token(trial: Trial, hooks: list[Hook]) -> Tensor:
     n = trial.tokens.shape[1] // 2
     cache, parts = empty_cache(trial.reading.model, trial.tokens), []
     for part in (trial.tokens[:, :n], *trial.tokens[:, n:].split(1, 1)):
-        if "past_kv_cache" in cache:  # or HookedTransformer asks a tokenizer what padding is
-            cache["attention_mask"] = torch.ones_like(part)
-        parts.append(Trial(trial.reading, part).logits(hooks, **cache))
+        parts.append(Trial(trial.reading, part).logits(hooks, **with_mask(cache, part)))
     return torch.cat(parts, 1)
 
 
@@ -528,9 +526,10 @@ def _attend(trial: Trial, layer: int, pattern: Tensor) -> list[Hook]:
         v = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
         by_head = z.flatten(2).unflatten(2, (pattern.shape[1], -1)).clone()
         by_head[:, :, trial.head] = torch.einsum("bij,bjd->bid", pattern[:, trial.head], v[:, :, trial.head])
-        return by_head.reshape(z.shape)
+        result: Tensor = by_head.reshape(z.shape)
+        return result
 
-    return [(f"{attention}.hook_v", partial(_keep, seen, "v")), (f"{attention}.hook_z", cast(Any, gather))]
+    return [(f"{attention}.hook_v", partial(_keep, seen, "v")), (f"{attention}.hook_z", gather)]
 
 
 TOOLS: dict[str, Callable[[Trial], Iterator[Law]]] = {

@@ -65,9 +65,7 @@ def _run_blocks(model: Any, tokens: Tensor, specs: list[AttentionSpec], block: i
     for first in range(0, tokens.shape[1], block):
         hooks = [_listener(spec, first, rows) for spec in specs]
         part = tokens[:, first : first + block]
-        if "past_kv_cache" in cache:  # or HookedTransformer would ask a tokenizer what padding is
-            cache["attention_mask"] = torch.ones_like(part)
-        run(model, part, hooks, stop=stop, **cache)
+        run(model, part, hooks, stop=stop, **with_mask(cache, part))
 
 
 def _listener(spec: AttentionSpec, first: int, rows: Rows) -> Hook:
@@ -133,3 +131,8 @@ def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
 
         return {"past_kv_cache": Cache.init_cache(model.cfg, tokens.device, len(tokens))}
     raise ValueError(f"block must be None: {type(model).__name__} takes no cache of keys and values")
+
+
+def with_mask(cache: dict[str, Any], part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
+    """Arguments of the pass over a part of a text without padding: HookedTransformer would ask a tokenizer for it."""
+    return cache | {"attention_mask": torch.ones_like(part)} if "past_kv_cache" in cache else cache

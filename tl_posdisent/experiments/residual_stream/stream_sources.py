@@ -111,7 +111,8 @@ class _Output:
     @property
     def weight(self) -> Float64[Tensor, "head d_head d_model"]:
         """W_O; converted when used, so that the layers' weights are not held twice."""
-        return self.attention.W_O.detach().double()
+        weight: Tensor = self.attention.W_O
+        return weight.detach().double()
 
     @property
     def bias(self) -> Float64[Tensor, "d_model"]:
@@ -178,7 +179,8 @@ def _add(model: Any, batch: Batch, layers: Sequence[_LayerSums]) -> Float64[Tens
         names = [_hook(number, short) for short in _ADDED]
 
         def reduce(after: Tensor, hook: Any, sums: _LayerSums = sums, names: list[str] = names) -> None:
-            sums.add(batch.weights, *(seen.pop(name) for name in names), after)
+            before, z, added, mlp = (seen.pop(name) for name in names)
+            sums.add(batch.weights, before, z, added, mlp, after)
 
         hooks += [*(keep(name, seen) for name in names), (_hook(number, "hook_resid_post"), reduce)]
     run(model, batch.tokens, hooks, stop=max(len(layers), 1))
