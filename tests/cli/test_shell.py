@@ -44,6 +44,14 @@ def test_in_a_pipe(tmp_path: Path) -> None:
     assert out.exists()
 
 
+def test_without_progress_only_results_are_printed() -> None:
+    """The bars of other libraries are turned off too."""
+    with program("fit", "--length", "16", "--layers", "0", "--control", "0", "--no-progress") as running:
+        stdout, stderr = running.communicate()
+    assert (running.returncode, stderr) == (0, b"")
+    assert b"mean r" in stdout
+
+
 def test_interrupted() -> None:
     with program("perturb", "--length", "64", "--seeds", "100000") as running:
         assert running.stderr

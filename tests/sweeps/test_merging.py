@@ -55,7 +55,7 @@ def test_each_setting_is_merged_by_itself(swept: pd.DataFrame) -> None:
         pd.testing.assert_frame_equal(shown, direct, check_exact=False, rtol=tight, atol=tight)
     assert len(merged) == 3 * 8
     with pytest.raises(
-        ValueError, match="of one model, checkpoint and setting, got 3 that differ in arguments, dtype, b"
+        ValueError, match="of one model, checkpoint and setting, got 3 that differ in arguments, dtype, sinks"
     ):
         merge_moments(swept)
     one = swept[(swept["sinks"] == 32) & (swept["dtype"] == "float32")]
@@ -96,7 +96,7 @@ def test_a_job_that_is_there_twice_is_refused(swept: pd.DataFrame, tmp_path: Pat
 def test_pooled_fits_of_texts_of_several_lengths_are_refused() -> None:
     model = load_demo_model()
     parts = [marginals_by_layer(model, demo_tokens(length=n), layers=[0], progress=False) for n in (30, 40)]
-    with pytest.raises(ValueError, match="texts must have one length to be pooled"):
+    with pytest.raises(ValueError, match="texts must have one length in layer 0 to be merged, got 30, 40"):
         merge_additivity(pd.concat(parts))
 
 

@@ -127,7 +127,7 @@ REFUSED: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: jobs(folder, "additivity", WORDS), r"checkpoint must be one of \[20, 100\]"),
     (lambda folder: jobs(folder, "additivity", WORDS, checkpoints=[3]), r"checkpoint must be one of \[20, 100\]"),
     (lambda folder: jobs(folder, "additivity", WORDS, checkpoints=["best"]), r"checkpoint must be one of \[20, 100\]"),
-    (lambda folder: checkpoint_steps(folder / "out"), "folder must hold checkpoints"),
+    (lambda folder: checkpoint_steps(folder / "out"), "folder must have checkpoints"),
 ]
 
 

@@ -27,8 +27,10 @@ from tl_posdisent.utils.validation import check_seed, is_integer
 BOS = "<|endoftext|>"
 
 
-def _file(name: str) -> bytes:
-    """The content of a file of this package, wherever and however the package is installed."""
+def _file(name: str, folder: Path | None = None) -> bytes:
+    """The content of a file in a folder, if it is there, or else of this package's own."""
+    if folder is not None and (folder / name).is_file():
+        return (folder / name).read_bytes()
     return (resources.files("tl_posdisent.demo") / name).read_bytes()
 
 
@@ -41,8 +43,9 @@ def demo_text() -> str:
     return _file("text.txt").decode("utf-8")
 
 
-def demo_tokenizer() -> PreTrainedTokenizerFast:
-    """Load the byte-level BPE tokenizer of the demo model: 1024 tokens, any text round-trips.
+def demo_tokenizer(*, folder: Path | None = None) -> PreTrainedTokenizerFast:
+    """Load the byte-level BPE tokenizer of the demo model (1024 tokens, any text round-trips), or that of a training in
+    ``folder``.
 
     Encoding puts ``<|endoftext|>`` (token 0) first unless ``add_special_tokens=False``, and is configured so for
     TransformerLens.
@@ -51,7 +54,7 @@ def demo_tokenizer() -> PreTrainedTokenizerFast:
     'the people'
     """
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_file("tokenizer.json").decode("utf-8")),
+        tokenizer_object=Tokenizer.from_str(_file("tokenizer.json", folder).decode("utf-8")),
         bos_token=BOS,
         eos_token=BOS,
         pad_token=BOS,
@@ -86,12 +89,14 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
     return torch.tensor([ids[:length]], device=check_device(device))
 
 
-def demo_hf_model(*, trained: bool = True, seed: int = 0) -> PreTrainedModel:
+def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | None = None) -> PreTrainedModel:
     """Load the demo model as a plain Hugging Face model, float32, on the CPU, in evaluation mode.
 
     Args:
         trained: False gives the same architecture with random weights, the baseline of measurements.
         seed: of the random initialisation; the global random state is left as it was.
+        checkpoint: weights of ``examples/train_demo_model.py``, with their ``config.json`` beside them or the demo
+            model's.
 
     >>> sum(p.numel() for p in demo_hf_model().parameters())
     1038720
@@ -99,18 +104,23 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0) -> PreTrainedModel:
     # Not above: its code takes a quarter of a second to import, and most who import the package never need it.
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig.from_dict(json.loads(_file("config.json")))
+    config = LlamaConfig.from_dict(json.loads(_file("config.json", checkpoint and checkpoint.parent)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
-    if trained:
+    if checkpoint is not None:
+        load_weights(model, checkpoint)
+    elif trained:
         _put_weights(model, load(_file("weights.safetensors")))
     return model.eval()
 
 
 def load_weights(model: PreTrainedModel, path: str | Path) -> None:
     """Read a checkpoint of ``examples/train_demo_model.py`` into a model of the same architecture."""
-    _put_weights(model, load_file(path))
+    try:
+        _put_weights(model, load_file(path))
+    except (RuntimeError, KeyError) as error:
+        raise ValueError(f"path must have weights of the demo model's architecture, got {path}: {error}") from error
 
 
 def _put_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
@@ -125,6 +135,7 @@ def load_demo_model(
     trained: bool = True,
     seed: int = 0,
     device: str | torch.device | None = None,
+    checkpoint: Path | None = None,
 ) -> TransformerLensModel:
     """Load the demo model in TransformerLens, with its tokenizer: 5 layers, 8 query heads on 4 key heads, RoPE.
 
@@ -134,6 +145,8 @@ def load_demo_model(
         trained: False gives the same architecture at random initialisation.
         seed: of the random initialisation.
         device: where the model goes; the CPU by default.
+        checkpoint: weights of ``examples/train_demo_model.py``, with ``config.json`` and ``tokenizer.json`` beside them
+            or the demo model's.
 
     Returns:
         A model in evaluation mode, float32, weights unprocessed. Token ids ``(batch, pos)`` or a text in,
@@ -150,12 +163,13 @@ def load_demo_model(
     check_backend(backend)
     check_device(device)
     check_seed(seed)
-    hf_model = demo_hf_model(trained=trained, seed=seed)
+    hf_model = demo_hf_model(trained=trained, seed=seed, checkpoint=checkpoint)
+    tokenizer = demo_tokenizer(folder=checkpoint and checkpoint.parent)
     if device is not None:
         hf_model.to(device)
     hooked = backend == "hooked" or (backend == "auto" and has_hooked())
     # Building a TransformerLens model draws random numbers that are then overwritten
     with torch.random.fork_rng(devices=[]):
         if hooked:
-            return hooked_from_hf(hf_model, tokenizer=demo_tokenizer())
-        return bridge_from_hf(hf_model, tokenizer=demo_tokenizer())
+            return hooked_from_hf(hf_model, tokenizer=tokenizer)
+        return bridge_from_hf(hf_model, tokenizer=tokenizer)

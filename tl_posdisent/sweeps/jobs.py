@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tl_posdisent.models.loading.load import Backend, check_backend
-from tl_posdisent.utils.validation import check_seed
+from tl_posdisent.utils.validation import check_seeds
 
 from .model_sources import Checkpoint, checkpoint_steps, dtype_of, named, step_of
-from .registry import canonical, check_call, experiment_named, takes_seed
+from .registry import canonical, check_call, takes_seed
 from .text_sources import Text
 
 RESULTS = "0.2"  # version of the package whose results these are: later ones may compute something else
@@ -56,13 +57,10 @@ class Job:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over everything that decides the result. Files count by their content and not by their place, so the
-        hash is the same on every machine."""
-        what = {
-            name: getattr(self, name) for name in ("checkpoint", "weights", "experiment", "seed", "backend", "dtype")
-        }
-        what |= {"model": "" if self.weights else self.model, "text": self.text.described(), "results": RESULTS}
-        what["arguments"] = json.loads(self.arguments)
+        """SHA-256 of everything that decides the result. A file counts by its content, not its path, so the hash is the
+        same on every machine."""
+        what = self.to_dict() | {"model": "" if self.weights else self.model, "text": self.text.described()}
+        what |= {"arguments": json.loads(self.arguments), "results": RESULTS}
         return hashlib.sha256(canonical(what).encode("utf-8")).hexdigest()
 
     @property
@@ -73,9 +71,9 @@ class Job:
     def columns(self) -> dict[str, Any]:
         """Columns that name the job in a table: ``model``, ``checkpoint``, ``step``, ``text``, ``seed``,
         ``experiment``, ``arguments``, ``backend``, ``dtype``, ``job``."""
+        given = {name: getattr(self, name) for name in ("seed", "experiment", "arguments", "backend", "dtype")}
         place = {"model": self.model, "checkpoint": self.checkpoint, "step": step_of(self.checkpoint)}
-        what = {"text": self.text.name, "seed": self.seed, "experiment": self.experiment, "arguments": self.arguments}
-        return place | what | {"backend": self.backend, "dtype": self.dtype, "job": self.hash}
+        return place | {"text": self.text.name} | given | {"job": self.hash}
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -88,7 +86,7 @@ def jobs(
     texts: Source | Sequence[Source],
     *,
     checkpoints: Literal["all"] | Iterable[int | str] | None = None,
-    seeds: Iterable[int] | None = None,
+    seeds: int | Iterable[int] | None = None,
     backend: Backend = "auto",
     dtype: str = "float32",
 ) -> list[Job]:
@@ -104,7 +102,8 @@ def jobs(
         texts: each ``"demo"``, words, a ``Path`` of a UTF-8 file, or a ``Text`` (stretches of any of these).
         checkpoints: steps of the trainings in the folders ``models``, or ``"all"`` of them; for names, revisions of
             which an integer ``n`` means ``"stepn"``, as Pythia has it. None: the models as they are.
-        seeds: for experiments that take ``seed`` or ``seeds``; others run once. None for their default.
+        seeds: for experiments that take ``seed`` or ``seeds``: how many (0, 1, 2 …), or a list of which. None for
+            their default. Other experiments run once.
         backend: as in ``load_model``.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
 
@@ -123,22 +122,17 @@ def jobs(
     dtype_of(dtype)
     asked = [_experiment(x) for x in ([experiments] if isinstance(experiments, str | tuple) else experiments)]
     read = [x if isinstance(x, Text) else Text.of(x) for x in _listed(texts)]
-    drawn = None if seeds is None else list(seeds)
-    for seed in drawn or []:
-        check_seed(seed)
-    if drawn is not None and not any(takes_seed(experiment_named(name)) for name, _ in asked):
+    drawn = None if seeds is None else check_seeds(seeds)
+    if drawn is not None and not any(takes_seed(name) for name, _ in asked):
         raise ValueError(
             f"seeds must be None, as none of {', '.join(name for name, _ in asked)} takes one, got {drawn}"
         )
+    places = [named(place, at) for place in _listed(models) for at in _checkpoints(place, checkpoints)]
     found = []
-    for model in _listed(models):
-        for checkpoint in _checkpoints(model, checkpoints):
-            place = named(model, checkpoint)
-            for text in read:
-                for name, arguments in asked:
-                    for one in drawn if drawn is not None and takes_seed(experiment_named(name)) else [None]:
-                        check_call(name, arguments, one)
-                        found.append(Job(*place, text, name, canonical(arguments), one, backend, dtype))
+    for (model, checkpoint, weights), text, (name, arguments) in itertools.product(places, read, asked):
+        for seed in drawn if drawn is not None and takes_seed(name) else [None]:
+            check_call(name, arguments, seed)
+            found.append(Job(model, checkpoint, weights, text, name, canonical(arguments), seed, backend, dtype))
     if not found:
         raise ValueError("models, experiments, texts, checkpoints and seeds must name one or more each, got none")
     return list(dict.fromkeys(found))
@@ -158,6 +152,4 @@ def _listed(given: Any) -> list[Any]:
 def _checkpoints(model: str | Path, asked: Literal["all"] | Iterable[int | str] | None) -> list[Checkpoint]:
     if asked is None:
         return [None]
-    if asked == "all":
-        return list(checkpoint_steps(model))
-    return [asked] if isinstance(asked, str) else list(asked)
+    return list(checkpoint_steps(model)) if asked == "all" else _listed(asked)

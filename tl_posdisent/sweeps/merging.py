@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -27,25 +27,28 @@ from tl_posdisent.rope.covariance import Spread, total
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
+from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.validation import shown
 
+Group: TypeAlias = tuple[dict[str, Any], pd.DataFrame]
 _MODEL = ("model", "checkpoint", "step")
 _SETTINGS = ("experiment", "seed", "arguments", "backend", "dtype", "sinks")
 
+_ONCE = {"marginals_by_layer": ["layer", "batch", "head"], "moments_by_layer": ["layer", "side", "head"]}
+"""Columns of which a job has each combination once."""
 
-def by_setting(table: pd.DataFrame, one: list[str]) -> list[tuple[dict[str, Any], pd.DataFrame]]:
-    """Groups of rows that may be added up: of one model, checkpoint and setting, in the order of the table.
 
-    Args:
-        table: rows of a sweep, or of direct calls, which have no columns for these.
-        one: columns of which a job has each combination once.
-
-    Returns:
-        Pairs of what names the group (model and checkpoint, and settings of which the table has several) and its rows.
+def _by_setting(table: pd.DataFrame, experiment: str, measured: str) -> list[Group]:
+    """The rows of an experiment, recognised by a column that others lack, in groups that may be added: of one model,
+    checkpoint and setting. Each with what names it: model and checkpoint, and settings of which there are several.
 
     Raises:
-        ValueError: rows of the same job twice.
+        ValueError: another table; rows of the same job twice.
     """
-    if "job" in table and (again := table.duplicated(["job", *one]) & table["job"].notna()).any():
+    if not {*_ONCE[experiment], measured} <= set(table.columns) or not table[measured].notna().any():
+        raise ValueError(f"table must be what {experiment} returns, got columns {list(table.columns)}")
+    table = table[table[measured].notna()]
+    if "job" in table and (again := table.duplicated(["job", *_ONCE[experiment]]) & table["job"].notna()).any():
         raise ValueError(f"table must have each job once, got job {table.loc[again, 'job'].iloc[0][:12]}… twice")
     names = [name for name in (*_MODEL, *_SETTINGS) if name in table]
     if not names:
@@ -53,6 +56,31 @@ def by_setting(table: pd.DataFrame, one: list[str]) -> list[tuple[dict[str, Any]
     kept = [name for name in names if name in _MODEL or len(table[name].unique()) > 1]
     found = table.groupby(names, sort=False, dropna=False)
     return [({name: rows[name].iloc[0] for name in kept}, rows) for _, rows in found]
+
+
+def _merged(groups: list[Group], merge: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
+    """One table of what ``merge`` makes of each layer's rows in each group, whose names come first."""
+    tables = []
+    for front, of_setting in groups:
+        for layer, rows in of_setting.groupby("layer", sort=False):
+            found = merge(rows)
+            tables.append(pd.concat([pd.DataFrame([front | {"layer": layer}] * len(found)), found], axis=1))
+    return pd.concat(tables, ignore_index=True)
+
+
+def _shared(rows: pd.DataFrame, *names: str) -> list[Any]:
+    """The values of columns that must be the same in all rows of a layer."""
+    first = rows.iloc[0]
+    for name in names:
+        if not all(np.array_equal(value, first[name]) for value in rows[name]):
+            values = ", ".join(dict.fromkeys(map(shown, rows[name])))
+            raise ValueError(f"texts must have one {name} in layer {first['layer']} to be merged, got {values}")
+    return [first[name] for name in names]
+
+
+def _stacked(rows: pd.DataFrame, name: str, *shape: int) -> Float64[Tensor, "..."]:
+    """A column of numbers or of arrays as one tensor."""
+    return torch.from_numpy(np.stack(rows[name].to_list()).astype(np.float64)).view(*shape)
 
 
 # Marginal sums of scores
@@ -97,25 +125,25 @@ def marginals_by_layer(
                 bar.update()
 
             for_each_scores(reading.model, group.tokens, specs, measured)
-    order = {spec.layer: n for n, spec in enumerate(specs)}
     table = pd.concat(tables, ignore_index=True)
-    by_layer = table.assign(order=table["layer"].map(order)).sort_values(["order", "batch"], kind="stable")
-    return reading.note(by_layer.drop(columns="order").reset_index(drop=True))
+    return reading.note(table.sort_values(["layer", "batch"], kind="stable", ignore_index=True))
 
 
+@torch.no_grad()
 def _marginals(spec: AttentionSpec, scores: Float[Tensor, "batch head query key"], group: TextGroup) -> pd.DataFrame:
     """One layer's rows of texts of equal length."""
-    causal, window = spec.causal, spec.window
-    cells = make_cells(scores.shape, "causal" if causal else "full", window, device=scores.device)
-    with torch.no_grad():
-        read = read_marginals(scores, cells)
-    rows = [
-        (spec.layer, int(group.rows[text]), head, read.pivot[text, head].item(), read.squares[text, head].item(), sums)
-        for text, heads in enumerate(read.sums.cpu().numpy())
-        for head, sums in enumerate(heads)
-    ]
-    table = pd.DataFrame(rows, columns=["layer", "batch", "head", "pivot", "squares", "sums"])
-    return table.assign(length=scores.shape[-1], causal=causal, window=window or 0)
+    cells = make_cells(scores.shape, "causal" if spec.causal else "full", spec.window, device=scores.device)
+    read = read_marginals(scores, cells)
+    table = pd.DataFrame({"layer": spec.layer, **index_columns(read.pivot.shape)})
+    return table.assign(
+        batch=table["batch"].map(dict(enumerate(group.rows.tolist()))),
+        pivot=read.pivot.flatten().cpu().numpy(),
+        squares=read.squares.flatten().cpu().numpy(),
+        sums=[*read.sums.flatten(0, 1).cpu().numpy()],
+        length=scores.shape[-1],
+        causal=spec.causal,
+        window=spec.window or 0,
+    )
 
 
 def merge_additivity(table: pd.DataFrame, part: TablePart = "summary") -> pd.DataFrame:
@@ -144,41 +172,23 @@ def merge_additivity(table: pd.DataFrame, part: TablePart = "summary") -> pd.Dat
         >>> bool((merge_additivity(parts) - whole).abs().max().max() < 1e-9)
         True
     """
-    whole = {"layer", "head", "pivot", "squares", "sums", "causal", "window"} <= set(table.columns)
-    if not whole or not table["sums"].notna().any():
-        raise ValueError(f"table must be what marginals_by_layer returns, got columns {list(table.columns)}")
-    merged = []
-    for front, of_model in by_setting(table[table["sums"].notna()], ["layer", "batch", "head"]):
-        for layer, rows in of_model.groupby("layer", sort=False):
-            fit = _pooled(rows, layer).to_frame(part)
-            fit.insert(list(fit.columns).index("head"), "layer", layer)
-            merged.append(pd.concat([pd.DataFrame([front] * len(fit)), fit], axis=1))
-    return pd.concat(merged, ignore_index=True)
+    return _merged(_by_setting(table, "marginals_by_layer", "sums"), lambda rows: _pooled(rows).to_frame(part))
 
 
-def _pooled(rows: pd.DataFrame, layer: Any) -> AdditiveFit:
+def _pooled(rows: pd.DataFrame) -> AdditiveFit:
     """One layer's fit of all its texts: as many as there are rows for each head."""
-    for name in ("length", "causal", "window"):
-        if len(values := rows[name].unique()) > 1:
-            raise ValueError(f"texts must have one {name} to be pooled, got {values.tolist()} in layer {layer}")
-    length, heads = int(rows["length"].iloc[0]), rows["head"].nunique()
+    length, causal, window = _shared(rows, "length", "causal", "window")
+    heads = rows["head"].nunique()
     rows = rows.assign(text=rows.groupby("head").cumcount()).sort_values(["text", "head"], kind="stable")
     texts, left = divmod(len(rows), heads)
     if left:
-        raise ValueError(f"every text must have all {heads} heads of layer {layer}, got {len(rows)} rows")
-    window = int(rows["window"].iloc[0]) or None
-    cells = make_cells((length, length), "causal" if bool(rows["causal"].iloc[0]) else "full", window)
-
-    def stacked(name: str, *shape: int) -> Tensor:
-        return torch.from_numpy(np.stack(rows[name].to_list()).astype(np.float64)).view(texts, heads, *shape)
-
-    read = Marginals(stacked("pivot"), stacked("sums", -1), stacked("squares"))
-    return fit_marginals(read, cells, pool=True)
+        raise ValueError(f"texts must have all {heads} heads of layer {rows['layer'].iloc[0]}, got {len(rows)} rows")
+    cells = make_cells((int(length), int(length)), "causal" if causal else "full", int(window) or None)
+    pivot, squares = (_stacked(rows, name, texts, heads) for name in ("pivot", "squares"))
+    return fit_marginals(Marginals(pivot, _stacked(rows, "sums", texts, heads, -1), squares), cells, pool=True)
 
 
 # Moments of queries and keys
-
-_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
 
 def moments_by_layer(
@@ -217,7 +227,7 @@ def moments_by_layer(
     texts = read_texts(reading.model, tokens, attention_mask)
 
     def rows(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
-        return _rows(functools.reduce(operator.add, parts), spec, texts.longest)
+        return _moments(spec, functools.reduce(operator.add, parts)).assign(length=texts.longest)
 
     table = measure_layers(
         reading.model,
@@ -229,6 +239,23 @@ def moments_by_layer(
         progress=progress,
     )
     return reading.note(table.assign(sinks=sinks))
+
+
+def _moments(spec: AttentionSpec, moments: Moments) -> pd.DataFrame:
+    """One layer's rows."""
+    rows = [
+        (side, head, spread.count, mean.numpy(), cov.flatten().numpy())
+        for side, spread in (("query", moments.query), ("key", moments.key))
+        for head, (mean, cov) in enumerate(zip(spread.mean.cpu(), spread.cov.cpu(), strict=True))
+    ]
+    r = spec.require_rotary("moments_by_layer")
+    return pd.DataFrame(rows, columns=["side", "head", "count", "mean", "cov"]).assign(
+        scale=spec.require_scale(),
+        frequencies=pd.Series([r.frequencies.double().cpu().numpy()] * len(rows)),
+        pairing=r.pairing,
+        attention_factor=float(r.attention_factor),
+        angle_dtype=str(r.angle_dtype),
+    )
 
 
 def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
@@ -249,15 +276,15 @@ def merge_moments(table: pd.DataFrame) -> dict[int, Moments]:
         >>> merge_moments(table)[4].query.count
         64.0
     """
-    table = _checked(table)
-    groups = by_setting(table, ["layer", "side", "head"])
+    groups = _by_setting(table, "moments_by_layer", "cov")
     if len(groups) != 1:
         differ = [name for name in groups[0][0] if len({str(front[name]) for front, _ in groups}) > 1]
         raise ValueError(
             f"table must be of one model, checkpoint and setting, got {len(groups)} that differ in "
             f"{', '.join(differ)}: choose the rows of one of them"
         )
-    return {int(rows["layer"].iloc[0]): _merged(rows) for _, rows in table.groupby("layer", sort=False)}
+    by_layer = groups[0][1].groupby("layer", sort=False)
+    return {int(rows["layer"].iloc[0]): _total(rows) for _, rows in by_layer}
 
 
 def merge_controlled_distance(table: pd.DataFrame, distances: Numbers | None = None) -> pd.DataFrame:
@@ -268,9 +295,8 @@ def merge_controlled_distance(table: pd.DataFrame, distances: Numbers | None = N
         distances: as in ``controlled_distance``; by default ``0 … length - 1``, if all texts are of one length.
 
     Returns:
-        The columns of ``controlled_distance``, with ``model``, ``checkpoint`` and ``step`` in front if the table has
-        them, and settings (such as ``arguments`` and ``sinks``) of which it has several: texts are added up within
-        each. The figures are those of one process that reads everything, to rounding.
+        The columns of ``controlled_distance`` behind those that ``merge_additivity`` puts in front, with the same
+        figures as one process that reads all texts, to rounding.
 
     Raises:
         ValueError: another table; a job twice; texts of several lengths and no distances; layers that rotate
@@ -286,63 +312,29 @@ def merge_controlled_distance(table: pd.DataFrame, distances: Numbers | None = N
         >>> bool((merge_controlled_distance(parts) - whole).abs().max().max() < 1e-9)
         True
     """
-    table = _checked(table)
-    merged = []
-    for front, of_model in by_setting(table, ["layer", "side", "head"]):
-        for layer, rows in of_model.groupby("layer", sort=False):
-            lengths = rows["length"].unique()
-            if distances is None and len(lengths) > 1:
-                raise ValueError(f"distances must be given for texts of several lengths, got {sorted(lengths)}")
-            if len(scales := rows["scale"].unique()) > 1:
-                raise ValueError(f"table must have one scale per layer, got {scales.tolist()} in layer {layer}")
-            at = range(int(lengths[0])) if distances is None else distances
-            shares = decompose(_merged(rows), at, scale=float(rows["scale"].iloc[0])).to_frame()
-            shares.insert(0, "layer", layer)
-            merged.append(pd.concat([pd.DataFrame([front] * len(shares)), shares], axis=1))
-    return pd.concat(merged, ignore_index=True)
+
+    def merge(rows: pd.DataFrame) -> pd.DataFrame:
+        lengths = rows["length"].unique()
+        if distances is None and len(lengths) > 1:
+            raise ValueError(f"distances must be given for texts of several lengths, got {sorted(lengths)}")
+        (scale,) = _shared(rows, "scale")
+        at = range(int(lengths[0])) if distances is None else distances
+        return decompose(_total(rows), at, scale=float(scale)).to_frame()
+
+    return _merged(_by_setting(table, "moments_by_layer", "cov"), merge)
 
 
-def _rows(moments: Moments, spec: AttentionSpec, length: int) -> pd.DataFrame:
-    rows = []
-    for side, spread in (("query", moments.query), ("key", moments.key)):
-        for head, (mean, cov) in enumerate(zip(spread.mean.cpu(), spread.cov.cpu(), strict=True)):
-            rows.append((side, head, spread.count, mean.numpy(), cov.flatten().numpy()))
-    table = pd.DataFrame(rows, columns=["side", "head", "count", "mean", "cov"])
-    r = spec.require_rotary("moments_by_layer")
-    table["scale"], table["length"] = spec.require_scale(), length
-    table["frequencies"] = pd.Series([r.frequencies.double().cpu().numpy()] * len(table))
-    return table.assign(pairing=r.pairing, attention_factor=float(r.attention_factor), angle_dtype=str(r.angle_dtype))
-
-
-def _merged(rows: pd.DataFrame) -> Moments:
-    """Of one layer: as many parts as there are rows for each head."""
-    sides = {}
-    for side, of_side in rows.groupby("side"):
-        numbered = of_side.assign(part=of_side.groupby("head").cumcount())
-        sides[side] = total(_spread(part) for _, part in numbered.sort_values("head", kind="stable").groupby("part"))
-    return Moments(sides["query"], sides["key"], _rotary(rows))
+def _total(rows: pd.DataFrame) -> Moments:
+    """The moments of all texts of one layer: as many as there are rows for each head."""
+    names = ("frequencies", "pairing", "attention_factor", "angle_dtype")
+    frequencies, pairing, factor, angle_dtype = _shared(rows, *names)
+    angles = getattr(torch, angle_dtype.removeprefix("torch."))
+    rotary = Rotary(torch.tensor(frequencies, dtype=torch.float64), pairing, float(factor), angles)
+    rows = rows.assign(text=rows.groupby(["side", "head"]).cumcount()).sort_values("head", kind="stable")
+    query, key = (rows[rows["side"] == side].groupby("text") for side in ("query", "key"))
+    return Moments(total(_spread(text) for _, text in query), total(_spread(text) for _, text in key), rotary)
 
 
 def _spread(rows: pd.DataFrame) -> Spread:
-    mean = torch.from_numpy(np.stack(rows["mean"].to_list()))
-    cov = torch.from_numpy(np.stack(rows["cov"].to_list()))
-    return Spread(float(rows["count"].iloc[0]), mean, cov.view(*mean.shape, mean.shape[-1]))
-
-
-def _rotary(rows: pd.DataFrame) -> Rotary:
-    first = rows.iloc[0]
-    for name in ("pairing", "attention_factor", "angle_dtype"):
-        if len(values := rows[name].unique()) > 1:
-            raise ValueError(f"texts must have the same {name} in layer {first['layer']}, got {values.tolist()}")
-    if any(not np.array_equal(x, first["frequencies"]) for x in rows["frequencies"]):
-        raise ValueError(f"texts must have the same frequencies in layer {first['layer']}: compare models one by one")
-    frequencies = torch.tensor(np.asarray(first["frequencies"]), dtype=torch.float64)
-    return Rotary(frequencies, first["pairing"], float(first["attention_factor"]), _DTYPES[first["angle_dtype"]])
-
-
-def _checked(table: pd.DataFrame) -> pd.DataFrame:
-    """Its rows of moments; a sweep may have asked for other things too."""
-    whole = {"layer", "side", "head", "count", "mean", "cov", "frequencies"} <= set(table.columns)
-    if not whole or not table["cov"].notna().any():
-        raise ValueError(f"table must be what moments_by_layer returns, got columns {list(table.columns)}")
-    return table[table["cov"].notna()]
+    mean = _stacked(rows, "mean", len(rows), -1)
+    return Spread(float(rows["count"].iloc[0]), mean, _stacked(rows, "cov", *mean.shape, mean.shape[-1]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from importlib import resources
 from pathlib import Path
@@ -12,20 +11,11 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tl_posdisent.demo.demo_model import BOS, demo_hf_model, demo_tokenizer, load_demo_model, load_weights
-from tl_posdisent.models.loading.load import (
-    Backend,
-    bridge_from_hf,
-    check_backend,
-    has_hooked,
-    hooked_from_hf,
-    load_model,
-)
+from tl_posdisent.demo.demo_model import load_demo_model
+from tl_posdisent.models.loading.load import Backend, check_backend, load_model
 from tl_posdisent.synthetic.training.checkpoints import load_checkpoint
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_choice, is_integer
 
 Checkpoint = int | str | None
 _STEP = re.compile(r"(?:step|checkpoint)[-_]?(\d+)(?:\.safetensors)?")
@@ -51,9 +41,8 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
         ...     checkpoint_steps(folder)
         [0, 20, 100]
     """
-    found = _steps(Path(folder))
-    if not found:
-        raise ValueError(f"folder must hold checkpoints (step-000100.safetensors, checkpoint-100/), got {folder}")
+    if not (found := _steps(Path(folder))):
+        raise ValueError(f"folder must have checkpoints (step-000100.safetensors, checkpoint-100/), got {folder}")
     return sorted(found)
 
 
@@ -86,14 +75,14 @@ def step_of(checkpoint: Checkpoint) -> int | None:
 
 
 def place(model: Path, checkpoint: Checkpoint) -> Path:
-    """The file or folder that holds the weights."""
+    """The file or folder of the weights."""
+    steps = _steps(model)
     if checkpoint is None:
-        if model.is_dir() and _steps(model) and not (model / "config.json").is_file():
-            raise ValueError(f"checkpoint must be one of {sorted(_steps(model))} for {model}, got None")
-        return model
-    at = _steps(model).get(checkpoint) if isinstance(checkpoint, int) else model / checkpoint
+        at = None if steps and not (model / "config.json").is_file() else model
+    else:
+        at = steps.get(checkpoint) if isinstance(checkpoint, int) else model / checkpoint
     if at is None or not at.exists():
-        raise ValueError(f"checkpoint must be one of {sorted(_steps(model))} for {model}, got {checkpoint!r}")
+        raise ValueError(f"checkpoint must be one of {sorted(steps)} for {model}, got {checkpoint!r}")
     return at
 
 
@@ -103,20 +92,17 @@ def fingerprint(at: Path) -> str:
     weights = [at] if at.is_file() else sorted(at.glob("*.safetensors"))
     whole = hashlib.sha256()
     for file in [*weights, *(folder / name for name in _READ if (folder / name).is_file())]:
-        name, content = "weights" if file == at else file.name, hashlib.sha256()
         with file.open("rb") as opened:
-            while block := opened.read(2**22):
-                content.update(block)
-        whole.update(f"{name}:{content.hexdigest()};".encode())
+            content = hashlib.file_digest(opened, "sha256").hexdigest()
+        whole.update(f"{'weights' if file == at else file.name}:{content};".encode())
     return whole.hexdigest()
 
 
 def load(name: str, checkpoint: Checkpoint, weights: str, *, backend: Backend, dtype: str, device: str | None) -> Any:
-    """The model of a job. Names alone may ask a network; no code that comes with a model is run.
+    """The model of a job. Only names may use a network; no code that comes with a model is run.
 
     Raises:
-        ValueError: weights that have changed since the job was made; what ``load_model`` and ``load_checkpoint``
-            refuse.
+        ValueError: weights that have changed since the job was made, and those that cannot be loaded.
     """
     check_backend(backend)
     kind = dtype_of(dtype)
@@ -125,21 +111,18 @@ def load(name: str, checkpoint: Checkpoint, weights: str, *, backend: Backend, d
     if named(name if name == "demo" else Path(name), checkpoint)[2] != weights:
         raise ValueError(f"the weights of {name} (checkpoint {checkpoint}) have changed since this job was made")
     at = None if name == "demo" else place(Path(name), checkpoint)
-    if at is not None and at.is_dir():
+    if at is not None and at.suffix != ".safetensors":
         return load_model(at, backend=backend, dtype=kind, device=device)
-    if at is None:
-        model = load_demo_model(backend=backend, device=device)
-    elif _is_synthetic(at):
-        model = load_checkpoint(at, device=device or "cpu")
+    if at is not None and _is_synthetic(at):
+        model: Any = load_checkpoint(at, device=device or "cpu")
     else:
-        model = _in_lens(*_of_demo_training(at), backend, device)
+        model = load_demo_model(backend=backend, device=device, checkpoint=at)
     return model if kind == torch.float32 else model.to(kind)
 
 
 def dtype_of(name: str) -> torch.dtype:
     """By its name."""
-    if name not in _DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {name!r}")
+    check_choice("dtype", name, _DTYPES)
     return _DTYPES[name]
 
 
@@ -161,19 +144,6 @@ def _of_hub(name: str, revision: Checkpoint, backend: Backend, dtype: torch.dtyp
         raise ValueError(f"cannot load revision {revision} of {name} (its weights as safetensors): {error}") from error
 
 
-def _in_lens(hf_model: Any, tokenizer: Any, backend: Backend, device: str | None) -> Any:
-    """As ``load_model`` does with a folder."""
-    if device is not None:
-        hf_model.to(device)
-    if backend == "hooked" or (backend == "auto" and has_hooked()):
-        try:
-            return hooked_from_hf(hf_model, tokenizer=tokenizer)
-        except ValueError:
-            if backend == "hooked":
-                raise
-    return bridge_from_hf(hf_model, tokenizer=tokenizer)
-
-
 def _is_synthetic(at: Path) -> bool:
     """Whether ``save_checkpoint`` wrote it, which keeps notes beside the weights."""
     try:
@@ -181,31 +151,3 @@ def _is_synthetic(at: Path) -> bool:
             return "notes" in (file.metadata() or {})
     except (SafetensorError, OSError) as error:
         raise ValueError(f"model must be a whole safetensors file, but {at} cannot be read: {error}") from error
-
-
-def _of_demo_training(at: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """A checkpoint of ``examples/train_demo_model.py``, with the configuration and tokenizer beside it or the
-    demo model's own."""
-    # Not above: this code takes a quarter of a second to import, and most who import the package never need it.
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config, tokens = at.with_name("config.json"), at.with_name("tokenizer.json")
-    hf_model, tokenizer = demo_hf_model(trained=False), demo_tokenizer()
-    if config.is_file():
-        with torch.random.fork_rng(devices=[]):
-            hf_model = LlamaForCausalLM(LlamaConfig.from_dict(json.loads(config.read_text(encoding="utf-8"))))
-    if tokens.is_file():
-        same = {name: getattr(tokenizer, name) for name in ("name_or_path", "clean_up_tokenization_spaces")}
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_file(str(tokens)),
-            bos_token=BOS,
-            eos_token=BOS,
-            pad_token=BOS,
-            add_bos_token=True,
-            **same,
-        )
-    try:
-        load_weights(hf_model, at)
-    except (RuntimeError, KeyError) as error:
-        raise ValueError(f"{at} does not hold weights of the demo model's architecture: {error}") from error
-    return hf_model.eval(), tokenizer

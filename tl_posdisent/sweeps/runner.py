@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from pathlib import Path
 from typing import Any
@@ -18,28 +18,28 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from tl_posdisent.sweeps.jobs import Job
-from tl_posdisent.sweeps.model_sources import load
-from tl_posdisent.sweeps.registry import ask
-from tl_posdisent.sweeps.storage import (
+from tl_posdisent.utils.files import locked
+from tl_posdisent.utils.validation import check_integer
+
+from .jobs import Job
+from .model_sources import load
+from .registry import run_experiment
+from .storage import (
     failure_of,
     joined,
     part_of,
     prepare,
     read_part,
+    unfinished,
     with_columns,
     write_failure,
     write_part,
 )
-from tl_posdisent.utils.files import locked
-from tl_posdisent.utils.validation import check_integer
 
-# A worker runs one job after the other, one model at a time, and writes each result to disk before the next begins.
-
-# A worker keeps the last model for the jobs of the next call, and no more than one. Hooks belong to a model and random
-# numbers to a process, so threads of one process take turns.
+# A worker runs one job after the other and writes each result to disk before the next begins. It keeps one model, for
+# further jobs and calls. Hooks belong to a model and random numbers to a process, so threads of a process take turns.
 _kept: dict[Any, Any] = {}
-_turn = threading.Lock()
+_turn = threading.RLock()
 
 
 def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
@@ -54,34 +54,31 @@ def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
                 continue
             try:
                 model = _model(job, device)
-                table = ask(job.experiment, model, job.text.tokens(model), json.loads(job.arguments), job.seed)
+                tokens, arguments = job.text.tokens(model), json.loads(job.arguments)
+                table = run_experiment(job.experiment, model, tokens, arguments, job.seed)
             except Exception as error:
                 write_failure(Path(out), job, error)
             else:
                 write_part(Path(out), job, table)
 
 
-def forget() -> None:
-    """Let the kept model go, and give its memory back."""
-    with _turn:
-        _clear()
-
-
 def _model(job: Job, device: str | None) -> Any:
     key = (*job.loads, device)
     if key not in _kept:
-        _clear()  # first, or there would be two for a while
+        forget()  # first, or there would be two for a while
         name, checkpoint, weights, backend, dtype = job.loads
         _kept[key] = load(name, checkpoint, weights, backend=backend, dtype=dtype, device=device)  # type: ignore[arg-type]
     return _kept[key]
 
 
-def _clear() -> None:
-    if _kept:
-        _kept.clear()
-        gc.collect()  # modules and their hooks know each other in circles
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+def forget() -> None:
+    """Release the kept model and its memory."""
+    with _turn:
+        if _kept:
+            _kept.clear()
+            gc.collect()  # modules and their hooks refer to each other in circles
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
 _PIECES = 64  # calls to an executor, about: few enough to keep models, many enough for all workers
@@ -149,19 +146,20 @@ def sweep(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out must be a folder, or a path where one can be made, got the file {folder}")
     different = list({job.hash: job for job in listed}.values())
-    todo = [job for job in different if not _settled(folder, job, failed_too=not retry)]
-    if todo:
+    if unfinished(folder, different, retry):
         with locked(folder, "out", "sweep"):
             prepare(folder)
-            todo = [job for job in todo if not _settled(folder, job, failed_too=not retry)]  # one may just have ended
-            _forgive(folder, todo)
-            todo.sort(key=_order(todo))  # those of one model together
-            done = len(different) - len(todo)
-            with tqdm(total=len(different), initial=done, desc="jobs", disable=not progress) as bar:
+            todo = unfinished(folder, different, retry)  # again: another sweep may just have ended
+            for job in todo:  # or old errors and damaged parts would be taken for new ones
+                part_of(folder, job).unlink(missing_ok=True)
+                failure_of(folder, job).unlink(missing_ok=True)
+            with tqdm(
+                total=len(different), initial=len(different) - len(todo), desc="jobs", disable=not progress
+            ) as bar:
                 if executor is None:
-                    _here(todo, folder, device, bar)
+                    _here(_by_model(todo), folder, device, bar)
                 else:
-                    _elsewhere(list(_chunks(todo, chunk)), folder, device, executor, bar)
+                    _elsewhere(_chunks(_by_model(todo), chunk), folder, device, executor, bar)
     return _table(listed, folder)
 
 
@@ -173,35 +171,25 @@ def _checked(jobs: Iterable[Job]) -> list[Job]:
     return listed
 
 
-def _settled(out: Path, job: Job, *, failed_too: bool = True) -> bool:
-    return (failed_too and failure_of(out, job).is_file()) or read_part(out, job) is not None
-
-
-def _forgive(out: Path, todo: list[Job]) -> None:
-    """Old reasons and damaged parts would be taken for new ones."""
+def _by_model(todo: list[Job]) -> list[list[Job]]:
+    models: dict[Any, list[Job]] = {}
     for job in todo:
-        part_of(out, job).unlink(missing_ok=True)
-        failure_of(out, job).unlink(missing_ok=True)
+        models.setdefault(job.loads, []).append(job)
+    return list(models.values())
 
 
-def _order(todo: list[Job]) -> Any:
-    numbers: dict[Any, int] = {}
-    for job in todo:
-        numbers.setdefault(job.loads, len(numbers))
-    return lambda job: numbers[job.loads]
-
-
-def _chunks(todo: list[Job], size: int | None) -> Iterator[list[Job]]:
+def _chunks(models: list[list[Job]], size: int | None) -> list[list[Job]]:
     """Never of two models."""
-    models = [list(group) for _, group in itertools.groupby(todo, key=lambda job: job.loads)]
+    found = []
     for group in models:
         step = size or math.ceil(len(group) / math.ceil(_PIECES / len(models)))
-        yield from (group[n : n + step] for n in range(0, len(group), step))
+        found += [group[n : n + step] for n in range(0, len(group), step)]
+    return found
 
 
-def _here(todo: list[Job], out: Path, device: str | None, bar: Any) -> None:
+def _here(models: list[list[Job]], out: Path, device: str | None, bar: Any) -> None:
     try:
-        for job in todo:
+        for job in itertools.chain(*models):
             run_jobs([job], os.fspath(out), device)
             bar.update()
     finally:
@@ -234,7 +222,7 @@ def _left_of(chunk: list[Job], error: BaseException | None, out: Path) -> list[J
     """What of a chunk is still to be done after a call came back."""
     if isinstance(error, BrokenExecutor | OSError) or not isinstance(error, Exception | None):
         raise error  # no more workers, no more disk, or Ctrl-C that reached a worker first
-    left = [job for job in chunk if not _settled(out, job)]
+    left = unfinished(out, chunk)
     if error is None and left:
         raise RuntimeError(
             f"workers say that they are done, but {part_of(out, left[0])} is not here: out must be a folder that this "

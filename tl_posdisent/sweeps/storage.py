@@ -19,6 +19,7 @@ from tl_posdisent.utils.files import remove_unfinished, whole_file
 from .jobs import Job
 
 _KEY = b"tl_posdisent"
+_FAILURE = ["job", "model", "checkpoint", "text", "experiment", "arguments", "seed", "error", "message", "traceback"]
 
 
 def failures(out: str | Path) -> pd.DataFrame:
@@ -44,18 +45,17 @@ def failures(out: str | Path) -> pd.DataFrame:
     """
     if not Path(out).is_dir():
         raise ValueError(f"out must be the folder of a sweep, got {out}")
-    names = ["job", "model", "checkpoint", "text", "experiment", "arguments", "seed", "error", "message", "traceback"]
     rows = []
     for path in sorted(Path(out, "failed").glob("*.json")):
         try:
             row = json.loads(path.read_bytes())
-            rows.append([row[name] for name in names])
+            rows.append([row[name] for name in _FAILURE])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"out must be the folder of a sweep, but {path} in it is damaged ({type(error).__name__}: {error}); "
                 "delete that file, and sweep(..., retry=True) does its job again"
             ) from error
-    return pd.DataFrame(rows, columns=names)
+    return pd.DataFrame(rows, columns=_FAILURE)
 
 
 def prepare(out: Path) -> None:
@@ -72,13 +72,18 @@ def prepare(out: Path) -> None:
 
 
 def part_of(out: Path, job: Job) -> Path:
-    """Where the job's table is, or will be."""
+    """The path of the job's table."""
     return Path(out, "parts", f"{job.hash}.parquet")
 
 
 def failure_of(out: Path, job: Job) -> Path:
-    """Where it is said why the job failed."""
+    """The path of the error of a failed job."""
     return Path(out, "failed", f"{job.hash}.json")
+
+
+def unfinished(out: Path, jobs: list[Job], retry: bool = False) -> list[Job]:
+    """Jobs without a whole table and (unless ``retry``) without an error."""
+    return [job for job in jobs if (retry or not failure_of(out, job).is_file()) and read_part(out, job) is None]
 
 
 def read_part(out: Path, job: Job) -> pd.DataFrame | None:

@@ -1,4 +1,4 @@
-"""What is read: which words, cut into how many stretches of how many tokens."""
+"""Texts of a sweep: words, and the stretches of so many tokens that they are cut into."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.demo.demo_model import demo_text
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.validation import check_integer, shown
 
 Kind = Literal["demo", "file", "words", "ids"]
 
@@ -29,9 +29,9 @@ class Text:
         source: the file's path, the words, or the ids as JSON.
         sha256: of the content; a file that has changed since is refused.
         length: tokens per stretch, the beginning-of-text token included; None for the whole text.
-        count: how many stretches.
-        first: which stretch is the first, from 0.
-        stride: tokens from one stretch to the next; by default they touch and do not overlap.
+        count: number of stretches.
+        first: index of the first stretch, from 0.
+        stride: tokens from one stretch to the next; by default they are adjacent and do not overlap.
 
     Example:
         >>> from tl_posdisent.sweeps import Text
@@ -48,6 +48,15 @@ class Text:
     first: int = 0
     stride: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, least in (("length", 2), ("count", 1), ("first", 0), ("stride", 1)):
+            if (value := getattr(self, name)) is not None:
+                check_integer(name, value, least)
+        if self.length is None and (self.count, self.first, self.stride) != (1, 0, None):
+            raise ValueError("length must be given with count, first or stride, got None")
+        if self.kind == "ids" and self.length is not None:
+            raise ValueError(f"length must be None for token ids, which are not cut, got {self.length}")
+
     @classmethod
     def of(
         cls,
@@ -58,23 +67,21 @@ class Text:
         first: int = 0,
         stride: int | None = None,
     ) -> Text:
-        """Look at a text and remember what it is.
+        """Describe a text by its content.
 
         Args:
             source: ``"demo"``, a ``Path`` of a UTF-8 file, the words themselves, or token ids ``(pos,)`` or
-                ``(batch, pos)`` as lists, which are taken as they are (for models without a tokenizer).
-            length, count, first, stride: see above.
+                ``(batch, pos)`` as lists, which are not cut (for models without a tokenizer).
+            length, count, first, stride: see ``Text``.
 
         Raises:
-            ValueError: a file that cannot be read; no words; words that are the name of a file; ids that are no
+            ValueError: a file that cannot be read; no words; words that are the name of a file; ids that are not
                 integers or are to be cut; numbers out of range.
         """
         kind, kept, content = _content(source)
         if not content.strip():
             raise ValueError(f"text must have words, got none in {source!r}")
-        text = cls(kind, kept, hashlib.sha256(content.encode("utf-8")).hexdigest(), length, count, first, stride)
-        text._check()
-        return text
+        return cls(kind, kept, _sha256(content), length, count, first, stride)
 
     def split(self, parts: int) -> list[Text]:
         """The same stretches in so many texts (fewer if there are fewer stretches), for as many jobs.
@@ -90,55 +97,39 @@ class Text:
     def name(self) -> str:
         """Short, for tables: the file's name (or what stands for it), the stretches and their length."""
         short = {"demo": "demo", "file": Path(self.source).name}.get(self.kind, f"{self.kind}-{self.sha256[:8]}")
-        cut = "" if self.length is None else f"[{self.first}:{self.first + self.count}]×{self.length}"
-        return short + cut + ("" if self.stride is None else f"+{self.stride}")
+        stretches = "" if self.length is None else f"[{self.first}:{self.first + self.count}]×{self.length}"
+        return short + stretches + ("" if self.stride is None else f"+{self.stride}")
 
     def __repr__(self) -> str:
         return f"Text {self.name}"
 
     def described(self) -> dict[str, Any]:
-        """What makes it this text, wherever the file lies."""
-        cut = {name: getattr(self, name) for name in ("length", "count", "first", "stride")}
-        return {"ids": self.kind == "ids", "sha256": self.sha256, **cut}
+        """What identifies the text, independent of the file's path."""
+        stretches = {name: getattr(self, name) for name in ("length", "count", "first", "stride")}
+        return {"ids": self.kind == "ids", "sha256": self.sha256, **stretches}
 
     def tokens(self, model: Any) -> Int[Tensor, "batch pos"]:
         """The stretches as the model's own tokens, each with its beginning-of-text token if it has one.
 
         Raises:
-            ValueError: a file that is gone or has changed; a model without a tokenizer; a text that is too short.
+            ValueError: a file that is missing or has changed; a model without a tokenizer; a text that is too short.
         """
-        content = self.source if self.kind == "ids" else self._words()
         if self.kind == "ids":
-            return torch.tensor(json.loads(content))
+            return torch.tensor(json.loads(self.source))
+        words = self.source
+        if self.kind != "words":
+            words = demo_text() if self.kind == "demo" else _read(Path(self.source))
+        if _sha256(words) != self.sha256:
+            raise ValueError(f"the text {self.source} has changed since this job was made: make the jobs anew")
         if getattr(model, "tokenizer", None) is None:
             raise ValueError("the model has no tokenizer, so it cannot read words: give token ids as the text")
-        return cut(model, content, self.length, self.count, self.first, self.stride)
-
-    def _words(self) -> str:
-        if self.kind == "words":
-            return self.source
-        content = demo_text() if self.kind == "demo" else _read(Path(self.source))
-        if hashlib.sha256(content.encode("utf-8")).hexdigest() != self.sha256:
-            raise ValueError(f"the text {self.source} has changed since this job was made: make the jobs anew")
-        return content
-
-    def _check(self) -> None:
-        if self.length is None and (self.count, self.first, self.stride) != (1, 0, None):
-            raise ValueError("length must be given with count, first or stride, got None")
-        if self.kind == "ids" and self.length is not None:
-            raise ValueError(f"length must be None for token ids, which are taken as they are, got {self.length}")
-        if self.length is not None:
-            check_integer("length", self.length, 2)
-        if self.stride is not None:
-            check_integer("stride", self.stride, 1)
-        check_integer("count", self.count, 1)
-        check_integer("first", self.first, 0)
+        return cut(model, words, self.length, self.count, self.first, self.stride)
 
 
 def cut(
     model: Any, words: str, length: int | None, count: int = 1, first: int = 0, stride: int | None = None
 ) -> Int[Tensor, "batch pos"]:
-    """``count`` stretches of ``length`` tokens (None: all of the text as one), each after the model's
+    """``count`` stretches of ``length`` tokens (None: the whole text as one), each after the model's
     beginning-of-text token, if it has one. ``first`` and ``stride`` as in ``Text``.
 
     Raises:
@@ -160,22 +151,28 @@ def cut(
     return torch.cat([begin.to(ids).expand(count, -1), torch.stack(rows)], 1)
 
 
+def _sha256(content: str) -> str:
+    return hashlib.sha256(content.encode("utf-8")).hexdigest()
+
+
 def _content(source: Any) -> tuple[Kind, str, str]:
     """Kind, what is kept of the source, and what is hashed."""
     if isinstance(source, Path):
         return "file", str(source.resolve()), _read(source)
-    if source == "demo":
-        return "demo", "demo", demo_text()
     if isinstance(source, str):
+        if source == "demo":
+            return "demo", "demo", demo_text()
         if len(source) < 1024 and "\n" not in source and Path(source).is_file():
             raise ValueError(f"text must be words or a Path, got the name of a file: write Path({source!r})")
         return "words", source, source
     try:
         ids = torch.as_tensor(source)
     except (TypeError, ValueError, RuntimeError):
-        ids = None
-    if ids is None or ids.dtype != torch.int64 or ids.ndim not in (1, 2) or ids.numel() == 0:
-        raise ValueError(f'text must be "demo", a Path, words, or token ids (pos,) or (batch, pos), got {source!r}')
+        ids = torch.empty(0)
+    if ids.dtype != torch.int64 or ids.ndim not in (1, 2) or ids.numel() == 0:
+        raise ValueError(
+            f'text must be "demo", a Path, words, or token ids (pos,) or (batch, pos), got {shown(source)}'
+        )
     rows = json.dumps((ids if ids.ndim == 2 else ids[None]).tolist())
     return "ids", rows, rows
 
