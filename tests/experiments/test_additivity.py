@@ -155,7 +155,8 @@ def test_random_control(kind: str, name: str) -> None:
     with torch.no_grad():
         plain = model(TOKENS)
     states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    first, again, other = random_control(model, [3, 3, 4])
+    first, other = random_control(model, [3, 4])
+    (again,) = random_control(model, [3])
     after = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     assert torch.equal(states[0], after[0])
     assert states[1:] == after[1:]
@@ -279,9 +280,9 @@ def test_refusals(options: dict[str, Any], message: str, shared_model: Any) -> N
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("seeds", [[], [-1], [1.5], ["0"], "01", [True], 1.5, None])
+@pytest.mark.parametrize("seeds", [[], [-1], [1.5], ["0"], "01", [True], 1.5, None, [3, 3]])
 def test_seeds_that_are_none(seeds: Any, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match="seeds must be non-negative integers, at least one, got"):
+    with pytest.raises(ValueError, match=r"seeds? must "):
         random_control(shared_model("bridge", "llama-gqa"), seeds)
     with pytest.raises(ValueError, match="model must be a HookedTransformer"):
         random_control(torch.nn.Linear(2, 2))

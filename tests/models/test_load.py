@@ -158,7 +158,7 @@ def test_a_wrong_slow_frequency_is_refused_even_where_logits_hide_it(monkeypatch
     """With these weights positions hardly reach the logits, so only the rotary tables can tell."""
     hf_model = llama(initializer_range=1e-3, **LLAMAS["llama3"])
     hooked_from_hf(hf_model)  # right, hence accepted
-    monkeypatch.setattr(conversion, "_rope_scaling", lambda rope, model: {})
+    monkeypatch.setattr(conversion, "_llama_fields", lambda model, rope: {"use_NTK_by_parts_rope": False})
     with pytest.raises(ValueError, match="rotary frequencies differ"):
         hooked_from_hf(hf_model)
 

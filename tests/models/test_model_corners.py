@@ -122,7 +122,7 @@ def test_refusals_say_what_is_needed(llama: Any, tmp_path: Path) -> None:
             lambda: tp.load_model(tmp_path, dtype=torch.int64),
             "dtype must be a floating point torch.dtype or None",
         ),
-        (lambda: check_device("cuda:99"), "device must be there, got 'cuda:99', and torch sees"),
+        (lambda: check_device("cuda:99"), "device must be there, got 'cuda:99': "),
     ]
     for call, message in refused:
         with pytest.raises(ValueError, match=message):

@@ -13,15 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tl_posdisent.models.loading.load import (
-    Backend,
-    TransformerLensModel,
-    bridge_from_hf,
-    check_backend,
-    check_device,
-    has_hooked,
-    hooked_from_hf,
-)
+from tl_posdisent.models.loading.load import Backend, TransformerLensModel, as_backend, check_backend, check_device
 from tl_posdisent.utils.validation import check_seed, is_integer
 
 BOS = "<|endoftext|>"
@@ -167,9 +159,6 @@ def load_demo_model(
     tokenizer = demo_tokenizer(folder=checkpoint and checkpoint.parent)
     if device is not None:
         hf_model.to(device)
-    hooked = backend == "hooked" or (backend == "auto" and has_hooked())
     # Building a TransformerLens model draws random numbers that are then overwritten
     with torch.random.fork_rng(devices=[]):
-        if hooked:
-            return hooked_from_hf(hf_model, tokenizer=tokenizer)
-        return bridge_from_hf(hf_model, tokenizer=tokenizer)
+        return as_backend(hf_model, tokenizer, backend)

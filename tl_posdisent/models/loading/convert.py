@@ -96,29 +96,25 @@ def check_same_logits(
         )
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    """The rotary parameters; empty where there are none, or where they differ between layers."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return dict(rope) if "rope_theta" in rope else {}
-
-
-def _rope_scaling(rope: dict[str, Any], hf_model: PreTrainedModel) -> dict[str, Any]:
-    """HookedTransformerConfig fields for the frequency scalings that HookedTransformer has."""
-    kind = rope.get("rope_type", "default")
+def _llama_fields(hf_model: PreTrainedModel, rope: dict[str, Any]) -> dict[str, Any]:
+    """Configuration fields that TransformerLens's own reading of a Llama ignores: head size and scaled frequencies."""
+    config, kind = hf_model.config, rope.get("rope_type", "default")
+    d_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    fields = {"d_head": d_head, "rotary_dim": d_head, "attn_scale": d_head**0.5}
     if kind == "linear":
-        return {"rotary_scaling_factor": rope["factor"]}
-    if kind == "llama3":
-        return {
+        fields["rotary_scaling_factor"] = rope["factor"]
+    elif kind == "llama3":
+        fields |= {
             "use_NTK_by_parts_rope": True,
             "NTK_by_parts_factor": rope["factor"],
             "NTK_by_parts_low_freq_factor": rope["low_freq_factor"],
             "NTK_by_parts_high_freq_factor": rope["high_freq_factor"],
             "NTK_original_ctx_len": rope["original_max_position_embeddings"],
         }
-    if kind == "yarn":
+    elif kind == "yarn":
         # The factor that multiplies cos and sin is often implied; the model knows what it works with.
         scaling = next((m.attention_scaling for m in hf_model.modules() if hasattr(m, "attention_scaling")), 1.0)
-        return {
+        fields |= {
             "use_yarn_rope": True,
             "yarn_factor": rope["factor"],
             "yarn_attention_factor": scaling,
@@ -126,71 +122,34 @@ def _rope_scaling(rope: dict[str, Any], hf_model: PreTrainedModel) -> dict[str, 
             "yarn_beta_slow": rope.get("beta_slow") or 1.0,
             "yarn_truncate": rope.get("truncate", True),
             "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings")
-            or hf_model.config.max_position_embeddings,
+            or config.max_position_embeddings,
         }
-    return {}
-
-
-def _llama_config(hf_model: PreTrainedModel) -> HookedTransformerConfig:
-    """Written out by hand, because TransformerLens' own reading ignores ``head_dim`` and yarn."""
-    from transformer_lens import HookedTransformerConfig
-
-    c = hf_model.config
-    rope = _rope(c)
-    d_head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    grouped = c.num_key_value_heads != c.num_attention_heads
-    return HookedTransformerConfig(
-        d_model=c.hidden_size,
-        d_head=d_head,
-        n_heads=c.num_attention_heads,
-        n_key_value_heads=c.num_key_value_heads if grouped else None,
-        d_mlp=c.intermediate_size,
-        n_layers=c.num_hidden_layers,
-        n_ctx=c.max_position_embeddings,
-        eps=c.rms_norm_eps,
-        d_vocab=c.vocab_size,
-        act_fn=c.hidden_act,
-        normalization_type="RMS",
-        positional_embedding_type="rotary",
-        rotary_adjacent_pairs=False,
-        rotary_dim=d_head,
-        rotary_base=rope["rope_theta"],
-        final_rms=True,
-        gated_mlp=True,
-        original_architecture="LlamaForCausalLM",
-        init_weights=False,
-        device=str(next(hf_model.parameters()).device),
-        dtype=next(hf_model.parameters()).dtype,
-        **_rope_scaling(rope, hf_model),
-    )
+    return fields
 
 
 def _converted(hf_model: PreTrainedModel) -> tuple[HookedTransformerConfig, dict[str, Tensor]]:
     """Configuration and state dict for any architecture that TransformerLens converts."""
     from transformer_lens import loading_from_pretrained as loading
-    from transformer_lens.pretrained.weight_conversions.llama import convert_llama_weights
 
-    if type(hf_model).__name__ == "LlamaForCausalLM":
-        config = _llama_config(hf_model)
-        return config, convert_llama_weights(hf_model, config)
+    name, parameter = type(hf_model).__name__, next(hf_model.parameters())
     # TransformerLens reads the architecture from a directory (the configuration is enough), unless the path
     # contains one of two words, which it takes for the name of the model.
     with tempfile.TemporaryDirectory(prefix="posdisent-") as folder:
         if any(word in folder.lower() for word in ("llama", "gemma")):
             raise ValueError(f"the path of the temporary directory must not name a model: {folder}")
-        hf_config = copy.deepcopy(hf_model.config).to_dict()
-        hf_config["architectures"] = [type(hf_model).__name__]
+        hf_config = copy.deepcopy(hf_model.config).to_dict() | {"architectures": [name]}
         if "n_positions" in hf_config:  # of GPT-2, where TransformerLens looks for the older name
             hf_config.setdefault("n_ctx", hf_config["n_positions"])
         (Path(folder) / "config.json").write_text(json.dumps(hf_config, default=str))
-        parameter = next(hf_model.parameters())
         config = loading.get_pretrained_model_config(
             folder, hf_cfg=hf_config, fold_ln=False, device=str(parameter.device), dtype=parameter.dtype
         )
         config.tokenizer_name = None
-        rope = _rope(hf_model.config)
-        if config.positional_embedding_type == "rotary" and rope:
+        rope = getattr(hf_model.config, "rope_parameters", None) or {}  # nested where layers differ
+        if config.positional_embedding_type == "rotary" and "rope_theta" in rope:
             config.rotary_base = rope["rope_theta"]  # not read for every architecture
+        for field, value in _llama_fields(hf_model, rope).items() if name == "LlamaForCausalLM" else ():
+            setattr(config, field, value)
         return config, loading.get_pretrained_state_dict(folder, config, hf_model=hf_model, dtype=parameter.dtype)
 
 

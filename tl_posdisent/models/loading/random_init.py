@@ -12,12 +12,12 @@ from tl_posdisent.models.loading.load import bridge_from_hf
 from tl_posdisent.models.reading.attributes import table_slots
 from tl_posdisent.models.reading.forward import device_of
 from tl_posdisent.models.reading.spec import n_layers
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_seeds
 
 _STD = 0.02  # Hugging Face's usual initializer_range, so that both model classes start alike
 
 
-def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
+def random_control(model: Any, seeds: int | Iterable[int] = 1) -> Iterator[Any]:
     """Yield copies of a model with new random weights, one per seed, one in memory at a time.
 
     Compare every figure of a trained model with this baseline. A TransformerBridge is rebuilt with the initialisation
@@ -26,13 +26,13 @@ def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
 
     Args:
         model: HookedTransformer, TransformerBridge or alike; read, not changed.
-        seeds: one integer per copy; the global random state is left as it was.
+        seeds: how many copies (seeds 0, 1 …), or a list of seeds; the global random state is left as it was.
 
     Yields:
         A model of the same class, device and dtype, in evaluation mode.
 
     Raises:
-        ValueError: seeds that are not integers, or none; a model that is not TransformerLens's.
+        ValueError: seeds that are not integers, repeated, or none; a model that is not TransformerLens's.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, random_control
@@ -43,10 +43,7 @@ def random_control(model: Any, seeds: Iterable[int] = (0,)) -> Iterator[Any]:
         True
     """
     n_layers(model)
-    seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
-    if not seeds or any(not is_integer(s) or not 0 <= s < 2**63 for s in seeds):
-        raise ValueError(f"seeds must be non-negative integers, at least one, got {seeds} (and below 2**63)")
-    return (_reinitialised(model, seed) for seed in seeds)
+    return (_reinitialised(model, seed) for seed in check_seeds(seeds))
 
 
 def _reinitialised(model: Any, seed: int) -> Any:
