@@ -14,7 +14,6 @@ import torch
 
 from tl_posdisent import ablate_heads
 from tl_posdisent.synthetic import (
-    IndexLookup,
     Preset,
     SyntheticConfig,
     SyntheticModel,
@@ -194,13 +193,6 @@ def test_drops_of_some_heads_another_way() -> None:
     with model.hooks(fwd_hooks=ablate_heads(model, [(1, 0)], mode="resample", seed=4)):
         logits = model(tokens)
     assert drops["value"][0] == pytest.approx((logits.argmax(-1) == labels).double().mean().item(), abs=0.0051)
-
-
-def test_lookups_too() -> None:
-    task = IndexLookup()
-    tokens, labels = task.batch(20)
-    model = untrained(task)
-    assert head_drops(model, tokens, labels, progress=False)["baseline"][0] == evaluate(model, tokens, labels)[1]
 
 
 # --- a study ----------------------------------------------------------------------------------------------------

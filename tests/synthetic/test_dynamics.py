@@ -253,14 +253,6 @@ def test_dynamics_are_the_measures_of_every_checkpoint(run: TrainRun) -> None:
     assert margins["amplification"][1::2].isna().all()  # no layer follows
 
 
-def test_long_texts_are_whole() -> None:
-    for task in preset("small").tasks.values():
-        tokens = long_texts(task, 8)
-        assert bool((tokens != 0).all())
-        assert len(tokens) == 8
-        assert tokens.shape[1] > 28
-
-
 def test_a_model_with_nan_is_noticed_and_left_alone() -> None:
     model = model_of()
     with torch.no_grad():

@@ -197,7 +197,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: deposit(DROPS, better="more"), "better must be 'higher' or 'lower', got 'more'"),  # type: ignore[arg-type]
     (lambda: deposit(DROPS, measure="nats"), "measure must be 'metric' or 'loss', got 'nats'"),  # type: ignore[arg-type]
     (lambda: deposit(DROPS, measure="loss"), "drops must have the column 'loss_baseline'"),
-    (lambda: deposit(DROPS, sufficient=[1]), "sufficient must hold results of sufficient_heads, got int"),  # type: ignore[list-item]
+    (lambda: deposit(DROPS, sufficient=[1]), "sufficient must be of type SufficientHeads, got int"),  # type: ignore[list-item]
     (lambda: deposit_spread([]), "reports must have one report or more, got none"),
     (lambda: head_drops(model(), *SAMPLES, layers=[2]), "layers"),
     (

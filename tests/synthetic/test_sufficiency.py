@@ -177,26 +177,6 @@ def test_redundant_heads_are_not_necessary_and_one_of_each_is_in_the_set(trained
     assert found.none < 0.6
 
 
-def test_an_exact_spare_is_removed() -> None:
-    """Two heads of one layer of which either alone gives the same answer (their keys and outputs are equal, and the
-    read-out is scaled so that half of it gives the same largest logit): drops of accuracy are 0, one head suffices."""
-    model = tiny(n_layers=1, n_heads=2, final_norm=False)
-    with torch.no_grad():
-        for name in ("W_Q", "W_K", "W_V", "W_O"):
-            weight = getattr(model.blocks[0].attn, name)
-            weight[1] = weight[0]
-        model.blocks[0].mlp.W_out.zero_()
-        model.embed.W_E.zero_()
-        model.embed.W_E[1] = 1.0  # of the tokens only the trigger shows
-    tokens, _ = SAMPLES
-    with torch.no_grad():
-        labels = model(tokens).argmax(-1)
-    drops = head_drops(model, tokens, labels, mode="zero", progress=False)
-    found = sufficient_heads(model, tokens, labels, by="rotation", keep=1.0)
-    assert drops["baseline"].eq(1.0).all()
-    assert len(found.heads) <= 1
-
-
 # --- other models -----------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tl_posdisent.synthetic import IndexLookup, Retrieval, Split, Task, TriggerCount, TriggerDistance
+from tl_posdisent.synthetic import IndexLookup, Retrieval, Task, TriggerCount, TriggerDistance
 
 SMALL: dict[str, Task] = {
     "distance": TriggerDistance(d_vocab=6, min_gap=0, max_gap=5, min_side=0, max_side=3, n_ctx=15),
@@ -289,8 +289,3 @@ def test_no_loop_over_samples(name: str) -> None:
             PAPER[name].batch(samples, 0)
         counts.append(count.operations)
     assert counts[0] == counts[1] > 0
-
-
-def test_repr_of_a_split() -> None:
-    assert isinstance(SMALL["count"].split(3, 2), Split)
-    assert repr(SMALL["count"].split(3, 2)) == "Split of 3 samples to train on and 2 to test with, 12 positions"

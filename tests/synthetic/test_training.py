@@ -114,12 +114,6 @@ def test_learning_rate() -> None:
     assert TrainConfig(warmup=0.0, epochs=1).learning_rate(0) == 1e-4
 
 
-def test_the_paper_is_the_default() -> None:
-    paper = TrainConfig()
-    assert (paper.lr, paper.betas, paper.weight_decay, paper.warmup) == (1e-4, (0.98, 0.9), 1e-5, 0.06)
-    assert (paper.batch_size, paper.epochs, paper.n_train, paper.n_test) == (512, 100, 70_000, 30_000)
-
-
 def test_the_last_batch_is_kept_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample once in an epoch, though the batch does not divide them; the loss is a mean of the batch's own."""
     config = changed(FEW, n_train=40, keep_last=True, n_test=1, log_every=1)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import python, run, wait_until
+from support.processes import python, wait_until
 from support.short_training import HOW, SHAPE, STEPS, TASK, fresh
 from torch import Tensor
 
@@ -134,16 +134,6 @@ def test_two_studies_in_one_folder(tmp_path: Path) -> None:
         deposit_study(preset, folder=tmp_path, progress=False)
 
 
-def test_killed_at_any_moment(start: Start, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
-    """None of the steps is lost that were finished."""
-    process = start(tmp_path)
-    wait_until((tmp_path / "step-000009.safetensors").exists, process)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    assert kept(tmp_path)[-1] >= 9
-    finish(tmp_path, undisturbed)
-
-
 def test_ctrl_c_for_a_process(start: Start, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
     process = start(tmp_path)
     wait_until((tmp_path / "step-000003.safetensors").exists, process)
@@ -187,25 +177,6 @@ def test_files_that_cannot_grow(
     assert (tmp_path / "step-000003.safetensors").read_bytes() == before
     largest_file(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     finish(tmp_path, undisturbed)
-
-
-def test_a_full_disk(undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
-    """A file system for the state and a few checkpoints; with more room the training goes on."""
-    size = save_checkpoint(fresh(), tmp_path / "one.safetensors").stat().st_size
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    room = f"size={size * 12 // 1024}k"
-    if run("mount", "-t", "tmpfs", "-o", room, "tmpfs", disk, check=False).returncode:
-        pytest.skip("mounting a small file system takes root")
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            train(fresh(), TASK, HOW, folder=disk, progress=False)
-        assert 2 <= len(kept(disk)) <= 8
-        assert not list(disk.glob(f"*{UNFINISHED}"))
-        run("mount", "-o", "remount,size=100m", disk)
-        finish(disk, undisturbed)
-    finally:
-        run("umount", disk)
 
 
 def test_a_study_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

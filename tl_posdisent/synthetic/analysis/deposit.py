@@ -70,12 +70,11 @@ class DepositReport(HasTable):
     def by_layer(self) -> pd.DataFrame:
         """One row per layer: ``drop`` (its largest), ``head`` (that one's), ``total`` (its drops added up), ``share``
         (of all layers' total)."""
-        rows = []
-        for layer, table in self.drops.groupby("layer"):
-            drop = table["drop"].clip(lower=0)
-            rows.append((layer, drop.max(), table["head"].iloc[int(drop.argmax())], drop.sum(), table["share"].sum()))
-        table = pd.DataFrame(rows, columns=["layer", "drop", "head", "total", "share"])
-        return table if math.isfinite(self.share) else table.assign(share=math.nan)
+        drops = self.drops.assign(drop=self.drops["drop"].clip(lower=0))
+        layers = drops.groupby("layer")
+        table = drops.loc[layers["drop"].idxmax(), ["layer", "drop", "head"]].reset_index(drop=True)
+        share = layers["share"].sum().to_numpy() if math.isfinite(self.share) else math.nan
+        return table.assign(total=layers["drop"].sum().to_numpy(), share=share)
 
     def to_frame(self) -> pd.DataFrame:
         """One row with all measures; ``layer`` and ``head`` are <NA> where no head costs anything.
@@ -115,35 +114,27 @@ def deposit(
 ) -> DepositReport:
     """Summarise a table of ``head_drops`` or ``head_ablation``: largest drop, share, effective number of heads.
 
-    [B] reports that in RoPE models one head of the first layer does nearly the whole task: without it accuracy falls by
-    60 points, without any other head it hardly changes.
-
     Args:
         drops: a table of ``head_ablation`` or ``head_drops``: ``layer``, ``head``, ``baseline``, ``effect``.
-        better: whether the metric is the better the ``"higher"`` it is, as accuracy is, or the ``"lower"``, as a loss.
-        measure: ``"metric"``, or ``"loss"``: of a table of ``head_drops``, the columns ``loss_baseline`` and
-            ``loss_effect`` instead. ``better`` has no say in that.
-        sufficient: results of ``sufficient_heads`` on the same model, to be reported beside the drops: a drop says
-            whether a head is necessary, which redundancy hides.
+        better: whether a ``"higher"`` metric is better, as for accuracy, or a ``"lower"`` one, as for a loss.
+        measure: ``"metric"``, or ``"loss"``: the columns ``loss_baseline`` and ``loss_effect`` of ``head_drops``
+            (``better`` is then ``"lower"``).
+        sufficient: results of ``sufficient_heads`` on the same model, reported beside the drops.
 
     Raises:
-        ValueError: a table without these columns or without rows, a head twice, numbers that are not finite, more than
-            one baseline; another ``better`` or ``measure``.
+        ValueError: a table without these columns or rows, with a head twice, numbers that are not finite, or several
+            baselines; another ``better`` or ``measure``.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
         >>> from tl_posdisent.synthetic import deposit
         >>> table = head_ablation(load_demo_model(), demo_tokens(length=128), mode="mean", progress=False)
-        >>> report = deposit(table, better="lower")  # a loss: it is spread over many heads
-        >>> report.share < 0.5, report.effective_heads > 5
-        (True, True)
+        >>> deposit(table, better="lower").effective_heads > 5  # of a loss
+        True
     """
     check_choice("better", better, ("higher", "lower"))
     check_choice("measure", measure, ("metric", "loss"))
-    sufficient = tuple(sufficient)
-    wrong = [type(found).__name__ for found in sufficient if not isinstance(found, SufficientHeads)]
-    if wrong:
-        raise ValueError(f"sufficient must hold results of sufficient_heads, got {wrong[0]}")
+    found = _all_of(SufficientHeads, "sufficient", sufficient)
     if measure == "loss":
         drops, better = _of_loss(drops), "lower"
     _check(drops)
@@ -151,8 +142,7 @@ def deposit(
     worth = loss.clip(min=0)
     total = float(worth.sum())
     p = worth / total if total > 0 else np.zeros_like(worth)
-    table = pd.DataFrame({"layer": drops["layer"], "head": drops["head"], "drop": loss, "share": p})
-    table = table.sort_values(_HEAD, ignore_index=True)
+    table = drops[_HEAD].assign(drop=loss, share=p).sort_values(_HEAD, ignore_index=True)
     largest = int(table["drop"].to_numpy().argmax())
     ranked = np.sort(worth)[::-1]
     return DepositReport(
@@ -164,20 +154,16 @@ def deposit(
         layer=int(table["layer"].iloc[largest]) if total > 0 else None,
         head=int(table["head"].iloc[largest]) if total > 0 else None,
         drops=table,
-        sufficient=sufficient,
+        sufficient=tuple(found),
     )
 
 
 def deposit_spread(reports: Iterable[DepositReport]) -> pd.DataFrame:
     """Compute mean and standard deviation of several ``DepositReport``, for instance of several seeds.
 
-    Args:
-        reports: one or more.
-
     Returns:
-        One row per ``measure`` (the fields of ``DepositReport`` but ``head``, which is no more than a name): ``mean``,
-        ``std`` (of the sample, divided by n - 1; NaN for one report), ``least``, ``most``, ``n`` (reports in which it
-        is a number).
+        One row per ``measure`` (the fields of ``DepositReport`` except ``head``): ``mean``, ``std`` (divided by n - 1;
+        NaN for one report), ``least``, ``most``, ``n`` (reports in which it is a number).
 
     Raises:
         ValueError: no reports.
@@ -190,14 +176,10 @@ def deposit_spread(reports: Iterable[DepositReport]) -> pd.DataFrame:
         >>> deposit_spread([deposit(one), deposit(two)]).loc["share"].round(3).to_dict()
         {'mean': 0.775, 'std': 0.035, 'least': 0.75, 'most': 0.8, 'n': 2.0}
     """
-    reports = list(reports)
-    wrong = [type(report).__name__ for report in reports if not isinstance(report, DepositReport)]
+    reports = _all_of(DepositReport, "reports", reports)
     if not reports:
         raise ValueError("reports must have one report or more, got none")
-    if wrong:
-        raise ValueError(f"reports must be DepositReports, got {wrong[0]}")
-    rows = [report.to_frame() for report in reports]
-    table = pd.concat(rows, ignore_index=True).drop(columns="head").astype(float)
+    table = pd.concat([report.to_frame() for report in reports], ignore_index=True).drop(columns="head").astype(float)
     spread = table.agg(["mean", "std", "min", "max", "count"]).T
     spread.columns = pd.Index(["mean", "std", "least", "most", "n"])
     return spread.astype({"n": int}).rename_axis("measure")
@@ -222,26 +204,24 @@ def head_drops(
         model: trained; where it is.
         tokens: samples ``[sample, pos]`` that it was not trained on, ``split.test_tokens`` for instance.
         labels: ``[sample]``; those of -100 do not count.
-        layers, heads, mode, seed, batch_size, progress: as in ``head_ablation``. [B] zeroes heads.
-        reference: for the mean, padded like ``tokens``, which are the default; padding is left out unless the model
+        layers, heads, mode, seed, batch_size, progress: as in ``head_ablation``. arXiv 2505.13027 zeroes heads.
+        reference: for the mean, padded like ``tokens``, which are the default; padding is excluded unless the model
             reads it.
 
     Returns:
         One row per head: ``layer``, ``head``, ``baseline`` (accuracy, 0 to 1), ``value`` (without the head),
-        ``effect`` (value - baseline, so a drop is negative); ``loss_baseline``, ``loss_value``, ``loss_effect``: the
-        same of the mean cross-entropy in nats, which rises without a head that matters. ``deposit`` sums it up.
+        ``effect`` (value - baseline, so a drop is negative); ``loss_baseline``, ``loss_value``, ``loss_effect``, the
+        same of the mean cross-entropy in nats. ``deposit`` summarises it.
 
     Raises:
         ValueError: as ``evaluate``, and as ``head_ablation``; padded samples with ``mode="resample"``.
 
     Example:
-        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TriggerCount, deposit, head_drops
-        >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
-        >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
-        >>> model = SyntheticModel(SyntheticConfig(n_layers=2, d_model=16, n_heads=2, d_mlp=16, **shape))
-        >>> table = head_drops(model, *task.batch(100), progress=False)
-        >>> len(table), bool(table["baseline"][0] < 0.5)  # it has learned nothing yet
-        (4, True)
+        >>> from tl_posdisent.synthetic import head_drops, preset
+        >>> small = preset("small")
+        >>> table = head_drops(small.model("rope", "count"), *small.tasks["count"].batch(100), progress=False)
+        >>> len(table), bool(table["baseline"][0] < 0.5)  # 3 layers of 4 heads, untrained
+        (12, True)
     """
     check_samples(model, tokens, labels)
     pad = model.config.pad_id
@@ -262,8 +242,7 @@ def head_drops(
 
 
 class _Answers:
-    """The metric of ``head_ablation``: the accuracy. It is called for the baseline first, then for each row; the
-    losses of these calls are kept."""
+    """The accuracy, as metric of ``head_ablation``; ``losses`` of its calls: of the baseline, then of each row."""
 
     def __init__(self, labels: Int[Tensor, "sample"], pad: int | None) -> None:
         self.labels, self.pad = labels, pad
@@ -275,6 +254,14 @@ class _Answers:
         self.losses.append(float(cross_entropy(logits, labels)))
         counted = labels != IGNORED
         return (logits.argmax(-1) == labels)[counted].double().mean()
+
+
+def _all_of(kind: type[Any], name: str, given: Iterable[Any]) -> list[Any]:
+    given = list(given)
+    for x in given:
+        if not isinstance(x, kind):
+            raise ValueError(f"{name} must be of type {kind.__name__}, got {type(x).__name__}")
+    return given
 
 
 def _of_loss(drops: pd.DataFrame) -> pd.DataFrame:

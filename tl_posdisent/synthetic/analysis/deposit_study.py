@@ -130,8 +130,7 @@ def deposit_study(
 ) -> DepositStudy:
     """Train position encodings on tasks and measure accuracy and deposit of each training run.
 
-    Trains every encoding on every task from every seed, and measures the test accuracy and loss without each head in
-    turn (zeroed, as in [B], or otherwise), and, if asked to, which heads suffice.
+    Accuracy and loss are measured on test samples without each head in turn.
 
     Args:
         preset: from ``preset``, or one of your own.

@@ -101,35 +101,24 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
         """See ``SyntheticConfig.initialisation``; vectors of tokens and positions are N(0, 1)."""
-        as_torch = self.config.initialisation == "torch"
-        for name, parameter in self.named_parameters():
-            last = name.rsplit(".", 1)[-1]
-            if not last.startswith("W_") or last == "W_pos":
+        as_torch, named = self.config.initialisation == "torch", dict(self.named_parameters())
+        scales = {name: _scale(p, name) for name, p in named.items() if name.rpartition(".")[2].startswith("W_")}
+        for name, scale in scales.items():
+            last = name.rpartition(".")[2]
+            if last == "W_pos":
                 continue
-            if last == "W_E":
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-                continue
-            size = _inputs(parameter, last) ** -0.5
-            if as_torch:
-                parameter.copy_(size * (2 * torch.rand(parameter.shape, generator=generator) - 1))
-                continue
-            if last in ("W_O", "W_out"):
-                size *= (2 * self.config.n_layers) ** -0.5
-            parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
-        if as_torch:
-            self._initialise_biases(generator)
+            drawn = torch.rand if as_torch and last != "W_E" else torch.randn
+            values = drawn(named[name].shape, generator=generator)
+            if drawn is torch.rand:
+                values = 2 * values - 1
+            elif last in ("W_O", "W_out"):
+                scale *= (2 * self.config.n_layers) ** -0.5
+            named[name].copy_(scale * values)
+        for name in named if as_torch else ():  # each bias as its matrix: b_Q as W_Q
+            if (matrix := name.replace(".b_", ".W_")) != name and matrix in scales:
+                values = 2 * torch.rand(named[name].shape, generator=generator) - 1
+                named[name].copy_(scales[matrix] * values)
         self.encoding.initialise(generator)
-
-    @torch.no_grad()
-    def _initialise_biases(self, generator: torch.Generator) -> None:
-        """Each bias as its matrix: ``b_Q`` as ``W_Q``."""
-        named = dict(self.named_parameters())
-        for name, bias in named.items():
-            place, _, last = name.rpartition(".")
-            matrix = named.get(f"{place}.W_{last[2:]}")
-            if last.startswith("b_") and matrix is not None:
-                size = _inputs(matrix, f"W_{last[2:]}") ** -0.5
-                bias.copy_(size * (2 * torch.rand(bias.shape, generator=generator) - 1))
 
     def forward(
         self,
@@ -230,9 +219,12 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         self.cfg.use_attn_result = use_attn_result
 
 
-def _inputs(matrix: Tensor, name: str) -> int:
-    """How many numbers each output of a matrix sums over; ``W_O`` sums over all heads."""
-    return matrix.shape[:2].numel() if name == "W_O" else matrix.shape[-2]
+def _scale(matrix: Tensor, name: str) -> float:
+    """One over the root of the number of inputs that each output sums over; 1 for vectors of tokens."""
+    if name.endswith("W_E"):
+        return 1.0
+    inputs = matrix.shape[:2].numel() if name.endswith("W_O") else matrix.shape[-2]
+    return float(inputs**-0.5)
 
 
 def visible_keys(real: Bool[Tensor, "batch pos"], *, causal: bool) -> Bool[Tensor, "batch 1 query_or_1 pos"]:

@@ -27,7 +27,7 @@ def evaluate(
 ) -> tuple[float, float]:
     """Compute mean cross-entropy and accuracy on labelled samples, without dropout.
 
-    Hooks on the model act: call it inside ``with model.hooks(fwd_hooks=…)`` to measure an intervention.
+    Hooks on the model act: call it within ``model.hooks(fwd_hooks=…)`` to measure an intervention.
 
     Args:
         model: left in the mode it was in.
@@ -39,15 +39,13 @@ def evaluate(
         Loss in nats, and the share of labels that got the largest logit.
 
     Raises:
-        ValueError: another model; no samples, or not as many labels; ids or labels that the model does not know.
+        ValueError: another model; no samples, or another number of labels; ids or labels out of the model's range.
 
     Example:
-        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TriggerCount, evaluate
-        >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
-        >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
-        >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, **shape))
-        >>> loss, accuracy = evaluate(model, *task.batch(100))
-        >>> loss > 1, accuracy < 0.5  # it has learned nothing yet
+        >>> from tl_posdisent.synthetic import evaluate, preset
+        >>> small = preset("small")
+        >>> loss, accuracy = evaluate(small.model("rope", "count"), *small.tasks["count"].batch(100))
+        >>> loss > 1, accuracy < 0.5  # it is untrained
         (True, True)
     """
     check_integer("batch_size", batch_size, 1)
