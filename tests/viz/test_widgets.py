@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ FITS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", FITS)
 @pytest.mark.parametrize("part", PARTS)
-def test_parts_are_those_of_the_fit(part: str, kind: str) -> None:
+def test_components_are_those_of_the_fit(part: str, kind: str) -> None:
     scores = random_scores(2, 3)
     fit = tp.fit_additive(scores, **FITS[kind])
     heads, positions = [2, 0], [0, 1, 4, 5, 7]
@@ -242,7 +243,7 @@ def test_hooks_that_do_not_fire(shared_model: Any) -> None:
 def shown(**changed: Any) -> Widget:
     scores = random_scores(2, 3)
     arguments = {"fit": tp.fit_additive(scores), "tokens": WORDS, **changed}
-    return tp.show_scores(arguments.pop("fit"), arguments.pop("tokens"), arguments.pop("part", "key"), **arguments)
+    return tp.show_scores(arguments.pop("fit"), arguments.pop("tokens"), arguments.pop("component", "key"), **arguments)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -256,9 +257,9 @@ def shown(**changed: Any) -> Widget:
         ({"tokens": 3}, "tokens must be a list of strings, .* got int"),
         ({"tokens": [*WORDS[:-1], 3]}, "tokens must be a list of strings, .* got 3 in it"),
         ({"tokens": WORDS[:-1]}, "tokens must be as many as the keys, 8, got 7"),
-        ({"part": "value"}, "part must be one of scores, .* got 'value'"),
-        ({"part": "scores"}, "scores must be given to show the part 'scores'"),
-        ({"part": "residual"}, "scores must be given to show the part 'residual'"),
+        ({"component": "value"}, "component must be .scores., .* got .value."),
+        ({"component": "scores"}, "scores must be given to show the component 'scores'"),
+        ({"component": "residual"}, "scores must be given to show the component 'residual'"),
         ({"scores": random_scores(3)}, r"scores must have the fitted shape \(2, 3, 8, 8\), got \(3, 8, 8\)"),
         ({"scores": WORDS}, r"scores must have the fitted shape \(2, 3, 8, 8\), got list"),
         ({"heads": [3]}, "heads must be integers from 0 to 2 .*, got 3"),
@@ -267,11 +268,11 @@ def shown(**changed: Any) -> Widget:
         ({"positions": [3, 2]}, r"positions must be ascending, got \[3, 2\]"),
         ({"positions": [8]}, "positions must be integers from 0 to 7 .*, got 8"),
         ({"centred": 1}, "centred must be True or False, got 1"),
-        ({"scale": 0}, "scale must be a positive number, got 0"),
-        ({"scale": torch.inf}, "scale must be a positive number, got inf"),
+        ({"scale": 0}, "scale must be a finite number above 0, got 0"),
+        ({"scale": torch.inf}, "scale must be a finite number above 0, got inf"),
         ({"title": 3}, "title must be a string, got int"),
         ({"cdn": "yes"}, "cdn must be True or False, got 'yes'"),
-        ({"max_cells": 0}, "max_cells must be a positive integer, got 0"),
+        ({"max_cells": 0}, "max_cells must be an integer of at least 1, got 0"),
     ],
 )
 def test_refusals(wrong: dict[str, Any], message: str) -> None:
@@ -305,7 +306,7 @@ def test_other_refusals() -> None:
         tp.viz.show_key_importance({}, WORDS)
     with pytest.raises(ValueError, match="16 values, and 15 are allowed: choose fewer heads or layers"):
         tp.viz.show_key_importance(fit, WORDS, max_values=15)
-    with pytest.raises(ValueError, match='what must be "pattern" or "scores"'):
+    with pytest.raises(ValueError, match="what must be 'pattern' or 'scores'"):
         tp.show_interventions(tp.load_demo_model(), tp.demo_tokens(length=4), [], layer=0, what="z")
 
 
@@ -313,11 +314,11 @@ def test_other_refusals() -> None:
 @pytest.mark.parametrize("charts", [1, 3])
 @pytest.mark.parametrize(("n_heads", "length"), [(8, 512), (32, 128), (1, 700), (12, 60), (40, 64), (3, 4000)])
 def test_what_is_suggested_is_allowed(n_heads: int, length: int, charts: int, more: int) -> None:
-    arguments = {"heads": None, "text": 0, "positions": None, "max_cells": choice.CELLS}
+    options = choice.Options(None, 0, None, None, None, choice.CELLS, raster=False, cdn=False)
     tokens = ["a"] * length
 
     def attempt(**changed: Any) -> None:
-        choice.choose((n_heads, length, length), tokens, charts=charts, more=more, **{**arguments, **changed})
+        choice.choose((n_heads, length, length), tokens, replace(options, **changed), charts=charts, more=more)
 
     cells = (n_heads * charts + more) * length**2
     if cells <= choice.CELLS:

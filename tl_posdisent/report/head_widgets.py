@@ -6,7 +6,7 @@ import pandas as pd
 import torch
 
 from tl_posdisent.utils.validation import head_label
-from tl_posdisent.viz.widgets.layout import coloured_text
+from tl_posdisent.viz.widgets.layout import Layout, coloured_text
 from tl_posdisent.viz.widgets.offline import Widget, text_token
 from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns, show_scores
 
@@ -75,13 +75,11 @@ def _key_importance(subject: Subject, shown: Exhibits) -> Widget:
     heads = sorted({head for layer, _ in layers for head in subject.heads[layer]})
     values = {f"layer {layer}": fit.key[0, heads, :n].double() for layer, fit in layers}
     largest = max(float(key[:, 1:].abs().max()) for key in values.values())
+    note = (
+        "How much higher than the head’s average a token’s scores are as a key. The first token may be beyond the "
+        "scale. Point at a token for its number."
+    )
+    words = [text_token(word) for word in subject.words[:n]]
     return coloured_text(
-        values,
-        [str(head) for head in heads],
-        [text_token(word) for word in subject.words[:n]],
-        scale=max(largest, 1e-9),
-        title="Key importance",
-        note="How much higher than the head’s average a token’s scores are as a key. The first token may be beyond the "
-        "scale. Point at a token for its number.",
-        cdn=False,
+        values, [str(head) for head in heads], words, Layout(max(largest, 1e-9), "Key importance", note)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.validation import check_flag
 
-from .selection import Choice, choose
+from .selection import Choice
 
 Matrices = Float64[Tensor, "head query key"]
 
@@ -24,32 +24,6 @@ def check_fit(fit: Any) -> tuple[int, ...]:
     if not isinstance(fit, AdditiveFit):
         raise ValueError(f"fit must be an AdditiveFit, got {type(fit).__name__}")
     return (*fit.intercept.shape, fit.cells.n_query, fit.cells.n_key)
-
-
-def choose_of(
-    fit: AdditiveFit,
-    tokens: Sequence[str],
-    *,
-    heads: Iterable[int] | None,
-    text: int,
-    positions: Iterable[int] | None,
-    max_cells: int,
-    charts: int = 1,
-    more: int = 0,
-    raster: bool = False,
-) -> Choice:
-    """``choose`` for the scores of a fit."""
-    return choose(
-        check_fit(fit),
-        tokens,
-        heads=heads,
-        text=text,
-        positions=positions,
-        max_cells=max_cells,
-        charts=charts,
-        more=more,
-        raster=raster,
-    )
 
 
 def check_alike(fit: AdditiveFit, name: str, x: Any) -> None:
@@ -65,22 +39,24 @@ def causal(fit: AdditiveFit) -> bool:
     return fit.cells.low >= 0
 
 
-def parts_of(fit: AdditiveFit, choice: Choice, scores: Tensor | None, *, centred: bool) -> dict[str, Matrices]:
-    """All parts of the chosen cells, 0 outside the mask; without the intercept if ``centred``."""
+def components_of(fit: AdditiveFit, choice: Choice, scores: Tensor | None, *, centred: bool) -> dict[str, Matrices]:
+    """All components of the chosen cells, 0 outside the mask; without the intercept if ``centred``."""
     check_flag("centred", centred)
-    parts, mean, inside = _cells(fit, choice, choice.positions)
-    fitted = parts["distance"] + parts["query"] + parts["key"] + (0.0 if centred else mean)
-    parts["fitted"] = fitted
     if scores is not None:
-        parts["scores"] = choice.of(scores.detach()).to(mean.device) - (mean if centred else 0.0)
-        parts["residual"] = parts["scores"] - fitted
-    return {name: torch.where(inside, x, 0.0) for name, x in parts.items()}
+        check_alike(fit, "scores", scores)
+    components, mean, inside = _cells(fit, choice, choice.positions)
+    fitted = components["distance"] + components["query"] + components["key"] + (0.0 if centred else mean)
+    components["fitted"] = fitted
+    if scores is not None:
+        components["scores"] = choice.of(scores.detach()).to(mean.device) - (mean if centred else 0.0)
+        components["residual"] = components["scores"] - fitted
+    return {name: torch.where(inside, x, 0.0) for name, x in components.items()}
 
 
 def additive_pattern(fit: AdditiveFit, choice: Choice) -> tuple[Matrices, Bool[Tensor, "head query key"]]:
     """The softmax of the fitted scores over all keys, of the chosen cells; and which of these the mask leaves."""
-    parts, mean, inside = _cells(fit, choice, range(fit.cells.n_key))
-    fitted = parts["distance"] + parts["query"] + parts["key"] + mean
+    components, mean, inside = _cells(fit, choice, range(fit.cells.n_key))
+    fitted = components["distance"] + components["query"] + components["key"] + mean
     at = torch.tensor(choice.positions, device=fitted.device)
     inside_shown = inside[:, :, at]
     pattern = fitted.masked_fill(~inside, -torch.inf).softmax(-1)[:, :, at]
@@ -99,9 +75,9 @@ def _cells(
     # The distances of pooled texts are one text's.
     by_distance = replace(choice, text=0) if fit.pooled else choice
     distance = (rows[:, None] - columns).clamp(cells.low, cells.high) - cells.low
-    parts = {
+    components = {
         "distance": by_distance.of_heads(fit.distance, cell_axes=1)[:, distance],
         "query": choice.of_heads(fit.query, cell_axes=1)[:, rows, None].expand(inside.shape),
         "key": choice.of_heads(fit.key, cell_axes=1)[:, None, columns].expand(inside.shape),
     }
-    return parts, choice.of_heads(fit.intercept, cell_axes=0)[:, None, None], inside
+    return components, choice.of_heads(fit.intercept, cell_axes=0)[:, None, None], inside

@@ -14,10 +14,11 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, check_tokens, run, token_words
 from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
+from tl_posdisent.utils.validation import check_choice
 
 from .offline import Widget
 from .raster import beside
-from .selection import CELLS, check_scale, check_title, choose
+from .selection import CELLS, Options, choose
 
 What = Literal["pattern", "scores"]
 
@@ -67,9 +68,12 @@ def show_change(
             raise ValueError(f"{name} must be a floating point tensor of shape (*batch, query, key), got {got}")
     if before.shape != after.shape:
         raise ValueError(f"after must have the shape of before, {tuple(before.shape)}, got {tuple(after.shape)}")
-    choice = choose(
-        before.shape, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=3, raster=raster
-    )
+    options = Options(heads, text, positions, scale, title, max_cells, raster, cdn)
+    return _change(before, after, tokens, mask, options, "Before and after")
+
+
+def _change(before: Tensor, after: Tensor, tokens: Any, mask: Any, options: Options, title: str) -> Widget:
+    choice = choose(before.shape, tokens, options, charts=3)
     cells = make_cells(before.shape[-2:], mask, device=before.device)
     at = torch.tensor(choice.positions, device=before.device)
     inside = cells.to_mask()[at][:, at]
@@ -78,16 +82,8 @@ def show_change(
         if bool((x <= masked_below(x.dtype)).any()) or not bool(x.isfinite().all()):
             raise ValueError(f"{name} must be finite inside the mask, got NaN, infinite or masking values")
     shown = {"before": old, "after": new, "after − before": new - old}
-    return beside(
-        shown,
-        choice,
-        raster=raster,
-        scale=check_scale(scale, shown.values()),
-        causal=cells.low >= 0,
-        title=check_title(title, "Before and after"),
-        note="Rows are queries, columns keys.",
-        cdn=cdn,
-    )
+    note = "Rows are queries, columns keys."
+    return beside(shown, choice, choice.layout(shown.values(), title, note, causal=cells.low >= 0))
 
 
 def show_interventions(
@@ -131,37 +127,23 @@ def show_interventions(
         >>> show_interventions(model, tokens, dummy_distance(model, 3), layer=4, title="All keys at distance 3")
         Widget('All keys at distance 3')
     """
-    if what not in get_args(What):
-        raise ValueError(f'what must be "pattern" or "scores", got {what!r}')
+    check_choice("what", what, get_args(What))
     spec, model = read_attention(model, layer), model_of(model)
     ids = check_tokens(model, tokens)
-    shape = (len(ids), spec.n_heads, ids.shape[1], ids.shape[1])
-    words = [""] * ids.shape[1]  # refuses what cannot be drawn, before the model runs
-    choose(shape, words, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=3, raster=raster)
+    options = Options(heads, text, positions, scale, title, max_cells, raster, cdn)
+    # What cannot be drawn is refused before the model runs.
+    choose((len(ids), spec.n_heads, ids.shape[1], ids.shape[1]), [""] * ids.shape[1], options, charts=3)
     tap = spec.pattern if what == "pattern" else spec.scores
     if tap is None:
         raise ValueError(f"layer {layer} of {spec.architecture} does not show its {what}")
-    before = _seen(model, ids, tap, [])
-    after = _seen(model, ids, tap, hooks)
+    before, after = _seen(model, ids, tap, []), _seen(model, ids, tap, hooks)
     if not spec.scores_editable and spec.z in {name for name, _ in hooks}:
         raise ValueError(
             f"layer {layer} of {spec.architecture} discards edited scores, so hooks change what it attends to at "
             f"{spec.z}, behind its {what}: a picture would show nothing of it"
         )
-    return show_change(
-        before,
-        after,
-        token_words(model, ids[text]),
-        mask=spec.mask(ids.shape[1], before.device),
-        heads=heads,
-        text=text,
-        positions=positions,
-        scale=scale,
-        title=check_title(title, f"Layer {layer}: {what} before and after"),
-        max_cells=max_cells,
-        raster=raster,
-        cdn=cdn,
-    )
+    words, mask = token_words(model, ids[text]), spec.mask(ids.shape[1], before.device)
+    return _change(before, after, words, mask, options, f"Layer {layer}: {what} before and after")
 
 
 def _seen(model: Any, ids: Tensor, tap: str, hooks: Sequence[Hook]) -> Tensor:

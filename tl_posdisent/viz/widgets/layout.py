@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Float64
@@ -45,115 +46,106 @@ _DRAW = """(circuitsvis, root) => {
 }"""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Title, explanation and colours of a widget.
+
+    Attributes:
+        scale: magnitude of the darkest colours.
+        title, note: plain text.
+        causal: whether cells after the query are grey.
+        cdn: as in ``Widget``.
+    """
+
+    scale: float
+    title: str
+    note: str
+    causal: bool = False
+    cdn: bool = False
+
+    def colours(self) -> dict[str, Any]:
+        """Properties of a chart."""
+        return {
+            "maxValue": self.scale,
+            "minValue": -self.scale,
+            "negativeColor": NEGATIVE,
+            "positiveColor": POSITIVE,
+        }
+
+    def header(self, values: Iterable[Tensor]) -> str:
+        """Title, explanation, and the colours with their numbers: below 0 as well, if a value is."""
+        scale, negative = f"{self.scale:.3g}", any(bool((x < 0).any()) for x in values)
+        colours = f"{NEGATIVE},#fff,{POSITIVE}" if negative else f"#fff,{POSITIVE}"
+        bar = (  # as circuitsvis mixes colours; older browsers take the first
+            f"height:10px;border:1px solid #bbb;background:linear-gradient(to right,{colours});"
+            f"background:linear-gradient(to right in lab,{colours})"
+        )
+        ends = "".join(f"<span>{end}</span>" for end in ((f"−{scale}", "0", scale) if negative else ("0", scale)))
+        note = f"{self.note} {'Grey: after the query.' if self.causal else ''}".strip()
+        return (
+            f'<div style="font-size:16px;font-weight:600">{html.escape(self.title)}</div>'
+            f'<div style="{_MUTED}">{html.escape(note)}</div>'
+            f'<div data-legend="" style="max-width:260px;margin:0 0 10px"><div style="{bar}"></div>'
+            f'<div style="display:flex;justify-content:space-between;font-size:12px">{ends}</div></div>'
+        )
+
+    def widget(self, body: str, draw: str, data: Any) -> Widget:
+        """The widget of this body, drawn by this script from these data."""
+        return Widget(body, draw % script_json(data), title=self.title, cdn=self.cdn)
+
+
 def head_selector(
-    matrices: Float64[Tensor, "head query key"],
-    names: Sequence[str],
-    tokens: Sequence[str],
-    *,
-    scale: float,
-    causal: bool,
-    title: str,
-    note: str,
-    cdn: bool,
+    matrices: Float64[Tensor, "head query key"], names: Sequence[str], tokens: Sequence[str], layout: Layout
 ) -> Widget:
     """All heads small, and the selected one in full size: circuitsvis's ``AttentionHeads``."""
     props = {
-        "attention": rounded(matrices, scale),
+        "attention": rounded(matrices, layout.scale),
         "attentionHeadNames": [f"H{name}" for name in names],  # short: it covers the chart
         "tokens": list(tokens),
-        "maskUpperTri": causal,
-        **_colours(scale),
+        "maskUpperTri": layout.causal,
+        **layout.colours(),
     }
-    data: dict[str, Any] = {
-        "component": "AttentionHeads",
-        "common": {},
-        "choices": [[props]],
-        "captions": [""],
-        **_ONE,
-    }
-    note = with_grey(note, causal)
-    body = header(title, note, scale, negative=bool((matrices < 0).any())) + _STAGE
-    return Widget(body, _DRAW % script_json(data), title=title, cdn=cdn)
+    data = {"component": "AttentionHeads", "common": {}, "choices": [[props]], "captions": [""], **_ONE}
+    return layout.widget(layout.header([matrices]) + _STAGE, _DRAW, data)
 
 
 def matrices_beside(
     matrices: Mapping[str, Float64[Tensor, "head query key"]],
     names: Sequence[str],
     tokens: Sequence[str],
-    *,
-    scale: float,
-    causal: bool,
-    title: str,
-    note: str,
-    cdn: bool,
+    layout: Layout,
 ) -> Widget:
     """Several matrices of one head beside each other; a list of heads to choose from."""
-    charts = {caption: rounded(x, scale) for caption, x in matrices.items()}
-    choices = [[{"attention": charts[caption][n]} for caption in charts] for n in range(len(names))]
+    charts = {caption: rounded(x, layout.scale) for caption, x in matrices.items()}
     width = 320 if len(tokens) <= 16 else 440
-    data: dict[str, Any] = {
+    data = {
         "component": "AttentionPattern",
-        "common": {"tokens": list(tokens), "maskUpperTri": causal, **_colours(scale)},
-        "choices": choices,
+        "common": {"tokens": list(tokens), "maskUpperTri": layout.causal, **layout.colours()},
+        "choices": [[{"attention": charts[caption][n]} for caption in charts] for n in range(len(names))],
         "captions": list(charts),
         "columns": f"repeat(auto-fill,minmax(min(100%,{width}px),1fr))",
         "style": "padding:0 16px;max-width:640px",  # or circuitsvis's negative margins would cut the labels
     }
-    negative = any(bool((x < 0).any()) for x in matrices.values())
-    body = header(title, with_grey(note, causal), scale, negative=negative) + menu({"": names}) + _STAGE
-    return Widget(body, _DRAW % script_json(data), title=title, cdn=cdn)
+    return layout.widget(layout.header(matrices.values()) + menu({"": names}) + _STAGE, _DRAW, data)
 
 
 def coloured_text(
-    values: Mapping[str, Float64[Tensor, "head token"]],
-    names: Sequence[str],
-    tokens: Sequence[str],
-    *,
-    scale: float,
-    title: str,
-    note: str,
-    cdn: bool,
+    values: Mapping[str, Float64[Tensor, "head token"]], names: Sequence[str], tokens: Sequence[str], layout: Layout
 ) -> Widget:
     """A text whose tokens have the colours of their values; groups of heads to choose from."""
-    data: dict[str, Any] = {
+    data = {
         "component": "ColoredTokens",
-        "common": {"tokens": list(tokens), "paddingBottom": 60, **_colours(scale)},  # room for a tooltip
-        "choices": [[{"values": row}] for x in values.values() for row in rounded(x, scale)],
+        "common": {"tokens": list(tokens), "paddingBottom": 60, **layout.colours()},  # room for a tooltip
+        "choices": [[{"values": row}] for x in values.values() for row in rounded(x, layout.scale)],
         "captions": [""],
         **_ONE,
     }
-    negative = any(bool((x < 0).any()) for x in values.values())
-    body = header(title, note, scale, negative=negative) + menu(dict.fromkeys(values, names)) + _STAGE
-    return Widget(body, _DRAW % script_json(data), title=title, cdn=cdn)
+    body = layout.header(values.values()) + menu(dict.fromkeys(values, names)) + _STAGE
+    return layout.widget(body, _DRAW, data)
 
 
 _ONE = {"columns": "minmax(0,1fr)", "style": ""}
 _STAGE = '<div data-stage=""></div>'
-
-
-def _colours(scale: float) -> dict[str, Any]:
-    return {"maxValue": scale, "minValue": -scale, "negativeColor": NEGATIVE, "positiveColor": POSITIVE}
-
-
-def with_grey(note: str, causal: bool) -> str:
-    return f"{note} {'Grey: after the query.' if causal else ''}".strip()
-
-
-def header(title: str, note: str, scale: float, *, negative: bool) -> str:
-    """Title, explanation, and the colours with their numbers."""
-    colours = f"{NEGATIVE},#fff,{POSITIVE}" if negative else f"#fff,{POSITIVE}"
-    ends = (f"−{scale:.3g}", "0", f"{scale:.3g}") if negative else ("0", f"{scale:.3g}")
-    bar = (  # as circuitsvis mixes colours; older browsers take the first
-        f"height:10px;border:1px solid #bbb;background:linear-gradient(to right,{colours});"
-        f"background:linear-gradient(to right in lab,{colours})"
-    )
-    numbers = "".join(f"<span>{end}</span>" for end in ends)
-    return (
-        f'<div style="font-size:16px;font-weight:600">{html.escape(title)}</div>'
-        f'<div style="{_MUTED}">{html.escape(note)}</div>'
-        f'<div data-legend="" style="max-width:260px;margin:0 0 10px"><div style="{bar}"></div>'
-        f'<div style="display:flex;justify-content:space-between;font-size:12px">{numbers}</div></div>'
-    )
 
 
 def menu(groups: Mapping[str, Sequence[str]]) -> str:

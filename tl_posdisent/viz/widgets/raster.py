@@ -10,7 +10,7 @@ import math
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 from einops import reduce
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from tl_posdisent.viz.palette import diverging
 
-from .layout import header, matrices_beside, menu, with_grey
-from .offline import Widget, script_json
+from .layout import Layout, matrices_beside, menu
+from .offline import Widget
 from .selection import Choice
 
 SIDE = 1024
@@ -95,54 +95,38 @@ _DRAW = """(circuitsvis, root) => {
 }"""
 
 
-def beside(
-    matrices: Mapping[str, Float64[Tensor, "head query key"]], choice: Choice, *, raster: bool, **layout: Any
-) -> Widget:
+def beside(matrices: Mapping[str, Float64[Tensor, "head query key"]], choice: Choice, layout: Layout) -> Widget:
     """Matrices of one head beside each other, as images or as charts."""
-    names = [str(head) for head in choice.heads]
-    if raster:
-        return images_beside(matrices, names, choice.tokens, positions=choice.positions, **layout)
-    return matrices_beside(matrices, names, choice.tokens, **layout)
+    if choice.options.raster:
+        return images_beside(matrices, choice, layout)
+    return matrices_beside(matrices, choice.names, choice.tokens, layout)
 
 
-def images_beside(
-    matrices: Mapping[str, Float64[Tensor, "head query key"]],
-    names: Sequence[str],
-    tokens: Sequence[str],
-    *,
-    positions: Sequence[int],
-    scale: float,
-    causal: bool,
-    title: str,
-    note: str,
-    cdn: bool,
-) -> Widget:
+def images_beside(matrices: Mapping[str, Float64[Tensor, "head query key"]], choice: Choice, layout: Layout) -> Widget:
     """Matrices of one head beside each other, as images; a list of heads to choose from."""
+    positions, scale = choice.positions, layout.scale
     factor = math.ceil(len(positions) / SIDE)
-    choices = [
-        [
-            {"src": png(levels(x[n], scale, factor=factor, causal=causal)), "alt": _alt(caption, name, x[n], positions)}
-            for caption, x in matrices.items()
-        ]
-        for n, name in enumerate(names)
-    ]
+
+    def image(caption: str, n: int) -> dict[str, str]:
+        x = matrices[caption][n]
+        pixels = levels(x, scale, factor=factor, causal=layout.causal)
+        return {"src": png(pixels), "alt": _alt(caption, choice.names[n], x, positions)}
+
     side = math.ceil(len(positions) / factor)
     data = {
-        "choices": choices,
+        "choices": [[image(caption, n) for caption in matrices] for n in range(len(choice.heads))],
         "captions": list(matrices),
-        "tokens": list(tokens) if factor == 1 else [],
-        "positions": list(positions),
+        "tokens": choice.tokens if factor == 1 else [],
+        "positions": positions,
         "factor": factor,
         "scale": scale,
         "width": 100 + max(360, min(side, 720 if len(matrices) == 1 else 400)),  # several stand in rows
     }
-    if factor > 1:
-        note = f"{note} A pixel is the mean of {factor}×{factor} cells.".strip()
-    note = with_grey(f"{note} Point at a pixel for its number, to 1/{_STEPS} of the scale.".strip(), causal)
-    negative = any(bool((x < 0).any()) for x in matrices.values())
+    means = f" A pixel is the mean of {factor}×{factor} cells." if factor > 1 else ""
+    note = f"{layout.note}{means} Point at a pixel for its number, to 1/{_STEPS} of the scale.".strip()
     stage = '<div data-stage="" style="display:flex;flex-wrap:wrap;gap:16px"></div>'
-    body = header(title, note, scale, negative=negative) + menu({"": names}) + stage
-    return Widget(body, _DRAW % script_json(data), title=title, cdn=cdn)
+    body = replace(layout, note=note).header(matrices.values()) + menu({"": choice.names}) + stage
+    return layout.widget(body, _DRAW, data)
 
 
 def levels(x: Float64[Tensor, "query key"], scale: float, *, factor: int = 1, causal: bool) -> Levels:

@@ -1,31 +1,31 @@
-"""Score matrices of heads as circuitsvis widgets: the scores, their parts, and the attention patterns."""
+"""Score matrices of heads as circuitsvis widgets: the scores, their components, and the attention patterns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_choice, is_integer
 
-from .fit_cells import additive_pattern, causal, check_alike, check_fit, choose_of, parts_of
+from .fit_cells import additive_pattern, causal, check_alike, check_fit, components_of
 from .layout import head_selector
 from .offline import Widget
 from .raster import beside
-from .selection import CELLS, check_scale, check_title
+from .selection import CELLS, Options, choose
 
-ScorePart = Literal["scores", "fitted", "distance", "query", "key", "residual"]
-_PARTS = get_args(ScorePart)
+ScoreComponent = Literal["scores", "fitted", "distance", "query", "key", "residual"]
+_COMPONENTS = get_args(ScoreComponent)
 
 
 def show_scores(
     fit: AdditiveFit,
     tokens: Sequence[str],
-    part: ScorePart = "fitted",
+    component: ScoreComponent = "fitted",
     *,
     scores: Float[Tensor, "*batch query key"] | None = None,
     heads: Iterable[int] | None = None,
@@ -38,24 +38,24 @@ def show_scores(
     raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
-    """Show one part of the scores for all heads: small, and the selected head in full size.
+    """Show one component of the scores for all heads: small, and the selected head in full size.
 
-    Red is positive, blue negative, white 0. All parts of the same heads have the same colour scale, so that two calls
-    can be compared. Cells outside the fit's mask are 0, and grey where they lie after the query.
+    Red is positive, blue negative, white 0. All components of the same heads have the same colour scale, so that two
+    calls can be compared. Cells outside the fit's mask are 0, and grey after the query.
 
     Args:
         fit: of scores ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``.
         tokens: the text, one string for each key, such as ``model.to_str_tokens(ids)``. Spaces are shown as ``·``, line
             breaks as ``↵``; axes show at most 24 characters of each.
-        part: ``"fitted"`` is the sum of ``"distance"``, ``"query"`` and ``"key"``; ``"scores"`` and ``"residual"``
+        component: ``"fitted"`` is the sum of ``"distance"``, ``"query"`` and ``"key"``; ``"scores"`` and ``"residual"``
             (scores less fitted) need ``scores``.
         scores: the fitted scores, which the fit does not store.
         heads: default all.
         text: which entry of the first axis, if the scores have four.
         positions: which to show, as queries and as keys, ascending; default all. Where some are left out at the
             beginning or in between, the axes show ``token@position``.
-        centred: subtract each head's mean (``fit.intercept``) from the scores and the fitted scores, as the parts have
-            mean 0 and the softmax cancels it. False shows the original values.
+        centred: subtract each head's mean (``fit.intercept``) from the scores and the fitted scores, as the components
+            have mean 0 and the softmax cancels it. False shows the original values.
         scale: magnitude of the darkest colours, in units of the scores; default the largest there is in the
             chosen heads.
         title: default describes the content.
@@ -76,30 +76,25 @@ def show_scores(
         >>> _, cache = model.run_with_cache(tokens)
         >>> fit = fit_additive(cache["attn_scores", 3])
         >>> show_scores(fit, model.to_str_tokens(tokens[0]), "distance", heads=[0, 1])
-        Widget('The distance part of the scores')
+        Widget('The distance component of the scores')
     """
-    if part not in _PARTS:
-        raise ValueError(f"part must be one of {', '.join(_PARTS)}, got {part!r}")
+    check_choice("component", component, _COMPONENTS)
     check_fit(fit)
-    if scores is None and part in ("scores", "residual"):
-        raise ValueError(f"scores must be given to show the part {part!r}: the fit does not keep them")
-    if scores is not None:
-        check_alike(fit, "scores", scores)
-    choice = choose_of(
-        fit, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, more=1, raster=raster
+    if scores is None and component in ("scores", "residual"):
+        raise ValueError(f"scores must be given to show the component {component!r}: the fit does not keep them")
+    options = Options(heads, text, positions, scale, title, max_cells, raster, cdn)
+    choice = choose(check_fit(fit), tokens, options, more=1)
+    components = components_of(fit, choice, scores, centred=centred)
+    titles = {"fitted": "The fitted scores", "scores": "The scores", "residual": "What the fit leaves of the scores"}
+    layout = choice.layout(
+        components.values(),
+        titles.get(component, f"The {component} component of the scores"),
+        _mean_note(centred and component in ("scores", "fitted")),
+        causal=causal(fit),
     )
-    parts = parts_of(fit, choice, scores, centred=centred)
-    what = {"fitted": "The fitted scores", "scores": "The scores", "residual": "What the fit leaves of the scores"}
-    layout: dict[str, Any] = {
-        "scale": check_scale(scale, parts.values()),
-        "causal": causal(fit),
-        "title": check_title(title, what.get(part, f"The {part} part of the scores")),
-        "note": _mean_note(centred and part in ("scores", "fitted")),
-        "cdn": cdn,
-    }
     if raster:
-        return beside({"": parts[part]}, choice, raster=True, **layout)
-    return head_selector(parts[part], [str(head) for head in choice.heads], choice.tokens, **layout)
+        return beside({"": components[component]}, choice, layout)
+    return head_selector(components[component], choice.names, choice.tokens, layout)
 
 
 def show_parts(
@@ -117,7 +112,7 @@ def show_parts(
     raster: bool = False,
     cdn: bool = False,
 ) -> Widget:
-    """Show all parts of one head's scores side by side, in one colour scale: distance + query + key = fitted.
+    """Show all components of one head's scores side by side, in one colour scale: distance + query + key = fitted.
 
     With ``scores`` these and the residual are shown too: fitted + residual = scores.
 
@@ -134,28 +129,22 @@ def show_parts(
         >>> _, cache = model.run_with_cache(tokens)
         >>> scores = cache["attn_scores", 3]
         >>> show_parts(fit_additive(scores), model.to_str_tokens(tokens[0]), 2, scores=scores)
-        Widget('Head 2: the scores and their parts')
+        Widget('Head 2: the scores and their components')
     """
     check_fit(fit)
-    if scores is not None:
-        check_alike(fit, "scores", scores)
     if not is_integer(head):
         raise ValueError(f"head must be an integer, got {head!r}")
-    shown = _PARTS if scores is not None else tuple(p for p in _PARTS if p not in ("scores", "residual"))
-    choice = choose_of(
-        fit, tokens, heads=[head], text=text, positions=positions, max_cells=max_cells, charts=len(shown), raster=raster
-    )
-    parts = parts_of(fit, choice, scores, centred=centred)
-    return beside(
-        {name: parts[name] for name in shown},
-        choice,
-        raster=raster,
-        scale=check_scale(scale, parts.values()),
+    names = [name for name in _COMPONENTS if scores is not None or name not in ("scores", "residual")]
+    options = Options([head], text, positions, scale, title, max_cells, raster, cdn)
+    choice = choose(check_fit(fit), tokens, options, charts=len(names))
+    components = components_of(fit, choice, scores, centred=centred)
+    layout = choice.layout(
+        components.values(),
+        f"Head {head}: the scores and their components",
+        "distance + query + key = fitted. " + _mean_note(centred),
         causal=causal(fit),
-        title=check_title(title, f"Head {head}: the scores and their parts"),
-        note="distance + query + key = fitted. " + _mean_note(centred),
-        cdn=cdn,
     )
+    return beside({name: components[name] for name in names}, choice, layout)
 
 
 def show_patterns(
@@ -175,7 +164,7 @@ def show_patterns(
     """Show the model's attention pattern beside that of the additive scores, head by head.
 
     The additive pattern is the softmax of ``fit.fitted()`` over the fit's mask: the attention of the head if its scores
-    were exactly the sum of a distance, a query and a key part. The query part has no effect on it.
+    were exactly the sum of a distance, a query and a key component. The query component has no effect on it.
 
     Args:
         fit, tokens, heads, text, positions, scale, title, max_cells, raster, cdn: as in ``show_scores``.
@@ -193,24 +182,16 @@ def show_patterns(
         Widget('Attention patterns: the model and its additive scores')
     """
     check_alike(fit, "pattern", pattern)
-    choice = choose_of(
-        fit, tokens, heads=heads, text=text, positions=positions, max_cells=max_cells, charts=2, raster=raster
-    )
+    options = Options(heads, text, positions, scale, title, max_cells, raster, cdn)
+    choice = choose(check_fit(fit), tokens, options, charts=2)
     additive, inside = additive_pattern(fit, choice)
     own = choice.of(pattern.detach()).to(additive.device)
     if not bool(((own >= 0) & (own <= 1.01))[inside].all()):  # 1.01: bfloat16
         raise ValueError("pattern must be probabilities, from 0 to 1, as the softmax of scores is")
     shown = {"model": torch.where(inside, own, 0.0), "additive scores": additive}
-    return beside(
-        shown,
-        choice,
-        raster=raster,
-        scale=check_scale(scale, shown.values()),
-        causal=causal(fit),
-        title=check_title(title, "Attention patterns: the model and its additive scores"),
-        note="Rows are queries; those of a whole text add up to 1.",
-        cdn=cdn,
-    )
+    note = "Rows are queries; those of a whole text add up to 1."
+    default = "Attention patterns: the model and its additive scores"
+    return beside(shown, choice, choice.layout(shown.values(), default, note, causal=causal(fit)))
 
 
 def _mean_note(centred: bool) -> str:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from jaxtyping import Float64
-from torch import Tensor
-
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.utils.validation import check_indices, is_integer
+from tl_posdisent.utils.validation import check_indices, check_integer
 
 from .fit_cells import check_fit
-from .layout import coloured_text
+from .layout import Layout, coloured_text
 from .offline import Widget, text_token
-from .selection import Choice, check_batch, check_scale, check_title, check_tokens
+from .selection import check_batch, check_scale, check_title, check_tokens, of_heads
 
 VALUES = 1_000_000
 """Values that a page can carry: about 7 MB."""
@@ -99,8 +96,14 @@ def show_query_bias(
     return _show("query", fit, tokens, heads, text, scale, check_title(title, "Query bias"), max_values, cdn)
 
 
+_NOTES = {
+    "key": "How much higher than the head's average a token's scores are as a key, apart from distance and query.",
+    "query": "How much higher than the head's average a token's scores are as a query; the softmax ignores that.",
+}
+
+
 def _show(
-    part: Literal["key", "query"],
+    component: Literal["key", "query"],
     fit: AdditiveFit | Mapping[int, AdditiveFit],
     tokens: Sequence[str],
     heads: Iterable[int] | None,
@@ -116,35 +119,16 @@ def _show(
         raise ValueError(f"fit must be an AdditiveFit, or one of the same shape for each layer, got {sorted(shapes)}")
     *batch, n_query, n_key = next(iter(shapes))
     words = check_tokens(tokens, n_key)
+    words = words[-n_query:] if component == "query" else words
     chosen = check_indices("heads", heads, check_batch(batch, text)[1])
-    words = words[-n_query:] if part == "query" else words
-    _check_values(len(fits) * len(chosen), len(words), max_values)
-    choice = Choice(text, chosen, [], [])
-
-    def values(one: AdditiveFit) -> Float64[Tensor, "head token"]:
-        return choice.of_heads(getattr(one, part), cell_axes=1).double()
-
-    shown = {name: values(one) for name, one in fits.items()}
-    note = {
-        "key": "How much higher than the head's average a token's scores are as a key, apart from distance and query.",
-        "query": "How much higher than the head's average a token's scores are as a query; the softmax ignores that.",
-    }
-    return coloured_text(
-        shown,
-        [str(head) for head in chosen],
-        [text_token(word) for word in words],
-        scale=check_scale(scale, shown.values()),
-        title=title,
-        note=f"{note[part]} Point at a token for its number.",
-        cdn=cdn,
-    )
-
-
-def _check_values(n_heads: int, length: int, max_values: int) -> None:
-    if not is_integer(max_values) or max_values < 1:
-        raise ValueError(f"max_values must be a positive integer, got {max_values!r}")
-    if n_heads * length > max_values:
+    check_integer("max_values", max_values, 1)
+    values = len(fits) * len(chosen) * len(words)
+    if values > max_values:
         raise ValueError(
-            f"{n_heads} heads of {length} tokens are {n_heads * length} values, and {max_values} are allowed: choose "
-            "fewer heads or layers"
+            f"{len(fits) * len(chosen)} heads of {len(words)} tokens are {values} values, and {max_values} are "
+            "allowed: choose fewer heads or layers"
         )
+    shown = {name: of_heads(getattr(one, component), text, chosen, cell_axes=1).double() for name, one in fits.items()}
+    note = f"{_NOTES[component]} Point at a token for its number."
+    layout = Layout(check_scale(scale, shown.values()), title, note, cdn=cdn)
+    return coloured_text(shown, [str(head) for head in chosen], [text_token(word) for word in words], layout)
