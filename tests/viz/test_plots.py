@@ -294,11 +294,11 @@ def test_many_heads_are_named_by_layer() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_unknown_options() -> None:
-    with pytest.raises(ValueError, match='better must be "lower" or "higher", got \'more\''):
+    with pytest.raises(ValueError, match="better must be 'lower' or 'higher', got 'more'"):
         plot_deposit(HEADS, better="more")
-    with pytest.raises(ValueError, match='measure must be "change", "kl" or "loss", got \'gain\''):
+    with pytest.raises(ValueError, match="measure must be 'change', 'kl' or 'loss', got 'gain'"):
         plot_substitution(SUBSTITUTION, "gain")
-    with pytest.raises(ValueError, match='scope must be "all" or "layer", got \'head\''):
+    with pytest.raises(ValueError, match="scope must be 'all' or 'layer', got 'head'"):
         plot_substitution(SUBSTITUTION, scope="head")
     with pytest.raises(ValueError, match='rows of scope "layer"'):
         plot_substitution(SUBSTITUTION[:3], scope="layer")

@@ -10,9 +10,10 @@ import plotly.graph_objects as go
 
 from tl_posdisent.rope.variance_decomposition import EFFECTS
 from tl_posdisent.synthetic.analysis.sufficiency import SufficientHeads
+from tl_posdisent.utils.validation import check_choice
 from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
 
-from .axis_titles import add_title, title_of
+from .axis_titles import add_title, title_of, whole
 from .heatmaps import head_axis, head_names, head_ticks
 from .table_checks import check_table, head_index, mean_over_texts
 
@@ -106,30 +107,32 @@ def plot_deposit(
         >>> figure.layout.annotations[0].text == f"layer 4, head {table['effect'].argmax()}"
         True
     """
-    if better not in ("lower", "higher"):
-        raise ValueError(f'better must be "lower" or "higher", got {better!r}')
+    check_choice("better", better, ("lower", "higher"))
     sufficient = list(sufficient)
     for found in sufficient:
         if not isinstance(found, SufficientHeads):
             raise ValueError(f"sufficient must hold results of sufficient_heads, got {type(found).__name__}")
     table = check_table(table, ["layer", "head"], ["effect"], "head_ablation")
-    means = mean_over_texts(table, ["layer", "head"], ["effect"])
+    columns = [column for column in ("effect", "effect_se") if column in table]
+    means = mean_over_texts(table, ["layer", "head"], columns)
     worse = means["effect"] if better == "lower" else -means["effect"]
-    most, names, x = int(worse.argmax()), head_names(means), head_axis(means)
-    colours = [RUST if n == most else BLUE for n in range(len(worse))]
-    bars = go.Bar(x=x, y=worse.to_numpy(), marker={"color": colours, "line": {"width": 0}}, name="")
-    if "effect_se" in table:
-        bars.update(error_y=_errors(mean_over_texts(table, ["layer", "head"], ["effect_se"])["effect_se"]))
-    bars.update(customdata=names, hovertemplate="%{customdata}: %{y:.4g}")
-    figure, place = go.Figure(), {}
-    if sufficient:
-        figure, place = figure.set_subplots(rows=2, cols=1, vertical_spacing=0.2), {"row": 1, "col": 1}
-    figure.add_trace(bars.update(showlegend=False), **place)
-    label = {"x": most, "y": max(worse[most], 0), "text": names[most], "showarrow": False, "yanchor": "bottom"}
-    figure.add_annotation(**label, **place)
-    figure.update_xaxes(**head_ticks(means), **place)
-    worse_title = "how much worse without the head<br>(units of the metric: nats for the loss)"
-    figure.update_yaxes(title=worse_title, **place)
+    most, names = int(worse.argmax()), head_names(means)
+    figure = go.Figure().set_subplots(rows=2 if sufficient else 1, vertical_spacing=0.2)
+    figure.add_bar(
+        x=head_axis(means),
+        y=worse.to_numpy(),
+        error_y=_errors(means, "effect"),
+        marker={"color": [RUST if n == most else BLUE for n in range(len(worse))], "line": {"width": 0}},
+        name="",
+        showlegend=False,
+        customdata=names,
+        hovertemplate="%{customdata}: %{y:.4g}",
+    )
+    figure.add_annotation(x=most, y=max(worse[most], 0), text=names[most], showarrow=False, yanchor="bottom")
+    figure.update_xaxes(**head_ticks(means), row=1, col=1)
+    figure.update_yaxes(
+        title="how much worse without the head<br>(units of the metric: nats for the loss)", row=1, col=1
+    )
     if sufficient:
         _add_paths(figure, sufficient)
     return add_title(figure, title, "Effect of removing each head")
@@ -164,14 +167,14 @@ def plot_substitution(
     scope: Literal["all", "layer"] = "all",
     title: str | None = None,
 ) -> go.Figure:
-    """Plot the added loss if scores are replaced by some of their parts.
+    """Plot the added loss if scores are replaced by some of their components.
 
     Args:
         table: of ``additive_substitution``.
         measure: the column to draw: ``"change"``, the loss beyond that of the unmodified model, ``"kl"`` or
             ``"loss"``, all in nats per token.
-        scope: ``"all"``, everything replaced at once, with a bar for each subset of the parts and for the controls,
-            the worst on top; or ``"layer"``, one layer at a time, the additive fit beside the controls.
+        scope: ``"all"``, everything replaced at once, with a bar for each subset of the components and each control, the
+            worst on top; or ``"layer"``, one layer at a time, the additive fit beside the controls.
         title: of the figure; default says what it shows.
 
     Returns:
@@ -190,10 +193,8 @@ def plot_substitution(
         >>> float(bars["fit"]["distance + key"]) == row["change"].item() > 0
         True
     """
-    if measure not in ("change", "kl", "loss"):
-        raise ValueError(f'measure must be "change", "kl" or "loss", got {measure!r}')
-    if scope not in ("all", "layer"):
-        raise ValueError(f'scope must be "all" or "layer", got {scope!r}')
+    check_choice("measure", measure, ("change", "kl", "loss"))
+    check_choice("scope", scope, ("all", "layer"))
     table = check_table(table, ["scope", "layer", "put_in", "keep"], [measure], "additive_substitution")
     rows = table[table["scope"] == scope]
     if rows.empty:
@@ -201,7 +202,7 @@ def plot_substitution(
     unit = title_of(measure, table)
     figure = _each_layer(rows, measure, unit) if scope == "layer" else _everything(rows, measure, unit)
     where = "everywhere" if scope == "all" else "in one layer at a time"
-    return add_title(figure, title, f"Scores replaced by parts of their additive fit, {where}")
+    return add_title(figure, title, f"Scores replaced by components of their additive fit, {where}")
 
 
 def _everything(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
@@ -209,34 +210,34 @@ def _everything(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
     ranked = rows.sort_values(measure, kind="stable")
     names = ranked["keep"].str.replace("+", " + ", regex=False)
     names = names.mask(names == "mean", "uniform attention").mask(ranked["put_in"] == "zero", "no attention output")
-    names = names.mask(ranked["put_in"] == "shuffled fit", names + ", shuffled text")
+    ranked["name"] = names.mask(ranked["put_in"] == "shuffled fit", names + ", shuffled text")
     figure = go.Figure()
     for put_in, colour in _PUT_IN_COLOURS.items():
-        chosen = ranked["put_in"] == put_in
-        values = ranked.loc[chosen, measure]
-        bar = go.Bar(x=values.to_numpy(), y=names[chosen].to_numpy(), name=put_in, marker={"color": colour})
-        if f"{measure}_se" in ranked:
-            bar.update(error_x=_errors(ranked.loc[chosen, f"{measure}_se"]))
-        figure.add_trace(bar.update(orientation="h", texttemplate="%{x:.2f}", textposition="outside", cliponaxis=False))
+        chosen = ranked[ranked["put_in"] == put_in]
+        bars = figure.add_bar(
+            x=chosen[measure].to_numpy(), y=chosen["name"].to_numpy(), name=put_in, marker={"color": colour}
+        )
+        bars.data[-1].update(orientation="h", error_x=_errors(chosen, measure))
+    figure.update_traces(texttemplate="%{x:.2f}", textposition="outside", cliponaxis=False)
     figure.update_layout(height=140 + 22 * len(ranked), barmode="overlay", legend={"title": "scores replaced by"})
     low, high = min(ranked[measure].min(), 0) * 1.15, max(ranked[measure].max(), 0) * 1.15 or 1  # room for numbers
     figure.update_xaxes(title=title, range=[low, high])
-    figure.update_yaxes(title="parts that are kept")
-    return figure.update_yaxes(categoryorder="array", categoryarray=names.to_numpy(), automargin=True, showgrid=False)
+    order = {"categoryorder": "array", "categoryarray": ranked["name"].to_numpy()}
+    return figure.update_yaxes(title="components that are kept", automargin=True, showgrid=False, **order)
 
 
 def _each_layer(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
-    figure = go.Figure()
+    figure = go.Figure().update_layout(legend={"title": "scores replaced by"})
     for put_in, colour in _PUT_IN_COLOURS.items():
         chosen = rows[rows["put_in"] == put_in].sort_values("layer")
-        x, y = chosen["layer"].astype(int).astype(str), chosen[measure]
-        figure.add_bar(x=x.to_numpy(), y=y.to_numpy(), name=put_in, marker={"color": colour})
-        if f"{measure}_se" in rows:
-            figure.data[-1].update(error_y=_errors(chosen[f"{measure}_se"]))
-    figure.update_layout(legend={"title": "scores replaced by"})
+        x, errors = whole(chosen["layer"]), _errors(chosen, measure)
+        figure.add_bar(x=x, y=chosen[measure].to_numpy(), name=put_in, marker={"color": colour}, error_y=errors)
     figure.update_xaxes(title="layer", type="category", showgrid=False)
     return figure.update_yaxes(title=title)
 
 
-def _errors(errors: Any) -> dict[str, Any]:
-    return {"type": "data", "array": errors.to_numpy(dtype=float), "thickness": 1, "width": 2}
+def _errors(table: pd.DataFrame, measure: str) -> dict[str, Any] | None:
+    """Error bars of a column such as ``effect_se``, if the table has one."""
+    if f"{measure}_se" not in table:
+        return None
+    return {"type": "data", "array": table[f"{measure}_se"].to_numpy(dtype=float), "thickness": 1, "width": 2}

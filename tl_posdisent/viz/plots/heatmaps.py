@@ -16,7 +16,8 @@ from tl_posdisent.viz.palette import DIVERGING, SEQUENTIAL
 from .axis_titles import add_title, natural_range, title_of, whole, without_unit
 from .table_checks import check_table, head_index, mean_over_texts
 
-_WRITTEN = 160  # cells that have room for their numbers
+WRITTEN = 160
+"""Cells of a map that have room for their numbers."""
 _NAMED = 100  # heads that have room for theirs
 
 
@@ -63,15 +64,14 @@ def plot_heads(
     table = check_table(table, ["layer", "head"], [value], makers)
     means = mean_over_texts(table, ["layer", "head"], [value])
     grid = means.pivot(index="layer", columns="head", values=value)
-    heat = _heat_map(grid, title_of(value, table), signed, limits, _natural(grid, value))
+    heat = _heat_map(grid, title_of(value, table), signed, limits, value)
     heat.update(x=whole(grid.columns), y=whole(grid.index), hovertemplate="layer %{y}, head %{x}: %{z:.4g}")
     error = f"{value}_se"
     if error in table and not table.duplicated(["layer", "head"]).any():
         errors = table.pivot(index="layer", columns="head", values=error)
         heat.update(customdata=errors.to_numpy(dtype=float), hovertemplate=heat.hovertemplate + " ± %{customdata:.2g}")
     figure = add_title(go.Figure(heat), title, f"{without_unit(title_of(value, table))}, by layer and head")
-    figure.update_xaxes(title="head", type="category", showgrid=False)
-    return figure.update_yaxes(title="layer", type="category", autorange="reversed", showgrid=False)
+    return as_map(figure, "head", "layer")
 
 
 def plot_subspaces(
@@ -113,7 +113,7 @@ def plot_subspaces(
     table = check_table(table, index, ["subspace", "frequency", value], "subspace_patterns")
     means = mean_over_texts(table, [*index, "subspace"], [value, "frequency"])
     grid = means.pivot(index="subspace", columns=index, values=value)
-    heat = _heat_map(grid, title_of(value, table), signed, limits, _natural(grid, value), room=0)
+    heat = _heat_map(grid, title_of(value, table), signed, limits, value, room=0)
     names, heads = wavelengths(means), grid.columns.to_frame(index=False)
     heat.update(
         x=head_axis(heads),
@@ -178,11 +178,16 @@ def plot_distance_sources(
     shown = set(sizes.nlargest(top).index)
     order = [name for name in dict.fromkeys(_source_order(sizes.index)) if name in shown]
     grid = pairs.pivot(index=names[0], columns=names[1], values="share").reindex(index=order, columns=order)
-    heat = _heat_map(grid, "share of the distance profile's variance", True, limits, None)
+    heat = _heat_map(grid, "share of the distance profile's variance", True, limits, "share")
     heat.update(x=order, y=order, hovertemplate="query from %{y}, key from %{x}: %{z:.4g}")
     figure = add_title(go.Figure(heat), title, f"Sources of the distance profile of head {head}")
-    figure.update_xaxes(title="source of the key", type="category", showgrid=False)
-    return figure.update_yaxes(title="source of the query", type="category", autorange="reversed", showgrid=False)
+    return as_map(figure, "source of the key", "source of the query")
+
+
+def as_map(figure: go.Figure, x: str, y: str) -> go.Figure:
+    """Title the axes of a map of categories, with the first row at the top."""
+    figure.update_xaxes(title=x, type="category", showgrid=False)
+    return figure.update_yaxes(title=y, type="category", autorange="reversed", showgrid=False)
 
 
 def _source_order(names: Any) -> list[str]:
@@ -225,28 +230,19 @@ def head_names(heads: pd.DataFrame) -> list[str]:
     return [", ".join(names) for names in zip(*columns, strict=True)]
 
 
-def _natural(grid: pd.DataFrame, value: str) -> tuple[float, float] | None:
-    z = grid.to_numpy(dtype=float, na_value=np.nan)
-    return natural_range(value, float(np.nanmin(z, initial=0)), float(np.nanmax(z, initial=0)))
-
-
 def _heat_map(
-    grid: pd.DataFrame,
-    title: str,
-    signed: bool | None,
-    limits: tuple[float | int, float | int] | None,
-    natural: tuple[float, float] | None,
-    room: int = _WRITTEN,
+    grid: pd.DataFrame, title: str, signed: bool | None, limits: Any, value: str, room: int = WRITTEN
 ) -> go.Heatmap:
     z = grid.to_numpy(dtype=float, na_value=np.nan)
     low, high = float(np.nanmin(z, initial=0)), float(np.nanmax(z, initial=0))
     signed = low < 0 if signed is None else signed
-    largest = max(-low, high) or 1.0
-    low, high = (-largest, largest) if signed else (low, high if high > low else low + 1.0)
-    if natural is not None and not signed:
-        low, high = natural
     if limits is not None:
         low, high = _checked_limits(limits)
+    elif signed:
+        high = max(-low, high) or 1.0
+        low = -high
+    else:
+        low, high = natural_range(value, low, high) or (low, high if high > low else low + 1.0)
     return go.Heatmap(
         z=z,
         zmin=low,

@@ -8,9 +8,8 @@ import plotly.graph_objects as go
 from tl_posdisent.viz.palette import VERDICTS, verdict_colour
 
 from .axis_titles import add_title, whole
+from .heatmaps import WRITTEN, as_map
 from .table_checks import check_table, mean_over_texts
-
-_WRITTEN = 160  # cells that have room for a letter
 
 
 def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
@@ -43,15 +42,18 @@ def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure
     table = check_table(table, ["layer", "head", "verdict"], ["gap"], "head_verdicts")
     index = ["layer", "head"]
     mean_over_texts(table, index, ["gap"])  # refuses what has no head, or several rows for one
-    named = table.assign(verdict=table["verdict"].astype(str))
-    found = set(named["verdict"])
-    names = [name for name in VERDICTS if name in found] + sorted(found - set(VERDICTS))
-    named["letter"] = ["–" if name == "no effect" else name[0].upper() for name in named["verdict"]]
-    named["number"] = named["verdict"].map(names.index)
-    error = named["error"] if "error" in named else float("nan")
-    rung = named["rung"].astype(str) if "rung" in named else named["verdict"]
-    named = named.assign(error=error, rung=rung)
-    grids = {name: named.pivot(index="layer", columns="head", values=name) for name in _SHOWN}
+    verdicts = table["verdict"].astype(str)
+    names = [name for name in VERDICTS if name in set(verdicts)] + sorted(set(verdicts) - set(VERDICTS))
+    rungs, errors = table.get("rung", verdicts), table.get("error", [float("nan")] * len(table))
+    cells = table[["layer", "head"]].assign(
+        number=verdicts.map(names.index),
+        letter=["–" if name == "no effect" else name[0].upper() for name in verdicts],
+        hover=[
+            f"{verdict} ({rung})<br>gap {gap:.3g} ± {error:.2g} nats per token"
+            for verdict, rung, gap, error in zip(verdicts, rungs, table["gap"], errors, strict=True)
+        ],
+    )
+    grids = cells.pivot(index="layer", columns="head")
     codes, n = grids["number"], len(names)
     steps = [(k / n, verdict_colour(name)) for k, name in enumerate(names)]
     heat = go.Heatmap(
@@ -63,22 +65,11 @@ def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure
         colorscale=[(at + part / n, colour) for at, colour in steps for part in (0, 1)],
         colorbar={"title": "verdict", "tickvals": list(range(n)), "ticktext": names},
         text=grids["letter"].fillna("").to_numpy(),
-        texttemplate="%{text}" if codes.size <= _WRITTEN else None,
-        customdata=[
-            [
-                None if pd.isna(verdict) else f"{verdict} ({rung})<br>gap {gap:.3g} ± {error:.2g} nats per token"
-                for verdict, rung, gap, error in zip(*row, strict=True)
-            ]
-            for row in zip(*(grids[x].to_numpy() for x in ("verdict", "rung", "gap", "error")), strict=True)
-        ],
+        texttemplate="%{text}" if codes.size <= WRITTEN else None,
+        customdata=grids["hover"].fillna("").to_numpy(),
         hovertemplate="layer %{y}, head %{x}: %{customdata}",
         name="",
     )
-    counts = named["verdict"].value_counts()
-    said = ", ".join(f"{counts[name]} {name}" for name in names)
-    figure = add_title(go.Figure(heat), title, "What the predictions need of each head's attention", said)
-    figure.update_xaxes(title="head", type="category", showgrid=False)
-    return figure.update_yaxes(title="layer", type="category", autorange="reversed", showgrid=False)
-
-
-_SHOWN = ("number", "letter", "verdict", "rung", "gap", "error")
+    counted = ", ".join(f"{(verdicts == name).sum()} {name}" for name in names)
+    figure = add_title(go.Figure(heat), title, "What the predictions need of each head's attention", counted)
+    return as_map(figure, "head", "layer")
