@@ -173,8 +173,8 @@ def plot_substitution(
         table: of ``additive_substitution``.
         measure: the column to draw: ``"change"``, the loss beyond that of the unmodified model, ``"kl"`` or
             ``"loss"``, all in nats per token.
-        scope: ``"all"``, everything replaced at once, with a bar for each subset of the components and each control, the
-            worst on top; or ``"layer"``, one layer at a time, the additive fit beside the controls.
+        scope: ``"all"``, everything replaced at once, with a bar for each subset of the components and each control,
+            the worst on top; or ``"layer"``, one layer at a time, the additive fit beside the controls.
         title: of the figure; default says what it shows.
 
     Returns:
