@@ -24,10 +24,10 @@ from tl_posdisent import (
 from tl_posdisent.experiments.robustness import length_generalization as attention_rows
 from tl_posdisent.experiments.robustness.length_generalization import (
     entropy_by_query,
-    fit_typical,
     largest_by_query,
     share_key,
 )
+from tl_posdisent.experiments.robustness.mahalanobis import fit_reference
 
 TOKENS = zoo.random_tokens(40, batch=3)
 EDGES = [4, 16, 24, 40]
@@ -43,88 +43,6 @@ def seen(model: Any, tokens: Tensor, hooks: list[Any], layer: int) -> dict[str, 
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
         logits, cache = model.run_with_cache(tokens, names_filter=list(names.values()))
     return {"logits": logits.double(), **{short: cache[name].double() for short, name in names.items()}}
-
-
-# --- the reference ----------------------------------------------------------------------------------------------
-
-
-def sample(n: int, d: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(d, d, generator=generator, dtype=torch.float64)
-    return torch.randn(2, n, d, generator=generator, dtype=torch.float64) @ mixing + 3
-
-
-@pytest.mark.parametrize(("n", "d"), [(400, 4), (30, 8), (9, 16)])
-def test_shrinkage_is_that_of_ledoit_and_wolf(n: int, d: int) -> None:
-    covariance = pytest.importorskip("sklearn.covariance")
-    x = sample(n, d)
-    typical = fit_typical(x)
-    for i in range(2):
-        theirs = covariance.LedoitWolf().fit(x[i].numpy())
-        assert typical.shrinkage[i].item() == pytest.approx(theirs.shrinkage_, rel=1e-9, abs=1e-12)
-        torch.testing.assert_close(typical.covariance()[i], torch.from_numpy(theirs.covariance_))
-        torch.testing.assert_close(typical.mean[i], torch.from_numpy(theirs.location_))
-        squared = torch.from_numpy(theirs.mahalanobis(x[i].numpy()))
-        torch.testing.assert_close(typical.distance(x)[i].square(), squared)
-
-
-def test_shrinkage_by_its_definition() -> None:
-    """The share of ‖S - μI‖² that is noise: the mean of ‖xxᵀ - S‖² over n."""
-    x = sample(30, 5)
-    typical, centred = fit_typical(x), x - x.mean(1, keepdim=True)
-    outer = centred[..., :, None] * centred[..., None, :]
-    covariance = outer.mean(1)
-    level = covariance.diagonal(0, 1, 2).mean(-1)[:, None, None] * torch.eye(5)
-    noise = (outer - covariance[:, None]).square().sum((-2, -1)).mean(1) / 30
-    expected = noise / (covariance - level).square().sum((-2, -1))
-    torch.testing.assert_close(typical.shrinkage, expected)
-    shrunk = (1 - expected)[:, None, None] * covariance + expected[:, None, None] * level
-    torch.testing.assert_close(typical.covariance(), shrunk)
-
-
-@pytest.mark.parametrize(("n", "d"), [(40, 4), (9, 16)])
-def test_leaving_a_member_out_is_a_fit_without_it(n: int, d: int) -> None:
-    """With ρ and μ as they are, of mean and covariance of the others; for the member and for any other vector."""
-    x, other = sample(n, d), sample(n, d, seed=1)
-    typical = fit_typical(x)
-    rho, level = typical.shrinkage[:, None, None], typical.spread.mean(-1)[:, None, None] * torch.eye(d)
-    for y in (x, other):
-        got = typical.distance_without(y, torch.arange(n))
-        for i in range(n):
-            rest = x[:, torch.arange(n) != i]
-            centred = rest - rest.mean(1, keepdim=True)
-            covariance = (1 - rho) * centred.mT @ centred / (n - 1) + rho * level
-            w = y[:, i] - rest.mean(1)
-            expected = torch.einsum("bd,bd->b", w, torch.linalg.solve(covariance, w)).sqrt()
-            torch.testing.assert_close(got[:, i], expected)
-
-
-def test_members_are_judged_as_strangers_are() -> None:
-    """In a small sample a member looks nearer than it is; left out, it does not."""
-    x = sample(60, 16)
-    strangers = (fit_typical(x).distance(_more(x, 5000))).mean()
-    members, left_out = fit_typical(x).distance(x).mean(), fit_typical(x).distance_without(x, torch.arange(60)).mean()
-    assert members < 0.93 * strangers
-    assert abs(left_out / strangers - 1) < 0.05
-
-
-def _more(x: Tensor, n: int) -> Tensor:
-    """Further vectors of the distribution that ``sample`` draws from."""
-    d = x.shape[-1]
-    generator = torch.Generator().manual_seed(0)
-    mixing = torch.randn(d, d, generator=generator, dtype=torch.float64)
-    generator.manual_seed(99)
-    return torch.randn(2, n, d, generator=generator, dtype=torch.float64) @ mixing + 3
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_sample_that_does_not_vary() -> None:
-    typical = fit_typical(torch.ones(5, 3))
-    assert typical.distance(torch.ones(1, 3)).tolist() == [0]
-    assert typical.distance(torch.zeros(1, 3)).item() > 1e50
-    for wrong in (torch.ones(1, 3), torch.full((3, 3), torch.nan), torch.ones(3)):
-        with pytest.raises(ValueError, match="x must be at least two finite vectors"):
-            fit_typical(wrong)
 
 
 # --- figures of each query --------------------------------------------------------------------------------------
@@ -173,7 +91,7 @@ def test_every_column_by_its_definition(kind: str, name: str, hooked: bool, shar
     for layer in (0, 1):
         there, plain = seen(model, TOKENS, hooks, layer), seen(model, TOKENS[:, :16], [], layer)
         surprise = -there["logits"].log_softmax(-1)[:, :-1].gather(-1, TOKENS[:, 1:, None])[..., 0]
-        reference = fit_typical(plain["hook_z"][:, 4:16].permute(2, 0, 1, 3).flatten(1, 2))
+        reference = fit_reference(plain["hook_z"][:, 4:16].permute(2, 0, 1, 3).flatten(1, 2))
         within = reference.distance_without(
             plain["hook_z"][:, 4:16].permute(2, 0, 1, 3).flatten(1, 2), torch.arange(36)
         )
@@ -286,25 +204,15 @@ def test_a_window_keeps_a_trained_model_alive(shared_model: Any) -> None:
 
 # --- refusals ---------------------------------------------------------------------------------------------------
 
+ASCENDING = "lengths must be at least two ascending integers"
+WITHIN = "lengths must lie within the text of 40 tokens"
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"lengths": 12}, "lengths must be a sequence of integers, got 12"),
-    ({"lengths": "0,12"}, "lengths must be a sequence of integers, got '0,12'"),
-    ({"lengths": [8]}, r"lengths must be at least two ascending integers, got \[8\]"),
-    ({"lengths": []}, r"lengths must be at least two ascending integers, got \[\]"),
-    ({"lengths": [8, 4]}, r"lengths must be at least two ascending integers, got \[8, 4\]"),
-    ({"lengths": [4, 4, 8]}, r"lengths must be at least two ascending integers, got \[4, 4, 8\]"),
-    ({"lengths": [0, 4.0]}, r"lengths must be at least two ascending integers, got \[0, 4\.0\]"),
-    ({"lengths": [-1, 4]}, r"lengths must lie within the text of 40 tokens.* got \[-1, 4\]"),
-    ({"lengths": [0, 41]}, r"lengths must lie within the text of 40 tokens.* got \[0, 41\]"),
-    (
-        {"lengths": [0, 39, 40]},
-        r"lengths must lie within .* a token to predict in the last, got \[0, 39, 40\]",
-    ),
-    ({"lengths": [0, 2, 4]}, r"lengths must lie within .* three positions or more in the first bucket"),
-    ({"in_range": 6}, "in_range must be an integer from 7 to 40, got 6"),
-    ({"in_range": 41}, "in_range must be an integer from 7 to 40, got 41"),
-    ({"in_range": 16.0}, r"in_range must be an integer from 7 to 40, got 16\.0"),
-    ({"in_range": True}, "in_range must be an integer from 7 to 40, got True"),
+    *(({"lengths": x}, "lengths must be a sequence of integers") for x in (12, "0,12")),
+    *(({"lengths": x}, ASCENDING) for x in ([8], [8, 4], [4, 4, 8], [0, 4.0])),
+    *(({"lengths": x}, WITHIN) for x in ([-1, 4], [0, 41])),
+    ({"lengths": [0, 39, 40]}, r"a token to predict in the last, got \[0, 39, 40\]"),
+    ({"lengths": [0, 2, 4]}, "three positions or more in the first bucket"),
+    *(({"in_range": x}, f"in_range must be an integer from 7 to 40, got {x}") for x in (6, 41, 16.0, True)),
     ({"by": "text"}, "by must be 'bucket', 'layer' or 'head', got 'text'"),
     ({"hooks": [("blocks.7.attn.hook_z", print)]}, "hooks names 'blocks.7.attn.hook_z', which the model does not have"),
     ({"hooks": [3]}, r"hooks must be a list of \(hook name, function\), got 3 in it"),

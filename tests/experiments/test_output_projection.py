@@ -48,7 +48,7 @@ def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     for changed, words in (
         ({"in_range": 31}, "in_range must be an integer from 3 to 30, got 31"),
-        ({"start": 28}, "in_range must be an integer from 31 to 30, got None"),
+        ({"start": 28}, "start must be an integer from 0 to 27, got 28"),
         ({"components": 60}, "components must be at most 59"),
         ({"components": 0}, "components must be an integer of at least 1"),
     ):

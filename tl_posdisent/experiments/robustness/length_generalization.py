@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
 from einops import rearrange
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.longer_context import longer_context
-from tl_posdisent.models.reading.forward import Hook, evaluating, run
+from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.validation import check_choice, is_integer
+from tl_posdisent.utils.validation import check_choice, check_integer, is_integer
 
-# Figures of each query's attention, from score matrices of long texts: a block of queries at a time.
+from .attention_outputs import for_each_output, require_finite
+from .mahalanobis import ReferenceSample, fit_reference
 
 _CELLS_PER_BLOCK = 2**22
 
@@ -81,97 +81,6 @@ def _visible(
     for some in _blocks(scores, start, stop):
         block = scores[:, :, some]
         yield block, spec.sees(position[some, None] - position) & ~spec.is_masked(block)
-
-
-# How far vectors lie from a sample of typical ones: Mahalanobis distance with a shrunk covariance.
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Typical:
-    """A sample of vectors as a Gaussian: its mean, and its covariance shrunk towards a multiple of the identity.
-
-    The covariance of n vectors, ``S = Σ (x - mean)(x - mean)ᵀ / n``, is replaced by ``(1 - ρ) S + ρ μ I`` with
-    ``μ = tr S / d`` and the ρ of Ledoit and Wolf (J. Multivariate Anal. 88, 2004), which is best for samples like this
-    one: near 0 where n is much larger than d, near 1 where the sample is too small to say anything of directions.
-
-    Attributes:
-        mean: ``[*batch, d]``.
-        axes, spread: ``[*batch, d, d]`` and ``[*batch, d]``, eigenvectors (in columns) and eigenvalues of S.
-        shrinkage: ``[*batch]``, ρ from 0 to 1.
-        sample: ``[*batch, n, d]``, the deviations from the mean along the axes.
-    """
-
-    mean: Float64[Tensor, "*batch d"]
-    axes: Float64[Tensor, "*batch d d"]
-    spread: Float64[Tensor, "*batch d"]
-    shrinkage: Float64[Tensor, "*batch"]
-    sample: Float64[Tensor, "*batch n d"]
-
-    def covariance(self) -> Float64[Tensor, "*batch d d"]:
-        """The shrunk covariance."""
-        return (self.axes * self._variances(1.0)[..., None, :]) @ self.axes.mT
-
-    def cosine(self, x: Float[Tensor, "*batch m d"]) -> Float64[Tensor, "*batch m"]:
-        """Cosine of each vector with the mean."""
-        return torch.cosine_similarity(x.double(), self.mean[..., None, :], dim=-1)
-
-    def distance(self, x: Float[Tensor, "*batch m d"]) -> Float64[Tensor, "*batch m"]:
-        """Mahalanobis distance of each vector from the mean."""
-        deviation = (x.double() - self.mean[..., None, :]) @ self.axes
-        return (deviation**2 / self._variances(1.0)[..., None, :]).sum(-1).sqrt()
-
-    def distance_without(self, x: Float[Tensor, "*batch m d"], member: Int[Tensor, "m"]) -> Float64[Tensor, "*batch m"]:
-        """The distance of each vector if one member of the sample had been left out (its own place, for instance).
-
-        A member is nearer to a sample with itself in it, the more so the smaller the sample: compare members and
-        strangers by this. A rank-one update of mean and covariance; ρ and μ are kept.
-        """
-        n = self.sample.shape[-2]
-        left = self.sample[..., member, :]
-        deviation = (x.double() - self.mean[..., None, :]) @ self.axes + left / (n - 1)
-        # Without the member the covariance is n/(n-1) S - n/(n-1)² uuᵀ, with u its deviation (Sherman–Morrison).
-        inverse = 1 / self._variances(n / (n - 1))[..., None, :]
-        weight = (1 - self.shrinkage)[..., None] * n / (n - 1) ** 2
-        own, cross, plain = (
-            (a * b * inverse).sum(-1) for a, b in ((left, left), (left, deviation), (deviation, deviation))
-        )
-        return (plain + weight * cross**2 / (1 - weight * own)).clamp_min(0).sqrt()
-
-    def _variances(self, factor: float) -> Tensor:
-        """Of the shrunk covariance along the axes; ``factor`` multiplies S before it is shrunk."""
-        shrinkage = self.shrinkage[..., None]
-        level = self.spread.mean(-1, keepdim=True)
-        # Of a sample that does not vary every other vector is infinitely far, and none is NaN.
-        return ((1 - shrinkage) * factor * self.spread + shrinkage * level).clamp_min(1e-200)
-
-
-def fit_typical(x: Float[Tensor, "*batch n d"]) -> Typical:
-    """Mean and shrunk covariance of n ≥ 2 vectors, for each leading index.
-
-    Raises:
-        ValueError: fewer than two vectors, or any that is not finite.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.experiments.robustness.length_generalization import fit_typical
-        >>> x = torch.randn(5000, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0])
-        >>> fit_typical(x).distance(torch.tensor([[0.0, 0.0], [3.0, 0.0], [0.0, 30.0]])).round().tolist()
-        [0.0, 3.0, 3.0]
-    """
-    if x.ndim < 2 or x.shape[-2] < 2 or not bool(x.isfinite().all()):
-        what = "some that are not finite" if x.ndim >= 2 and x.shape[-2] >= 2 else f"shape {tuple(x.shape)}"
-        raise ValueError(f"x must be at least two finite vectors (vector, coordinate), got {what}")
-    mean = x.double().mean(-2)
-    centred = x.double() - mean[..., None, :]
-    n, d = centred.shape[-2:]
-    covariance = centred.mT @ centred / n
-    identity = torch.eye(d, dtype=torch.float64, device=x.device)
-    level = covariance.diagonal(0, -2, -1).mean(-1)
-    off = (covariance - level[..., None, None] * identity).square().sum((-2, -1))
-    noise = (centred.square().sum(-1).square().mean(-1) - covariance.square().sum((-2, -1))) / n
-    shrinkage = torch.where(off > 0, (noise / off).clamp(0, 1), 1.0)
-    spread, axes = torch.linalg.eigh(covariance)
-    return Typical(mean, axes, spread.clamp_min(0), shrinkage, centred @ axes)
 
 
 By = Literal["bucket", "layer", "head"]
@@ -253,9 +162,7 @@ def length_generalization(
     check_choice("by", by, get_args(By))
     batch = read_texts(model, tokens, attention_mask)
     edges = _check_lengths(lengths, min(batch.lengths), getattr(model.cfg, "n_ctx", None))
-    end = edges[1] if in_range is None else in_range
-    if not is_integer(end) or not edges[0] + 3 <= end <= edges[-1]:
-        raise ValueError(f"in_range must be an integer from {edges[0] + 3} to {edges[-1]}, got {in_range!r}")
+    end = check_integer("in_range", edges[1] if in_range is None else in_range, edges[0] + 3, edges[-1])
     for spec in specs:
         if spec.z is None or spec.pattern is None:
             raise ValueError(f"layer {spec.layer} of {spec.architecture} shows no hook_z or no hook_pattern")
@@ -264,12 +171,15 @@ def length_generalization(
     given = list(hooks or [])
     rows: list[dict[str, Any]] = []
     with torch.no_grad(), longer_context(reading, max(edges[-1], end)):
-        typical = _typical(model, read[:, :end], specs, edges[0])
+        references: dict[int, ReferenceSample] = {}
+        for_each_output(
+            model, read[:, :end], specs, lambda layer, z: references.update({layer: _reference(z, edges[0])})
+        )
         with tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
             observers = [
                 hook
                 for spec in specs
-                for hook in _observers(spec, edges, typical[spec.layer], rows, bar, edited=bool(given))
+                for hook in _observers(spec, edges, references[spec.layer], rows, bar, edited=bool(given))
             ]
             with evaluating(model), applied(model, [*given, *observers]):
                 logits = model(read)
@@ -293,30 +203,19 @@ def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
     return [int(edge) for edge in edges]
 
 
-def check_outputs(z: Tensor, layer: int) -> None:
-    """Refuse what is not finite."""
-    if not bool(z.isfinite().all()):
-        raise ValueError(f"the attention outputs of layer {layer} are not finite")
-
-
-def _typical(model: Any, tokens: Tensor, specs: list[AttentionSpec], start: int) -> dict[int, Typical]:
-    """Each head's z in range: a Gaussian per layer and head, of all texts together, text after text."""
-    found: dict[int, Typical] = {}
-
-    def listener(spec: AttentionSpec) -> Hook:
-        def listen(x: Tensor, hook: Any) -> None:
-            check_outputs(x, spec.layer)
-            found[spec.layer] = fit_typical(rearrange(x[:, start:].detach(), "batch pos head d -> head (batch pos) d"))
-
-        assert spec.z
-        return spec.z, listen
-
-    run(model, tokens, [listener(spec) for spec in specs], stop=max(spec.layer for spec in specs) + 1)
-    return found
+def _reference(z: Float[Tensor, "batch pos head d_head"], start: int) -> ReferenceSample:
+    """Each head's z in range: a sample per head, of all texts together, text after text."""
+    return fit_reference(rearrange(z[:, start:], "batch pos head d -> head (batch pos) d"))
 
 
 def _observers(
-    spec: AttentionSpec, edges: list[int], typical: Typical, rows: list[dict[str, Any]], bar: Any, *, edited: bool
+    spec: AttentionSpec,
+    edges: list[int],
+    reference: ReferenceSample,
+    rows: list[dict[str, Any]],
+    bar: Any,
+    *,
+    edited: bool,
 ) -> list[Hook]:
     """Hooks that add to ``rows`` what one layer shows: a value per bucket and head for each measure."""
     buckets = list(pairwise(edges))
@@ -336,8 +235,8 @@ def _observers(
         note("entropy", [entropy[..., a:b].mean((0, 2)) for a, b in buckets])
 
     def at_z(x: Tensor, hook: Any) -> None:
-        check_outputs(x, spec.layer)
-        distance, cosine, limit = _drift(rearrange(x, "batch pos head d -> head batch pos d"), typical, edges[0])
+        require_finite(x, spec.layer)
+        distance, cosine, limit = _drift(rearrange(x, "batch pos head d -> head batch pos d"), reference, edges[0])
         size = x.shape[-1] ** 0.5
         note("mahalanobis", [distance[..., a:b].mean((1, 2)) / size for a, b in buckets])
         note("cosine", [cosine[..., a:b].mean((1, 2)) for a, b in buckets])
@@ -353,17 +252,17 @@ def _observers(
 
 
 def _drift(
-    z: Float[Tensor, "head batch pos d_head"], typical: Typical, start: int
+    z: Float[Tensor, "head batch pos d_head"], reference: ReferenceSample, start: int
 ) -> tuple[Float[Tensor, "head batch pos"], Float[Tensor, "head batch pos"], Float[Tensor, "head"]]:
     """Distance and cosine of each position, and the distance that 99 % of the reference stay within."""
-    batch, n = z.shape[1], typical.sample.shape[1]
+    batch, n = z.shape[1], reference.sample.shape[1]
     end = start + n // batch
     every = torch.arange(n, device=z.device)
-    known = typical.mean[:, None] + typical.sample @ typical.axes.mT
-    limit = torch.quantile(typical.distance_without(known, every), _QUANTILE, dim=1)
-    distance, cosine = (f(z.flatten(1, 2)).unflatten(1, (batch, -1)) for f in (typical.distance, typical.cosine))
+    known = reference.mean[:, None] + reference.sample @ reference.axes.mT
+    limit = torch.quantile(reference.distance_without(known, every), _QUANTILE, dim=1)
+    distance, cosine = (f(z.flatten(1, 2)).unflatten(1, (batch, -1)) for f in (reference.distance, reference.cosine))
     inside = z[:, :, start:end].flatten(1, 2)
-    distance[:, :, start:end] = typical.distance_without(inside, every).unflatten(1, (batch, -1))
+    distance[:, :, start:end] = reference.distance_without(inside, every).unflatten(1, (batch, -1))
     return distance, cosine, limit
 
 

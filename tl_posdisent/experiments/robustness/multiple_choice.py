@@ -55,9 +55,8 @@ class MultipleChoice:
     def __post_init__(self) -> None:
         if isinstance(self.choices, (str, Tensor)) or not isinstance(self.choices, Sequence) or len(self.choices) < 2:
             raise ValueError(f"choices must be a sequence of at least two continuations, got {self.choices!r}")
-        answer, n = self.answer, len(self.choices)
-        if not is_integer(answer) or not 0 <= answer < n:
-            raise ValueError(f"answer must be an integer from 0 to {n - 1}, got {answer!r}")
+        n = len(self.choices)
+        check_integer("answer", self.answer, 0, n - 1)
         _check_text("context", self.context, self.context_mask)
         masks = self.choice_masks
         if masks is not None and (isinstance(masks, Tensor) or len(masks) != n):
@@ -183,7 +182,7 @@ def questions_from_text(
 
 
 def _asked(sentence: str, ask: Ask, words: tuple[int, int]) -> tuple[str, str] | None:
-    """What of a sentence belongs to the context, and what to choose; None for one that is not asked about."""
+    """Split a sentence into its part in the context and the one to choose; None for one that is not asked about."""
     given, _, last = sentence.rpartition(" ")
     if ask == "next_sentence":
         return ("", sentence) if words[0] <= len(sentence.split()) <= words[1] else None

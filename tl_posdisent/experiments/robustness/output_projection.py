@@ -7,19 +7,17 @@ from typing import Any
 
 import pandas as pd
 import torch
-from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.longer_context import longer_context
-from tl_posdisent.models.reading.forward import Hook, run
+from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.validation import check_integer, is_integer
+from tl_posdisent.utils.validation import check_integer
 
-from .length_generalization import check_outputs
+from .attention_outputs import for_each_output
 
 
 def output_projection(
@@ -76,13 +74,8 @@ def output_projection(
     model, specs = reading.model, reading.specs(layers)
     batch = read_texts(model, tokens, attention_mask)
     length = min(batch.lengths)
-    end = length if in_range is None else in_range
-    check_integer("start", start, 0)
-    if not is_integer(end) or not start + 3 <= end <= length:
-        raise ValueError(f"in_range must be an integer from {start + 3} to {length}, got {in_range!r}")
-    for spec in specs:
-        if spec.z is None:
-            raise ValueError(f"layer {spec.layer} of {spec.architecture} shows no hook_z")
+    check_integer("start", start, 0, length - 3)
+    end = check_integer("in_range", length if in_range is None else in_range, start + 3, length)
     sizes = [spec.n_heads * spec.d_head for spec in specs]
     most = min([*sizes, len(batch.tokens) * (end - start) - 1])
     if check_integer("components", components, 1) > most:
@@ -90,7 +83,8 @@ def output_projection(
     texts = batch.unpadded()
     read = torch.stack([text[:length] for text in texts])
     with torch.no_grad(), longer_context(reading, length):
-        reference, outputs = _outputs(model, read[:, :end], specs, []), _outputs(model, read, specs, list(hooks or []))
+        reference = _outputs(model, read[:, :end], specs, [])
+        outputs = _outputs(model, read, specs, list(hooks or []))
     tables, explained = [], {}
     for spec in specs:
         axes, shares, mean = _principal(reference[spec.layer][:, start:].flatten(0, 1), spec.layer, components)
@@ -111,18 +105,7 @@ def _outputs(
 ) -> dict[int, Float[Tensor, "batch pos coordinate"]]:
     """z of each layer, all heads side by side, in float64."""
     found: dict[int, Tensor] = {}
-
-    def listener(layer: int) -> Any:
-        def listen(z: Tensor, hook: Any) -> None:
-            check_outputs(z, layer)
-            found[layer] = rearrange(z.detach().double(), "batch pos head d -> batch pos (head d)")
-
-        return listen
-
-    observers: list[Hook] = [(str(spec.z), listener(spec.layer)) for spec in specs]
-    last = max(spec.layer for spec in specs) + 1
-    with applied(model, hooks):
-        run(model, tokens, observers, stop=None if hooks else last)  # hooks may be for layers after that too
+    for_each_output(model, tokens, specs, lambda layer, z: found.update({layer: z.flatten(2).double()}), hooks)
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +26,7 @@ from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary
-from tl_posdisent.utils.validation import check_integer, is_number
+from tl_posdisent.utils.validation import check_choice, check_integer, check_number
 
 Kind = Literal["order", "index", "feature"]
 Unit = Literal["word", "token"]
@@ -64,7 +65,7 @@ class Perturbed:
 
 
 Perturb = Callable[..., Perturbed]
-"""``perturb(tokens, until=None, unit=None)``, what kind, fraction and seed are left to be said of ``perturb``."""
+"""``perturb(tokens, until=None, unit=None)`` with model, kind, fraction and seed chosen."""
 
 
 def perturb(
@@ -140,49 +141,60 @@ def perturber(
     model: Any, kinds: Sequence[Kind], *, window: int, unit: Unit | None, jitter: float | int | None
 ) -> Callable[..., Perturbed]:
     """``perturb`` for a model read once: ``(tokens, attention_mask=None, kind, fraction, seed, until, unit)``."""
-    _check_options(kinds, window, unit, jitter)
+    for kind in kinds:
+        check_choice("kind", kind, get_args(Kind))
+    if unit is not None:
+        check_choice("unit", unit, get_args(Unit))
+    check_integer("window", window, 1)
+    if jitter is not None:
+        check_number("jitter", jitter, above=0)
     reading = read_model(model)
-    model = reading.model
     specs = _rotary_specs(reading) if set(kinds) - {"order"} else []
-    own = unit
+    return partial(_perturbed, reading.model, specs, window, unit, jitter)
 
-    def ready(
-        tokens: Any,
-        attention_mask: Tensor | None = None,
-        *,
-        kind: Kind,
-        fraction: float | int,
-        seed: int,
-        until: int | None = None,
-        unit: Unit | None = None,
-    ) -> Perturbed:
-        check_fraction("fraction", fraction)
-        check_integer("seed", seed, 0)
-        if until is not None:
-            check_integer("until", until, 0)
-        texts = read_texts(model, tokens, attention_mask)
-        by = own or unit or ("token" if isinstance(tokens, Tensor) else "word")
-        places = torch.arange(texts.tokens.shape[1])
-        source, shifts = places.repeat(len(texts.tokens), 1), torch.zeros(texts.tokens.shape, dtype=torch.float64)
-        generators = []
-        for row, (ids, real) in enumerate(zip(texts.tokens, texts.real.cpu(), strict=True)):
-            generator = torch.Generator().manual_seed(seed)  # each text's own: it is perturbed as it would be alone
-            at = places[real]
-            stop = len(at) if until is None else until
-            order = _reordered(_movable(model, ids[at].tolist(), by, stop), len(at), fraction, window, generator)
-            source[row, at] = at[order]
-            shift = order.argsort().double() - torch.arange(len(at))
-            if jitter is not None:
-                shift = torch.randn(len(at), generator=generator, dtype=torch.float64) * jitter * (shift != 0)
-            shifts[row, at] = shift
-            generators.append(generator)
-        moved = (source != places).to(texts.tokens.device)
-        if kind == "order":
-            return Perturbed(texts.tokens.gather(1, source.to(texts.tokens.device)), [], moved, texts.real)
-        hooks = (_told if kind == "index" else _dealt_out)(specs, shifts, generators) if bool(moved.any()) else []
-        return Perturbed(texts.tokens, hooks, moved, texts.real)
 
-    return ready
+def _perturbed(
+    model: Any,
+    specs: list[AttentionSpec],
+    window: int,
+    own_unit: Unit | None,
+    jitter: float | int | None,
+    tokens: Any,
+    attention_mask: Tensor | None = None,
+    *,
+    kind: Kind,
+    fraction: float | int,
+    seed: int,
+    until: int | None = None,
+    unit: Unit | None = None,
+) -> Perturbed:
+    check_number("fraction", fraction, least=0, most=1)
+    check_integer("seed", seed, 0)
+    if until is not None:
+        check_integer("until", until, 0)
+    texts = read_texts(model, tokens, attention_mask)
+    by = own_unit or unit or ("token" if isinstance(tokens, Tensor) else "word")
+    places = torch.arange(texts.tokens.shape[1])
+    source, shifts = places.repeat(len(texts.tokens), 1), torch.zeros(texts.tokens.shape, dtype=torch.float64)
+    generators = []
+    for row, (ids, real) in enumerate(zip(texts.tokens, texts.real.cpu(), strict=True)):
+        generator = torch.Generator().manual_seed(seed)  # each text's own: it is perturbed as it would be alone
+        at = places[real]
+        stop = len(at) if until is None else until
+        order = _reordered(_movable(model, ids[at].tolist(), by, stop), len(at), fraction, window, generator)
+        source[row, at] = at[order]
+        shift = order.argsort().double() - torch.arange(len(at))
+        if jitter is not None:
+            shift = torch.randn(len(at), generator=generator, dtype=torch.float64) * jitter * (shift != 0)
+        shifts[row, at] = shift
+        generators.append(generator)
+    moved = (source != places).to(texts.tokens.device)
+    if kind == "order":
+        return Perturbed(texts.tokens.gather(1, source.to(texts.tokens.device)), [], moved, texts.real)
+    hooks: list[Hook] = []
+    if bool(moved.any()):
+        hooks = _other_positions(specs, shifts) if kind == "index" else _permuted_phases(specs, shifts, generators)
+    return Perturbed(texts.tokens, hooks, moved, texts.real)
 
 
 def _rotary_specs(reading: ModelReading) -> list[AttentionSpec]:
@@ -192,29 +204,30 @@ def _rotary_specs(reading: ModelReading) -> list[AttentionSpec]:
         raise ValueError(f'kind must be "order" for a model without rotary position embeddings: {error}') from error
 
 
-def _told(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]) -> list[Hook]:
-    """Hooks that give RoPE other positions."""
+def _other_positions(specs: Sequence[AttentionSpec], shifts: Tensor) -> list[Hook]:
+    """Hooks that give RoPE the displaced positions."""
     edit = positions_edit("perturb", shifts + torch.arange(shifts.shape[1]))
     return hooks_for([(spec, range(spec.n_heads)) for spec in specs], edit)
 
 
-def _dealt_out(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]) -> list[Hook]:
-    """Permute the displacements in each subspace, in the same way in all layers."""
+def _permuted_phases(
+    specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]
+) -> list[Hook]:
+    """Hooks that permute the displacements in each subspace, in the same way in all layers."""
     subspaces = max(len(spec.require_rotary("perturb").frequencies) for spec in specs)
-    dealt = torch.zeros(*shifts.shape, subspaces, dtype=torch.float64)
-    for row, shift, generator in zip(dealt, shifts, generators, strict=True):
+    permuted = torch.zeros(*shifts.shape, subspaces, dtype=torch.float64)
+    for row, shift, generator in zip(permuted, shifts, generators, strict=True):
         at = shift.nonzero()[:, 0]
-        hands = torch.rand(len(at), subspaces, generator=generator, dtype=torch.float32).argsort(0)
-        row[at] = shift[at][hands]
+        row[at] = shift[at][torch.rand(len(at), subspaces, generator=generator, dtype=torch.float32).argsort(0)]
 
     def phases(rotary: Rotary, own: Tensor, texts: int) -> Tensor:
         n = len(rotary.frequencies)
-        return check_phases(dealt[..., :n] * rotary.frequencies.cpu(), rotary, own, texts).to(own.device)
+        return check_phases(permuted[..., :n] * rotary.frequencies.cpu(), rotary, own, texts).to(own.device)
 
     return hooks_for([(spec, range(spec.n_heads)) for spec in specs], PhaseNoise("perturb", phases))
 
 
-# --- what moves, and where to --------------------------------------------------------------------------------
+# --- which units move, and to which places --------------------------------------------------------------------------
 
 
 def _reordered(
@@ -232,9 +245,9 @@ def _reordered(
 def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Generator) -> list[int]:
     """0 … n - 1 with ``round(fraction · n / 2)`` disjoint pairs exchanged.
 
-    All are paired from the left on, each with a free one in its window, and some of the pairs are then kept. (Who
-    is left of all that are free was passed over by all, so the far end of its window is free too: none is left over,
-    but the last where n is odd.) Where there is room, whether to begin with 0 or with 1 is up to chance.
+    All are paired from the left on, each with a free one in its window (its far end is always free, so only the last is
+    left over where n is odd), and some of the pairs are kept. Whether the first pair begins with 0 or 1 is random
+    where both are possible.
     """
     wanted = min(int(fraction * n / 2 + 0.5), n // 2)
     first = int(torch.randint(2, (), generator=generator))
@@ -284,29 +297,9 @@ def _word_begins(tokenizer: Any, ids: list[int], special: set[int]) -> list[bool
 
     begins, before = [True], decode(ids[:1])
     for last, token in itertools.pairwise(ids):
-        # Beside its neighbour: alone, tokens of some tokenizers lose their space, or are but a part of a character.
+        # Beside its neighbour: alone, tokens of some tokenizers lose their space, or are only a part of a character.
         piece = decode([last, token])[len(decode([last])) :]
         parted = (piece[:1].isspace() or before[-1:].isspace()) and not before.isspace()
         begins.append(parted or token in special or last in special)
         before = piece
     return begins
-
-
-# --- refusals ------------------------------------------------------------------------------------------------
-
-
-def _check_options(kinds: Sequence[Kind], window: int, unit: Unit | None, jitter: float | int | None) -> None:
-    for kind in kinds:
-        if kind not in get_args(Kind):
-            raise ValueError(f'kind must be "order", "index" or "feature", got {kind!r}')
-    if unit is not None and unit not in get_args(Unit):
-        raise ValueError(f'unit must be "word" or "token", got {unit!r}')
-    check_integer("window", window, 1)
-    if jitter is not None and not (is_number(jitter) and 0 < jitter < float("inf")):
-        raise ValueError(f"jitter must be a positive number of positions, got {jitter!r}")
-
-
-def check_fraction(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number from 0 to 1."""
-    if not is_number(value) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}")

@@ -17,10 +17,10 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_number, check_seeds, shown
 
 from .multiple_choice import MultipleChoice, share_right
-from .perturb import Kind, Perturb, Perturbed, Unit, check_fraction, perturber
+from .perturb import Kind, Perturb, Perturbed, Unit, perturber
 
 Downstream = Callable[[Any, Perturb], float | int] | MultipleChoice | Sequence[MultipleChoice]
 
@@ -73,8 +73,8 @@ def perturbation_curve(
     Returns:
         One row per kind and fraction: ``kind``, ``fraction``; ``moved`` and ``intact``, the shares of all positions
         that moved, and of those with a next token that are intact; ``perplexity`` and ``accuracy`` of the next
-        token, at all positions; ``added_loss`` (nats per token over the untouched model) and ``kl`` (nats, of the
-        untouched model's prediction from this one, KL(untouched ‖ perturbed)), means over intact positions, NaN where
+        token, at all positions; ``added_loss`` (nats per token over the unmodified model) and ``kl`` (nats, of the
+        unmodified model's prediction from this one, KL(unmodified ‖ perturbed)), means over intact positions, NaN where
         there are none, as at fraction 1; and ``downstream``, if asked for. Each is a mean over seeds, followed
         by its standard error, such as ``perplexity_se`` (NaN for a single seed).
 
@@ -92,7 +92,8 @@ def perturbation_curve(
         >>> bool((loss.loc[0] == 0).all()), bool((loss.loc[0.5] > loss.loc[0.1]).all())
         (True, True)
     """
-    kinds, fractions, seeds = _checked(kinds, fractions, seeds)
+    kinds, seeds = _distinct("kinds", kinds), check_seeds(seeds)
+    fractions = [check_number("fractions", x, least=0, most=1) for x in _distinct("fractions", fractions)]
     reading = read_model(model)
     model, ready = reading.model, perturber(reading, kinds, window=window, unit=unit, jitter=jitter)
     own_unit: Unit = "token" if isinstance(tokens, Tensor) else "word"
@@ -101,7 +102,7 @@ def perturbation_curve(
         raise ValueError("model must be causal: one that sees the next token need not predict it")
     score = _downstream(downstream)
     clean = [_logits(model, group.tokens, []) for group in groups]
-    untouched: dict[str, float] = {}  # what is the same for all kinds and seeds
+    unmodified: dict[str, float] = {}  # the same for all kinds and seeds
     runs = [(kind, fraction, seed) for kind in kinds for fraction in fractions for seed in seeds]
     rows = []
     for kind, fraction, seed in tqdm(runs, desc="perturbations", disable=not progress):
@@ -113,26 +114,20 @@ def perturbation_curve(
             parts.append(_measured(perturbed, before, now, group.tokens))
         row = _means(parts)
         if score is not None:
-            row["downstream"] = untouched["score"] if fraction == 0 and untouched else score(model, perturbation)
-            untouched |= {"score": row["downstream"]} if fraction == 0 else {}
+            row["downstream"] = unmodified["score"] if fraction == 0 and unmodified else score(model, perturbation)
+            unmodified |= {"score": row["downstream"]} if fraction == 0 else {}
         rows.append({"kind": kind, "fraction": fraction, **row})
     return _over_seeds(pd.DataFrame(rows))
 
 
-def _checked(kinds: Any, fractions: Any, seeds: Any) -> tuple[list[Kind], list[float | int], list[int]]:
-    for name, values in (("kinds", kinds), ("fractions", fractions)):
-        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-            raise ValueError(f"{name} must be a sequence, got {values!r}")
-    kinds, fractions = list(kinds), list(fractions)
-    for fraction in fractions:
-        check_fraction("fractions", fraction)
-    for name, values in (("kinds", kinds), ("fractions", fractions)):
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"{name} must have at least one and none twice, got {values}")
-    drawn = list(range(seeds)) if is_integer(seeds) else list(seeds) if isinstance(seeds, Iterable) else []
-    if not drawn or len(set(drawn)) < len(drawn) or any(type(seed) is not int or seed < 0 for seed in drawn):
-        raise ValueError(f"seeds must be a positive number of seeds or different non-negative integers, got {seeds!r}")
-    return kinds, fractions, drawn
+def _distinct(name: str, values: Any) -> list[Any]:
+    """A sequence of at least one value, none twice, as a list."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a sequence, got {shown(values)}")
+    found = list(values)
+    if not found or len(set(found)) < len(found):
+        raise ValueError(f"{name} must have at least one and none twice, got {shown(found)}")
+    return found
 
 
 def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None:
@@ -188,7 +183,7 @@ def _means(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def _of_text(clean: Tensor, logits: Tensor, tokens: Tensor, perturbed: Tensor) -> tuple[Tensor, ...]:
-    """Loss, hit, loss beyond that of the untouched model on its own text, and KL, at each position but the last."""
+    """Loss, hit, loss minus that of the unmodified model on its own text, and KL, at each position but the last."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     before, now = (x[:-1].to(wide).log_softmax(-1) for x in (clean, logits))
     loss = -now.gather(-1, perturbed[1:, None])[:, 0].double()
