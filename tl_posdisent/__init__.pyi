@@ -25,7 +25,7 @@ from . import (
 from . import (
     viz as viz,
 )
-from .additive.attention.attention_fit import (
+from .additive.attention.fit import (
     fit_attention as fit_attention,
 )
 from .additive.fit import (

@@ -22,22 +22,23 @@ def by_hand(fit: Any, keys: Tensor, mask: Tensor) -> Tensor:
     texts, n = keys.shape[:2]
     out = torch.full((texts, HEADS, n, n), -torch.inf, dtype=torch.float64)
     for t in range(texts):
-        first = int(mask[t].any(0).nonzero()[0])
+        seen = mask[t].any(0).nonzero().flatten().tolist()
         for h in range(HEADS):
             for i, j in mask[t].nonzero().tolist():
                 band = sum(i - j >= edge for edge in fit.edges)
                 score = fit.distance[h, fit.distances.tolist().index(i - j)]
                 score = score + fit.direction[h, band] @ keys[t, j, h // (HEADS // KV)].double()
-                if fit.sink is not None and j == first:
-                    score = score + fit.sink[h, band]
+                n_sinks = 0 if fit.sinks is None else fit.sinks.shape[-1]
+                if j in seen[:n_sinks]:
+                    score = score + fit.sinks[h, band, seen.index(j)]
                 out[t, h, i, j] = score
     return out
 
 
-@pytest.mark.parametrize("sink", [True, False])
+@pytest.mark.parametrize("sinks", [0, 1, 3])
 @pytest.mark.parametrize("bands", [(), (1, 3)])
-def test_scores_of_another_text_cell_by_cell(bands: tuple[int, ...], sink: bool) -> None:
-    fit = fit_attention(SCORES, keys=KEYS, bands=bands, sink=sink)
+def test_scores_of_another_text_cell_by_cell(bands: tuple[int, ...], sinks: int) -> None:
+    fit = fit_attention(SCORES, keys=KEYS, bands=bands, sinks=sinks)
     mask = torch.ones(2, 9, 9, dtype=torch.bool).tril()
     torch.testing.assert_close(fit.static_scores(OTHER), by_hand(fit, OTHER, mask))
     mask[0, :, :2] = False  # padding
@@ -61,12 +62,12 @@ def test_profiles_fitted_on_padded_texts_reach_as_far_as_the_longest() -> None:
 
 
 def test_the_texts_of_the_fit_get_its_pattern() -> None:
-    for options in ({}, {"pool": False}, {"bands": (2,)}, {"sink": False}):
+    for options in ({}, {"pool": False}, {"bands": (2,)}, {"sinks": 0}, {"sinks": 2}):
         fit = fit_attention(SCORES, keys=KEYS, **options)
         torch.testing.assert_close(fit.static_scores(KEYS).softmax(-1), fit.pattern())
     for scores, keys in ((SCORES, KEYS), (SCORES[0], KEYS[0])):  # no feature: a profile, and a sink or not
-        for sink in (True, False):
-            alone = fit_attention(scores, keys=keys[..., :0], sink=sink)
+        for sinks in (0, 1):
+            alone = fit_attention(scores, keys=keys[..., :0], sinks=sinks)
             torch.testing.assert_close(alone.static_scores(keys[..., :0]).softmax(-1), alone.pattern())
 
 

@@ -40,8 +40,15 @@ def check_head_vectors(**vectors: Any) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
             what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
-        if not bool(x.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
+        check_finite_tensor(name, x)
+
+
+def check_finite_tensor(name: str, x: Any) -> None:
+    """Raise unless ``x`` is a finite floating point tensor."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(f"{name} must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    if not bool(x.isfinite().all()):
+        raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
 
 
 def check_queries_and_keys(**vectors: Any) -> None:

@@ -11,8 +11,10 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from tl_posdisent.additive.attention.layout import first_keys
 from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells
 from tl_posdisent.additive.result import mean_and_range
+from tl_posdisent.additive.score_checks import check_finite_tensor
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_flag, check_indices
@@ -38,11 +40,14 @@ class AttentionFit(HasTable):
         distances: ``[distance]``, query position minus key position, ascending.
         edges: distances at which a new band begins.
         direction: ``[*fit, band, feature]`` of the importances, or None if these are free.
-        sink: ``[*fit, band]``, the term of the first key, which is also in ``key``; None if there is none.
+        sinks: ``[*fit, band, sink]``, the terms of the first keys, which are also in ``key``; None if there are none.
         kl: ``[*batch, query]``, divergence KL(pattern ‖ fit) in nats; 0 for a query without cells.
         explained: ``[*fit]``, 1 - KL(pattern ‖ fit) / KL(pattern ‖ uniform), both summed over queries: 0 for uniform
             attention, 1 for the pattern itself. NaN where the pattern is uniform.
         explained_distance, explained_key: ``[*fit]``, the same of the best fit by distances alone, or by keys alone.
+        converged: ``[*fit]``, whether the fit has reached its optimum. Where one by distances or by keys alone has not,
+            its share is NaN.
+        gap: ``[*fit]``, estimate of how far the divergence is above its lowest, in nats per query.
         cells: those of the mask.
         pooled: whether all entries of the first axis share one distance component.
         pseudo_count: part of the pattern that was replaced by uniform attention for the fit.
@@ -65,11 +70,13 @@ class AttentionFit(HasTable):
     distances: Int64[Tensor, "distance"]
     edges: tuple[int, ...]
     direction: Float64[Tensor, "*fit band feature"] | None
-    sink: Float64[Tensor, "*fit band"] | None
+    sinks: Float64[Tensor, "*fit band sink"] | None
     kl: Float64[Tensor, "*batch query"]
     explained: Float64[Tensor, "*fit"]
     explained_distance: Float64[Tensor, "*fit"]
     explained_key: Float64[Tensor, "*fit"]
+    converged: Bool[Tensor, "*fit"]
+    gap: Float64[Tensor, "*fit"]
     cells: Cells
     pooled: bool
     pseudo_count: float
@@ -82,12 +89,16 @@ class AttentionFit(HasTable):
     def logits(self) -> Float64[Tensor, "*batch query key"]:
         """The sum of the components at each cell; ``-inf`` outside the mask."""
         cells = self.cells
-        d = torch.arange(cells.n_query, device=self.key.device)[:, None] + cells.offset
-        d = d - torch.arange(cells.n_key, device=self.key.device)
-        band = torch.bucketize(d, d.new_tensor(self.edges), right=True)
-        by_key = self.key[..., band, torch.arange(cells.n_key, device=d.device).expand_as(d)]
+        d = cell_distances(cells.n_query, cells.n_key, self.key.device)
         by_distance = self.distance[..., d.clamp(cells.low, cells.high) - cells.low]
-        return torch.where(self.mask, by_distance + by_key, -torch.inf)
+        return torch.where(self.mask, by_distance + self._by_key(self.key, d), -torch.inf)
+
+    def _by_key(
+        self, key: Float64[Tensor, "*batch band key"], d: Int64[Tensor, "query key"]
+    ) -> Float64[Tensor, "*batch query key"]:
+        """The importance of each cell's key in the band of the cell's distance."""
+        band = torch.bucketize(d, d.new_tensor(self.edges), right=True)
+        return key[..., band, torch.arange(key.shape[-1], device=d.device).expand_as(d)]
 
     def pattern(self) -> Float64[Tensor, "*batch query key"]:
         """The fitted attention; 0 outside the mask."""
@@ -102,7 +113,7 @@ class AttentionFit(HasTable):
         heads: int | Iterable[int] | None = None,
         extrapolate: bool = False,
     ) -> Float64[Tensor, "*texts head query key"]:
-        """Apply static heads to keys of other texts: ``distance[i - j] + direction · keys[j] + sink · [j is first]``.
+        """Apply static heads to keys of other texts: ``distance[i - j] + direction · keys[j] + sinks``.
 
         A score depends on its key and its distance alone. Under a causal mask nothing that follows a query matters.
 
@@ -148,20 +159,16 @@ class AttentionFit(HasTable):
         inside = cells.to_mask()
         at = self._profile_index(d, d[inside.reshape(-1, *d.shape).any(0)], extrapolate=extrapolate)
         key = torch.einsum("...hkf,...hbf->...hbk", features, self.direction[..., chosen, :, :])
-        if self.sink is not None:
-            seen = cells.split(cells.counts).key > 0
-            first = (seen & (seen.cumsum(-1) == 1)).double()
-            first = first if first.ndim == 1 else first[..., None, :]  # beside heads, if there are masks for them
-            key = key + self.sink[..., chosen, :, None] * first
-        band = torch.bucketize(d, d.new_tensor(self.edges), right=True)
-        by_key = key[..., band, torch.arange(n_key, device=d.device).expand_as(d)]
-        return torch.where(inside, self.distance[..., chosen, :][..., at] + by_key, -torch.inf)
+        if self.sinks is not None:
+            marks = first_keys(cells.split(cells.counts).key > 0, self.sinks.shape[-1])
+            marks = marks if marks.ndim > 2 else marks[None]  # beside heads
+            key = key + torch.einsum("...hkn,...hbn->...hbk", marks, self.sinks[..., chosen, :, :])
+        return torch.where(inside, self.distance[..., chosen, :][..., at] + self._by_key(key, d), -torch.inf)
 
     def _features_per_head(self, keys: Any, n_heads: int) -> Float64[Tensor, "*texts head key feature"]:
         assert self.direction is not None
         n_feature, texts = self.direction.shape[-1], tuple(self.direction.shape[:-3])
-        if not isinstance(keys, Tensor) or not keys.is_floating_point():
-            raise ValueError(f"keys must be a floating point tensor, got {getattr(keys, 'dtype', type(keys).__name__)}")
+        check_finite_tensor("keys", keys)
         bad = keys.ndim < 3 or keys.shape[-1] != n_feature or keys.shape[-2] == 0 or n_heads % keys.shape[-2]
         if bad or 0 in keys.shape[:-1] or (texts and tuple(keys.shape[:-3]) != texts):
             wanted = "".join(f"{n}, " for n in texts) if texts else "*texts, "
@@ -169,8 +176,6 @@ class AttentionFit(HasTable):
                 f"keys must have shape ({wanted}key, kv_head, {n_feature}) with key heads for {n_heads} heads, got "
                 f"{tuple(keys.shape)}"
             )
-        if not bool(keys.isfinite().all()):
-            raise ValueError(f"keys must be finite, got {int((~keys.isfinite()).sum())} values that are not")
         return keys.detach().double().transpose(-3, -2).repeat_interleave(n_heads // keys.shape[-2], -3)
 
     def _profile_index(
@@ -236,7 +241,11 @@ class AttentionFit(HasTable):
         kind = ", pooled over the first axis" if self.pooled else ""
         kind += f", {len(self.edges) + 1} bands" if self.edges else ""
         if self.direction is not None:
-            kind += f", static: {self.direction.shape[-1]} features" + (" and a sink" if self.sink is not None else "")
+            n = 0 if self.sinks is None else self.sinks.shape[-1]
+            kind += f", static: {self.direction.shape[-1]} features"
+            kind += "" if n == 0 else " and a sink" if n == 1 else f" and {n} sinks"
+        if not bool(self.converged.all()):
+            kind += f", {int((~self.converged).sum())} not converged"
         kl, alone = self._mean_kl(), (self.explained_distance, self.explained_key)
         return "\n".join(
             [

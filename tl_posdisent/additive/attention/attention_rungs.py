@@ -26,8 +26,8 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.attention_fit import fit_attention
 from tl_posdisent.additive.attention.attention_result import AttentionFit
+from tl_posdisent.additive.attention.fit import fit_attention
 from tl_posdisent.additive.attention.query_term import fit_query_term
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer
@@ -80,7 +80,7 @@ def fit_rung(
     if rung != "static":
         keys = scores.new_zeros(*scores.shape[:-3], scores.shape[-1], 1, 0)
     assert keys is not None
-    return fit_attention(scores, mask=inside, keys=seen_keys(keys, inside), sink=rung != "distance", pool=pool)
+    return fit_attention(scores, mask=inside, keys=seen_keys(keys, inside), sinks=int(rung != "distance"), pool=pool)
 
 
 def seen_keys(

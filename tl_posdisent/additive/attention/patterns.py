@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.attention_sums import Layout, to_batch
+from tl_posdisent.additive.attention.layout import Layout, to_batch
 from tl_posdisent.additive.cells import Cells
 from tl_posdisent.additive.score_checks import is_pattern, refuse_masking_values, refuse_non_finite
 

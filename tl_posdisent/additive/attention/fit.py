@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,23 +12,25 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.attention_patterns import (
+from tl_posdisent.additive.attention.attention_result import AttentionFit
+from tl_posdisent.additive.attention.layout import Layout, Stacked, by_system, first_keys, to_batch
+from tl_posdisent.additive.attention.patterns import (
     Pattern,
     pattern_of_pattern,
     pattern_of_scores,
     pattern_of_vectors,
     refuse_unusable,
 )
-from tl_posdisent.additive.attention.attention_result import AttentionFit
-from tl_posdisent.additive.attention.attention_solver import AIM, Design, Keys, solve_attention
-from tl_posdisent.additive.attention.attention_sums import AttentionSums, Layout, Stacked, by_system, to_batch
+from tl_posdisent.additive.attention.solver import AIM, Keys, Problem, Solution, solve_attention, solve_keys_alone
+from tl_posdisent.additive.attention.sums import AttentionSums
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit_from_qk import check_vectors
-from tl_posdisent.additive.score_checks import check_scores
-from tl_posdisent.utils.validation import check_flag, check_number, is_integer
+from tl_posdisent.additive.score_checks import check_finite_tensor, check_scores
+from tl_posdisent.utils.validation import check_flag, check_integer, check_number, is_integer
 
 _AT_ONCE = 2**14  # keys of all texts of the systems that are solved together
-_AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``solve_attention``
+_AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``Problem``
+_NEGLIGIBLE = 1e-13  # of the largest singular value of the features
 
 
 @torch.no_grad()
@@ -39,7 +42,7 @@ def fit_attention(
     window: int | None = None,
     bands: Sequence[int] = (),
     keys: Float[Tensor, "*texts key kv feature"] | None = None,
-    sink: bool | None = None,
+    sinks: int | None = None,
     pool: bool | None = None,
     pseudo_count: float | int = 1e-3,
 ) -> AttentionFit:
@@ -58,21 +61,24 @@ def fit_attention(
         keys: features of the keys ``[*texts, key, kv_head, feature]``, e.g. unrotated key vectors. The importance is
             then ``direction · keys[j]``, a *static* head, which applies to texts that it was not fitted on. Leading
             axes are those of the scores less the last (the heads); head h reads key head ``h // (heads // kv_heads)``.
-            With no features at all (``keys[..., :0]``) a head has its distance profile and ``sink`` alone.
-        sink: a term of its own for the first key. Default: with ``keys`` only, as free importances contain it.
+            With no features at all (``keys[..., :0]``) a head has its distance profile and ``sinks`` alone.
+        sinks: how many first keys have a term of their own each. Default: 1 with ``keys``, else 0, as free
+            importances contain them.
         pool: one distance profile (and direction) for all entries of the first axis (texts), each with its own keys.
             Default: with ``keys`` and an axis of texts only.
         pseudo_count: this part of the pattern is replaced by uniform attention, which keeps coefficients finite where
-            a key or a distance gets none. 0 fits the pattern itself, where that has an optimum.
+            a key or a distance gets none. 0 fits the pattern itself; where its optimum is at infinity (a key that gets
+            all attention, or none), coefficients stop where the pattern no longer changes.
 
     Returns:
-        An ``AttentionFit``: profile, importances, divergence per query, share explained, ``pattern()``, tables.
+        An ``AttentionFit``: profile, importances, divergence per query, share explained, ``pattern()``, tables. A fit
+        that does not converge (``converged``) is the best found, with an estimate of its ``gap``, and one warning
+        names all of them.
 
     Raises:
         ValueError: neither or both of scores and pattern, or one taken for the other; values that are not finite or
-            rows that do not add up to 1 within the mask; bands that do not ascend; ``pseudo_count=0`` where a distance
-            or a key gets no attention; keys of another shape; as ``fit_additive`` otherwise.
-        RuntimeError: not converged, as with ``pseudo_count=0`` where there is no optimum.
+            rows that do not add up to 1 within the mask; bands that do not ascend; keys of another shape; as
+            ``fit_additive`` otherwise.
 
     Example:
         >>> import torch
@@ -87,18 +93,19 @@ def fit_attention(
         >>> bool(torch.allclose(fit.pattern(), pattern.double(), atol=1e-5))
         True
     """
-    x, kind = _input(scores, pattern)
-    pool, sink = _check_options(x.shape, keys, sink, pool)
-    pseudo_count, edges = _check_pseudo_count(pseudo_count), _check_bands(bands)
+    if (scores is None) == (pattern is None):
+        raise ValueError("scores or pattern= must be given, and not both")
+    x = check_scores(pattern, "pattern") if scores is None else check_scores(scores)
+    pool, sinks, pseudo_count, edges = _check_options(x.shape, keys, sinks, pool, pseudo_count, bands)
     cells = make_cells(x.shape, mask, window, device=x.device)
     layout = Layout.of(cells, edges, x.shape[:-2], pool=pool, named=isinstance(mask, str))
-    features = None if keys is None else _features(keys, x.shape, layout, pool=pool, sink=sink)
+    features = None if keys is None else _Features.of(keys, x.shape, layout, pool=pool, sinks=sinks)
     arranged = by_system(x.detach(), 2, pool=pool)
-    if kind == "scores":
+    if scores is not None:
         refuse_unusable(x, arranged, cells, layout, pool=pool, suspicious=isinstance(mask, str))
-    read = (pattern_of_pattern if kind == "pattern" else pattern_of_scores)(arranged, layout)
+    read = (pattern_of_pattern if scores is None else pattern_of_scores)(arranged, layout)
     data = _Data.read(read, layout, arranged.shape[:2], pseudo_count)
-    return _fit(data, features, cells, x.shape[:-2], pool=pool, sink=sink)
+    return _fit(data, features, cells, x.shape[:-2], pool=pool, sinks=sinks, pseudo_count=pseudo_count)
 
 
 @torch.no_grad()
@@ -111,7 +118,7 @@ def fit_attention_qk(
     window: int | None = None,
     bands: Sequence[int] = (),
     keys: Float[Tensor, "*texts key kv feature"] | None = None,
-    sink: bool | None = None,
+    sinks: int | None = None,
     pool: bool | None = None,
     pseudo_count: float | int = 1e-3,
 ) -> AttentionFit:
@@ -125,14 +132,13 @@ def fit_attention_qk(
         k_rot: rotated keys ``[*batch, key, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
         scale: what the inner products are multiplied by, usually ``d_head ** -0.5`` (``AttentionSpec.scale``).
         mask: ``"causal"`` or ``"full"``.
-        window, bands, keys, sink, pool, pseudo_count: as in ``fit_attention``.
+        window, bands, keys, sinks, pool, pseudo_count: as in ``fit_attention``.
 
     Returns:
         An ``AttentionFit`` with leading axes ``*batch head``.
 
     Raises:
         ValueError: as ``fit_additive_qk`` and ``fit_attention``.
-        RuntimeError: as ``fit_attention``.
 
     Example:
         >>> import torch
@@ -147,76 +153,74 @@ def fit_attention_qk(
     check_vectors(q_rot, k_rot, scale, mask, bool(pool))
     q, k = (x.detach().transpose(-3, -2) for x in (q_rot, k_rot))
     shape = (*q.shape[:-1], k.shape[-2])
-    pool, sink = _check_options(shape, keys, sink, pool)
-    pseudo_count, edges = _check_pseudo_count(pseudo_count), _check_bands(bands)
+    pool, sinks, pseudo_count, edges = _check_options(shape, keys, sinks, pool, pseudo_count, bands)
     cells = make_cells(shape, mask, window, device=q.device)
     layout = Layout.of(cells, edges, shape[:-2], pool=pool, named=True)
-    features = None if keys is None else _features(keys, shape, layout, pool=pool, sink=sink)
+    features = None if keys is None else _Features.of(keys, shape, layout, pool=pool, sinks=sinks)
     q, k = (by_system(x, 2, pool=pool) for x in (q, k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)))
     data = _Data.read(pattern_of_vectors(q, k, scale, layout), layout, q.shape[:2], pseudo_count)
-    return _fit(data, features, cells, shape[:-2], pool=pool, sink=sink)
+    return _fit(data, features, cells, shape[:-2], pool=pool, sinks=sinks, pseudo_count=pseudo_count)
 
 
-def _input(scores: Any, pattern: Any) -> tuple[Tensor, str]:
-    if (scores is None) == (pattern is None):
-        raise ValueError("scores or pattern= must be given, and not both")
-    return (check_scores(pattern, "pattern"), "pattern") if scores is None else (check_scores(scores), "scores")
-
-
-def _check_options(shape: Sequence[int], keys: Any, sink: Any, pool: Any) -> tuple[bool, bool]:
-    """Whether to pool, and whether there is a sink."""
-    for name, flag in (("sink", sink), ("pool", pool)):
-        if flag is not None:
-            check_flag(name, flag)
+def _check_options(
+    shape: Sequence[int], keys: Any, sinks: Any, pool: Any, pseudo_count: Any, bands: Any
+) -> tuple[bool, int, float, tuple[int, ...]]:
+    """Whether to pool, how many first keys have a term, the pseudo-count, and the edges of the bands."""
+    if pool is not None:
+        check_flag("pool", pool)
     if pool and len(shape) < 3:
         raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(shape)}")
-    if sink and keys is None:
+    sinks = int(keys is not None) if sinks is None else check_integer("sinks", sinks, 0)
+    if sinks and keys is None:
         raise ValueError(
-            "sink must be False or None without keys=, got True: free importances contain the first key's; for a sink "
-            "and no other importance pass keys=keys[..., :0]"
+            f"sinks must be 0 or None without keys=, got {sinks}: free importances contain the first keys'; for terms "
+            "of the first keys and no other importance pass keys=keys[..., :0]"
         )
-    return (keys is not None and len(shape) > 3) if pool is None else pool, (keys is not None) if sink is None else sink
-
-
-def _check_bands(bands: Any) -> tuple[int, ...]:
+    pseudo_count = check_number("pseudo_count", pseudo_count, least=0)
+    if pseudo_count >= 1:
+        raise ValueError(f"pseudo_count must be below 1, got {pseudo_count!r}")
     if isinstance(bands, (str, bytes)) or not isinstance(bands, Sequence) or not all(map(is_integer, bands)):
         raise ValueError(f"bands must be a sequence of distances, got {bands!r}")
     if any(a >= b for a, b in pairwise(bands)):
         raise ValueError(f"bands must be distances that ascend, got {bands!r}")
-    return tuple(map(int, bands))
+    pool = (keys is not None and len(shape) > 3) if pool is None else pool
+    return pool, sinks, pseudo_count, tuple(map(int, bands))
 
 
-def _check_pseudo_count(value: Any) -> float:
-    number = check_number("pseudo_count", value, least=0)
-    if number >= 1:
-        raise ValueError(f"pseudo_count must be below 1, got {value!r}")
-    return number
+@dataclass(frozen=True, eq=False)
+class _Features:
+    """Features of the keys as linear combinations that are of one size and uncorrelated.
 
+    Attributes:
+        values: ``[system, text, key, combination]``.
+        weights: ``[system, feature, combination]``; a direction of features is ``weights`` times one of combinations.
+    """
 
-def _features(keys: Any, shape: Sequence[int], layout: Layout, *, pool: bool, sink: bool) -> Tensor:
-    """Features per head ``[system, text, key, feature]``; the last one marks the first key, if there is a sink."""
-    if not isinstance(keys, Tensor) or not keys.is_floating_point():
-        raise ValueError(f"keys must be a floating point tensor, got {getattr(keys, 'dtype', type(keys).__name__)}")
-    *batch, _, n_key = shape
-    kv = keys.shape[-2] if keys.ndim > 1 else 0
-    if not batch or tuple(keys.shape[:-2]) != (*batch[:-1], n_key) or kv == 0 or batch[-1] % kv:
-        raise ValueError(
-            "keys must have shape (*texts, key, kv_head, feature) beside scores of shape (*texts, head, query, key), "
-            f"got {tuple(keys.shape)} and {tuple(shape)}"
-        )
-    if not bool(keys.isfinite().all()):
-        raise ValueError(f"keys must be finite, got {int((~keys.isfinite()).sum())} values that are not")
-    per_head = keys.detach().double().transpose(-3, -2).repeat_interleave(batch[-1] // kv, -3)
-    features = by_system(per_head, 2, pool=pool)
-    if sink:
-        features = torch.cat([features, first_key(layout, features)], -1)
-    return features
+    values: Float64[Tensor, "system text key combination"]
+    weights: Float64[Tensor, "system feature combination"]
 
-
-def first_key(layout: Layout, like: Tensor) -> Tensor:
-    """A feature that marks the first key of each text, in the shape of others but for the last axis."""
-    first = layout.keys.cumsum(-1) == 1
-    return (first & layout.keys).to(like.dtype)[..., None].expand(*like.shape[:-1], 1)
+    @classmethod
+    def of(cls, keys: Any, shape: Sequence[int], layout: Layout, *, pool: bool, sinks: int) -> _Features:
+        """Features per head; the last ones mark the first keys."""
+        check_finite_tensor("keys", keys)
+        *batch, _, n_key = shape
+        kv = keys.shape[-2] if keys.ndim > 1 else 0
+        if not batch or tuple(keys.shape[:-2]) != (*batch[:-1], n_key) or kv == 0 or batch[-1] % kv:
+            raise ValueError(
+                "keys must have shape (*texts, key, kv_head, feature) beside scores of shape (*texts, head, query, "
+                f"key), got {tuple(keys.shape)} and {tuple(shape)}"
+            )
+        per_head = keys.detach().double().transpose(-3, -2).repeat_interleave(batch[-1] // kv, -3)
+        given = by_system(per_head, 2, pool=pool)
+        marks = first_keys(layout.keys, sinks)
+        features = torch.cat([given, marks.expand(*given.shape[:-1], sinks)], -1)
+        if features.shape[-1] == 0:
+            return cls(features, features.new_zeros(len(features), 0, 0))
+        seen = (features * layout.keys[..., None]).flatten(1, 2)
+        _, size, combinations = torch.linalg.svd(torch.linalg.qr(seen, mode="r")[1], full_matrices=False)
+        kept = size > _NEGLIGIBLE * size[:, :1].clamp_min(torch.finfo(size.dtype).tiny)
+        weights = combinations.mT * torch.where(kept, seen.shape[1] ** 0.5 / size, 0.0)[:, None]
+        return cls(features @ weights[:, None], weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +241,6 @@ class _Data:
     marginals: Stacked
     entropy: Float64[Tensor, "system text query"]
     uniform: AttentionSums
-    pseudo_count: float
 
     @classmethod
     def read(cls, pattern: Pattern, layout: Layout, shape: Sequence[int], pseudo_count: float) -> _Data:
@@ -248,14 +251,27 @@ class _Data:
             layout.add_sums(own[systems], block, rows, columns)
             entropy[systems][..., rows] = torch.special.entr(block).sum(-1)
         uniform = AttentionSums(layout, torch.zeros_like(own))
-        marginals = torch.lerp(own, uniform.marginals, pseudo_count)
-        return cls(pattern, layout, own, marginals, entropy, uniform, pseudo_count)
+        return cls(pattern, layout, own, torch.lerp(own, uniform.marginals, pseudo_count), entropy, uniform)
 
-    def divergence(self, stacked: Stacked, log_z: Tensor) -> Float64[Tensor, "system text query"]:
+    def without_bands(self) -> _Data:
+        """The same for fits with one importance for each key."""
+        own, marginals = (self.layout.drop_bands(x) for x in (self.own, self.marginals))
+        return replace(self, layout=self.layout.without_bands(), own=own, marginals=marginals)
+
+    def solve(self, features: _Features | None, keys: Keys, *, distance: bool = True, aim: float = AIM) -> Solution:
+        """Newton's method, some systems at a time."""
+        n_system, n_text = self.marginals.shape[:2]
+        values = features.values if features is not None and keys == "features" else None
+        problem = Problem(self.layout, self.marginals, distance, keys, values, aim)
+        at_once = max(1, _AT_ONCE // (n_text * self.layout.n_key))
+        order = torch.arange(n_system, device=self.own.device)
+        return Solution.join([solve_attention(problem.select(some)) for some in order.split(at_once)])
+
+    def divergence(self, found: Solution) -> Float64[Tensor, "system text query"]:
         """KL(pattern ‖ additive attention) of each query: another pass."""
-        divergence = log_z - self.entropy
+        divergence = found.log_z - self.entropy
         for systems, rows, columns, block in self.pattern():
-            logits = self.layout.spread(stacked[systems], rows, columns)
+            logits = self.layout.spread(found.stacked[systems], rows, columns)
             divergence[systems][..., rows] -= logits.mul_(block).sum(-1)
         return divergence
 
@@ -264,73 +280,73 @@ class _Data:
         from_uniform = (self.uniform.log_z - self.entropy).sum((-2, -1))
         return torch.where(from_uniform > 1e-12 * self.layout.n_query, 1 - divergence / from_uniform, torch.nan)
 
+    def explained_alone(self, features: _Features | None, keys: Keys, *, distance: bool) -> Float64[Tensor, "system"]:
+        """The share that the distance or the keys explain alone; NaN where that fit has not converged."""
+        if keys == "free" and self.layout.is_causal:
+            stacked, log_z = solve_keys_alone(self.layout, self.marginals)
+            converged = torch.ones_like(log_z[:, 0, 0], dtype=torch.bool)
+        else:
+            found = self.solve(features, keys, distance=distance, aim=_AIM_ALONE)
+            stacked, log_z, converged = found.stacked, found.log_z, found.converged
+        divergence = (log_z - self.entropy).sum((-2, -1)) - (stacked * self.own).sum((-2, -1))
+        return torch.where(converged, self.explained(divergence), torch.nan)
+
 
 def _fit(
-    data: _Data, features: Tensor | None, cells: Cells, batch: Sequence[int], *, pool: bool, sink: bool
+    data: _Data,
+    features: _Features | None,
+    cells: Cells,
+    batch: Sequence[int],
+    *,
+    pool: bool,
+    sinks: int,
+    pseudo_count: float,
 ) -> AttentionFit:
     keys: Keys = "free" if features is None else "features"
-    _refuse_empty(data, free=features is None)
-    extra, stacked, log_z = _solve(data, keys, features)
-    kl = data.divergence(stacked, log_z)
-
-    own, marginals = (data.layout.drop_bands(x) for x in (data.own, data.marginals))
-    plain = replace(data, layout=data.layout.without_bands(), own=own, marginals=marginals)
-
-    def alone(keys: Keys, *, distance: bool) -> Tensor:
-        _, x, z = _solve(plain, keys, features, distance=distance, aim=_AIM_ALONE)
-        return data.explained((z - data.entropy).sum((-2, -1)) - (x * own).sum((-2, -1)))
-
-    by_distance, by_key = _fix_gauge(data.layout, stacked, free=features is None)
-    direction = marker = None
+    found, plain = data.solve(features, keys), data.without_bands()
+    kl = data.divergence(found)
+    n_rows = data.layout.queries.expand(kl.shape).sum((-2, -1))
+    by_distance, by_key = _fix_gauge(data.layout, found.stacked, free=features is None)
+    direction = of_sinks = None
     fit = batch[1:] if pool else batch
     if features is not None:
-        of_features = extra.reshape(*fit, data.layout.n_band, -1)
-        direction, marker = (of_features[..., :-1], of_features[..., -1]) if sink else (of_features, None)
-    return AttentionFit(
+        combined = found.coefficients[:, data.layout.n_distance :].unflatten(-1, (data.layout.n_band, -1))
+        direction = torch.einsum("sfc,sbc->sbf", features.weights, combined).reshape(*fit, data.layout.n_band, -1)
+        n_feature = direction.shape[-1] - sinks
+        direction, of_sinks = direction[..., :n_feature], direction[..., n_feature:] if sinks else None
+    result = AttentionFit(
         distance=by_distance.reshape(*fit, -1),
         key=to_batch(by_key, batch, pool=pool),
         distances=cells.distances,
         edges=data.layout.edges,
         direction=direction,
-        sink=marker,
+        sinks=of_sinks,
         kl=to_batch(kl, batch, pool=pool),
         explained=data.explained(kl.sum((-2, -1))).reshape(fit),
-        explained_distance=alone("none", distance=True).reshape(fit),
-        explained_key=alone(keys, distance=False).reshape(fit),
+        explained_distance=plain.explained_alone(features, "none", distance=True).reshape(fit),
+        explained_key=plain.explained_alone(features, keys, distance=False).reshape(fit),
+        converged=found.converged.reshape(fit),
+        gap=found.gap.minimum(kl.sum((-2, -1)).clamp_min(0) / n_rows).reshape(fit),  # no divergence is below 0
         cells=cells,
         pooled=pool,
-        pseudo_count=data.pseudo_count,
+        pseudo_count=pseudo_count,
     )
+    _warn_of_unconverged(result)
+    return result
 
 
-def _refuse_empty(data: _Data, *, free: bool) -> None:
-    """Without a pseudo-count, what gets no attention has a coefficient of minus infinity."""
-    by_distance, by_key = data.layout.split(data.marginals)
-    distances, keys = data.layout.split(data.layout.used)
-    no_distance = bool(((by_distance.sum(1) <= 0) & distances.any(1)).any())
-    if no_distance or (free and bool(((by_key <= 0) & keys).any())):
-        what = "distance" if no_distance else "key"
-        raise ValueError(
-            f"pseudo_count must be above 0, such as 1e-3, where a {what} gets no attention at all, got 0: its "
-            "coefficient would be minus infinity"
+def _warn_of_unconverged(fit: AttentionFit) -> None:
+    missing = (~fit.converged).nonzero().tolist()
+    if missing:
+        shown = ", ".join(str(tuple(index)) for index in missing[:10]) + (", …" if len(missing) > 10 else "")
+        gap = float(fit.gap[~fit.converged].max())
+        warnings.warn(
+            f"{len(missing)} of {fit.converged.numel()} fits of attention have not converged, at index {shown}: they "
+            f"are the best found, with a divergence up to about {gap:.0e} nats per query above the lowest (see "
+            "converged and gap); a larger pseudo_count makes the problem better posed",
+            UserWarning,
+            stacklevel=4,
         )
-
-
-def _solve(
-    data: _Data, keys: Keys, features: Tensor | None, *, distance: bool = True, aim: float = AIM
-) -> tuple[Tensor, Stacked, Tensor]:
-    """Coefficients beyond the distances, stacked ones, and normalisers; some systems at a time."""
-    layout, (n_system, n_text) = data.layout, data.marginals.shape[:2]
-    at_once = max(1, _AT_ONCE // (n_text * layout.n_key))
-    parts = []
-    for first in range(0, n_system, at_once):
-        some = slice(first, first + at_once)
-        chosen = features[some] if features is not None and keys == "features" else None
-        design = Design(layout.select(some), n_text, distance=distance, keys=keys, features=chosen)
-        solution = solve_attention(design, data.marginals[some], aim)
-        parts.append((solution.coefficients[:, design.n_profile :], solution.stacked, solution.sums.log_z))
-    extra, stacked, log_z = (torch.cat(x) for x in zip(*parts, strict=True))
-    return extra, stacked, log_z
 
 
 def _fix_gauge(layout: Layout, stacked: Stacked, *, free: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,361 @@
+"""Newton's method for additive attention: coefficients whose pattern has given marginals.
+
+``Σ_i log Z_i - marginals · coefficients`` is convex, and its gradient is the marginals of the model less those of the
+data. Each step is solved by conjugate gradients, with products from ``AttentionSums`` and the marginals as a diagonal
+preconditioner; where these do not converge and the problem is small, by a Cholesky factor of the Hessian. Directions
+that change no pattern (constants, a straight line) have no gradient, and no step leads into them.
+
+Systems are solved together, and each is dropped once it is solved. None raises: what is not solved after a limited
+number of steps is the best point found, marked as not converged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float64, Int64
+from torch import Tensor
+
+from tl_posdisent.additive.attention.layout import Layout, Stacked
+from tl_posdisent.additive.attention.sums import AttentionSums
+
+AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
+GAP = 1e-10  # nats per query: a divergence this near to its lowest is as good as solved
+_LONGEST = 8.0  # nats that a sweep may change a coefficient by
+_MAX_STEPS, _MAX_PRODUCTS, _MAX_HALVINGS = 60, 400, 40
+_DENSE = 2**26  # cells times coefficients of a system whose Hessian may be formed
+_LEAST = 1e-3  # of its marginal, that a diagonal entry is taken to be
+_NEGLIGIBLE = 1e-12  # of the largest eigenvalue of the features' second moments
+
+Keys = Literal["free", "none", "features"]
+Coefficients = Float64[Tensor, "system parameter"]
+PerSystem = Float64[Tensor, "system 1"]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Marginals of the data, and how the coefficients of a fit become those of the cells.
+
+    Attributes:
+        layout: of the cells.
+        marginals: that the model should have; one distance profile serves all texts of a system.
+        distance: whether there is a profile.
+        keys: a coefficient for each key of each text (``"free"``), none, or linear in the features of the keys.
+        features: of each key; one direction per system and band.
+        aim: how near to come to each marginal. The objective then errs by about its square.
+    """
+
+    layout: Layout
+    marginals: Stacked
+    distance: bool = True
+    keys: Keys = "free"
+    features: Float64[Tensor, "system text key feature"] | None = None
+    aim: float = AIM
+
+    @property
+    def n_profile(self) -> int:
+        """Number of coefficients of the distance."""
+        return self.layout.n_distance if self.distance else 0
+
+    @cached_property
+    def target(self) -> Coefficients:
+        """The marginals of each coefficient."""
+        return self.reduce(self.marginals)
+
+    @cached_property
+    def allowed(self) -> Coefficients:
+        """How far each of these may be off."""
+        features = None if self.features is None else self.features.abs()
+        return self.aim * replace(self, features=features).reduce(self.marginals).clamp_min(1)
+
+    @cached_property
+    def n_rows(self) -> PerSystem:
+        """Number of queries that have cells."""
+        return self.layout.queries.expand(*self.marginals.shape[:2], -1).sum((-2, -1))[:, None].double()
+
+    def select(self, which: Int64[Tensor, "chosen"]) -> Problem:
+        """Some of the systems."""
+        features = None if self.features is None else self.features[which]
+        layout, marginals = self.layout.select(which), self.marginals[which]
+        return replace(self, layout=layout, marginals=marginals, features=features)
+
+    def expand(self, x: Coefficients) -> Stacked:
+        """The coefficients of the cells."""
+        layout, n, n_text = self.layout, len(x), self.marginals.shape[1]
+        by_distance = x.new_zeros(n, n_text, layout.n_distance)
+        if self.distance:
+            by_distance = by_distance + x[:, None, : self.n_profile]
+        rest = x[:, self.n_profile :]
+        if self.features is not None:
+            rest = torch.einsum("stkf,sbf->stbk", self.features, rest.unflatten(-1, (layout.n_band, -1)))
+        elif self.keys == "none":
+            rest = x.new_zeros(n, n_text, layout.n_band * layout.n_key)
+        return torch.cat([by_distance, rest.reshape(n, n_text, -1)], -1)
+
+    def reduce(self, stacked: Stacked) -> Coefficients:
+        """The transpose of ``expand``."""
+        by_distance, by_key = self.layout.split(stacked)
+        parts = [by_distance.sum(1)] if self.distance else []
+        if self.features is not None:
+            parts.append(torch.einsum("stkf,stbk->sbf", self.features, by_key).flatten(1))
+        elif self.keys == "free":
+            parts.append(by_key.flatten(1))
+        return torch.cat(parts, -1) if parts else stacked.new_zeros(len(stacked), 0)
+
+    def preconditioner(self, sums: AttentionSums) -> Callable[[Coefficients], Coefficients]:
+        """Division by the Hessian's diagonal; of features, by their second moments, weighted with it."""
+        diagonal = sums.diagonal.maximum(_LEAST * sums.marginals)
+        weights = replace(self, features=None, keys="free").reduce(diagonal)
+        inverse = torch.where(weights > 0, 1 / weights, 0.0)
+        n, n_band = self.n_profile, self.layout.n_band
+        if self.features is None:
+            return lambda x: x * inverse[:, : x.shape[-1]]
+        by_key = self.layout.split(diagonal)[1]
+        moments = torch.einsum("stkf,stbk,stkg->sbfg", self.features, by_key, self.features)
+        values, vectors = torch.linalg.eigh(moments)
+        kept = values > _NEGLIGIBLE * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
+        moments_inverse = (vectors * torch.where(kept, 1 / values, 0.0)[..., None, :]) @ vectors.mT
+
+        def divide(x: Coefficients) -> Coefficients:
+            of_features = torch.einsum("sbfg,sbg->sbf", moments_inverse, x[:, n:].unflatten(-1, (n_band, -1)))
+            return torch.cat([x[:, :n] * inverse[:, :n], of_features.flatten(1)], -1)
+
+        return divide
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """Coefficients of some systems, and what follows from them.
+
+    Attributes:
+        x, stacked: coefficients of the fit, and of the cells.
+        sums: normalisers and marginals there.
+        value: the objective.
+        gradient: marginals of the model less those of the data.
+    """
+
+    x: Coefficients
+    stacked: Stacked
+    sums: AttentionSums
+    value: PerSystem
+    gradient: Coefficients
+
+    @classmethod
+    def at(cls, problem: Problem, x: Coefficients) -> Point:
+        """Evaluate the problem."""
+        stacked = problem.expand(x)
+        sums = AttentionSums(problem.layout, stacked)
+        value = sums.log_z.sum((-2, -1))[:, None] - (stacked * problem.marginals).sum((-2, -1))[:, None]
+        return cls(x, stacked, sums, value, problem.reduce(sums.marginals) - problem.target)
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """What Newton's method found.
+
+    Attributes:
+        coefficients: of the fit.
+        stacked: of the cells.
+        log_z: normalisers there.
+        gap: estimate of how far the divergence is above its lowest, in nats per query: half the Newton decrement.
+        converged: whether each marginal is as near as was asked, or the gap is below ``GAP``.
+        steps, products: of Newton's method, and products with the Hessian.
+    """
+
+    coefficients: Coefficients
+    stacked: Stacked
+    log_z: Float64[Tensor, "system text query"]
+    gap: Float64[Tensor, "system"]
+    converged: Bool[Tensor, "system"]
+    steps: int = 0
+    products: int = 0
+
+    @classmethod
+    def join(cls, parts: list[Solution]) -> Solution:
+        """Solutions of several groups of systems; the most steps and products of any."""
+        values = {
+            field.name: (torch.cat if field.name not in ("steps", "products") else max)(
+                [getattr(part, field.name) for part in parts]
+            )
+            for field in fields(cls)
+        }
+        return cls(**values)
+
+
+def solve_attention(problem: Problem) -> Solution:
+    """Find coefficients at which the model has the given marginals, as far as the problem can tell them apart."""
+    x = _begin(problem)
+    zero = x.new_zeros(len(x))
+    log_z = x.new_zeros(*problem.marginals.shape[:2], problem.layout.n_query)
+    found = Solution(x.clone(), torch.zeros_like(problem.marginals), log_z, zero, zero > 0)
+    open_ = torch.arange(len(x), device=x.device)  # the systems that are not solved yet
+    small = x.new_zeros(len(x), 1)  # steps in a row whose gap was small
+    products = 0
+    for step in range(_MAX_STEPS + 1):
+        here = _sweep(problem, x)
+        near = (here.gradient.abs() <= problem.allowed).all(-1, keepdim=True)
+        direction, gap, solved, n = _newton_step(problem, here, ~near)
+        products += n
+        small = torch.where(solved & (gap <= GAP), small + 1, 0.0)
+        moved = _line_search(problem, here, direction)
+        lost = ~here.gradient.isfinite().all(-1, keepdim=True) | (moved == here.x).all(-1, keepdim=True)
+        done = (near | (small >= 3) | lost)[:, 0] | (step == _MAX_STEPS)
+        which = open_[done]
+        found.coefficients[which], found.stacked[which] = here.x[done], here.stacked[done]
+        found.log_z[which], found.gap[which] = here.sums.log_z[done], gap[done, 0]
+        found.converged[which] = (near | (solved & (gap <= GAP)))[done, 0]
+        if bool(done.all()):
+            break
+        x = moved
+        if bool(done.any()):
+            left = (~done).nonzero()[:, 0]
+            problem, open_, x, small = problem.select(left), open_[left], x[left], small[left]
+    return replace(found, steps=step, products=products)
+
+
+def _begin(problem: Problem) -> Coefficients:
+    """Logarithms of the marginals, relative to those of uniform attention; features begin at 0."""
+    target = problem.target
+    uniform = problem.reduce(AttentionSums(problem.layout, torch.zeros_like(problem.marginals)).marginals)
+    start = torch.where(target > 0, (target / uniform).log(), 0.0)
+    if problem.features is not None:
+        start[:, problem.n_profile :] = 0
+    return start
+
+
+def solve_keys_alone(layout: Layout, marginals: Stacked) -> tuple[Stacked, Float64[Tensor, "system text query"]]:
+    """The solution without a profile where each query sees all keys up to its own (``layout.is_causal``).
+
+    Attention from the queries at or after position j to the keys up to j is their number less what the later keys get,
+    ``T_j``. Key j gets its part ``m_j / T_j`` of it in each of these queries, so a normaliser over keys up to j - 1 is
+    one over keys up to j times ``1 - m_j / T_j``, and the importance is the logarithm of the part of the normaliser.
+
+    Returns:
+        Coefficients of the cells, and normalisers.
+    """
+    by_key = layout.split(marginals)[1][..., 0, :]
+    queries = torch.nn.functional.pad(layout.queries.to(by_key), (layout.offset, 0))
+    total = (queries - by_key).flip(-1).cumsum(-1).flip(-1) + by_key
+    part = (by_key / total).nan_to_num(nan=0.0).clamp(1e-300, 1 - torch.finfo(by_key.dtype).eps)
+    others = torch.log1p(-part).flip(-1).cumsum(-1).flip(-1)
+    log_z = torch.nn.functional.pad(others[..., 1:], (0, 1))
+    importance = torch.where(by_key > 0, part.log() + log_z, 0.0)
+    stacked = torch.nn.functional.pad(importance, (layout.n_distance, 0))
+    return stacked, log_z[..., layout.offset :] * layout.queries
+
+
+def _sweep(problem: Problem, x: Coefficients) -> Point:
+    """Iterative proportional fitting, one sweep: give distances, then keys, the marginals that they should have.
+
+    This never raises the objective. Newton's method by itself overshoots, by orders of magnitude, where a coefficient
+    is so low that the model's marginal is much below the data's.
+    """
+    here = Point.at(problem, x)
+    groups = [slice(0, problem.n_profile)] if problem.distance else []
+    groups += [slice(problem.n_profile, None)] if problem.keys == "free" else []
+    for group in groups:  # of coefficients of which each cell has one at most
+        target, gradient = problem.target[:, group], here.gradient[:, group]
+        ratio = target.clamp_min(1e-300).log() - (target + gradient).clamp_min(1e-12).log()
+        x = here.x.clone()
+        told = (target > 0) | (gradient > problem.allowed[:, group])
+        x[:, group] += torch.where(told, ratio.clamp(-_LONGEST, _LONGEST), 0.0)
+        here = Point.at(problem, x)
+    return here
+
+
+def _line_search(problem: Problem, here: Point, step: Coefficients) -> Coefficients:
+    """Halve the step of each system until it lowers the objective as it should; stay where none does."""
+    slope = (here.gradient * step).sum(-1, keepdim=True)
+    length = torch.ones_like(slope)
+    rounding = 1e-11 * here.value.abs().clamp_min(1)
+    good = slope == 0
+    moved = here.x.clone()
+    for _ in range(_MAX_HALVINGS):
+        if bool(good.all()):
+            break
+        there = Point.at(problem, torch.addcmul(here.x, length, step))
+        enough = there.value <= here.value + 1e-4 * length * slope + rounding
+        moved = torch.where(enough & ~good, there.x, moved)
+        good = good | enough
+        length = torch.where(good, length, length / 2)
+    return moved
+
+
+def _newton_step(
+    problem: Problem, here: Point, wanted: Bool[Tensor, "system 1"]
+) -> tuple[Coefficients, PerSystem, Bool[Tensor, "system 1"], int]:
+    """The step of each wanted system, the gap that it closes, whether it solves Newton's equation; products."""
+    precondition = problem.preconditioner(here.sums)
+    size = ((here.gradient * precondition(here.gradient)).sum(-1, keepdim=True) / problem.n_rows).sqrt()
+    tolerance = size.clamp(1e-6, 0.1)
+    target = torch.where(wanted, -here.gradient, 0.0)
+    step, solved, products = _conjugate_gradients(problem, here.sums, precondition, target, tolerance)
+    n = step.shape[-1]
+    if n * problem.marginals[0, :, 0].numel() * problem.layout.n_query * problem.layout.n_key <= _DENSE:
+        for system in (~solved[:, 0]).nonzero()[:, 0].tolist():
+            dense = _dense_step(problem, here.x, here.gradient, system)
+            if dense is not None:
+                step[system], solved[system], products = dense, True, products + n
+    decrement = -(here.gradient * step).sum(-1, keepdim=True) / problem.n_rows
+    failed = wanted & ~(decrement > 0)  # by rounding: the pattern is as good as 0 or 1 everywhere
+    step = torch.where(failed, -precondition(here.gradient), step)
+    gap = torch.where(wanted, decrement, size.square()) / 2
+    return step, gap.masked_fill(failed, torch.inf), solved & ~failed, products
+
+
+def _conjugate_gradients(
+    problem: Problem,
+    sums: AttentionSums,
+    precondition: Callable[[Coefficients], Coefficients],
+    target: Coefficients,
+    tolerance: PerSystem,
+) -> tuple[Coefficients, Bool[Tensor, "system 1"], int]:
+    """Solve until each system's residual is below its tolerance, relative to the target, or allowed for a gradient.
+
+    Returns:
+        The solution, for which systems it is one, and the number of products.
+    """
+    solution, residual = torch.zeros_like(target), target.clone()
+    direction = precondition(residual)
+    rho = (residual * direction).sum(-1, keepdim=True)
+    aim, least = rho * tolerance**2, rho
+    active = rho > 0
+    solved = ~active
+    n, most = 0, min(_MAX_PRODUCTS, 50 + target.shape[-1])
+    while n < most and bool(active.any()):
+        n += 1
+        image = problem.reduce(sums.product(problem.expand(direction)))
+        curvature = (direction * image).sum(-1, keepdim=True)
+        alpha = torch.where(active & (curvature > 0), rho / curvature, 0.0)
+        solution.addcmul_(alpha, direction)
+        residual.addcmul_(alpha, image, value=-1)
+        z = precondition(residual)
+        new = (residual * z).sum(-1, keepdim=True)
+        least = least.minimum(new)
+        enough = (new <= aim) | (residual.abs() <= problem.allowed / 4).all(-1, keepdim=True)  # less would be rounding
+        solved |= active & (curvature > 0) & enough
+        active &= (curvature > 0) & ~enough & (new <= 1e6 * least)
+        direction = torch.addcmul(z, torch.where(active, new / rho, 0.0), direction)
+        rho = new
+    return solution, solved, n
+
+
+def _dense_step(problem: Problem, x: Coefficients, gradient: Coefficients, system: int) -> Tensor | None:
+    """Newton's step of one system from a Cholesky factor of its Hessian, or None if that has no factor."""
+    one = problem.select(torch.tensor([system], device=x.device))
+    sums = AttentionSums(one.layout, one.expand(x[system : system + 1]), direct=True)
+    unit = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    hessian = torch.cat([one.reduce(sums.product(one.expand(some))) for some in unit.split(64)])
+    scale = hessian.diagonal().clamp_min(0).sqrt()
+    scale = torch.where(scale > 1e-12 * scale.max(), 1 / scale, 0.0)
+    hessian = (hessian + hessian.mT) / 2 * scale * scale[:, None]
+    for ridge in (1e-13, 1e-12, 1e-11, 1e-10, 1e-8, 1e-6):
+        factor, failed = torch.linalg.cholesky_ex(hessian + ridge * unit)
+        if not bool(failed):
+            step = -scale * torch.cholesky_solve((scale * gradient[system])[:, None], factor)[:, 0]
+            return step if bool(step.isfinite().all()) else None
+    return None
