@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -118,25 +119,23 @@ def multiples_of_a_pass() -> None:
 
 
 def steps(fit: Callable[[], object]) -> dict[str, int]:
-    """Newton steps, products with the Hessian, and queries formed cell by cell at the end."""
-    from tl_posdisent.additive.attention import attention_fit
+    """Newton steps and products with the Hessian, of the whole model."""
+    from tl_posdisent.additive.attention import fit as fitting
 
-    found, solve = [], attention_fit.solve_attention
+    found, solve = [], fitting.solve_attention
 
-    def counted(*arguments: object) -> object:
-        found.append(solve(*arguments))
-        return found[-1]
+    def counted(problem: Any) -> object:
+        solution = solve(problem)
+        if problem.distance and problem.keys == "free":
+            found.append(solution)
+        return solution
 
-    attention_fit.solve_attention = counted
+    fitting.solve_attention = counted
     try:
         fit()
     finally:
-        attention_fit.solve_attention = solve
-    first = found[: max(1, len(found) // 3)]  # the whole model; its parts alone follow
-    names = ("steps", "products")
-    return {name: max(getattr(x, name) for x in first) for name in names} | {
-        "direct queries": max(x.sums.n_direct for x in first)
-    }
+        fitting.solve_attention = solve
+    return {name: max(getattr(x, name) for x in found) for name in ("steps", "products")}
 
 
 def by_length(lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768)) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent import fit_attention
 from tl_posdisent.additive import AttentionFit, fit_attention_qk
-from tl_posdisent.additive.attention import patterns as attention_patterns
+from tl_posdisent.additive.attention import patterns
 from tl_posdisent.additive.cells import cell_distances
 
 BANDS = (1, 2, 4, 8)
@@ -265,7 +265,7 @@ def test_queries_and_keys_are_their_scores(options: dict, monkeypatch: pytest.Mo
     """In blocks of few queries and of one head, too."""
     q, k = torch.randn(2, 30, 4, 6, dtype=torch.float64), torch.randn(2, 30, 2, 6, dtype=torch.float64)
     scores = 0.4 * torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2))
-    monkeypatch.setattr(attention_patterns, "_BLOCK", 100)
+    monkeypatch.setattr(patterns, "_BLOCK", 100)
     found = fit_attention_qk(q, k, scale=0.4, keys=k, **options)
     monkeypatch.undo()
     expected = fit_attention(scores, keys=k, **options)

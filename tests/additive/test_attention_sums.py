@@ -10,7 +10,6 @@ from support.masks import CASES, Case
 from torch import Tensor
 
 from tl_posdisent.additive.attention import fourier
-from tl_posdisent.additive.attention import sums as attention_sums
 from tl_posdisent.additive.attention.layout import Layout, by_system, to_batch
 from tl_posdisent.additive.attention.solver import solve_keys_alone
 from tl_posdisent.additive.attention.sums import AttentionSums
@@ -63,13 +62,13 @@ def test_sums_are_those_of_autograd(case: Case, edges: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("span", [1, 10, 40, 300])
 def test_normalisers_of_any_size_are_right(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where rounding of transforms would reach them, queries are formed cell by cell; also those not kept."""
-    monkeypatch.setattr(attention_sums, "_TILE", 4)
+    monkeypatch.setattr("tl_posdisent.additive.attention.sums._TILE", 4)
     layout, mask = layout_of(CASES["causal-40"]), mask_of(CASES["causal-40"])
     stacked = span * torch.rand(2, 1, layout.n_coefficient, dtype=torch.float64)
     x = torch.randn_like(stacked)
     expected = by_autograd(layout, mask, stacked, x)
     for stored in (2**26, 0):
-        monkeypatch.setattr(attention_sums, "_STORED", stored)
+        monkeypatch.setattr("tl_posdisent.additive.attention.sums._STORED", stored)
         sums = AttentionSums(layout, stacked)
         for found, value in zip((sums.log_z, sums.marginals, sums.product(x)), expected, strict=True):
             torch.testing.assert_close(found, value, rtol=0, atol=1e-8)
@@ -80,7 +79,7 @@ def test_normalisers_of_any_size_are_right(span: int, monkeypatch: pytest.Monkey
 def test_distances_next_to_the_query(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are summed cell by cell where transforms of all distances would round too much."""
     monkeypatch.setattr(fourier, "_NEAR", 3)
-    monkeypatch.setattr(attention_sums, "_TILE", 4)
+    monkeypatch.setattr("tl_posdisent.additive.attention.sums._TILE", 4)
     layout, mask = layout_of(CASES[case]), mask_of(CASES[case])
     stacked = 4 * torch.rand(math.prod(CASES[case].shape[:-2]), 1, layout.n_coefficient, dtype=torch.float64)
     close = torch.arange(layout.low, layout.high + 1).abs() < 2

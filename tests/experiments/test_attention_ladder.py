@@ -20,7 +20,7 @@ from tl_posdisent import (
     logit_difference,
     random_control,
 )
-from tl_posdisent.additive.attention.attention_rungs import RUNGS
+from tl_posdisent.additive.attention.rungs import RUNGS
 from tl_posdisent.hooks import fit_attention_layers, substitute_attention
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -13,7 +13,7 @@ from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import capture, fit_attention, lambda_mask, limit_frequencies, read_model, swap_positions
-from tl_posdisent.additive.attention.attention_rungs import RUNGS
+from tl_posdisent.additive.attention.rungs import RUNGS
 from tl_posdisent.hooks import (
     applied,
     drop_component,
@@ -55,7 +55,7 @@ def by_fit(model: Any, rung: str, layer: int = 0, hooks: Any = ()) -> Tensor:
     elif rung in ("additive", "banded"):
         put_in = fit_attention(scores, mask=inside, bands=BANDS if rung == "banded" else ()).pattern()
     else:
-        put_in = fit_attention(scores, mask=inside, keys=k, sink=rung != "distance", pool=False).pattern()
+        put_in = fit_attention(scores, mask=inside, keys=k, sinks=int(rung != "distance"), pool=False).pattern()
     to_keys = pattern.sum(-1, keepdim=True)  # less than 1 beside an attention sink
     return torch.einsum("bhqk,bkhd->bhqd", put_in * to_keys, v).float()
 

@@ -32,14 +32,15 @@ FAST_LANE = ["-m", "not slow", "-o", "addopts=--doctest-modules"]
 # The tests of ROOM/FILE.py are its own examples and tests/ROOM/test_FILE*.py, and
 # these, from other files, by the name after test_.
 MORE_TESTS = {
-    "additive/attention/attention_fit": "additive/static_attention",
-    "additive/attention/attention_near": "additive/attention_fit",
-    "additive/attention/attention_patterns": "additive/attention_fit additive/static_attention",
-    "additive/attention/attention_result": "additive/attention_fit additive/static_attention",
-    "additive/attention/attention_rungs": "hooks/substitute_attention experiments/attention_ladder",
-    "additive/attention/attention_solver": "additive/attention_fit",
-    "additive/attention/attention_sums": "additive/attention_fit",
+    "additive/attention/fit": "additive/static_attention additive/sharp_attention",
+    "additive/attention/fourier": "additive/attention_sums additive/attention_fit",
+    "additive/attention/layout": "additive/attention_sums additive/attention_fit",
+    "additive/attention/patterns": "additive/attention_fit additive/static_attention",
     "additive/attention/query_term": "hooks/substitute_attention additive/attention_fit",
+    "additive/attention/result": "additive/attention_fit additive/static_attention",
+    "additive/attention/rungs": "hooks/substitute_attention experiments/attention_ladder",
+    "additive/attention/solver": "additive/attention_fit additive/sharp_attention",
+    "additive/attention/sums": "additive/attention_fit",
     "additive/cells": "additive/solver additive/fit additive/fit_pooling",
     "additive/identifiability": "additive/fit additive/fit_pooling",
     "additive/marginals": "additive/fit additive/fit_inputs",
@@ -65,8 +66,10 @@ def all_files() -> list[str]:
 
 def tests_of(stem: str) -> list[str]:
     """Paths of the tests of a file, its own first, each once; from the project's root."""
-    room, *_, name = stem.split("/")
-    own = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / room).glob(f"test_{name}*.py"))
+    room, name = stem.split("/", 1)
+    own = sorted(
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / room).glob(f"test_{name.replace('/', '_')}*.py")
+    )
     more = [f"tests/{test.replace('/', '/test_')}.py" for test in MORE_TESTS.get(stem, "").split()]
     return list(dict.fromkeys([*own, *more, f"tl_posdisent/{stem}.py"]))
 

@@ -1,11 +1,11 @@
-from .attention.attention_result import (
-    AttentionFit as AttentionFit,
-)
 from .attention.fit import (
     fit_attention as fit_attention,
 )
 from .attention.fit import (
     fit_attention_qk as fit_attention_qk,
+)
+from .attention.result import (
+    AttentionFit as AttentionFit,
 )
 from .fit import (
     fit_additive as fit_additive,

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.additive.attention.attention_fit import fit_attention
+from tl_posdisent.additive.attention.fit import fit_attention
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.frequencies import limit_frequencies

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_posdisent.additive.attention.attention_result import AttentionFit
-from tl_posdisent.additive.attention.attention_rungs import (
+from tl_posdisent.additive.attention.result import AttentionFit
+from tl_posdisent.additive.attention.rungs import (
     PER_HEAD,
     RUNGS,
     Rung,

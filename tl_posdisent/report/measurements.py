@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.additive.attention.attention_rungs import Rung
+from tl_posdisent.additive.attention.rungs import Rung
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.attention_scores.additivity import additivity

@@ -12,7 +12,6 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.attention_result import AttentionFit
 from tl_posdisent.additive.attention.layout import Layout, Stacked, by_system, first_keys, to_batch
 from tl_posdisent.additive.attention.patterns import (
     Pattern,
@@ -21,6 +20,7 @@ from tl_posdisent.additive.attention.patterns import (
     pattern_of_vectors,
     refuse_unusable,
 )
+from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.solver import AIM, Keys, Problem, Solution, solve_attention, solve_keys_alone
 from tl_posdisent.additive.attention.sums import AttentionSums
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
@@ -176,9 +176,7 @@ def _check_options(
             f"sinks must be 0 or None without keys=, got {sinks}: free importances contain the first keys'; for terms "
             "of the first keys and no other importance pass keys=keys[..., :0]"
         )
-    pseudo_count = check_number("pseudo_count", pseudo_count, least=0)
-    if pseudo_count >= 1:
-        raise ValueError(f"pseudo_count must be below 1, got {pseudo_count!r}")
+    pseudo_count = check_number("pseudo_count", pseudo_count, least=0.0, below=1.0)
     if isinstance(bands, (str, bytes)) or not isinstance(bands, Sequence) or not all(map(is_integer, bands)):
         raise ValueError(f"bands must be a sequence of distances, got {bands!r}")
     if any(a >= b for a, b in pairwise(bands)):

@@ -12,7 +12,7 @@ number of steps is the best point found, marked as not converged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -177,13 +177,10 @@ class Solution:
     @classmethod
     def join(cls, parts: list[Solution]) -> Solution:
         """Solutions of several groups of systems; the most steps and products of any."""
-        values = {
-            field.name: (torch.cat if field.name not in ("steps", "products") else max)(
-                [getattr(part, field.name) for part in parts]
-            )
-            for field in fields(cls)
-        }
-        return cls(**values)
+        names = ("coefficients", "stacked", "log_z", "gap", "converged")
+        tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        steps, products = (max(getattr(part, name) for part in parts) for name in ("steps", "products"))
+        return cls(**tensors, steps=steps, products=products)
 
 
 def solve_attention(problem: Problem) -> Solution:

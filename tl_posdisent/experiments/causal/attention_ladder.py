@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.additive.attention.attention_rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
+from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
 from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads
 from tl_posdisent.hooks.substitute_attention import (
     BANDS,

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.additive.attention.attention_result import AttentionFit
+from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.utils.validation import check_flag, check_integer
 from tl_posdisent.viz.palette import GREY, HUES, faint, line_style

@@ -26,9 +26,9 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.attention_result import AttentionFit
 from tl_posdisent.additive.attention.fit import fit_attention
 from tl_posdisent.additive.attention.query_term import fit_query_term
+from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer
 

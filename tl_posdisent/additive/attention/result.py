@@ -176,7 +176,8 @@ class AttentionFit(HasTable):
                 f"keys must have shape ({wanted}key, kv_head, {n_feature}) with key heads for {n_heads} heads, got "
                 f"{tuple(keys.shape)}"
             )
-        return keys.detach().double().transpose(-3, -2).repeat_interleave(n_heads // keys.shape[-2], -3)
+        per_head: Tensor = keys.detach().double().transpose(-3, -2).repeat_interleave(n_heads // keys.shape[-2], -3)
+        return per_head
 
     def _profile_index(
         self, cells: Int64[Tensor, "query key"], needed: Int64[Tensor, "cell"], *, extrapolate: bool
