@@ -105,7 +105,7 @@ def head_selector(
         "maskUpperTri": layout.causal,
         **layout.colours(),
     }
-    data = {"component": "AttentionHeads", "common": {}, "choices": [[props]], "captions": [""], **_ONE}
+    data: dict[str, Any] = {"component": "AttentionHeads", "common": {}, "choices": [[props]], "captions": [""], **_ONE}
     return layout.widget(layout.header([matrices]) + _STAGE, _DRAW, data)
 
 
@@ -118,7 +118,7 @@ def matrices_beside(
     """Several matrices of one head beside each other; a list of heads to choose from."""
     charts = {caption: rounded(x, layout.scale) for caption, x in matrices.items()}
     width = 320 if len(tokens) <= 16 else 440
-    data = {
+    data: dict[str, Any] = {
         "component": "AttentionPattern",
         "common": {"tokens": list(tokens), "maskUpperTri": layout.causal, **layout.colours()},
         "choices": [[{"attention": charts[caption][n]} for caption in charts] for n in range(len(names))],
@@ -133,7 +133,7 @@ def coloured_text(
     values: Mapping[str, Float64[Tensor, "head token"]], names: Sequence[str], tokens: Sequence[str], layout: Layout
 ) -> Widget:
     """A text whose tokens have the colours of their values; groups of heads to choose from."""
-    data = {
+    data: dict[str, Any] = {
         "component": "ColoredTokens",
         "common": {"tokens": list(tokens), "paddingBottom": 60, **layout.colours()},  # room for a tooltip
         "choices": [[{"values": row}] for x in values.values() for row in rounded(x, layout.scale)],
