@@ -210,7 +210,7 @@ def test_the_tokenizer_of_the_file_comes_along(backend: Any, tmp_path: Path) -> 
     ("name", "options", "metadata", "message"),
     [
         ("llama", {"attention_bias": True}, {}, "the file holds 201536 weights, and LlamaForCausalLM has 201024;"),
-        ("llama", {}, {"block_count": 3}, "the file holds 201024 weights, and LlamaForCausalLM has 235968;"),
+        ("llama", {}, {"block_count": 3}, r"it has no weights for model.layers.2.input_layernorm.weight, .* …;"),
         ("llama", {}, {"attention.layer_norm_epsilon": 1e-3}, "its norms have another attention.layer_norm_eps"),
         (
             "llama",

@@ -56,6 +56,10 @@ def probe_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
     return tokens.to(next(hf_model.parameters()).device)
 
 
+def _different(what: str, how: str) -> ValueError:
+    return ValueError(f"{what} does not compute what the original does: its {how}")
+
+
 @torch.no_grad()
 def hf_logits(hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
     """The logits of a Hugging Face causal language model."""
@@ -77,10 +81,7 @@ def check_same_logits(
     ValueError: the copy does not compute what the original does: its logits differ by 1 (allowed 0.003)
     """
     if got.shape != expected.shape:
-        raise ValueError(
-            f"{what} does not compute what the original does: its logits have shape {tuple(got.shape)} "
-            f"instead of {tuple(expected.shape)}"
-        )
+        raise _different(what, f"logits have shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
     precise = expected.dtype in (torch.float32, torch.float64)
     norm = partial(torch.linalg.vector_norm, ord=torch.inf if precise else 2)
     rows, errors, sizes = max(1, _COMPARED_AT_ONCE // expected.shape[-1]), [], []
@@ -91,9 +92,7 @@ def check_same_logits(
     factor, n = (1e-3, 1.0) if precise else (0.1, expected.numel() ** 0.5)
     error, allowed = error / n, factor * size / n
     if not error <= allowed:  # written so that NaN is refused too
-        raise ValueError(
-            f"{what} does not compute what the original does: its logits differ by {error:.3g} (allowed {allowed:.3g})"
-        )
+        raise _different(what, f"logits differ by {error:.3g} (allowed {allowed:.3g})")
 
 
 def _llama_fields(hf_model: PreTrainedModel, rope: dict[str, Any]) -> dict[str, Any]:
@@ -170,29 +169,22 @@ def _check_rotary_tables(model: HookedTransformer, hf_model: PreTrainedModel, *,
     if angle.shape != columns[:rows].shape or not torch.allclose(
         angle.cos() * scaling, columns[:rows], atol=tolerance, rtol=0.0
     ):
-        raise ValueError(f"{what} does not compute what the original does: its rotary frequencies differ")
-
-
-_SAME_AT_ANY_LENGTH = {"default", "linear", "llama3", "yarn"}
+        raise _different(what, "rotary frequencies differ")
 
 
 def _check_lengths(model: HookedTransformer, hf_model: PreTrainedModel, *, what: str) -> None:
     """Refuse what no short text shows: sliding windows longer than it, and rotations that change with the length."""
     named = [getattr(module, "rope_type", None) for module in hf_model.modules()]
     kinds = {kind for x in named for kind in (x.values() if isinstance(x, dict) else [x]) if isinstance(kind, str)}
-    if changing := sorted(kinds - _SAME_AT_ANY_LENGTH):
-        raise ValueError(
-            f"{what} does not compute what the original does: its rotary frequencies change with the length of the "
-            f"text (rope_type {', '.join(changing)})"
-        )
-    wanted = [window if window and window < model.cfg.n_ctx else None for window in _hf_windows(hf_model.config)]
-    found = [model.cfg.window_size if block.attn.attn_type == "local" else None for block in model.blocks]
-    found = [window if window and window < model.cfg.n_ctx else None for window in found]
+    if changing := sorted(kinds - {"default", "linear", "llama3", "yarn"}):
+        raise _different(what, f"rotary frequencies change with the length of the text (rope_type {changing[0]})")
+    windows = [model.cfg.window_size if block.attn.attn_type == "local" else None for block in model.blocks]
+    found, wanted = (
+        [window if window and window < model.cfg.n_ctx else None for window in either]
+        for either in (windows, _hf_windows(hf_model.config))
+    )
     if wanted != found:
-        raise ValueError(
-            f"{what} does not compute what the original does: its sliding windows, layer by layer, are {found} instead "
-            f"of {wanted}"
-        )
+        raise _different(what, f"sliding windows, layer by layer, are {found} instead of {wanted}")
 
 
 def _hf_windows(config: Any) -> list[int | None]:
@@ -224,9 +216,8 @@ def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
         with torch.no_grad():
             got = model(tokens)
     except Exception as error:  # the converter fails in many ways on a model that it was not written for
-        raise ValueError(
-            f"TransformerLens cannot convert {name} to a HookedTransformer: {first_line(error)}"
-        ) from error
+        why = first_line(error)
+        raise ValueError(f"TransformerLens cannot convert {name} to a HookedTransformer: {why}") from error
     what = f"the HookedTransformer made of {name}"
     check_same_logits(got, hf_logits(hf_model, tokens), what=what)
     _check_lengths(model, hf_model, what=what)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
@@ -77,22 +76,18 @@ def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
             raise ValueError(f"{path} must be a whole GGUF file, and cannot be read: {first_line(error)}") from error
         start = f"{architecture}."
         stated = {key.removeprefix(start): f.contents() for key, f in reader.fields.items() if key.startswith(start)}
-        sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
         divisors = next((torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == _DIVISORS), None)
         try:
             config = AutoConfig.from_pretrained(folder, **options)
-            _complete(config, stated, divisors)
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                output_loading_info=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                **options,
-            )
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **options)  # as AutoTokenizer, in less time
-            _check(model, stated, divisors, sizes, report["missing_keys"])
+            _complete(config, stated, divisors)
+            options |= {"config": config, "dtype": dtype, "output_loading_info": True}
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, trust_remote_code=False, use_safetensors=True, **options
+            )
+            if report["missing_keys"]:
+                raise ValueError(f"it has no weights for {', '.join(sorted(report['missing_keys'])[:3])} …")
+            _check(model, reader, stated, divisors)
         except Exception as error:  # transformers fails in many ways on a file that it was not written for
             raise ValueError(
                 f"transformers {version('transformers')} does not read {path} ({architecture}) as a causal language "
@@ -123,18 +118,12 @@ def _complete(config: Any, stated: dict[str, Any], divisors: torch.Tensor | None
             rope |= {"rope_type": stated["rope.scaling.type"], "factor": stated["rope.scaling.factor"]}
 
 
-def _check(
-    model: PreTrainedModel,
-    stated: dict[str, Any],
-    divisors: torch.Tensor | None,
-    sizes: dict[str, int],
-    missing: Iterable[str],
-) -> None:
+def _check(model: PreTrainedModel, reader: Any, stated: dict[str, Any], divisors: torch.Tensor | None) -> None:
     """Refuse a model that is not all that the file states: its numbers, its norms and its rotary frequencies."""
     unused = {_DIVISORS, "output.weight"} if model.config.tie_word_embeddings else {_DIVISORS}
-    held = sum(size for name, size in sizes.items() if name not in unused)
+    held = sum(int(tensor.n_elements) for tensor in reader.tensors if tensor.name not in unused)
     taken = sum(parameter.numel() for parameter in model.parameters())
-    if missing or held != taken:
+    if held != taken:
         raise ValueError(f"the file holds {held} weights, and {type(model).__name__} has {taken}")
     for module in model.modules():
         epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
