@@ -110,14 +110,14 @@ def test_what_is_known_is_not_computed_again(kind: str, name: str, shared_model:
     parts = {f"mlp {i}": model.blocks[i].mlp for i in (0, 1)}
     parts |= {f"attn {i}": model.hook_dict[f"blocks.{i}.attn.hook_q"] for i in (0, 1)}
     last = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[1], progress=False))
-    assert last == {"attn 0": [3], "mlp 0": [3], "attn 1": [3, 3], "mlp 1": [3, 25]}  # eight heads, and the proof
+    assert last == {"attn 0": [3], "mlp 0": [3], "attn 1": [3, 3, 3], "mlp 1": [3, 25]}  # eight heads, and the proof
     first = texts_through(model, parts, lambda: head_ablation(model, TOKENS, layers=[0], progress=False))
-    assert first == {"attn 0": [3, 3], "mlp 0": [3, 25], "attn 1": [3, 25], "mlp 1": [3, 25]}
+    assert first == {"attn 0": [3, 3, 3], "mlp 0": [3, 25], "attn 1": [3, 25], "mlp 1": [3, 25]}
     small = texts_through(
         model, parts, lambda: head_ablation(model, TOKENS, layers=[1], heads=[0, 1, 2], batch_size=6, progress=False)
     )
     assert small["mlp 1"] == [3, 6, 4]
-    assert small["attn 1"] == [3, 3]
+    assert small["attn 1"] == [3, 3, 3]
 
 
 @FEW

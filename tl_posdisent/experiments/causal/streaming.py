@@ -9,17 +9,15 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tl_posdisent.hooks.ablate import StandIn, check_reach
+from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
 from tl_posdisent.hooks.planning.planner import layer_hooks
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
-from tl_posdisent.models.reading.forward import hook_name, run
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
+from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer
 
-from .head_ablation import replace_each
+from .head_ablation import change_each
 from .metrics import Metric, check_metric, next_token_loss
 
 
@@ -87,30 +85,23 @@ def streaming_ablation(
     check_reach(model, [spec.layer for spec, _ in chosen])
     specs = {spec.layer: spec for spec, _ in chosen}
 
-    def stand_in_of(group: TextGroup, layer: int) -> StandIn:
-        return _restricted(model, group, specs[layer], sinks, window)
-
-    picked = {spec.layer: some for spec, some in chosen}
-    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-    return reading.note(replace_each(model, texts, picked, stand_in_of, metric, **options))
-
-
-def _restricted(model: Any, group: TextGroup, spec: AttentionSpec, sinks: int, window: int) -> StandIn:
-    """What heads of a layer gather when they see sinks and a window alone, in texts of equal length.
-
-    One pass gives it for all of them, since no head's result depends on the other heads of its layer.
-    """
-    kept: list[Tensor] = []
-
     def hide(view: View) -> Tensor:
         scores = view.scores()
         return scores.masked_fill(~visible(scores.shape[-1], sinks, window, scores.device), -torch.inf)
 
-    hooks = layer_hooks(spec, range(spec.n_heads), ScoreEdit("streaming_ablation", hide, Order.HIDE, scores=True))
-    listen = (hook_name(spec.layer, "hook_z"), lambda z, hook: kept.append(z.detach().clone()))
-    run(model, group.tokens, [*hooks, listen], stop=spec.layer + 1)
-    gathered = kept[-1]
-    return lambda layer, heads, z: gathered[:, :, list(heads)]
+    edit = ScoreEdit("streaming_ablation", hide, Order.HIDE, scores=True)
+    return reading.note(
+        change_each(
+            model,
+            texts,
+            {spec.layer: heads for spec, heads in chosen},
+            lambda group, layer, heads: layer_hooks(specs[layer], heads, edit),
+            metric,
+            kind="streaming",
+            batch_size=batch_size,
+            progress=progress,
+        )
+    )
 
 
 def visible(length: int, sinks: int, window: int, device: torch.device) -> Bool[Tensor, "query key"]:
