@@ -104,7 +104,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "fractions": ([[], [NAN], "x", [2.0]], "fractions"),
     "lengths": ([[0, 12, 4], [0, 400], [], "x", [NAN]], "lengths"),
     "positions": ([torch.full((12,), NAN), torch.full((12,), INF), "0123", [], torch.arange(12) * 1j], "positions"),
-    "source": ([TOKENS[:, :5]], "corrupted_tokens from_tokens source"),
+    "source": ([TOKENS[:, :5]], "source"),
     "metric": ([3, "loss"], "metric"),
     "device": (["no such device"], "device"),
     "dtype": ([torch.int64, "float32"], "angle_dtype"),
@@ -189,9 +189,9 @@ NOT_YET = words_of(
 # whose refusals are in test_combinations.py and test_damaged_files.py.
 WITHOUT_KIND = words_of(
     """
-    answer available body changed checkpoints choice_masks clean_tokens command compile context context_mask
-    downstream draw executor folder from_positions heldout in_range key metrics model models name_or_dir notes
-    on_step out path perturb profiles progress queries query resume retry signed sink sufficient tokenizer words
+    answer available body changed checkpoints choice_masks command compile context context_mask
+    downstream draw executor folder heldout in_range key metrics model models name_or_dir notes
+    on_step out path perturb profiles progress queries query resume retry signed sink source_positions sufficient tokenizer words
     wrong
     """
 )

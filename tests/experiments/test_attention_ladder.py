@@ -192,10 +192,10 @@ def test_refusals(shared_model: Any) -> None:
     before = state(model)
     for options, words in (
         ({"unit": "heads"}, "unit must be 'head', 'layer' or 'all', got 'heads'"),
-        ({"rungs": ["top"]}, "rungs must be 'uniform', .* got 'top'"),
+        ({"rungs": ["top"]}, r"rungs must be some of uniform, .* each once, got \['top'\]"),
         ({"rungs": 3}, "rungs must be some of uniform, .* each once, got 3"),
         ({"rungs": ["static", "static"]}, "rungs must be some of uniform, .* each once"),
-        ({"controls": ["noise"]}, "controls must be 'shuffled' or 'random', got 'noise'"),
+        ({"controls": ["noise"]}, "controls must be some of shuffled, random, each once, got"),
         ({"bands": ()}, "bands must be a sequence of distances"),
         ({"rank": 0}, "rank must be an integer of at least 1"),
         ({"seed": -1}, "seed must be a non-negative integer"),

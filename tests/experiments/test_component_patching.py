@@ -87,7 +87,7 @@ def test_all_parts_of_a_lie_are_its_vectors(kind: str, name: str, shared_model: 
     """A head's scores at other positions, moved as scores or as rotated queries and keys, do the same."""
     model = shared_model(kind, name)
     options = {"layers": [1], "heads": [HEAD]}
-    as_scores = table(model, PARTS, from_positions=UNORDERED, **options)
+    as_scores = table(model, PARTS, source_positions=UNORDERED, **options)
     as_vectors = position_patching(model, TOKENS, UNORDERED, direction="noise", keys="head", progress=False, **options)
     close(torch.tensor(as_scores["value"]), torch.tensor(as_vectors["value"]), 1e-5)
     assert as_scores["source"][0] == pytest.approx(as_vectors["corrupted"][0], abs=1e-6)
@@ -98,7 +98,7 @@ def test_all_parts_of_a_lie_are_its_vectors(kind: str, name: str, shared_model: 
 @pytest.mark.parametrize(("kind", "name"), FEW)
 def test_table_is_a_loop_over_hooks(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    rows = table(model, ["distance", "key"], from_tokens=OTHER, layers=[1, 0], heads=[HEAD, 2]).to_dict("records")
+    rows = table(model, ["distance", "key"], source=OTHER, layers=[1, 0], heads=[HEAD, 2]).to_dict("records")
     assert [(row["layer"], row["head"]) for row in rows] == [(0, 2), (0, HEAD), (1, 2), (1, HEAD)]
     clean, corrupted = (next_token_loss(logits(model, [], x), TOKENS).mean() for x in (OTHER, TOKENS))
     for row in rows:
@@ -112,9 +112,9 @@ def test_table_is_a_loop_over_hooks(kind: str, name: str, shared_model: Any) -> 
 def test_models_without_rotation(shared_model: Any) -> None:
     for name in ("bloom", "opt"):
         model = shared_model("bridge", name)
-        effects = table(model, "query", from_tokens=OTHER, layers=[0], heads=[0, HEAD])["effect"]
+        effects = table(model, "query", source=OTHER, layers=[0], heads=[0, HEAD])["effect"]
         assert effects.abs().max() < 1e-4
-        assert table(model, "key", from_tokens=OTHER, layers=[0], heads=[0, HEAD])["effect"].abs().max() > 1e-3
+        assert table(model, "key", source=OTHER, layers=[0], heads=[0, HEAD])["effect"].abs().max() > 1e-3
 
 
 def test_next_token_loss_is_that_of_the_model(shared_model: Any) -> None:
@@ -129,17 +129,17 @@ def test_next_token_loss_is_that_of_the_model(shared_model: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "from_tokens or from_positions must be given, and not both"),
-        ({"from_tokens": OTHER, "from_positions": REAL}, "from_tokens or from_positions must be given, and not both"),
-        ({"from_tokens": OTHER[:, :7]}, r"from_tokens must have the shape of tokens, \(2, 12\), got \(2, 7\)"),
-        ({"from_tokens": TOKENS}, "from_tokens must change the metric, but it is"),
-        ({"from_positions": REAL}, "from_positions must change the metric, but it is"),
-        ({"from_positions": [[[1.0]]]}, r"positions must have shape \(pos,\) or"),
-        ({"component": "place", "from_tokens": OTHER}, "component must be one or several of mean, .*, got 'place'"),
-        ({"component": [], "from_tokens": OTHER}, r"component must be one or several of .*, got \[\]"),
-        ({"component": ["key", "key"], "from_tokens": OTHER}, "component must be one or several of"),
-        ({"component": 3, "from_tokens": OTHER}, "component must be one or several of .*, got 3"),
-        ({"metric": "loss", "from_tokens": OTHER}, "metric must be a function of"),
+        ({}, "source or source_positions must be given, and not both"),
+        ({"source": OTHER, "source_positions": REAL}, "source or source_positions must be given, and not both"),
+        ({"source": OTHER[:, :7]}, r"source must have the shape of tokens, \(2, 12\), got \(2, 7\)"),
+        ({"source": TOKENS}, "source must change the metric, but it is"),
+        ({"source_positions": REAL}, "source_positions must change the metric, but it is"),
+        ({"source_positions": [[[1.0]]]}, r"positions must have shape \(pos,\) or"),
+        ({"component": "place", "source": OTHER}, "component must be one or several of mean, .*, got 'place'"),
+        ({"component": [], "source": OTHER}, r"component must be one or several of .*, got \[\]"),
+        ({"component": ["key", "key"], "source": OTHER}, "component must be one or several of"),
+        ({"component": 3, "source": OTHER}, "component must be one or several of .*, got 3"),
+        ({"metric": "loss", "source": OTHER}, "metric must be a function of"),
     ],
 )
 def test_what_the_table_refuses(arguments: dict[str, Any], message: str, shared_model: Any) -> None:

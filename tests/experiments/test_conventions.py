@@ -21,9 +21,7 @@ Call = Callable[..., Any]
 
 GOOD: dict[str, Any] = {
     "tokens": TOKENS,
-    "clean_tokens": TOKENS,
-    "corrupted_tokens": TOKENS.flip(1),
-    "from_tokens": TOKENS.flip(1),
+    "source": TOKENS.flip(1),
     "positions": torch.arange(10) ** 1.1,
     "metric": lambda logits, tokens: logits[:, -1, 5],
     "kind": "index",
@@ -62,8 +60,7 @@ def call(function: Call, model: Any, good: dict[str, Any] = GOOD, **more: Any) -
 def test_texts_beyond_the_context(function: Call, kind: str, name: str, shared_model: Any) -> None:
     """Refused in words that say what helps, which helps; or read, by experiments that do it themselves."""
     model, tokens = shared_model(kind, name), zoo.random_tokens(140)  # of a context of 128
-    long = {"tokens": tokens, "clean_tokens": tokens, "corrupted_tokens": tokens.flip(1), "from_tokens": tokens.flip(1)}
-    long = GOOD | long | {"positions": torch.arange(140) ** 1.1, "heads": [0]}
+    long = GOOD | {"tokens": tokens, "source": tokens.flip(1), "positions": torch.arange(140) ** 1.1, "heads": [0]}
     if function.__name__ in {"dummy_distance_check", "component_attribution"} and kind == "bridge":
         pytest.skip("refused: GPT-J's bridge shows no scores")
     if function.__name__ not in {"length_generalization", "output_projection", "perturb"}:  # the last runs no model

@@ -255,6 +255,26 @@ def test_metrics_of_every_kind(shared_model: Any) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
+def test_a_head_that_fails_is_a_row_of_nan(shared_model: Any) -> None:
+    """The others are as without it; where all fail, the error is raised."""
+    model, calls = shared_model("bridge", "llama-gqa"), []
+
+    def metric(logits: Tensor, tokens: Tensor) -> Tensor:
+        calls.append(1)
+        return loss(logits, tokens) * (torch.nan if len(calls) == 4 else 1)  # the baseline, heads 0, 1 and 2
+
+    with pytest.warns(UserWarning, match=r"1 of the heads .* L0H2: ValueError: metric must return finite numbers"):
+        table = head_ablation(model, TOKENS, metric, layers=0, progress=False)
+    expected = head_ablation(model, TOKENS, layers=0, progress=False)
+    expected.loc[2, ["value", "effect"]] = torch.nan
+    pd.testing.assert_frame_equal(table, expected, atol=1e-6)
+    assert list(table.attrs["failures"]) == ["L0H2"]
+    values = iter([1.0])
+    with pytest.raises(ValueError, match="metric must return finite numbers"):
+        head_ablation(model, TOKENS, lambda x, t: next(values, torch.nan), layers=0, progress=False)
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("metric", "message"),
     [

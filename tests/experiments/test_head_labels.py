@@ -163,7 +163,7 @@ def test_repeated_tokens(shared_model: Any) -> None:
         ({"sinks": 4, "window": 10, "streaming": True}, "window and sinks must hide keys"),
         ({"streaming": 1}, "streaming must be True or False"),
         ({"seed": -1}, "seed must be"),
-        ({"seeds": []}, "seeds must be"),
+        ({"seeds": []}, "seeds must"),
     ],
     ids=str,
 )

@@ -28,7 +28,7 @@ def difference(logits: Tensor, tokens: Tensor | None = None) -> Tensor:
 
 def table(model: Any, activation: Any, **options: Any) -> pd.DataFrame:
     arguments = {"metric": difference, "progress": False} | options
-    return head_patching(model, TOKENS, CORRUPTED, activation=activation, **arguments)
+    return head_patching(model, CORRUPTED, TOKENS, activation=activation, **arguments)
 
 
 def by_hand(model: Any, hook: str, index: Any, value: Tensor) -> float:
@@ -127,31 +127,22 @@ def test_layouts_that_are_not_by_heads(shared_model: Any) -> None:
     )
 
 
-def test_the_bar_is_ours_alone(shared_model: Any, capsys: Any) -> None:
-    model, bar = shared_model("bridge", "llama-gqa"), patching.tqdm
-    table(model, "z", layers=[0])
-    assert capsys.readouterr().err == ""
-    table(model, "z", layers=[0], progress=True)
-    assert "patches: 100%" in capsys.readouterr().err
-    assert patching.tqdm is bar
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"activation": "result"}, "activation must be 'z', 'q', 'k', 'v' or 'pattern', got 'result'"),
         (
-            {"corrupted_tokens": CORRUPTED[:, :5]},
-            r"corrupted_tokens must have the shape of clean_tokens, \(2, 12\), got",
+            {"source": TOKENS[:, :5]},
+            r"source must have the shape of tokens, \(2, 12\), got",
         ),
-        ({"corrupted_tokens": TOKENS}, "clean_tokens must change the metric, but it is"),
+        ({"source": CORRUPTED}, "source must change the metric, but it is"),
         ({"metric": None}, r"metric must be a function of \(logits, tokens\), got None"),
         ({"metric": lambda x, t: x}, "metric must return a number or one per text"),
-        ({"clean_tokens": TOKENS.float()}, "tokens must be text or an integer tensor"),
+        ({"tokens": TOKENS.float()}, "tokens must be text or an integer tensor"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
-    good = {"clean_tokens": TOKENS, "corrupted_tokens": CORRUPTED, "metric": difference, "progress": False}
+    good = {"tokens": CORRUPTED, "source": TOKENS, "metric": difference, "progress": False}
     with pytest.raises(ValueError, match=message):
         head_patching(shared_model("bridge", "llama-gqa"), **{**good, **arguments})
 
@@ -164,10 +155,10 @@ CALLS = {
         model, TOKENS, UNORDERED, metric, what="key", keys="head", direction="noise", progress=False
     ),
     "component": lambda model, metric: component_patching(
-        model, TOKENS, "key", from_tokens=CORRUPTED, metric=metric, progress=False
+        model, TOKENS, "key", source=CORRUPTED, metric=metric, progress=False
     ),
     "component of positions": lambda model, metric: component_patching(
-        model, TOKENS, "key", from_positions=UNORDERED, metric=metric, progress=False
+        model, TOKENS, "key", source_positions=UNORDERED, metric=metric, progress=False
     ),
     "heads": lambda model, metric: table(model, "k", metric=metric),
     "heads' patterns": lambda model, metric: table(model, "pattern", metric=metric),

@@ -53,8 +53,7 @@ def _arguments(function: Any, model: Any) -> dict[str, Any]:
     drawn = torch.Generator().manual_seed(0)
     given: dict[str, Any] = {
         "tokens": TEXTS,
-        "clean_tokens": TEXTS,
-        "corrupted_tokens": TEXTS.flip(1),
+        "source": TEXTS.flip(1),
         "positions": torch.arange(LENGTH) * 7 % 23,
         "distances": (lambda d: d.clamp(max=3)) if function is tp.remap_distance else [1, 5, 20],
         "heads": [1, 6],
@@ -139,7 +138,7 @@ def test_every_function_takes_the_rotation_of_the_text(name: str, models: list[A
 
 
 def test_components_of_a_run_at_other_positions(models: list[Any]) -> None:
-    options = {"from_positions": torch.arange(LENGTH) * 7 % 23, "heads": [1, 6], "progress": False}
+    options = {"source_positions": torch.arange(LENGTH) * 7 % 23, "heads": [1, 6], "progress": False}
     tables = [tp.component_patching(model, TEXTS, "distance", **options) for model in models]
     pd.testing.assert_frame_equal(*tables, rtol=1e-4)
 

@@ -30,7 +30,7 @@ EXPERIMENTS: dict[str, Callable[..., pd.DataFrame]] = {
         model, TOKENS, torch.arange(9) * 3, metric, layers=1, **more
     ),
     "component": lambda model, metric, **more: component_patching(
-        model, TOKENS, "key", from_tokens=TOKENS.roll(1, 0) if not more else TOKENS + 1, metric=metric, layers=1, **more
+        model, TOKENS, "key", source=TOKENS.roll(1, 0) if not more else TOKENS + 1, metric=metric, layers=1, **more
     ),
     "head": lambda model, metric, **more: head_patching(model, TOKENS, TOKENS + 1, metric, layers=1, **more),
 }

@@ -67,16 +67,16 @@ MEANS: dict[str, Call] = {
         model, tokens, torch.arange(tokens.shape[1]) ** 1.1, real_logits, what="key", keys="head", heads=3, **y
     ),
     "component_patching": lambda model, tokens, **y: tp.component_patching(
-        model, tokens, "residual", from_tokens=others(tokens), heads=[1, 2], layers=1, **y
+        model, tokens, "residual", source=others(tokens), heads=[1, 2], layers=1, **y
     ),
     "component_patching by positions": lambda model, tokens, **y: tp.component_patching(
-        model, tokens, "distance", from_positions=torch.arange(tokens.shape[1]) ** 1.1, heads=[1, 2], layers=0, **y
+        model, tokens, "distance", source_positions=torch.arange(tokens.shape[1]) ** 1.1, heads=[1, 2], layers=0, **y
     ),
     "head_patching": lambda model, tokens, **y: tp.head_patching(
-        model, tokens, others(tokens), real_logits, heads=[0, 3], **y
+        model, others(tokens), tokens, real_logits, heads=[0, 3], **y
     ),
     "head_patching of patterns": lambda model, tokens, **y: tp.head_patching(
-        model, tokens, others(tokens), real_logits, activation="pattern", heads=[3], **y
+        model, others(tokens), tokens, real_logits, activation="pattern", heads=[3], **y
     ),
 }
 """The mean over texts of a metric of each text."""
@@ -130,7 +130,7 @@ def test_every_mechanism(kind: str, name: str, shared_reading: Any) -> None:
         "additivity": lambda *x, **y: tp.additivity(*x, **y).assign(batch=0),
         "head_ablation": lambda *x, **y: tp.head_ablation(*x, heads=[0], **y),
         "component_patching": lambda model, tokens, **y: tp.component_patching(
-            model, tokens, "key", from_tokens=others(tokens), heads=[0], **y
+            model, tokens, "key", source=others(tokens), heads=[0], **y
         ),
         "controlled_distance": tp.controlled_distance,
     }
@@ -240,7 +240,7 @@ def test_ablation_of_padded_texts(mode: Any, shared_model: Any) -> None:
 def test_pairs_must_have_the_same_lengths(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     tokens, mask = batch("right")
-    with pytest.raises(ValueError, match="corrupted_tokens must have the shape of clean_tokens"):
+    with pytest.raises(ValueError, match="source must have the shape of tokens"):
         tp.head_patching(model, tokens, tokens[:, :7], real_logits, attention_mask=mask, progress=False)
     with pytest.raises(ValueError, match=r"positions must have shape \(pos,\) or \(batch, pos\) with pos = 14"):
         tp.position_patching(model, tokens, torch.arange(9), attention_mask=mask, progress=False)
@@ -362,4 +362,4 @@ def test_every_experiment_takes_a_mask() -> None:
     for name, function in public_names().items():
         if inspect.isfunction(function) and function.__module__.startswith("tl_posdisent.experiments"):
             named = inspect.signature(function).parameters
-            assert "attention_mask" in named or not {"tokens", "clean_tokens"} & set(named), name
+            assert "attention_mask" in named or "tokens" not in named, name

@@ -173,7 +173,7 @@ def test_one_copy_has_no_deviation(shared_model: Model, capfd: pytest.CaptureFix
 @pytest.mark.slow
 def test_stories_differ_from_chance(shared_model: Model) -> None:
     model, text = shared_model("bridge", "stories"), stories.sample_story(200, 0)
-    table = trained_vs_random(model, text, seeds=[0, 1], by="layer", sinks=20, progress=False)
+    table = trained_vs_random(model, text, seeds=2, by="layer", sinks=20, progress=False)
     mean = table.groupby("measure")[["trained", "random"]].mean()
     for measure in ("r", "r_two_axis", "r_three_axis", "positional", "concentration"):
         assert mean["trained"][measure] > mean["random"][measure] + 0.2, measure
@@ -185,8 +185,8 @@ def test_stories_differ_from_chance(shared_model: Model) -> None:
     ("change", "message"),
     [
         ({"by": "model"}, "by must be 'head' or 'layer', got 'model'"),
-        ({"seeds": []}, "seeds must be non-negative integers, at least one"),
-        ({"seeds": [0.5]}, r"seeds must be non-negative integers, at least one, got \[0.5\]"),
+        ({"seeds": []}, "seeds must name at least one"),
+        ({"seeds": [0.5]}, "seed must be a non-negative integer .* got 0.5"),
         ({"sinks": 11}, "sinks must be an integer from 0 to 10, got 11"),
         ({"layers": [2]}, "layers must be integers from 0 to 1.*got 2"),
     ],

@@ -23,7 +23,7 @@ RENAMED = {
     "axis": "component",
     "n_seeds": "seeds",
 }
-PENDING = {"n_sink", "sink", "clean_tokens", "corrupted_tokens", "from_tokens", "part"}
+PENDING = {"n_sink", "sink", "part"}
 
 
 def functions() -> dict[str, inspect.Signature]:

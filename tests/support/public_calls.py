@@ -59,8 +59,6 @@ GOOD: dict[str, Any] = {
     "tokens": TOKENS,
     "text": TOKENS,
     "source": TOKENS.flip(1),
-    "clean_tokens": TOKENS,
-    "corrupted_tokens": TOKENS.flip(1),
     "question": MultipleChoice(**QUESTION),
     "path": Path(FOLDER.name, "report.html"),
     "layer": 0,
@@ -107,7 +105,7 @@ GOOD: dict[str, Any] = {
 """By the name of the argument."""
 
 OWN: dict[str, dict[str, Any]] = {
-    "component_patching": {"source": TOKENS.flip(1), "from_tokens": TOKENS.flip(1)},
+    "component_patching": {"source": TOKENS.flip(1)},
     "dummy_distance_check": {"distances": [1, 2]},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},

@@ -329,7 +329,7 @@ def _head_patching(trial: Trial) -> Iterator[Law]:
     patch_z: list[Hook] = [(f"blocks.{layer}.attn.hook_z", partial(_set_head, trial.head, 2, z))]
     for activation, hooks in (("z", patch_z), ("pattern", _attend(trial, layer, pattern))):
         options = _one_head(trial, layer) | {"activation": activation}
-        table = head_patching(trial.reading, trial.tokens, other.tokens, _metric, **options)
+        table = head_patching(trial.reading, other.tokens, trial.tokens, _metric, **options)
         yield f"{activation} of another text, put in by hand", _gap(table["value"][0], other.metric(hooks))
         yield f"its own {activation} changes nothing", _gap(trial.logits(hooks), trial.plain)
 
@@ -351,7 +351,7 @@ def _component_patching(trial: Trial) -> Iterator[Law]:
     layer, source = trial.reading.attention[-1].layer, trial.tokens.flip(1)
     components: list[MovedPart] = ["mean", "distance", "query", "key", "residual"]
     whole = component_patching(
-        trial.reading, trial.tokens, components, from_tokens=source, metric=_metric, **_one_head(trial, layer)
+        trial.reading, trial.tokens, components, source=source, metric=_metric, **_one_head(trial, layer)
     )
     (pattern,) = Trial(trial.reading, source).held(layer, ("hook_pattern",))
     by_hand = trial.metric(_attend(trial, layer, pattern))

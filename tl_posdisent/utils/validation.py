@@ -117,6 +117,23 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
         raise ValueError(f"{name} must be {listed}, got {shown(value)}")
 
 
+def check_subset(name: str, given: Any, choices: Iterable[str]) -> list[str]:
+    """Some of the choices as a list: one, or a collection of several, each once.
+
+    >>> check_subset("controls", "random", ("shuffled", "random"))
+    ['random']
+    >>> check_subset("controls", ["random", "random"], ("shuffled", "random"))
+    Traceback (most recent call last):
+    ValueError: controls must be some of shuffled, random, each once, got ['random', 'random']
+    """
+    choices = list(choices)
+    picked = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else None
+    known = picked is not None and all(isinstance(x, str) and x in choices for x in picked)
+    if not known or isinstance(given, Mapping) or len(set(picked or ())) < len(picked or ()):
+        raise ValueError(f"{name} must be some of {', '.join(choices)}, each once, got {shown(given)}")
+    return picked or []
+
+
 def check_flag(name: str, value: Any) -> None:
     """Raise unless ``value`` is True or False.
 

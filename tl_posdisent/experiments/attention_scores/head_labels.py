@@ -20,7 +20,7 @@ from tl_posdisent.models.reading.forward import Hook, device_of, padding_id, run
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed
+from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed, check_seeds
 
 _LENGTH = 50  # of a random sequence that is repeated, if the vocabulary and the context have room
 _HEAD = ["layer", "head"]
@@ -42,7 +42,7 @@ def head_labels(
     repeats: int = 4,
     threshold: float = 0.5,
     seed: int = 0,
-    seeds: Iterable[int] = (0,),
+    seeds: int | Iterable[int] = 1,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure what heads are usually called by, each with its random-weights baseline.
@@ -75,7 +75,7 @@ def head_labels(
         repeats: random sequences, of which the mean is taken.
         threshold: for ``label``.
         seed: of the random sequences.
-        seeds: one random copy of the model each (``random_control``).
+        seeds: random copies of the model (``random_control``): how many, or a list of their seeds.
         progress: show a bar over the models.
 
     Returns:
@@ -99,7 +99,7 @@ def head_labels(
     check_integer("repeats", repeats, 1)
     check_number("threshold", threshold, above=0)
     check_flag("streaming", streaming)
-    seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
+    seeds = check_seeds(seeds)
     reading = read_model(model, layers)
     copied = repeated_tokens(reading.model, length, repeats, check_seed(seed))
     n = copied.shape[1] // 2

@@ -15,7 +15,7 @@ from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.subspace_interactions import INTERACTIONS
 from tl_posdisent.rope.variance_decomposition import Numbers
-from tl_posdisent.utils.validation import check_choice
+from tl_posdisent.utils.validation import check_choice, check_seeds
 
 from .additivity import additivity
 from .controlled_distance import controlled_distance
@@ -31,7 +31,7 @@ def trained_vs_random(
     tokens: Tokens,
     *,
     attention_mask: Tensor | None = None,
-    seeds: Iterable[int] = (0, 1, 2),
+    seeds: int | Iterable[int] = 3,
     by: Literal["head", "layer"] = "head",
     distances: Numbers | None = None,
     layers: int | Iterable[int] | None = None,
@@ -56,7 +56,7 @@ def trained_vs_random(
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
             The random copies read the same.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
-        seeds: one random copy each (see ``random_control``).
+        seeds: random copies (``random_control``): how many, or a list of their seeds.
         by: one row per head, or per layer: the mean over its heads.
         distances: controlled distances, default 0 up to those of the longest text.
         layers: default all.
@@ -73,7 +73,7 @@ def trained_vs_random(
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, trained_vs_random
         >>> tokens = demo_tokens(length=128)
-        >>> table = trained_vs_random(load_demo_model(), tokens, layers=[4], by="layer", seeds=[0], progress=False)
+        >>> table = trained_vs_random(load_demo_model(), tokens, layers=[4], by="layer", seeds=1, progress=False)
         >>> table = table.set_index("measure")
         >>> bool(table.loc["r_two_axis", "trained"] > table.loc["r_two_axis", "random"])
         True
@@ -82,7 +82,7 @@ def trained_vs_random(
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
     check_sinks(sinks, texts.lengths, leave=2)
-    seeds = list(seeds) if isinstance(seeds, Iterable) else [seeds]
+    seeds = check_seeds(seeds)
     specs = reading.rotary(layers, "trained_vs_random")
     for spec in specs:
         spec.require_scale()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
-from typing import Any, NamedTuple
+from math import nan
+from typing import Any
 
 import pandas as pd
 import torch
@@ -20,12 +22,13 @@ from tl_posdisent.hooks.planning.score_edits import View
 from tl_posdisent.hooks.score_components import Part, fit_inside, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_specs, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 
-from .predictions import as_log_probabilities, clean_losses, compare_runs, run_texts, shuffled_order
+from .predictions import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
+from .runs import Failures, Runs
 
 
 def additive_substitution(
@@ -43,7 +46,8 @@ def additive_substitution(
     The scores of heads are replaced by their additive fit (``substitute_additive``) and the next token is predicted.
     There are two baselines on the same heads: zero output, and the fit of a *shuffled* text, the same tokens in another
     order with the first one in place (it often marks the beginning and receives much attention). The shuffled fit does
-    not depend on which token has which position. One forward pass for each row, and one of the shuffled text.
+    not depend on which token has which position. Heads are changed from their layer on, several in one batch
+    (``head_ablation``).
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``, with its own hooks if it has any.
@@ -80,15 +84,40 @@ def additive_substitution(
     shuffled = [group.tokens[:, shuffled_order(group.tokens.shape[1], seed)] for group in texts.groups]
     check_reach(model, [spec.layer for spec in specs])
     stored = [_fits_of(model, tokens, specs, axes) for tokens in shuffled]
-    clean = [as_log_probabilities(output) for output in run_texts(model, texts, [[]] * len(texts.groups))]
-    clean_loss = clean_losses(clean, texts).mean().item()
-    rows = []
-    for run in tqdm(list(_runs(specs, axes)), desc="runs", disable=not progress):
-        hooks = [[hook for spec, heads in run.where for hook in run.put(spec, heads, fits)] for fits in stored]
-        loss, divergence = (by_token.mean().item() for by_token in compare_runs(model, texts, clean, hooks))
-        rows.append((*run[:5], loss, loss - clean_loss, divergence))
-    columns = ["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"]
-    return reading.note(pd.DataFrame(rows, columns=columns).astype({"layer": "Int64", "head": "Int64"}))
+    everywhere = list(_puts(axes))
+    one_layer = everywhere[:3]
+    rows: list[tuple[Any, ...]] = []
+    n_rows = len(one_layer) * sum(spec.n_heads + 1 for spec in specs) + len(everywhere)
+    with evaluating(model), tqdm(total=n_rows, desc="runs", disable=not progress) as bar:
+        runs, failures = Runs(model, texts, [spec.layer for spec in specs]), Failures()
+        clean = [as_log_probabilities(output) for output in runs.clean]
+        clean_loss = clean_losses(clean, texts).mean().item()
+
+        def measure(run: Callable[[], list[Any]], *row: Any) -> None:
+            measured = failures.attempt(lambda: compare(run(), texts, clean), *row[1:3])
+            loss, kl = (nan, nan) if measured is None else (by_token.mean().item() for by_token in measured)
+            rows.append((*row, loss, loss - clean_loss, kl))
+            bar.update()
+
+        for spec in specs:
+            heads = list(range(spec.n_heads))
+            for put_in, keep, put in one_layer:
+
+                def hooks(group: int, some: Sequence[int], put: Put = put, spec: AttentionSpec = spec) -> list[Hook]:
+                    return put(spec, some, stored[group])
+
+                each = runs.each(spec.layer, [*([head] for head in heads), heads], hooks, kind=put_in)
+                for head, run in zip([*heads, None], each, strict=True):
+                    measure(run, "layer" if head is None else "head", spec.layer, head, put_in, keep)
+        for put_in, keep, put in everywhere:
+            hooks_of = [[hook for spec in specs for hook in put(spec, range(spec.n_heads), fits)] for fits in stored]
+            measure(partial(run_texts, model, texts, hooks_of), "all", None, None, put_in, keep)
+    table = pd.DataFrame(rows, columns=["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"])
+    order = {name: n for n, name in enumerate(("head", "layer", "all"))}
+    table = table.astype({"layer": "Int64", "head": "Int64"}).sort_values(
+        ["scope", "layer", "head"], key=lambda x: x.map(order) if x.name == "scope" else x, kind="stable"
+    )
+    return reading.note(failures.note(table.reset_index(drop=True)))
 
 
 Fits = dict[int, Captured | AdditiveFit]
@@ -98,41 +127,19 @@ Put = Callable[[AttentionSpec, Sequence[int], Fits], list[Hook]]
 """From a layer and some of its heads to hooks that put something in their place."""
 
 
-class _Run(NamedTuple):
-    """One row of the table without its figures, and how to get them."""
-
-    scope: str
-    layer: int | None
-    head: int | None
-    put_in: str
-    keep: str
-    where: list[tuple[AttentionSpec, list[int]]]
-    put: Put
-
-
-def _runs(specs: Sequence[AttentionSpec], axes: Axes) -> Iterator[_Run]:
-    """Every head, every layer, all layers; then the other subsets of the parts in all layers."""
+def _puts(axes: Axes) -> Iterator[tuple[str, str, Put]]:
+    """What is put in the place of heads, which parts it keeps, and how: first what single heads and layers get, too."""
 
     def fit(keep: Collection[Part]) -> Put:
         return lambda spec, heads, fits: keep_parts_hooks(spec, heads, keep, axes)
 
-    def shuffled_fit(spec: AttentionSpec, heads: Sequence[int], fits: Fits) -> list[Hook]:
-        return _stored_fit(spec, heads, fits[spec.layer])
-
-    whole = [(spec, list(range(spec.n_heads))) for spec in specs]
-    scopes: list[tuple[str, int | None, int | None, list[tuple[AttentionSpec, list[int]]]]] = [
-        *(("head", spec.layer, head, [(spec, [head])]) for spec, heads in whole for head in heads),
-        *(("layer", spec.layer, None, [(spec, heads)]) for spec, heads in whole),
-        ("all", None, None, whole),
-    ]
-    additive = "+".join(ADDITIVE)
-    for scope, layer, head, where in scopes:
-        yield _Run(scope, layer, head, "fit", additive, where, fit(ADDITIVE))
-        yield _Run(scope, layer, head, "shuffled fit", additive, where, shuffled_fit)
-        yield _Run(scope, layer, head, "zero", "", where, _zero)
-    subsets = [keep for n in range(len(PARTS) + 1) for keep in combinations(PARTS, n) if keep != ADDITIVE]
-    for keep in subsets:
-        yield _Run("all", None, None, "fit", "+".join(keep) or "mean", whole, fit(keep))
+    yield "fit", "+".join(ADDITIVE), fit(ADDITIVE)
+    yield "shuffled fit", "+".join(ADDITIVE), lambda spec, heads, fits: _stored_fit(spec, heads, fits[spec.layer])
+    yield "zero", "", _zero
+    for n in range(len(PARTS) + 1):
+        for keep in combinations(PARTS, n):
+            if keep != ADDITIVE:
+                yield "fit", "+".join(keep) or "mean", fit(keep)
 
 
 def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | AdditiveFit) -> list[Hook]:

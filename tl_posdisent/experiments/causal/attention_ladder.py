@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import repeat
 from math import isnan, nan
 from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -24,16 +26,15 @@ from tl_posdisent.hooks.substitute_attention import (
     stored_hooks,
 )
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.partial_forward import Forward, attempted, has_hooks, known_before, run_clean
 from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
-from tl_posdisent.models.reading.observe import mismatch
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.validation import check_choice, check_number, check_seed, is_integer, shown
+from tl_posdisent.utils.validation import check_choice, check_number, check_seed, check_subset, is_integer
 
 from .metrics import Metric, as_numbers, check_metric, values_of
 from .predictions import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
+from .runs import Failures, Runs
 
 Unit = Literal["head", "layer", "all"]
 Control = Literal["shuffled", "random"]
@@ -119,8 +120,8 @@ def attention_ladder(
         ([0.0, 1.0], True)
     """
     check_choice("unit", unit, get_args(Unit))
-    wanted = _checked_subset("rungs", rungs, RUNGS)
-    extra = _checked_subset("controls", controls, get_args(Control))
+    wanted = [*check_subset("rungs", rungs, RUNGS), *_WHOLE]
+    extra = check_subset("controls", controls, get_args(Control))
     check_rung_options(BANDS if is_integer(bands) else bands, rank)
     check_seed(seed)
     reading = read_model(model, layers)
@@ -131,28 +132,21 @@ def attention_ladder(
     if metric is not None:
         check_metric(metric)
     chosen = any_heads(reading, layers, heads)
+    if set(wanted) & set(PER_HEAD):
+        _check_distances(chosen, fitted, texts)
     starts = bands if isinstance(bands, Sequence) else _bands_within(int(bands), chosen, texts)
-    ladder = _Ladder(reading, fitted, texts, unit, starts, rank, seed, metric)
-    ladder.check(chosen, wanted)
-    some = [rung for rung in RUNGS if rung in wanted or rung in _WHOLE]
+    rung_list = [rung for rung in RUNGS if rung in wanted]
+    fitted_rungs = [rung for rung in rung_list if rung not in _WHOLE]
     n_items = {"all": 1, "layer": len(chosen), "head": sum(len(heads) for _, heads in chosen)}[unit]
-    n_fitted = len(some) - len(_WHOLE)
-    total = n_items * (len(some) * (1 + ("random" in extra)) + n_fitted * ("shuffled" in extra))
-    rows: list[tuple[Any, ...]] = []
+    total = n_items * (len(rung_list) * (1 + ("random" in extra)) + len(fitted_rungs) * ("shuffled" in extra))
     with tqdm(total=total, desc="runs", disable=not progress) as bar:
-        for row in ladder.rows(chosen, some, "none"):
-            rows.append(row)
-            bar.update()
-        plain = {row[:2]: row for row in rows if row[3] == "uniform"}
+        ladder = _Ladder(reading, fitted, texts, unit, starts, rank, seed, metric, Failures(), bar)
+        rows = ladder.rows(chosen, rung_list, "none")
         if "shuffled" in extra:
-            for row in ladder.rows(chosen, [rung for rung in some if rung not in _WHOLE], "shuffled", plain):
-                rows.append(row)
-                bar.update()
+            rows += ladder.rows(chosen, fitted_rungs, "shuffled", {row[:2]: row for row in rows if row[3] == "uniform"})
         if "random" in extra:
-            copy = ladder.of(next(random_control(reading.model, [seed])), [spec.layer for spec, _ in chosen])
-            for row in copy.rows(chosen, some, "random"):
-                rows.append(row)
-                bar.update()
+            copy = read_model(next(random_control(reading.model, [seed])), [spec.layer for spec, _ in chosen])
+            rows += replace(ladder, reading=copy).rows(any_heads(copy, layers, heads), rung_list, "random")
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     if metric is None:
         table = table.drop(columns="value")
@@ -160,16 +154,20 @@ def attention_ladder(
     table = table.sort_values(
         ["layer", "head", "control"], key=lambda x: x.map(order) if x.name == "control" else x, kind="stable"
     ).reset_index(drop=True)
-    return reading.note(table)
+    return reading.note(ladder.failures.note(table))
 
 
-def _checked_subset(name: str, given: Any, choices: Sequence[str]) -> list[str]:
-    listed = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else None
-    if listed is None or isinstance(given, (bytes, dict)) or len(set(map(str, listed))) < len(listed):
-        raise ValueError(f"{name} must be some of {', '.join(choices)}, each once, got {shown(given)}")
-    for one in listed:
-        check_choice(name, one, choices)
-    return listed
+def _check_distances(chosen: Chosen, fitted: Texts, texts: Texts) -> None:
+    """Refuse texts with distances that static rungs cannot know."""
+    if (
+        any(spec.window is None or spec.window > fitted.longest for spec, _ in chosen)
+        and texts.longest > fitted.longest
+    ):
+        raise ValueError(
+            f"heldout must be no longer than the texts of tokens, {fitted.longest}, got {texts.longest}: "
+            "static rungs know no larger distance; fit longer texts, cut the held-out ones, or leave out "
+            f"rungs {', '.join(PER_HEAD)}"
+        )
 
 
 def _bands_within(limit: int, chosen: Chosen, texts: Texts) -> list[int]:
@@ -190,11 +188,11 @@ def _bands_within(limit: int, chosen: Chosen, texts: Texts) -> list[int]:
     return starts
 
 
-_Key = tuple[Any, ...]
+_Row = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
+class _Measured:
     """Numbers of one run: losses by token of all texts, mean divergence, and what recovered shares are of: the same
     losses, or a metric by text (or of all texts, one number)."""
 
@@ -202,154 +200,131 @@ class _Run:
     kl: float
     values: Float[Tensor, "sample"]
 
+    @classmethod
+    def nothing(cls) -> _Measured:
+        return cls(torch.tensor([nan]), nan, torch.tensor([nan]))
 
+
+@dataclass(frozen=True, eq=False)
 class _Ladder:
     """One model, the texts that static rungs are fitted to, and the texts that are predicted."""
 
-    def __init__(
-        self,
-        reading: ModelReading,
-        fitted: Texts,
-        texts: Texts,
-        unit: Unit,
-        bands: Sequence[int],
-        rank: int,
-        seed: int,
-        metric: Metric | None,
-    ) -> None:
-        self.metric = metric
-        self.reading, self.model, self.fitted, self.texts = reading, reading.model, fitted, texts
-        self.unit, self.bands, self.rank, self.seed = unit, bands, rank, seed
-        self.heldout = texts is not fitted
-        with evaluating(self.model):
-            layers = [spec.layer for spec in reading.specs()] if unit != "all" else []
-            self.untouched = [run_clean(self.model, group.tokens, layers) for group in texts.groups]
-        self.clean = [as_log_probabilities(run.output) for run in self.untouched]
-        losses = clean_losses(self.clean, texts)
-        self.plain = _Run(losses, 0.0, self._values([run.output for run in self.untouched], losses))
-        self.starts: dict[int, bool] = {}
-
-    def of(self, model: Any, layers: Layers) -> _Ladder:
-        """The same of another model."""
-        reading = read_model(model, layers)
-        return _Ladder(reading, self.fitted, self.texts, self.unit, self.bands, self.rank, self.seed, self.metric)
-
-    def check(self, chosen: Chosen, rungs: Sequence[str]) -> None:
-        """Refuse held-out texts with distances that static rungs cannot know."""
-        if not set(rungs) & set(PER_HEAD) or self.texts.longest <= self.fitted.longest:
-            return
-        windows = [spec.window for spec, _ in chosen]
-        if any(window is None or window > self.fitted.longest for window in windows):
-            raise ValueError(
-                f"heldout must be no longer than the texts of tokens, {self.fitted.longest}, got {self.texts.longest}: "
-                "static rungs know no larger distance; fit longer texts, cut the held-out ones, or leave out "
-                f"rungs {', '.join(PER_HEAD)}"
-            )
+    reading: ModelReading
+    fitted: Texts
+    texts: Texts
+    unit: Unit
+    bands: Sequence[int]
+    rank: int
+    seed: int
+    metric: Metric | None
+    failures: Failures
+    bar: Any
 
     def rows(
-        self, chosen: Chosen, rungs: Sequence[Rung], control: str, plain: dict[_Key, _Key] | None = None
-    ) -> Iterator[_Key]:
+        self, chosen: Chosen, rungs: Sequence[Rung], control: str, plain: dict[_Row, _Row] | None = None
+    ) -> list[_Row]:
         """The rows of a control. Shares of the loss are of the ladder's own ends, or of those of ``plain`` rows."""
-        chosen = [(self.reading.specs([spec.layer])[0], heads) for spec, heads in chosen]
-        for together, items in self._units(chosen):
-            ready = {rung: self._stored(together, rung, shuffled=control == "shuffled") for rung in rungs}
-            for layer, head, where in items:
-                runs = {rung: self._run(where, rung, ready[rung]) for rung in rungs}
-                yield from self._measured(layer, head, where, runs, control, plain)
+        model = self.reading.model
+        rows: list[_Row] = []
+        with evaluating(model):
+            runs = Runs(model, self.texts, [] if self.unit == "all" else [spec.layer for spec, _ in chosen])
+            clean = [as_log_probabilities(output) for output in runs.clean]
+            losses = clean_losses(clean, self.texts)
+            untouched = _Measured(losses, 0.0, self._values(runs.clean, losses))
+            for together in [chosen] if self.unit == "all" else [[each] for each in chosen]:
+                items = self._items(together)
+                found: list[dict[Rung, _Measured]] = [{} for _ in items]
+                for rung in rungs:
+                    outputs: Iterator[Callable[[], list[Any]] | None] = repeat(None, len(items))
+                    if rung != "untouched":
+                        outputs = self._outputs(runs, together, items, rung, control)
+                    for (layer, head, _), of_item, run in zip(items, found, outputs, strict=True):
+                        of_item[rung] = self._measure(run, clean, layer, head) if run else untouched
+                        self.bar.update()
+                for item, measured in zip(items, found, strict=True):
+                    rows += self._rows_of(item, measured, untouched, control, plain)
+        return rows
 
-    def _units(self, chosen: Chosen) -> Iterator[tuple[Chosen, list[tuple[Any, Any, Chosen]]]]:
-        """What is fitted together, and what of it is replaced at a time."""
+    def _items(self, together: Chosen) -> list[tuple[int | None, int | None, Chosen]]:
+        """Layer and head of the rows of what is fitted together, and what is replaced for each."""
         if self.unit == "all":
-            yield chosen, [(None, None, chosen)]
-            return
-        for spec, heads in chosen:
-            whole = [(spec, heads)]
-            by_head = [(spec.layer, head, [(spec, [head])]) for head in heads]
-            yield whole, by_head if self.unit == "head" else [(spec.layer, None, whole)]
+            return [(None, None, together)]
+        ((spec, heads),) = together
+        if self.unit == "layer":
+            return [(spec.layer, None, together)]
+        return [(spec.layer, head, [(spec, [head])]) for head in heads]
 
-    def _stored(self, chosen: Chosen, rung: Rung, *, shuffled: bool) -> list[Stored]:
+    def _outputs(
+        self, runs: Runs, together: Chosen, items: list[Any], rung: Rung, control: str
+    ) -> Iterator[Callable[[], list[Any]]]:
+        """What the model returns with a rung in the place of each item's attention."""
+        stored = self._stored(together, rung, shuffled=control == "shuffled")
+
+        def hooks(group: int, where: Chosen) -> list[Hook]:
+            if stored:
+                return stored_hooks(where, stored[group])
+            return [hook for spec, heads in where for hook in rung_hooks(spec, heads, rung, self.bands, self.rank)]
+
+        if self.unit == "all":
+            under = [hooks(group, together) for group in range(len(self.texts.groups))]
+            return iter([partial(run_texts, self.reading.model, self.texts, under)])
+        units = [heads for _, _, [(_, heads)] in items]
+        spec = together[0][0]
+        return runs.each(spec.layer, units, lambda group, heads: hooks(group, [(spec, list(heads))]), kind=rung)
+
+    def _stored(self, together: Chosen, rung: Rung, *, shuffled: bool) -> list[Stored]:
         """What a rung puts into these layers, for each group of texts."""
         if rung in _WHOLE:
             return []
-        replaced = self.unit == "all"
+        model, replaced = self.reading.model, self.unit == "all"
+        groups = (self.fitted if rung in PER_HEAD else self.texts).groups
+        tokens = [group.tokens for group in groups]
+        if shuffled:
+            tokens = [each[:, shuffled_order(each.shape[1], self.seed)] for each in tokens]
         if rung in PER_HEAD:
-            tokens = [self._order(group.tokens, shuffled=shuffled) for group in self.fitted.groups]
-            stored = fit_static_heads(self.model, tokens, chosen, rung, replaced=replaced)
-            return [stored] * len(self.texts.groups)
+            return [fit_static_heads(model, tokens, together, rung, replaced=replaced)] * len(self.texts.groups)
         options: dict[str, Any] = {"bands": self.bands, "rank": self.rank, "replaced": replaced}
-        tokens = [self._order(group.tokens, shuffled=shuffled) for group in self.texts.groups]
-        return [fit_texts(self.model, each, chosen, rung, **options) for each in tokens]
+        return [fit_texts(model, each, together, rung, **options) for each in tokens]
 
-    def _order(self, tokens: Int[Tensor, "text pos"], *, shuffled: bool) -> Int[Tensor, "text pos"]:
-        return tokens[:, shuffled_order(tokens.shape[1], self.seed)] if shuffled else tokens
+    def _measure(
+        self, run: Callable[[], list[Any]], clean: Sequence[Tensor], layer: int | None, head: int | None
+    ) -> _Measured:
+        def measure() -> _Measured:
+            outputs = run()
+            losses, divergences = compare(outputs, self.texts, clean)
+            return _Measured(losses, divergences.mean().item(), self._values(outputs, losses))
 
-    def _run(self, where: Chosen, rung: Rung, stored: list[Stored]) -> _Run:
-        if rung == "untouched":
-            return self.plain
-        each = stored or [{} for _ in self.texts.groups]
-        hooks = [self._hooks(where, rung, some) for some in each]
-        known = self._known(where[0][0].layer) if self.unit != "all" else None
-        outputs = run_texts(self.model, self.texts, hooks, known)
-        losses, divergences = compare(outputs, self.texts, self.clean)
-        return _Run(losses, divergences.mean().item(), self._values(outputs, losses))
+        return self.failures.attempt(measure, layer, head) or _Measured.nothing()
 
     def _values(self, outputs: list[Any], losses: Tensor) -> Float[Tensor, "sample"]:
         if self.metric is None:
             return losses
         return as_numbers(values_of(self.metric, outputs, self.texts), len(self.texts.tokens)).reshape(-1)
 
-    def _known(self, layer: int) -> list[dict[Any, Forward]] | None:
-        """What to call instead of the blocks before a layer, if the model then computes what it did; else None."""
-        if layer not in self.starts:
-            self.starts[layer] = layer > 0 and self._reproduces(self._before(layer))
-        return self._before(layer) if self.starts[layer] else None
-
-    def _before(self, layer: int) -> list[dict[Any, Forward]]:
-        """With outputs of their own, which the model may change in place."""
-        return [
-            known_before(self.model, layer, run, torch.arange(len(group.tokens), device=group.tokens.device))
-            for group, run in zip(self.texts.groups, self.untouched, strict=True)
-        ]
-
-    def _reproduces(self, known: list[dict[Any, Forward]]) -> bool:
-        if has_hooks(self.model):  # they may depend on the blocks that are left out
-            return False
-        nothing: list[list[Hook]] = [[] for _ in known]
-        found = attempted(lambda: compare(run_texts(self.model, self.texts, nothing, known), self.texts, self.clean))
-        if found is None:
-            return False
-        losses, divergences = found
-        return mismatch(losses, self.plain.losses) <= 1 and bool((divergences.abs() < 1e-4).all())
-
-    def _hooks(self, where: Chosen, rung: Rung, stored: Stored) -> list[Hook]:
-        if stored:
-            return stored_hooks(where, stored)
-        return [hook for spec, heads in where for hook in rung_hooks(spec, heads, rung, self.bands, self.rank)]
-
-    def _measured(
+    def _rows_of(
         self,
-        layer: Any,
-        head: Any,
-        where: Chosen,
-        runs: dict[Rung, _Run],
+        item: tuple[int | None, int | None, Chosen],
+        measured: dict[Rung, _Measured],
+        untouched: _Measured,
         control: str,
-        plain: dict[_Key, _Key] | None,
-    ) -> Iterator[_Key]:
-        clean = self.plain.values
-        untouched, n = clean.mean().item(), len(clean)
-        errors = {rung: ((run.values - clean).std() / n**0.5).item() if n > 1 else nan for rung, run in runs.items()}
+        plain: dict[_Row, _Row] | None,
+    ) -> Iterator[_Row]:
+        layer, head, where = item
+        clean, n = untouched.values, len(untouched.values)
+        errors = {x: ((run.values - clean).std() / n**0.5).item() if n > 1 else nan for x, run in measured.items()}
         if plain is None:
-            uniform, noise = runs["uniform"].values.mean().item(), errors["uniform"]
+            uniform, noise = measured["uniform"].values.mean().item(), errors["uniform"]
         else:
             uniform, noise = (plain[layer, head][_COLUMNS.index(name)] for name in ("value", "error"))
-        gap = uniform - untouched
-        for rung, run in runs.items():
-            value, error = run.values.mean().item(), errors[rung]
+        gap = uniform - clean.mean().item()
+        for rung, run in measured.items():
+            value = run.values.mean().item()
             recovered = (uniform - value) / gap if abs(gap) > (0 if isnan(noise) else noise) else nan
             size = sum(len(heads) * self._parameters(spec, rung) for spec, heads in where)
-            causal = all(spec.causal for spec, _ in where) and (rung in _WHOLE or (rung in PER_HEAD and self.heldout))
+            static = rung in _WHOLE or (rung in PER_HEAD and self.texts is not self.fitted)
+            causal = static and all(spec.causal for spec, _ in where)
             loss = run.losses.mean().item()
-            yield layer, head, control, rung, value, loss, recovered, run.kl, error, size, causal
+            yield layer, head, control, rung, value, loss, recovered, run.kl, errors[rung], size, causal
 
     def _parameters(self, spec: AttentionSpec, rung: Rung) -> int:
         """For one head, in all texts."""

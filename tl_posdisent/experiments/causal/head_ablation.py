@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -17,7 +18,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer
 
-from .metrics import Metric, check_metric, next_token_loss, value_of
+from .metrics import Metric, check_metric, measured_value, next_token_loss, value_of
 from .runs import Failures, Runs
 
 
@@ -128,7 +129,7 @@ def change_each(
                 return hooks_of(texts.groups[group], layer, some)
 
             for head, outputs in zip(heads, runs.each(layer, [[head] for head in heads], hooks, kind), strict=True):
-                value = failures.attempt(lambda run=outputs: value_of(metric, run(), texts), layer, head)
+                value = failures.attempt(partial(measured_value, metric, outputs, texts), layer, head)
                 rows.append((layer, head, baseline, value))
                 bar.update()
     table = pd.DataFrame(rows, columns=["layer", "head", "baseline", "value"]).astype({"value": float})

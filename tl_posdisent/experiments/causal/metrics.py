@@ -11,16 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import Hook
-from tl_posdisent.models.texts import Texts, read_texts
+from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.validation import is_integer, shown
-
-from .predictions import run_texts
 
 Metric = Callable[[Any, Tensor], Any]
 """From what the model returns (logits ``[batch, pos, vocab]``) and tokens ``[batch, pos]`` to a number, or one for each
@@ -215,9 +211,6 @@ def check_metric(metric: Any) -> None:
         raise ValueError(f"metric must be a function of (logits, tokens), got {metric!r}")
 
 
-# The metric of a run, and the effect of a patch relative to two runs.
-
-
 def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
     """What a metric returns of a run: a number, or one for each text (in any order). Gradients flow through it.
 
@@ -244,47 +237,6 @@ def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
     return as_number(values_of(metric, outputs, texts), len(texts.tokens))
 
 
-def measure(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]], metric: Metric, target: Texts) -> float:
-    """The metric of one run with hooks for each group of texts, by the tokens of ``target``."""
-    return value_of(metric, run_texts(model, texts, hooks), target)
-
-
-def check_apart(model: Any, measured: dict[str, float], argument: str) -> None:
-    """Refuse two runs whose metrics differ by no more than rounding: every effect would be 0/0."""
-    (one, a), (other, b) = measured.items()
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if abs(a - b) <= max(1e-5, torch.finfo(dtype).eps / 8) * max(abs(a), abs(b)):
-        raise ValueError(
-            f"{argument} must change the metric, but it is {a:.6g} in the {one} run and {b:.6g} in the {other} one: "
-            "there is no effect to divide. Pass a metric= that they change, such as logit_difference(…) of an answer "
-            "that depends on it, or make the two runs differ more"
-        )
-
-
-def as_table(rows: list[tuple[int, int, float]], measured: dict[str, float]) -> pd.DataFrame:
-    """Layer, head and metric of patched runs, beside those of the run patched from and of the run patched (in this
-    order, by the names of their columns), and the effect: 1 as in the first, 0 as in the second."""
-    table = pd.DataFrame(rows, columns=["layer", "head", "value"])
-    (source, everything), (base, nothing) = measured.items()
-    table.insert(2, source, everything)
-    table.insert(3, base, nothing)
-    table["effect"] = (table["value"] - nothing) / (everything - nothing)
-    return table.sort_values(["layer", "head"], ignore_index=True)
-
-
-def read_pair(model: Any, texts: Texts, names: tuple[str, str], tokens: Any, attention_mask: Any) -> Texts:
-    """Texts that are compared with others one by one, each as long as its counterpart; same padding, if any.
-
-    Raises:
-        ValueError: another number of texts, or a text of another length.
-    """
-    name, of = names
-    given_as_ids = isinstance(tokens, Tensor)
-    if given_as_ids and tokens.shape != texts.tokens.shape and tokens.shape != texts.tokens.shape[1:]:
-        raise ValueError(f"{name} must have the shape of {of}, {tuple(texts.tokens.shape)}, got {tuple(tokens.shape)}")
-    other = read_texts(model, tokens, attention_mask if given_as_ids else None)
-    if other.lengths != texts.lengths:
-        raise ValueError(
-            f"{name} must be texts of as many tokens as those of {of}, {texts.lengths}, got {other.lengths}"
-        )
-    return other
+def measured_value(metric: Metric, run: Callable[[], Sequence[Any]], texts: Texts) -> float:
+    """The metric of a run that is still to be made."""
+    return value_of(metric, run(), texts)

@@ -1,4 +1,4 @@
-"""Patch rotated vectors, or parts of scores, of single heads between runs at different positions or on other texts."""
+"""Patch rotated vectors, or components of scores, of single heads between runs at other positions or on other texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
 
-from .metrics import Metric, as_table, check_apart, check_metric, measure, next_token_loss, read_pair
+from .metrics import Metric, check_metric, next_token_loss, value_of
+from .patch_tables import as_table, check_apart, patch_each, read_source
+from .predictions import run_texts
+from .runs import HooksOf
 
 What = Literal["head", "query", "key", "layer"]
 Direction = Literal["denoise", "noise"]
@@ -98,14 +101,14 @@ def position_patching(
     specs = [spec for spec, _ in chosen]
     with evaluating(model):
         measured = {
-            name: measure(model, texts, [run.hooks(name, specs) for run in runs], metric, texts)
+            name: value_of(metric, run_texts(model, texts, [run.hooks(name, specs) for run in runs]), texts)
             for name in ("clean", "corrupted")
         }
         check_apart(model, measured, "positions")
         rows: list[tuple[int, int, float]] = []
         for spec, patched, reported in tqdm(_units(chosen, what, keys), desc="patches", disable=not progress):
             hooks = [run.patched(spec, patched, what, keys) for run in runs]
-            value = measure(model, texts, hooks, metric, texts)
+            value = value_of(metric, run_texts(model, texts, hooks), texts)
             rows += [(spec.layer, head, value) for head in reported]
     return reading.note(as_table(rows, measured).drop(columns="head" if what == "layer" else []))
 
@@ -182,8 +185,8 @@ def component_patching(
     component: MovedPart | Collection[MovedPart] = "distance",
     *,
     attention_mask: Tensor | None = None,
-    from_tokens: Int[Tensor, "batch pos"] | str | None = None,
-    from_positions: Tensor | Sequence[float] | None = None,
+    source: Tokens | None = None,
+    source_positions: Tensor | Sequence[float] | None = None,
     metric: Metric = next_token_loss,
     layers: Layers = None,
     heads: Heads = None,
@@ -197,19 +200,19 @@ def component_patching(
 
         effect = (value - baseline) / (source - baseline)
 
-    One forward pass for each row, and for each layer a part of one. The scores of one layer are held meanwhile.
+    Heads are changed from their layer on, several in one batch (``head_ablation``). One layer's scores are held
+    meanwhile.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings for
-            ``from_positions``.
+            ``source_positions``.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them together; all
             five are the scores themselves. A softmax ignores ``"query"`` and ``"mean"``: their effect is 0, except
             beside an attention sink.
-        from_tokens: tokens of the run from which the component comes, texts of the same lengths; ids are padded as
-            ``tokens`` are.
-        from_positions: or its positions, as in ``position_patching``.
+        source: the run from which the component comes: tokens, in the shape or of the lengths of ``tokens``.
+        source_positions: or its positions, as in ``position_patching``.
         metric: as in ``position_patching``. Its tokens are ``tokens`` in all three runs.
         layers: default all.
         heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
@@ -221,51 +224,47 @@ def component_patching(
         baseline, 1 for that of the source.
 
     Raises:
-        ValueError: not one of ``from_tokens`` and ``from_positions``; two runs with the same metric; tokens of other
+        ValueError: not one of ``source`` and ``source_positions``; two runs with the same metric; tokens of other
             shape; unknown components; a layer whose scores cannot be read or changed; padded texts; what
             ``position_patching`` refuses.
 
     Example:
         >>> from tl_posdisent import component_patching, demo_tokens, load_demo_model
         >>> model, tokens = load_demo_model(), demo_tokens(length=48)
-        >>> table = component_patching(model, tokens, "query", from_tokens=tokens.flip(1), layers=[4], progress=False)
+        >>> table = component_patching(model, tokens, "query", source=tokens.flip(1), layers=[4], progress=False)
         >>> bool((table["effect"].abs() < 1e-4).all())  # a softmax over keys does not see it
         True
     """
-    parts = check_parts(component)
+    components = check_parts(component)
     check_metric(metric)
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
-    source, hooks, positions = _source(reading, texts, from_tokens, from_positions, attention_mask)
-    rows: list[tuple[int, int, float]] = []
-    n_rows = sum(len(heads) for _, heads in chosen)
-    with evaluating(model), tqdm(total=n_rows, desc="patches", disable=not progress) as bar:
-        measured = {
-            "source": measure(model, source, hooks, metric, texts),
-            "baseline": measure(model, texts, [[] for _ in texts.groups], metric, texts),
-        }
-        check_apart(model, measured, "from_tokens" if from_positions is None else "from_positions")
-        for spec, some in chosen:
-            scores = [_scores(model, *run, spec) for run in zip(source.groups, hooks, positions, strict=True)]
-            for head in some:
-                patches = [score_hooks(spec, [head], theirs, parts) for theirs in scores]
-                rows.append((spec.layer, head, measure(model, texts, patches, metric, texts)))
-                bar.update()
-    return reading.note(as_table(rows, measured))
+    if (source is None) == (source_positions is None):
+        raise ValueError("source or source_positions must be given, and not both")
+    other = texts if source is None else read_source(model, texts, source, attention_mask)
+    positions = [None if source_positions is None else positions_of(texts, x, source_positions) for x in texts.groups]
+    hooks = [[] if place is None else swap_positions(reading, place) for place in positions]
 
+    def hooks_in(spec: AttentionSpec) -> HooksOf:
+        scores = [_scores(model, *run, spec) for run in zip(other.groups, hooks, positions, strict=True)]
+        return lambda group, some: score_hooks(spec, some, scores[group], components)
 
-def _source(
-    reading: ModelReading, texts: Texts, from_tokens: Any, from_positions: Any, attention_mask: Any
-) -> tuple[Texts, list[list[Hook]], list[Tensor | None]]:
-    """The run from which components come: its texts, and hooks and positions for each group of them."""
-    if (from_tokens is None) == (from_positions is None):
-        raise ValueError("from_tokens or from_positions must be given, and not both")
-    if from_positions is None:
-        other = read_pair(reading.model, texts, ("from_tokens", "tokens"), from_tokens, attention_mask)
-        return other, [[] for _ in other.groups], [None for _ in other.groups]
-    places = [positions_of(texts, group, from_positions) for group in texts.groups]
-    return texts, [swap_positions(reading, place) for place in places], [*places]
+    by_head = [[[head] for head in some] for _, some in chosen]
+    return reading.note(
+        patch_each(
+            model,
+            texts,
+            (other, hooks),
+            [(spec, each, each) for (spec, _), each in zip(chosen, by_head, strict=True)],
+            hooks_in,
+            metric,
+            target=texts,
+            argument="source_positions" if source is None else "source",
+            kind=lambda spec: "scores",
+            progress=progress,
+        )
+    )
 
 
 def _scores(

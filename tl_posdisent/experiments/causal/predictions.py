@@ -10,7 +10,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.partial_forward import Forward, forwards
 from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.validation import check_seed
@@ -36,25 +35,12 @@ def token_divergences(
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def compare_runs(
-    model: Any, texts: Texts, clean: Sequence[Tensor], hooks: Sequence[list[Hook]]
-) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "token"]]:
-    """Losses, and divergences from the clean predictions, by token of all texts, under hooks for each group of them."""
-    return compare(run_texts(model, texts, hooks), texts, clean)
-
-
 @torch.no_grad()
-def run_texts(
-    model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]], known: Sequence[dict[Any, Forward]] | None = None
-) -> list[Any]:
-    """What the model returns for each group of texts, under hooks for it.
-
-    ``known``: for each group, what to call instead of some modules (``known_before``).
-    """
+def run_texts(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]]) -> list[Any]:
+    """What the model returns for each group of texts, under hooks for it."""
     outputs = []
-    instead: Sequence[dict[Any, Forward]] = known or [{} for _ in texts.groups]
-    for group, some, others in zip(texts.groups, hooks, instead, strict=True):
-        with forwards(others), evaluating(model), applied(model, some):
+    for group, some in zip(texts.groups, hooks, strict=True):
+        with evaluating(model), applied(model, some):
             outputs.append(output_of(model, group.tokens))
     return outputs
 

@@ -126,7 +126,7 @@ class _Group:
                 continue
             if outputs is None:
                 del self.ways[0]
-            elif not self._agrees(kind, outputs[0], lambda unit=some[0]: self._plain(hooks_of, unit)):
+            elif not self._agrees(kind, outputs[0], partial(self._plain, hooks_of, some[0])):
                 z = None
             else:
                 yield from outputs
@@ -172,8 +172,9 @@ class _Group:
         if self.ways[0] is not _attention_once:
             return max(1, self.at_once // len(self.tokens))
         output = self.clean.output
-        numbers = 3 * output[0].numel() + self.tokens.shape[1] * 2 * getattr(self.model.cfg, "d_model", 0)
-        return max(1, _room(output, _BYTES_HELD) // (len(self.tokens) * numbers * output.element_size()))
+        numbers: int = 3 * output[0].numel() + self.tokens.shape[1] * 2 * getattr(self.model.cfg, "d_model", 0)
+        size: int = output.element_size()
+        return max(1, _room(output, _BYTES_HELD) // (len(self.tokens) * numbers * size))
 
     def rows(self, units: Sequence[Any]) -> Int[Tensor, "row"]:
         """The texts of a batch: all for each unit, and the first once more, as the proof."""
@@ -231,12 +232,12 @@ class Failures:
         self.errors: list[Exception] = []
         self.n_measured = 0
 
-    def attempt(self, measure: Callable[[], _Measured], layer: int, head: int | None) -> _Measured | None:
+    def attempt(self, measure: Callable[[], _Measured], layer: int | None, head: int | None) -> _Measured | None:
         """What ``measure`` returns; None if it raises an error of its input or of the model."""
         try:
             found = measure()
         except (ValueError, RuntimeError) as error:
-            label = f"L{layer}" if head is None else head_label(layer, head)
+            label = "all layers" if layer is None else f"L{layer}" if head is None else head_label(layer, head)
             self.reasons.setdefault(label, f"{type(error).__name__}: {error}")
             self.errors.append(error)
             return None
