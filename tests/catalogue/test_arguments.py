@@ -191,8 +191,8 @@ WITHOUT_KIND = words_of(
     """
     answer available body changed checkpoints choice_masks command compile context context_mask
     downstream draw executor folder heldout in_range key metrics model models name_or_dir notes
-    on_step out path perturb profiles progress queries query resume retry signed sink source_positions sufficient tokenizer words
-    wrong
+    on_step out path perturb profiles progress queries query resume retry signed sink source_positions sufficient
+    tokenizer words wrong
     """
 )
 # Made by the package and given back; who makes one by hand knows what belongs in it.
