@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -171,32 +170,29 @@ def test_biases_are_toeplitz(encoding: str) -> None:
     assert table[table["term"] == TERMS[-1]]["toeplitz"].tolist() == pytest.approx([1] * 3, abs=1e-6)
 
 
-REFUSED = [
-    ("qwen3", "queries that are an affine function of the residual stream .*QK-norm"),
-    ("olmo2", "queries that are an affine function of the residual stream"),
-    ("gemma2", "caps its scores, so they are no sum of products"),
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    ("qwen3", {}, "queries that are an affine function of the residual stream .*QK-norm"),
+    ("olmo2", {}, "queries that are an affine function of the residual stream"),
+    ("gemma2", {}, "caps its scores, so they are no sum of products"),
+    ({"encoding": "mla"}, {}, "affine function .* latent attention"),
+    ({"encoding": "rope", "rotary_heads": 1}, {}, "must add up to the scores, but in layer 1 .* an unknown rotation"),
+    ({"pad_id": 0}, {"tokens": TOKENS[:1]}, "tokens must be at least two texts at every position for content_position"),
+    ({"pad_id": 0}, {"tokens": TOKENS[:1].expand(4, -1)}, "at least two different texts, got 4 that do not differ"),
+    ({"pad_id": 0}, {"tokens": TOKENS * (torch.arange(9) < 7)}, "padded or packed texts are not supported"),
 ]
 
 
-@pytest.mark.parametrize(("name", "message"), REFUSED)
-def test_what_cannot_be_split(name: str, message: str, shared_model: Callable[[str, str], Any]) -> None:
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("model", "changed", "message"), REFUSED)
+def test_what_cannot_be_split(
+    model: Any, changed: dict[str, Any], message: str, shared_model: Callable[[str, str], Any]
+) -> None:
+    built = (
+        shared_model("bridge", model) if isinstance(model, str) else small_model(**({"encoding": "learned"} | model))
+    )
+    tokens = ZOO_TOKENS if isinstance(model, str) else TOKENS
     with pytest.raises(ValueError, match=message):
-        content_position_terms(shared_model("bridge", name), ZOO_TOKENS, 0)
-
-
-def test_more_that_cannot_be_split() -> None:
-    with pytest.raises(ValueError, match=r"affine function .* latent attention"):
-        content_position_terms(small_model(encoding="mla"), TOKENS, 1)
-    with pytest.raises(ValueError, match=r"must add up to the scores, but in layer 1 .* an unknown rotation"):
-        content_position_terms(small_model(encoding="rope", rotary_heads=1), TOKENS, 1)
-    model = small_model(encoding="learned", pad_id=0)
-    for tokens, message in (
-        (TOKENS[:1], "tokens must be at least two texts at every position for content_position_terms, got one at pos"),
-        (TOKENS[:1].expand(4, -1), "tokens must be at least two different texts, got 4 that do not differ"),
-        (TOKENS * (torch.arange(9) < 7), "padded or packed texts are not supported"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            content_position_terms(model, tokens, 1)
+        content_position_terms(built, **({"tokens": tokens, "layer": 1} | changed))
 
 
 def test_hooks_in_between_are_noticed() -> None:
@@ -213,16 +209,10 @@ def test_hooks_in_between_are_noticed() -> None:
             content_position_terms(model, TOKENS, 1)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_bad_names() -> None:
-    model = small_model(encoding="learned")
-    with pytest.raises(ValueError, match="grand_mean must be 'content' or 'bias', got 'position'"):
-        content_position_terms(model, TOKENS, 1, grand_mean="position")  # type: ignore[arg-type]
+def test_unknown_terms() -> None:
+    terms = content_position_terms(small_model(encoding="learned"), TOKENS, 1)
     with pytest.raises(ValueError, match=r"name must be one of content:content, .* got 'content'"):
-        content_position_terms(model, TOKENS, 1).term("content")
-    for layer in (2, -3, True, "0"):
-        with pytest.raises(ValueError, match="layers must be integers from 0 to 1"):
-            content_position_terms(model, TOKENS, layer)  # type: ignore[arg-type]
+        terms.term("content")
 
 
 # --- RoPE as a Hadamard product -------------------------------------------------------------------------------------
@@ -326,20 +316,10 @@ def test_sinks_leave_the_first_positions_out() -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rank": 0}, "rank must be an integer of at least 1, or None, got 0"),
+def test_bad_subspace() -> None:
+    for arguments, message in (
         ({"rank": 9}, "rank must be at least 1 and at most 8, the directions with variance, got 9"),
-        ({"explained": 0}, "explained must be a number above 0 and up to 1, got 0"),
-        ({"explained": math.nan}, "explained must be a number above 0 and up to 1, got nan"),
         ({"sinks": 8}, "sinks must be an integer from 0 to 7, got 8"),
-        (
-            {"tokens": TOKENS[:1]},
-            "tokens must be at least two texts at every position for positional_subspace, got one at positions 0 to 8",
-        ),
-    ],
-)
-def test_bad_subspace(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        positional_subspace(small_model(encoding="learned"), **({"tokens": TOKENS, "layer": 0} | arguments))
+    ):
+        with pytest.raises(ValueError, match=message):
+            positional_subspace(small_model(encoding="learned"), TOKENS, 0, **arguments)

@@ -235,10 +235,7 @@ def test_bad_arguments() -> None:
     model = tp.load_demo_model()
     for arguments, message in (
         ({"length": 1}, "length must be an integer of at least 2, got 1"),
-        ({"length": 10.0}, "length must be an integer of at least 2, got 10.0"),
-        ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
         ({"tool": "forward"}, "tool must be 'additivity', 'controlled_distance'"),
-        ({"block": 0}, "block must be a positive integer"),
         ({"block": 8, "tool": "subspace_patterns"}, "block must be None for subspace_patterns"),
         ({"available": -1}, "available must be an integer of at least 0"),
     ):

@@ -379,18 +379,11 @@ def test_the_mean_embedding(shared_model: Model) -> None:
 @pytest.mark.parametrize(
     ("tool", "change", "message"),
     [
-        (distance_sources, {"layer": 2}, "layers must be integers from"),
-        (distance_sources, {"heads": [8]}, "heads must be"),
         (distance_sources, {"sinks": 10}, "sinks must be an integer from 0 to 9, got 10"),
-        (distance_sources, {"distances": []}, "distances must be one-dimensional and not empty"),
-        (distance_sources, {"tokens": "a text"}, "the model has no tokenizer"),
-        (distance_sources_check, {"top": 0}, "top must be an integer"),
         (pair_profile, {"query": torch.zeros(3)}, r"query must be a finite vector of shape \(d_model,\) = \(64,\)"),
         (pair_profile, {"key": 61}, "key must be a vector .* token id from 0 to 60 or 'mean', got 61"),
         (pair_profile, {"key": "median"}, "key must be .* got 'median'"),
-        (pair_profile, {"distances": [float("nan")]}, "distances must be finite"),
         (DistanceSources.term, {"query_source": "L1H0"}, r"source must be 'embedding', .* or 'bias', got 'L1H0'"),
-        (DistanceSources.to_frame, {"top": 0}, "top must be an integer"),
         (DistanceSources.to_frame, {"by": "side"}, "by must be 'pair'"),
     ],
 )

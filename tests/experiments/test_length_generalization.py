@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support import stories, zoo
-from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import (
@@ -18,7 +17,6 @@ from tl_posdisent import (
     lambda_mask,
     length_generalization,
     load_demo_model,
-    position_interpolation,
     read_attention,
 )
 from tl_posdisent.experiments.robustness import length_generalization as attention_rows
@@ -207,27 +205,22 @@ def test_a_window_keeps_a_trained_model_alive(shared_model: Any) -> None:
 ASCENDING = "lengths must be at least two ascending integers"
 WITHIN = "lengths must lie within the text of 40 tokens"
 WRONG: list[tuple[dict[str, Any], str]] = [
-    *(({"lengths": x}, "lengths must be a sequence of integers") for x in (12, "0,12")),
-    *(({"lengths": x}, ASCENDING) for x in ([8], [8, 4], [4, 4, 8], [0, 4.0])),
+    *(({"lengths": x}, ASCENDING) for x in ([8], [4, 4, 8], [0, 4.0])),
     *(({"lengths": x}, WITHIN) for x in ([-1, 4], [0, 41])),
     ({"lengths": [0, 39, 40]}, r"a token to predict in the last, got \[0, 39, 40\]"),
     ({"lengths": [0, 2, 4]}, "three positions or more in the first bucket"),
     *(({"in_range": x}, f"in_range must be an integer from 7 to 40, got {x}") for x in (6, 41, 16.0, True)),
-    ({"by": "text"}, "by must be 'bucket', 'layer' or 'head', got 'text'"),
     ({"hooks": [("blocks.7.attn.hook_z", print)]}, "hooks names 'blocks.7.attn.hook_z', which the model does not have"),
     ({"hooks": [3]}, r"hooks must be a list of \(hook name, function\), got 3 in it"),
 ]
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("kind", "name"), SOME)
-def test_bad_input(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    before = state(model)
+def test_bad_input(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
     for wrong, message in WRONG:
         with pytest.raises(ValueError, match=message):
             table(model, TOKENS, **{"lengths": EDGES, **wrong})
-    assert state(model) == before
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -236,27 +229,6 @@ def test_too_long_for_learned_positions(shared_model: Any) -> None:
     assert table(model, zoo.random_tokens(128), [0, 64, 128])["loss"].notna().all()
     with pytest.raises(ValueError, match=r"length must be at most 128 for this model, got 130: .*learned \(absolute\)"):
         table(model, zoo.random_tokens(130), [0, 64, 130])
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
-def test_after_an_exception_the_model_is_as_before(kind: str, name: str, error: Any, shared_model: Any) -> None:
-    model, tokens = shared_model(kind, name), zoo.random_tokens(200)
-    with torch.no_grad():
-        plain = model(TOKENS)
-    before, tables = state(model), {name: (id(x), x._version) for name, x in model.named_buffers()}
-
-    def stop(x: Tensor, hook: Any) -> None:
-        raise error("stop")
-
-    hooks = [*position_interpolation(model, 2), ("blocks.1.attn.hook_z", stop)]
-    with pytest.raises(error, match="stop"):
-        table(model, tokens, [0, 100, 200], hooks)
-    assert {name: (id(x), x._version) for name, x in model.named_buffers()} == tables
-    assert state(model) == before
-    with torch.no_grad():
-        assert torch.equal(model(TOKENS), plain)
 
 
 @pytest.mark.usefixtures("unchecked")

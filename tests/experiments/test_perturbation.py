@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.untouched import state
 
 from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, read_model
 from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
@@ -314,37 +313,6 @@ def test_questions_are_a_downstream(shared_model: Any) -> None:
     assert one["downstream"].item() in (0, 1)
 
 
-class Interrupted(BaseException):
-    """As Ctrl-C."""
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_the_model_is_as_before_whatever_happens(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    with torch.no_grad():
-        plain = model(TEXT)
-    before = state(model)
-
-    def fail(given: Any, perturbation: Any) -> float:
-        with applied(given, perturbation(TEXT).hooks):
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        CURVE(model, TEXT, ["index"], [0.5], seeds=1, downstream=fail)
-    runs = iter(range(3))
-
-    def stop(x: Any, hook: Any) -> None:
-        if next(runs) == 2:
-            raise Interrupted
-
-    with pytest.raises(Interrupted), model.hooks(fwd_hooks=[("blocks.1.attn.hook_v", stop)]):
-        CURVE(model, TEXT, ["feature"], [0.2, 0.5], seeds=5)
-    assert state(model) == before
-    with torch.no_grad():
-        assert torch.equal(model(TEXT), plain)
-
-
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -352,14 +320,7 @@ def test_the_model_is_as_before_whatever_happens(kind: str, name: str, shared_mo
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"kind": "words"}, "kind must be 'order', 'index' or 'feature', got 'words'"),
-        *(({"fraction": x}, "fraction must be a finite number .*at most 1") for x in (1.01, -0.1, True)),
-        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
-        ({"window": 0}, "window must be an integer of at least 1, got 0"),
-        ({"unit": "letter"}, "unit must be 'word' or 'token', got 'letter'"),
         ({"unit": "word"}, 'unit must be "token" for a model without a tokenizer, got "word"'),
-        *(({"jitter": x}, "jitter must be a finite number above 0") for x in (0, float("inf"))),
-        ({"until": -1}, "until must be an integer of at least 0, got -1"),
         ({"until": 2}, "tokens must have at least two tokens that can move .* got 1"),
         ({"tokens": TEXT[:, :2]}, "tokens must have at least two tokens that can move .* got 1"),
     ],
@@ -384,12 +345,7 @@ def test_short_texts_are_refused() -> None:
     ("changed", "message"),
     [
         *(({"kinds": x}, "kinds must have at least one and none twice") for x in ([], ["order", "order"])),
-        ({"kinds": "order"}, "kinds must be a sequence, got 'order'"),
-        ({"kinds": ["order", "chaos"]}, "kind must be .* got 'chaos'"),
         ({"fractions": [0, 1, 0.0]}, "fractions must have at least one and none twice"),
-        ({"fractions": 0.5}, "fractions must be a sequence, got 0.5"),
-        ({"fractions": [0.5, 2]}, "fractions must be a finite number .*at most 1, got 2"),
-        ({"seeds": [1, 1]}, "seeds must name at least one and none twice"),
         ({"downstream": 3}, "downstream must be a function, a MultipleChoice or some of them, got 3"),
         ({"downstream": []}, "downstream must be a function"),
         ({"downstream": lambda model, perturb: None}, "downstream must return a number, got None"),

@@ -61,7 +61,7 @@ def test_refusals() -> None:
     ):
         tp.additivity(model, tokens, block=8, progress=False)
     for block in (0, -1, True, 2.0):
-        with pytest.raises(ValueError, match="block must be a positive integer"):
+        with pytest.raises(ValueError, match="block must be an integer of at least 1"):
             tp.additivity(model, tokens, block=block, progress=False)
     with pytest.raises(ValueError, match='block must be None with mask="full"'):
         tp.additivity(model, tokens, block=8, mask="full", progress=False)

@@ -137,17 +137,6 @@ def test_learned_positions_end(kind: str, name: str, shared_model: Any) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_wrong_length(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    for length in (0, -3, 2.0, True, "200", None):
-        with (
-            pytest.raises(ValueError, match="length must be an integer of at least 1, got"),
-            longer_context(model, length),
-        ):
-            pass
-
-
-@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("gptj"))
 def test_a_table_that_follows_no_formula_is_refused(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A formula that differs at the end of the table only, as a rescaled one might."""

@@ -11,7 +11,7 @@ from support import zoo
 
 import tl_posdisent as tp
 from tl_posdisent.models.reading.forward import check_tokens
-from tl_posdisent.models.texts import equal_length_texts, read_texts
+from tl_posdisent.models.texts import read_texts
 
 LENGTHS = [7, 12, 7, 3]
 
@@ -52,7 +52,7 @@ def test_without_padding_there_is_one_group(demo: Any) -> None:
     """The tokens as they are, with or without a mask of ones."""
     tokens = zoo.random_tokens()
     for mask in (None, torch.ones_like(tokens)):
-        (group,) = equal_length_texts(demo, tokens, mask)
+        (group,) = read_texts(demo, tokens, mask).groups
         assert torch.equal(group.tokens, tokens)
         assert group.rows.tolist() == [0, 1]
 
@@ -86,13 +86,13 @@ def test_texts_of_any_length(side: str) -> None:
 def test_masks_that_are_refused(demo: Any, mask: Any, words: str) -> None:
     tokens, _, _ = padded("right")
     with pytest.raises(ValueError, match=f"attention_mask must .*{words}"):
-        equal_length_texts(demo, tokens, mask)
+        read_texts(demo, tokens, mask)
 
 
 def test_text_takes_no_mask(demo: Any) -> None:
     for text in ("We the people", ["We the people", "in order to"]):
         with pytest.raises(ValueError, match="attention_mask must be None"):
-            equal_length_texts(demo, text, torch.ones(1, 4))
+            read_texts(demo, text, torch.ones(1, 4))
 
 
 class WithIds:
@@ -131,7 +131,7 @@ def test_padding_without_a_mask(
             check_tokens(model, tokens)
         with pytest.raises(ValueError, match=r"attention_mask="):
             read_texts(model, tokens)
-    assert len(equal_length_texts(model, tokens, torch.ones_like(tokens))) == 1
+    assert len(read_texts(model, tokens, torch.ones_like(tokens)).groups) == 1
 
 
 def test_a_single_end_is_no_beginning() -> None:

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.models.chunked_scores import check_block, check_blocks
+from tl_posdisent.models.chunked_scores import check_blocks
 from tl_posdisent.models.memory import free_memory, gigabytes, model_bytes, model_devices
 from tl_posdisent.models.operation_counts import Costs, Held, LiveBytes, measure_costs
 from tl_posdisent.models.reading.explain import probe_tokens
@@ -164,7 +164,7 @@ def estimate(
     if available is not None:
         check_integer("available", available, 0)
     if block is not None:
-        check_block(block)
+        check_integer("block", block, 1)
         if tool != "additivity":
             raise ValueError(f"block must be None for {tool}: only additivity runs in blocks")
     costs = measure_costs(model, stop=layers, cached=block is not None, held=_HELD.get(tool, "vectors"))

@@ -17,7 +17,7 @@ from torch import Tensor
 from tl_posdisent.models.reading.forward import Hook, has_plain_layers, run
 from tl_posdisent.models.reading.observe import score_tolerance, spread_rows
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_integer
 
 Rows = Callable[[AttentionSpec, int, Float[Tensor, "batch head row seen"]], None]
 """What is done with a layer's scores of some queries: ``(spec, first query, scores)``."""
@@ -35,17 +35,11 @@ def read_blocks(
             that has hooks (of which it is not known what they do to a part of a text); one whose scores in blocks are
             not those of one pass, which is tried on a few tokens.
     """
-    check_block(block)
+    check_integer("block", block, 1)
     for spec in specs:
         spec.check_length(tokens.shape[1], "block")  # blocks within the length would be rotated as short texts are
     check_blocks(model, tokens[:, :_TRIED], specs)
     _run_blocks(model, tokens, specs, block, rows)
-
-
-def check_block(block: Any) -> None:
-    """Refuse what is no number of queries."""
-    if not is_integer(block) or block < 1:
-        raise ValueError(f"block must be a positive integer, a number of queries, or None, got {block!r}")
 
 
 def check_blocks(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.models.reading.forward import check_tokens, encode, padding_id
 
@@ -98,12 +99,9 @@ class Texts:
     def from_the_start(self, parts: Sequence[Tensor], fill: float | int = 0) -> Tensor:
         """What was computed group by group, ``[text, pos, ...]``, in the order of the batch and without its padding:
         ``[batch, longest, ...]``, each text from column 0 on, with ``fill`` behind it."""
-        if len(parts) == 1:
-            return parts[0]
-        whole = parts[0].new_full((len(self.tokens), self.longest, *parts[0].shape[2:]), fill)
-        for group, part in zip(self.groups, parts, strict=True):
-            whole[group.rows.to(part.device), : part.shape[1]] = part
-        return whole
+        texts = [text for part in parts for text in part]
+        order = torch.cat([group.rows for group in self.groups]).argsort().tolist()
+        return pad_sequence([texts[at] for at in order], True, fill)
 
     def lay_out(self, parts: Sequence[Tensor], fill: float | int | bool = torch.nan) -> Tensor:
         """What was computed group by group, laid out like the batch.
@@ -125,17 +123,18 @@ class Texts:
         return whole
 
 
-def equal_length_texts(model: Any, tokens: Any, attention_mask: Any = None) -> list[TextGroup]:
+def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
     """Split a batch into groups of texts of equal length, without padding.
 
     Args:
         model: takes the token ids, and tokenises text.
-        tokens: ids ``[batch, pos]`` or ``[pos]``, a text, or a list of texts of any lengths.
+        tokens: ids ``[batch, pos]`` or ``[pos]``, a text, or a list of texts of any lengths, which are padded on the
+            side of the model's tokenizer.
         attention_mask: for ids, in their shape: True or 1 at tokens, False or 0 at padding, which is at the beginning
             or at the end of a text. None for ids without padding, and for text.
 
     Returns:
-        The groups, in the order of the first text of each length.
+        The batch with its padding, and the groups, in the order of the first text of each length.
 
     Raises:
         ValueError: what ``check_tokens`` refuses; a mask of another shape or of other values, with a gap, with padding
@@ -144,25 +143,20 @@ def equal_length_texts(model: Any, tokens: Any, attention_mask: Any = None) -> l
     Example:
         >>> import torch
         >>> from tl_posdisent import load_demo_model
-        >>> from tl_posdisent.models.texts import equal_length_texts
+        >>> from tl_posdisent.models.texts import read_texts
         >>> tokens = torch.tensor([[5, 6, 7], [8, 9, 0], [10, 11, 12]])
-        >>> groups = equal_length_texts(load_demo_model(), tokens, tokens != 0)
-        >>> [(group.rows.tolist(), group.tokens.tolist()) for group in groups]
+        >>> texts = read_texts(load_demo_model(), tokens, tokens != 0)
+        >>> [(group.rows.tolist(), group.tokens.tolist()) for group in texts.groups]
         [([0, 2], [[5, 6, 7], [10, 11, 12]]), ([1], [[8, 9]])]
     """
-    return read_texts(model, tokens, attention_mask).groups
-
-
-def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
-    """A batch with its padding and its groups: see ``equal_length_texts``.
-
-    A list of texts of unequal length is padded on the side of the model's tokenizer.
-    """
-    texts = isinstance(tokens, list) and all(isinstance(text, str) for text in tokens)
-    if (texts or isinstance(tokens, str)) and attention_mask is not None:
+    several = isinstance(tokens, list) and all(isinstance(text, str) for text in tokens)
+    if (several or isinstance(tokens, str)) and attention_mask is not None:
         raise ValueError("attention_mask must be None for tokens that are given as text: text needs no padding")
-    if texts and tokens:
-        return _grouped(*_padded(model, [check_tokens(model, row, padded=True) for row in encode(model, tokens)]))
+    if several and tokens:
+        rows = [check_tokens(model, row, padded=True)[0] for row in encode(model, tokens)]
+        side = getattr(model.tokenizer, "padding_side", "right")
+        ids = pad_sequence(rows, True, padding_id(model) or 0, side)
+        return _grouped(ids, pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).bool())
     ids = check_tokens(model, tokens, padded=attention_mask is not None)
     return _grouped(ids, check_attention_mask(attention_mask, ids))
 
@@ -171,7 +165,7 @@ def check_attention_mask(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) 
     """An attention mask as booleans on the device of the tokens; all True for None.
 
     Raises:
-        ValueError: see ``equal_length_texts``.
+        ValueError: see ``read_texts``.
     """
     if attention_mask is None:
         return torch.ones_like(tokens, dtype=torch.bool)
@@ -210,19 +204,6 @@ def _grouped(tokens: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]) 
         columns = starts[rows, None] + torch.arange(length, device=tokens.device)
         groups.append(TextGroup(rows, tokens[rows[:, None], columns], starts[rows]))
     return Texts(tokens, real, groups)
-
-
-def _padded(model: Any, rows: Sequence[Int[Tensor, "1 _"]]) -> tuple[Tensor, Tensor]:
-    """Texts as one batch, and where it is real."""
-    width = max(row.shape[1] for row in rows)
-    left = getattr(model.tokenizer, "padding_side", "right") == "left"
-
-    def pad(row: Tensor, value: int) -> Tensor:
-        missing = width - row.shape[1]
-        return torch.nn.functional.pad(row, (missing, 0) if left else (0, missing), value=value)
-
-    tokens = torch.cat([pad(row, padding_id(model) or 0) for row in rows])
-    return tokens, torch.cat([pad(torch.ones_like(row), 0) for row in rows]).bool()
 
 
 def _listed(lengths: list[int]) -> str:
