@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
@@ -52,9 +52,9 @@ __all__ = [
 
 def _lens(*places: str) -> Any:
     """The first of these modules and names that the installed TransformerLens has, or None."""
-    for module, _, name in (place.rpartition(".") for place in places):
+    for place in places:
         with contextlib.suppress(ImportError, AttributeError):  # even hasattr raises ImportError in TransformerLens 4
-            return getattr(import_module(module), name)
+            return resolve_name(place)
     return None
 
 
