@@ -218,7 +218,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
         lambda: sufficient_heads(model(), *SAMPLES, order=DROPS.assign(loss_effect=0.0)),
         "order must have a finite loss_effect of every head, got none for L0H2",
     ),
-    (lambda: sufficient_heads(model(), *SAMPLES).at(7), "heads must be at most 6, got 7"),
+    (lambda: sufficient_heads(model(), *SAMPLES).at(7), "heads must be an integer from 0 to 6, got 7"),
     (lambda: only_heads(model(), [(0, 3)]), "heads must be pairs"),
     (lambda: only_heads(model(), [], by="attention"), 'reference must be tokens with by="attention", got NoneType'),
     (lambda: only_heads(model(), [], reference=SAMPLES[0]), 'reference must be None with by="rotation", got Tensor'),

@@ -217,8 +217,8 @@ def test_reports_hold_both(trained: SyntheticModel) -> None:
     assert deposit(drops).to_frame().columns.tolist() == report.to_frame().columns.tolist()[:-2]
     text = repr(report)
     for x, what in zip(found, ("rotating", "attending"), strict=True):
-        assert f"sufficient: {len(x.heads)} head" in text
-        assert f"{what} keep" in text
+        assert f"with {len(x.heads)} head" in text
+        assert f"{what} (none: " in text
         assert x.to_frame()["heads"].item() == len(x.heads)
     assert isinstance(report.sufficient[0], SufficientHeads)
 

@@ -281,7 +281,7 @@ def check_heads(
             f'heads=({layer}, {head}) is ambiguous: [({layer}, {head})] or "{head_label(layer, head)}" is head {head} '
             f"of layer {layer}, [{layer}, {head}] is heads {layer} and {head} of all"
         )
-    given = [heads] if isinstance(heads, str) else heads
+    given: Any = [heads] if isinstance(heads, str) else heads
     if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
         raise ValueError(f'heads must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(heads)}')
     given = [_from_label(x) for x in given]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -24,6 +24,7 @@ from tl_posdisent.utils.validation import check_choice, head_label
 
 from .sufficiency import SufficientHeads, reference_texts
 
+T = TypeVar("T")
 _HEAD = ["layer", "head"]
 _NEEDED = (*_HEAD, "baseline", "effect")
 _SETS = {"rotation": "rotating", "attention": "attending"}
@@ -256,7 +257,7 @@ class _Answers:
         return (logits.argmax(-1) == labels)[counted].double().mean()
 
 
-def _all_of(kind: type[Any], name: str, given: Iterable[Any]) -> list[Any]:
+def _all_of(kind: type[T], name: str, given: Iterable[T]) -> list[T]:
     given = list(given)
     for x in given:
         if not isinstance(x, kind):

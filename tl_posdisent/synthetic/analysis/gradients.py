@@ -44,35 +44,34 @@ def positional_gradients(
     With ``G[t, i, j]`` the gradient of the loss (the mean cross-entropy of a batch) for a head's score in text t, a
     batch gives every head a vector g:
 
-    * ``part="distance"``: ``g[d] = Σ_t Σ_{i-j=d} G[t, i, j]``, the gradient for a profile ``a(i - j)`` added to the
+    * ``part="distance"``: ``g[d] = Σ_t Σ_{i-j=d} G[t, i, j]``, the gradient of a profile ``a(i - j)`` added to the
       scores, for any encoding. Its entries sum to 0, as the softmax cancels a constant.
-    * ``part="encoding"``: ``g[c] = Σ G ∘ P_c``, the gradient for a gain of the encoding's contribution to this head's
-      scores: all that changes with the distance, the interactions ``distance:query`` and ``distance:key`` included. For
-      RoPE and MLA, ``P_c`` is subspace c of the scores minus its average over all distances
-      ``1 - pos … pos - 1``; for a bias (ALiBi, T5) it is the bias, centred, and g has one entry.
+    * ``part="encoding"``: ``g[c] = Σ G ∘ P_c``, the gradient of a gain of what the encoding contributes to this head's
+      scores: all that changes with the distance. For RoPE and MLA, ``P_c`` is subspace c of the scores minus its
+      average over all distances ``1 - pos … pos - 1``; for a bias (ALiBi, T5) it is the bias, and g has one entry.
 
-    Norms are Euclidean. If batches agree, the norm of the mean is near the mean of the norms; if they cancel, it is
-    about ``1/√batches`` of it. Propositions 6.1 and 6.2 of arXiv 2505.13027 are about this at initialisation: a lower
-    bound under RoPE, cancellation under ALiBi. Dropout is off, and the model is left unchanged.
+    If batches agree, the (Euclidean) norm of the mean is near the mean of the norms; if they cancel, it is about
+    ``1/√batches`` of it: at initialisation, by propositions 6.1 and 6.2 of arXiv 2505.13027, RoPE has a lower bound,
+    and ALiBi cancels. Dropout is off, and the model is left unchanged.
 
     Args:
         model: with one answer per text (``read_out`` "mean" or "last"), trained or not.
-        task: where batches are drawn from; or tokens ``[sample, pos]`` and labels ``[sample]``, cut into batches.
+        task: from which batches are drawn; or tokens ``[sample, pos]`` and labels ``[sample]``, cut into batches.
         part: see above; ``"encoding"`` for encodings that act on queries and keys or on scores.
         batches: at least 2.
-        batch_size: texts in each; of samples that are given, the first ``batches * batch_size`` are used.
+        batch_size: texts in each.
         seed: of the batches that are drawn.
         progress: show a bar.
 
     Returns:
         One row per layer and head: ``mean_norm``, the mean over batches of ``‖g‖``; ``norm_of_mean``, ``‖mean g‖``;
-        ``ratio``, the second over the first (NaN where nothing arrives); ``expected_norm``, an estimate of ``‖E g‖``
-        without the noise of finitely many batches, ``√max(0, ‖mean g‖² - tr cov(g) / batches)``; and of each of these
-        but the ratio its standard error, ``mean_norm_se``, …, from leaving out one batch at a time (jackknife).
+        ``ratio``, the second over the first (NaN if both are 0); ``expected_norm``, an estimate of ``‖E g‖`` without
+        the noise of batches, ``√max(0, ‖mean g‖² - tr cov(g) / batches)``; ``mean_norm_se``, ``norm_of_mean_se`` and
+        ``expected_norm_se``, standard errors by jackknife over batches.
 
     Raises:
-        ValueError: a model with an answer per token; an encoding without a part of its own in the scores; invalid
-            numbers of batches or texts, or more than there are samples; a loss that is not finite.
+        ValueError: a model with an answer per token; ``part="encoding"`` with an encoding that does not act on scores;
+            invalid numbers of batches or texts, or more than there are samples; a loss that is not finite.
 
     Example:
         >>> from tl_posdisent.synthetic import positional_gradients, preset
@@ -101,7 +100,7 @@ def positional_gradients(
 
 
 def _norms(g: Float64[Tensor, "batch layer head n"]) -> dict[str, Float64[Tensor, "layer head"]]:
-    """The three norms of every head; of a single batch the third is not known, and taken for the second."""
+    """The three norms of every head; for a single batch the third equals the second."""
     mean = g.mean(0)
     noise = g.var(0).sum(-1) / len(g) if len(g) > 1 else torch.zeros_like(mean[..., 0])
     expected = (mean.square().sum(-1) - noise).clamp_min(0).sqrt()
@@ -186,10 +185,9 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
     Returns:
         One row per layer: ``step`` if there is one, ``layer``, ``head`` (the leading one), ``largest``, ``second``,
         ``margin`` (their difference), and ``amplification``, ``γ_l = margin_l / margin_{l+1}``, NaN in the last layer.
-        If the table has the standard errors of ``by``, also ``margin_se`` and an interval of two standard errors,
-        ``amplification_low`` and ``amplification_high`` (symmetric on a logarithmic scale); γ and its interval are NaN
-        where one of the two margins is below two standard errors, and so may be noise. The errors of two heads are
-        taken for independent; where batches move both alike, the interval is wider than it need be.
+        If the table has standard errors of ``by``, also ``margin_se`` (as if the errors of two heads were independent)
+        and an interval of two standard errors, ``amplification_low`` and ``amplification_high`` (symmetric on a
+        logarithmic scale); γ is NaN where one of the two margins is below two standard errors.
 
     Raises:
         ValueError: another ``by``; a table without these columns; a layer with a single head.

@@ -17,7 +17,7 @@ from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.training.evaluate import check_samples, evaluate
 from tl_posdisent.utils.pictures import HasTable
-from tl_posdisent.utils.validation import check_choice, check_heads, check_number, head_label
+from tl_posdisent.utils.validation import check_choice, check_heads, check_integer, check_number, head_label, listed
 
 By = Literal["rotation", "attention"]
 Head = tuple[int, int]
@@ -32,16 +32,14 @@ class SufficientHeads(HasTable):
         keep: share of the model's accuracy that suffices.
         baseline, baseline_loss: with all heads.
         none, none_loss: with no head.
-        accuracy, loss: with the sufficient set alone; ``none`` if it is empty.
-        heads: the set, ``(layer, head)``; of the greedy search, the most important ones first.
-        path: one row per number of heads that was measured and kept on the way: ``heads`` (how many), ``accuracy``,
-            ``loss``; from all of the heads to none. The set itself is one of its rows.
+        accuracy, loss: with the sufficient set alone.
+        heads: the set, ``(layer, head)``, the most important ones first.
+        path: from all heads to none, one row per number of heads of the search: ``heads``, ``accuracy``, ``loss``.
 
     Example:
-        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TriggerDistance, sufficient_heads
-        >>> task = TriggerDistance(d_vocab=8, max_gap=3, max_side=2, n_ctx=9)
-        >>> shape = dict(d_vocab=8, n_ctx=9, n_out=3, pad_id=0, n_layers=1, d_model=16, n_heads=2, d_mlp=16)
-        >>> found = sufficient_heads(SyntheticModel(SyntheticConfig(**shape)), *task.batch(50))
+        >>> from tl_posdisent.synthetic import preset, sufficient_heads
+        >>> small = preset("small")
+        >>> found = sufficient_heads(small.model("rope", "count"), *small.tasks["count"].batch(20))
         >>> found.accuracy >= found.keep * found.baseline
         True
     """
@@ -58,12 +56,10 @@ class SufficientHeads(HasTable):
     path: pd.DataFrame
 
     def at(self, heads: int) -> tuple[float, float]:
-        """Accuracy and loss with so many heads, by the path's set of the next larger size."""
-        rows = self.path[self.path["heads"] >= heads]
-        if not len(rows):
-            raise ValueError(f"heads must be at most {int(self.path['heads'].max())}, got {heads}")
-        smallest = int(rows["heads"].to_numpy().argmin())
-        return float(rows["accuracy"].iloc[smallest]), float(rows["loss"].iloc[smallest])
+        """Accuracy and loss with so many heads, or with the path's next larger number."""
+        check_integer("heads", heads, 0, int(self.path["heads"].max()))
+        row = self.path[self.path["heads"] >= heads].sort_values("heads").iloc[0]
+        return float(row["accuracy"]), float(row["loss"])
 
     def to_frame(self) -> pd.DataFrame:
         """One row: ``by``, ``keep``, ``heads`` (how many suffice), and accuracies and losses as above."""
@@ -71,18 +67,18 @@ class SufficientHeads(HasTable):
         return pd.DataFrame([{name: getattr(self, name) for name in names} | {"heads": len(self.heads)}])
 
     def __repr__(self) -> str:
-        some = ", ".join(f"{layer}.{head}" for layer, head in self.heads[:6])
+        labels = ", ".join(head_label(*head) for head in self.heads[:6])
         more = f", … ({len(self.heads)})" if len(self.heads) > 6 else ""
         what = "rotating" if self.by == "rotation" else "attending"
         heads = "1 head" if len(self.heads) == 1 else f"{len(self.heads)} heads"
         return (
-            f"SufficientHeads: {heads} {what} {'keeps' if len(self.heads) == 1 else 'keep'} accuracy "
-            f"{self.accuracy:.3f} of {self.baseline:.3f} (none: {self.none:.3f}): {some or 'none'}{more}"
+            f"SufficientHeads: accuracy {self.accuracy:.3f} of {self.baseline:.3f} with {heads} {what} "
+            f"(none: {self.none:.3f}): {labels or 'none'}{more}"
         )
 
 
 def only_heads(
-    model: SyntheticModel, heads: Iterable[Head], *, by: By = "rotation", reference: Tensor | None = None
+    model: SyntheticModel, heads: Iterable[Head | str], *, by: By = "rotation", reference: Tensor | None = None
 ) -> list[Hook]:
     """Return hooks under which only these heads rotate, or only these attend.
 
@@ -93,7 +89,7 @@ def only_heads(
 
     Args:
         model: synthetic.
-        heads: pairs ``(layer, head)``; may be empty.
+        heads: pairs ``(layer, head)`` or labels ``"L0H1"``; may be empty.
         by: what the others lack.
         reference: for ``"attention"``: texts ``[sample, pos]``, padded as the model's training samples.
 
@@ -111,11 +107,12 @@ def only_heads(
         True
     """
     _check(model, by)
-    chosen = _pairs(model, heads)
+    heads = listed(heads)
+    by_layer = check_heads(None, heads, model.cfg.n_layers, model.cfg.n_heads) if heads != [] else {}
     if (by == "attention") != (reference is not None):
         needed = "must be tokens" if by == "attention" else "must be None"
         raise ValueError(f'reference {needed} with by="{by}", got {type(reference).__name__}')
-    return _Only(model, by, reference).hooks(chosen)
+    return _Only(model, by, reference).hooks([(layer, head) for layer, some in by_layer.items() for head in some])
 
 
 def sufficient_heads(
@@ -129,14 +126,14 @@ def sufficient_heads(
 ) -> SufficientHeads:
     """Find a small set of heads that suffices for a task, by greedy elimination.
 
-    A head is *necessary* if accuracy falls without it (``head_drops``). That misses redundancy: of two heads that can
-    replace each other neither is necessary. A set is *sufficient* if the model keeps its accuracy with these heads
-    alone (``only_heads``), which redundancy cannot hide: exactly one of the two is in the set.
+    A head is *necessary* if accuracy falls without it (``head_drops``); of two redundant heads neither is. A set is
+    *sufficient* if the model keeps its accuracy with these heads alone (``only_heads``); of two redundant heads one is
+    in the set.
 
     The search ranks the heads by their own effect, finds by bisection how many of the first suffice, and removes heads
-    from these, the last ones first, as long as accuracy stays at ``keep`` of the baseline or above. It ends when no
-    head can be removed any more. The set is thus minimal in the sense that each of its heads is needed; a smaller one
-    of other heads may exist. Then the heads of the set are ranked by the loss without each, and removed in that order.
+    from these, the last ones first, as long as accuracy stays at ``keep`` of the baseline or above, until each head of
+    the set is needed (a smaller set of other heads may exist). Then the heads of the set are ranked by the loss without
+    each, and removed in that order.
 
     Args:
         model: trained; where it is.
@@ -144,12 +141,12 @@ def sufficient_heads(
         labels: ``[sample]``.
         by: ``"rotation"`` (the others are frozen) or ``"attention"`` (the others are mean-ablated).
         keep: share of the baseline's accuracy that suffices, above 0 and at most 1.
-        order: table of ``head_drops``, or of any with ``layer``, ``head`` and ``loss_effect``: heads with the
-            largest effect rank first. Default: heads are tried in the order of their own effect under ``by``.
+        order: a table with ``layer``, ``head`` and ``loss_effect``, as from ``head_drops``: heads with the largest
+            effect rank first. Default: by their own effect under ``by``.
 
     Raises:
         ValueError: as ``evaluate`` and ``only_heads``; ``keep`` out of range; an ``order`` without these columns or
-            that lacks a head.
+            without some head.
 
     Example:
         >>> from tl_posdisent.synthetic import preset, sufficient_heads
@@ -195,7 +192,7 @@ def sufficient_heads(
 
 
 class _Only:
-    """Makes the hooks of ``only_heads``; the means are computed once."""
+    """The hooks of ``only_heads``; means are computed once."""
 
     def __init__(self, model: SyntheticModel, by: By, reference: Tensor | None) -> None:
         self.model, self.by = model, by
@@ -250,11 +247,10 @@ def _ranked(measured: _Measured, heads: list[Head], order: pd.DataFrame | None) 
     if order is None:
         effect = {head: measured([other for other in heads if other != head])[1] for head in heads}
     else:
-        missing = [name for name in ("layer", "head", "loss_effect") if name not in order]
-        if missing:
-            raise ValueError(f"order must be a table of head_drops, got one without the column {missing[0]!r}")
-        rows = zip(order["layer"], order["head"], order["loss_effect"], strict=True)
-        effect = {(int(layer), int(head)): float(x) for layer, head, x in rows}
+        columns = ["layer", "head", "loss_effect"]
+        if not {*columns} <= {*order.columns}:
+            raise ValueError(f"order must be a table of head_drops with the columns {columns}, got {[*order.columns]}")
+        effect = {(int(layer), int(head)): float(x) for layer, head, x in order[columns].itertuples(index=False)}
         lacking = [head for head in heads if not math.isfinite(effect.get(head, math.nan))]
         if lacking:
             raise ValueError(
@@ -273,14 +269,6 @@ def _heads_of(model: SyntheticModel, by: By) -> list[Head]:
     rotary = model.config.rotary_heads
     n = rotary if by == "rotation" and rotary is not None else model.cfg.n_heads
     return [(layer, head) for layer in range(model.cfg.n_layers) for head in range(n)]
-
-
-def _pairs(model: SyntheticModel, heads: Iterable[Head]) -> list[Head]:
-    heads = list(heads)
-    if not heads:
-        return []
-    by_layer = check_heads(None, heads, model.cfg.n_layers, model.cfg.n_heads)
-    return [(layer, head) for layer, some in by_layer.items() for head in some]
 
 
 def _check(model: Any, by: Any) -> None:

@@ -30,20 +30,17 @@ def dynamics(
 ) -> pd.DataFrame:
     """Measure disentanglement and positional gradients of every head at every checkpoint of a training run.
 
-    All checkpoints are measured on the same texts and batches, which are drawn independently of the training samples.
-
     Args:
-        run: a training with checkpoints (``TrainConfig(checkpoints=...)`` and ``train(..., folder=...)``).
-        tokens: the texts for the correlations, ``[batch, pos]`` without padding; default ``long_texts``.
-        texts: how many of those.
+        run: with checkpoints (``TrainConfig(checkpoints=...)`` and ``train(..., folder=...)``).
+        tokens: texts for the correlations, ``[batch, pos]`` without padding; default ``texts`` long ones of the task.
+        texts: see ``tokens``.
         batches, batch_size: for the gradients, as in ``positional_gradients``.
-        seed: of the texts and the batches.
+        seed: of the texts and the batches, the same for all checkpoints.
         progress: show a bar.
 
     Returns:
-        One row per checkpoint, layer and head: ``step``; ``r``, ``r_three_axis``, ``r_two_axis`` as in
-        ``disentanglement``; ``mean_norm``, ``norm_of_mean``, ``ratio``, ``expected_norm`` and standard
-        errors as in ``positional_gradients``. ``gradient_margins`` of it has the leading heads.
+        One row per checkpoint, layer and head: ``step`` and the columns of ``disentanglement`` and
+        ``positional_gradients``. ``gradient_margins`` of it has the leading heads.
 
     Raises:
         ValueError: a training without checkpoints, or whose files are gone or damaged; unusable tokens or numbers.
@@ -81,9 +78,6 @@ def dynamics(
 
 def long_texts(task: Task, texts: int, seed: int = 0) -> Int[Tensor, "text pos"]:
     """Texts of a task without padding: the longest of many, cut to the shortest of them.
-
-    Raises:
-        ValueError: ``texts`` below 1.
 
     Example:
         >>> from tl_posdisent.synthetic import TriggerDistance

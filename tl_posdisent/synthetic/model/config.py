@@ -46,12 +46,12 @@ class SyntheticConfig:
         d_head: coordinates of a query, key or value; default ``d_model / n_heads``.
         encoding: ``"none"``, ``"sinusoidal"``, ``"learned"`` (absolute), ``"random"`` (absolute, fixed), ``"t5"``,
             ``"relative"`` (learned biases), ``"alibi"``, ``"rope"``, ``"absolute_rope"`` (learned absolute and RoPE),
-            ``"sinusoidal_rope"`` (sinusoidal and RoPE, the hybrid that [B] calls RoPE), ``"mla"`` (latent attention
+            ``"sinusoidal_rope"`` (sinusoidal and RoPE), ``"mla"`` (latent attention
             with a decoupled rotary part), ``"absolute_mla"`` (learned absolute and MLA).
         rope_base: frequencies are ``rope_base ** (-2c / rotated coordinates)``.
         rotary_heads: number of heads with RoPE in every layer (the first ones); default all.
         sinusoids: coordinates of sinusoidal positions: sine and cosine in turns, or all sines, then all cosines.
-        alibi_slopes: of heads h = 0, 1, …: the published powers of two, or ``exp(-h / n_heads)``, as in [B].
+        alibi_slopes: of heads h = 0, 1, …: the published powers of two, or ``exp(-h / n_heads)``.
         t5_buckets, t5_max_distance: number of biases that distances share; all beyond that distance share one.
         d_query_latent, d_key_latent: latent sizes of MLA; default ``d_model / 2`` and ``d_model / 4``.
         d_rope: rotated coordinates of each MLA head, of its ``d_head``; default the even number at or below half.
@@ -60,8 +60,7 @@ class SyntheticConfig:
         causal: hide keys after the query.
         read_out: logits from the mean over all tokens, from the last token, or from every token.
         keys_from: keys and values read the layer's input (as usual), or the embedded text in every layer.
-        source_norm: with ``keys_from="input"``: keys and values read the embedded text through a LayerNorm of their
-            own, or as it is.
+        source_norm: with ``keys_from="input"``: a LayerNorm of the embedded text that keys and values read.
         final_norm: LayerNorm before the read-out.
         activation: of the MLPs.
         initialisation: ``"scaled"``: matrices N(0, 1 / inputs), smaller where they add to the residual stream, biases
@@ -69,8 +68,7 @@ class SyntheticConfig:
             are N(0, 1) in both.
         dropout: probability of dropout during training.
         dropout_at: where: on the embedded text, on the attention pattern, on what attention adds, on what MLPs add.
-        pad_id: this token is padding: no key, not in the mean, never the last. None: no token is; padding is read as
-            any other token, in attention and in the mean.
+        pad_id: this token is padding: no key, not in the mean, never the last. None: padding is read as any token.
 
     Raises:
         ValueError: a value out of range or of the wrong type; combinations that do not exist.
@@ -115,7 +113,7 @@ class SyntheticConfig:
 
     @property
     def head_size(self) -> int:
-        """``d_head``, or what follows from the width."""
+        """``d_head``, or its default."""
         return self.d_head or self.d_model // self.n_heads
 
     @property

@@ -8,6 +8,7 @@ import torch
 
 from tl_posdisent.models.loading.convert import check_same_logits, quietly
 from tl_posdisent.models.loading.load import has_hooked
+from tl_posdisent.models.reading.forward import evaluating
 
 from .transformer import SyntheticModel
 
@@ -16,22 +17,14 @@ if TYPE_CHECKING:
 else:  # what a run-time type checker can know: TransformerLens 4 lacks it
     HookedTransformer = torch.nn.Module
 
-_KINDS = {
-    "none": "standard",
-    "sinusoidal": "standard",
-    "learned": "standard",
-    "random": "standard",
-    "rope": "rotary",
-    "alibi": "alibi",
-}
+_KINDS = dict.fromkeys(("none", "sinusoidal", "learned", "random"), "standard") | {"rope": "rotary", "alibi": "alibi"}
 
 
 def to_hooked_transformer(model: SyntheticModel) -> HookedTransformer:
     """Convert a synthetic model to a HookedTransformer with the same weights and logits.
 
-    Causal models with a read-out of every token and a final norm, and no, sinusoidal, learned, random, rotary or ALiBi
-    positions; no position at all becomes a table of zeros. Padding is a token like others there, so texts without it
-    compute the same.
+    The model must be causal, with a read-out of every token and a final norm, and with no (a table of zeros),
+    sinusoidal, learned, random, rotary or ALiBi positions. HookedTransformer reads padding, so texts must have none.
 
     Args:
         model: read, not changed; device and dtype are kept.
@@ -45,10 +38,9 @@ def to_hooked_transformer(model: SyntheticModel) -> HookedTransformer:
     Example:
         >>> import torch
         >>> from tl_posdisent.models.loading.load import has_hooked
-        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, to_hooked_transformer
-        >>> config = SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, d_vocab=50, n_ctx=24, n_out=50,
-        ...                          causal=True, read_out="token")
-        >>> model, tokens = SyntheticModel(config), torch.arange(20)[None]
+        >>> from tl_posdisent.synthetic import preset, to_hooked_transformer
+        >>> model = preset("small").model("rope", "count", causal=True, read_out="token").eval()
+        >>> tokens = torch.arange(1, 21)[None]
         >>> not has_hooked() or bool(torch.allclose(to_hooked_transformer(model)(tokens), model(tokens), atol=1e-5))
         True
     """
@@ -76,41 +68,29 @@ def _check_expressible(model: SyntheticModel) -> None:
     c = model.config
     if not has_hooked():
         raise ValueError("the installed TransformerLens has no HookedTransformer, which left it with version 4")
-    rules = (
-        ("encoding", c.encoding in _KINDS, f"one of {tuple(_KINDS)}", c.encoding),
-        ("causal", c.causal, "True", c.causal),
-        ("read_out", c.read_out == "token", "'token'", c.read_out),
-        ("keys_from", c.keys_from == "layer", "'layer'", c.keys_from),
-        ("final_norm", c.final_norm, "True", c.final_norm),
-        ("rotary_heads", c.rotary_heads in (None, c.n_heads), "None or all heads", c.rotary_heads),
-    )
-    for name, good, rule, value in rules:
-        if not good:
-            raise ValueError(f"{name} must be {rule} for HookedTransformer to express the model, got {value!r}")
+    needed: dict[str, tuple[Any, ...]] = {"encoding": tuple(_KINDS), "causal": (True,), "read_out": ("token",)}
+    needed |= {"keys_from": ("layer",), "final_norm": (True,), "rotary_heads": (None, c.n_heads)}
+    for name, values in needed.items():
+        if getattr(c, name) not in values:
+            words = " or ".join(map(repr, values))
+            raise ValueError(f"{name} must be {words} for a HookedTransformer, got {getattr(c, name)!r}")
 
 
 def _config(model: SyntheticModel) -> Any:
     from transformer_lens import HookedTransformerConfig
 
     c, weights = model.config, model.embed.W_E
+    sizes = ("n_layers", "d_model", "n_heads", "d_head", "d_mlp", "d_vocab", "n_ctx", "eps", "act_fn")
     rotary = {"rotary_dim": c.head_size, "rotary_base": c.rope_base, "rotary_adjacent_pairs": False}
     return HookedTransformerConfig(
-        n_layers=c.n_layers,
-        d_model=c.d_model,
-        n_heads=c.n_heads,
-        d_head=c.head_size,
-        d_mlp=c.d_mlp,
-        d_vocab=c.d_vocab,
+        **{name: getattr(model.cfg, name) for name in sizes},
+        **(rotary if c.encoding == "rope" else {}),
         d_vocab_out=c.n_out,
-        n_ctx=c.n_ctx,
-        eps=model.cfg.eps,
-        act_fn=c.activation,
         normalization_type="LN",
         positional_embedding_type=_KINDS[c.encoding],
         init_weights=False,
         device=str(weights.device),
         dtype=weights.dtype,
-        **(rotary if c.encoding == "rope" else {}),
     )
 
 
@@ -136,10 +116,6 @@ def _check_same(model: SyntheticModel, hooked: Any) -> None:
     real = torch.tensor([t for t in range(min(model.config.d_vocab, 4096)) if t != model.config.pad_id])
     picked = torch.randint(len(real), (2, min(model.config.n_ctx, 64)), generator=torch.Generator().manual_seed(0))
     tokens = real[picked].to(model.embed.W_E.device)
-    training = model.training
-    try:
-        model.eval()
+    with evaluating(model):
         expected = model(tokens)
-    finally:
-        model.train(training)
     check_same_logits(hooked(tokens), expected, what="the HookedTransformer made of the synthetic model")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
 
-from tl_posdisent.utils.validation import check_seed
+from tl_posdisent.utils.validation import check_choice, check_seed
 
 from .attention import causal_cells, dropout, hooked
 from .blocks import Block, LayerNorm
@@ -28,8 +28,7 @@ except ImportError:  # TransformerLens 2
 __all__ = ["SyntheticConfig", "SyntheticModel"]
 
 _KINDS = dict.fromkeys(("rope", "absolute_rope", "sinusoidal_rope", "mla", "absolute_mla"), "rotary")
-_KINDS |= {"alibi": "alibi", "none": "none"}
-_KINDS |= {"sinusoidal": "standard", "learned": "standard", "random": "standard"}  # what TransformerLens calls them
+_KINDS |= dict.fromkeys(("sinusoidal", "learned", "random"), "standard") | {"alibi": "alibi", "none": "none"}
 
 
 class Embed(nn.Module):
@@ -58,8 +57,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
     """A pre-norm transformer whose hooks and parameters have HookedTransformer's names and shapes.
 
     All tools of this package work on it, and so do ``run_with_cache``, ``run_with_hooks`` and ``hooks`` of
-    TransformerLens. Attention is fused (``scaled_dot_product_attention``) unless a hook hangs at a layer's
-    ``hook_attn_scores`` or ``hook_pattern``; both ways agree to rounding.
+    TransformerLens. Attention is fused unless there is a hook at a layer's ``hook_attn_scores`` or ``hook_pattern``.
 
     Args:
         config: its shape.
@@ -67,8 +65,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
 
     Attributes:
         config: as given.
-        cfg: the same in TransformerLens's words, with ``use_attn_result`` as a switch: ``hook_result`` fires only
-            while it is on.
+        cfg: the same as TransformerLens names it; ``hook_result`` fires only while its ``use_attn_result`` is True.
         encoding: the position encoding, shared by all layers.
 
     Example:
@@ -128,22 +125,21 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         stop_at_layer: int | None = None,
         checked: bool = False,
     ) -> Tensor:
-        """Logits of a batch of texts.
+        """Compute the logits of a batch of texts.
 
         Args:
             tokens: ids ``[batch, pos]`` (or ``[pos]``, one text).
             return_type: as in HookedTransformer.
-            stop_at_layer: give the residual stream ``[batch, pos, d_model]`` before this layer instead.
-            checked: the ids are known to be in the vocabulary; saves a wait for the GPU.
+            stop_at_layer: return the residual stream ``[batch, pos, d_model]`` before this layer instead.
+            checked: do not check that ids are in the vocabulary, which waits for a GPU.
 
         Returns:
             ``[batch, n_out]``, or ``[batch, pos, n_out]`` with ``read_out="token"``.
 
         Raises:
-            ValueError: no such ids; a text longer than the encoding knows.
+            ValueError: ids out of range; a text longer than the encoding allows.
         """
-        if return_type != "logits":
-            raise ValueError(f'return_type must be "logits", got {return_type!r}')
+        check_choice("return_type", return_type, ["logits"])
         tokens = self._checked(tokens, values=not checked)
         real = None if self.config.pad_id is None else tokens != self.config.pad_id
         masks = self._masks(real, tokens.shape[1], tokens.device)
@@ -176,7 +172,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         return tokens if tokens.ndim == 2 else tokens[None]
 
     def _masks(self, real: Tensor | None, length: int, device: torch.device) -> list[Tensor | None]:
-        """Each layer's mask, made once where the layers agree: at full size it is as large as all of the scores."""
+        """Each layer's mask, made once where the layers agree: it may be as large as all scores."""
         causal, bias = self.config.causal, self.encoding.bias(length)
         visible = None if real is None else visible_keys(real, causal=causal)
         if bias is None:
@@ -228,8 +224,8 @@ def _scale(matrix: Tensor, name: str) -> float:
 
 
 def visible_keys(real: Bool[Tensor, "batch pos"], *, causal: bool) -> Bool[Tensor, "batch 1 query_or_1 pos"]:
-    """Where a query sees a key if padding is hidden; in a text's leading padding, where it would see nothing, all
-    that lies before."""
+    """Where a query sees a key if padding is hidden; queries in leading padding, which would see nothing, see all keys
+    before."""
     if not causal:
         return (real | ~real.any(1, keepdim=True))[:, None, None]
     leading = real.cumsum(1) == 0
@@ -248,14 +244,10 @@ def _last_where(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch"]:
 
 
 def _transformer_lens_config(config: SyntheticConfig, seed: int) -> TransformerLensConfig:
+    sizes = {name: getattr(config, name) for name in ("d_model", "n_layers", "n_ctx", "n_heads", "d_mlp", "d_vocab")}
     cfg = TransformerLensConfig(
-        d_model=config.d_model,
+        **sizes,
         d_head=config.head_size,
-        n_layers=config.n_layers,
-        n_ctx=config.n_ctx,
-        n_heads=config.n_heads,
-        d_mlp=config.d_mlp,
-        d_vocab=config.d_vocab,
         device="cpu",
         positional_embedding_type=_KINDS.get(config.encoding, "relative_positional_bias"),
         act_fn=config.activation,

@@ -16,19 +16,17 @@ from .sampling import Samples, Task, uniform
 class IndexLookup(Task):
     """Task: the token at a queried position. Purely positional.
 
-    A text of ``min_length`` to ``max_length`` symbols, then the question, a token that names a position: counted from
-    the first symbol for ``count_from="start"``, back from the last symbol for ``"end"``. The label is the symbol there.
-    Absolute positions answer the first, distances from the question the second.
+    A text of ``min_length`` to ``max_length`` symbols, then the question, a token that names a position. The label is
+    the symbol there. Symbols, length and position are uniform and independent, so labels are uniform.
 
-    Symbols, length and position are uniform and independent, so labels are uniform. Question ids are 1 … ``n_places``
-    (for positions 0 … ``n_places - 1``), symbols the ``n_symbols`` ids above. The sizes are not those of a paper.
+    Question ids are 1 … ``n_places`` (for positions 0 … ``n_places - 1``), symbols the ``n_symbols`` ids above.
 
     Attributes:
         n_symbols: different symbols, and labels.
-        n_places: places that are asked for, at most ``min_length``.
-        min_length: fewest symbols in a text.
-        max_length: most; the padded length ``n_ctx`` has one more, for the question.
-        count_from: ``"start"`` or ``"end"``.
+        n_places: positions that are asked for, at most ``min_length``.
+        min_length, max_length: symbols of a text; the padded length ``n_ctx`` has one more, for the question.
+        count_from: positions count from the first symbol (``"start"``: absolute positions answer) or back from the last
+            (``"end"``: distances from the question answer).
 
     Raises:
         ValueError: sizes that do not fit each other; another ``count_from``.
@@ -82,19 +80,12 @@ class Retrieval(Task):
     """Task: the value that follows a queried key. Symbolic: only the order of neighbours matters.
 
     A text of ``n_pairs`` pairs, a key and then its value, among ``min_fill`` to ``max_fill`` fillers, then the
-    question: one of the keys again. The label is its value. No key occurs in two pairs.
-
-    Keys, values, fillers, the order of pairs and fillers, and the pair that is asked for are uniform, so labels are
-    uniform. Ids are padding 0, then ``n_keys`` keys, ``n_values`` values, ``n_fillers`` fillers. All sizes are this
-    package's own.
+    question: one of the keys again. The label is its value. No key occurs in two pairs. All is drawn uniformly.
 
     Attributes:
-        n_keys: different keys.
-        n_values: different values, and labels.
-        n_fillers: different fillers.
+        n_keys, n_values, n_fillers: numbers of ids, in this order after padding 0. Labels are values.
         n_pairs: pairs in a text, at most ``n_keys``.
-        min_fill: fewest fillers in a text.
-        max_fill: most; the padded length ``n_ctx`` is ``2 * n_pairs + max_fill + 1``.
+        min_fill, max_fill: fillers in a text; the padded length ``n_ctx`` is ``2 * n_pairs + max_fill + 1``.
 
     Raises:
         ValueError: sizes that do not fit each other.

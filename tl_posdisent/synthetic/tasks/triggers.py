@@ -15,20 +15,16 @@ from .sampling import IGNORED, Samples, Task, distinct, uniform
 class TriggerDistance(Task):
     """Task: the distance between two triggers. Only positions give the answer.
 
-    A text is ``before`` fillers, a trigger, ``gap`` fillers, the trigger again, ``after`` fillers. The label is
-    ``gap - min_gap``. The default sizes are the paper's (1–70 tokens between the triggers, 1–25 on each side, 574
-    tokens of vocabulary, padded to 128); ``preset("paper")`` has its other settings too.
+    A text is ``before`` fillers, a trigger (id 1), ``gap`` fillers, the trigger again, ``after`` fillers. The label is
+    ``gap - min_gap``. The default sizes are those of arXiv 2505.13027; ``preset("paper")`` has its other settings too.
 
-    ``gap``, ``before`` and ``after`` are uniform and independent, fillers uniform over the ids that are no trigger, and
-    the trigger is id 1; so labels are uniform. Texts with a wider gap are longer, so the length predicts the label in
-    part: ``from_length`` is the accuracy of a guess from the length alone.
+    ``gap``, ``before`` and ``after`` are uniform and independent, fillers uniform over the ids that are no trigger; so
+    labels are uniform. Texts with a wider gap are longer: ``from_length`` is the accuracy of a guess from the length.
 
     Attributes:
-        d_vocab: token ids, the padding (0) and the trigger (1) among them.
-        min_gap: fewest tokens between the triggers; 0 or more.
-        max_gap: most.
-        min_side: fewest tokens before the first trigger, and after the second; 0 or more.
-        max_side: most.
+        d_vocab: number of token ids, with padding (0) and triggers.
+        min_gap, max_gap: tokens between the triggers; 0 or more.
+        min_side, max_side: tokens before the first trigger, and after the second; 0 or more.
         n_ctx: padded length, at least ``2 * max_side + max_gap + 2``, or ``max_length``.
         two_triggers: the second trigger is another token, id 2.
         stray_triggers: fillers may be triggers: they are uniform over all ids but the padding.
@@ -104,7 +100,7 @@ class TriggerDistance(Task):
 
     @property
     def from_length(self) -> float:
-        """Accuracy of the best guess that sees only how long the text is; a blind one has ``chance``."""
+        """Accuracy of the best guess from the length of the text alone; ``chance`` is that of a constant guess."""
         sides = torch.ones(1, 1, self.max_side - self.min_side + 1)
         reach = torch.nn.functional.conv1d(sides, sides, padding=sides.shape[-1] - 1).flatten()
         # Texts of each gap, by length; the shortest has no more than the least gap and sides.
@@ -144,21 +140,17 @@ class TriggerCount(Task):
     """Task: the number of triggers. Positions do not matter.
 
     A text of ``min_length`` to ``max_length`` tokens has ``min_count`` to ``max_count`` triggers, of ``n_triggers``
-    kinds, at random places. The label is their number minus ``min_count``. Defaults are the paper's sizes (30
-    kinds, 0–100 occurrences, no text longer than 120, padded to 128).
+    kinds, at random places. The label is their number minus ``min_count``. The default sizes are those of arXiv
+    2505.13027, where all texts have 120 tokens and texts without a trigger do not count: see ``preset("paper")``.
 
-    The number and the length are uniform and independent: every text is long enough for every number, so the length
-    does not predict the label. Positions are uniform without repetition, kinds uniform over ids 1 … ``n_triggers``,
-    fillers over the ids above. In the paper all texts have 120 tokens, and texts without a trigger do not count; see
-    ``preset("paper")``.
+    The number and the length are uniform and independent, so the length does not predict the label. Positions are
+    uniform without repetition, kinds uniform over ids 1 … ``n_triggers``, fillers over the ids above.
 
     Attributes:
-        d_vocab: token ids, the padding (0) and the triggers among them.
+        d_vocab: number of token ids, with padding (0) and triggers.
         n_triggers: kinds of triggers.
-        min_count: fewest triggers in a text.
-        max_count: most.
-        min_length: shortest text, at least ``max_count``.
-        max_length: longest.
+        min_count, max_count: triggers in a text.
+        min_length, max_length: tokens of a text, at least ``max_count``.
         n_ctx: padded length, at least ``max_length``.
         ignore_zero: texts without a trigger are outside loss and accuracy: their label is -100.
         n_logits: ``n_out``; default one per number of triggers.

@@ -22,13 +22,11 @@ WEIGHTS, FIRST, SECOND = "weights", "first_moment", "second_moment"
 
 
 def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
-    """Save the weights and the configuration of a synthetic model to a file.
-
-    The file is written completely or not at all: under a temporary name first, and then moved.
+    """Save the weights and the configuration of a synthetic model to a file, atomically.
 
     Args:
         model: any ``SyntheticModel``.
-        path: where; folders are made, a file there is replaced.
+        path: folders are made, a file there is replaced.
         notes: saved in the file as well: any JSON-compatible mapping.
 
     Returns:
@@ -36,13 +34,12 @@ def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str,
 
     Raises:
         ValueError: another model; notes that JSON cannot hold.
-        OSError: the file cannot be written. What was there before still is.
+        OSError: the file cannot be written; a file that was there before remains.
 
     Example:
         >>> import tempfile, torch
-        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, load_checkpoint, save_checkpoint
-        >>> config = SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, d_vocab=9, n_ctx=8, n_out=3)
-        >>> model, tokens = SyntheticModel(config, seed=1), torch.arange(8)[None]
+        >>> from tl_posdisent.synthetic import load_checkpoint, preset, save_checkpoint
+        >>> model, tokens = preset("small").model("rope", "count", seed=1), torch.arange(8)[None]
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     again = load_checkpoint(save_checkpoint(model, f"{folder}/model.safetensors"))
         >>> torch.equal(model(tokens), again(tokens))
@@ -57,8 +54,8 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     """Load a synthetic model that ``save_checkpoint`` or ``train`` saved, in evaluation mode.
 
     Raises:
-        ValueError: no such file; a file that is damaged, cut short, or no checkpoint; weights of another shape than
-            the configuration beside them; a device that is not there.
+        ValueError: a missing or damaged file, or no checkpoint; weights of other shapes than the configuration's; a
+            device that torch cannot use.
 
     Example:
         >>> from tl_posdisent.synthetic import load_checkpoint
@@ -93,7 +90,7 @@ def check_shapes(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Te
 
 
 def write(path: str | Path, groups: Mapping[str, Mapping[str, Tensor]], notes: Mapping[str, Any]) -> Path:
-    """Groups of named tensors and notes into one file, whole or not at all."""
+    """Write groups of named tensors and notes into one file, atomically."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tensors = {f"{g}/{name}": x.detach().cpu().clone() for g, group in groups.items() for name, x in group.items()}
@@ -108,11 +105,7 @@ def write(path: str | Path, groups: Mapping[str, Mapping[str, Tensor]], notes: M
 
 
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """What ``write`` wrote.
-
-    Raises:
-        ValueError: no such file, or another one, or one cut short.
-    """
+    """What ``write`` wrote, or a ValueError."""
     if not Path(path).is_file():
         raise ValueError(f"path must be a checkpoint, but {path} does not exist")
     groups: dict[str, dict[str, Tensor]] = {}

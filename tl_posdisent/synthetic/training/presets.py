@@ -26,17 +26,17 @@ class Preset:
     """Tasks, models and training settings that belong together.
 
     Attributes:
-        name: ``"small"``, ``"medium"`` or ``"paper"``, for one of the package's.
-        tasks: name → task.
+        name: ``"small"``, ``"medium"``, ``"paper"``, or a name of your own.
+        tasks: name → task. Names must be possible names of folders.
         encodings: those that are compared.
-        shape: what all models have in common, as arguments of ``SyntheticConfig``.
+        shape: arguments of ``SyntheticConfig`` that all models share.
         training: how to train, on every task.
-        per_task: task → changes of that.
-        per_encoding: encoding → changes of the shape.
-        per_encoding_training: encoding → changes of the training, which go before those of the task.
+        per_task: task → changes of ``training``.
+        per_encoding: encoding → changes of ``shape``.
+        per_encoding_training: encoding → changes of ``training``, which take precedence over those of the task.
 
     Raises:
-        ValueError: a task whose name could be no folder's: each training gets one that is named after it.
+        ValueError: a task whose name cannot be that of a folder.
 
     Example:
         >>> from tl_posdisent.synthetic import preset
@@ -62,11 +62,7 @@ class Preset:
                 raise ValueError(f"tasks must have names that can be a folder's, without / and the like, got {task!r}")
 
     def config(self, encoding: str, task: str, **changed: Any) -> SyntheticConfig:
-        """The shape of a model; ``changed`` are other arguments of ``SyntheticConfig``.
-
-        Raises:
-            ValueError: no such task or encoding; a shape that does not exist.
-        """
+        """Make the configuration of a model; ``changed`` are other arguments of ``SyntheticConfig``."""
         of = self._task(task)
         sizes = {"d_vocab": of.d_vocab, "n_ctx": of.n_ctx, "n_out": of.n_out, "pad_id": of.pad_id}
         own = self.per_encoding.get(encoding, {})
@@ -77,7 +73,7 @@ class Preset:
         return SyntheticModel(self.config(encoding, task, **changed), seed=seed)
 
     def train_config(self, task: str, seed: int = 0, encoding: str | None = None, **changed: Any) -> TrainConfig:
-        """How to train on a task (with an encoding); ``changed`` are other fields of ``TrainConfig``."""
+        """Make the settings of a training run; ``changed`` are other fields of ``TrainConfig``."""
         self._task(task)
         own = self.per_encoding_training.get(encoding or "", {})
         return replace(self.training, **{**self.per_task.get(task, {}), **own, "seed": seed, **changed})
@@ -164,13 +160,12 @@ def preset(name: Literal["small", "medium", "paper"]) -> Preset:
     """Return the ``small``, ``medium`` or ``paper`` preset.
 
     * ``"small"``: texts of at most 34 tokens from a vocabulary of 32, 16 distances, 0–16 triggers of 4 kinds; 3 layers,
-      d_model 64, 4 heads; ten trainings take some minutes on two cores.
-    * ``"medium"``: the paper's architecture with 6 layers of 16 heads and d_model 128, on distances alone: tasks
-      ``"gap8"``, ``"gap16"``, ``"gap32"`` and ``"gap70"`` have so many. Padding is hidden, and there is no dropout. A
-      training takes about a minute on one core.
-    * ``"paper"``: the settings of arXiv 2505.13027. Its models read keys and values from the embedded input, without a
-      norm, and attend to padding; ``"sinusoidal_rope"`` is what the paper calls RoPE, ``"sinusoidal"`` its absolute
-      positions, ``"absolute_mla"`` its MLA. It needs a GPU.
+      d_model 64, 4 heads. Ten training runs take some minutes on two cores.
+    * ``"medium"``: the paper's architecture with 6 layers of 16 heads and d_model 128, on 8, 16, 32 or 70 distances
+      (tasks ``"gap8"`` …), without dropout and with hidden padding. A run takes about a minute on one core.
+    * ``"paper"``: the settings of arXiv 2505.13027, where keys and values read the embedded input without a norm, and
+      padding is read; ``"sinusoidal_rope"`` is the paper's RoPE, ``"sinusoidal"`` its absolute positions,
+      ``"absolute_mla"`` its MLA. It needs a GPU.
 
     Raises:
         ValueError: another name.
@@ -203,20 +198,20 @@ def train_preset(
 
     Args:
         preset: from ``preset``, or one of your own.
-        encodings: default all of the preset's; any that ``SyntheticConfig`` knows.
-        tasks: names, default all of the preset's.
+        encodings: any of ``SyntheticConfig``; default all of the preset's.
+        tasks: names; default all of the preset's.
         seeds: of the weights, the order of samples and dropout: how many (0, 1, …), or a list of which. The samples are
             those of ``split_seed``.
         folder: save each training run in a subfolder there; an interrupted run is resumed.
         device: where to train.
-        progress: show a bar per training.
+        progress: show a bar per training run.
         changed: other arguments of ``SyntheticConfig`` for all models, ``rotary_heads=1`` for instance.
 
     Returns:
         (encoding, task, seed) → ``TrainRun``; ``accuracies`` makes a table of them.
 
     Raises:
-        ValueError: as ``Preset.config`` and ``train``.
+        ValueError: unknown tasks or encodings, invalid seeds or changes; as ``train``.
 
     Example:
         >>> from dataclasses import replace
@@ -259,9 +254,8 @@ def chosen_jobs(preset: Preset, encodings: Any, tasks: Any, seeds: Any, **change
 
 
 def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
-    """One row per training: ``encoding``, ``task``, ``seed``, ``accuracy`` and ``loss`` (on the test samples),
-    ``chance`` (of the best constant guess where labels are uniform, as in all tasks here), ``steps``, ``samples``,
-    ``seconds``.
+    """Make a table of training runs, one row each: ``encoding``, ``task``, ``seed``, ``accuracy`` and ``loss`` (on the
+    test samples), ``chance`` (accuracy of a constant guess), ``steps``, ``samples``, ``seconds``.
 
     Example:
         >>> from tl_posdisent.synthetic import accuracies

@@ -25,9 +25,9 @@ Precision = Literal["auto", "float32", "bfloat16"]
 class TrainConfig:
     """Settings of a training run: optimiser, schedule, samples, seeds.
 
-    AdamW, whose learning rate grows linearly from 0 to ``lr`` over the first ``warmup`` of all steps and falls back to
-    0 along half a cosine. An epoch uses the training samples in a new order. The defaults are those of arXiv 2505.13027
-    but for clipping and the last batch; ``preset("paper")`` has all of its settings.
+    The learning rate of AdamW rises linearly from 0 to ``lr`` over the first ``warmup`` of all steps and falls to 0
+    along half a cosine. An epoch uses the training samples in a new order. The defaults are those of arXiv 2505.13027
+    except clipping and the last batch; ``preset("paper")`` has all of its settings.
 
     Attributes:
         epochs: times that every sample is seen.
@@ -37,8 +37,8 @@ class TrainConfig:
         weight_decay: AdamW's, 0 or more.
         warmup: share of the steps, from 0 to 1.
         clip: greatest norm of the gradient, above 0; None for no clipping.
-        keep_last: an epoch ends with a smaller batch if ``batch_size`` does not divide ``n_train``; else those samples
-            are left out of this epoch.
+        keep_last: an epoch ends with a smaller batch if ``batch_size`` does not divide ``n_train``; by default these
+            samples are left out.
         n_train: samples to train on.
         n_test: samples to test with; no sample is in both.
         seed: of the order of samples and of dropout; the initial weights are the model's.
@@ -46,12 +46,11 @@ class TrainConfig:
         log_every: steps per row of metrics.
         test_every: steps between measurements on the test samples; None for the end alone.
         checkpoints: after these steps the weights are kept; 0 is before the first.
-        precision: ``"bfloat16"`` is autocast, with weights in float32 (on a CPU the fused attention too): faster for
-            wide models also on a CPU that multiplies bfloat16 itself (AVX512-BF16, AMX). ``"auto"`` is that on a GPU,
-            and ``"float32"`` on a CPU.
+        precision: ``"bfloat16"`` is autocast with weights in float32 (and fused attention, on a CPU), faster also for
+            wide models on a CPU with AVX512-BF16 or AMX. ``"auto"``: ``"bfloat16"`` on a GPU, ``"float32"`` on a CPU.
         compile: run the model through ``torch.compile``.
-        pieces: number of pieces that a batch, sorted by length, is split into, each as long as its longest text, so
-            that less padding is computed. Gradients are the same up to rounding. None: 4 on a CPU, 1 on a GPU.
+        pieces: split a batch, sorted by length, into so many pieces, each as long as its longest text, so that less
+            padding is computed; gradients are equal up to rounding. None: 4 on a CPU, 1 on a GPU.
 
     Raises:
         ValueError: a value out of range.
@@ -134,19 +133,17 @@ class TrainRun(HasTable):
         model: as it is after the last step, in evaluation mode.
         task: what it was trained on.
         config: how.
-        metrics: one row per ``log_every`` steps and wherever the test samples were measured: ``step`` (done so far),
-            ``samples`` (seen so far), ``lr``; ``loss`` (nats) and ``accuracy`` in training since the row before, with
-            dropout; ``grad_norm`` before clipping, mean over the same steps; ``test_loss`` and ``test_accuracy``, NaN
-            where not measured; ``seconds`` since the beginning, interruptions left out.
-        checkpoints: step → file of the weights then.
+        metrics: one row per ``log_every`` steps and wherever the test samples were measured: ``step`` and ``samples``
+            so far, ``lr``; means over the steps since the previous row of ``loss`` (nats), ``accuracy`` (both with
+            dropout) and ``grad_norm`` (before clipping); ``test_loss`` and ``test_accuracy``, NaN where not measured;
+            ``seconds`` of training.
+        checkpoints: step → file with the weights.
 
     Example:
-        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, train
-        >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
-        >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
-        >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, **shape))
-        >>> config = TrainConfig(epochs=1, batch_size=32, n_train=320, n_test=100, lr=1e-2)
-        >>> train(model, task, config, progress=False).metrics["step"].tolist()
+        >>> from tl_posdisent.synthetic import TrainConfig, preset, train
+        >>> small, how = preset("small"), TrainConfig(epochs=1, batch_size=32, n_train=320, n_test=100)
+        >>> run = train(small.model("rope", "count"), small.tasks["count"], how, progress=False)
+        >>> run.metrics["step"].tolist()
         [10]
     """
 

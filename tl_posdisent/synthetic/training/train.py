@@ -56,13 +56,12 @@ def train(
     """Train a synthetic model on a task, in place.
 
     Everything that is drawn (order of samples, dropout) follows from ``config.seed`` and the number of the step; the
-    global random state is restored. So a training run that was interrupted and resumed ends, on a CPU with the same
-    number of threads, with the same weights to the last bit as one that was not.
+    global random state is restored. So a resumed training run ends with the same weights, to the last bit, as an
+    uninterrupted one (on a CPU with the same number of threads).
 
     Ctrl-C lets the current step end, saves a checkpoint and the state in ``folder``, and raises
-    ``TrainingInterrupted``, a ``KeyboardInterrupt`` with the metrics so far; a second Ctrl-C stops at once, and then
-    only what was saved before remains. After any other error the model stays in the mode it was in, with the weights
-    of the last step.
+    ``TrainingInterrupted`` with the metrics so far; a second Ctrl-C stops at once. After any other error the model
+    keeps its mode and the weights of the last step.
 
     Args:
         model: its weights are where training begins; trained where it is, on CPU or GPU.
@@ -82,17 +81,14 @@ def train(
 
     Raises:
         ValueError: a model that does not fit the task; a loss that is NaN or infinite; ``resume`` without a folder,
-            or a folder that holds another training, or a state that is damaged; a folder with a state, without
-            ``resume``; a folder in which another training is running.
+            with another training in it, or with a damaged state; a folder with a state, without ``resume``; a folder in
+            which another training is running.
         TrainingInterrupted: Ctrl-C.
 
     Example:
-        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, train
-        >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
-        >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
-        >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=32, n_heads=2, d_mlp=32, **shape))
-        >>> config = TrainConfig(epochs=2, batch_size=64, n_train=6400, n_test=500, lr=1e-2)
-        >>> train(model, task, config, progress=False).test_accuracy > 0.9
+        >>> from tl_posdisent.synthetic import TrainConfig, preset, train
+        >>> small, how = preset("small"), TrainConfig(epochs=1, batch_size=64, n_train=3200, n_test=500, lr=1e-2)
+        >>> train(small.model("rope", "count"), small.tasks["count"], how, progress=False).test_accuracy > 0.1
         True
     """
     config = config or TrainConfig()
