@@ -115,6 +115,11 @@ CASES = {
         lambda m, t: additivity(m, t, layers=[4], **QUIET).iloc[[0, 5]].assign(weights="trained"),
         ONE,
     ),
+    "fit labels": Case(
+        "fit --length 32 --heads L4H5,L0H7 --control 0",
+        lambda m, t: additivity(m, t, layers=[0, 4], **QUIET).iloc[[7, 13]].assign(weights="trained"),
+        ONE,
+    ),
     "fit pooled": Case(
         "fit --length 32 --layers 2 --texts 3 --pool --control 0",
         partial(beside_random, partial(additivity, layers=[2], pool=True), []),

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = "import sys; sys.argv[0] = 'tl-posdisent'; from tl_posdisent.cli import app; app()"
 COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
-MODEL_COMMANDS = ("fit", "controlled", "perturb", "length", "ablate", "report")
 
 
 def program(*arguments: str, env: dict[str, str] | None = None) -> AbstractContextManager[subprocess.Popen[bytes]]:
@@ -109,14 +108,6 @@ def test_columns_in_the_help_are_those_of_the_table() -> None:
         assert missing == ([x for x in columns if ":" in x][1:] if name == "controlled" else [])
 
 
-@pytest.mark.parametrize("name", MODEL_COMMANDS)
-def test_commands_on_models_have_the_same_options(name: str) -> None:
-    options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
-    assert options >= {"--model", "--backend", "--text", "--device", "--dtype", "--out", "--progress", "--length"}
-    assert ("--layers" in options) == (name != "perturb")  # what is done to a text is done to all of them
-    assert ("--seed" in options) == (name != "length")  # nothing is random there
-
-
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
@@ -138,15 +129,3 @@ def test_completion(typed: str, offered: list[str]) -> None:
     with program(env=asked) as running:
         stdout, stderr = running.communicate()
     assert sorted(stdout.decode().split()) == offered, stderr
-
-
-def test_completion_is_installed(tmp_path: Path) -> None:
-    """The script that the option leaves asks this program, and bash takes it."""
-    told = {"HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
-    with program("--install-completion", "bash", env=told) as running:
-        _, stderr = running.communicate()
-    assert running.returncode == 0, stderr
-    (script,) = (tmp_path / ".bash_completions").iterdir()
-    assert "_TL_POSDISENT_COMPLETE=complete_bash" in script.read_text(encoding="utf-8")
-    run("bash", "-n", script)
-    assert str(script) in (tmp_path / ".bashrc").read_text(encoding="utf-8")

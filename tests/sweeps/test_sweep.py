@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import itertools
 import json
 import os
@@ -19,17 +20,19 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support.processes import python, run
+from support.processes import python
 from support.swept import LAST, SLOW, inodes, wait_for_parts
 
 import tl_posdisent
-from tl_posdisent import additivity, demo_text, demo_tokens, load_demo_model
+from tl_posdisent import demo_text, demo_tokens, load_demo_model
 from tl_posdisent.sweeps import Job, Text, failures, jobs, sweep
 from tl_posdisent.sweeps import runner as worker
 from tl_posdisent.sweeps.jobs import RESULTS
+from tl_posdisent.sweeps.registry import experiments_by_name
 
 pytestmark = pytest.mark.slow
 
+TABLES = {"pd.DataFrame", "ContentPosition", "DistanceSources", "RopeHadamard", "SufficientHeads"}
 JOB_COLUMNS = ["model", "checkpoint", "step", "text", "seed", "experiment", "arguments", "backend", "dtype", "job"]
 
 
@@ -76,13 +79,24 @@ def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
     assert (ids.sha256, ids.described()) != (words.sha256, words.described())  # same bytes, not the same text
 
 
-def test_product_is_complete_and_seeds_go_where_they_are_taken() -> None:
-    todo = jobs("demo", [LAST, ("perturbation_curve", {"fractions": [0.5]})], ["demo", "words"], seeds=[3, 5])
+@pytest.mark.parametrize(("seeds", "drawn"), [([3, 5], [3, 5]), (2, [0, 1])])
+def test_product_is_complete_and_seeds_go_where_they_are_taken(seeds: Any, drawn: list[int]) -> None:
+    todo = jobs("demo", [LAST, ("perturbation_curve", {"fractions": [0.5]})], ["demo", "words"], seeds=seeds)
+    runs = [("additivity", None), *(("perturbation_curve", seed) for seed in drawn)]
     assert [(job.text.kind, job.experiment, job.seed) for job in todo] == [
-        (kind, name, seed)
-        for kind in ("demo", "words")
-        for name, seed in (("additivity", None), ("perturbation_curve", 3), ("perturbation_curve", 5))
+        (kind, *run) for kind in ("demo", "words") for run in runs
     ]
+
+
+def test_experiments_are_the_public_functions_that_make_a_table_of_a_model_and_tokens() -> None:
+    """Found by their signatures: all of the functions so described, and no other kind of result."""
+    found = experiments_by_name()
+    rooms = (tl_posdisent, tl_posdisent.experiments, tl_posdisent.synthetic, tl_posdisent.sweeps)
+    for name in {name for room in rooms for name in room.__all__}:
+        public = next(getattr(room, name) for room in rooms if name in room.__all__)
+        parameters = list(inspect.signature(public).parameters) if inspect.isfunction(public) else []
+        result = inspect.signature(public).return_annotation if parameters else None
+        assert (found.get(name) is public) == (parameters[:2] == ["model", "tokens"] and result in TABLES), name
 
 
 def test_results_are_those_of_direct_calls_to_the_last_bit(tmp_path: Path) -> None:
@@ -154,9 +168,15 @@ def test_failed_jobs_are_written_down_and_retried_on_request(tmp_path: Path) -> 
     assert set(table["job"]) == {todo[1].hash}  # the other did not suffer
     (row,) = failures(out).to_dict("records")
     assert (row["job"], row["error"], row["experiment"]) == (todo[0].hash, "ValueError", "additivity")
+    written = json.loads((out / "failed" / f"{todo[0].hash}.json").read_text(encoding="utf-8"))
+    assert written["arguments"] == '{"layers":[4]}'
+    with pytest.warns(UserWarning, match="1 of 1 jobs failed"):
+        nothing = sweep(todo[:1], out=out, progress=False)
+    assert nothing.empty
+    assert list(nothing.columns) == JOB_COLUMNS
     assert "has changed since this job was made" in row["message"]
     assert "text_sources.py" in row["traceback"]
-    file.write_text(demo_text(), encoding="utf-8")  # what was wrong is put right, but nobody asks for a retry
+    file.write_text(demo_text(), encoding="utf-8")  # the cause is removed, but a retry is not requested
     with pytest.warns(UserWarning, match="1 of 2 jobs failed"):
         sweep(todo, out=out, progress=False)
     kept = inodes(out)
@@ -270,32 +290,7 @@ def test_ctrl_c_leaves_whole_parts_and_nothing_else(tmp_path: Path) -> None:
     assert before.items() <= inodes(tmp_path).items()
 
 
-def test_a_full_disk_stops_the_sweep_and_leaves_no_half_part(tmp_path: Path) -> None:
-    """A file system of 40 kB, of which three parts take less and ten take more."""
-    if run("mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", tmp_path, check=False).returncode:
-        pytest.skip("mounting a small file system takes root; the limit of file sizes is tried in test_sweep_pools.py")
-    try:
-        todo = jobs("demo", "additivity", Text.of("demo", length=32, count=10).split(10))
-        with pytest.raises(OSError, match="No space left"):
-            sweep(todo, out=tmp_path, progress=False)
-        kept = os.listdir(tmp_path / "parts")
-        assert 1 <= len(kept) < 10
-        assert all(name.endswith(".parquet") for name in kept)
-        done = [job for job in todo if f"{job.hash}.parquet" in kept]
-        assert sweep(done, out=tmp_path, progress=False)["job"].nunique() == len(done)  # all of them can be read
-    finally:
-        run("umount", tmp_path)
-
-
-def test_several_experiments_share_a_table(tmp_path: Path) -> None:
-    table = sweep(jobs("demo", [LAST, ("positional_symbolic", {"layers": [4]})], "demo words"), out=tmp_path / "a")
-    of_one = table[table["experiment"] == "additivity"].dropna(axis=1, how="all")
-    direct = additivity(load_demo_model(), "demo words", layers=[4], progress=False)
-    pd.testing.assert_frame_equal(of_one[direct.columns].astype(direct.dtypes), direct, check_exact=True)
-
-
 BAD = [
-    (lambda: jobs("demo", "nothing", "demo"), "experiment must be one of .* got 'nothing'"),
     (lambda: jobs("demo", "load_model", "demo"), "experiment must be one of .* got 'load_model'"),
     (lambda: jobs("demo", "perturb", "demo"), "experiment must be one of .* got 'perturb'"),
     (lambda: jobs("demo", ("additivity", {"layer": 3}), "demo"), "arguments of additivity must be its own"),
@@ -343,13 +338,3 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(call: Any, mes
     with pytest.raises(ValueError, match=message):
         call()
     assert not Path("nowhere").exists()
-
-
-def test_failures_are_json_that_others_can_read(tmp_path: Path) -> None:
-    (job,) = jobs("demo", LAST, Text.of("demo", length=32, first=500))
-    with pytest.warns(UserWarning, match="1 of 1 jobs failed"):
-        table = sweep([job], out=tmp_path, progress=False)
-    assert table.empty
-    assert list(table.columns) == JOB_COLUMNS
-    written = json.loads((tmp_path / "failed" / f"{job.hash}.json").read_text(encoding="utf-8"))
-    assert written["arguments"] == '{"layers":[4]}'

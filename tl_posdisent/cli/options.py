@@ -67,14 +67,14 @@ class Given:
     length: int | None = Option(None, min=2, help="Tokens per text; default the context, 512 at most.")
     texts: int = Option(1, min=1, help="Number of consecutive parts of the text.")
     layers: str | None = Option(None, help="Such as 0,3,5 or 0-3,7; default all.")
-    heads: str | None = Option(None, help="Heads of these layers, such as 0,2-4; default all.")
+    heads: str | None = Option(None, help="Heads of these layers, such as 0,2-4, or L4H2,L0H5; default all.")
     control: int = Option(1, min=0, help="Number of random initialisations for the baseline, from --seed on.")
     seed: int = Option(0, min=0, help="Random seed.")
     progress: bool = Option(True, callback=_quiet, help="Progress bars and notes on stderr, or errors alone.")
 
     def __post_init__(self) -> None:
         check_out(self.out)
-        self.chosen_layers, self.chosen_heads = whole_numbers("layers", self.layers), whole_numbers("heads", self.heads)
+        self.chosen_layers, self.chosen_heads = whole_numbers("layers", self.layers), head_numbers(self.heads)
         self.exit_code = 0
 
     def load(self) -> Any:
@@ -155,6 +155,17 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
     if not ranges or any(len(found) not in range(1, 10_002) for found in ranges):
         raise ValueError(f"--{option} must be numbers with commas between, or ranges such as 0-3, got {text!r}")
     return [number for found in ranges for number in found]
+
+
+def head_numbers(text: str | None) -> list[Any] | None:
+    """``"L4H2,L0H5"`` as labels that the library takes, or numbers of heads as in ``whole_numbers``.
+
+    >>> head_numbers("L4H2,L0H5"), head_numbers("0,2-4")
+    (['L4H2', 'L0H5'], [0, 2, 3, 4])
+    """
+    if text is not None and re.fullmatch(r"L\d+H\d+(,L\d+H\d+)*", text):
+        return text.split(",")
+    return whole_numbers("heads", text)
 
 
 def numbers(option: str, text: str) -> list[float]:

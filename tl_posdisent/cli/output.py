@@ -62,23 +62,16 @@ def as_json(table: Any) -> str:
     """A list of records, one a line, numbers in full; NaN, infinity and missing values are null.
 
     >>> import pandas as pd
-    >>> print(as_json(pd.DataFrame({"head": [0, 1], "r": [0.1, float("nan")]})), end="")
+    >>> print(as_json(pd.DataFrame({"head": [0, 1], "r": [0.1, float("-inf")]})), end="")
     [
     {"head": 0, "r": 0.1},
     {"head": 1, "r": null}
     ]
     """
-    rows = [{name: _plain(x) for name, x in row.items()} for row in table.to_dict("records")]
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
+    cells = table.astype(object).replace([math.inf, -math.inf], None)
+    rows = cells.where(cells.notna(), None).to_dict("records")
+    lines = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False, default=lambda x: x.item()) for row in rows)
     return f"[\n{lines}\n]\n"
-
-
-def _plain(value: Any) -> Any:
-    """A cell as a value of JSON: NumPy's numbers as numbers; <NA>, NaN and infinity as None."""
-    value = value.item() if hasattr(value, "item") else value
-    if isinstance(value, (bool, int, str)):
-        return value
-    return value if isinstance(value, float) and math.isfinite(value) else None
 
 
 _PAGE = """<!doctype html>

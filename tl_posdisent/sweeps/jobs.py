@@ -108,8 +108,8 @@ def jobs(
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` or ``"float64"``.
 
     Raises:
-        ValueError: nothing to do; a folder, checkpoint or file that is not there; a name that is no experiment, and
-            arguments or seeds that it does not take.
+        ValueError: no combination; a missing folder, checkpoint or file; an unknown experiment, and arguments or seeds
+            that it does not take.
 
     Example:
         >>> from tl_posdisent.sweeps import Text, jobs
@@ -124,9 +124,8 @@ def jobs(
     read = [x if isinstance(x, Text) else Text.of(x) for x in _listed(texts)]
     drawn = None if seeds is None else check_seeds(seeds)
     if drawn is not None and not any(takes_seed(name) for name, _ in asked):
-        raise ValueError(
-            f"seeds must be None, as none of {', '.join(name for name, _ in asked)} takes one, got {drawn}"
-        )
+        names = ", ".join(name for name, _ in asked)
+        raise ValueError(f"seeds must be None, as none of {names} takes one, got {drawn}")
     places = [named(place, at) for place in _listed(models) for at in _checkpoints(place, checkpoints)]
     found = []
     for (model, checkpoint, weights), text, (name, arguments) in itertools.product(places, read, asked):

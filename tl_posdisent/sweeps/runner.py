@@ -96,13 +96,13 @@ def sweep(
 ) -> pd.DataFrame:
     """Run the jobs that have no result yet, and return the results of all jobs as one table.
 
-    Each finished job is written at once, so a sweep that was stopped or killed goes on where it was when it is called
-    again with the same ``out``. A job that fails is written down with its error and does not stop the others. Ctrl-C
-    cancels what has not begun. One sweep at a time may write to a folder; a second one is refused.
+    Each finished job is written at once, so a sweep that was stopped or killed continues when it is called again with
+    the same ``out``. A job that fails is recorded with its error and does not stop the others. Ctrl-C cancels what has
+    not begun. One sweep at a time may write to a folder; a second one raises an error.
 
     Args:
-        jobs: from ``jobs``, or several such lists together.
-        executor: where they are done: None for this process, or anything with the interface of
+        jobs: from ``jobs``; several such lists may be concatenated.
+        executor: where they run: None for this process, or anything with the interface of
             ``concurrent.futures.Executor``: ``ProcessPoolExecutor(mp_context=get_context("spawn"))``, or
             ``dask.distributed.Client(...).get_executor()`` for a cluster, whose workers must see ``out`` and the files
             of the jobs under the same paths. It is not shut down. Each of its processes holds one model at a time;
@@ -110,8 +110,7 @@ def sweep(
         out: a folder. ``parts/HASH.parquet`` is the table of a job, ``failed/HASH.json`` the error of a failed job.
         retry: repeat failed jobs.
         device: where models go, such as ``"cuda"``; by default what ``load_model`` takes.
-        chunk: how many jobs of one model a worker is given at a time. By default so many that there are some 64 such
-            calls in all.
+        chunk: how many jobs of one model a worker gets at a time; by default such that there are about 64 calls.
         progress: show a bar.
 
     Returns:
@@ -124,10 +123,10 @@ def sweep(
         ``failures(out)`` says more.
 
     Raises:
-        ValueError: no jobs; something that is no job or no executor; numbers out of range; ``out`` is a file, or a
-            folder in which another sweep is running.
-        OSError: ``out`` cannot be written (a full disk). What was finished is kept.
-        RuntimeError: the executor lost its workers, or its workers do not see ``out``. What was finished is kept.
+        ValueError: no jobs; an invalid job, executor or number; ``out`` is a file, or a folder in which another sweep
+            is running.
+        OSError: ``out`` cannot be written (a full disk). Finished jobs are kept.
+        RuntimeError: the executor lost its workers, or its workers do not see ``out``. Finished jobs are kept.
 
     Example:
         >>> import tempfile
@@ -153,9 +152,8 @@ def sweep(
             for job in todo:  # or old errors and damaged parts would be taken for new ones
                 part_of(folder, job).unlink(missing_ok=True)
                 failure_of(folder, job).unlink(missing_ok=True)
-            with tqdm(
-                total=len(different), initial=len(different) - len(todo), desc="jobs", disable=not progress
-            ) as bar:
+            done = len(different) - len(todo)
+            with tqdm(total=len(different), initial=done, desc="jobs", disable=not progress) as bar:
                 if executor is None:
                     _here(_by_model(todo), folder, device, bar)
                 else:
@@ -210,8 +208,8 @@ def _elsewhere(chunks: list[list[Job]], out: Path, device: str | None, executor:
                     waiting[executor.submit(run_jobs, left, os.fspath(out), device)] = left
     except BrokenExecutor as error:
         raise RuntimeError(
-            "a worker process ended abruptly (killed, or out of memory), and its pool with it; what was finished is "
-            f"kept in {out}: sweep again with a new executor to go on"
+            "a worker process ended abruptly (killed, or out of memory), and its pool with it; finished jobs are kept "
+            f"in {out}: call sweep again with a new executor"
         ) from error
     finally:
         for future in waiting:  # none, if all went well
@@ -225,8 +223,8 @@ def _left_of(chunk: list[Job], error: BaseException | None, out: Path) -> list[J
     left = unfinished(out, chunk)
     if error is None and left:
         raise RuntimeError(
-            f"workers say that they are done, but {part_of(out, left[0])} is not here: out must be a folder that this "
-            "process and all workers see under the same path"
+            f"out must be a folder that this process and all workers see under the same path: a worker has finished a "
+            f"job, but {part_of(out, left[0])} is missing"
         )
     if error is not None and left:
         # Jobs are done in order, so this is the one with which the worker died (or could not begin).
@@ -241,7 +239,7 @@ def _table(jobs: list[Job], out: Path) -> pd.DataFrame:
     if failed:
         warnings.warn(
             f"{len(failed)} of {len(jobs)} jobs failed; failures({os.fspath(out)!r}) says why, "
-            "and sweep(..., retry=True) does them again",
+            "and sweep(..., retry=True) repeats them",
             stacklevel=3,
         )
     table = joined(tables, list(jobs[0].columns()))

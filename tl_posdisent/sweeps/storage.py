@@ -30,8 +30,8 @@ def failures(out: str | Path) -> pd.DataFrame:
 
     Returns:
         One row per failed job: ``job`` (its hash), ``model``, ``checkpoint``, ``text``, ``experiment``, ``arguments``,
-        ``seed``, ``error`` (the exception's name), ``message``, ``traceback``. ``sweep(..., retry=True)`` does them
-        again.
+        ``seed``, ``error`` (the exception's name), ``message``, ``traceback``. ``sweep(..., retry=True)`` repeats
+        them.
 
     Raises:
         ValueError: no such folder; a damaged file in it.
@@ -53,7 +53,7 @@ def failures(out: str | Path) -> pd.DataFrame:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
                 f"out must be the folder of a sweep, but {path} in it is damaged ({type(error).__name__}: {error}); "
-                "delete that file, and sweep(..., retry=True) does its job again"
+                "delete that file, and call sweep(..., retry=True) to repeat its job"
             ) from error
     return pd.DataFrame(rows, columns=_FAILURE)
 

@@ -9,7 +9,7 @@ from typer import Option
 
 from tl_posdisent.cli.options import ON_TEXT, Given, command
 from tl_posdisent.cli.screen import Shown, by_head
-from tl_posdisent.utils.validation import check_indices
+from tl_posdisent.utils.validation import check_heads
 
 
 @command(f"{ON_TEXT} layers heads control seed progress")
@@ -36,11 +36,12 @@ def fit(
     from tl_posdisent.experiments.attention_scores.additivity import additivity
 
     model, tokens, what = given.read()
-    heads = check_indices("heads", given.chosen_heads, int(model.cfg.n_heads))
+    chosen = check_heads(given.chosen_layers, given.chosen_heads, int(model.cfg.n_layers), int(model.cfg.n_heads))
 
     def measure(m: Any) -> Any:
-        table = additivity(m, tokens, layers=given.chosen_layers, pool=pool, progress=given.progress)
-        return table[table["head"].isin(heads)].reset_index(drop=True)
+        table = additivity(m, tokens, layers=list(chosen), pool=pool, progress=given.progress)
+        wanted = [head in chosen[layer] for layer, head in zip(table["layer"], table["head"], strict=True)]
+        return table[wanted].reset_index(drop=True)
 
     trained, chance = _beside_random(measure, model, given, f"Additive fit of attention scores: {what}")
     shares = ", ".join(f"{name} {trained[f'share_{name}'].mean():.3f}" for name in ("distance", "query", "key"))

@@ -143,7 +143,7 @@ def _converted(hf_model: PreTrainedModel) -> tuple[HookedTransformerConfig, dict
         config = loading.get_pretrained_model_config(
             folder, hf_cfg=hf_config, fold_ln=False, device=str(parameter.device), dtype=parameter.dtype
         )
-        config.tokenizer_name = None
+        config.tokenizer_name, config.model_name = None, "custom"  # not the name of the temporary directory
         rope = getattr(hf_model.config, "rope_parameters", None) or {}  # nested where layers differ
         if config.positional_embedding_type == "rotary" and "rope_theta" in rope:
             config.rotary_base = rope["rope_theta"]  # not read for every architecture
