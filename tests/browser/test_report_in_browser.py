@@ -203,6 +203,12 @@ def test_on_paper_everything_is_unfolded(path: Path, opened: Open) -> None:
     assert not page.page.get_by_role("navigation").is_visible()
     assert page.page.locator("#table-heads-r").bounding_box()["height"] > 300
     page.page.emulate_media(media="screen")
+    widths = "() => [...document.querySelectorAll('.plot .main-svg')].map(x => x.getBoundingClientRect().width)"
+    before = page.page.evaluate(widths)
+    page.page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    assert max(page.page.evaluate(widths)) <= 680 < max(before)  # what a sheet has room for
+    page.page.evaluate("() => dispatchEvent(new Event('afterprint'))")
+    assert page.page.evaluate(widths) == before
     page.settle(CANVASES)
 
 

@@ -133,31 +133,19 @@ def _check_path(path: Any) -> Path:
     return Path(path)
 
 
-class _Name(str):
-    """Printed without quotation marks."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
 def _call(
-    subject: Subject,
-    text: Any,
-    path: Path,
-    sections: list[SectionName] | None,
-    control: int,
-    heads: Any,
-    seed: int,
+    subject: Subject, text: Any, path: Path, sections: list[SectionName] | None, control: int, heads: Any, seed: int
 ) -> str:
     """The Python call that makes this report again."""
+    padded = not bool(subject.real.all()) and not isinstance(text, list)
     options = {
         "layers": subject.asked,
         "control": control if control != 1 else None,
         "heads": None if heads is None else [head_label(*pair) for pair in subject.pairs],
-        "attention_mask": None if bool(subject.real.all()) or isinstance(text, list) else _Name("attention_mask"),
         "sections": sections,
         "seed": seed or None,
     }
     given = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
+    given += ", attention_mask=attention_mask" if padded else ""
     what = "text" if isinstance(text, (str, list)) else "tokens"
     return f"from tl_posdisent import report\n\nreport(model, {what}, {path.name!r}{given})"

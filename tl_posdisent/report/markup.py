@@ -126,7 +126,7 @@ def figure(drawn: go.Figure, caption: str, *, height: int = 340, linked: bool = 
     )
     drawn.update_xaxes(ticks="outside")  # or a 0 lies over that of the other axis
     # On a phone, numbers in cells need more room than there is: the figure scrolls.
-    room = max([200 + 38 * len(trace.x) for trace in drawn.data if getattr(trace, "texttemplate", None)], default=0)
+    room = max([180 + 38 * len(trace.x) for trace in drawn.data if getattr(trace, "texttemplate", None)], default=0)
     return (
         f'<figure><div class="scroll" tabindex="0"><div class="plot" role="img" aria-label="{caption}" '
         f'style="height:{height}px;min-width:{room}px"></div>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -62,13 +63,12 @@ class Found:
 
 @dataclass(frozen=True)
 class Exhibits:
-    """The most and the least additive head, and their layers' scores in the first text.
+    """The most and the least additive head (layer, head), and their layers in the first text.
 
     Attributes:
         most, least: layer and head.
-        ranking: ``layer``, ``head``, ``r`` of heads, most additive first; means over texts.
-        fits: the fit of each of their layers, ``[1, head, query, key]``.
-        scores: those scores.
+        ranking: ``layer``, ``head``, ``r`` and shares of heads, most additive first; means over texts.
+        fits, scores: of each of their layers, ``[1, head, query, key]``.
     """
 
     most: tuple[int, int]
@@ -148,12 +148,8 @@ def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
     return _chosen(subject, table.assign(r_without_first=without))
 
 
-def _shares(subject: Subject, seed: int) -> pd.DataFrame:
-    return _chosen(subject, controlled_distance(**_common(subject)))
-
-
-def _subspaces(subject: Subject, seed: int) -> pd.DataFrame:
-    return _chosen(subject, subspace_patterns(**_common(subject)))
+def _of_layers(experiment: Callable[..., pd.DataFrame], subject: Subject, seed: int) -> pd.DataFrame:
+    return _chosen(subject, experiment(**_common(subject)))
 
 
 def _perturbation(subject: Subject, seed: int, kinds: Any = ("order", "index", "feature")) -> pd.DataFrame:
@@ -230,8 +226,8 @@ def _cells(spec: AttentionSpec) -> dict[str, Any]:
 _MEASUREMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
     "additivity": _additivity,
     "distance": _distance,
-    "shares": _shares,
-    "subspaces": _subspaces,
+    "shares": partial(_of_layers, controlled_distance),
+    "subspaces": partial(_of_layers, subspace_patterns),
     "perturbation": _perturbation,
     "ablation": _ablation,
     "ladder": _ladder,

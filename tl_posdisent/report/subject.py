@@ -34,10 +34,10 @@ class Subject:
         reading: of the model, all layers.
         tokens: ``[batch, pos]``, ids of the texts that are measured, padded on the right.
         real: ``[batch, pos]``, False at padding.
-        given: tokens that there were.
+        given: number of tokens that were given.
         words: of the first text, one string per position.
         asked: the layers asked for; None for all.
-        specs: what these layers do.
+        specs: of these layers.
         heads: those shown, of each of these layers.
     """
 
@@ -76,14 +76,14 @@ class Subject:
         return [spec.layer for spec in self.specs]
 
     @property
+    def rotary(self) -> list[int]:
+        """Numbers of the layers with rotary embeddings."""
+        return [spec.layer for spec in self.specs if spec.rotary is not None]
+
+    @property
     def pairs(self) -> list[tuple[int, int]]:
         """Layer and head of each head that is shown."""
         return [(layer, head) for layer, some in self.heads.items() for head in some]
-
-    @property
-    def rotary(self) -> list[int]:
-        """Those that rotate."""
-        return [spec.layer for spec in self.specs if spec.rotary is not None]
 
     def some(self, positions: int, tokens: int) -> Subject:
         """The same with the beginnings of the first texts: at most so many positions, and tokens altogether."""

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.utils.validation import check_flag, check_indices, check_integer, check_number, is_integer
+from tl_posdisent.utils.validation import check_flag, check_indices, check_integer, check_number
 
 from .layout import Layout
 from .offline import axis_token
@@ -116,8 +116,7 @@ def check_batch(batch: Sequence[int], text: int) -> tuple[int, int]:
             f"{len(batch)} leading axes: {tuple(batch)}"
         )
     texts, n_heads = _two(batch)
-    if not is_integer(text) or not 0 <= text < texts:
-        raise ValueError(f"text must be an integer from 0 to {texts - 1}, got {text!r}")
+    check_integer("text", text, 0, texts - 1)
     return texts, n_heads
 
 
