@@ -239,7 +239,8 @@ def _of_vectors(tool: str, heads: int, kv: int, d_head: int, dtype: torch.dtype)
                 subspace_patterns_qk(q, k, rotary, range(distances), scale=1.0)
             else:
                 decompose(Moments.from_qk(q, k, rotary), range(distances), scale=1.0)
-        return counted.steps
+        steps: list[int] = counted.steps
+        return steps
 
     few, more_points, more_distances = (torch.tensor(live(*n)).double() for n in ((8, 8), (16, 8), (8, 16)))
     of_points, of_distances = (more_points - few) / 8, (more_distances - few) / 8

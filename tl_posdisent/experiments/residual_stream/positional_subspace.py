@@ -12,7 +12,7 @@ from torch import Tensor
 from tl_posdisent.experiments.attention_scores.rotary_layers import check_sinks
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.validation import is_integer, is_number
+from tl_posdisent.utils.validation import check_integer, check_number
 
 from .content_position import split_stream
 from .qk_readout import residual_hook, watch
@@ -109,7 +109,9 @@ def positional_subspace(
     model, (spec,) = reading.model, reading.specs([layer])
     layer = spec.layer
     texts = read_texts(model, tokens, attention_mask)
-    _check(rank, explained)
+    if rank is not None:
+        check_integer("rank", rank, 1)
+    check_number("explained", explained, above=0, most=1)
     texts.require_two("positional_subspace")
     check_sinks(sinks, texts.lengths, leave=2)
     streams = []
@@ -130,10 +132,3 @@ def positional_subspace(
     chance = within / (n - len(position)) * (len(position) - 1)  # one-way analysis of variance
     total = within + between
     return PositionalSubspace(layer, directions[:rank].T, variances, float(between / total), float(chance / total))
-
-
-def _check(rank: int | None, explained: float) -> None:
-    if rank is not None and (not is_integer(rank) or rank < 1):
-        raise ValueError(f"rank must be an integer of at least 1, or None, got {rank!r}")
-    if not is_number(explained) or not 0 < explained <= 1:
-        raise ValueError(f"explained must be a number above 0 and up to 1, got {explained!r}")

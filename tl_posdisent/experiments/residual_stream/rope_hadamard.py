@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -17,7 +17,7 @@ from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.rope.toeplitz import condition_number, effective_rank, product_spectrum, toeplitz_share
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_integer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,38 +89,30 @@ class RopeHadamard(HasTable):
         ``effective_rank`` the exponential of the entropy of the singular values over their sum; all of the whole
         matrix. ``toeplitz`` is the ``toeplitz_share`` inside the mask.
         """
-        before, after = self.spectra()
-        columns: dict[str, Tensor] = {}
-        for when, spectrum, scores in (("before", before, self.content()), ("after", after, self.scores())):
-            columns[f"norm_{when}"] = spectrum[..., 0]
-            columns[f"condition_{when}"] = condition_number(spectrum)
-            columns[f"effective_rank_{when}"] = effective_rank(spectrum)
-            columns[f"toeplitz_{when}"] = toeplitz_share(scores, mask=self.mask)
-        return pd.DataFrame(
+        spectra, matrices = self.spectra(), (self.content(), self.scores())
+        measured = [
             {
-                **index_columns(before.shape[:-1]),
-                **{
-                    name: columns[name].flatten().tolist()
-                    for name in sorted(columns, key=lambda n: n.rsplit("_", 1)[0])
-                },
+                "condition": condition_number(spectrum),
+                "effective_rank": effective_rank(spectrum),
+                "norm": spectrum[..., 0],
+                "toeplitz": toeplitz_share(scores, mask=self.mask),
             }
-        )
+            for spectrum, scores in zip(spectra, matrices, strict=True)
+        ]
+        when = ("before", "after")
+        columns = {f"{name}_{at}": x[name] for name in measured[0] for at, x in zip(when, measured, strict=True)}
+        values = {name: x.flatten().tolist() for name, x in columns.items()}
+        return pd.DataFrame({**index_columns(spectra[0].shape[:-1]), **values})
 
     def _rotated(self) -> tuple[Tensor, Tensor]:
-        places, plain = (
-            self._places(),
-            Rotary(self.rotary.frequencies, self.rotary.pairing, 1.0, self.rotary.angle_dtype),
-        )
+        places, plain = self._places(), replace(self.rotary, attention_factor=1.0)
         return rotate(self.query, places, plain), rotate(self.key, places, plain)
 
     def _places(self) -> Tensor:
         return torch.arange(self.query.shape[1], device=self.query.device)
 
     def _checked(self, subspace: int) -> int:
-        n = len(self.rotary.frequencies)
-        if not is_integer(subspace) or not 0 <= subspace < n:
-            raise ValueError(f"subspace must be an integer from 0 to {n - 1}, got {subspace!r}")
-        return subspace
+        return check_integer("subspace", subspace, 0, len(self.rotary.frequencies) - 1)
 
     def __repr__(self) -> str:
         texts, length, _, size = self.query.shape

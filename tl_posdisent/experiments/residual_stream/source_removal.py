@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float64, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -78,14 +78,11 @@ def distance_sources_check(
     )
     table = found.to_frame("source")
     table = table[table["source"] != BIAS].groupby("head", sort=False).head(top).drop(columns="error")
-    remaining: dict[str, tuple[list[float], list[float]]] = {}
-    for source in tqdm(list(dict.fromkeys(table["source"])), desc="sources", disable=not progress):
-        direct = _slopes(model, spec, texts, found, sinks, source=source)
-        hooks = _ablation(model, source)
-        nothing = [float("nan")] * len(found.heads)
-        total = _slopes(model, spec, texts, found, sinks, hooks=hooks) if hooks else nothing
-        remaining[source] = direct, total
     place = {head: at for at, head in enumerate(found.heads)}
+    remaining: dict[str, list[list[float]]] = {}
+    for source in tqdm(list(dict.fromkeys(table["source"])), desc="sources", disable=not progress):
+        ways = [partial(_subtraction, model, spec.layer, source), partial(_ablation, model, source)]
+        remaining[source] = [_slopes(model, spec, texts, found, sinks, hooks) for hooks in ways]
     rows = list(zip(table["source"], table["head"], strict=True))
     table = table.assign(predicted=1 - table["share"])
     for number, column in enumerate(("direct", "total")):
@@ -99,45 +96,34 @@ def _slopes(
     texts: Texts,
     found: DistanceSources,
     sinks: int,
-    *,
-    source: str | None = None,
-    hooks: Sequence[Hook] = (),
+    hooks_for: Callable[[Tensor], list[Hook] | None],
 ) -> list[float]:
-    """What remains of each head's profile without a source at the layer, or under hooks."""
-    sides: list[Tensor] = []
-    for group in texts.groups:
-        more = [*hooks]
-        if source is not None:
-            more.append(_subtract(residual_hook(spec.layer), tokens_of_source(model, group.tokens, source)))
-        sides.append(_sums(model, spec, group.tokens, sinks, more))
+    """What remains of each head's profile under hooks, made for the tokens of each group; NaN where there are none."""
+    heads, keys = list(found.heads), [spec.key_head(head) for head in found.heads]
     count = sum(length - sinks for length in texts.lengths)
-    query, key = torch.stack(sides).sum(0) / count
-    keys = [spec.key_head(head) for head in found.heads]
-    old, new = found.profile(), found.profile_of(query[list(found.heads)], key[keys])
-    old, new = (x - x.mean(-1, keepdim=True) for x in (old, new))
+    query = key = torch.zeros(())
+    for group in texts.groups:
+        hooks = hooks_for(group.tokens)
+        if hooks is None:
+            return [float("nan")] * len(heads)
+        captured: list[Captured] = []
+        with applied(model, hooks):
+            for_each_layer(model, group.tokens, [spec], captured.append, scores=False)
+        query = query + captured[0].q[:, sinks:, heads].double().sum((0, 1)) / count
+        key = key + captured[0].k[:, sinks:, keys].double().sum((0, 1)) / count
+    old, new = (x - x.mean(-1, keepdim=True) for x in (found.profile(), found.profile_of(query, key)))
     return share_of((old * new).sum(-1), old.square().sum(-1)).tolist()
 
 
-def _sums(
-    model: Any, spec: AttentionSpec, tokens: Int[Tensor, "batch pos"], sinks: int, hooks: list[Hook]
-) -> Float64[Tensor, "2 head d_head"]:
-    """Sums of a layer's queries, and of its keys (fewer heads of which there may be: the rest is 0)."""
-    found: list[Captured] = []
-    with applied(model, hooks):
-        for_each_layer(model, tokens, [spec], found.append, scores=False)
-    q, k = (x[:, sinks:].double().sum((0, 1)) for x in (found[0].q, found[0].k))
-    return torch.stack([q, torch.cat([k, k.new_zeros(len(q) - len(k), k.shape[1])])])
+def _subtraction(model: Any, layer: int, source: str, tokens: Tensor) -> list[Hook]:
+    """Subtract what a source has added from the stream before a layer."""
+    part = tokens_of_source(model, tokens, source)
+    return [(residual_hook(layer), lambda x, hook: x - part.to(x))]
 
 
-def _subtract(name: str, part: Tensor) -> Hook:
-    return name, lambda x, hook: x - part.to(x)
-
-
-def _ablation(model: Any, source: str) -> list[Hook]:
-    """Hooks that set a source to zero where it acts; none for what cannot be."""
-    if source == EMBEDDING:
-        return []
-    layer, head, part = parse_source(source)
+def _ablation(model: Any, source: str, tokens: Tensor) -> list[Hook] | None:
+    """Set a source to zero where it acts; None for the embedding and biases."""
+    layer, head, part = (0, None, None) if source == EMBEDDING else parse_source(source)
     if head is not None:
         return ablate_heads(model, [(layer, head)])
-    return [(f"blocks.{layer}.hook_mlp_out", lambda x, hook: torch.zeros_like(x))] if part == "MLP" else []
+    return [(f"blocks.{layer}.hook_mlp_out", lambda x, hook: torch.zeros_like(x))] if part == "MLP" else None
