@@ -20,7 +20,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_integer
 
 Rows = Callable[[AttentionSpec, int, Float[Tensor, "batch head row seen"]], None]
-"""What is done with a layer's scores of some queries: ``(spec, first query, scores)``."""
+"""Takes a layer's scores of some queries: ``(spec, first query, scores)``."""
 
 _TRIED = 24  # tokens on which blocks must give what one pass gives
 
@@ -28,12 +28,12 @@ _TRIED = 24  # tokens on which blocks must give what one pass gives
 def read_blocks(
     model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], block: int, rows: Rows
 ) -> None:
-    """Run the model on ``block`` queries at a time, and hand every layer's scores to ``rows``.
+    """Run the model on ``block`` queries at a time, and call ``rows`` with every layer's scores.
 
     Raises:
         ValueError: a block below 1; a model that shows no scores or takes no cache, in which queries see later keys, or
-            that has hooks (of which it is not known what they do to a part of a text); one whose scores in blocks are
-            not those of one pass, which is tried on a few tokens.
+            that has hooks (which may assume a whole text); one whose scores in blocks are not those of one pass, which
+            is tried on a few tokens.
     """
     check_integer("block", block, 1)
     for spec in specs:

@@ -86,7 +86,7 @@ def _grown(spec: AttentionSpec, slot: facts.TableSlot, length: int) -> Tensor:
 
 
 def _check_that_it_runs(model: Any, length: int) -> None:
-    """One layer on one token more than the context holds: better to fail now than in the middle of the block."""
+    """Run one layer on one token more than the context, so that a model that fails does so on entry."""
     context = getattr(model.cfg, "n_ctx", None)
     if not isinstance(context, int) or length <= context:
         return
@@ -98,7 +98,7 @@ def _check_that_it_runs(model: Any, length: int) -> None:
             run(model, tokens, [], stop=1)
     except ValueError as error:
         raise ValueError(
-            f"length must be at most {context} for this model, got {length}: it fails beyond its context, and for "
-            "want of something else than a rotary table; learned (absolute) positions cannot be continued "
+            f"length must be at most {context} for this model, got {length}: it fails beyond its context, and "
+            "not because of a rotary table; learned (absolute) positions cannot be continued "
             f"({error.__cause__})"
         ) from error

@@ -26,7 +26,7 @@ from .qk_readout import Readout, measure_readouts, taps_of, watch
 Source = Literal["content", "position", "bias"]
 SOURCES: tuple[Source, ...] = get_args(Source)
 TERMS = (*(f"{query}:{key}" for query in SOURCES for key in SOURCES), "attention bias")
-"""What a query carries, met by what a key carries; and what the layer adds to its scores (ALiBi, T5)."""
+"""Source of the query and source of the key; and the bias that the layer adds to its scores (ALiBi, T5)."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -235,7 +235,7 @@ def _running(spec: AttentionSpec, seen: dict[str, Tensor]) -> AttentionSpec:
 def _explained(
     spec: AttentionSpec, products: Tensor, scores: Tensor, mask: Bool[Tensor, "batch query key"]
 ) -> tuple[float, Float64[Tensor, "head query key"]]:
-    """The scale, and what is added to the scores: both from how scores change from text to text.
+    """The scale, from how scores change from text to text, and the bias that is added to them.
 
     Raises:
         ValueError: what is added differs between texts.
@@ -251,7 +251,7 @@ def _explained(
     if not bool(error <= allowed):
         raise ValueError(
             f"the parts of queries and keys must add up to the scores, but in layer {spec.layer} of "
-            f"{spec.architecture} they miss them by {error.item():.1e}, where {allowed.item():.1e} is rounding"
+            f"{spec.architecture} they differ from them by {error.item():.1e}, where {allowed.item():.1e} is rounding"
             + (f": {spec.problem}" if spec.problem else "")
         )
     if bool(bias.abs().amax() <= allowed):

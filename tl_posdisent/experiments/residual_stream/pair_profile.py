@@ -37,23 +37,21 @@ def pair_profile(
     heads: Heads = None,
     biases: bool = True,
 ) -> pd.DataFrame:
-    """Compute what a layer's weights alone make of a query and a key source at each distance: ``W_Q R(d) W_Kᵀ``.
+    """Compute a layer's scores of two vectors of the residual stream at each distance: ``W_Q R(d) W_Kᵀ``.
 
     Two vectors are put into the residual stream before the layer. With its norms (also a QK-norm) at the scale of each
-    vector, ``score[d] = scale · ⟨R(d) q(query), k(key)⟩``: for instance for two tokens, or for the mean embedding,
-    whose profile the layer has before it has seen any text. The rotation is that of short texts, where a model rotates
-    long ones by other frequencies (``AttentionSpec.holds_to``).
+    vector, ``score[d] = scale · ⟨R(d) q(query), k(key)⟩``: for instance of two tokens, or of the mean embedding, which
+    gives the profile that does not depend on a text. The rotation is that of short texts, where a model rotates long
+    ones by other frequencies (``AttentionSpec.holds_to``).
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
         layer: 0 … n_layers - 1; negative ones count from the end.
-        query, key: a vector ``[d_model]`` of the residual stream, such as the direction that a component writes; a
-            token id, for what the stream holds of it before the first block; or ``"mean"``, the mean of that over the
-            vocabulary.
+        query, key: a vector ``[d_model]`` of the residual stream, such as the direction that a head writes; a token id,
+            for its vector before the first block; or ``"mean"``, the mean of these over the vocabulary.
         distances: any finite numbers.
         heads: query heads, integers or pairs ``(layer, head)`` of this layer; default all.
-        biases: False leaves out what does not change its sign with the vector: the biases of queries and keys and the
-            offset of the norm.
+        biases: whether to include the biases of queries and keys and the offset of the norm.
 
     Returns:
         One row per head and distance: ``layer``, ``head``, ``distance``, ``score`` (before any soft cap).
@@ -77,7 +75,7 @@ def pair_profile(
     at = numbers("distances", distances, device_of(model))
     asked, looked_at = (_vector(model, name, x) for name, x in (("query", query), ("key", key)))
     q, k = _vectors(model, spec, asked, looked_at, 1.0)
-    if not biases:  # what is left is odd
+    if not biases:  # which are the even part
         against = _vectors(model, spec, asked, looked_at, -1.0)
         q, k = (q - against[0]) / 2, (k - against[1]) / 2
     k = k[[spec.key_head(head) for head in chosen]]
@@ -109,7 +107,7 @@ def _vectors(
 
 
 def _vector(model: Any, name: str, given: Any) -> Float64[Tensor, "d_model"]:
-    """A vector of the stream before the first block, from what a user gave."""
+    """The vector that an argument stands for."""
     size = int(model.cfg.d_model)
     if isinstance(given, Tensor):
         if given.shape != (size,) or not given.is_floating_point() or not bool(given.isfinite().all()):

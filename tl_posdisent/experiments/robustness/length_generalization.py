@@ -246,9 +246,10 @@ def _observers(
 
     assert spec.z
     assert spec.pattern
-    believed = spec.scores_editable or not edited
-    hooks: list[Hook] = [(spec.scores, at_scores)] if spec.scores and believed else []
-    return [*hooks, *([(spec.pattern, at_pattern)] if believed else []), (spec.z, at_z)]
+    hooks: list[Hook] = [(spec.z, at_z)]
+    if spec.scores_editable or not edited:  # or the scores and patterns under hooks are not those that are used
+        hooks += [(spec.pattern, at_pattern), *([(spec.scores, at_scores)] if spec.scores else [])]
+    return hooks
 
 
 def _drift(
