@@ -91,7 +91,10 @@ def _known_models() -> Any:
 
 
 @command("model out backend device dtype length seed progress")
-def check(given: Given) -> Shown:
+def check(
+    given: Given,
+    every_layer: bool = Option(False, "--every-layer", help="All layers, not only the first two of each kind."),
+) -> Shown:
     """Try every tool on a model: on short, long and padded texts, and with a KV cache.
 
     Exit code 1 if a tool runs with a wrong result; please report the table then.
@@ -110,7 +113,8 @@ def check(given: Given) -> Shown:
     from tl_posdisent.experiments.model_check import check_model
 
     lengths = (12, 48) if given.length is None else (12, given.length)
-    table = check_model(given.load(), lengths=lengths, seed=given.seed, progress=given.progress)
+    options = {"seed": given.seed, "progress": given.progress}
+    table = check_model(given.load(), every_layer=every_layer, lengths=lengths, **options)
     title = f"Every tool tried on {name_of(given.model)}"
     given.save(table, title)
     counts = table["verdict"].value_counts()
