@@ -31,260 +31,137 @@ class Architecture:
 
 def _modern(**more: Any) -> dict[str, Any]:
     """Arguments shared by Llama and all who took their names from it."""
-    return {
-        "vocab_size": VOCAB,
-        "hidden_size": D_MODEL,
-        "num_hidden_layers": 2,
-        "num_attention_heads": N_HEADS,
-        "intermediate_size": 96,
-        "max_position_embeddings": N_CTX,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-    } | more
+    shape = {"vocab_size": VOCAB, "hidden_size": D_MODEL, "num_hidden_layers": 2, "num_attention_heads": N_HEADS}
+    shape |= {"intermediate_size": 96, "max_position_embeddings": N_CTX, "tie_word_embeddings": False}
+    return shape | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | more
 
 
 def _gpt2_style(**more: Any) -> dict[str, Any]:
     """Arguments of GPT-2's naming; every dropout is off, though `eval()` would do."""
-    return {
-        "vocab_size": VOCAB,
-        "n_embd": D_MODEL,
-        "n_layer": 2,
-        "n_head": N_HEADS,
-        "n_positions": N_CTX,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    } | more
+    shape = {"vocab_size": VOCAB, "n_embd": D_MODEL, "n_layer": 2, "n_head": N_HEADS, "n_positions": N_CTX}
+    return shape | {"tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2} | more
 
 
-def _rope(theta: float, **more: Any) -> dict[str, Any]:
+def _rope(theta: float = 500.0, **more: Any) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta} | more
 
 
-def _llama(**more: Any) -> Architecture:
-    return Architecture("LlamaForCausalLM", "LlamaConfig", _modern(rope_parameters=_rope(500.0)) | more)
+def _grouped(**more: Any) -> dict[str, Any]:
+    """Two queries to a key, and rotation."""
+    return _modern(num_key_value_heads=4, rope_parameters=_rope()) | more
+
+
+def _of(family: str, arguments: dict[str, Any], config: str = "", **traits: Any) -> Architecture:
+    return Architecture(f"{family}ForCausalLM", config or f"{family}Config", arguments, **traits)
 
 
 # With 8 dimensions and theta 500 the wavelengths are 6, 30, 140 and 664 positions. With a training length of
 # 16, llama3 scaling blends the first and stretches all others, YaRN leaves the first and stretches the rest
 # by degrees; so both change the scores within a dozen tokens. (The factors are N_CTX / 16.)
-_LLAMA3 = _rope(
-    500.0,
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=16,
-)
-_YARN = _rope(500.0, rope_type="yarn", factor=8.0, beta_fast=2.0, beta_slow=0.1, original_max_position_embeddings=16)
+_TRAINED = {"factor": 8.0, "original_max_position_embeddings": 16}
+_LLAMA3 = _rope(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, **_TRAINED)
+_YARN = _rope(rope_type="yarn", beta_fast=2.0, beta_slow=0.1, **_TRAINED)
 
 # NeoX, Phi, GLM and StableLM rotate a part of every head. A head of 8 dimensions with a quarter rotated has a
 # single subspace, for which theta means nothing; hence the wider heads of `neox`, and the half of the others.
-_NEOX_WIDE = _modern(hidden_size=128, rope_parameters=_rope(500.0, partial_rotary_factor=0.25))
+_NEOX_WIDE = _modern(hidden_size=128, rope_parameters=_rope(partial_rotary_factor=0.25))
 _NEOX_HALF = _modern(rope_parameters=_rope(10000.0, partial_rotary_factor=0.5))
-_HALF = _rope(500.0, partial_rotary_factor=0.5)
+_HALF = _rope(partial_rotary_factor=0.5)
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 # Every other layer attends. Qwen3-Next and Qwen3.5 also gate what attention gathers, and rotate a quarter of each head.
 _HYBRID = _modern(num_hidden_layers=4, num_key_value_heads=4)
 _DELTA = _HYBRID | {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
-    **{"head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
+    **{"head_dim": 16, "layer_types": ["linear_attention", _FULL] * 2},
 }
-_EXPERTS = {
-    **{"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 32},
-    "shared_expert_intermediate_size": 32,
-}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+_EXPERTS |= {"shared_expert_intermediate_size": 32}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_n_groups": 1}
 _GEMMA = _modern(num_key_value_heads=4, head_dim=16, query_pre_attn_scalar=24, sliding_window=5)
+# The cap of 3 bites: random scores here have a standard deviation of about 3.
+_CAPPED = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 10.0}
+_BY_LAYER = {_SLIDING: _rope(100.0), _FULL: _rope(5000.0, rope_type="linear", factor=2.0)}
+_LATENT = {
+    **{"num_key_value_heads": N_HEADS, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12},
+    **{"qk_rope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 32, "n_routed_experts": 4},
+    **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
+_WITHOUT_MLP = {k: v for k, v in _modern().items() if k != "intermediate_size"}  # of another name
+_BARE = {"vocab_size": VOCAB, "tie_word_embeddings": False}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _llama(),
-    "llama-gqa": _llama(num_key_value_heads=4),
-    "llama-mqa": _llama(num_key_value_heads=1),
-    "llama3": _llama(num_key_value_heads=4, rope_parameters=_LLAMA3),
-    "llama-yarn": _llama(num_key_value_heads=4, rope_parameters=_YARN),
-    "neox": Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", _NEOX_WIDE, scale=0.14),
-    "neox-half": Architecture("GPTNeoXForCausalLM", "GPTNeoXConfig", _NEOX_HALF),
-    "gptj": Architecture("GPTJForCausalLM", "GPTJConfig", _gpt2_style(rotary_dim=4)),
-    "codegen": Architecture("CodeGenForCausalLM", "CodeGenConfig", _gpt2_style(n_ctx=N_CTX, rotary_dim=4)),
-    "phi": Architecture("PhiForCausalLM", "PhiConfig", _modern(rope_parameters=_HALF)),
-    "phi3": Architecture("Phi3ForCausalLM", "Phi3Config", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))),
-    "qwen2": Architecture(
-        "Qwen2ForCausalLM", "Qwen2Config", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))
-    ),
-    "qwen3": Architecture(
-        "Qwen3ForCausalLM",
-        "Qwen3Config",
-        _modern(num_key_value_heads=4, head_dim=16, rope_parameters=_rope(500.0)),
-    ),
-    "mistral": Architecture(
-        "MistralForCausalLM",
-        "MistralConfig",
-        _modern(num_key_value_heads=4, sliding_window=6, rope_parameters=_rope(500.0)),
-    ),
-    # The cap of 3 bites: random scores here have a standard deviation of about 3.
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        _GEMMA
-        | {
-            "layer_types": ["sliding_attention", "full_attention"],
-            "attn_logit_softcapping": 3.0,
-            "final_logit_softcapping": 10.0,
-            "rope_parameters": _rope(500.0),
-        },
+    "llama": _of("Llama", _modern(rope_parameters=_rope())),
+    "llama-gqa": _of("Llama", _grouped()),
+    "llama-mqa": _of("Llama", _grouped(num_key_value_heads=1)),
+    "llama3": _of("Llama", _grouped(rope_parameters=_LLAMA3)),
+    "llama-yarn": _of("Llama", _grouped(rope_parameters=_YARN)),
+    "neox": _of("GPTNeoX", _NEOX_WIDE, scale=0.14),
+    "neox-half": _of("GPTNeoX", _NEOX_HALF),
+    "gptj": _of("GPTJ", _gpt2_style(rotary_dim=4)),
+    "codegen": _of("CodeGen", _gpt2_style(n_ctx=N_CTX, rotary_dim=4)),
+    "phi": _of("Phi", _modern(rope_parameters=_HALF)),
+    "phi3": _of("Phi3", _grouped()),
+    "qwen2": _of("Qwen2", _grouped()),
+    "qwen3": _of("Qwen3", _grouped(head_dim=16)),
+    "mistral": _of("Mistral", _grouped(sliding_window=6)),
+    "gemma2": _of(
+        "Gemma2",
+        _GEMMA | _CAPPED | {"layer_types": [_SLIDING, _FULL], "rope_parameters": _rope()},
         embedding=0.09,  # Gemma multiplies its embeddings by sqrt(64)
     ),
     # Each kind of layer has its own base, and the full ones a linear scaling, as in the larger Gemma 3.
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM",
+    "gemma3": _of(
+        "Gemma3",
+        _GEMMA | {"num_hidden_layers": 3, "layer_types": [_SLIDING, _SLIDING, _FULL], "rope_parameters": _BY_LAYER},
         "Gemma3TextConfig",
-        _GEMMA
-        | {
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "rope_parameters": {
-                "sliding_attention": _rope(100.0),
-                "full_attention": _rope(5000.0, rope_type="linear", factor=2.0),
-            },
-        },
         embedding=0.09,
     ),
-    "falcon": Architecture(
-        "FalconForCausalLM",
-        "FalconConfig",
-        {k: v for k, v in _modern(rope_parameters=_rope(500.0)).items() if k != "intermediate_size"}
-        | {"ffn_hidden_size": 96, "alibi": False, "multi_query": True, "new_decoder_architecture": False},
+    "falcon": _of(
+        "Falcon",
+        _WITHOUT_MLP
+        | {"ffn_hidden_size": 96, "alibi": False, "multi_query": True, "new_decoder_architecture": False}
+        | {"rope_parameters": _rope()},
     ),
-    "glm": Architecture(
-        "GlmForCausalLM", "GlmConfig", _modern(num_key_value_heads=4, head_dim=8, rope_parameters=_HALF)
+    "glm": _of("Glm", _grouped(head_dim=8, rope_parameters=_HALF)),
+    "cohere": _of("Cohere", _grouped()),
+    "olmo2": _of("Olmo2", _modern(rope_parameters=_rope())),
+    "olmo2-gqa": _of("Olmo2", _grouped()),
+    "stablelm": _of("StableLm", _grouped(rope_parameters=_HALF)),
+    "smollm3": _of("SmolLM3", _grouped(no_rope_layers=[1, 0])),  # rotates in the first layer and not in the second
+    "gpt_oss": _of(
+        "GptOss",
+        _grouped(head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5)
+        | {"layer_types": [_SLIDING, _FULL], "rope_parameters": _YARN | {"truncate": False}},
     ),
-    "cohere": Architecture(
-        "CohereForCausalLM", "CohereConfig", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))
-    ),
-    "olmo2": Architecture("Olmo2ForCausalLM", "Olmo2Config", _modern(rope_parameters=_rope(500.0))),
-    "olmo2-gqa": Architecture(
-        "Olmo2ForCausalLM", "Olmo2Config", _modern(num_key_value_heads=4, rope_parameters=_rope(500.0))
-    ),
-    "stablelm": Architecture(
-        "StableLmForCausalLM", "StableLmConfig", _modern(num_key_value_heads=4, rope_parameters=_HALF)
-    ),
-    # Rotates in the first layer and not in the second.
-    "smollm3": Architecture(
-        "SmolLM3ForCausalLM",
-        "SmolLM3Config",
-        _modern(num_key_value_heads=4, no_rope_layers=[1, 0], rope_parameters=_rope(500.0)),
-    ),
-    "gpt_oss": Architecture(
-        "GptOssForCausalLM",
-        "GptOssConfig",
-        _modern(
-            num_key_value_heads=4,
-            head_dim=8,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            sliding_window=5,
-            layer_types=["sliding_attention", "full_attention"],
-            rope_parameters=_YARN | {"truncate": False},
-        ),
-    ),
-    "deepseek_v3": Architecture(
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        _modern(
-            num_key_value_heads=N_HEADS,
-            q_lora_rank=24,
-            kv_lora_rank=16,
-            qk_nope_head_dim=12,
-            qk_rope_head_dim=8,
-            v_head_dim=16,
-            moe_intermediate_size=32,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            rope_parameters=_rope(500.0),
-        ),
-    ),
+    "deepseek_v3": _of("DeepseekV3", _grouped() | _LATENT),
     "gpt2": Architecture("GPT2LMHeadModel", "GPT2Config", _gpt2_style(), rotary=False),
-    "bloom": Architecture(
-        "BloomForCausalLM",
-        "BloomConfig",
-        {
-            "vocab_size": VOCAB,
-            "hidden_size": D_MODEL,
-            "n_layer": 2,
-            "n_head": N_HEADS,
-            "tie_word_embeddings": False,
-        },
-        rotary=False,
+    "bloom": _of("Bloom", _BARE | {"hidden_size": D_MODEL, "n_layer": 2, "n_head": N_HEADS}, rotary=False),
+    "mpt": _of(
+        "Mpt", _BARE | {"d_model": D_MODEL, "n_layers": 2, "n_heads": N_HEADS, "max_seq_len": N_CTX}, rotary=False
     ),
-    "mpt": Architecture(
-        "MptForCausalLM",
-        "MptConfig",
-        {
-            "vocab_size": VOCAB,
-            "d_model": D_MODEL,
-            "n_layers": 2,
-            "n_heads": N_HEADS,
-            "max_seq_len": N_CTX,
-            "tie_word_embeddings": False,
-        },
-        rotary=False,
-    ),
-    "opt": Architecture(
-        "OPTForCausalLM",
-        "OPTConfig",
-        {k: v for k, v in _modern().items() if k != "intermediate_size"}
-        | {"ffn_dim": 96, "word_embed_proj_dim": D_MODEL},
-        rotary=False,
-    ),
-    "gpt_neo": Architecture(
-        "GPTNeoForCausalLM",
-        "GPTNeoConfig",
-        {
-            "vocab_size": VOCAB,
-            "hidden_size": D_MODEL,
-            "num_layers": 2,
-            "num_heads": N_HEADS,
-            "max_position_embeddings": N_CTX,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": 5,
-            "tie_word_embeddings": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
+    "opt": _of("OPT", _WITHOUT_MLP | {"ffn_dim": 96, "word_embed_proj_dim": D_MODEL}, rotary=False),
+    "gpt_neo": _of(
+        "GPTNeo",
+        _BARE
+        | {"hidden_size": D_MODEL, "num_layers": 2, "num_heads": N_HEADS, "max_position_embeddings": N_CTX}
+        | {"attention_types": [[["global", "local"], 1]], "window_size": 5, "bos_token_id": 1, "eos_token_id": 2},
         rotary=False,
         scale=0.12,  # it does not divide its scores by sqrt(d_head)
     ),
-    "lfm2": Architecture(
-        "Lfm2ForCausalLM",
-        "Lfm2Config",
-        _HYBRID | {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 8},
-        hybrid=True,
-    ),
-    "qwen3-next": Architecture("Qwen3NextForCausalLM", "Qwen3NextConfig", _DELTA | _EXPERTS, hybrid=True),
-    "qwen3.5": Architecture("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _DELTA, hybrid=True),
-    "jamba": Architecture(
-        "JambaForCausalLM",
-        "JambaConfig",
+    "lfm2": _of("Lfm2", _HYBRID | {"layer_types": ["conv", _FULL] * 2, "block_multiple_of": 8}, hybrid=True),
+    "qwen3-next": _of("Qwen3Next", _DELTA | _EXPERTS, hybrid=True),
+    "qwen3.5": _of("Qwen3_5", _DELTA, "Qwen3_5TextConfig", hybrid=True),
+    "jamba": _of(
+        "Jamba",
         _HYBRID
         | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 2}
         | {"num_experts_per_tok": 2, "mamba_d_state": 4, "mamba_dt_rank": 4},
         rotary=False,
         hybrid=True,
     ),
-    "bamba": Architecture(
-        "BambaForCausalLM",
-        "BambaConfig",
-        _HYBRID | _MAMBA | {"mamba_d_head": 16, "attn_layer_indices": [1, 3]},
-        hybrid=True,
-    ),
-    "falcon-h1": Architecture(
-        "FalconH1ForCausalLM",
-        "FalconH1Config",
+    "bamba": _of("Bamba", _HYBRID | _MAMBA | {"mamba_d_head": 16, "attn_layer_indices": [1, 3]}, hybrid=True),
+    "falcon-h1": _of(
+        "FalconH1",
         _modern(num_key_value_heads=4, head_dim=8) | _MAMBA | {"mamba_d_ssm": 64, "mamba_d_head": 8},
         hybrid=True,
     ),
