@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from support import stories, zoo
-from support.every_distance import all_scores, effects
+from support.rotary_layers import all_scores, anova
 from torch import Tensor
 
 from tl_posdisent import capture, controlled_distance, dummy_distance, fit_additive, random_control, read_attention
@@ -44,7 +44,7 @@ def test_equals_the_dense_tensor(kind: str, name: str, shared_model: Model) -> N
     assert table[["layer", "head"]].values.tolist() == [[x, h] for x in range(n_layers) for h in range(n_heads)]
     for layer in range(n_layers):
         scores = dense(model, layer, distances, sinks)
-        expected = effects(scores)
+        expected = anova(scores)
         total = scores.var((1, 2, 3), correction=0)
         torch.testing.assert_close(rows(table, layer, "total"), total.float(), rtol=1e-6, atol=0)
         torch.testing.assert_close(rows(table, layer, "mean"), scores.mean((1, 2, 3)).float(), rtol=1e-5, atol=1e-5)

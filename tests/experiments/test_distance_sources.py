@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.every_distance import all_scores
+from support.rotary_layers import all_scores
 from support.small_models import small_model
 from torch import Tensor
 

@@ -7,7 +7,7 @@ import math
 import pandas as pd
 import pytest
 import torch
-from support.every_distance import all_scores, complex_subspaces, effects
+from support.rotary_layers import all_scores, anova, complex_subspaces
 from torch import Tensor
 
 from tl_posdisent.rope import (
@@ -93,8 +93,8 @@ def test_relative_phase_is_that_of_all_pairs(layer: str) -> None:
 def test_shares_over_subspaces_are_those_of_the_dense_tensor(layer: str) -> None:
     q, k, rotary = draw(layer, n=6)
     found = patterns(q, k, rotary)
-    dense = effects(all_scores(q, k, rotary, DISTANCES, SCALE))
-    total = torch.stack(list(dense.values())).sum(0)
+    scores = all_scores(q, k, rotary, DISTANCES, SCALE)
+    dense, total = anova(scores), scores.var((1, 2, 3), correction=0)
     expected = {
         "distance": dense["distance"],
         "semantic": dense["query"] + dense["key"] + dense["query:key"],

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.rope import Rotary, rotate
+from tl_posdisent.rope import Rotary
 
 SCALE = 0.35
 
@@ -59,12 +59,28 @@ def draw(layer: str, n_q: int = 9, n_k: int = 7, mean: float = 1.0, spread: floa
     return side(n_q, n_heads), side(n_k, n_kv)
 
 
+def complex_subspaces(x: Tensor, rotary: Rotary) -> Tensor:
+    """Coordinates as complex numbers by their indices; a rest that is not rotated has no partner."""
+    n = len(rotary.frequencies)
+    first, second = (
+        (range(n), range(n, 2 * n)) if rotary.pairing == "half" else (range(0, 2 * n, 2), range(1, 2 * n, 2))
+    )
+    x = x.double()
+    return x[..., list(first)] + 1j * x[..., list(second)]
+
+
 def all_scores(q: Tensor, k: Tensor, rotary: Rotary, distances: Any, scale: float = SCALE) -> Tensor:
-    """``[head, distance, query, key]``: every query turned to every distance, keys at position 0."""
-    still = rotate(k, torch.zeros(len(k)), rotary).repeat_interleave(q.shape[1] // k.shape[1], 1)
-    distances = torch.as_tensor(distances, dtype=torch.float64)
-    turned = torch.stack([rotate(q, d.expand(len(q)), rotary) for d in distances])
-    return scale * torch.einsum("dihc,jhc->hdij", turned, still)
+    """``W[head, distance, query, key]``, which the closed forms never form; all leading axes of ``q`` and ``k`` pooled.
+
+    ``scale · Re Σ_c q_c conj(k_c) exp(i θ_c d) · factor²``, and the product of what is not rotated.
+    """
+    q, k = (x.double().flatten(0, -3) for x in (q, k))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    d = torch.as_tensor(distances, dtype=torch.float64)
+    turn = rotary.attention_factor**2 * torch.exp(1j * rotary.angles(d))
+    z = torch.einsum("dc,ihc,jhc->hdij", turn, complex_subspaces(q, rotary), complex_subspaces(k, rotary).conj())
+    rest = torch.einsum("ihc,jhc->hij", q[..., rotary.dim :], k[..., rotary.dim :])
+    return scale * (z.real + rest[:, None])
 
 
 def anova(scores: Tensor, weights: Any = None) -> dict[str, Tensor]:
