@@ -8,7 +8,7 @@ asks for them skips the test.
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 import os
 import struct
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from jaxtyping import Float, Int
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -51,102 +52,74 @@ def data_file(name: str) -> Path:
 
 @dataclass(frozen=True)
 class StoriesTokenizer:
-    """Byte-pair encoding by scores, as SentencePiece does it.
+    """Byte-pair encoding by scores, as SentencePiece does it; tokens 3 to 258 are the single bytes 0 to 255."""
 
-    Args:
-        pieces: The bytes of each token; tokens 3 to 258 stand for the single bytes 0 to 255.
-        scores: The priority of each token when neighbours are merged.
-    """
-
-    pieces: tuple[bytes, ...]
-    scores: tuple[float, ...]
-
-    @functools.cached_property
-    def _ids(self) -> dict[bytes, int]:
-        return {piece: i for i, piece in enumerate(self.pieces) if i > 258}
+    pieces: Tokenizer
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
         """Token ids of a text, which is read as if a space went before it."""
-        tokens: list[int] = []
-        for character in " " + text:
-            raw = character.encode()
-            tokens += [self._ids[raw]] if raw in self._ids else [byte + 3 for byte in raw]
-        while True:
-            pairs = [self._ids.get(self._raw(a) + self._raw(b)) for a, b in itertools.pairwise(tokens)]
-            merges = [(self.scores[token], -i) for i, token in enumerate(pairs) if token is not None]
-            if not merges:
-                return [BOS, *tokens] if bos else tokens
-            i = -max(merges)[1]  # the best score, and of equals the leftmost
-            tokens[i : i + 2] = [pairs[i]]
+        return [BOS] * bos + self.pieces.encode(" " + text).ids
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens; a BOS leaves nothing, nor does the space that `encode` put first."""
-        text = b"".join(self._raw(token) for token in tokens if token > 2).decode(errors="replace")
+        text = self.pieces.decode([token for token in tokens if token > 2])
         return text[1:] if tokens[:1] == [BOS] and text.startswith(" ") else text
-
-    def _raw(self, token: int) -> bytes:
-        return bytes([token - 3]) if 3 <= token <= 258 else self.pieces[token]
 
 
 @functools.cache
 def stories_tokenizer() -> StoriesTokenizer:
-    """The 512 pieces of `tok512.bin`."""
+    """The 512 pieces of `tok512.bin`; of two neighbours those are merged first that make the piece of best score."""
     raw = data_file("tok512.bin").read_bytes()
-    pieces, scores, at = [], [], 4  # the first int32 is the length of the longest piece
-    for _ in range(512):
+    pieces, scores, at = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))], [], 4
+    for token in range(512):
         score, length = struct.unpack_from("<fi", raw, at)
         at += 8 + length
-        pieces.append(raw[at - length : at])
-        scores.append(score)
-    return StoriesTokenizer(tuple(pieces), tuple(scores))
+        if token > 258:
+            pieces.append(raw[at - length : at].decode())
+            scores.append((-score, pieces[-1]))
+    known = {piece: token for token, piece in enumerate(pieces)}
+    halves = ((piece[:i], piece[i:]) for _, piece in sorted(scores) for i in range(1, len(piece)))
+    merges = [(a, b) for a, b in halves if a in known and b in known]
+    tokenizer = Tokenizer(models.BPE(known, merges, byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return StoriesTokenizer(tokenizer)
 
 
 # --- the model ----------------------------------------------------------------------------------------------
+
+DIM, HIDDEN, LAYERS, HEADS, KEY_HEADS, VOCAB, CONTEXT = SHAPE = (64, 172, 5, 8, 4, 512, 512)
 
 
 def stories_hf() -> LlamaForCausalLM:
     """The trained model, a fresh copy, eager attention, float32."""
     raw = data_file("stories260K.bin").read_bytes()
-    dim, hidden, n_layers, n_heads, n_kv, vocab, context = struct.unpack_from("<7i", raw)
-    model = _llama(dim, hidden, n_layers, n_heads, n_kv, vocab, context)
-    d_head = dim // n_heads
+    assert struct.unpack_from("<7i", raw) == SHAPE
+    model, d_head, at = _llama(), DIM // HEADS, 0
     numbers = torch.frombuffer(bytearray(raw), dtype=torch.float32, offset=28)
-    at = 0
 
     def take(*shape: int) -> Tensor:
         nonlocal at
-        size = int(torch.Size(shape).numel())
-        at += size
-        return numbers[at - size : at].view(shape)
+        at += math.prod(shape)
+        return numbers[at - math.prod(shape) : at].view(shape)
 
     def half_split(rows: Tensor) -> Tensor:
         """From rotary pairs (0, 1), (2, 3), … to Hugging Face's pairs (c, c + d_head/2)."""
-        layer, out, width = rows.shape
-        pairs = rows.view(layer, out // d_head, d_head // 2, 2, width)
-        return pairs.transpose(2, 3).reshape(layer, out, width)
+        return rows.view(LAYERS, -1, d_head // 2, 2, DIM).transpose(2, 3).reshape(rows.shape)
 
-    embedding = take(vocab, dim)
+    embedding = take(VOCAB, DIM)
     stacked = {  # in the order of the file, every array for all layers in turn
-        "input_layernorm": take(n_layers, dim),
-        "self_attn.q_proj": half_split(take(n_layers, dim, dim)),
-        "self_attn.k_proj": half_split(take(n_layers, n_kv * d_head, dim)),
-        "self_attn.v_proj": take(n_layers, n_kv * d_head, dim),
-        "self_attn.o_proj": take(n_layers, dim, dim),
-        "post_attention_layernorm": take(n_layers, dim),
-        "mlp.gate_proj": take(n_layers, hidden, dim),
-        "mlp.down_proj": take(n_layers, dim, hidden),
-        "mlp.up_proj": take(n_layers, hidden, dim),
+        "input_layernorm": take(LAYERS, DIM),
+        "self_attn.q_proj": half_split(take(LAYERS, DIM, DIM)),
+        "self_attn.k_proj": half_split(take(LAYERS, KEY_HEADS * d_head, DIM)),
+        "self_attn.v_proj": take(LAYERS, KEY_HEADS * d_head, DIM),
+        "self_attn.o_proj": take(LAYERS, DIM, DIM),
+        "post_attention_layernorm": take(LAYERS, DIM),
+        "mlp.gate_proj": take(LAYERS, HIDDEN, DIM),
+        "mlp.down_proj": take(LAYERS, DIM, HIDDEN),
+        "mlp.up_proj": take(LAYERS, HIDDEN, DIM),
     }
-    weights = {
-        f"model.layers.{layer}.{name}.weight": rows[layer]
-        for name, rows in stacked.items()
-        for layer in range(n_layers)
-    }
-    weights |= {
-        "model.embed_tokens.weight": embedding,
-        "lm_head.weight": embedding,
-        "model.norm.weight": take(dim),
-    }
+    weights = {f"model.layers.{i}.{name}.weight": x[i] for name, x in stacked.items() for i in range(LAYERS)}
+    weights |= {"model.norm.weight": take(DIM), "model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
     model.load_state_dict(weights)
     return model
 
@@ -155,18 +128,13 @@ def stories_random_hf(seed: int) -> LlamaForCausalLM:
     """The untrained control: the same architecture at its random initialisation (standard deviation 0.02)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _llama(64, 172, 5, 8, 4, 512, 512)
+        return _llama()
 
 
-def _llama(dim: int, hidden: int, n_layers: int, n_heads: int, n_kv: int, vocab: int, context: int) -> LlamaForCausalLM:
+def _llama() -> LlamaForCausalLM:
     config = LlamaConfig(
-        hidden_size=dim,
-        intermediate_size=hidden,
-        num_hidden_layers=n_layers,
-        num_attention_heads=n_heads,
-        num_key_value_heads=n_kv,
-        vocab_size=vocab,
-        max_position_embeddings=context,
+        **{"hidden_size": DIM, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS, "vocab_size": VOCAB},
+        **{"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "max_position_embeddings": CONTEXT},
         rms_norm_eps=1e-5,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
