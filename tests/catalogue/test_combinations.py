@@ -66,7 +66,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("fit_attention", {"scores": X.softmax(-1)}, "pass.*pattern="),
     ("fit_attention", {"scores": None, "pattern": X}, "pattern must be"),
     ("fit_attention", {"scores": None, "pattern": X.softmax(-1)}, "pattern must.*mask"),
-    ("fit_attention", {"scores": None, "pattern": torch.eye(6), "pseudo_count": 0}, "pseudo_count must be above 0"),
     ("fit_attention", {"scores": with_one(-INF)}, "finite.*-inf"),
     ("fit_attention", {"scores": X, "keys": numbers(5, 1, 4)}, "keys must have"),
     ("fit_attention", {"scores": X[0], "pool": True}, "pool=True needs"),

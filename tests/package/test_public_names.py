@@ -23,7 +23,7 @@ RENAMED = {
     "axis": "component",
     "n_seeds": "seeds",
 }
-PENDING = {"n_sink", "sink", "part"}
+PENDING = {"n_sink", "part"}
 
 
 def functions() -> dict[str, inspect.Signature]:
@@ -53,7 +53,6 @@ def test_arguments_of_one_meaning_have_one_name(old: str) -> None:
     assert not found, f"{old} is called {RENAMED[old]} everywhere"
 
 
-@pytest.mark.xfail(reason="to be changed")
 def test_seeds_are_how_many() -> None:
     """By default; as an argument also which."""
     defaults = {name: x.parameters["seeds"].default for name, x in functions().items() if "seeds" in x.parameters}

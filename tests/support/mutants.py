@@ -29,8 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # As `make test` runs them: without what is marked slow, and without checks of annotations.
 FAST_LANE = ["-m", "not slow", "-o", "addopts=--doctest-modules"]
-# The tests of ROOM/FILE.py are its own examples and tests/ROOM/test_FILE*.py, and
-# these, from other files, by the name after test_.
+# The tests of ROOM/FILE.py are its own examples and tests/ROOM/test_FILE*.py (of ROOM/FOLDER/FILE.py,
+# test_FOLDER_FILE*.py), and these, from other files, by the name after test_.
 MORE_TESTS = {
     "additive/attention/fit": "additive/static_attention additive/sharp_attention",
     "additive/attention/fourier": "additive/attention_sums additive/attention_fit",
