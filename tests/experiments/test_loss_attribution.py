@@ -43,11 +43,11 @@ def test_shapley_values_are_the_means_over_all_orders(seed: int) -> None:
     table, values = random_table(seed)
     wanted = dict.fromkeys(PARTS, 0.0)
     for order in permutations(PARTS):
-        for n, part in enumerate(order):
+        for n, component in enumerate(order):
             before, after = (tuple(sorted(order[: n + m], key=PARTS.index)) for m in (0, 1))
-            wanted[part] += (values[after] - values[before]) / 24
-    got = shapley_values(table).set_index("part")
-    assert got["value"].tolist() == pytest.approx([wanted[part] for part in PARTS], abs=1e-12)
+            wanted[component] += (values[after] - values[before]) / 24
+    got = shapley_values(table).set_index("component")
+    assert got["value"].tolist() == pytest.approx([wanted[component] for component in PARTS], abs=1e-12)
     assert got["value"].sum() == pytest.approx(values[PARTS] - values[()], abs=1e-12)
     assert got.loc["key", "first"] == pytest.approx(values[("key",)] - values[()])
     assert got.loc["key", "last"] == pytest.approx(values[PARTS] - values[("distance", "query", "residual")])
@@ -56,7 +56,7 @@ def test_shapley_values_are_the_means_over_all_orders(seed: int) -> None:
 
 def test_equal_parts_have_equal_values_and_a_dummy_has_its_own() -> None:
     alike = table_of({s: len(set(s) & {"distance", "key"}) ** 2 - 3.0 * ("query" in s) for s in SUBSETS})
-    values = shapley_values(alike).set_index("part")["value"]
+    values = shapley_values(alike).set_index("component")["value"]
     assert values.to_dict() == pytest.approx({"distance": 2, "query": -3, "key": 2, "residual": 0})
 
 
@@ -65,7 +65,7 @@ def test_shapley_values_of_a_model(shared_model: Any) -> None:
     values = shapley_values(table)
     runs = table[(table["scope"] == "all") & (table["put_in"] == "fit")].set_index("keep")["loss"]
     assert values["value"].sum() == pytest.approx(runs["distance+query+key+residual"] - runs["mean"], abs=1e-9)
-    assert abs(values.set_index("part").loc["query", "value"]) < 1e-5  # a softmax does not see it
+    assert abs(values.set_index("component").loc["query", "value"]) < 1e-5  # a softmax does not see it
 
 
 @pytest.mark.parametrize("n", [0, 3])
@@ -89,10 +89,10 @@ def loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return -log_p.gather(-1, tokens[:, 1:, None])[..., 0].mean(-1)
 
 
-def scaled(spec: Any, head: int, part: str, by: float) -> list[Any]:
+def scaled(spec: Any, head: int, component: str, by: float) -> list[Any]:
     def edit(view: View) -> Tensor:
         scores = view.scores()
-        return scores.double() + by * split_scores(scores, view.inside)[part]
+        return scores.double() + by * split_scores(scores, view.inside)[component]
 
     return layer_hooks(spec, [head], ScoreEdit("test", edit, Order.COMPONENT, scores=True))
 
@@ -107,13 +107,13 @@ def test_values_are_finite_differences(kind: str, name: str, shared_model: Any) 
     step, sizes = 0.02, []
     for layer, head in ((0, 0), (0, 5), (1, 3)):
         spec = read_layers(model, [layer])[0]
-        for part in ("mean", *PARTS):
+        for component in ("mean", *PARTS):
             values = []
             for by in (step, -step):
-                with torch.no_grad(), applied(model, scaled(spec, head, part, by)):
+                with torch.no_grad(), applied(model, scaled(spec, head, component, by)):
                     values.append(float(loss(model(TOKENS), TOKENS).mean()))
             slope = (values[0] - values[1]) / (2 * step)
-            assert table.loc[(layer, head), part] == pytest.approx(slope, abs=2e-4, rel=0.02)
+            assert table.loc[(layer, head), component] == pytest.approx(slope, abs=2e-4, rel=0.02)
             sizes.append(abs(slope))
     assert max(sizes) > 5e-3
     if name != "gpt_oss":  # which has attention sinks

@@ -18,7 +18,7 @@ from tl_posdisent.additive.cells import make_cells
 from tl_posdisent.additive.fit import fit_marginals
 from tl_posdisent.additive.marginals import Marginals, read_marginals
 from tl_posdisent.additive.result import AdditiveFit, TablePart
-from tl_posdisent.experiments.attention_scores.rotary_layers import measure_layers
+from tl_posdisent.experiments.attention_scores.rotary_layers import RotaryLayer, measure_layers
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -229,16 +229,11 @@ def moments_by_layer(
     def rows(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
         return _moments(spec, functools.reduce(operator.add, parts)).assign(length=texts.longest)
 
-    table = measure_layers(
-        reading.model,
-        texts,
-        reading.rotary(layers, "moments_by_layer"),
-        lambda layer: Moments.from_qk(layer.q, layer.k, layer.rotary),
-        rows,
-        sinks=sinks,
-        progress=progress,
-    )
-    return reading.note(table.assign(sinks=sinks))
+    def measure(layer: RotaryLayer) -> Moments:
+        return Moments.from_qk(layer.q, layer.k, layer.rotary)
+
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    return measure_layers(reading, texts, "moments_by_layer", measure, rows, **options).assign(sinks=sinks)
 
 
 def _moments(spec: AttentionSpec, moments: Moments) -> pd.DataFrame:

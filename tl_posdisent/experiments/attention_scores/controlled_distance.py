@@ -25,7 +25,7 @@ from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 from tl_posdisent.utils.tables import index_columns, join_texts
 from tl_posdisent.utils.validation import is_integer
 
-from .rotary_layers import measure_layers
+from .rotary_layers import RotaryLayer, measure_layers
 
 
 def controlled_distance(
@@ -76,16 +76,11 @@ def controlled_distance(
     def table(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
         return decompose(functools.reduce(operator.add, parts), at, scale=spec.require_scale()).to_frame()
 
-    found = measure_layers(
-        reading.model,
-        texts,
-        reading.rotary(layers, "controlled_distance"),
-        lambda layer: Moments.from_qk(layer.q, layer.k, layer.rotary),
-        table,
-        sinks=sinks,
-        progress=progress,
-    )
-    return reading.note(found)
+    def measure(layer: RotaryLayer) -> Moments:
+        return Moments.from_qk(layer.q, layer.k, layer.rotary)
+
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    return measure_layers(reading, texts, "controlled_distance", measure, table, **options)
 
 
 def dummy_distance_check(
@@ -99,8 +94,8 @@ def dummy_distance_check(
 ) -> pd.DataFrame:
     """Test the fitted components causally: run the model with all pairs at one dummy distance and fit its scores again.
 
-    One layer at a time, hooks let every query see every key at distance d. If the three parts are what they are called,
-    the key and the query part of the fit stay where they were, and the mean score follows the fitted distance part.
+    One layer at a time, hooks let every query see every key at distance d. If the components are what they are called,
+    the key and the query component of the fit stay as they were, and the mean score follows the distance component.
 
     Args:
         model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.

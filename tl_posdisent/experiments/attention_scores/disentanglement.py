@@ -25,11 +25,8 @@ def disentanglement(
     (``dynamics``), can be put one below the other.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        model, tokens, attention_mask, progress: as in ``additivity``.
         sinks: positions to leave out of ``controlled_distance`` at the beginning.
-        progress: show bars.
 
     Returns:
         One row per layer and head: ``layer``, ``head``; ``r``, of the three-axis fit of the scores as they are in the

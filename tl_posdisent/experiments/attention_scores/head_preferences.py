@@ -11,13 +11,11 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.observe import spread_rows
-from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.preference_flips import check_distance_sets, check_distances, preference_flips_qk
-from tl_posdisent.utils.tables import join_texts
 from tl_posdisent.utils.validation import check_integer
 
-from .rotary_layers import RotaryLayer, measure_layers
+from .rotary_layers import RotaryLayer, measure_layers, rows_by_text
 
 NEAR = range(8)
 _N_FAR = 8
@@ -44,17 +42,13 @@ def preference_flips(
     meets every key of its text. Compare it with ``random_control``: random weights flip too.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
         near: near distances in positions, default 0 … 7.
         far: far ones; default eight, in geometric steps from 8 to the longest of the texts (at least 15).
-        layers: default all that rotate.
         sinks: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
             unlike all other keys.
         queries: compare only for this many queries of each text, evenly spaced; default all. Time grows with queries ·
             keys² · distances: about a second per head for 256 tokens.
-        progress: show a bar.
 
     Returns:
         One row per text, layer and head: ``batch``, ``layer``, ``head``; ``near``, ``far`` and ``near_far``, the
@@ -83,12 +77,8 @@ def preference_flips(
         q = layer.q if queries is None else layer.q[:, spread_rows(layer.q.shape[1], queries)]
         return preference_flips_qk(q, layer.k, layer.rotary, *sets).to_frame()
 
-    def table(spec: AttentionSpec, parts: list[pd.DataFrame]) -> pd.DataFrame:
-        return join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])
-
-    specs = reading.rotary(layers, "preference_flips")
-    options: dict[str, Any] = {"leave": 2, "sinks": sinks, "progress": progress}
-    return reading.note(measure_layers(reading.model, texts, specs, measure, table, **options))
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress, "leave": 2}
+    return measure_layers(reading, texts, "preference_flips", measure, rows_by_text(texts), **options)
 
 
 def _default_far(near: Tensor, longest: int) -> list[int]:

@@ -9,13 +9,11 @@ import pandas as pd
 from torch import Tensor
 
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
-from tl_posdisent.utils.tables import join_texts
 from tl_posdisent.utils.validation import check_flag
 
-from .rotary_layers import RotaryLayer, measure_layers
+from .rotary_layers import RotaryLayer, measure_layers, rows_by_text
 
 
 def positional_symbolic(
@@ -33,14 +31,10 @@ def positional_symbolic(
     Exact, where the paper samples permutations: see ``positional_symbolic_qk``. One forward pass, no score matrix.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
-        layers: default all.
+        model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
         by_subspace: one row per rotary subspace besides, for the scores of that subspace alone.
         sinks: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
             unlike all other keys.
-        progress: show a bar.
 
     Returns:
         One row per text, layer and head (and subspace): ``batch``, ``layer``, ``head``, (``subspace``, ``frequency``,)
@@ -64,9 +58,5 @@ def positional_symbolic(
     def measure(layer: RotaryLayer) -> pd.DataFrame:
         return positional_symbolic_qk(layer.q, layer.k, layer.rotary).to_frame(by_subspace=by_subspace)
 
-    def table(spec: AttentionSpec, parts: list[pd.DataFrame]) -> pd.DataFrame:
-        return join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])
-
-    specs = reading.rotary(layers, "positional_symbolic")
-    options: dict[str, Any] = {"leave": 2, "sinks": sinks, "progress": progress}
-    return reading.note(measure_layers(reading.model, texts, specs, measure, table, **options))
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress, "leave": 2}
+    return measure_layers(reading, texts, "positional_symbolic", measure, rows_by_text(texts), **options)

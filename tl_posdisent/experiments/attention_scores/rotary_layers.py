@@ -11,9 +11,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.models.capture import Captured, for_each_layer
+from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.utils.tables import join_texts
 from tl_posdisent.utils.validation import is_integer
 
 Measured = TypeVar("Measured")
@@ -36,14 +38,15 @@ def check_sinks(sinks: Any, lengths: Sequence[int], *, leave: int = 1) -> None:
 
 
 def measure_layers(
-    model: Any,
+    reading: ModelReading,
     texts: Texts,
-    specs: list[AttentionSpec],
+    tool: str,
     measure: Callable[[RotaryLayer], Measured],
     table: Callable[[AttentionSpec, list[Measured]], pd.DataFrame],
     *,
-    sinks: int,
-    progress: bool,
+    layers: Any = None,
+    sinks: int = 0,
+    progress: bool = True,
     leave: int = 1,
 ) -> pd.DataFrame:
     """Measure each layer in the texts of each length and join the layers' tables, with ``layer`` before ``head``.
@@ -51,12 +54,15 @@ def measure_layers(
     One forward pass per length of text, without score matrices, one layer in memory.
 
     Args:
-        model, texts, specs: what is run, and the layers; their scales are required.
+        reading, texts: what is run.
+        tool: which needs the rotation, for errors.
         measure: of one layer in texts of equal length.
         table: of one layer, from what was measured for each group of ``texts``.
+        layers: default all that rotate.
         sinks: positions to leave out at the beginning of each text, of which at least ``leave`` others must remain.
         progress: show a bar.
     """
+    specs = reading.rotary(layers, tool)
     check_sinks(sinks, texts.lengths, leave=leave)
     scales = {spec.layer: spec.require_scale() for spec in specs}
     found: dict[int, list[Measured]] = {}
@@ -64,10 +70,9 @@ def measure_layers(
     with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
 
         def note(layer: Captured) -> None:
-            rotary = layer.spec.require_rotary("measure_layers")
             q, k = layer.q[:, sinks:], layer.k[:, sinks:]
             parts = found.setdefault(layer.layer, [])
-            parts.append(measure(RotaryLayer(rotary, scales[layer.layer], q, k)))
+            parts.append(measure(RotaryLayer(layer.spec.require_rotary(tool), scales[layer.layer], q, k)))
             if len(parts) == len(texts.groups):
                 of_layer = table(layer.spec, found.pop(layer.layer))
                 of_layer.insert(list(of_layer.columns).index("head"), "layer", layer.layer)
@@ -75,5 +80,10 @@ def measure_layers(
             bar.update()
 
         for group in texts.groups:
-            for_each_layer(model, group.tokens, specs, note, scores=False)
-    return pd.concat(tables, ignore_index=True)
+            for_each_layer(reading.model, group.tokens, specs, note, scores=False)
+    return reading.note(pd.concat(tables, ignore_index=True))
+
+
+def rows_by_text(texts: Texts) -> Callable[[AttentionSpec, list[pd.DataFrame]], pd.DataFrame]:
+    """The ``table`` of measures that have rows for each text."""
+    return lambda spec, parts: join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])

@@ -34,14 +34,7 @@ def subspace_patterns(
     asks layer by layer in one forward pass, without score matrices.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-            Queries and keys of all texts are pooled.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
-        distances: at which all pairs are scored, default 0 up to those of the longest text; any finite numbers.
-        layers: default all.
-        sinks: positions to leave out at the beginning of each text (attention sinks are unlike all other keys).
-        progress: show a bar.
+        model, tokens, attention_mask, distances, layers, sinks, progress: as in ``controlled_distance``.
 
     Returns:
         One row per layer, head and subspace: ``layer``, ``head``, ``subspace``, ``frequency`` (radians per position),
@@ -72,9 +65,8 @@ def subspace_patterns(
         q, k = (_pooled([getattr(part, side) for part in parts]) for side in ("q", "k"))
         return subspace_patterns_qk(q, k, parts[0].rotary, at, scale=parts[0].scale).to_frame()
 
-    specs = reading.rotary(layers, "subspace_patterns")
-    options: dict[str, Any] = {"sinks": sinks, "progress": progress}
-    return reading.note(measure_layers(reading.model, texts, specs, lambda layer: layer, table, **options))
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    return measure_layers(reading, texts, "subspace_patterns", lambda layer: layer, table, **options)
 
 
 def _pooled(parts: list[Tensor]) -> Tensor:

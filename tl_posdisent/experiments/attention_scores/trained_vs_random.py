@@ -52,14 +52,9 @@ def trained_vs_random(
     * ``concentration``, of the keys' phases, mean over the rotary subspaces (``subspace_patterns``).
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-            The random copies read the same.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        model, tokens, attention_mask, distances, layers: as in ``controlled_distance``.
         seeds: random copies (``random_control``): how many, or a list of their seeds.
         by: one row per head, or per layer: the mean over its heads.
-        distances: controlled distances, default 0 up to those of the longest text.
-        layers: default all.
         sinks: positions to leave out at the beginning of each text, among queries and keys.
         progress: show a bar over the models.
 

@@ -50,13 +50,10 @@ def additive_substitution(
     (``head_ablation``).
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``, with its own hooks if it has any.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        model, tokens, attention_mask, progress: as in ``head_ablation``.
         axes: the additive model, ``"three"`` or ``"two"`` (see ``substitute_additive``).
         layers: default all (all that rotate, for two axes).
         seed: of the order of the shuffled text, which is the same for all texts of one length.
-        progress: show a bar.
 
     Returns:
         One row for each run: ``scope``, what was replaced: ``"head"``, ``"layer"`` (all its heads) or ``"all"`` (of

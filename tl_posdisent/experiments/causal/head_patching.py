@@ -56,14 +56,10 @@ def head_patching(
         tokens: the run that is patched (the *corrupted* run, to restore a clean result): ids ``[batch, pos]``, or text
             if the model has a tokenizer: one, or a list of any lengths.
         source: the run from which activations come, in the shape or of the lengths of ``tokens``.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids, the same for both. Each text is run without its
-            padding.
         metric: a function of ``(logits [batch, pos, vocab], source)`` that returns a number or one for each text, of
             which the mean counts. At padding its logits are NaN.
         activation: ``"z"`` (a head's result), ``"q"``, ``"k"``, ``"v"`` (before rotation and norm) or ``"pattern"``.
-        layers: default all.
-        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
-        progress: show a bar.
+        attention_mask, layers, heads, progress: as in ``head_ablation``; the mask is of both runs.
 
     Returns:
         One row per layer and head: ``layer``, ``head``; ``source``, ``baseline`` and ``value``, the metric of the run

@@ -1,4 +1,4 @@
-"""Attribution of the loss to the additive parts of scores: Shapley values, and one backward pass for all heads."""
+"""Attribution of the loss to the additive components of scores: Shapley values, and one backward pass for all heads."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tl_posdisent.utils.validation import check_choice
 
 from .metrics import Metric, as_number, check_metric, next_token_loss, values_of
 
-_PARTS: tuple[Part, ...] = get_args(Part)
+_COMPONENTS: tuple[Part, ...] = get_args(Part)
 Measured = Literal["loss", "kl"]
 
 
 def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataFrame:
-    """Attribute the loss to the four parts of the scores: exact Shapley values from ``additive_substitution``.
+    """Attribute the loss to the four components of the scores: exact Shapley values from ``additive_substitution``.
 
     That table has the loss ``v(S)`` with each subset ``S`` of distance, query, key and residual kept in all layers. The
-    Shapley value of a part is the change of the loss when it is added, averaged over all orders in which the four can
-    be added::
+    Shapley value of a component is the change of the loss when it is added, averaged over all orders in which the four
+    can be added::
 
         value(p) = Σ_S |S|! (3 - |S|)! / 4! · (v(S ∪ {p}) - v(S)),    S without p
 
@@ -45,8 +45,9 @@ def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataF
         measured: ``"loss"``, or ``"kl"``, the divergence of the predictions.
 
     Returns:
-        One row per part: ``part``; ``value``, nats per token, negative where the part lowers the loss; ``first`` and
-        ``last``, the change if it is added to none and to all of the others (where these differ, parts interact).
+        One row per component: ``component``; ``value``, nats per token, negative where it lowers the loss; ``first``
+        and ``last``, the change if it is added to none and to all of the others (where these differ, components
+        interact).
 
     Raises:
         ValueError: a table without a row, or with several rows, for some subset; an unknown ``measured``.
@@ -55,42 +56,42 @@ def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataF
         >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model
         >>> from tl_posdisent.experiments import shapley_values
         >>> table = additive_substitution(load_demo_model(), demo_tokens(length=64), layers=[3, 4], progress=False)
-        >>> values = shapley_values(table).set_index("part")["value"]
+        >>> values = shapley_values(table).set_index("component")["value"]
         >>> values.idxmin()  # it lowers the loss most
         'residual'
     """
     check_choice("measured", measured, get_args(Measured))
     values = _subset_values(table, measured)
     rows = []
-    for part in _PARTS:
-        others = [other for other in _PARTS if other != part]
+    for component in _COMPONENTS:
+        others = [other for other in _COMPONENTS if other != component]
         gains = {
-            frozenset(some): values[frozenset({*some, part})] - values[frozenset(some)]
-            for n in range(len(_PARTS))
+            frozenset(some): values[frozenset({*some, component})] - values[frozenset(some)]
+            for n in range(len(_COMPONENTS))
             for some in combinations(others, n)
         }
         value = sum(_order_share(len(some)) * gain for some, gain in gains.items())
-        rows.append((part, value, gains[frozenset()], gains[frozenset(others)]))
-    return pd.DataFrame(rows, columns=["part", "value", "first", "last"])
+        rows.append((component, value, gains[frozenset()], gains[frozenset(others)]))
+    return pd.DataFrame(rows, columns=["component", "value", "first", "last"])
 
 
 def _order_share(before: int) -> float:
-    """The fraction of orders in which a part comes right after a given set of so many others."""
-    return factorial(before) * factorial(len(_PARTS) - 1 - before) / factorial(len(_PARTS))
+    """The fraction of orders in which a component comes right after a given set of so many others."""
+    return factorial(before) * factorial(len(_COMPONENTS) - 1 - before) / factorial(len(_COMPONENTS))
 
 
 def _subset_values(table: Any, measured: str) -> dict[frozenset[str], float]:
-    """The loss with each subset of the parts."""
+    """The loss with each subset of the components."""
     needed = {"scope", "put_in", "keep", measured}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
         got = list(table.columns) if isinstance(table, pd.DataFrame) else type(table).__name__
         raise ValueError(f"table must be what additive_substitution returned, got {got}")
     runs = table[(table["scope"] == "all") & (table["put_in"] == "fit")]
     named = [frozenset() if keep == "mean" else frozenset(str(keep).split("+")) for keep in runs["keep"]]
-    wanted = {frozenset(some) for n in range(len(_PARTS) + 1) for some in combinations(_PARTS, n)}
+    wanted = {frozenset(some) for n in range(len(_COMPONENTS) + 1) for some in combinations(_COMPONENTS, n)}
     if set(named) != wanted or len(named) != len(wanted):
         raise ValueError(
-            f'table must have one row for each of the {len(wanted)} subsets of the parts (scope "all", put_in "fit"), '
+            f'table must have one row for each of the {len(wanted)} subsets of components (scope "all", put_in "fit"), '
             f"got {len(named)} rows for {len(set(named) & wanted)} of them"
         )
     return dict(zip(named, map(float, runs[measured]), strict=True))
@@ -105,29 +106,26 @@ def component_attribution(
     layers: Layers = None,
     heads: Heads = None,
 ) -> pd.DataFrame:
-    """Attribute a metric to the additive parts of all heads' scores by one backward pass.
+    """Attribute a metric to the additive components of all heads' scores by one backward pass.
 
     Scores are a sum of ``mean``, ``distance``, ``query``, ``key`` and ``residual`` (the three-axis fit of each text and
-    head, in the gauge of ``AdditiveFit``). With the gradient of the metric by a head's scores, and a part of these::
+    head, in the gauge of ``AdditiveFit``). With the gradient of the metric by a head's scores, and a component of
+    these::
 
-        value(part) = Σ_{i,j} ∂metric/∂scores[i, j] · part[i, j]
+        value(component) = Σ_{i,j} ∂metric/∂scores[i, j] · component[i, j]
 
-    It is the rate at which the metric changes as this part is scaled up in this head, and ``-value`` the first-order
-    estimate of what dropping the part would change, which is poor for large parts (``drop_component`` measures it, one
-    pass for each). A softmax ignores what depends on the query alone: ``mean`` and ``query`` have value 0, except
+    It is the rate at which the metric changes as this component is scaled up in this head, and ``-value`` the
+    first-order estimate of what dropping it would change, which is poor for large ones (``drop_component`` measures it,
+    one pass for each). A softmax ignores what depends on the query alone: ``mean`` and ``query`` have value 0, except
     beside an attention sink.
 
     One forward and one backward pass for each length of text, whose activations and scores are held. Neither the
     parameters' ``grad`` nor their ``requires_grad`` changes. Hooks of your own on the model act.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        metric: as in ``head_ablation``, but differentiable (torch functions of the logits): default the mean loss of
+        model, tokens, attention_mask, layers, heads: as in ``head_ablation``.
+        metric: as there, but differentiable (torch functions of the logits): default the mean loss of
             each text's next tokens, in nats; or ``logit_difference``.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
-        layers: default all.
-        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
 
     Returns:
         One row per layer and head: ``layer``, ``head``, ``mean``, ``distance``, ``query``, ``key``, ``residual``, in
@@ -142,7 +140,7 @@ def component_attribution(
         >>> from tl_posdisent.experiments import component_attribution
         >>> table = component_attribution(load_demo_model(), demo_tokens(length=64))
         >>> total = table[["distance", "query", "key", "residual"]].sum()
-        >>> bool(abs(total["query"]) < 1e-3), bool(total["distance"] < 0)  # the distance part lowers the loss
+        >>> bool(abs(total["query"]) < 1e-3), bool(total["distance"] < 0)  # the distance component lowers the loss
         (True, True)
     """
     check_metric(metric)
@@ -162,10 +160,10 @@ def component_attribution(
     rows = []
     sums = [[tap.products(next(gradients)) for tap in of_group] for of_group in taps]
     for n, (spec, some) in enumerate(chosen):
-        parts = sum(of_group[n] for of_group in sums)
-        assert isinstance(parts, Tensor)
-        rows += [(spec.layer, head, *own) for head, own in zip(some, parts.T.tolist(), strict=True)]
-    return reading.note(pd.DataFrame(rows, columns=["layer", "head", "mean", *_PARTS]))
+        components = sum(of_group[n] for of_group in sums)
+        assert isinstance(components, Tensor)
+        rows += [(spec.layer, head, *own) for head, own in zip(some, components.T.tolist(), strict=True)]
+    return reading.note(pd.DataFrame(rows, columns=["layer", "head", "mean", *_COMPONENTS]))
 
 
 @dataclass(eq=False)
@@ -191,17 +189,17 @@ class _Tap:
             raise RuntimeError(f"the scores of layer {self.layer} were computed {len(self.seen)} times in one run")
         return self.seen[0][2]
 
-    def products(self, gradient: Float[Tensor, "batch head query key"] | None) -> Float[Tensor, "part head"]:
-        """Σ gradient · part for each part and head, in float64."""
+    def products(self, gradient: Float[Tensor, "batch head query key"] | None) -> Float[Tensor, "component head"]:
+        """Σ gradient · component for each component and head, in float64."""
         scores, inside, _ = self.seen.pop()
         if gradient is None:
-            return torch.zeros(1 + len(_PARTS), scores.shape[1], dtype=torch.float64)
+            return torch.zeros(1 + len(_COMPONENTS), scores.shape[1], dtype=torch.float64)
         return _weighted(split_scores(scores, inside), gradient, inside).cpu()
 
 
-def _weighted(parts: dict[str, Tensor], gradient: Tensor, inside: Bool[Tensor, "*lead query key"]) -> Tensor:
+def _weighted(components: dict[str, Tensor], gradient: Tensor, inside: Bool[Tensor, "*lead query key"]) -> Tensor:
     slope = torch.where(inside, gradient.double(), 0.0)
-    return torch.stack([(slope * parts[name]).sum((0, 2, 3)) for name in ("mean", *_PARTS)])
+    return torch.stack([(slope * components[name]).sum((0, 2, 3)) for name in ("mean", *_COMPONENTS)])
 
 
 def _output(model: Any, group: TextGroup, hooks: Sequence[Hook]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -14,16 +14,16 @@ from tl_posdisent.hooks.patch import Keys, MovedPart, check_parts, score_hooks, 
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads, rotary_heads
 from tl_posdisent.hooks.positions import real_tensor, swap_positions
 from tl_posdisent.models.reading.forward import Hook, evaluating, run
-from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.rotated_qk import listen_scores, listen_vectors
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
 
-from .metrics import Metric, check_metric, next_token_loss, value_of
+from .metrics import Metric, check_metric, measured_value, next_token_loss, value_of
 from .patch_tables import as_table, check_apart, patch_each, read_source
 from .predictions import run_texts
-from .runs import HooksOf
+from .runs import Failures, HooksOf
 
 What = Literal["head", "query", "key", "layer"]
 Direction = Literal["denoise", "noise"]
@@ -55,14 +55,10 @@ def position_patching(
     asked for are held meanwhile. Hooks of your own on the model act in every run. Dropout is off meanwhile.
 
     Args:
-        model: a model with rotary embeddings, or its ``read_model``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        model, tokens, attention_mask, progress: as in ``head_ablation``; the model has rotary embeddings.
         positions: what RoPE sees in the corrupted run: ``(pos,)``, counted from each text's first token, or
             ``(batch, pos)``, laid out like ``tokens``.
-        metric: a function of ``(logits [batch, pos, vocab], tokens [batch, pos])`` that returns a number or one for
-            each text, of which the mean counts. At padding its logits are NaN. Default: the mean loss of each text's
-            next tokens, in nats.
+        metric: as in ``head_ablation``.
         what: what is moved: queries and keys of a ``"head"``, its ``"query"`` or its ``"key"`` alone, or both of all
             heads of a ``"layer"``.
         keys: where heads share keys, ``"group"`` moves the key head's, which all heads of the group then see: by
@@ -72,7 +68,6 @@ def position_patching(
             is on the same scale, so that noise in vain leaves 1.
         layers: layers that are patched, default all that rotate. The corrupted run sees other positions in all.
         heads: query heads that are patched, default all: of each of these layers, or pairs ``(layer, head)``.
-        progress: show a bar.
 
     Returns:
         One row per layer and head (per layer for ``"layer"``): ``layer``, ``head``, ``clean``, ``corrupted`` and
@@ -97,57 +92,36 @@ def position_patching(
     reading = read_model(model)
     model, chosen = reading.model, rotary_heads(reading, layers, heads, "position_patching")
     texts = read_texts(model, tokens, attention_mask)
-    runs = [_Runs.of(reading, texts, group, positions, direction) for group in texts.groups]
-    specs = [spec for spec, _ in chosen]
+    places = [positions_of(texts, group, positions) for group in texts.groups]
+    corrupting: list[list[Hook]] = [swap_positions(reading, place) for place in places]
+    hooks: dict[str, list[list[Hook]]] = {"clean": [[] for _ in places], "corrupted": corrupting}
+    source, patched_run = ("clean", "corrupted") if direction == "denoise" else ("corrupted", "clean")
+    held: list[dict[int, dict[str, Tensor]]] = [{spec.layer: {} for spec, _ in chosen} for _ in places]
+    seen_at = places if source == "corrupted" else [None] * len(places)
+    listening = [
+        [*some, *(x for spec, _ in chosen for x in listen_vectors(spec, place, vectors[spec.layer]))]
+        for some, place, vectors in zip(hooks[source], seen_at, held, strict=True)
+    ]
+    rows, failures = [], Failures()
     with evaluating(model):
         measured = {
-            name: value_of(metric, run_texts(model, texts, [run.hooks(name, specs) for run in runs]), texts)
-            for name in ("clean", "corrupted")
+            name: value_of(metric, run_texts(model, texts, listening if name == source else some), texts)
+            for name, some in hooks.items()
         }
         check_apart(model, measured, "positions")
-        rows: list[tuple[int, int, float]] = []
         for spec, patched, reported in tqdm(_units(chosen, what, keys), desc="patches", disable=not progress):
-            hooks = [run.patched(spec, patched, what, keys) for run in runs]
-            value = value_of(metric, run_texts(model, texts, hooks), texts)
+            moved = [_moved(spec, patched, vectors[spec.layer], what, keys) for vectors in held]
+            under = [[*some, *more] for some, more in zip(hooks[patched_run], moved, strict=True)]
+            run = partial(run_texts, model, texts, under)
+            value = failures.attempt(partial(measured_value, metric, run, texts), spec.layer, reported[0])
             rows += [(spec.layer, head, value) for head in reported]
-    return reading.note(as_table(rows, measured).drop(columns="head" if what == "layer" else []))
+    table = failures.note(as_table(rows, measured))
+    return reading.note(table.drop(columns="head" if what == "layer" else []))
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """The run that is patched from and the one that is patched, of texts of equal length."""
-
-    corrupting: list[Hook]
-    positions: Tensor
-    direction: Direction
-    held: dict[int, dict[str, Tensor]]  # vectors of the run that is patched from, by layer
-
-    @classmethod
-    def of(cls, reading: ModelReading, texts: Texts, group: TextGroup, positions: Any, direction: Direction) -> _Runs:
-        place = positions_of(texts, group, positions)
-        return cls(swap_positions(reading, place), place, direction, {})
-
-    @property
-    def _source(self) -> str:
-        return "clean" if self.direction == "denoise" else "corrupted"
-
-    def _of(self, name: str) -> tuple[list[Hook], Tensor | None]:
-        return ([], None) if name == "clean" else (self.corrupting, self.positions)
-
-    def hooks(self, name: str, specs: Sequence[AttentionSpec]) -> list[Hook]:
-        """Those of a run as it is; of the source they keep its vectors, too."""
-        hooks, positions = self._of(name)
-        if name != self._source:
-            return hooks
-        self.held.update({spec.layer: {} for spec in specs})
-        return [*hooks, *(hook for spec in specs for hook in listen_vectors(spec, positions, self.held[spec.layer]))]
-
-    def patched(self, spec: AttentionSpec, heads: list[int], what: What, keys: Keys) -> list[Hook]:
-        """Those of the run that is patched, with the vectors of the other."""
-        hooks, _ = self._of("corrupted" if self._source == "clean" else "clean")
-        q, k = self.held[spec.layer]["q"], self.held[spec.layer]["k"]
-        vectors = None if what == "key" else q, None if what == "query" else k
-        return [*hooks, *vector_hooks(spec, heads, *vectors, keys)]
+def _moved(spec: AttentionSpec, heads: list[int], held: dict[str, Tensor], what: What, keys: Keys) -> list[Hook]:
+    """Hooks that put in the vectors of the other run."""
+    return vector_hooks(spec, heads, None if what == "key" else held["q"], None if what == "query" else held["k"], keys)
 
 
 def positions_of(texts: Texts, group: TextGroup, positions: Any) -> Tensor:
@@ -204,19 +178,14 @@ def component_patching(
     meanwhile.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings for
+        model, tokens, attention_mask, layers, heads, progress: as in ``head_ablation``; with rotary embeddings for
             ``source_positions``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them together; all
             five are the scores themselves. A softmax ignores ``"query"`` and ``"mean"``: their effect is 0, except
             beside an attention sink.
         source: the run from which the component comes: tokens, in the shape or of the lengths of ``tokens``.
         source_positions: or its positions, as in ``position_patching``.
-        metric: as in ``position_patching``. Its tokens are ``tokens`` in all three runs.
-        layers: default all.
-        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
-        progress: show a bar.
+        metric: as in ``head_ablation``. Its tokens are ``tokens`` in all three runs.
 
     Returns:
         One row per layer and head: ``layer``, ``head``; ``source``, ``baseline`` and ``value``, the metric of the run

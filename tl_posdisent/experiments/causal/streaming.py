@@ -42,17 +42,9 @@ def streaming_ablation(
     the cost of ``head_ablation``: within a layer, one pass gives what all heads gather under the restriction.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile. Rotary
-            embeddings are not needed.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        metric: as in ``head_ablation``.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        model, tokens, metric, attention_mask, layers, heads, batch_size, progress: as in ``head_ablation``.
         sinks: keys at the beginning of each text that stay visible.
         window: last keys that stay visible, the query's own included; default a quarter of the longest text.
-        layers: default all that have attention.
-        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
-        batch_size: as in ``head_ablation``.
-        progress: show a bar.
 
     Returns:
         One row per layer and head: ``layer``, ``head``, ``baseline`` (the metric of all heads), ``value`` (with the
