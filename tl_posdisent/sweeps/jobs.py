@@ -95,8 +95,8 @@ def jobs(
     Weights and texts in files are read once for a hash; a job raises an error if its files have changed since.
 
     Args:
-        models: ``"demo"``, names that ``load_model`` takes, folders or safetensors files (of Hugging Face models, of
-            ``save_checkpoint``, of the demo model's training).
+        models: ``"demo"``, names that ``load_model`` takes, GGUF files, folders or safetensors files (of Hugging Face
+            models, of ``save_checkpoint``, of the demo model's training).
         experiments: names of public functions of ``(model, tokens)`` that return a table, or pairs of a name and a dict
             of further JSON-compatible arguments.
         texts: each ``"demo"``, words, a ``Path`` of a UTF-8 file, or a ``Text`` (stretches of any of these).

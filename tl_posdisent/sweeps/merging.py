@@ -94,7 +94,7 @@ def marginals_by_layer(
     layers: int | Iterable[int] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Measure all that ``additivity(..., pool=True)`` needs of a text, in a form that texts can be pooled from.
+    """Measure the marginal sums that ``merge_additivity`` pools over texts: all that ``additivity(pool=True)`` needs.
 
     Args:
         model, tokens, attention_mask, layers, progress: as in ``additivity``. Cells are those of each layer's own mask.
@@ -200,7 +200,7 @@ def moments_by_layer(
     sinks: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Measure all that ``controlled_distance`` needs of a text, in a form that adds up over texts.
+    """Measure the moments that ``merge_controlled_distance`` adds over texts: all that ``controlled_distance`` needs.
 
     Args:
         model, tokens, attention_mask, layers, sinks, progress: as in ``controlled_distance``.
