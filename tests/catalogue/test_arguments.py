@@ -191,7 +191,7 @@ WITHOUT_KIND = words_of(
     """
     answer available body changed checkpoint checkpoints choice_masks command compile context context_mask
     downstream draw executor folder heldout in_range key metrics model models name_or_dir notes
-    on_step out path perturb profiles progress queries query resume retry signed sink source_positions sufficient
+    on_step out path perturb profiles progress queries query resume retry signed source_positions sufficient
     tokenizer words wrong
     """
 )
