@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     ),
     "choice": (
         ["no such thing", 3],
-        "activation alibi_slopes ask axes backend better by component count_from direction dtype effect encoding "
+        "activation alibi_slopes ask axes backend better by component count_from direction dtype encoding "
         "experiment grand_mean initialisation keys keys_from kind mask measure measured mode name order pairing "
         "part precision read_out rung scope sinusoids tool unit value what",
     ),
@@ -51,7 +51,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "": ([], ""),
     "choices": (
         [["no such thing"], 3],
-        "controls dropout_at effects encodings experiments keep kinds measures modes rungs sections tasks tools",
+        "components controls dropout_at encodings experiments keep kinds measures modes rungs sections tasks tools",
     ),
     "count": (
         [0, 2.5, True, "3", NAN],
@@ -178,7 +178,7 @@ NOT_YET = words_of(
     """
     additivity.block check_model.tools check_model.lengths head_labels.attention_mask length_generalization.hooks
     output_projection.hooks load_demo_model.trained demo_hf_model.trained demo_hf_model.seed show_scores.scores
-    show_parts.scores show_patterns.pattern flip_probability.scores interaction_by_subspace.effects
+    show_parts.scores show_patterns.pattern flip_probability.scores interaction_by_subspace.components
     merge_additivity.table merge_controlled_distance.table merge_moments.table deposit.drops deposit_spread.reports
     deposit_study.seeds deposit_study.samples deposit_study.modes positional_gradients.seed sufficient_heads.order
     train_preset.seeds train_preset.device deposit_study.device jobs.experiments jobs.seeds plot_training.run
@@ -202,7 +202,7 @@ RESULTS = {
     *("PositionalSubspace", "PreferenceFlips", "RopeCapacity", "RopeHadamard", "Split", "SubspacePatterns"),
     *("SubspaceShares", "SufficientHeads", "TrainRun", "TrainingInterrupted", "VarianceShares"),
 }
-NO_FUNCTIONS = {"EFFECTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used
+NO_FUNCTIONS = {"COMPONENTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used
 
 KIND_OF = {name: kind for kind, (_, names) in KINDS.items() for name in names.split()}
 

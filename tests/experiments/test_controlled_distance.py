@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tl_posdisent import capture, controlled_distance, dummy_distance, fit_additive, random_control, read_attention
 from tl_posdisent.experiments import dummy_distance_check
-from tl_posdisent.rope import EFFECTS
+from tl_posdisent.rope import COMPONENTS
 
 Model = Callable[[str, str], Any]
 CASES = zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2")
@@ -48,9 +48,9 @@ def test_equals_the_dense_tensor(kind: str, name: str, shared_model: Model) -> N
         total = scores.var((1, 2, 3), correction=0)
         torch.testing.assert_close(rows(table, layer, "total"), total.float(), rtol=1e-6, atol=0)
         torch.testing.assert_close(rows(table, layer, "mean"), scores.mean((1, 2, 3)).float(), rtol=1e-5, atol=1e-5)
-        for effect in EFFECTS:
-            share = (expected[effect] / total).float()
-            torch.testing.assert_close(rows(table, layer, effect), share, rtol=1e-6, atol=1e-7)
+        for component in COMPONENTS:
+            share = (expected[component] / total).float()
+            torch.testing.assert_close(rows(table, layer, component), share, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))

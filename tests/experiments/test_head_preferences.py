@@ -45,7 +45,7 @@ def test_default_distances_and_refusals(shared_model: Any) -> None:
     wanted = preference_flips(model, TOKENS, near=range(8), far=[8, 9, 10, 11, 13, 14, 15], layers=1, progress=False)
     pd.testing.assert_frame_equal(got, wanted)
     for options, words in (
-        ({"near": "0"}, "near must be distances"),
+        ({"near": "0"}, "near must be finite real numbers"),
         ({"near": [0, 9], "far": [9]}, "no distance twice"),
         ({"queries": 0}, "queries must"),
         ({"sinks": 11}, "sinks must be an integer from 0 to 10"),

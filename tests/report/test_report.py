@@ -90,7 +90,7 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
 
     shares = tp.controlled_distance(model, TOKENS, progress=False)
     titles = {"r two axis": "r_two_axis", "r three axis": "r_three_axis"}
-    titles |= {effect.replace(":", " × "): effect for effect in tp.rope.EFFECTS}
+    titles |= {effect.replace(":", " × "): effect for effect in tp.rope.COMPONENTS}
     agrees(document, "heads-shares", titles, shares)
     random_shares = [tp.controlled_distance(m, TOKENS, progress=False) for m in copies]
     agrees(

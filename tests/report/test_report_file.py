@@ -55,7 +55,7 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
         "r_two_axis",
         "r_three_axis",
     ]
-    columns += [*tp.rope.EFFECTS, "baseline", "value", "effect"]
+    columns += [*tp.rope.COMPONENTS, "baseline", "value", "effect"]
     numbers = torch.rand(len(index), len(columns), generator=torch.Generator().manual_seed(0)).double()
     table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
     path = tmp_path / "section.html"

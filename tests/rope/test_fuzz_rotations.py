@@ -13,7 +13,7 @@ from support.fuzzing import Heads, drawn_heads, examples, normal, rotaries
 from torch import Tensor
 
 from tl_posdisent.rope import (
-    EFFECTS,
+    COMPONENTS,
     Moments,
     Rotary,
     decompose,
@@ -98,31 +98,31 @@ def test_shares_are_those_of_the_whole_table(heads: Heads, distances: list[float
     torch.testing.assert_close(found.total, total, rtol=1e-7, atol=rounding)
     axes = {"distance": 1, "query": 2, "key": 3}
     left = scores - scores.mean((1, 2, 3), keepdim=True)
-    effects: dict[str, Tensor] = {}
-    for effect in EFFECTS:  # main effects come first, so what is below an effect is already known
-        names = effect.split(":")
+    components: dict[str, Tensor] = {}
+    for component in COMPONENTS:  # main components come first, so what is below a component is already known
+        names = component.split(":")
         others = [axis for name, axis in axes.items() if name not in names]
         term = left.mean(others, keepdim=True) if others else left
-        for lower, known in effects.items():
+        for lower, known in components.items():
             term = term - known if {*lower.split(":")} < {*names} else term
-        effects[effect] = term
+        components[component] = term
         expected = term.square().mean((1, 2, 3))
-        torch.testing.assert_close(found.variance(effect), expected, rtol=1e-7, atol=rounding)
+        torch.testing.assert_close(found.variance(component), expected, rtol=1e-7, atol=rounding)
     varies = total > 1e3 * rounding
-    shares = sum(found.share(effect) for effect in EFFECTS)
+    shares = sum(found.share(component) for component in COMPONENTS)
     torch.testing.assert_close(shares[varies], torch.ones_like(shares[varies]), rtol=0, atol=1e-9)
 
 
 @examples(40)
-@given(drawn_heads(least=1, positions=5), SOME, st.sampled_from(EFFECTS))
-def test_bounds_hold_and_subspaces_add_up(heads: Heads, distances: list[float], effect: Any) -> None:
+@given(drawn_heads(least=1, positions=5), SOME, st.sampled_from(COMPONENTS))
+def test_bounds_hold_and_subspaces_add_up(heads: Heads, distances: list[float], component: Any) -> None:
     moments = Moments.from_qk(heads.q, heads.k, heads.rotary)
-    bound = interaction_bound(moments, distances, scale=0.5, effect=effect)
+    bound = interaction_bound(moments, distances, scale=0.5, component=component)
     room = 1 + 1e-9
     rounding = 1e-9 * float(bound.total.max() + bound.separate.max())
     assert bool((bound.variance <= bound.pairwise * room + rounding).all())
     assert bool((bound.pairwise <= bound.separate * room + rounding).all())
-    parts = interaction_by_subspace(moments, distances, scale=0.5, effects=[effect]).variances[0].sum(-1)
+    parts = interaction_by_subspace(moments, distances, scale=0.5, components=[component]).variances[0].sum(-1)
     torch.testing.assert_close(parts, bound.variance, rtol=1e-7, atol=10 * rounding)
 
 

@@ -125,7 +125,7 @@ def test_tables_of_results() -> None:
         ({"q": torch.zeros(2, 20, 3, 9)}, r"multiple of the key heads, got \(2, 20, 3, 9\)"),
         ({"k": torch.full((2, 20, 2, 9), torch.inf)}, "k must be finite, got 720 values"),
         ({"q": torch.zeros(2, 20, 4, 9, dtype=torch.int64)}, "q must be a floating point tensor"),
-        ({"q": torch.zeros(2, 1, 4, 9), "k": torch.zeros(2, 1, 2, 9)}, "at least two positions"),
+        ({"q": torch.zeros(2, 1, 4, 9), "k": torch.zeros(2, 1, 2, 9)}, "at least two keys"),
         ({"rotary": Rotary(torch.ones(5, dtype=torch.float64))}, "last axis of at least 10"),
     ],
 )

@@ -106,11 +106,11 @@ def test_one_distance_has_no_pairs() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"near": []}, "near must be finite numbers, at least one"),
-        ({"near": [0, float("nan")]}, "near must be finite numbers"),
-        ({"far": "7"}, "far must be distances"),
-        ({"far": 7}, "far must be distances"),
-        ({"far": [True]}, "far must be finite numbers"),
+        ({"near": []}, "near must be one-dimensional and not empty"),
+        ({"near": [0, float("nan")]}, "near must be finite real numbers"),
+        ({"far": "7"}, "far must be finite real numbers"),
+        ({"far": 7}, "far must be one-dimensional"),
+        ({"far": [True]}, "far must be finite real numbers"),
         ({"far": [3.5, 9]}, "near and far must name no distance twice"),
         ({"k": torch.ones(2, 1, 2, 8)}, "q and k must have .* at least two keys"),
         ({"k": torch.ones(2, 9, 3, 8)}, "multiple of the key heads"),

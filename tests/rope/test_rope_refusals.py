@@ -44,17 +44,17 @@ MOMENTS = some_moments()
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "an effect that was not asked for": (
-        lambda: interaction_by_subspace(MOMENTS, range(4), scale=1.0, effects=["distance:key"]).share("query:key"),
-        "effect must be one of distance:key, got 'query:key'",
+    "a component that was not asked for": (
+        lambda: interaction_by_subspace(MOMENTS, range(4), scale=1.0, components=["distance:key"]).share("query:key"),
+        "component must be 'distance:key', got 'query:key'",
     ),
-    "one word for effects": (
-        lambda: interaction_by_subspace(MOMENTS, range(4), scale=1.0, effects="distance"),
-        "effects must be a sequence of effects, got the one word 'distance'",
+    "one word for components": (
+        lambda: interaction_by_subspace(MOMENTS, range(4), scale=1.0, components="distance"),
+        "components must be a sequence of components, got the one word 'distance'",
     ),
-    "no effects": (
-        lambda: interaction_by_subspace(MOMENTS, range(4), scale=1.0, effects=[]),
-        "effects must name at least one",
+    "no components": (
+        lambda: interaction_by_subspace(MOMENTS, range(4), scale=1.0, components=[]),
+        "components must name at least one",
     ),
     "values of a table": (lambda: decompose(MOMENTS, range(4), scale=1.0).to_frame(values="sum"), "values must be"),
     "rows of a table": (lambda: interaction_bound(MOMENTS, range(4), scale=1.0).to_frame(rows="cell"), "rows must be"),

@@ -1,4 +1,4 @@
-"""Effects by subspace add up to the whole, and bounds hold and are attained."""
+"""Components by subspace add up to the whole, and bounds hold and are attained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.subspace_interactions import interaction_bound, interaction_by_subspace
-from tl_posdisent.rope.variance_decomposition import EFFECTS, decompose
+from tl_posdisent.rope.variance_decomposition import COMPONENTS, decompose
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -23,12 +23,12 @@ def test_subspaces_sum_to_the_whole(layer: str) -> None:
     rotary, _, _, d_head = LAYERS[layer]
     moments = Moments.from_qk(*draw(layer), rotary)
     whole = decompose(moments, range(9), scale=SCALE)
-    parts = interaction_by_subspace(moments, range(9), scale=SCALE, effects=EFFECTS)
+    parts = interaction_by_subspace(moments, range(9), scale=SCALE, components=COMPONENTS)
     assert parts.variances.shape[-1] == rotary.dim // 2 + math.ceil((d_head - rotary.dim) / 2)
     error = (parts.variances.sum(-1) - whole.variances).abs() / whole.total
     assert float(error.max()) < 1e-12
-    for effect in ("distance", "distance:query", "distance:key", "distance:query:key"):
-        assert bool((parts.share(effect)[:, parts.frequencies == 0] == 0).all())
+    for component in ("distance", "distance:query", "distance:key", "distance:query:key"):
+        assert bool((parts.share(component)[:, parts.frequencies == 0] == 0).all())
 
 
 def test_a_pair_of_subspaces_is_shared_in_halves() -> None:
@@ -65,15 +65,15 @@ def test_subspace_table_has_its_frequencies_and_adds_up() -> None:
     layer=st.sampled_from(sorted(LAYERS)),
     distances=st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8),
     mean=st.floats(0, 10),
-    effect=st.sampled_from([effect for effect in EFFECTS if "distance:" in effect]),
+    component=st.sampled_from([component for component in COMPONENTS if "distance:" in component]),
     seed=st.integers(0, 1000),
 )
-def test_bound_holds(layer: str, distances: list[float], mean: float, effect: Any, seed: int) -> None:
+def test_bound_holds(layer: str, distances: list[float], mean: float, component: Any, seed: int) -> None:
     torch.manual_seed(seed)
     rotary = LAYERS[layer][0]
     q, k = draw(layer, mean=mean)
-    bound = interaction_bound(Moments.from_qk(q, k, rotary), distances, scale=SCALE, effect=effect)
-    exact = anova(all_scores(q, k, rotary, distances))[effect]
+    bound = interaction_bound(Moments.from_qk(q, k, rotary), distances, scale=SCALE, component=component)
+    exact = anova(all_scores(q, k, rotary, distances))[component]
     rounding = 1e-9 * (1 + bound.total)
     assert bool((exact <= bound.pairwise + rounding).all())
     assert bool((bound.pairwise <= bound.separate * (1 + 1e-12) + rounding).all())

@@ -107,7 +107,7 @@ def test_shares_over_subspaces_are_those_of_the_dense_tensor(layer: str) -> None
 
 def test_distance_parts_are_those_of_interaction_by_subspace() -> None:
     q, k, rotary = draw()
-    parts = interaction_by_subspace(Moments.from_qk(q, k, rotary), DISTANCES, scale=SCALE, effects=["distance"])
+    parts = interaction_by_subspace(Moments.from_qk(q, k, rotary), DISTANCES, scale=SCALE, components=["distance"])
     torch.testing.assert_close(patterns(q, k, rotary).distance, parts.share("distance"))
 
 

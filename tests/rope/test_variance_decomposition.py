@@ -16,18 +16,18 @@ from torch import Tensor
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary, rotate
 from tl_posdisent.rope.subspace_interactions import interaction_bound, interaction_by_subspace
-from tl_posdisent.rope.variance_decomposition import EFFECTS, VarianceShares, decompose
+from tl_posdisent.rope.variance_decomposition import COMPONENTS, VarianceShares, decompose
 
 HALF = LAYERS["half"][0]
 
 
 def assert_same(ours: VarianceShares, theirs: dict[str, Tensor], close: float = 1e-12) -> None:
-    total = sum(theirs[effect] for effect in EFFECTS)
+    total = sum(theirs[component] for component in COMPONENTS)
     torch.testing.assert_close(ours.total, total, rtol=close, atol=0)
     torch.testing.assert_close(ours.mean, theirs["mean"], rtol=close, atol=close * float(total.max()) ** 0.5)
-    for effect in EFFECTS:
-        error = (ours.variance(effect) - theirs[effect]).abs() / total
-        assert float(error.max()) < close, effect
+    for component in COMPONENTS:
+        error = (ours.variance(component) - theirs[component]).abs() / total
+        assert float(error.max()) < close, component
 
 
 @pytest.mark.parametrize("at", DISTANCES)
@@ -67,11 +67,11 @@ def test_means_far_larger_than_the_spread() -> None:
     # The oracle cancels: its interactions come from differences of scores of 1e13. Centre what it sees instead.
     q0, k0 = (x.mean(0, keepdim=True) for x in (q, k))
     pure = anova(all_scores(q - q0, k - k0, rotary, range(9)))
-    for effect in ("query:key", "distance:query:key"):
-        torch.testing.assert_close(ours.variance(effect), pure[effect], rtol=1e-9, atol=0)
+    for component in ("query:key", "distance:query:key"):
+        torch.testing.assert_close(ours.variance(component), pure[component], rtol=1e-9, atol=0)
     one_side = anova(all_scores(q0, k - k0, rotary, range(9)))
-    for effect in ("key", "distance:key"):
-        torch.testing.assert_close(ours.variance(effect), one_side[effect], rtol=1e-9, atol=0)
+    for component in ("key", "distance:key"):
+        torch.testing.assert_close(ours.variance(component), one_side[component], rtol=1e-9, atol=0)
 
 
 def test_both_r_are_correlations_of_fitted_scores() -> None:
@@ -130,26 +130,26 @@ def test_table_has_a_row_per_head_and_says_what_the_result_says() -> None:
     assert table["distance:key"].tolist() == shares.share("distance:key").tolist()
     assert table["r_two_axis"].tolist() == shares.r_two_axis.tolist()
     variances = shares.to_frame("variance")
-    assert variances[list(EFFECTS)].sum(axis=1).tolist() == pytest.approx(shares.total.tolist())
+    assert variances[list(COMPONENTS)].sum(axis=1).tolist() == pytest.approx(shares.total.tolist())
     assert f"r two-axis {shares.r_two_axis.mean().item():.3f}" in repr(shares)
 
 
 def test_one_distance_has_no_distance_terms() -> None:
     shares = decompose(Moments.from_qk(*draw("half"), LAYERS["half"][0]), [17.5], scale=SCALE)
-    assert all(bool((shares.variance(effect) == 0).all()) for effect in EFFECTS if "distance" in effect)
+    assert all(bool((shares.variance(component) == 0).all()) for component in COMPONENTS if "distance" in component)
     torch.testing.assert_close(shares.r_two_axis, torch.ones(2).double(), rtol=0, atol=0)
 
 
 def test_without_rotation_no_distance_terms() -> None:
     shares = decompose(Moments.from_qk(*draw("no rotation"), LAYERS["no rotation"][0]), range(9), scale=SCALE)
-    assert all(bool((shares.variance(effect) == 0).all()) for effect in EFFECTS if "distance" in effect)
+    assert all(bool((shares.variance(component) == 0).all()) for component in COMPONENTS if "distance" in component)
 
 
 def test_constant_keys_have_no_key_terms() -> None:
     q, k = draw("grouped")
     moments = Moments.from_qk(q.float(), k[:1].expand_as(k).float(), LAYERS["grouped"][0])
     shares = decompose(moments, range(9), scale=SCALE)
-    assert all(bool((shares.variance(effect) == 0).all()) for effect in EFFECTS if "key" in effect)
+    assert all(bool((shares.variance(component) == 0).all()) for component in COMPONENTS if "key" in component)
     assert bool((shares.total > 0).all())
 
 
@@ -212,19 +212,19 @@ def test_bad_distances_are_refused(
 @pytest.mark.usefixtures("unchecked")
 def test_unknown_names_are_refused() -> None:
     moments = Moments.from_qk(*draw("half"), HALF)
-    known = r"effects? must be one of distance, query, key, distance:query, .* got 'place'"
+    known = r"components? must be 'distance', 'query', 'key', 'distance:query', .* got 'place'"
     shares = decompose(moments, range(3), scale=1.0)
     for call in (shares.share, shares.variance):
         with pytest.raises(ValueError, match=known):
             call("place")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=known):
-        interaction_bound(moments, range(3), scale=1.0, effect="place")  # type: ignore[arg-type]
+        interaction_bound(moments, range(3), scale=1.0, component="place")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=known):
-        interaction_by_subspace(moments, range(3), scale=1.0, effects=["place"])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="effects must name at least one effect"):
-        interaction_by_subspace(moments, range(3), scale=1.0, effects=[])
+        interaction_by_subspace(moments, range(3), scale=1.0, components=["place"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="components must name at least one component"):
+        interaction_by_subspace(moments, range(3), scale=1.0, components=[])
     parts = interaction_by_subspace(moments, range(3), scale=1.0)
-    with pytest.raises(ValueError, match="effect must be one of distance:key, distance:query:key, got 'query'"):
+    with pytest.raises(ValueError, match="component must be 'distance:key' or 'distance:query:key', got 'query'"):
         parts.share("query")
     with pytest.raises(ValueError, match="values must be 'share' or 'variance'"):
         shares.to_frame("r")  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ def test_unknown_names_are_refused() -> None:
 
 def test_no_correlation_is_above_one_whatever_rounding_does() -> None:
     """Shares of a sum of parts add up to 1, or to a little more where the total was rounded down."""
-    variances = torch.zeros(len(EFFECTS), 1, dtype=torch.float64)
+    variances = torch.zeros(len(COMPONENTS), 1, dtype=torch.float64)
     variances[:3, 0] = torch.tensor([0.3, 0.3, 0.4])
     shares = VarianceShares(torch.zeros(1, dtype=torch.float64), variances, variances.sum(0) * (1 - 1e-12))
     assert float(shares.r_three_axis) == 1

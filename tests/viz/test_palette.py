@@ -14,7 +14,7 @@ import torch
 from support.imports import PACKAGE, sources
 
 import tl_posdisent as tp
-from tl_posdisent.rope import EFFECTS
+from tl_posdisent.rope import COMPONENTS
 from tl_posdisent.viz import palette
 from tl_posdisent.viz.widgets.raster import palette as raster_palette
 
@@ -85,7 +85,7 @@ def test_numbers_are_read_on_every_colour_of_a_scale() -> None:
 
 
 def test_components_drawn_together_have_colours_of_their_own() -> None:
-    for together in (EFFECTS, ("distance", "query", "key", "residual"), ("distance", "semantic", "interaction")):
+    for together in (COMPONENTS, ("distance", "query", "key", "residual"), ("distance", "semantic", "interaction")):
         assert len({palette.component_colour(name) for name in together}) == len(together)
     assert len(set(palette.VERDICTS.values()) | {palette.verdict_colour("not static")}) == len(palette.VERDICTS) + 1
     assert palette.component_colour("share_distance") == palette.component_colour("distance")
@@ -94,9 +94,9 @@ def test_components_drawn_together_have_colours_of_their_own() -> None:
 
 def test_every_picture_has_these_colours() -> None:
     """Figures, of which the report is made, widgets and their images."""
-    rows = pd.DataFrame({"layer": 0, "head": [0, 1], **{e: [1 / 7, 1 / 7] for e in EFFECTS}, "effect": [-1.0, 2.0]})
+    rows = pd.DataFrame({"layer": 0, "head": [0, 1], **{e: [1 / 7, 1 / 7] for e in COMPONENTS}, "effect": [-1.0, 2.0]})
     bars = {bar.name: bar.marker.color for bar in tp.plot_shares(rows).data}
-    assert bars == {e.replace(":", " × "): palette.component_colour(e) for e in EFFECTS}
+    assert bars == {e.replace(":", " × "): palette.component_colour(e) for e in COMPONENTS}
     (heat,) = tp.plot_heads(rows, "effect").data
     assert [list(stop) for stop in heat.colorscale] == palette.DIVERGING
     (heat,) = tp.plot_heads(rows.assign(effect=1.0), "effect").data

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tl_posdisent import fit_additive, plot_distance, plot_heads, plot_shares
-from tl_posdisent.rope import EFFECTS
+from tl_posdisent.rope import COMPONENTS
 from tl_posdisent.synthetic import SufficientHeads, deposit
 from tl_posdisent.synthetic.training.runs import TrainRun
 from tl_posdisent.viz import (
@@ -44,7 +44,7 @@ def by_head(layers: int, heads: int, **columns: Any) -> pd.DataFrame:
 
 
 HEADS = by_head(3, 2, r=lambda layer, head: 10 * layer + head, effect=lambda layer, head: layer - 1 + head / 10)
-SHARES = by_head(2, 3, **{e: lambda layer, head, n=n: (n + layer) / (21 + 7 * layer) for n, e in enumerate(EFFECTS)})
+SHARES = by_head(2, 3, **{e: lambda layer, head, n=n: (n + layer) / (21 + 7 * layer) for n, e in enumerate(COMPONENTS)})
 SUBSPACES = pd.concat(
     [
         HEADS.assign(subspace=c, frequency=2 * np.pi / 10.0**c, key_size=HEADS["r"] + 100 * c, distance=HEADS["effect"])
@@ -89,7 +89,7 @@ HEAD_VERDICTS["verdict"] = ["static", "positional", "query-dependent", "not stat
 PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (partial(plot_heads, value="r"), HEADS, ["layer", "head", "r"]),
     (plot_distance, PROFILES, ["distance", "value"]),
-    (plot_shares, SHARES.query("layer == 1").drop(columns="layer"), ["head", *EFFECTS]),
+    (plot_shares, SHARES.query("layer == 1").drop(columns="layer"), ["head", *COMPONENTS]),
     (partial(plot_subspaces, value="key_size"), ONE_LAYER, ["head", "subspace", "frequency", "key_size"]),
     (partial(plot_deposit, better="lower"), HEADS, ["layer", "head", "effect"]),
     (plot_substitution, SUBSTITUTION, ["scope", "layer", "put_in", "keep", "change"]),
@@ -243,7 +243,7 @@ def test_shares_are_stacked_to_one_with_what_breaks_additivity_on_top() -> None:
     assert np.allclose(sum(np.array(bar.y) for bar in figure.data), 1)
     assert figure.layout.barmode == "relative"
     names = [bar.name for bar in figure.data]
-    assert sorted(names) == sorted(effect.replace(":", " × ") for effect in EFFECTS)
+    assert sorted(names) == sorted(effect.replace(":", " × ") for effect in COMPONENTS)
     assert [name.startswith("distance ×") for name in names] == [False] * 4 + [True] * 3
     assert len({bar.marker.color for bar in figure.data}) == 7
 

@@ -34,15 +34,6 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
     return scores
 
 
-def check_head_vectors(**vectors: Any) -> None:
-    """Raise unless these, by name, are finite floating point tensors ``(*batch, pos, head, d_head)``."""
-    for name, x in vectors.items():
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
-            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
-        check_finite_tensor(name, x)
-
-
 def check_finite_tensor(name: str, x: Any) -> None:
     """Raise unless ``x`` is a finite floating point tensor."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -52,9 +43,15 @@ def check_finite_tensor(name: str, x: Any) -> None:
 
 
 def check_queries_and_keys(**vectors: Any) -> None:
-    """Raise unless these two, by name, are queries and at least two keys that belong together."""
-    check_head_vectors(**vectors)
+    """Raise unless these two, by name, are finite queries and at least two keys that belong together."""
+    for name, x in vectors.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
+        check_finite_tensor(name, x)
     q, k = vectors.values()
+    if q.device != k.device:
+        raise ValueError(f"{' and '.join(vectors)} must be on the same device, got {q.device} and {k.device}")
     if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-3] < 2:
         raise ValueError(
             f"{' and '.join(vectors)} must have the same batch axes and d_head, at least two keys, and a number of "

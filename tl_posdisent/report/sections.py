@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
-from tl_posdisent.rope.variance_decomposition import EFFECTS
+from tl_posdisent.rope.variance_decomposition import COMPONENTS
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
 from tl_posdisent.viz.plots.curves import plot_distance, plot_perturbation
 from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_subspaces, wavelengths
@@ -146,7 +146,7 @@ def _shares(subject: Subject, found: Found) -> str:
         "interactions. The interactions with the distance, on top, are not additive. The two-axis <em>r</em> is that "
         "of a function of query and distance plus a function of query and key."
     )
-    order = sorted(EFFECTS, key=lambda effect: "distance:" in effect)
+    order = sorted(COMPONENTS, key=lambda effect: "distance:" in effect)
     means = rows.groupby("layer", as_index=False)[["r_two_axis", "r_three_axis", *order]].mean()
     few = len(rows) <= _BARS
     caption = "Share of the variance of the scores of each head" if few else "Share of the variance, mean over heads"

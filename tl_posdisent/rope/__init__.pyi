@@ -65,7 +65,7 @@ from .toeplitz import (
     toeplitz_share as toeplitz_share,
 )
 from .variance_decomposition import (
-    EFFECTS as EFFECTS,
+    COMPONENTS as COMPONENTS,
 )
 from .variance_decomposition import (
     VarianceShares as VarianceShares,

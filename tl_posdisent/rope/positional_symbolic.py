@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Complex, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.score_checks import check_head_vectors
+from tl_posdisent.additive.score_checks import check_queries_and_keys
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 
@@ -75,11 +75,9 @@ class Plane(HasTable):
         )
 
     def __repr__(self) -> str:
-        points = ", ".join(f"({p:.2f}, {s:.2f})" for p, s in zip(*self._flat(), strict=True))
+        pairs = zip(self.positional.flatten().tolist(), self.symbolic.flatten().tolist(), strict=True)
+        points = ", ".join(f"({p:.2f}, {s:.2f})" for p, s in pairs)
         return f"Plane of {self.positional.numel()} heads, (positional, symbolic): {points}"
-
-    def _flat(self) -> tuple[list[float], list[float]]:
-        return self.positional.flatten().tolist(), self.symbolic.flatten().tolist()
 
 
 @torch.no_grad()
@@ -112,7 +110,9 @@ def positional_symbolic_qk(
         >>> bool(plane.symbolic > 0), round(float(plane.positional + plane.symbolic), 6)
         (True, 1.0)
     """
-    _check(q, k)
+    check_queries_and_keys(q=q, k=k)
+    if q.shape[-3] != k.shape[-3]:
+        raise ValueError(f"q and k must have as many positions, got {tuple(q.shape)} and {tuple(k.shape)}")
     check_rotary(rotary)
     *batch, _, n_heads, _ = q.shape
     queries, keys = (_as_subspaces(x, rotary) for x in (q, k))
@@ -188,13 +188,3 @@ def _as_subspaces(x: Tensor, rotary: Rotary) -> Complex[Tensor, "*batch subspace
     """Complex subspaces; every coordinate that is not rotated becomes one that never turns."""
     z, rest = to_complex(x.double(), rotary)
     return torch.cat([z, rest.to(z.dtype)], -1)
-
-
-def _check(q: Tensor, k: Tensor) -> None:
-    check_head_vectors(q=q, k=k)
-    same = q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1] and q.shape[-2] % k.shape[-2] == 0
-    if not same or q.shape[-3] < 2:
-        raise ValueError(
-            "q and k must have the same batch axes, at least two positions, the same d_head, and a number of query "
-            f"heads that is a multiple of the key heads, got {tuple(q.shape)} and {tuple(k.shape)}"
-        )

@@ -8,8 +8,6 @@ and no linear model, and only the order of scores matters, neither their scale n
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +16,12 @@ import torch
 from jaxtyping import Float, Float64, Int16
 from torch import Tensor
 
-from tl_posdisent.additive.score_checks import check_queries_and_keys
+from tl_posdisent.additive.score_checks import check_finite_tensor, check_queries_and_keys
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import is_number, shown
 
 from .rotary import Rotary, check_rotary, rotate
+from .variance_decomposition import Numbers, numbers
 
 _CELLS_AT_ONCE = 2**20
 _ROUNDING = 1e-12  # scores that differ by less than this of |q|·|k| do not differ
@@ -70,8 +68,8 @@ def preference_flips_qk(
     q: Float[Tensor, "*batch query head d_head"],
     k: Float[Tensor, "*batch key kv d_head"],
     rotary: Rotary,
-    near: Sequence[float] | Tensor,
-    far: Sequence[float] | Tensor,
+    near: Numbers,
+    far: Numbers,
 ) -> PreferenceFlips:
     """Count how often two keys change places between two distances, for every query and every pair of keys.
 
@@ -153,8 +151,7 @@ def flip_probability(
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.shape[-1] < 2 or not x.numel():
             what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be floating point (*batch, query, distance, key >= 2), got {what}")
-        if not bool(x.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
+        check_finite_tensor(name, x)
         if (*x.shape[:-2], x.shape[-1]) != (*scores.shape[:-2], scores.shape[-1]):
             raise ValueError(f"other must have the queries and keys of scores, got {x.shape} and {scores.shape}")
     one, two = (None if x is None else _ranks(x, 0.0).reshape(-1, *x.shape[-3:]) for x in (scores, other))
@@ -235,21 +232,10 @@ def check_distance_sets(near: Any, far: Any) -> tuple[Float64[Tensor, "near"], F
     Raises:
         ValueError: not finite numbers, none at all, or one twice.
     """
-    near_at, far_at = check_distances("near", near), check_distances("far", far)
+    near_at, far_at = (numbers(name, x, torch.device("cpu")) for name, x in (("near", near), ("far", far)))
     joined = torch.cat([near_at, far_at])
     if len(joined.unique()) < len(joined):
         raise ValueError(
             f"near and far must name no distance twice, got near {near_at.tolist()} and far {far_at.tolist()}"
         )
     return near_at, far_at
-
-
-def check_distances(name: str, given: Any) -> Float64[Tensor, "distance"]:
-    """Distances as a tensor, or raise."""
-    values = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(values, (str, bytes, dict)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} must be distances, a sequence of numbers, got {shown(given)}")
-    values = list(values)
-    if not values or not all(is_number(x) and math.isfinite(x) for x in values):
-        raise ValueError(f"{name} must be finite numbers, at least one, got {shown(given)}")
-    return torch.tensor(values, dtype=torch.float64)

@@ -17,31 +17,31 @@ from tl_posdisent.utils.validation import check_choice, check_number
 
 from .moments import Moments
 from .variance_decomposition import (
-    Effect,
+    Component,
     Numbers,
     all_frequencies,
+    check_component,
     check_distances,
-    check_effect,
     decompose_factors,
     read_factors,
     share_of,
 )
 
-INTERACTIONS: tuple[Effect, ...] = ("distance:key", "distance:query:key")
+INTERACTIONS: tuple[Component, ...] = ("distance:key", "distance:query:key")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SubspaceShares(HasTable):
-    """Effects of the variance decomposition, split by subspace.
+    """Components of the variance decomposition, split by subspace.
 
     A variance of a sum over subspaces has a term for each pair of them; what a pair shares is given to both in equal
-    halves. The parts of an effect therefore add up to it exactly, and a part is negative where a subspace undoes more
+    halves. The parts of a component therefore add up to it exactly, and a part is negative where a subspace undoes more
     of what others do than it does itself. All tensors are float64.
 
     Attributes:
-        effects: names of the effects, ``("distance:key", "distance:query:key")`` unless others were asked for.
-        variances: ``[effect, head, subspace]``, in units of the scores squared.
-        total: ``[head]``, variance of the scores, all effects together.
+        components: names of the components, ``("distance:key", "distance:query:key")`` unless others were asked for.
+        variances: ``[component, head, subspace]``, in units of the scores squared.
+        total: ``[head]``, variance of the scores, all components together.
         frequencies: ``[subspace]``, θ in radians per position. Coordinates that RoPE leaves alone follow its
             subspaces, two by two, at frequency 0.
 
@@ -55,8 +55,8 @@ class SubspaceShares(HasTable):
         [[0.0, 1.0, 6.28], [1.0, 0.1, 62.83], [2.0, 0.0, inf]]
     """
 
-    effects: tuple[Effect, ...]
-    variances: Float64[Tensor, "effect head subspace"]
+    components: tuple[Component, ...]
+    variances: Float64[Tensor, "component head subspace"]
     total: Float64[Tensor, "head"]
     frequencies: Float64[Tensor, "subspace"]
 
@@ -66,27 +66,26 @@ class SubspaceShares(HasTable):
         return 2 * torch.pi / self.frequencies
 
     @property
-    def shares(self) -> Float64[Tensor, "effect head subspace"]:
+    def shares(self) -> Float64[Tensor, "component head subspace"]:
         """Parts of the scores' variance; NaN where the scores do not vary."""
         return share_of(self.variances, self.total[:, None])
 
-    def share(self, effect: Effect) -> Float64[Tensor, "head subspace"]:
-        """Parts of one effect's share."""
-        if effect not in self.effects:
-            raise ValueError(f"effect must be one of {', '.join(self.effects)}, got {effect!r}")
-        return self.shares[self.effects.index(effect)]
+    def share(self, component: Component) -> Float64[Tensor, "head subspace"]:
+        """Parts of one component's share."""
+        check_choice("component", component, self.components)
+        return self.shares[self.components.index(component)]
 
     def to_frame(self) -> pd.DataFrame:
-        """One row per head and subspace: ``frequency``, ``wavelength``, and a column of shares for every effect."""
-        return subspace_frame(self.frequencies, {effect: self.share(effect) for effect in self.effects})
+        """One row per head and subspace: ``frequency``, ``wavelength``, and a column of shares for every component."""
+        return subspace_frame(self.frequencies, {component: self.share(component) for component in self.components})
 
     def __repr__(self) -> str:
         n_heads, n_subspaces = self.variances.shape[1:]
         lines = [f"SubspaceShares of {n_heads} heads, {n_subspaces} subspaces; on average over heads:"]
-        for effect, x in zip(self.effects, self.shares.nanmean(1), strict=True):
+        for component, x in zip(self.components, self.shares.nanmean(1), strict=True):
             most = int(x.nan_to_num().abs().argmax())
             where = f"subspace {most} (wavelength {self.wavelengths[most].item():.3g})"
-            lines.append(f"  {effect} {x.sum().item():.3f}, most of it in {where}: {x[most].item():.3f}")
+            lines.append(f"  {component} {x.sum().item():.3f}, most of it in {where}: {x[most].item():.3f}")
         return "\n".join(lines)
 
 
@@ -96,12 +95,12 @@ def interaction_by_subspace(
     *,
     scale: float,
     weights: Numbers | None = None,
-    effects: Sequence[Effect] = INTERACTIONS,
+    components: Sequence[Component] = INTERACTIONS,
 ) -> SubspaceShares:
     """Split interactions of the variance decomposition by subspace: ``distance:key`` and ``distance:query:key``.
 
     These two are what the two-axis model ``f(query, distance) + g(query, key)`` leaves unexplained. Arguments and
-    errors are those of ``decompose``; ``effects`` may name any of its effects.
+    errors are those of ``decompose``; ``components`` may name any of its components.
 
     Example:
         >>> import torch
@@ -112,16 +111,16 @@ def interaction_by_subspace(
         >>> bool(parts[0, 0] > 0.9 * parts.sum()), bool(parts[0, 1].abs() < 1e-6)  # all of it is in the fast one
         (True, True)
     """
-    if isinstance(effects, str):
-        raise ValueError(f"effects must be a sequence of effects, got the one word {effects!r}")
-    effects = tuple(check_effect(effect, "effects") for effect in effects)
-    if not effects:
-        raise ValueError("effects must name at least one effect")
+    if isinstance(components, str):
+        raise ValueError(f"components must be a sequence of components, got the one word {components!r}")
+    components = tuple(check_component(component, "components") for component in components)
+    if not components:
+        raise ValueError("components must name at least one component")
     factors = read_factors(moments, *check_distances(moments, distances, weights), check_number("scale", scale))
     # Pairs are symmetric, so a row holds each subspace's own term and half of what it shares with every other.
-    pairs = [factors.pair(effect) for effect in effects]
+    pairs = [factors.pair(component) for component in components]
     rows = torch.stack([(hermitian + plain).real.sum(-1) / 2 for hermitian, plain in pairs])
-    return SubspaceShares(effects, rows, decompose_factors(factors).total, all_frequencies(moments))
+    return SubspaceShares(components, rows, decompose_factors(factors).total, all_frequencies(moments))
 
 
 def subspace_frame(frequencies: Float64[Tensor, "subspace"], columns: dict[str, Tensor]) -> pd.DataFrame:
@@ -146,13 +145,13 @@ class InteractionBound(HasTable):
     All tensors are float64, variances in units of the scores squared: ``variance ≤ pairwise ≤ separate``.
 
     Attributes:
-        effect: the interaction.
+        component: the interaction.
         variance: ``[head]``, its exact variance.
         pairwise: ``[head]``, the bound from the size of all covariances between subspaces.
         separate: ``[head]``, the bound from each subspace alone, ``spreads.sum(-1) ** 2``.
         spreads: ``[head, subspace]``, in units of the scores: size of the mean query (for ``distance:query:key``,
             standard deviation of the query) × standard deviation of the key × standard deviation of the rotation.
-        total: ``[head]``, variance of the scores, all effects together.
+        total: ``[head]``, variance of the scores, all components together.
         frequencies: ``[subspace]``, θ in radians per position, 0 for coordinates that RoPE leaves alone.
 
     Example:
@@ -165,7 +164,7 @@ class InteractionBound(HasTable):
         (True, True)
     """
 
-    effect: Effect
+    component: Component
     variance: Float64[Tensor, "head"]
     pairwise: Float64[Tensor, "head"]
     separate: Float64[Tensor, "head"]
@@ -191,7 +190,7 @@ class InteractionBound(HasTable):
         means = (share_of(x, self.total).nanmean().item() for x in (self.variance, self.pairwise, self.separate))
         share, pairwise, separate = (f"{x:.3g}" for x in means)
         return (
-            f"InteractionBound of {self.effect} in {len(self.total)} heads; shares on average:\n"
+            f"InteractionBound of {self.component} in {len(self.total)} heads; shares on average:\n"
             f"  {share} ≤ {pairwise} (pairwise) ≤ {separate} (separate)"
         )
 
@@ -202,7 +201,7 @@ def interaction_bound(
     *,
     scale: float,
     weights: Numbers | None = None,
-    effect: Effect = "distance:key",
+    component: Component = "distance:key",
 ) -> InteractionBound:
     """Bound the variance of an interaction; it is 0 if no subspace both rotates and has varying keys.
 
@@ -220,7 +219,7 @@ def interaction_bound(
     distances. ``pairwise`` is at most the sum of products of Frobenius norms of the 2×2 covariance blocks,
     ``Σ |q̄_c| |q̄_c'| ‖cov(k)‖ ‖cov(u)‖``. For ``distance:query:key`` the query's covariances stand where q̄ does.
 
-    Arguments and errors are those of ``decompose``; ``effect`` may be any of its effects.
+    Arguments and errors are those of ``decompose``; ``component`` may be any of its components.
 
     Example:
         >>> import torch
@@ -231,14 +230,14 @@ def interaction_bound(
         >>> [round(float(x), 6) for x in (bound.variance, bound.pairwise, bound.separate)]  # as tight as can be
         [8.0, 8.0, 8.0]
     """
-    effect = check_effect(effect)
+    component = check_component(component)
     factors = read_factors(moments, *check_distances(moments, distances, weights), check_number("scale", scale))
-    hermitian, plain = factors.pair(effect)
+    hermitian, plain = factors.pair(component)
     spreads = hermitian.diagonal(dim1=-2, dim2=-1).real.clamp(min=0).sqrt()
     whole = decompose_factors(factors)
     return InteractionBound(
-        effect=effect,
-        variance=whole.variance(effect),
+        component=component,
+        variance=whole.variance(component),
         pairwise=(hermitian.abs() + plain.abs()).sum((-2, -1)) / 2,
         separate=spreads.sum(-1) ** 2,
         spreads=spreads,

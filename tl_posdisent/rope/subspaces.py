@@ -16,7 +16,7 @@ from .covariance import Spread, chunks, spread_of, total
 from .moments import Moments
 from .rotary import Rotary, to_complex
 from .subspace_interactions import interaction_bound, interaction_by_subspace, subspace_frame
-from .variance_decomposition import EFFECTS, Numbers, check_distances, share_of
+from .variance_decomposition import COMPONENTS, Numbers, check_distances, share_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -165,10 +165,10 @@ def subspace_patterns_qk(
         0.785
     """
     moments = Moments.from_qk(q, k, rotary)
-    parts = interaction_by_subspace(moments, distances, scale=scale, weights=weights, effects=EFFECTS)
+    parts = interaction_by_subspace(moments, distances, scale=scale, weights=weights, components=COMPONENTS)
     bound = interaction_bound(moments, distances, scale=scale, weights=weights)
-    semantic = [i for i, effect in enumerate(EFFECTS) if "distance" not in effect]
-    mixed = [i for i, effect in enumerate(EFFECTS) if effect.startswith("distance:")]
+    semantic = [i for i, component in enumerate(COMPONENTS) if "distance" not in component]
+    mixed = [i for i, component in enumerate(COMPONENTS) if component.startswith("distance:")]
     sides = {f"query_{name}": x for name, x in _side(q, moments.query, rotary).items()}
     for name, x in _side(k, moments.key, rotary).items():
         sides[f"key_{name}"] = x.repeat_interleave(q.shape[-2] // k.shape[-2], 0)

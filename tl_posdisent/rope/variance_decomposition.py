@@ -1,13 +1,13 @@
 """Factorial variance decomposition (ANOVA) of attention scores at controlled distances.
 
-Effects are the distance, the query, the key and their interactions.
+The components are the distance, the query, the key and their interactions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import pandas as pd
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_choice, check_number
+from tl_posdisent.utils.validation import check_choice, check_number, shown
 
 from .covariance import Spread, spread_of, total
 from .moments import Moments
@@ -39,7 +39,7 @@ from .rotary import Rotary
 # the centred queries (K of the conjugate keys); one that does not has the same products of its mean. Nothing else of
 # the data matters.
 
-Effect = Literal["distance", "query", "key", "distance:query", "distance:key", "query:key", "distance:query:key"]
+Component = Literal["distance", "query", "key", "distance:query", "distance:key", "query:key", "distance:query:key"]
 
 ANGLES_AT_ONCE = 2**21
 
@@ -71,9 +71,9 @@ class Factors(NamedTuple):
     query: Factor
     key: Factor
 
-    def pair(self, effect: Effect) -> Pair:
-        """The summands of an effect, ``[head, c, c']``: its variance is ``½ Re`` of the sum over all pairs and both."""
-        taking_part = effect.split(":")
+    def pair(self, component: Component) -> Pair:
+        """The summands of a component, ``[head, c, c']``: its variance is ``½ Re`` of the sum over pairs and both."""
+        taking_part = component.split(":")
         u, q, k = (x.cov if name in taking_part else x.of_mean for name, x in self._asdict().items())
         hermitian, plain = (a * b * c for a, b, c in zip(u, q, k, strict=True))
         return Pair(hermitian.flatten(0, 1), plain.flatten(0, 1))
@@ -135,8 +135,8 @@ def _complex_pair(cov: Float64[Tensor, "*head coordinate coordinate"]) -> Pair:
 
 
 Numbers = Sequence[int | float] | Tensor  # also a range
-EFFECTS: tuple[Effect, ...] = get_args(Effect)
-"""Names of the effects of a variance decomposition: distance, query, key and their interactions."""
+COMPONENTS: tuple[Component, ...] = get_args(Component)
+"""Names of the components of a variance decomposition: distance, query, key and their interactions."""
 
 _ROUNDING = 1e-14  # scores that vary by less than this, for vectors of their length, do not vary
 
@@ -145,14 +145,14 @@ _ROUNDING = 1e-14  # scores that vary by less than this, for vectors of their le
 class VarianceShares(HasTable):
     """Factorial variance decomposition of the scores over all combinations of distances, queries and keys.
 
-    All tensors are float64. Effects stand in the order of ``EFFECTS``: ``distance``, ``query``, ``key``,
+    All tensors are float64. Components stand in the order of ``COMPONENTS``: ``distance``, ``query``, ``key``,
     ``distance:query``, ``distance:key``, ``query:key``, ``distance:query:key``. They are orthogonal, so their
     variances add up to the total.
 
     Attributes:
         mean: ``[head]``, mean score.
-        variances: ``[effect, head]``, in units of the scores squared; population variances.
-        total: ``[head]``, variance of the scores, the sum over effects; exactly 0 where they vary by rounding alone.
+        variances: ``[component, head]``, in units of the scores squared; population variances.
+        total: ``[head]``, variance of the scores, the sum over components; exactly 0 where they vary by rounding alone.
 
     Example:
         >>> import torch
@@ -169,21 +169,21 @@ class VarianceShares(HasTable):
     """
 
     mean: Float64[Tensor, "head"]
-    variances: Float64[Tensor, "effect head"]
+    variances: Float64[Tensor, "component head"]
     total: Float64[Tensor, "head"]
 
     @property
-    def shares(self) -> Float64[Tensor, "effect head"]:
-        """``[effect, head]``, variances over the total: they sum to 1. NaN where the scores do not vary."""
+    def shares(self) -> Float64[Tensor, "component head"]:
+        """``[component, head]``, variances over the total: they sum to 1. NaN where the scores do not vary."""
         return share_of(self.variances, self.total)
 
-    def variance(self, effect: Effect) -> Float64[Tensor, "head"]:
-        """One effect's variance for every head."""
-        return self.variances[EFFECTS.index(check_effect(effect))]
+    def variance(self, component: Component) -> Float64[Tensor, "head"]:
+        """One component's variance for every head."""
+        return self.variances[COMPONENTS.index(check_component(component))]
 
-    def share(self, effect: Effect) -> Float64[Tensor, "head"]:
-        """One effect's share of the variance for every head, 0…1."""
-        return self.shares[EFFECTS.index(check_effect(effect))]
+    def share(self, component: Component) -> Float64[Tensor, "head"]:
+        """One component's share of the variance for every head, 0…1."""
+        return self.shares[COMPONENTS.index(check_component(component))]
 
     @property
     def r_three_axis(self) -> Float64[Tensor, "head"]:
@@ -196,10 +196,10 @@ class VarianceShares(HasTable):
         return (1 - self.share("distance:key") - self.share("distance:query:key")).clamp(0, 1).sqrt()
 
     def to_frame(self, values: Literal["share", "variance"] = "share") -> pd.DataFrame:
-        """One row per head: ``mean``, ``total``, a column for the share (or variance) of every effect, and both r."""
+        """One row per head: ``mean``, ``total``, a column for the share (or variance) of each component, both r."""
         check_choice("values", values, ("share", "variance"))
         table = self.shares if values == "share" else self.variances
-        columns = {"mean": self.mean, "total": self.total, **dict(zip(EFFECTS, table, strict=True))}
+        columns = {"mean": self.mean, "total": self.total, **dict(zip(COMPONENTS, table, strict=True))}
         columns |= {"r_three_axis": self.r_three_axis, "r_two_axis": self.r_two_axis}
         return pd.DataFrame({**index_columns(self.total.shape), **{name: x.tolist() for name, x in columns.items()}})
 
@@ -208,7 +208,7 @@ class VarianceShares(HasTable):
         return figure_function("plot_shares")(self.to_frame(), **options)
 
     def __repr__(self) -> str:
-        shares = "   ".join(f"{name} {_mean(x)}" for name, x in zip(EFFECTS, self.shares, strict=True))
+        shares = "   ".join(f"{name} {_mean(x)}" for name, x in zip(COMPONENTS, self.shares, strict=True))
         return (
             f"VarianceShares of {len(self.total)} heads, on average:\n  {shares}\n"
             f"  r three-axis {_mean(self.r_three_axis)}   r two-axis {_mean(self.r_two_axis)}"
@@ -229,10 +229,10 @@ def decompose(
 
         W[d, i, j] = mean + a_d + b_i + c_j + (ab)_di + (ac)_dj + (bc)_ij + (abc)_dij,
 
-    each term with mean 0 over each of its indices; an effect's variance is the mean square of its term. W itself is
-    never formed, because it is trilinear in query, key and rotation: an effect is the sum of an elementwise product of
-    three small matrices, the covariance of each factor that takes part and the outer product of the mean of each that
-    does not. The cost depends on ``d_head²`` alone, not on how many queries, keys and pairs there were.
+    each term with mean 0 over each of its indices; a component's variance is the mean square of its term. W itself is
+    never formed, because it is trilinear in query, key and rotation: a component is the sum of an elementwise product
+    of three small matrices, the covariance of each factor that takes part and the outer product of the mean of each
+    that does not. The cost depends on ``d_head²`` alone, not on how many queries, keys and pairs there were.
 
     Args:
         moments: of queries and keys, possibly summed over many texts.
@@ -241,7 +241,7 @@ def decompose(
         weights: one non-negative number per distance, e.g. how often it occurs; all the same if None.
 
     Returns:
-        ``VarianceShares``: variance and share of each effect per query head, ``r_three_axis``, ``r_two_axis``.
+        ``VarianceShares``: variance and share of each component per query head, ``r_three_axis``, ``r_two_axis``.
 
     Raises:
         ValueError: distances or weights that are not finite, not 1-D, empty, or do not fit each other; negative
@@ -256,7 +256,7 @@ def decompose(
         >>> content = torch.stack([angle.cos(), angle.sin()], -1)  # and content in the one that does not
         >>> q = k = torch.cat([same, content], -1)[:, None]  # 8 tokens, one head
         >>> shares = decompose(Moments.from_qk(q, k, rotary), range(64), scale=0.5)
-        >>> {effect: round(float(shares.share(effect)), 3) for effect in ("distance", "query:key", "distance:key")}
+        >>> {name: round(float(shares.share(name)), 3) for name in ("distance", "query:key", "distance:key")}
         {'distance': 0.5, 'query:key': 0.5, 'distance:key': 0.0}
     """
     scale = check_number("scale", scale)
@@ -265,7 +265,9 @@ def decompose(
 
 def decompose_factors(factors: Factors) -> VarianceShares:
     """Decompose the variance of a sum of products of three independent complex numbers."""
-    sums = torch.stack([torch.stack([x.sum((-2, -1)).real for x in factors.pair(effect)]) for effect in EFFECTS])
+    sums = torch.stack(
+        [torch.stack([x.sum((-2, -1)).real for x in factors.pair(component)]) for component in COMPONENTS]
+    )
     variances = (sums.sum(1) / 2).clamp(min=0)
     constant = variances.sum(0) <= _ROUNDING**2 * factors.reach()
     variances = torch.where(constant, 0.0, variances)
@@ -295,12 +297,10 @@ def check_distances(
     return d, w
 
 
-def check_effect(effect: str, name: str = "effect") -> Effect:
-    """Return ``effect``, or raise unless it is one of ``EFFECTS``."""
-    for known in EFFECTS:
-        if effect == known:
-            return known
-    raise ValueError(f"{name} must be one of {', '.join(EFFECTS)}, got {effect!r}")
+def check_component(component: str, name: str = "component") -> Component:
+    """Return ``component``, or raise unless it is one of ``COMPONENTS``."""
+    check_choice(name, component, COMPONENTS)
+    return cast(Component, component)
 
 
 def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "distance"]:
@@ -311,8 +311,8 @@ def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "di
         raise ValueError(f"{name} must be finite real numbers, got {type(values).__name__}: {error}") from error
     if x.ndim != 1 or len(x) == 0:
         raise ValueError(f"{name} must be one-dimensional and not empty, got shape {tuple(x.shape)}")
-    if x.is_complex() or x.dtype == torch.bool:
-        raise ValueError(f"{name} must be finite real numbers, got a tensor of {x.dtype}")
+    if x.is_complex() or torch.as_tensor(values).dtype == torch.bool:
+        raise ValueError(f"{name} must be finite real numbers, got {shown(values)}")
     if not bool(x.double().isfinite().all()):
         raise ValueError(f"{name} must be finite real numbers, got {int((~x.isfinite()).sum())} that are not finite")
     return x.detach().to(device).double()

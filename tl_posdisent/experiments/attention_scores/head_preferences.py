@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from torch import Tensor
 
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.observe import spread_rows
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.rope.preference_flips import check_distance_sets, check_distances, preference_flips_qk
+from tl_posdisent.rope.preference_flips import check_distance_sets, preference_flips_qk
+from tl_posdisent.rope.variance_decomposition import numbers
 from tl_posdisent.utils.validation import check_integer
 
 from .rotary_layers import RotaryLayer, measure_layers, rows_by_text
@@ -70,7 +72,7 @@ def preference_flips(
         check_integer("queries", queries, 1)
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
-    near_at = check_distances("near", near)
+    near_at = numbers("near", near, torch.device("cpu"))
     sets = check_distance_sets(near_at, _default_far(near_at, texts.longest) if far is None else far)
 
     def measure(layer: RotaryLayer) -> pd.DataFrame:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.rope.variance_decomposition import EFFECTS
+from tl_posdisent.rope.variance_decomposition import COMPONENTS
 from tl_posdisent.synthetic.analysis.sufficiency import SufficientHeads
 from tl_posdisent.utils.validation import check_choice
 from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
@@ -25,7 +25,7 @@ def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
 
     Args:
         table: of ``controlled_distance``, or ``to_frame`` of ``VarianceShares``: one row per head, or per layer, with
-            a column for each of ``EFFECTS``.
+            a column for each of ``COMPONENTS``.
         title: of the figure; default says what it shows.
 
     Returns:
@@ -42,8 +42,8 @@ def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
         1.0
     """
     index = head_index(table) or ["head"]
-    means = mean_over_texts(check_table(table, index, EFFECTS, "controlled_distance"), index, EFFECTS)
-    order = sorted(EFFECTS, key=lambda effect: "distance:" in effect)
+    means = mean_over_texts(check_table(table, index, COMPONENTS, "controlled_distance"), index, COMPONENTS)
+    order = sorted(COMPONENTS, key=lambda effect: "distance:" in effect)
     figure = stacked_shares(head_axis(means), means, order, names=head_names(means))
     figure.update_xaxes(**head_ticks(means))
     figure.update_yaxes(range=[0, 1.0001])  # they add up to 1
