@@ -476,7 +476,7 @@ REFUSED = [
     ("fit --length 32 --texts 1000", "--text has 3257 tokens, too few for 1000 stretches of 32"),
     ("perturb --kind chaos", "--kind must be one of order, index, feature, got 'chaos'"),
     ("perturb --fractions 0,half", "--fractions must be numbers with commas between, got '0,half'"),
-    ("perturb --fractions 0,2", "--fractions must be a number from 0 to 1, got 2.0"),
+    ("perturb --fractions 0,2", "--fractions must be a finite number of at least 0 and at most 1, got 2.0"),
     ("length --way fast", "--way must be one of plain, lambda-mask, interpolation, got 'fast'"),
     ("length --length 96 --lengths 32,96", "--length and --lengths must not be given together"),
     ("length --lengths 4,9000", "--text has"),
