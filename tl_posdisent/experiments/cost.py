@@ -266,18 +266,16 @@ def _advice(model: Any, costs: Costs, tool: str, length: int, batch: int, block:
     def fits(costs: Costs, length: int, batch: int, block: int | None) -> bool:
         return sum(_memory(model, costs, tool, length, batch, block)) <= free
 
-    in_blocks = costs if block is not None else _costs_of_blocks(model) if tool == "additivity" else None
-    if in_blocks is not None:
-        for smaller in _BLOCKS:
-            if smaller < (block or length) and fits(in_blocks, length, batch, smaller):
-                return f"block={smaller}"
-    for fewer in range(batch - 1, 0, -1):
-        if fits(costs, length, fewer, block):
-            return f"{fewer} text{'s' if fewer > 1 else ''} at a time (batch={fewer})"
-    if in_blocks is not None and batch > 1:
-        for smaller in _BLOCKS:
-            if fits(in_blocks, length, 1, smaller):
-                return f"one text at a time with block={smaller} (batch=1)"
+    blocked = costs if block is not None else _costs_of_blocks(model) if tool == "additivity" else None
+    blocks = [] if blocked is None else [(blocked, size) for size in _BLOCKS]
+    tries = [(x, length, batch, size, f"block={size}") for x, size in blocks if size < (block or length)]
+    for n in range(batch - 1, 0, -1):
+        tries.append((costs, length, n, block, f"{n} text{'s' if n > 1 else ''} at a time (batch={n})"))
+    if batch > 1:
+        tries += [(x, length, 1, size, f"one text at a time with block={size} (batch=1)") for x, size in blocks]
+    for *arguments, words in tries:
+        if fits(*arguments):
+            return words
     longest = 1 + bisect.bisect(range(2, length), False, key=lambda n: not fits(costs, n, 1, block))
     if longest < 2:
         return "a smaller model, a narrower dtype or another machine: not even two tokens fit"

@@ -113,8 +113,8 @@ def check(
     from tl_posdisent.experiments.model_check import check_model
 
     lengths = (12, 48) if given.length is None else (12, given.length)
-    options = {"seed": given.seed, "progress": given.progress}
-    table = check_model(given.load(), every_layer=every_layer, lengths=lengths, **options)
+    model = given.load()
+    table = check_model(model, every_layer=every_layer, lengths=lengths, seed=given.seed, progress=given.progress)
     title = f"Every tool tried on {name_of(given.model)}"
     given.save(table, title)
     counts = table["verdict"].value_counts()

@@ -252,42 +252,44 @@ def distance_sources(
     texts = read_texts(reading.model, tokens, attention_mask)
     check_sinks(sinks, texts.lengths)
     sides: dict[Side, list[int]] = {"q": list(chosen), "k": [spec.key_head(head) for head in chosen]}
-    parts, readouts = _read_texts(reading.model, spec, texts, sides, sinks)
-    names, sums = weighted_sources(reading.model, [part.batch for part in parts], spec.layer, "distance_sources")
-    sums_of_sides = sums.tensor_split([readouts["q"].n_weights], 1)
-    query, key = (_split(readouts[side], parts, names, x) for side, x in zip(sides, sums_of_sides, strict=True))
-    own_query, own_key = (torch.stack([part.own[side] for part in parts]).sum(0) for side in sides)
+    read = _read_texts(reading.model, spec, texts, sides, sinks)
+    names, sums = weighted_sources(reading.model, read.batches, spec.layer, "distance_sources")
+    sums_of_sides = sums.tensor_split([read.readouts["q"].n_weights], 1)
+    query, key = (_split(read, side, names, x) for side, x in zip(sides, sums_of_sides, strict=True))
     at = numbers("distances", range(texts.longest) if distances is None else distances, query.device)
-    rotary = parts[0].rotary.to(query.device)
-    return DistanceSources(spec.layer, chosen, (*names, BIAS), at, query, key, own_query, own_key, scale, rotary)
+    return DistanceSources(
+        spec.layer, chosen, (*names, BIAS), at, query, key, read.own["q"], read.own["k"], scale, read.rotary
+    )
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What texts of one length contribute to the means, with weights that add up to 1 over all texts.
+class _Read:
+    """The texts as the layer reads them, with weights that add up to 1.
 
     Attributes:
-        batch: tokens, and their weights in the mean query and then in the mean key.
+        readouts: how queries and keys of the chosen heads come from the stream.
+        batches: tokens of texts of equal length, and their weights in the mean query and then in the mean key.
         bias: weight of the bias.
-        own: the part of the mean queries and keys.
-        rotary: the rotation in texts of this length.
+        own: the mean queries and keys.
+        rotary: the rotation of these texts.
     """
 
-    batch: Batch
+    readouts: dict[Side, Readout]
+    batches: list[Batch]
     bias: dict[Side, Tensor]
     own: dict[Side, Tensor]
     rotary: Rotary
 
 
-def _read_texts(
-    model: Any, spec: AttentionSpec, texts: Texts, heads: dict[Side, list[int]], sinks: int
-) -> tuple[list[_Part], dict[Side, Readout]]:
-    """Measure the layer's read-out, of which the chosen heads are returned, and run the texts up to the layer."""
+def _read_texts(model: Any, spec: AttentionSpec, texts: Texts, heads: dict[Side, list[int]], sinks: int) -> _Read:
+    """Measure the layer's read-out, and run the texts up to the layer."""
     count = sum(length - sinks for length in texts.lengths)
     taps, first = taps_of(spec, before_norm=True), texts.groups[0].tokens
     readouts = measure_readouts(model, spec, first, taps, "distance_sources needs")
     names = [tap.name for tap in taps.values()] + [readout.source for readout in readouts.values()]
-    parts: list[_Part] = []
+    batches: list[Batch] = []
+    rotations: list[Rotary] = []
+    bias, own = (dict.fromkeys(heads, torch.zeros((), dtype=torch.float64)) for _ in range(2))
     for group in texts.groups:
         held: dict[str, Tensor] = {}
         found: list[Captured] = []
@@ -295,32 +297,33 @@ def _read_texts(
             for_each_layer(model, group.tokens, [spec], found.append, scores=False)
         (seen,) = found
         vectors: dict[Side, Tensor] = {"q": seen.q, "k": seen.k}
-        weights, bias, own = [], {}, {}
+        weights = []
         for side, tap in taps.items():
             plain, some = tap.read(held[tap.name]), heads[side]
-            if not parts:
+            if not batches:
                 readouts[side] = readouts[side].with_qk_norm(spec, plain, vectors[side])
             readout = readouts[side]
             x = readout.weights(spec, held[readout.source], plain, vectors[side])
             w, r = (y[..., some] / count if readout.qk_norm else y / count for y in x)
+            w[:, :sinks] = 0
             weights.append(w)
-            bias[side] = r[:, sinks:].sum((0, 1))
-            own[side] = vectors[side][:, sinks:, some].double().sum((0, 1)) / count
-        at = torch.cat(weights, -1)
-        at[:, :sinks] = 0
-        parts.append(_Part(Batch(group.tokens, at), bias, own, seen.spec.require_rotary("distance_sources")))
-    _check_rotation(spec, [part.rotary for part in parts])
-    return parts, {side: readout.of_heads(heads[side]) for side, readout in readouts.items()}
+            bias[side] = bias[side] + r[:, sinks:].sum((0, 1))
+            own[side] = own[side] + vectors[side][:, sinks:, some].double().sum((0, 1)) / count
+        batches.append(Batch(group.tokens, torch.cat(weights, -1)))
+        rotations.append(seen.spec.require_rotary("distance_sources"))
+    _check_rotation(spec, rotations)
+    readouts = {side: readout.of_heads(heads[side]) for side, readout in readouts.items()}
+    return _Read(readouts, batches, bias, own, rotations[0].to(own["q"].device))
 
 
 def _split(
-    readout: Readout, parts: Sequence[_Part], names: Sequence[str], sums: Float64[Tensor, "source weight d_model"]
+    read: _Read, side: Side, names: Sequence[str], sums: Float64[Tensor, "source weight d_model"]
 ) -> Float64[Tensor, "source+1 head d_head"]:
     """The mean query or key of each source, and of the bias."""
+    readout = read.readouts[side]
     if readout.source == residual_hook(0):  # some read their keys from the embedded input
         sums = sums * torch.tensor([name == EMBEDDING for name in names], device=sums.device)[:, None, None]
-    bias = readout.bias_vectors(torch.stack([part.bias[readout.side] for part in parts]).sum(0))
-    return torch.cat([readout.vectors(sums), bias[None]])
+    return torch.cat([readout.vectors(sums), readout.bias_vectors(read.bias[side])[None]])
 
 
 def _check_rotation(spec: AttentionSpec, rotations: Sequence[Rotary]) -> None:

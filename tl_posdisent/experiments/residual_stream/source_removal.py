@@ -81,7 +81,10 @@ def distance_sources_check(
     place = {head: at for at, head in enumerate(found.heads)}
     remaining: dict[str, list[list[float]]] = {}
     for source in tqdm(list(dict.fromkeys(table["source"])), desc="sources", disable=not progress):
-        ways = [partial(_subtraction, model, spec.layer, source), partial(_ablation, model, source)]
+        ways: list[Callable[[Tensor], list[Hook] | None]] = [
+            partial(_subtraction, model, spec.layer, source),
+            partial(_ablation, model, source),
+        ]
         remaining[source] = [_slopes(model, spec, texts, found, sinks, hooks) for hooks in ways]
     rows = list(zip(table["source"], table["head"], strict=True))
     table = table.assign(predicted=1 - table["share"])

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float64, Int
@@ -26,14 +25,8 @@ _NAME = re.compile(r"L(\d+)(?:H(\d+)| (MLP|bias))")
 _ADDED = ("hook_resid_pre", "attn.hook_z", "hook_attn_out", "hook_mlp_out")
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Texts of equal length and the weights of their tokens.
-
-    Attributes:
-        tokens: ids.
-        weights: one or several weights of each token.
-    """
+class Batch(NamedTuple):
+    """Texts of equal length, and one or several weights of each token."""
 
     tokens: Int[Tensor, "batch pos"]
     weights: Float64[Tensor, "batch pos weight"]
