@@ -49,12 +49,6 @@ class Estimate(HasTable):
         flops: operations of matrix products, two for each multiply and add.
         available_bytes: free memory in addition to the model; None if unknown, and then everything fits.
         advice: arguments that would fit, if this does not; else empty.
-
-    Example:
-        >>> from tl_posdisent import estimate, load_demo_model
-        >>> plan = estimate(load_demo_model(), 4096, available=10**9)
-        >>> plan.fits, plan.path, plan.advice
-        (False, 'whole score matrices', 'block=1024')
     """
 
     tool: str
@@ -152,8 +146,8 @@ def estimate(
     Example:
         >>> from tl_posdisent import estimate, load_demo_model
         >>> plan = estimate(load_demo_model(), 4096, available=10**9)
-        >>> plan.fits, plan.advice
-        (False, 'block=1024')
+        >>> plan.fits, plan.path, plan.advice
+        (False, 'whole score matrices', 'block=1024')
         >>> estimate(load_demo_model(), 4096, available=10**9, block=1024).check().fits
         True
     """

@@ -43,18 +43,6 @@ class ContentPosition(HasTable):
         position: ``[pos, d_model]``, the positional part of the residual stream that queries read.
         mask: ``[query, key]``, where a query sees a key; ``[batch, query, key]`` of texts of unequal length, which all
             begin at position 0 and have zeros behind their end.
-
-    Example:
-        >>> from tl_posdisent.experiments import content_position_terms
-        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
-        >>> import torch
-        >>> sizes = {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 3}
-        >>> tokens = torch.randint(1, 20, (8, 16), generator=torch.Generator().manual_seed(0))
-        >>> terms = content_position_terms(SyntheticModel(SyntheticConfig(encoding="learned", **sizes)), tokens, 0)
-        >>> terms
-        ContentPosition of layer 0: 2 heads, 8 texts of 16 tokens
-        >>> terms.term("position:position").shape
-        torch.Size([8, 2, 16, 16])
     """
 
     layer: int
@@ -160,7 +148,10 @@ def content_position_terms(
         >>> sizes = {"n_layers": 1, "d_model": 32, "n_heads": 2, "d_mlp": 32, "d_vocab": 20, "n_ctx": 16, "n_out": 3}
         >>> tokens = torch.randint(1, 20, (8, 16), generator=torch.Generator().manual_seed(0))
         >>> model = SyntheticModel(SyntheticConfig(encoding="alibi", **sizes))
-        >>> table = content_position_terms(model, tokens, 0).to_frame()
+        >>> terms = content_position_terms(model, tokens, 0)
+        >>> terms, terms.term("position:position").shape
+        (ContentPosition of layer 0: 2 heads, 8 texts of 16 tokens, torch.Size([8, 2, 16, 16]))
+        >>> table = terms.to_frame()
         >>> bias = table[table["term"] == "attention bias"]
         >>> bias["toeplitz"].round(6).tolist()
         [1.0, 1.0]

@@ -50,16 +50,6 @@ class DistanceSources:
         own_query, own_key: ``[head, d_head]``, the means of the model's own queries and keys.
         scale: what products are multiplied by.
         rotary: the layer's rotation.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, distance_sources, load_demo_model
-        >>> found = distance_sources(load_demo_model(), demo_tokens(length=128), 1, heads=[3])
-        >>> found
-        DistanceSources of layer 1: 1 heads, 1... sources of queries and keys, 128 distances
-          largest: L1H3 L0 MLP × L0 MLP ...
-        >>> total = sum(found.term(a, b) for a in found.sources for b in found.sources)
-        >>> bool((total - found.profile()).abs().max() < 1e-4)
-        True
     """
 
     layer: int
@@ -240,7 +230,13 @@ def distance_sources(
 
     Example:
         >>> from tl_posdisent import demo_tokens, distance_sources, load_demo_model
-        >>> found = distance_sources(load_demo_model(), demo_tokens(length=128), 2)
+        >>> found = distance_sources(load_demo_model(), demo_tokens(length=128), 1, heads=[3])
+        >>> found
+        DistanceSources of layer 1: 1 heads, 1... sources of queries and keys, 128 distances
+          largest: L1H3 L0 MLP × L0 MLP ...
+        >>> total = sum(found.term(a, b) for a in found.sources for b in found.sources)
+        >>> bool((total - found.profile()).abs().max() < 1e-4)
+        True
         >>> table = found.to_frame()
         >>> bool(table.groupby("head")["share"].sum().round(6).eq(1).all()), bool(table["error"].max() < 1e-5)
         (True, True)

@@ -34,16 +34,6 @@ class RopeHadamard(HasTable):
         query, key: ``[batch, pos, head, d_head]``, before rotation; scale and YaRN's factor are in the query; one key
             head per query head.
         mask: ``[query, key]``, where a query sees a key. Grams, kernels and spectra are those of all cells.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model
-        >>> from tl_posdisent.experiments import rope_hadamard
-        >>> form = rope_hadamard(load_demo_model(), demo_tokens(length=32), 1)
-        >>> form
-        RopeHadamard of layer 1: 8 subspaces and 0 coordinates without rotation, 1 texts of 32 tokens
-        >>> total = sum((form.gram(c) * form.kernel(c)).real for c in range(8)) + form.rest()
-        >>> bool((total - form.scores()).abs().max() < 1e-10)
-        True
     """
 
     layer: int
@@ -142,7 +132,13 @@ def rope_hadamard(model: Any, tokens: Tokens, layer: int, *, attention_mask: Ten
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
         >>> from tl_posdisent.experiments import rope_hadamard
-        >>> table = rope_hadamard(load_demo_model(), demo_tokens(length=64), 3).to_frame()
+        >>> form = rope_hadamard(load_demo_model(), demo_tokens(length=64), 3)
+        >>> form
+        RopeHadamard of layer 3: 8 subspaces and 0 coordinates without rotation, 1 texts of 64 tokens
+        >>> total = sum((form.gram(c) * form.kernel(c)).real for c in range(8)) + form.rest()
+        >>> bool((total - form.scores()).abs().max() < 1e-10)
+        True
+        >>> table = form.to_frame()
         >>> bool((table["toeplitz_before"] < table["toeplitz_after"]).mean() > 0.5)
         True
     """
