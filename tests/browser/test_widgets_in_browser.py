@@ -168,11 +168,10 @@ def test_coloured_text(opened: Open, tmp_path: Path) -> None:
 def test_query_bias(opened: Open, tmp_path: Path) -> None:
     scores = torch.tensor([0.0, 0, 0, 0, 3, 0])[:, None].expand(6, 6).clone()
     page = opened(saved(tp.viz.show_query_bias(tp.fit_additive(scores), WORDS), tmp_path))
-    page.screenshot("query_bias")
     tokens = page.page.locator(".colored-tokens").locator("span > span")
     colours = tokens.evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")
     assert colours[4] == "rgb({}, {}, {})".format(*HIGH)
-    assert page.page.locator("select").count() == 0  # there is but one head
+    assert page.page.locator("select").count() == 0  # of a single head
 
 
 def hostile_widgets() -> dict[str, Callable[[], Widget]]:
@@ -284,36 +283,26 @@ def test_link_to_the_library(opened: Open, tmp_path: Path) -> None:
     assert page.complaints == []
 
 
-@pytest.mark.parametrize("name", ["scores", "patterns"])
-def test_charts_follow_the_window(name: str, opened: Open, tmp_path: Path) -> None:
-    """Those of circuitsvis alone shrink with it and never grow again."""
-    scores, fit = two_heads()
-    make = {
-        "scores": lambda: tp.show_scores(fit, WORDS),
-        "patterns": lambda: tp.show_patterns(fit, WORDS, scores.tril().softmax(-1)),
-    }
-    page = opened(saved(make[name](), tmp_path))
-    page.settle({"scores": 3, "patterns": 2}[name])
-    last = page.page.locator("canvas >> visible=true").last
-    wide = last.bounding_box()["width"]
-    wait = "([low, high]) => { const w = [...document.querySelectorAll('canvas')].filter(c => c.offsetWidth).at(-1)"
-    wait += ".offsetWidth; return low <= w && w <= high }"
-    page.page.set_viewport_size({"width": 420, "height": 700})
-    page.page.wait_for_function(wait, arg=[200, 419])
-    page.page.set_viewport_size({"width": 1100, "height": 900})
-    page.page.wait_for_function(wait, arg=[wide - 1, wide + 1])
-
-
-@pytest.mark.parametrize("name", ["scores", "parts", "key_importance"])
-def test_on_a_phone_in_the_dark(name: str, opened: Open, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "charts"), [("scores", 3), ("parts", 6), ("patterns", 2), ("key_importance", 0)])
+def test_on_a_phone_in_the_dark(name: str, charts: int, opened: Open, tmp_path: Path) -> None:
+    """Charts follow the window both ways; those of circuitsvis alone shrink with it and never grow again."""
     scores, fit = two_heads()
     make = {
         "scores": lambda: tp.show_scores(fit, WORDS),
         "parts": lambda: tp.show_parts(fit, WORDS, 0, scores=scores),
+        "patterns": lambda: tp.show_patterns(fit, WORDS, scores.tril().softmax(-1)),
         "key_importance": lambda: tp.viz.show_key_importance(fit, WORDS),
     }
-    page = opened(saved(make[name](), tmp_path), width=390, dark=True)
-    page.settle({"scores": 3, "parts": 6, "key_importance": 0}[name])
+    page = opened(saved(make[name](), tmp_path), dark=True)
+    page.settle(charts)
+    width = "() => [...document.querySelectorAll('canvas')].filter(c => c.offsetWidth).at(-1)?.offsetWidth ?? 300"
+    within = f"([low, high]) => low <= ({width})() && ({width})() <= high"
+    wide = page.page.evaluate(width)
+    page.page.set_viewport_size({"width": 390, "height": 700})
+    page.page.wait_for_function(within, arg=[200, 389])
+    page.settle(charts)
     page.screenshot(f"phone_{name}")
     assert page.page.evaluate("() => document.documentElement.scrollWidth") <= 390
     assert page.page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    page.page.set_viewport_size({"width": 1100, "height": 900})
+    page.page.wait_for_function(within, arg=[wide - 1, wide + 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 
 import pandas as pd
@@ -161,33 +162,31 @@ def analysed(subject: Subject) -> str:
 
 def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
     """The papers' claims beside the figures of this model."""
-    claims: list[tuple[str, SectionName, Callable[[Found], tuple[str, str]], str]] = [
-        (
-            "r, two-axis model, at controlled distances",
+    two_axis = partial(_correlation, column="r_two_axis")
+    three_axis = partial(_correlation, column="r_three_axis")
+    of_text = partial(_correlation, column="r")
+    claims: dict[str, tuple[SectionName, Callable[[Found], tuple[str, str]], str]] = {
+        "r, two-axis model, at controlled distances": (
             "shares",
-            lambda one: _correlation(one, "r_two_axis"),
+            two_axis,
             f"0.959 {A}; random initialisation far lower",
         ),
-        (
-            "r, three-axis model, at controlled distances",
-            "shares",
-            lambda one: _correlation(one, "r_three_axis"),
-            MISSING,
-        ),
-        ("r, three-axis fit of the text’s own scores", "additivity", lambda one: _correlation(one, "r"), MISSING),
-        (
-            "loss added with 5 % of the tokens exchanged (nats)",
+        "r, three-axis model, at controlled distances": ("shares", three_axis, MISSING),
+        "r, three-axis fit of the text’s own scores": ("additivity", of_text, MISSING),
+        "loss added with 5 % of the tokens exchanged (nats)": (
             "perturbation",
             _disorder,
             f"up to 5 % is tolerated {A}",
         ),
-        ("head with the largest added loss", "ablation", _largest_drop, f"one head of an early layer {B}"),
-    ]
+        "head with the largest added loss": ("ablation", _largest_drop, f"one head of an early layer {B}"),
+    }
     rows = []
-    for measure, name, read, papers in claims:
+    for measure, (name, read, papers) in claims.items():
         one = found.get(name)
-        absent = "not asked for" if one is None else "not for this model" if one.refused else None
-        here, random = (absent, MISSING) if absent or one is None else read(one)
+        if one is None or one.refused:
+            here, random = "not asked for" if one is None else "not for this model", MISSING
+        else:
+            here, random = read(one)
         rows.append({"measure": measure, "this model": here, "random": random, "the papers": papers})
     small = "Results for a small model may not transfer to a large one, or the other way round. "
     text = (
