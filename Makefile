@@ -32,7 +32,8 @@ ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps v
     $(addprefix tests/, browser additive cli report rope sweeps viz utils) \
     $(patsubst %,tests/package/test_%.py, release house public_names processes interrupts) \
     $(patsubst %,tests/docs/test_%.py, links mentions words) \
-    $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency))
+    $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency refusals) \
+    tests/demo/test_train_demo_model.py)
 
 .PHONY: help demo smollm2 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
 
