@@ -233,7 +233,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: margins(model=model(encoding="learned"), part="encoding"), 'part must be "distance" with encoding=\'lea'),
     (lambda: gradient_margins(NORMS), "table must have at least two heads in every layer, got 1"),
     (lambda: gradient_margins(NORMS, by="ratio"), "by must be 'mean_norm', 'norm_of_mean' or .* got 'ratio'"),  # type: ignore[arg-type]
-    (lambda: gradient_margins(NORMS, by="mean_norm"), "table must have the column 'mean_norm', got"),
+    (lambda: gradient_margins(NORMS, by="mean_norm"), "table must have the column 'mean_norm', as"),
     (lambda: dynamics(RUN), "run must have checkpoints"),
     (lambda: dynamics(replace(RUN, checkpoints={0: Path("nowhere.safetensors")}), progress=False), "nowhere"),
 ]

@@ -266,11 +266,10 @@ def _all_of(kind: type[T], name: str, given: Iterable[T]) -> list[T]:
 
 
 def _of_loss(drops: pd.DataFrame) -> pd.DataFrame:
-    columns = {"loss_baseline": "baseline", "loss_effect": "effect"}
-    missing = [name for name in columns if name not in drops]
-    if missing:
-        raise ValueError(f'drops must have the column {missing[0]!r} with measure="loss", as head_drops makes it')
-    return drops.drop(columns=["baseline", "effect"], errors="ignore").rename(columns=columns)
+    for name in ("loss_baseline", "loss_effect"):
+        if name not in drops:
+            raise ValueError(f'drops must have the column {name!r} with measure="loss", as head_drops makes it')
+    return drops.assign(baseline=drops["loss_baseline"], effect=drops["loss_effect"])
 
 
 def _check(drops: pd.DataFrame) -> None:

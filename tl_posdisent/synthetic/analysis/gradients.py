@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
@@ -21,7 +21,7 @@ from tl_posdisent.models.reading.forward import evaluating, hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import Samples, Task
-from tl_posdisent.utils.validation import check_choice, check_integer
+from tl_posdisent.utils.validation import check_choice, check_integer, shown
 
 Part = Literal["distance", "encoding"]
 Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
@@ -114,7 +114,7 @@ def _vectors(model: SyntheticModel, tokens: Tensor, labels: Tensor, part: Part) 
     nothing = torch.zeros(len(layers), len(tokens), model.cfg.n_heads, length, length, device=tokens.device)
     nothing.requires_grad_()
     names = [hook_name(layer, f"hook_{side}") for layer in layers for side in "qk"] if part == "encoding" else []
-    hooks = [(hook_name(layer, "hook_attn_scores"), _add(nothing[layer])) for layer in layers]
+    hooks = [(hook_name(n, "hook_attn_scores"), lambda x, hook, n=n: x + nothing[n]) for n in layers]
     with torch.enable_grad(), evaluating(model), applied(model, [*hooks, *(keep(name, seen) for name in names)]):
         loss = cross_entropy(model(tokens).float(), labels)
         (gradient,) = torch.autograd.grad(loss, nothing)
@@ -151,13 +151,6 @@ def _along_bias(
     bias = model.encoding.bias(gradient.shape[-1])
     assert bias is not None
     return (gradient * bias.detach()).sum((-2, -1))[..., None]
-
-
-def _add(nothing: Tensor) -> Any:
-    def edit(scores: Float[Tensor, "batch head query key"], hook: Any) -> Tensor:
-        return scores + nothing
-
-    return edit
 
 
 def _check(model: SyntheticModel, part: str) -> None:
@@ -202,11 +195,9 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
         1      1     0      2.5     1.0     1.5            NaN
     """
     check_choice("by", by, get_args(Norm))
-    if not isinstance(table, pd.DataFrame):
-        raise ValueError(f"table must be from positional_gradients or dynamics, got {type(table).__name__}")
-    missing = [name for name in ("layer", "head", by) if name not in table.columns]
+    missing = [name for name in ("layer", "head", by) if name not in getattr(table, "columns", ())]
     if missing:
-        raise ValueError(f"table must have the column {missing[0]!r}, got {list(table.columns)}")
+        raise ValueError(f"table must have the column {missing[0]!r}, as from positional_gradients, got {shown(table)}")
     keys = [name for name in ("step", "layer") if name in table.columns]
     error, rows = f"{by}_se", []
     for key, heads in table.groupby(keys):
@@ -238,18 +229,15 @@ def _batches(
     device = model.embed.W_E.device
     if isinstance(task, Task):
         generator = torch.Generator().manual_seed(seed)
-        for _ in range(batches):
-            tokens, labels = task.batch(batch_size, generator)
-            yield tokens.to(device), labels.to(device)
-        return
-    if not (isinstance(task, tuple) and len(task) == 2 and all(isinstance(x, Tensor) for x in task)):
+        drawn = [task.batch(batch_size, generator) for _ in range(batches)]
+    elif isinstance(task, tuple) and len(task) == 2 and all(isinstance(x, Tensor) for x in task):
+        tokens, labels = task
+        if len(tokens) != len(labels) or len(tokens) < batches * batch_size:
+            raise ValueError(
+                f"task must have labels for at least batches · batch_size = {batches * batch_size} texts, got "
+                f"{len(tokens)} texts and {len(labels)} labels"
+            )
+        drawn = list(zip(tokens.split(batch_size), labels.split(batch_size), strict=True))[:batches]
+    else:
         raise ValueError(f"task must be a Task, or a pair of tokens and labels, got {type(task).__name__}")
-    tokens, labels = task
-    if len(tokens) != len(labels) or len(tokens) < batches * batch_size:
-        raise ValueError(
-            f"task must have labels for at least batches · batch_size = {batches * batch_size} texts, got "
-            f"{len(tokens)} texts and {len(labels)} labels"
-        )
-    for n in range(batches):
-        some = slice(n * batch_size, (n + 1) * batch_size)
-        yield tokens[some].to(device), labels[some].to(device)
+    return ((tokens.to(device), labels.to(device)) for tokens, labels in drawn)

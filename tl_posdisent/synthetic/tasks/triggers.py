@@ -101,15 +101,13 @@ class TriggerDistance(Task):
     @property
     def from_length(self) -> float:
         """Accuracy of the best guess from the length of the text alone; ``chance`` is that of a constant guess."""
-        sides = torch.ones(1, 1, self.max_side - self.min_side + 1)
-        reach = torch.nn.functional.conv1d(sides, sides, padding=sides.shape[-1] - 1).flatten()
-        # Texts of each gap, by length; the shortest has no more than the least gap and sides.
-        by_gap = torch.stack([torch.nn.functional.pad(reach, (n, self.gaps - 1 - n)) for n in range(self.gaps)])
+        sides = torch.arange(self.min_side, self.max_side + 1)
+        gap, *around = torch.cartesian_prod(torch.arange(self.gaps), sides, sides).T
+        length = gap + sum(around)  # and what all texts have alike
         if self.max_length is not None:
-            lengths = 2 * self.min_side + self.min_gap + 2 + torch.arange(by_gap.shape[1])
-            cut = lengths >= self.max_length
-            by_gap = torch.cat([by_gap[:, ~cut], by_gap[:, cut].sum(1, keepdim=True)], 1)
-        return float(by_gap.amax(0).sum() / by_gap.sum())
+            length = length.clamp(max=self.max_length - self.min_gap - 2)
+        counts = torch.bincount(length * self.gaps + gap, minlength=(int(length.max()) + 1) * self.gaps)
+        return float(counts.view(-1, self.gaps).amax(1).sum() / counts.sum())
 
     def _draw(self, n: int, generator: torch.Generator) -> Samples:
         gap = uniform(self.min_gap, self.max_gap, (n,), generator)
