@@ -110,39 +110,24 @@ def shared_model() -> Iterator[Callable[[str, str], Any]]:
     Whoever takes it may hang hooks on it and must not change it otherwise; that the hooks are gone again and
     the weights untouched is checked when the test ends. A test that changes a model takes a fresh one.
     """
-    taken: dict[tuple[str, str], tuple[Any, dict[str, int], list[int]]] = {}
+    taken: dict[tuple[str, str], tuple[Any, tuple[Any, ...]]] = {}
 
     def take(kind: str, name: str) -> Any:
         model = _build(kind, name)
-        taken.setdefault((kind, name), (model, _hook_counts(model), _versions(model)))
+        taken.setdefault((kind, name), (model, _state(model)))
         return model
 
     yield take
-    for (kind, name), (model, hooks, versions) in taken.items():
-        left = [hook for hook, count in _hook_counts(model).items() if count != hooks[hook]]
-        if left or model.training or _versions(model) != versions:
+    for (kind, name), (model, before) in taken.items():
+        after = _state(model)
+        if after != before:
             _build.cache_clear()  # the next test shall not suffer for it
             _read.cache_clear()
-        assert not left, f"hooks left on the shared {kind} of {name}: {left}"
-        assert not model.training, f"the shared {kind} of {name} was left in training mode"
-        assert _versions(model) == versions, f"a weight of the shared {kind} of {name} was changed in place"
+        for what, was, now in zip(("hooks", "hooks of torch", "training mode", "weights"), before, after, strict=True):
+            assert now == was, f"{what} of the shared {kind} of {name} were left changed"
 
 
-def _hook_counts(model: Any) -> dict[str, int]:
-    """How many functions hang at each hook. Not always none: the bridge of OPT has a few of its own."""
-    from tl_posdisent.models.reading.forward import points_among
+def _state(model: Any) -> tuple[Any, ...]:
+    from support.untouched import state_of_model
 
-    points = enumerate(points_among(_parts(model)))
-    return {f"{n} {point.name}": len(point.fwd_hooks) + len(point.bwd_hooks) for n, point in points}
-
-
-def _versions(model: torch.nn.Module) -> list[int]:
-    """A number per parameter that grows with every change in place."""
-    return [x._version for part in _parts(model) for x in part._parameters.values() if x is not None]
-
-
-def _parts(model: torch.nn.Module) -> list[Any]:
-    """All modules, without the names that torch and TransformerLens would make for them around every test."""
-    from tl_posdisent.models.reading.forward import modules
-
-    return modules(model)
+    return state_of_model(model)

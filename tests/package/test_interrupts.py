@@ -7,7 +7,6 @@ functions are found by their arguments: a new one is tested from its first day.
 from __future__ import annotations
 
 import functools
-import inspect
 import signal
 import threading
 import time
@@ -20,19 +19,11 @@ import pytest
 import torch
 import tqdm
 from support import zoo
-from support.public_calls import GOOD, TOKENS, call, functions
+from support.public_calls import GOOD, LABELS, SAMPLES, TASK, TOKENS, call, functions, synthetic
 from support.untouched import state
 
-import tl_posdisent
 from tl_posdisent import additivity, capture
-from tl_posdisent.synthetic import (
-    SyntheticConfig,
-    SyntheticModel,
-    TriggerCount,
-    evaluate,
-    head_drops,
-    positional_gradients,
-)
+from tl_posdisent.synthetic import evaluate, head_drops, positional_gradients
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.slow]
 # These run no model of yours: copies of it, none but in your block, none to change the order of words.
@@ -61,21 +52,6 @@ def weights(model: Any) -> list[torch.Tensor]:
     return [x.detach().clone() for x in model.state_dict().values()]
 
 
-def use(function: Callable[..., Any], model: Any, **changed: Any) -> Any:
-    """As ``call``, with values for what has no default that fits, and the bar on if asked for."""
-    named = inspect.signature(function).parameters
-    if "distances" in named and function is not tl_posdisent.remap_distance:
-        changed = {"distances": [1, 2], **changed}
-    if "layer" not in named and "layers" in named:
-        changed = {"layers": [0, 1], **changed}
-    return call(function, model, **changed)
-
-
-def used_up(function: Callable[..., Any], model: Any) -> None:
-    result = use(function, model)
-    del result
-
-
 @pytest.mark.parametrize("function", RUNS_THE_MODEL, ids=lambda function: function.__name__)
 def test_inside_a_forward_pass(function: Any, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first pass, in the middle and in the last, in the first layer: some passes end there."""
@@ -89,7 +65,7 @@ def test_inside_a_forward_pass(function: Any, model: Any, tmp_path: Path, monkey
         presser = Presser(at)
         point.add_hook(presser, is_permanent=True)
         try:
-            used_up(function, model)
+            call(function, model)
         finally:
             point.remove_hooks("fwd", including_permanent=True)
         return presser.calls
@@ -125,7 +101,7 @@ def test_while_the_bar_moves(function: Any, model: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr(tqdm.std.tqdm, "update", pressed)
     monkeypatch.setattr(tqdm.std.tqdm, "__iter__", iterated)
     with pytest.raises(KeyboardInterrupt):
-        use(function, model)
+        call(function, model, progress=True)
     monkeypatch.undo()
     assert state(model) == before
     assert not list(tmp_path.iterdir())
@@ -169,11 +145,9 @@ def test_at_any_moment(model: Any) -> None:
     assert used().equals(expected)
 
 
-TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
-X, Y = TASK.batch(16)
 SYNTHETIC: dict[str, Callable[[Any], Any]] = {
-    "evaluate": lambda model: evaluate(model, X, Y, batch_size=4),
-    "head_drops": lambda model: head_drops(model, X, Y, progress=False),
+    "evaluate": lambda model: evaluate(model, SAMPLES, LABELS, batch_size=4),
+    "head_drops": lambda model: head_drops(model, SAMPLES, LABELS, progress=False),
     "positional_gradients": lambda model: positional_gradients(model, TASK, batches=3, batch_size=4, progress=False),
 }
 
@@ -181,8 +155,7 @@ SYNTHETIC: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_synthetic_models(name: str, training: bool) -> None:
-    shape: dict[str, Any] = {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out, "pad_id": TASK.pad_id}
-    model = SyntheticModel(SyntheticConfig(n_layers=2, d_model=16, n_heads=2, d_mlp=16, dropout=0.2, **shape))
+    model = synthetic(n_layers=2, dropout=0.2)
     model.train(training)
     model.blocks[0].eval()  # a mode of one part alone is kept too
     point, before, numbers = model.blocks[1].attn.hook_z, state(model), weights(model)

@@ -22,15 +22,8 @@ SOURCES = sorted(
 )
 UNPICKLE = {"pickle", "cPickle", "_pickle", "dill", "joblib", "cloudpickle", "shelve", "marshal"}
 NETWORK = {"socket", "requests", "httpx", "aiohttp", "http", "ftplib", "smtplib", "telnetlib"}
-LOADS = {
-    "torch.load",
-    "pd.read_pickle",
-    "pandas.read_pickle",
-    "torch.jit.load",
-    "pickle.load",
-    "joblib.load",
-    "yaml.load",
-}
+LOADS = {f"{module}.load" for module in ("torch", "torch.jit", "pickle", "joblib", "yaml")}
+LOADS |= {"pd.read_pickle", "pandas.read_pickle"}
 TOLD = {"weights_only", "allow_pickle", "trust_remote_code", "use_safetensors"}  # by name, of how a file is read
 RUNS = {"eval", "exec"}  # tests may: of the documentation's own code
 

@@ -16,15 +16,22 @@ def state(model: Any) -> tuple[Any, ...]:
 
     The run-time checks of annotations draw random numbers themselves: take the fixture ``unchecked``.
     """
-    parts: list[Any] = modules(model)
+    return (
+        *state_of_model(model),
+        torch.random.get_rng_state().numpy().tobytes(),
+        random.getstate(),
+        np.random.get_state()[1].tobytes(),  # noqa: NPY002 - the global state is meant
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
+    )
+
+
+def state_of_model(model: Any) -> tuple[Any, ...]:
+    """Hooks of both kinds, training flags, and a number per parameter that grows with every change in place."""
+    parts: list[Any] = modules(model)  # without the names that torch and TransformerLens would make for them
     points = points_among(parts)
     return (
         [[id(handle.user_hook) for handle in (*point.fwd_hooks, *point.bwd_hooks)] for point in points],
         [list(point._forward_hooks) for point in points],
         [part.training for part in parts],
         [x._version for part in parts for x in part._parameters.values() if x is not None],
-        torch.random.get_rng_state().numpy().tobytes(),
-        random.getstate(),
-        np.random.get_state()[1].tobytes(),  # noqa: NPY002 - the global state is meant
-        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
     )
