@@ -112,15 +112,8 @@ def test_layers_are_independent(shared_model: Model, capfd: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": [2]}, "layers must be integers from 0 to 1.*got 2"),
-        ({"layers": []}, "layers must name at least one"),
         ({"sinks": 10}, "sinks must be an integer from 0 to 9, got 10"),
-        ({"sinks": -1}, "sinks must be an integer from 0 to 9, got -1"),
-        ({"sinks": True}, "sinks must be an integer from 0 to 9, got True"),
-        ({"distances": []}, "distances must be one-dimensional and not empty"),
         ({"distances": [1.0, math.inf]}, "distances must be finite real numbers"),
-        ({"tokens": torch.ones(2, 3, 4).long()}, "tokens must have shape"),
-        ({"tokens": "a text"}, "the model has no tokenizer"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -159,15 +152,6 @@ def test_stories_are_additive_and_their_random_copy_is_not(texts: Tensor, shared
     assert 0.55 < chance["r_two_axis"].mean() < 0.66
     assert 0.1 < chance["r_three_axis"].mean() < 0.35
     assert (trained["r_three_axis"] > chance["r_three_axis"]).all()
-
-
-def test_both_classes_agree(shared_model: Model) -> None:
-    texts = torch.cat([stories.sample_story(60, seed) for seed in range(2)])
-    tables = [
-        controlled_distance(shared_model(kind, "stories"), texts, sinks=20, progress=False)
-        for kind in ("bridge", "hooked")
-    ]
-    pd.testing.assert_frame_equal(*tables, rtol=0, atol=1e-4)
 
 
 # --- dummy_distance_check ---------------------------------------------------------------------------------------------
@@ -233,8 +217,6 @@ def test_in_stories_the_key_part_is_causal_but_for_near_keys(shared_model: Model
     [
         ({"distances": [10]}, "distances must be integers from 0 to 9, got 10"),
         ({"distances": [3, 3]}, "distances must name at least one and none twice"),
-        ({"distances": [1.5]}, "distances must be integers from 0 to 9, got 1.5"),
-        ({"layers": [-3]}, "layers must be integers from 0 to 1.*got -3"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

@@ -289,8 +289,6 @@ def test_a_head_that_fails_is_a_row_of_nan(shared_model: Any) -> None:
             lambda x, t: torch.tensor([0.0, float("inf"), 1.0]),
             r"metric must return finite numbers, got \[0.0, inf, 1.0",
         ),
-        ("loss", "metric must be a function of .* got 'loss'"),
-        (None, "metric must be a function of .* got None"),
     ],
 )
 def test_what_is_no_metric(metric: Any, message: str, shared_model: Any) -> None:
@@ -305,10 +303,6 @@ def test_what_is_no_metric(metric: Any, message: str, shared_model: Any) -> None
         ({"mode": "off"}, "mode must be one of zero, mean, resample, got 'off'"),
         ({"reference": TOKENS}, 'reference must not be given with mode "zero"'),
         ({"mode": "resample", "tokens": TOKENS[:1]}, 'mode "resample" needs a batch of at least two texts, got 1'),
-        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
-        ({"batch_size": True}, "batch_size must be an integer of at least 1, got True"),
-        ({"heads": [8]}, "heads must be integers from 0 to 7 .* got 8"),
-        ({"layers": [2]}, "layers must be integers from 0 to 1.*got 2"),
     ],
 )
 def test_bad_input(arguments: dict[str, Any], message: str, shared_model: Any) -> None:

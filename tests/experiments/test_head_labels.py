@@ -154,16 +154,8 @@ def test_repeated_tokens(shared_model: Any) -> None:
     ("options", "words"),
     [
         ({"local": 14}, "local must be less than the tokens of every text, 14, got 14"),
-        ({"local": 0}, "local must be an integer"),
         ({"length": 10**6}, "length must be at most"),
-        ({"length": 1}, "length must be an integer of at least 2"),
-        ({"repeats": 0}, "repeats must be"),
-        ({"threshold": 0}, "threshold must be"),
-        ({"sinks": -1}, "sinks must be"),
         ({"sinks": 4, "window": 10, "streaming": True}, "window and sinks must hide keys"),
-        ({"streaming": 1}, "streaming must be True or False"),
-        ({"seed": -1}, "seed must be"),
-        ({"seeds": []}, "seeds must"),
     ],
     ids=str,
 )

@@ -62,33 +62,19 @@ def test_where_edited_scores_are_discarded(shared_model: Any) -> None:
             assert value == pytest.approx(float(loss(model(TOKENS), TOKENS).mean()), abs=2e-6)
 
 
-def test_padding_hooks_and_a_model_left_as_it_was(shared_model: Any) -> None:
-    model, mask = shared_model("bridge", "llama-gqa"), torch.ones_like(TOKENS)
-    mask[1, 8:] = 0
-    before = state(model)
-    options: dict[str, Any] = {"sinks": 1, "window": 3, "layers": 1, "progress": False}
-    got = streaming_ablation(model, TOKENS, loss_of_each, attention_mask=mask, **options)
-    assert state(model) == before
-    alone = [streaming_ablation(model, x, **options)["value"] for x in (TOKENS[:1], TOKENS[1:2, :8], TOKENS[2:])]
-    assert got["value"].tolist() == pytest.approx((sum(alone) / 3).tolist(), abs=1e-6)
+def test_hooks_of_the_user_and_a_model_left_as_it_was(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
 
     def louder(v: Tensor, hook: Any) -> Tensor:
         return 2 * v
 
+    before = state(model)
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_v", louder)]):  # only full passes are sure then
         hooked = streaming_ablation(model, TOKENS, heads=[(1, 3)], sinks=1, window=3, progress=False)
         edit = ("blocks.1.attn.hook_attn_scores", masked(3, 1, 3))
         with torch.no_grad(), model.hooks(fwd_hooks=[edit]):
             assert hooked["value"][0] == pytest.approx(float(loss(model(TOKENS), TOKENS).mean()), abs=2e-6)
-
-
-def loss_of_each(logits: Tensor, tokens: Tensor) -> Tensor:
-    """With NaN at padding."""
-    values = []
-    for row, ids in zip(logits, tokens, strict=True):
-        real = ~row.isnan().any(-1)
-        values.append(loss(row[None, real], ids[None, real])[0])
-    return torch.stack(values)
+    assert state(model) == before
 
 
 def test_the_default_window_and_refusals(shared_model: Any) -> None:
@@ -96,12 +82,5 @@ def test_the_default_window_and_refusals(shared_model: Any) -> None:
     options: dict[str, Any] = {"heads": [(1, 2)], "progress": False}
     got = streaming_ablation(model, TOKENS, **options)["value"][0]
     assert got == streaming_ablation(model, TOKENS, sinks=4, window=3, **options)["value"][0]
-    for changed, words in (
-        ({"sinks": 9, "window": 3}, "window and sinks must hide keys, together less than the 12 tokens"),
-        ({"window": 0}, "window must be an integer of at least 1"),
-        ({"sinks": 1.5}, "sinks must be an integer"),
-        ({"batch_size": 0}, "batch_size must be"),
-        ({"metric": 3}, "metric must be a function"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            streaming_ablation(model, TOKENS, **(options | changed))
+    with pytest.raises(ValueError, match="window and sinks must hide keys, together less than the 12 tokens"):
+        streaming_ablation(model, TOKENS, sinks=9, window=3, **options)
