@@ -52,7 +52,7 @@ def additivity(
             text's first token.
         sinks: leave this many keys at the beginning of each text out of the fit (``fit_additive``). The scores of an
             attention sink are unlike all others; ``r`` with and without the first token shows how much it does.
-        pool: one distance profile per head for all texts, each text with its own query and key part.
+        pool: one distance profile per head for all texts, each text with its own query and key component.
         block: run this many queries at a time, with a cache of keys and values: for texts whose score matrices do not
             fit (``estimate`` says so). The same numbers, to rounding; the model must have no hooks of yours.
         progress: show a bar.
@@ -60,7 +60,7 @@ def additivity(
     Returns:
         One row per text (unless pooled), layer and head: ``batch``, ``layer``, ``head``, ``r``, ``r2``,
         ``r2_adjusted``, and ``share_distance``, ``share_query``, ``share_key``, the share of the scores' variance that
-        each axis explains alone (see ``AdditiveFit``). The headline is the mean of ``r``. Set
+        each component explains alone (see ``AdditiveFit``). The headline is the mean of ``r``. Set
         ``random_control`` beside it.
 
     Raises:

@@ -183,15 +183,11 @@ def _compared(layer: int, distance: int, real: AdditiveFit, dummy: AdditiveFit) 
     return table
 
 
-def _correlation(a: AdditiveFit, b: AdditiveFit, part: str) -> Float64[Tensor, "*batch"]:
+def _correlation(a: AdditiveFit, b: AdditiveFit, component: str) -> Float64[Tensor, "*batch"]:
     """Correlation of one component of two fits, each coefficient weighted by its number of cells."""
-    weights = a.mask.double().sum(-2 if part == "key" else -1)
-    return _pearson(getattr(a, part), getattr(b, part), weights)
-
-
-def _pearson(
-    x: Float64[Tensor, "*batch n"], y: Float64[Tensor, "*batch n"], weights: Float64[Tensor, "*weight n"]
-) -> Float64[Tensor, "*batch"]:
+    weights = a.mask.double().sum(-2 if component == "key" else -1)
     total = weights.sum(-1, keepdim=True)
-    x, y = (v - (v * weights).sum(-1, keepdim=True) / total for v in (x, y))
-    return (weights * x * y).sum(-1) / ((weights * x * x).sum(-1) * (weights * y * y).sum(-1)).sqrt()
+    values = [getattr(fit, component) for fit in (a, b)]
+    x, y = (v - (v * weights).sum(-1, keepdim=True) / total for v in values)
+    covariance: Tensor = (weights * x * y).sum(-1)
+    return covariance / ((weights * x * x).sum(-1) * (weights * y * y).sum(-1)).sqrt()

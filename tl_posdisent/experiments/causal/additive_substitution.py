@@ -58,10 +58,10 @@ def additive_substitution(
     Returns:
         One row for each run: ``scope``, what was replaced: ``"head"``, ``"layer"`` (all its heads) or ``"all"`` (of
         the layers asked for); ``layer`` and ``head`` where one is meant; ``put_in``: ``"fit"``, ``"shuffled fit"`` or
-        ``"zero"`` (the heads' output); ``keep``, the parts that were kept, joined by ``+``, ``"mean"`` if none and
+        ``"zero"`` (the heads' output); ``keep``, the components that were kept, joined by ``+``, ``"mean"`` if none and
         empty for ``"zero"``; ``loss``, nats per predicted token; ``change``, loss minus that of the unmodified model;
         ``kl``, mean over positions of the divergence KL(unmodified ‖ this) of the predictions, nats per token. Scope
-        ``"all"`` has a row for each subset of the four parts.
+        ``"all"`` has a row for each subset of the four components.
 
     Raises:
         ValueError: unusable tokens, layers, axes or seed; what ``substitute_additive`` refuses; a layer whose
@@ -125,7 +125,7 @@ Put = Callable[[AttentionSpec, Sequence[int], Fits], list[Hook]]
 
 
 def _puts(axes: Axes) -> Iterator[tuple[str, str, Put]]:
-    """What is put in the place of heads, which parts it keeps, and how: first what single heads and layers get, too."""
+    """What replaces heads, which components it keeps, and how; the first three are for single heads and layers, too."""
 
     def fit(keep: Collection[Part]) -> Put:
         return lambda spec, heads, fits: keep_parts_hooks(spec, heads, keep, axes)

@@ -137,8 +137,7 @@ def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> 
 
 def _id_rows(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
     """Token ids as one row for each text, or one for all."""
-    ids = _as_lists(name, given)
-    rows = [x if isinstance(x, list) else [x] for x in (ids if isinstance(ids, list) else [ids])]
+    rows = [_elements(x) for x in _elements(given)]
     if not rows or not all(row and all(is_integer(x) and x >= 0 for x in row) for row in rows):
         raise ValueError(
             f"{name} must be token ids: an integer, one for each text, or several for each, got {shown(given)}; of "
@@ -148,19 +147,16 @@ def _id_rows(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _position_list(given: Any) -> tuple[int, ...]:
-    places = _as_lists("position", given)
-    places = places if isinstance(places, list) else [places]
+    places = _elements(given)
     if not places or not all(is_integer(x) for x in places):
         raise ValueError(f"position must be an integer or one for each text, got {shown(given)}")
     return tuple(int(x) for x in places)
 
 
-def _as_lists(name: str, given: Any) -> Any:
-    """Tensors and arrays as nested lists, tuples as lists."""
+def _elements(given: Any) -> list[Any]:
+    """Those of a sequence, a tensor or an array; or the one thing given."""
     given = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(given, (list, tuple, range)):
-        return [_as_lists(name, x) for x in given]
-    return given
+    return list(given) if isinstance(given, (list, tuple, range)) else [given]
 
 
 def _of_row(rows: Sequence[Any], row: int) -> Any:
