@@ -72,13 +72,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_everything_is_drawn(path: Path, opened: Open) -> None:
     page = opened(path)
     page.settle(CANVASES)
-    assert page.page.locator("section").evaluate_all("all => all.map(x => x.id)") == [
-        "verdict",
-        "analysed",
-        "headline",
-        *SECTIONS,
-        "reproduce",
-    ]
+    ids = page.page.locator("section").evaluate_all("all => all.map(x => x.id)")
+    assert ids == ["verdict", "analysed", "headline", *SECTIONS, "reproduce"]
     assert page.page.locator(".plot").count() == 2 + 5 + 1 + 2 + 1 + 1 + 1
     boxes = page.page.locator(".plot .main-svg").evaluate_all(
         "all => all.map(x => x.getBoundingClientRect()).map(b => [b.width, b.height])"
@@ -90,7 +85,7 @@ def test_everything_is_drawn(path: Path, opened: Open) -> None:
     assert page.page.evaluate(_CUT) == []
     ratio, where = page.page.evaluate(_CONTRAST)
     assert ratio >= 4.5, where
-    assert len({page.picture(n) for n in range(6)}) == 6  # the parts of a head differ
+    assert len({page.picture(n) for n in range(6)}) == 6  # the components of a head differ
     page.screenshot("report_desktop")
 
 

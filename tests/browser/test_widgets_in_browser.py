@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 import tl_posdisent as tp
 from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 from tl_posdisent.viz.widgets.offline import Widget, library
+from tl_posdisent.viz.widgets.score_matrices import ScoreComponent
 
 pytestmark = pytest.mark.slow
 
@@ -85,14 +86,7 @@ def test_parts(opened: Open, tmp_path: Path) -> None:
     page = opened(saved(tp.show_parts(fit, WORDS, 1, scores=scores), tmp_path))
     page.settle(6)
     page.screenshot("parts")
-    assert page.page.locator("figcaption").all_inner_texts() == [
-        "scores",
-        "fitted",
-        "distance",
-        "query",
-        "key",
-        "residual",
-    ]
+    assert page.page.locator("figcaption").all_inner_texts() == list(get_args(ScoreComponent))
     assert len({page.picture(n) for n in range(6)}) == 6
     # The darkest cell of all is somewhere, and its number is the scale's.
     parts = {"scores": scores.double() - fit.intercept[..., None, None], "residual": fit.residual(scores)}
@@ -145,14 +139,8 @@ def test_coloured_text(opened: Open, tmp_path: Path) -> None:
     page = opened(saved(tp.viz.show_key_importance({3: fit, 7: fit}, WORDS), tmp_path))
     page.screenshot("key_importance")
     tokens = page.page.locator(".colored-tokens >> visible=true").locator("span > span")
-    assert [x.replace("\u2060", "").strip() for x in tokens.all_inner_texts()] == [
-        "<s>",
-        "·one",
-        "·two",
-        "↵",
-        "·three",
-        "·four",
-    ]
+    seen = [x.replace("\u2060", "").strip() for x in tokens.all_inner_texts()]
+    assert seen == ["<s>", "·one", "·two", "↵", "·three", "·four"]
     assert page.page.locator("optgroup").evaluate_all("all => all.map(x => x.label)") == ["layer 3", "layer 7"]
     page.page.get_by_label("head").select_option("layer 7, head 1")
     colours = tokens.evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")

@@ -472,10 +472,7 @@ def test_length_is_level_over_each_bucket() -> None:
     assert list(lines["window", "y2"].y) == [1, 1, 2, 2]
     assert [line.showlegend for line in figure.data] == [True, False, True, False]
     assert [(line.x0, line.x1) for line in figure.layout.shapes] == [(100, 100)] * 2
-    assert [axis.title.text for axis in figure.select_yaxes()] == [
-        "loss (nats per token)",
-        "entropy of attention (nats)",
-    ]
+    assert [a.title.text for a in figure.select_yaxes()] == ["loss (nats per token)", "entropy of attention (nats)"]
     assert not plot_length(LENGTH, ["loss"]).layout.shapes
 
 
