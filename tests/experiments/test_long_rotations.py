@@ -7,6 +7,7 @@ same, so that every public function must find the same in both.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -137,22 +138,21 @@ def test_every_function_takes_the_rotation_of_the_text(name: str, models: list[A
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-def test_components_of_a_run_at_other_positions(models: list[Any]) -> None:
-    options = {"source_positions": torch.arange(LENGTH) * 7 % 23, "heads": [1, 6], "progress": False}
-    tables = [tp.component_patching(model, TEXTS, "distance", **options) for model in models]
-    pd.testing.assert_frame_equal(*tables, rtol=1e-4)
+_VARIANTS: dict[str, Callable[[Any], Any]] = {
+    "components of a run at other positions": lambda model: tp.component_patching(
+        model, TEXTS, "distance", source_positions=torch.arange(LENGTH) * 7 % 23, heads=[1, 6], progress=False
+    ),
+    "two axes": lambda model: tp.additive_substitution(model, TEXTS, axes="two", layers=0, progress=False),
+    "two axes as hooks": lambda model: tp.hooks.substitute_additive(model, axes="two"),
+    "a mask with a ceiling": lambda model: tp.lambda_mask(model, 1, 4, 6),
+}
 
 
-def test_two_axes(models: list[Any]) -> None:
-    tables = [tp.additive_substitution(model, TEXTS, axes="two", layers=0, progress=False) for model in models]
-    pd.testing.assert_frame_equal(*tables, rtol=1e-3, atol=1e-5)
-    found, expected = (_numbers(tp.hooks.substitute_additive(model, axes="two"), model)[0] for model in models)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
-def test_a_mask_with_a_ceiling(models: list[Any]) -> None:
-    found, expected = (_numbers(tp.lambda_mask(model, 1, 4, 6), model)[0] for model in models)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+@pytest.mark.parametrize("name", _VARIANTS)
+def test_variants_take_the_rotation_of_the_text(name: str, models: list[Any]) -> None:
+    found, expected = (_numbers(_VARIANTS[name](model), model) for model in models)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 @pytest.mark.parametrize("mode", ["drop", "freeze"])
