@@ -13,7 +13,7 @@ from support.documents import Document
 from support.untouched import state
 
 import tl_posdisent as tp
-from tl_posdisent.report.measurements import Found
+from tl_posdisent.report.measurements import SHARES, Found
 from tl_posdisent.report.sections import section
 from tl_posdisent.report.subject import read_subject
 from tl_posdisent.viz.widgets.offline import library
@@ -44,18 +44,8 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     """80 layers of 64 heads of 64 subspaces; what is random is their numbers, not their tables."""
     subject, drawn = read_subject(tp.load_demo_model(), TOKENS, None, None, None), 0
     index = pd.MultiIndex.from_product([range(80), range(64)], names=HEAD).to_frame(index=False)
-    columns = [
-        "r",
-        "r_without_first",
-        "r2",
-        "r2_adjusted",
-        "share_distance",
-        "share_query",
-        "share_key",
-        "r_two_axis",
-        "r_three_axis",
-    ]
-    columns += [*tp.rope.COMPONENTS, "baseline", "value", "effect"]
+    columns = ["r", "r_without_first", "r2_adjusted", *SHARES, "r_two_axis", "r_three_axis", *tp.rope.COMPONENTS]
+    columns += ["baseline", "value", "effect"]
     numbers = torch.rand(len(index), len(columns), generator=torch.Generator().manual_seed(0)).double()
     table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
     path = tmp_path / "section.html"
