@@ -453,7 +453,7 @@ def test_a_defect_and_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 NUMBERS = "--layers must be numbers with commas between, or ranges such as 0-3, got"
-DEVICE = "--device must be one that torch can use here, got"
+DEVICE = '--device must be one of torch\'s, such as "cpu" or "cuda:0", got \'abacus\''
 REFUSED = [
     ("fit --text nowhere.txt", "--text cannot be read: [Errno 2] No such file or directory: 'nowhere.txt'"),
     ("fit --text short.txt --length 32", "--text has 2 tokens, too few for 1 stretches of 32"),
@@ -464,7 +464,8 @@ REFUSED = [
     ("fit --length 32 --layers 0,0-1", "--layers must name at least one and none twice, got [0, 0, 1]"),
     *((f"fit --layers '{x}'", f"{NUMBERS} {x!r}") for x in ("first", "[b]0", "3-1", "0-99999", "-1", "")),
     ("fit --length 16 --heads 8", "--heads must be integers from 0 to 7 (or from -8 to -1, counted from the end), g"),
-    *((f"fit --device {x}", f"{DEVICE} {x!r}") for x in ("abacus", "meta", "cuda:77")),
+    ("fit --device abacus", DEVICE),
+    *((f"fit --device {x}", f"--device must be there, got {x!r}") for x in ("meta", "cuda:77")),
     ("fit --out table.xls", "--out must end in .csv, .parquet, .json, .html, got 'table.xls'"),
     ("fit --out folder.csv", "--out must be a file, but"),
     ("fit --out short.txt/table.csv", "--out cannot be written: "),
@@ -503,7 +504,7 @@ REFUSED = [
     ("synthetic --task sum", "--task must be 'distance' or 'count', got 'sum'"),
     ("synthetic --encoding none --rotary-heads 1", "--rotary-heads must be left out with encoding='none'"),
     ("synthetic --encoding rope --rotary-heads 5", "--rotary-heads must be an integer from 0 to 4 (n_heads), got 5"),
-    ("synthetic --encoding none --device abacus", f"{DEVICE} 'abacus'"),
+    ("synthetic --encoding none --device abacus", DEVICE),
     ("synthetic --out short.txt", "--out must be a folder, but short.txt is a file"),
 ]
 

@@ -6,10 +6,7 @@ import io
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 
 def read_text(text: Path | None, model: str) -> str:
@@ -40,25 +37,6 @@ def read_text(text: Path | None, model: str) -> str:
     return words
 
 
-def device_of(name: str | None) -> torch.device | None:
-    """A device that torch can use on this machine.
-
-    Raises:
-        ValueError: a name that torch does not know, or a device that this machine lacks.
-    """
-    import torch
-
-    if name is None:
-        return None
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).sum().item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"--device must be one that torch can use here, got {name!r}: {reason}") from error
-    return device
-
-
 def name_of(model: str) -> str:
     """The name of a model in titles: its own, or that of its folder or file.
 
@@ -81,11 +59,11 @@ def load(model: str, *, backend: str, device: str | None, dtype: str) -> Any:
     import torch
 
     from tl_posdisent.demo.demo_model import load_demo_model
-    from tl_posdisent.models.loading.load import load_model
+    from tl_posdisent.models.loading.load import check_device, load_model
 
     kind: torch.dtype = getattr(torch, dtype)
     make = load_demo_model if model == "demo" else partial(load_model, model, dtype=kind)
-    place = device_of(device)
+    place = check_device(device)
     try:
         loaded: Any = make(backend=backend, device=place)  # type: ignore[arg-type]
     except (ValueError, OSError) as error:

@@ -9,7 +9,6 @@ from rich.markup import escape
 from typer import Option
 
 from tl_posdisent.cli.errors import note
-from tl_posdisent.cli.inputs import device_of
 from tl_posdisent.cli.options import Given, command
 from tl_posdisent.cli.screen import Shown, grid, number, spread
 from tl_posdisent.utils.files import whole_file
@@ -46,12 +45,13 @@ def synthetic(
       tl-posdisent synthetic
       tl-posdisent synthetic --encoding rope --task distance --seeds 3
     """
-    device_of(device)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, but {out} is a file")
+    from tl_posdisent.models.loading.load import check_device
     from tl_posdisent.synthetic.analysis.deposit_study import deposit_study
     from tl_posdisent.synthetic.training.presets import preset as named
 
+    check_device(device)
     changed: dict[str, Any] = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
     study = deposit_study(
         named(preset),
