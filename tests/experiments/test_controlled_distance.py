@@ -13,13 +13,32 @@ from support import stories, zoo
 from support.rotary_layers import all_scores, anova
 from torch import Tensor
 
-from tl_posdisent import capture, controlled_distance, dummy_distance, fit_additive, random_control, read_attention
+from tl_posdisent import (
+    capture,
+    controlled_distance,
+    dummy_distance,
+    fit_additive,
+    positional_symbolic,
+    preference_flips,
+    random_control,
+    read_attention,
+    subspace_patterns,
+    trained_vs_random,
+)
 from tl_posdisent.experiments import dummy_distance_check
 from tl_posdisent.rope import COMPONENTS
 
 Model = Callable[[str, str], Any]
 CASES = zoo.cases("llama-gqa", "neox", "gptj", "qwen3", "gemma2")
 TOKENS = zoo.random_tokens(length=10, batch=2)
+ROTARY_TOOLS = [
+    controlled_distance,
+    dummy_distance_check,
+    positional_symbolic,
+    preference_flips,
+    subspace_patterns,
+    trained_vs_random,
+]
 
 
 def dense(model: Any, layer: int, distances: Any, sinks: int = 0) -> Tensor:
@@ -124,7 +143,7 @@ def test_bad_inputs(change: dict, message: str, shared_model: Model) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2"))
-@pytest.mark.parametrize("tool", [controlled_distance, dummy_distance_check])
+@pytest.mark.parametrize("tool", ROTARY_TOOLS, ids=lambda tool: tool.__name__)
 def test_without_rotation_the_architecture_is_named(kind: str, name: str, tool: Any, shared_model: Model) -> None:
     with pytest.raises(ValueError, match=rf"{tool.__name__} needs rotary .* layer 0 of GPT2LMHeadModel has no rotary"):
         tool(shared_model(kind, name), TOKENS, progress=False)

@@ -52,5 +52,3 @@ def test_default_distances_and_refusals(shared_model: Any) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             preference_flips(model, TOKENS, progress=False, **options)
-    with pytest.raises(ValueError, match="needs rotary position embeddings"):
-        preference_flips(shared_model("bridge", "gpt2"), TOKENS, progress=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pandas as pd
 import pytest
 import torch
 from support import stories, zoo
@@ -37,13 +36,6 @@ def test_is_the_plane_of_captured_vectors(kind: str, name: str, sinks: int, shar
     assert some["frequency"].tolist() == layer.spec.rotary.frequencies.tolist()
 
 
-def test_layers_are_independent(shared_model: Model) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    every = positional_symbolic(model, TOKENS, progress=False)
-    one = positional_symbolic(model, TOKENS, layers=[1], progress=False)
-    pd.testing.assert_frame_equal(one, every[every["layer"] == 1].reset_index(drop=True))
-
-
 def test_training_makes_heads_positional(shared_model: Model) -> None:
     """In the stories model most scores stay with the place, at random initialisation hardly any; fast subspaces alone
     are positional where slow ones alone are symbolic."""
@@ -55,25 +47,3 @@ def test_training_makes_heads_positional(shared_model: Model) -> None:
     parts = parts.groupby("subspace")[["positional", "symbolic"]].mean()
     assert parts["symbolic"].idxmax() == 3
     assert parts["positional"].idxmin() == 3
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"layers": [5]}, "layers must be integers from 0 to 1.*got 5"),
-        ({"sinks": 11}, "sinks must be an integer from 0 to 10, got 11"),
-        ({"sinks": 1.0}, "sinks must be an integer from 0 to 10, got 1.0"),
-        ({"tokens": torch.ones(1, 12)}, "tokens must be text or an integer tensor"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_bad_inputs(change: dict, message: str, shared_model: Model) -> None:
-    arguments = {"tokens": TOKENS, "progress": False} | change
-    with pytest.raises(ValueError, match=message):
-        positional_symbolic(shared_model("bridge", "llama-gqa"), **arguments)
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2"))
-def test_without_rotation_the_architecture_is_named(kind: str, name: str, shared_model: Model) -> None:
-    with pytest.raises(ValueError, match=r"positional_symbolic needs rotary .* GPT2LMHeadModel has no rotary"):
-        positional_symbolic(shared_model(kind, name), TOKENS, progress=False)

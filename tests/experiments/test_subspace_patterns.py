@@ -75,13 +75,6 @@ def test_an_error_between_layers_ends_the_run(tool: Any, shared_model: Model) ->
     assert "capture" not in [thread.name for thread in threading.enumerate()]
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2"))
-@pytest.mark.parametrize("tool", [subspace_patterns, trained_vs_random])
-def test_without_rotation_the_architecture_is_named(kind: str, name: str, tool: Any, shared_model: Model) -> None:
-    with pytest.raises(ValueError, match=r"needs rotary .* layer 0 of GPT2LMHeadModel has no rotary"):
-        tool(shared_model(kind, name), TOKENS, progress=False)
-
-
 # --- beside chance ----------------------------------------------------------------------------------------------------
 
 

@@ -113,7 +113,8 @@ def position_patching(
             moved = [_moved(spec, patched, vectors[spec.layer], what, keys) for vectors in held]
             under = [[*some, *more] for some, more in zip(hooks[patched_run], moved, strict=True)]
             run = partial(run_texts, model, texts, under)
-            value = failures.attempt(partial(measured_value, metric, run, texts), spec.layer, reported[0])
+            head = None if what == "layer" else reported[0]
+            value = failures.attempt(partial(measured_value, metric, run, texts), spec.layer, head)
             rows += [(spec.layer, head, value) for head in reported]
     table = failures.note(as_table(rows, measured))
     return reading.note(table.drop(columns="head" if what == "layer" else []))
