@@ -41,6 +41,7 @@ MORE_TESTS = {
     "additive/attention/rungs": "hooks/substitute_attention experiments/attention_ladder",
     "additive/attention/solver": "additive/attention_fit additive/sharp_attention",
     "additive/attention/sums": "additive/attention_fit",
+    "additive/conjugate_gradients": "additive/solver additive/fit_pooling additive/attention_fit",
     "additive/cells": "additive/solver additive/fit additive/fit_pooling",
     "additive/identifiability": "additive/fit additive/fit_pooling",
     "additive/marginals": "additive/fit additive/fit_inputs",

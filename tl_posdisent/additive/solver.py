@@ -13,6 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, Runs
+from tl_posdisent.additive.conjugate_gradients import conjugate_gradients
 
 # Relative size of the residual of the normal equations, in the norm of the preconditioner: what a run of conjugate
 # gradients aims at by its own reckoning, what the true residual must then be to need no second run (which would
@@ -43,7 +44,18 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False) -> Stacked:
     tiny = torch.finfo(size.dtype).tiny
     target = (AIM**2 * size).clamp_min(tiny)
     for _ in range(3):
-        solution = solution + system.conjugate_gradients(residual, target)
+        solution = (
+            solution
+            + conjugate_gradients(
+                system.product,
+                system.precondition,
+                system.dot,
+                residual,
+                lambda _: target,
+                most=200 + marginals.shape[-1],
+                look=4,
+            )[0]
+        )
         residual = marginals - system.product(solution)
         left = system.dot(residual, system.precondition(residual))
         if bool((left <= ENOUGH**2 * size).all()):
@@ -91,31 +103,6 @@ class _NormalEquations:
         parts = zip(self.cells.split(x), self.cells.split(y), strict=True)
         d, q, k = ((u * v).sum(-1, keepdim=True) for u, v in parts)
         return d[:1] + (q + k).sum(0, keepdim=True)
-
-    def conjugate_gradients(self, marginals: Stacked, target: Tensor) -> Stacked:
-        """Solve until every system's squared residual is below its target, or as long as that may take."""
-        solution, residual = torch.zeros_like(marginals), marginals.clone()
-        direction = self.precondition(residual)
-        rho = self.dot(residual, direction)
-        best = torch.inf
-        for step in range(200 + marginals.shape[-1]):
-            image = self.product(direction)
-            curvature = self.dot(direction, image)
-            # A solved system stands still while others go on: what is left of its residual is rounding, part of it in
-            # directions that change no fitted value, where a step has no bound.
-            alpha = torch.where((rho > target) & (curvature > 0), rho / curvature, 0.0)
-            solution.addcmul_(alpha, direction)
-            residual.addcmul_(alpha, image, value=-1)
-            z = self.precondition(residual)
-            rho_new = self.dot(residual, z)
-            if step % 4 == 3:  # looking costs a synchronisation on a GPU, so not at every step
-                worst = float((rho_new / target).max())
-                if worst <= 1 or worst > 1e6 * best:  # done, or rounding has taken over
-                    break
-                best = min(best, worst)
-            direction = torch.addcmul(z, torch.where(rho > 0, rho_new / rho, 0.0), direction)
-            rho = rho_new
-        return solution
 
 
 class _MultilevelPreconditioner:

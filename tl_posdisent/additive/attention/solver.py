@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.attention.layout import Layout, Stacked
 from tl_posdisent.additive.attention.sums import AttentionSums
+from tl_posdisent.additive.conjugate_gradients import conjugate_gradients
 
 AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
 GAP = 1e-10  # nats per query: a divergence this near to its lowest is as good as solved
@@ -289,9 +290,16 @@ def _newton_step(
     precondition = problem.preconditioner(here.sums)
     size = ((here.gradient * precondition(here.gradient)).sum(-1, keepdim=True) / problem.n_rows).sqrt()
     tolerance = size.clamp(1e-6, 0.1)
-    target = torch.where(wanted, -here.gradient, 0.0)
-    step, solved, products = _conjugate_gradients(problem, here.sums, precondition, target, tolerance)
-    n = step.shape[-1]
+    n = here.x.shape[-1]
+    step, solved, products = conjugate_gradients(
+        lambda x: problem.reduce(here.sums.product(problem.expand(x))),
+        precondition,
+        lambda x, y: (x * y).sum(-1, keepdim=True),
+        torch.where(wanted, -here.gradient, 0.0),
+        lambda size: size * tolerance**2,
+        most=min(_MAX_PRODUCTS, 50 + n),
+        allowed=problem.allowed / 4,  # less would be rounding
+    )
     if n * problem.marginals[0, :, 0].numel() * problem.layout.n_query * problem.layout.n_key <= _DENSE:
         for system in (~solved[:, 0]).nonzero()[:, 0].tolist():
             dense = _dense_step(problem, here.x, here.gradient, system)
@@ -302,43 +310,6 @@ def _newton_step(
     step = torch.where(failed, -precondition(here.gradient), step)
     gap = torch.where(wanted, decrement, size.square()) / 2
     return step, gap.masked_fill(failed, torch.inf), solved & ~failed, products
-
-
-def _conjugate_gradients(
-    problem: Problem,
-    sums: AttentionSums,
-    precondition: Callable[[Coefficients], Coefficients],
-    target: Coefficients,
-    tolerance: PerSystem,
-) -> tuple[Coefficients, Bool[Tensor, "system 1"], int]:
-    """Solve until each system's residual is below its tolerance, relative to the target, or allowed for a gradient.
-
-    Returns:
-        The solution, for which systems it is one, and the number of products.
-    """
-    solution, residual = torch.zeros_like(target), target.clone()
-    direction = precondition(residual)
-    rho = (residual * direction).sum(-1, keepdim=True)
-    aim, least = rho * tolerance**2, rho
-    active = rho > 0
-    solved = ~active
-    n, most = 0, min(_MAX_PRODUCTS, 50 + target.shape[-1])
-    while n < most and bool(active.any()):
-        n += 1
-        image = problem.reduce(sums.product(problem.expand(direction)))
-        curvature = (direction * image).sum(-1, keepdim=True)
-        alpha = torch.where(active & (curvature > 0), rho / curvature, 0.0)
-        solution.addcmul_(alpha, direction)
-        residual.addcmul_(alpha, image, value=-1)
-        z = precondition(residual)
-        new = (residual * z).sum(-1, keepdim=True)
-        least = least.minimum(new)
-        enough = (new <= aim) | (residual.abs() <= problem.allowed / 4).all(-1, keepdim=True)  # less would be rounding
-        solved |= active & (curvature > 0) & enough
-        active &= (curvature > 0) & ~enough & (new <= 1e6 * least)
-        direction = torch.addcmul(z, torch.where(active, new / rho, 0.0), direction)
-        rho = new
-    return solution, solved, n
 
 
 def _dense_step(problem: Problem, x: Coefficients, gradient: Coefficients, system: int) -> Tensor | None:
