@@ -85,7 +85,7 @@ def test_methods_refuse(unchecked: None) -> None:
     fit: Any = fit_additive(noise(2, 5, 5))
     with pytest.raises(ValueError, match="name must be 'distance', 'query' or 'key', got 'keys'"):
         fit.component("keys")
-    with pytest.raises(ValueError, match="part must be 'summary', 'distance', 'query' or 'key', got 'all'"):
+    with pytest.raises(ValueError, match="component must be 'summary', 'distance', 'query' or 'key', got 'all'"):
         fit.to_frame("all")
     with pytest.raises(ValueError, match=r"scores must have the fitted shape \(2, 5, 5\), got \(5, 5\)"):
         fit.residual(noise(5, 5))

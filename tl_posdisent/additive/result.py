@@ -18,7 +18,7 @@ from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice
 
 Component = Literal["distance", "query", "key"]
-TablePart = Literal["summary", "distance", "query", "key"]
+TableComponent = Literal["summary", "distance", "query", "key"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -126,23 +126,25 @@ class AdditiveFit(HasTable):
         moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, (Tensor, Cells))}
         return replace(self, **moved)
 
-    def to_frame(self, part: TablePart = "summary") -> pd.DataFrame:
+    def to_frame(self, component: TableComponent = "summary") -> pd.DataFrame:
         """Return the fit as a table.
 
         ``"summary"`` has one row per fit: its leading index (``head``, or ``batch`` and ``head``, as TransformerLens
         lays scores out), ``r``, ``r2``, ``r2_adjusted`` and the shares. ``"distance"``, ``"query"`` and ``"key"``
         have one row per coefficient of that component.
         """
-        check_choice("part", part, get_args(TablePart))
-        if part == "summary":
+        check_choice("component", component, get_args(TableComponent))
+        if component == "summary":
             names = ("r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key")
             columns = {name: getattr(self, name).flatten().tolist() for name in names}
             return pd.DataFrame({**index_columns(self.r.shape, pooled=self.pooled), **columns})
-        values = getattr(self, part)
-        axis = self.distances if part == "distance" else torch.arange(values.shape[-1])
-        pooled = self.pooled and part == "distance"
+        values = getattr(self, component)
+        axis = self.distances if component == "distance" else torch.arange(values.shape[-1])
+        pooled = self.pooled and component == "distance"
         index = index_columns(values.shape[:-1], pooled=pooled, repeat=len(axis))
-        return pd.DataFrame({**index, part: axis.tolist() * values[..., 0].numel(), "value": values.flatten().tolist()})
+        return pd.DataFrame(
+            {**index, component: axis.tolist() * values[..., 0].numel(), "value": values.flatten().tolist()}
+        )
 
     def plot(self, **options: Any) -> Any:
         """Plot the distance component of each head: ``plot_distance`` of this fit, with its options.
@@ -154,16 +156,16 @@ class AdditiveFit(HasTable):
         """
         return figure_function("plot_distance")(self, **options)
 
-    def show(self, tokens: Sequence[str], part: str = "fitted", **options: Any) -> Any:
-        """Return a widget of one part of the scores: ``show_scores`` of this fit, with its options.
+    def show(self, tokens: Sequence[str], component: str = "fitted", **options: Any) -> Any:
+        """Return a widget of one component of the scores: ``show_scores`` of this fit, with its options.
 
         >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
         >>> model, tokens = load_demo_model(), demo_tokens(length=16)
         >>> _, cache = model.run_with_cache(tokens)
         >>> fit_additive(cache["attn_scores", 3]).show(model.to_str_tokens(tokens[0]), "distance")
-        Widget('The distance part of the scores')
+        Widget('The distance component of the scores')
         """
-        return figure_function("show_scores")(self, tokens, part, **options)
+        return figure_function("show_scores")(self, tokens, component, **options)
 
     def __repr__(self) -> str:
         batch = "×".join(map(str, self.intercept.shape)) or "one"

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from tl_posdisent.additive.cells import make_cells
 from tl_posdisent.additive.fit import fit_marginals
 from tl_posdisent.additive.marginals import Marginals, read_marginals
-from tl_posdisent.additive.result import AdditiveFit, TablePart
+from tl_posdisent.additive.result import AdditiveFit, TableComponent
 from tl_posdisent.experiments.attention_scores.rotary_layers import RotaryLayer, measure_layers
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.model_reading import read_model
@@ -146,16 +146,16 @@ def _marginals(spec: AttentionSpec, scores: Float[Tensor, "batch head query key"
     )
 
 
-def merge_additivity(table: pd.DataFrame, part: TablePart = "summary") -> pd.DataFrame:
+def merge_additivity(table: pd.DataFrame, component: TableComponent = "summary") -> pd.DataFrame:
     """Merge marginal sums into ``additivity(..., pool=True)`` of all texts together.
 
     Args:
         table: what ``marginals_by_layer`` returned, for one text or (by ``sweep``, or ``pandas.concat``) for many of
             one length; of any number of models and checkpoints. Rows of other experiments are left out.
-        part: ``"summary"``, or the coefficients of the ``"distance"``, ``"query"`` or ``"key"`` component.
+        component: ``"summary"``, or the coefficients of the ``"distance"``, ``"query"`` or ``"key"`` component.
 
     Returns:
-        The columns of ``additivity`` (or of ``AdditiveFit.to_frame(part)`` with ``layer``), with ``model``,
+        The columns of ``additivity`` (or of ``AdditiveFit.to_frame(component)`` with ``layer``), with ``model``,
         ``checkpoint`` and ``step`` in front if the table has them, and settings (such as ``arguments`` and ``dtype``)
         of which it has several: texts are pooled within each. The figures are those of one process, to rounding.
 
@@ -172,7 +172,7 @@ def merge_additivity(table: pd.DataFrame, part: TablePart = "summary") -> pd.Dat
         >>> bool((merge_additivity(parts) - whole).abs().max().max() < 1e-9)
         True
     """
-    return _merged(_by_setting(table, "marginals_by_layer", "sums"), lambda rows: _pooled(rows).to_frame(part))
+    return _merged(_by_setting(table, "marginals_by_layer", "sums"), lambda rows: _pooled(rows).to_frame(component))
 
 
 def _pooled(rows: pd.DataFrame) -> AdditiveFit:

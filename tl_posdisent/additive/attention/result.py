@@ -19,7 +19,7 @@ from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_flag, check_indices
 
-AttentionPart = Literal["summary", "distance", "key", "query"]
+AttentionComponent = Literal["summary", "distance", "key", "query"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -200,27 +200,27 @@ class AttentionFit(HasTable):
         entry = fitted[nearest] - self.cells.low
         return entry[cells - low]
 
-    def to_frame(self, part: AttentionPart = "summary") -> pd.DataFrame:
+    def to_frame(self, component: AttentionComponent = "summary") -> pd.DataFrame:
         """The fit as a table.
 
         ``"summary"`` has one row per fit: its leading index, the shares explained, and the mean ``kl`` per query.
         ``"distance"``, ``"key"`` and ``"query"`` (the divergences) have one row per value.
         """
-        check_choice("part", part, ("summary", "distance", "key", "query"))
-        if part == "summary":
+        check_choice("component", component, ("summary", "distance", "key", "query"))
+        if component == "summary":
             names = ("explained", "explained_distance", "explained_key")
             columns: dict[str, Any] = {name: getattr(self, name).flatten().tolist() for name in names}
             columns["kl"] = self._mean_kl().flatten().tolist()
             return pd.DataFrame({**index_columns(self.explained.shape, pooled=self.pooled), **columns})
-        values = self.kl if part == "query" else getattr(self, part)
-        axis = (self.distances if part == "distance" else torch.arange(values.shape[-1])).tolist()
-        leading = values.shape[: values.ndim - (2 if part == "key" else 1)]
-        bands = {} if part != "key" or not self.edges else self._bands(len(axis))
-        n_row = len(axis) * (values.shape[-2] if part == "key" else 1)
-        index = index_columns(leading, pooled=self.pooled and part == "distance", repeat=n_row)
+        values = self.kl if component == "query" else getattr(self, component)
+        axis = (self.distances if component == "distance" else torch.arange(values.shape[-1])).tolist()
+        leading = values.shape[: values.ndim - (2 if component == "key" else 1)]
+        bands = {} if component != "key" or not self.edges else self._bands(len(axis))
+        n_row = len(axis) * (values.shape[-2] if component == "key" else 1)
+        index = index_columns(leading, pooled=self.pooled and component == "distance", repeat=n_row)
         n_leading = leading.numel()
         columns = {name: column * n_leading for name, column in bands.items()}
-        columns |= {part: axis * (values.numel() // len(axis)), "value": values.flatten().tolist()}
+        columns |= {component: axis * (values.numel() // len(axis)), "value": values.flatten().tolist()}
         return pd.DataFrame({**index, **columns})
 
     def _bands(self, repeat: int) -> dict[str, list[int]]:
