@@ -176,13 +176,11 @@ OF_A_RESULT = {
 # Refused in other words, or not at all.
 NOT_YET = words_of(
     """
-    additivity.block check_model.tools check_model.lengths head_labels.attention_mask length_generalization.hooks
-    output_projection.hooks load_demo_model.trained demo_hf_model.trained demo_hf_model.seed show_scores.scores
-    show_parts.scores show_patterns.pattern flip_probability.scores interaction_by_subspace.components
-    merge_additivity.table merge_controlled_distance.table merge_moments.table deposit.drops deposit_spread.reports
-    deposit_study.seeds deposit_study.samples deposit_study.modes positional_gradients.seed sufficient_heads.order
-    train_preset.seeds train_preset.device deposit_study.device jobs.experiments jobs.seeds plot_training.run
-    swap_positions.positions position_patching.positions fit_attention.pattern
+    check_model.tools check_model.lengths head_labels.attention_mask length_generalization.hooks
+    output_projection.hooks show_scores.scores show_parts.scores show_patterns.pattern
+    interaction_by_subspace.components deposit_spread.reports deposit_study.modes sufficient_heads.order
+    train_preset.device deposit_study.device jobs.experiments plot_training.run swap_positions.positions
+    position_patching.positions fit_attention.pattern
     """
 )
 # Arguments without a kind: any truth value, the user's functions and words, paths, and those of one function alone,

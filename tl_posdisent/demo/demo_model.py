@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tl_posdisent.models.loading.load import Backend, TransformerLensModel, as_backend, check_backend, check_device
-from tl_posdisent.utils.validation import check_seed, is_integer
+from tl_posdisent.utils.validation import check_flag, check_seed, is_integer
 
 BOS = "<|endoftext|>"
 
@@ -97,8 +97,9 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | Non
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig.from_dict(json.loads(_file("config.json", checkpoint and checkpoint.parent)))
+    check_flag("trained", trained)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(check_seed(seed))
         model = LlamaForCausalLM(config)
     if checkpoint is not None:
         load_weights(model, checkpoint)

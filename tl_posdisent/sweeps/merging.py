@@ -45,6 +45,8 @@ def _by_setting(table: pd.DataFrame, experiment: str, measured: str) -> list[Gro
     Raises:
         ValueError: another table; rows of the same job twice.
     """
+    if not isinstance(table, pd.DataFrame):
+        raise ValueError(f"table must be what {experiment} returns, got {type(table).__name__}")
     if not {*_ONCE[experiment], measured} <= set(table.columns) or not table[measured].notna().any():
         raise ValueError(f"table must be what {experiment} returns, got columns {list(table.columns)}")
     table = table[table[measured].notna()]

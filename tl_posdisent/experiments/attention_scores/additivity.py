@@ -78,6 +78,8 @@ def additivity(
     """
     check_flag("pool", pool)
     check_integer("sinks", sinks, 0)
+    if block is not None:
+        check_integer("block", block, 1)
     reading = read_model(model, layers)
     model, specs = reading.model, reading.specs(layers)
     texts = read_texts(model, tokens, attention_mask)

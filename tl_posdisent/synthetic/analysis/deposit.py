@@ -273,6 +273,8 @@ def _of_loss(drops: pd.DataFrame) -> pd.DataFrame:
 
 
 def _check(drops: pd.DataFrame) -> None:
+    if not isinstance(drops, pd.DataFrame):
+        raise ValueError(f"drops must be a table as head_ablation makes it, got {type(drops).__name__}")
     missing = [name for name in _NEEDED if name not in drops]
     if missing or not len(drops):
         what = f"no column {missing[0]!r}" if missing else "no rows"

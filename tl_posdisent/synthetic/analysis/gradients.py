@@ -21,7 +21,7 @@ from tl_posdisent.models.reading.forward import evaluating, hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import Samples, Task
-from tl_posdisent.utils.validation import check_choice, check_integer, shown
+from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, shown
 
 Part = Literal["distance", "encoding"]
 Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
@@ -84,7 +84,7 @@ def positional_gradients(
     _check(model, part)
     check_integer("batches", batches, 2)
     check_integer("batch_size", batch_size, 1)
-    drawn = _batches(model, task, batches, batch_size, seed)
+    drawn = _batches(model, task, batches, batch_size, check_seed(seed))
     bar = tqdm(drawn, total=batches, desc="batches", disable=not progress)
     g = torch.stack([_vectors(model, *samples, part) for samples in bar])
     columns = _norms(g)
