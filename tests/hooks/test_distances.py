@@ -19,9 +19,8 @@ from support.intervention_cases import (
 )
 from torch import Tensor
 
-from tl_posdisent import dummy_distance, remap_distance
+from tl_posdisent import dummy_distance, read_model, remap_distance
 from tl_posdisent.hooks.planning.rotation_edits import PositionMap
-from tl_posdisent.models import read_layers
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "halved": lambda d: 3 - d / 2,
@@ -62,7 +61,7 @@ def test_one_dummy_distance_for_all(kind: str, name: str, shared_model: Any) -> 
 def test_any_matrix_of_distances(kind: str, name: str, shared_model: Any) -> None:
     """For all heads, per head, per text; cells outside the mask may hold anything."""
     model = shared_model(kind, name)
-    spec = read_layers(model, [0])[0]
+    spec = read_model(model).specs([0])[0]
     for shape in ((L, L), (8, L, L), (2, 1, L, L), (2, 8, L, L)):
         matrix = (50_000 if shape[0] == 8 else 20) * torch.randn(shape, dtype=torch.float64)
         expected = by_brute_force(model, matrix)

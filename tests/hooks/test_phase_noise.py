@@ -9,21 +9,20 @@ import torch
 from support import zoo
 from support.intervention_cases import BROKEN, FEW, REAL, TOKENS, L, close, every_way, logits, mixed_of
 
-from tl_posdisent import capture, swap_positions
+from tl_posdisent import capture, read_model, swap_positions
 from tl_posdisent.hooks import applied, phase_noise
-from tl_posdisent.models import read_layers
 from tl_posdisent.models.reading.forward import Hook
 
 SHIFTS = torch.stack([BROKEN - REAL, torch.linspace(-2, 3, L).flip(0)])
 
 
 def subspaces(model: Any, layer: int = 0) -> int:
-    return len(read_layers(model, [layer])[0].rotary.frequencies)
+    return len(read_model(model).specs([layer])[0].rotary.frequencies)
 
 
 def of_shifts(model: Any, shifts: torch.Tensor, **more: Any) -> list[Hook]:
     """Angles that are those of other positions, by each layer's own frequencies."""
-    specs = [spec for spec in read_layers(model) if spec.rotary is not None]
+    specs = [spec for spec in read_model(model).specs() if spec.rotary is not None]
     layers = [{"noise": shifts.double()[..., None] * s.rotary.frequencies, "layers": [s.layer]} for s in specs]
     return [hook for layer in layers for hook in phase_noise(model, **layer, **more)]
 
@@ -91,7 +90,7 @@ def test_layers_are_chosen(kind: str, name: str, shared_model: Any) -> None:
 def test_angles_drawn(kind: str, name: str, shared_model: Any) -> None:
     """As large as asked for, of each position and subspace its own, common to texts, heads, queries and keys."""
     model, long = shared_model(kind, name), zoo.random_tokens(100)
-    spec = read_layers(model, [1])[0]
+    spec = read_model(model).specs([1])[0]
 
     def angles(hooks: list[Hook], tap: Any) -> torch.Tensor:
         def read(hooks: list[Hook]) -> torch.Tensor:

@@ -24,8 +24,7 @@ from support.intervention_cases import (
     mixed_of,
 )
 
-from tl_posdisent import dummy_distance, remap_distance, swap_positions
-from tl_posdisent.models import read_layers
+from tl_posdisent import dummy_distance, read_model, remap_distance, swap_positions
 from tl_posdisent.models.reading.forward import Hook
 
 
@@ -52,7 +51,7 @@ def test_far_positions(kind: str, name: str, shared_model: Any) -> None:
     assert (expected - logits(model, [])).abs().max() > 0.5
     got = logits(model, swap_positions(model, reach))
     close(got, expected, 1e-4 if kind == "bridge" else 3e-2)
-    if read_layers(model, [0])[0].cos and name != "falcon":  # which in any case sums in another order
+    if read_model(model).specs([0])[0].cos and name != "falcon":  # which in any case sums in another order
         assert torch.equal(got, expected)
     plain = logits(model, [])
     close(logits(model, swap_positions(model, REAL + 100_000)), plain, 0.2)

@@ -32,7 +32,7 @@ def llama(shared_model: Shared) -> Any:
 
 def test_a_band_is_dropped_alike_at_a_hook_and_by_recomputed_scores(llama: Any) -> None:
     """Of a model that has no hook for turned queries, the same scores are computed anew."""
-    spec = tp.models.read_layers(llama)[1]
+    spec = tp.read_model(llama).specs()[1]
     assert spec.rotary is not None
     assert spec.turn_q is not None
     low, high = float(spec.rotary.frequencies.median()) * 0.99, torch.inf
@@ -60,7 +60,7 @@ def test_scores_say_which_cells_are_visible_as_the_pattern_does(llama: Any) -> N
 
 
 def test_what_cannot_be_compared_is_no_evidence(llama: Any) -> None:
-    spec = tp.models.read_layers(llama)[0]
+    spec = tp.read_model(llama).specs()[0]
     captured = next(tp.capture(llama, TOKENS, layers=[0]))
     seen = listen(llama, TOKENS, [0])[0]
     visible = torch.ones(10, 10, dtype=torch.bool).tril()
@@ -75,7 +75,7 @@ def test_what_cannot_be_compared_is_no_evidence(llama: Any) -> None:
 
 def test_a_layer_that_discards_turned_vectors_is_found_out(llama: Any) -> None:
     """What is seen at the hooks where vectors are turned must be what the scores are made of."""
-    spec = tp.models.read_layers(llama)[0]
+    spec = tp.read_model(llama).specs()[0]
     assert spec.turn_q is not None
     seen = listen(llama, TOKENS, [0])[0]
     assert _judge_turns(spec, seen) == spec
@@ -92,7 +92,7 @@ def test_a_layer_that_discards_turned_vectors_is_found_out(llama: Any) -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_layer_that_takes_no_edit_is_refused(llama: Any) -> None:
-    spec = tp.models.read_layers(llama)[0]
+    spec = tp.read_model(llama).specs()[0]
     closed = replace(spec, scores_editable=False, z=None)
     with pytest.raises(ValueError, match="uses neither edited scores nor an edited hook_z"):
         replace_scores(closed, [0], lambda view: view.scores(), "a test")

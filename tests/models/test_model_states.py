@@ -12,10 +12,9 @@ from support.untouched import state
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tl_posdisent import capture, estimate, random_control, remap_distance, swap_positions
+from tl_posdisent import capture, estimate, random_control, read_model, remap_distance, swap_positions
 from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
-from tl_posdisent.models import read_layers
 from tl_posdisent.models.chunked_scores import empty_cache
 from tl_posdisent.models.reading.forward import evaluating, modules, run
 from tl_posdisent.models.reading.spec import masked_below
@@ -29,7 +28,7 @@ TOKENS = zoo.random_tokens()
 @pytest.mark.parametrize("name", ["llama-gqa", "neox", "qwen3", "gemma3", "opt"])
 def test_fused_attention_works_or_says_what_to_do(name: str) -> None:
     model = zoo.bridge(name, "sdpa")
-    for spec in read_layers(model):
+    for spec in read_model(model).specs():
         if name == "opt":
             assert 'attn_implementation="eager"' in str(spec.problem)
         else:
@@ -50,7 +49,7 @@ def test_compatibility_mode(name: str, processed: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.enable_compatibility_mode(no_processing=not processed)
-    assert [s.problem for s in read_layers(model)] == [None, None]
+    assert [s.problem for s in read_model(model).specs()] == [None, None]
     assert_swaps_as_hugging_face(model, name, torch.randint(100, (2, 12)))
     everything = [layer.layer for layer in capture(model, TOKENS)]
     assert everything == [0, 1]
@@ -83,7 +82,7 @@ def test_the_default_dtype_changes_nothing(default: torch.dtype, shared_model: A
 def test_ungrouped_keys(name: str) -> None:
     model = zoo.hooked(name)
     model.set_ungroup_grouped_query_attention(True)
-    assert [s.n_kv_heads for s in read_layers(model)] == [8, 8]
+    assert [s.n_kv_heads for s in read_model(model).specs()] == [8, 8]
     assert_swaps_as_hugging_face(model, name, torch.randint(100, (2, 12)))
 
 
@@ -91,7 +90,7 @@ def test_split_inputs() -> None:
     model = zoo.hooked("llama-gqa")
     model.set_use_split_qkv_input(True)
     model.set_use_attn_result(True)
-    assert [s.problem for s in read_layers(model)] == [None, None]
+    assert [s.problem for s in read_model(model).specs()] == [None, None]
     assert_swaps_as_hugging_face(model, "llama-gqa", torch.randint(100, (2, 12)))
 
 
@@ -127,7 +126,7 @@ def narrow(kind: str, name: str, dtype: torch.dtype, small: float = 1.0) -> Any:
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "qwen3", "gptj", "codegen", "gemma2", "opt"))
 def test_facts_in_sixteen_bits(kind: str, name: str, small: float, dtype: torch.dtype, shared_model: Any) -> None:
     """At initialisation scores are within 0.03 of 0, and 16 bits leave little to tell explanations apart by."""
-    exact = read_layers(shared_model(kind, name))
+    exact = read_model(shared_model(kind, name)).specs()
     for spec, wide in zip(read_layers(narrow(kind, name, dtype, small)), exact, strict=True):
         assert (spec.problem, spec.no_rotation, spec.scores_editable) == (None, None, wide.scores_editable)
         assert (spec.scale, spec.soft_cap, spec.window) == (pytest.approx(wide.scale), wide.soft_cap, wide.window)
@@ -190,7 +189,7 @@ def test_looking_changes_nothing(kind: str, name: str, training: bool) -> None:
         return model(TOKENS)
 
     plain, before = logits(), state(model)
-    specs = read_layers(model)
+    specs = read_model(model).specs()
     assert state(model) == before
     assert calls == [1]  # by the run of the user's own
     assert torch.equal(logits(), plain)
@@ -214,9 +213,9 @@ def test_hooks_of_the_user_do_not_disturb_the_look(kind: str, name: str, shared_
 
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_q", patch), ("blocks.1.attn.hook_attn_scores", bend)]):
         plain = model(TOKENS)
-        inside = read_layers(model)
+        inside = read_model(model).specs()
         assert torch.equal(model(TOKENS), plain)
-    for spec, bare in zip(inside, read_layers(model), strict=True):
+    for spec, bare in zip(inside, read_model(model).specs(), strict=True):
         assert (spec.problem, spec.scale, spec.scores, spec.turn_q) == (None, bare.scale, bare.scores, bare.turn_q)
 
 
@@ -227,7 +226,7 @@ def test_permanent_hooks_stay_in_order(shared_model: Any) -> None:
     point.add_hook(lambda x, hook: order.append("first"))
     point.add_perma_hook(lambda x, hook: order.append("permanent"))
     point.add_hook(lambda x, hook: order.append("last"))
-    read_layers(model)
+    read_model(model).specs()
     order.clear()
     model(TOKENS)
     assert order == ["first", "permanent", "last"]
@@ -292,7 +291,7 @@ def test_a_model_that_was_read_has_the_hooks_of_one_that_was_run() -> None:
     ran, read = zoo.bridge("llama-gqa"), zoo.bridge("llama-gqa")
     for model in (read, read, ran):
         if model is read:
-            read_layers(model)
+            read_model(model).specs()
         model(TOKENS)
     found = [[len(part._forward_pre_hooks) for part in model.modules()] for model in (read, ran)]
     assert found[0] == found[1]

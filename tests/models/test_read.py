@@ -11,9 +11,8 @@ from support import zoo
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
-from tl_posdisent import capture, dummy_distance, read_attention, remap_distance, swap_positions
+from tl_posdisent import capture, dummy_distance, read_attention, read_model, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
-from tl_posdisent.models import read_layers
 
 TOKENS = zoo.random_tokens()
 N_HEADS = 8
@@ -60,7 +59,7 @@ def describable(*, rotary: bool | None = None) -> list[Any]:
 @pytest.mark.parametrize(("kind", "name"), describable())
 def test_facts_of_every_layer(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    specs = read_layers(model)
+    specs = read_model(model).specs()
     n = len(specs)
     assert [s.layer for s in specs] == list(range(model.cfg.n_layers))
     assert [s.window for s in specs] == WINDOWS.get(name, [None] * n)
@@ -74,7 +73,7 @@ def test_facts_of_every_layer(kind: str, name: str, shared_model: Any) -> None:
 @pytest.mark.parametrize(("kind", "name"), describable())
 def test_rotation_is_that_of_hugging_face(kind: str, name: str, shared_model: Any) -> None:
     attention_factor = 0.1 * np.log(8) + 1 if name in ("llama-yarn", "gpt_oss") else 1.0  # the paper of YaRN
-    for spec, own in zip(read_layers(shared_model(kind, name)), own_frequencies(name), strict=True):
+    for spec, own in zip(read_model(shared_model(kind, name)).specs(), own_frequencies(name), strict=True):
         if len(own) == 0:
             assert spec.rotary is None
             continue
@@ -90,7 +89,7 @@ def test_rotation_is_that_of_hugging_face(kind: str, name: str, shared_model: An
 
 def test_a_layer_without_positions_among_others(shared_model: Any) -> None:
     model = shared_model("bridge", "smollm3")
-    assert [s.rotary is None for s in read_layers(model)] == [False, True]
+    assert [s.rotary is None for s in read_model(model).specs()] == [False, True]
     names = {name for name, _ in swap_positions(model, torch.arange(12))}
     assert all(name.startswith("blocks.0.") for name in names)
     with pytest.raises(ValueError, match=r"swap_positions needs .* layer 1 of SmolLM3ForCausalLM has no rotary"):
@@ -100,7 +99,7 @@ def test_a_layer_without_positions_among_others(shared_model: Any) -> None:
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("bloom", "mpt", "deepseek_v3"))
 def test_scores_that_are_not_those_of_queries_and_keys_are_named(kind: str, name: str, shared_model: Any) -> None:
     problem = "multi-head latent attention" if name == "deepseek_v3" else "additive bias such as ALiBi"
-    for spec in read_layers(shared_model(kind, name)):
+    for spec in read_model(shared_model(kind, name)).specs():
         assert problem in str(spec.problem)
         assert spec.scores is not None
         assert spec.causal
@@ -113,15 +112,15 @@ def test_the_mask_is_that_of_the_pattern(kind: str, name: str, shared_model: Any
     model = shared_model(kind, name)
     with torch.no_grad():
         _, cache = model.run_with_cache(TOKENS)
-    for spec in read_layers(model):
+    for spec in read_model(model).specs():
         seen = (cache["pattern", spec.layer] > 0).flatten(0, 1).any(0)
         assert torch.equal(seen, spec.mask(12))
 
 
 def test_one_layer_or_all_or_some(shared_model: Any) -> None:
     model = shared_model("bridge", "gemma3")
-    every = read_layers(model)
-    assert [s.layer for s in read_layers(model, [2, 0])] == [2, 0]
+    every = read_model(model).specs()
+    assert [s.layer for s in read_model(model).specs([2, 0])] == [2, 0]
     for layer, spec in enumerate(every):
         alone = read_attention(model, layer)
         assert (alone.layer, alone.window, alone.scale) == (layer, spec.window, spec.scale)
@@ -169,7 +168,9 @@ def test_another_class_with_the_same_hooks() -> None:
     model = HookedEncoder(cfg)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    assert [(s.causal, s.problem, s.scale) for s in read_layers(model)] == [(False, None, pytest.approx(8**-0.5))] * 2
+    assert [(s.causal, s.problem, s.scale) for s in read_model(model).specs()] == [
+        (False, None, pytest.approx(8**-0.5))
+    ] * 2
     with torch.no_grad():
         cache = model.run_with_cache(TOKENS)[1]
     assert torch.equal(next(capture(model, TOKENS, layers=[0])).scores, cache["attn_scores", 0])
@@ -194,7 +195,7 @@ def test_models_that_transformer_lens_makes_itself(kv_heads: int) -> None:
     with torch.no_grad():
         for parameter in model.original_model.parameters():
             parameter.copy_(0.3 * torch.randn(parameter.shape))
-    for spec in read_layers(model):
+    for spec in read_model(model).specs():
         assert (spec.problem, spec.no_rotation, spec.n_kv_heads) == (None, None, kv_heads)
         assert spec.rotary.pairing == "adjacent"
         torch.testing.assert_close(
@@ -245,7 +246,7 @@ WRONG_LAYERS = [
 @pytest.mark.parametrize(("layers", "message"), WRONG_LAYERS)
 def test_wrong_layers_are_told_what_is_wrong(layers: Any, message: str, shared_model: Any) -> None:
     with pytest.raises(ValueError, match=message):
-        read_layers(shared_model("bridge", "llama-gqa"), layers)
+        read_model(shared_model("bridge", "llama-gqa"), layers)
 
 
 @pytest.mark.usefixtures("unchecked")

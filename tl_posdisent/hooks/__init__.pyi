@@ -7,6 +7,9 @@ from .applied import (
 from .frequencies import (
     limit_frequencies as limit_frequencies,
 )
+from .frequencies import (
+    phase_noise as phase_noise,
+)
 from .length_extension import (
     lambda_mask as lambda_mask,
 )
@@ -18,9 +21,6 @@ from .patch import (
 )
 from .patch import (
     patch_vectors as patch_vectors,
-)
-from .phase_noise import (
-    phase_noise as phase_noise,
 )
 from .positions import (
     dummy_distance as dummy_distance,

@@ -10,26 +10,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import is_pattern
-from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers
-from tl_posdisent.hooks.planning.layer_plan import ResultEdit
-from tl_posdisent.hooks.planning.planner import result_hook
+from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads
+from tl_posdisent.hooks.planning.planner import Hooks, hooks_for, layer_hooks
 from tl_posdisent.hooks.planning.running_text import real_tokens
-from tl_posdisent.models.reading.attributes import architecture
+from tl_posdisent.hooks.planning.score_edits import ResultEdit
 from tl_posdisent.models.reading.explain import probe_tokens
-from tl_posdisent.models.reading.forward import (
-    Hook,
-    at_rest,
-    check_tokens,
-    hook_name,
-    hooked,
-    refuse_padding,
-    run,
-)
-from tl_posdisent.models.reading.model_reading import attending_layers, model_of
+from tl_posdisent.models.reading.forward import Hook, at_rest, check_tokens, hook_name, hooked, refuse_padding, run
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.observe import mismatch
-from tl_posdisent.models.reading.spec import masked_below, n_layers
+from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.texts import Texts, read_texts
-from tl_posdisent.utils.validation import check_heads, check_seed
+from tl_posdisent.utils.validation import check_seed
 
 AblationMode = Literal["zero", "mean", "resample"]
 
@@ -45,7 +36,7 @@ def ablate_heads(
     mode: AblationMode = "zero",
     reference: Int[Tensor, "batch pos"] | str | list[str] | None = None,
     seed: int = 0,
-) -> list[Hook]:
+) -> Hooks:
     """Ablate heads at ``hook_z`` (zero, mean or resample).
 
     ``z[b, i, h]``, the output of head h at position i before the output projection, is replaced by
@@ -66,7 +57,7 @@ def ablate_heads(
         seed: for ``"resample"``: of σ.
 
     Returns:
-        ``[(hook name, function), ...]``, one for each layer, two with ``"resample"``.
+        ``Hooks``: a list for ``fwd_hooks``.
 
     Raises:
         ValueError: pairs out of range, twice or none; an unknown mode; a reference where none is needed, none where one
@@ -78,49 +69,40 @@ def ablate_heads(
         >>> from tl_posdisent.hooks import applied
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> hooks = ablate_heads(model, [(0, 3), (0, 5), (2, 1)])
-        >>> [name for name, _ in hooks]
-        ['blocks.0.attn.hook_z', 'blocks.2.attn.hook_z']
+        >>> hooks
+        ablate_heads(zero) on L0H3, L0H5, L2H1
         >>> with applied(model, hooks):
         ...     _, cache = model.run_with_cache(tokens)
         >>> cache["z", 0].abs().sum((0, 1, 3)).bool().tolist()  # head by head
         [True, True, True, False, True, False, True, True]
     """
-    model = model_of(model)
-    attending = attending_layers(model)
-    by_layer = check_heads(layers, heads, n_layers(model), model.cfg.n_heads, default=attending)
-    if without := sorted(set(by_layer) - set(attending)):
-        raise ValueError(f"layers must have attention, got {without} of {architecture(model)}, which have none")
+    reading = read_model(model)
+    chosen = any_heads(reading, layers, heads)
     check_mode(mode, reference, seed)
-    check_reach(model, list(by_layer))
-    replace = stand_in(model, list(by_layer), mode, reference, seed)
-    watchers = _padding_watchers(model, list(by_layer)) if mode == "resample" else []
-    return watchers + [replace_heads(layer, chosen, replace) for layer, chosen in by_layer.items()]
+    check_reach(reading, [spec.layer for spec, _ in chosen])
+    replace = stand_in(reading.model, [spec.layer for spec, _ in chosen], mode, reference, seed)
+    hooks = hooks_for(chosen, ResultEdit(f"ablate_heads({mode})", replace))
+    return hooks + (_padding_watchers(reading.model, chosen) if mode == "resample" else [])
 
 
-def replace_heads(layer: int, heads: Sequence[int], replace: StandIn) -> Hook:
-    """The hook that puts something else in the place of these heads' z."""
-
-    edit = ResultEdit("ablate_heads", lambda some, z: replace(layer, some, z))
-    return result_hook(layer, hook_name(layer, "hook_z"), heads, edit)
+def replace_heads(spec: AttentionSpec, heads: Sequence[int], replace: StandIn) -> Hooks:
+    """Hooks that put something else in the place of these heads' z."""
+    return layer_hooks(spec, heads, ResultEdit("ablate_heads", replace))
 
 
-def _padding_watchers(model: Any, layers: Sequence[int]) -> list[Hook]:
+def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:
     """Hooks that refuse a padded batch, in which a text would get what another one has at its padding."""
-    dtype, fired = next(model.parameters()).dtype, set()
+    dtype = next(model.parameters()).dtype
 
     def refuse(scores: Tensor, hook: Any) -> None:
-        fired.add(hook.name)
         if scores.ndim == 4 and not bool(_real(scores.detach(), dtype).all()):
             raise ValueError(
                 "mode \"resample\" puts one text's output in the place of another's, so texts must have equal length "
                 f"and no padding, got padding at {hook.name}: run texts of each length on their own"
             )
 
-    hooks = [(hook_name(layer, "hook_attn_scores"), refuse) for layer in layers]
-    hooks = [hook for hook in hooks if hook[0] in model.hook_dict]
-    with at_rest(model):
-        run(model, probe_tokens(model)[:1], hooks, stop=max(layers) + 1)
-    return [hook for hook in hooks if hook[0] in fired]
+    watched = [hook_name(spec.layer, "hook_attn_scores") for spec, _ in chosen]
+    return [(name, refuse) for spec, _ in chosen for name in spec.points.values() if name in watched]
 
 
 def _real(x: Float[Tensor, "batch head query key"], dtype: torch.dtype) -> Tensor:
@@ -197,7 +179,18 @@ def check_mode(mode: Any, reference: Any, seed: Any) -> None:
 
 
 def check_reach(model: Any, layers: Sequence[int]) -> None:
-    """Raise for layers in which an edit of z has no effect on the output, or whose z is not laid out by heads.
+    """Raise for layers in which an edit of z has no effect on the output, or whose z is not laid out by heads."""
+    reading = read_model(model, layers)
+    missing = [layer for layer in layers if layer not in reading.no_results]
+    if missing:
+        reading.no_results.update(_without_results(reading.model, missing))
+    for layer in layers:
+        if problem := reading.no_results[layer]:
+            raise ValueError(f"layer {layer}: {problem}")
+
+
+def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
+    """Why heads of these layers cannot be ablated, empty where they can.
 
     One pass over copies of a few tokens: each of the layers is disturbed in one copy, and one copy is not disturbed.
     """
@@ -209,7 +202,7 @@ def check_reach(model: Any, layers: Sequence[int]) -> None:
         def edit(z: Tensor, hook: Any) -> Tensor:
             seen[layer] = tuple(z.shape)
             z = z.clone()
-            noise = torch.randn(z[copy].shape, generator=generator).to(z)
+            noise = torch.randn(z[copy].shape, generator=generator, device="cpu").to(z)
             z[copy] += noise * z.detach().double().square().mean().sqrt().clamp_min(1e-3).to(z)
             return z
 
@@ -218,14 +211,14 @@ def check_reach(model: Any, layers: Sequence[int]) -> None:
     edits = [edit for edit in (disturb(*x) for x in enumerate(layers)) if edit[0] in model.hook_dict]
     with torch.no_grad(), at_rest(model), hooked(model, edits):
         output = model(tokens)
+    found = dict.fromkeys(layers, "")
     for copy, layer in enumerate(layers):
         wanted = (*tokens.shape, model.cfg.n_heads)
         if layer not in seen or seen[layer][:3] != wanted or len(seen[layer]) != 4:
-            raise ValueError(
-                f"layer {layer}: hook_z must carry (batch, pos, head, d_head) = {(*wanted, 'd_head')} for heads to be "
-                f"ablated, got {seen.get(layer, 'nothing: it does not fire')}"
+            found[layer] = (
+                f"hook_z must carry (batch, pos, head, d_head) = {(*wanted, 'd_head')} for heads to be ablated, got "
+                f"{seen.get(layer, 'nothing: it does not fire')}"
             )
-        if mismatch(output[copy], output[-1]) <= 1:
-            raise ValueError(
-                f"layer {layer}: another z at hook_z does not change the output, so no head can be ablated"
-            )
+        elif mismatch(output[copy], output[-1]) <= 1:
+            found[layer] = "another z at hook_z does not change the output, so no head can be ablated"
+    return found

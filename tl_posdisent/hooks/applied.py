@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+from tl_posdisent.hooks.planning.planner import Compiled
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.utils.validation import shown
 
 
 @contextlib.contextmanager
@@ -21,10 +23,10 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
-        hooks: ``[(hook name, function), ...]`` as every intervention of this package returns them. Concatenated or
-            nested lists act together, in any order alike: on each head at most one position intervention (swapped
-            positions, a dummy or remapped distance, the Λ-mask), with interpolation, frequency limits and phase noise;
-            on its scores, edits of components; on its result, one ablation. What does not compose is a ``ValueError``
+        hooks: hooks of this package, or any list of ``(hook name or filter, function)``. Lists that are added,
+            ``a + b``, act together: on each head at most one position intervention (swapped positions, a dummy or
+            remapped distance, the Λ-mask), with interpolation, frequency limits and phase noise; on its scores, edits
+            of components; on its result, one ablation. Lists in nested blocks act on different heads, or are refused
             while the model runs.
 
     Yields:
@@ -41,37 +43,62 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> plain = model(tokens)
         >>> with applied(model, dummy_distance(model, 3)) as m:
-        ...     lying = m(tokens)
-        >>> bool((plain - lying).abs().max() > 0.1), bool((model(tokens) == plain).all())
+        ...     changed = m(tokens)
+        >>> bool((plain - changed).abs().max() > 0.1), bool((model(tokens) == plain).all())
         (True, True)
     """
     n_layers(model)
-    if not isinstance(hooks, Iterable):
-        raise ValueError(f"hooks must be a list of (hook name, function), got {hooks!r}")
+    if isinstance(hooks, (str, bytes)) or not isinstance(hooks, Iterable):
+        raise ValueError(f"hooks must be a list of (hook name or filter, function), got {shown(hooks)}")
     hooks, there = list(hooks), model.hook_dict
     for hook in hooks:
-        if not (isinstance(hook, tuple) and len(hook) == 2 and isinstance(hook[0], str) and callable(hook[1])):
-            raise ValueError(f"hooks must be a list of (hook name, function), got {hook!r} in it")
-        if hook[0] not in there:
-            raise ValueError(f"hooks names {hook[0]!r}, which the model does not have")
-    fired = [0] * len(hooks)
-
-    def counted(n: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def count(x: Any, hook: Any) -> Any:
-            fired[n] += 1
-            return function(x, hook=hook)
-
-        return count
-
-    with _added([(there[name], counted(n, function)) for n, (name, function) in enumerate(hooks)]):
+        _check_hook(hook, there)
+    fired: list[dict[str, int]] = []
+    counting = []
+    for name, function in hooks:
+        names = [name] if isinstance(name, str) else _each_point_once(there, name)
+        fired.append(dict.fromkeys(names, 0))
+        counting += [(there[x], _counted(function, fired[-1], x)) for x in names]
+    with _added(counting):
         yield model
-    idle = [name for n, (name, _) in enumerate(hooks) if not fired[n]]
+    idle = [
+        name
+        for (_, function), counts in zip(hooks, fired, strict=True)
+        for name, n in counts.items()
+        if not n and (isinstance(function, Compiled) or not any(counts.values()))
+    ]
     if idle:
         raise RuntimeError(
-            f"these hooks never fired, so nothing was changed there: {', '.join(idle)}"
-            + ("; was the model run inside the block?" if len(idle) == len(hooks) else "")
+            f"these hooks never fired, so nothing was changed there: {_first(idle)}"
+            + ("; was the model run inside the block?" if not any(n for x in fired for n in x.values()) else "")
         )
+
+
+def _check_hook(hook: Any, there: Collection[str]) -> None:
+    pair = isinstance(hook, tuple) and len(hook) == 2 and callable(hook[1])
+    if not pair or not (isinstance(hook[0], str) or callable(hook[0])):
+        raise ValueError(f"hooks must be a list of (hook name or filter, function), got {shown(hook)} in it")
+    if isinstance(hook[0], str) and hook[0] not in there:
+        raise ValueError(f"hooks names {hook[0]!r}, which the model does not have")
+
+
+def _each_point_once(there: dict[str, Any], accepts: Callable[[str], bool]) -> list[str]:
+    """The names that a filter accepts, one for each hook point: a bridge has several for some."""
+    names = {id(there[name]): name for name in reversed(there) if accepts(name)}
+    return [name for name in there if name in names.values()]
+
+
+def _counted(function: Callable[..., Any], counts: dict[str, int], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def count(x: Any, hook: Any) -> Any:
+        counts[name] += 1
+        return function(x, hook=hook)
+
+    return count
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 @contextlib.contextmanager

@@ -1,16 +1,23 @@
-"""Limit heads to a band of RoPE's frequencies."""
+"""Interventions on the subspaces of RoPE: limit heads to a band of frequencies, or add noise to the phases.
+
+RoPE rotates subspace c at position p by ``θ_c · p``. Other positions (``swap_positions``) displace all subspaces of a
+token alike; here each subspace is edited by itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
-from tl_posdisent.hooks.planning.planner import layer_hooks
-from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit, outside_band, within_band
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.hooks.planning.planner import Hooks, hooks_for
+from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit, PhaseNoise, within_band
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.utils.validation import check_choice, is_number
+from tl_posdisent.utils.validation import check_choice, check_number, check_seed, is_number, shown
 
 Mode = Literal["drop", "freeze"]
 
@@ -23,7 +30,7 @@ def limit_frequencies(
     mode: Mode = "drop",
     layers: Layers = None,
     heads: Heads = None,
-) -> list[Hook]:
+) -> Hooks:
     """Restrict heads to the rotary frequencies ``low ≤ θ ≤ high`` (arXiv 2511.11579).
 
     The score of query i and key j is ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c (i - j)))`` and what RoPE does not
@@ -44,7 +51,7 @@ def limit_frequencies(
         heads: query heads, default all. A head that shares its keys with others gets its own view of them.
 
     Returns:
-        ``[(hook name, function), ...]``, none for layers of which every frequency is in the band.
+        ``Hooks``: a list for ``fwd_hooks``, none for layers of which every frequency is in the band.
 
     Raises:
         ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; a band above 0 that holds no
@@ -70,13 +77,20 @@ def limit_frequencies(
     check_choice("mode", mode, get_args(Mode))
     chosen = rotary_heads(model, layers, heads, "limit_frequencies")
     _refuse_no_frequency([spec for spec, _ in chosen], low, high)
-    hooks: list[Hook] = []
-    for spec, some in chosen:
-        rotary = spec.require_rotary("limit_frequencies")
-        outside = outside_band(rotary, low, high)
-        if bool(outside.any()) or spec.holds_to is not None:
-            hooks += layer_hooks(spec, some, FrequencyLimit("limit_frequencies", outside, mode, low, high))
-    return hooks
+    edit = FrequencyLimit(_described(low, high, mode), low, high, mode)
+    acting = [
+        (spec, some)
+        for spec, some in chosen
+        if spec.holds_to is not None or bool(edit.outside(spec.require_rotary("limit_frequencies")).any())
+    ]
+    return hooks_for(acting, edit)
+
+
+def _described(low: float, high: float, mode: Mode) -> str:
+    given = [f"low={low:g}"] if low else []
+    given += [f"high={high:g}"] if high < float("inf") else []
+    given += ["mode='freeze'"] if mode == "freeze" else []
+    return f"limit_frequencies({', '.join(given)})"
 
 
 def _checked_band(low: float | None, high: float | None) -> tuple[float, float]:
@@ -98,3 +112,61 @@ def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float
         f"low and high must leave a frequency, in radians per position, or high be 0; got {low:g} and {high:g}, "
         f"and there are {', '.join(there)}"
     )
+
+
+def phase_noise(
+    model: Any,
+    noise: Float[Tensor, "*batch pos subspace"] | float | int,
+    *,
+    seed: int = 0,
+    layers: Layers = None,
+    heads: Heads = None,
+) -> Hooks:
+    """Add angles to those of RoPE, the same for the query and the key of a position.
+
+    The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i (θ_c (i - j) + ε_ic - ε_jc)))``
+    and what RoPE does not rotate. Lengths of vectors, the mask, and a token's score of itself stay. Zero changes
+    nothing, nor does an angle that is the same at all positions; ``ε_pc = θ_c · δ_p`` is
+    ``swap_positions(model, p + δ)``.
+
+    Args:
+        model: a model with rotary embeddings.
+        noise: angles ε in radians, ``(pos, subspace)`` for all texts or ``(batch, pos, subspace)``; or a standard
+            deviation in radians, of normal angles drawn for every position and subspace on its own.
+        seed: of the angles drawn: the same for all texts, heads, and layers of equally many subspaces.
+        layers: default all that rotate.
+        heads: query heads, default all. A head that shares its keys with others gets its own view of them.
+
+    Returns:
+        ``Hooks``: a list for ``fwd_hooks``.
+
+    Raises:
+        ValueError: a model or layer without rotary embeddings or without the hooks for it; angles of wrong rank or not
+            finite, a negative standard deviation or seed; layers or heads out of range or repeated. While running:
+            angles that do not fit the text or the subspaces; a KV cache that was not filled under these hooks.
+
+    Example:
+        >>> import torch
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> from tl_posdisent.hooks import phase_noise
+        >>> model, tokens = load_demo_model(), demo_tokens(length=48)
+        >>> def change(noise):
+        ...     return (model.run_with_hooks(tokens, fwd_hooks=phase_noise(model, noise)) - model(tokens)).norm().item()
+        >>> change(0.0), change(0.01) < change(0.1) < change(1.0)
+        (0.0, True)
+    """
+    check_seed(seed)
+    if isinstance(noise, Tensor):
+        edit = PhaseNoise(f"phase_noise({'×'.join(map(str, noise.shape))} angles)", _checked_angles(noise))
+    else:
+        check_number("noise", noise, least=0)
+        edit = PhaseNoise(f"phase_noise({noise:g}, seed={seed})", float(noise), seed)
+    return hooks_for(rotary_heads(model, layers, heads, "phase_noise"), edit)
+
+
+def _checked_angles(angles: Tensor) -> Float[Tensor, "*batch pos subspace"]:
+    if angles.is_complex() or angles.dtype == torch.bool or not bool(angles.double().isfinite().all()):
+        raise ValueError(f"noise must be finite real numbers, got {shown(angles)} of {angles.dtype}")
+    if angles.ndim not in (2, 3) or angles.numel() == 0:
+        raise ValueError(f"noise must have shape (pos, subspace) or (batch, pos, subspace), got {tuple(angles.shape)}")
+    return angles.detach().double()

@@ -9,17 +9,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.planning.chosen_heads import Heads, any_heads, rotary_heads
-from tl_posdisent.hooks.planning.planner import layer_hooks
+from tl_posdisent.hooks.planning.planner import Hooks, layer_hooks
 from tl_posdisent.hooks.planning.rotation_edits import VectorPatch
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.score_components import split_scores
-from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
-from tl_posdisent.utils.validation import check_choice
+from tl_posdisent.utils.validation import check_choice, shown
 
 Keys = Literal["group", "head"]
-MovedPart = Literal["mean", "distance", "query", "key", "residual"]
-_ALL: tuple[MovedPart, ...] = get_args(MovedPart)
+MovedComponent = Literal["mean", "distance", "query", "key", "residual"]
+_ALL: tuple[MovedComponent, ...] = get_args(MovedComponent)
 
 
 def patch_vectors(
@@ -30,7 +29,7 @@ def patch_vectors(
     *,
     heads: Heads = None,
     keys: Keys = "group",
-) -> list[Hook]:
+) -> Hooks:
     """Patch the rotated queries, the rotated keys, or both, of a layer's heads.
 
     The vectors are those of another run, as ``capture`` returns them. If no hook after the model's rotation takes
@@ -46,7 +45,7 @@ def patch_vectors(
             also those that are not in ``heads``. ``"head"``: the patched heads alone, whose scores are recomputed.
 
     Returns:
-        ``[(hook name, function), ...]``. The run's own vectors put in change nothing: bit for bit in most models, to
+        ``Hooks``: a list for ``fwd_hooks``. The run's own vectors put in change nothing: bit for bit in most models, to
         rounding where scores are recomputed.
 
     Raises:
@@ -84,10 +83,10 @@ def patch_scores(
     model: Any,
     layer: int,
     scores: Float[Tensor, "batch head query key"],
-    component: MovedPart | Collection[MovedPart] = _ALL,
+    component: MovedComponent | Collection[MovedComponent] = _ALL,
     *,
     heads: Heads = None,
-) -> list[Hook]:
+) -> Hooks:
     """Patch one or more additive components of the scores of a layer's heads.
 
     Both are split as ``mean + distance[i - j] + query[i] + key[j] + residual`` (the three-axis fit of each text and
@@ -103,7 +102,7 @@ def patch_scores(
         heads: query heads, default all.
 
     Returns:
-        ``[(hook name, function), ...]``. The run's own scores put in change nothing.
+        ``Hooks``: a list for ``fwd_hooks``. The run's own scores put in change nothing.
 
     Raises:
         ValueError: unknown components; scores of wrong shape; a layer or heads out of range; a layer whose scores
@@ -115,9 +114,9 @@ def patch_scores(
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> other = next(capture(model, tokens.roll(20, 1), layers=[4]))
         >>> plain = model(tokens)
-        >>> for part in ("query", "distance"):
-        ...     patched = model.run_with_hooks(tokens, fwd_hooks=patch_scores(model, 4, other.scores, part))
-        ...     print(part, bool((patched - plain).abs().max() > 0.01))
+        >>> for name in ("query", "distance"):
+        ...     patched = model.run_with_hooks(tokens, fwd_hooks=patch_scores(model, 4, other.scores, name))
+        ...     print(name, bool((patched - plain).abs().max() > 0.01))
         query False
         distance True
     """
@@ -125,30 +124,34 @@ def patch_scores(
     if not isinstance(scores, Tensor) or scores.ndim != 4 or scores.shape[1] != spec.n_heads:
         got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ValueError(f"scores must have shape (batch, {spec.n_heads}, query, key), got {got}")
-    return score_hooks(spec, chosen, scores, check_parts(component))
+    return score_hooks(spec, chosen, scores, check_components(component))
 
 
-def check_parts(component: Any) -> list[MovedPart]:
+def check_components(component: Any) -> list[MovedComponent]:
     """One component or several, as a list."""
-    parts: list[Any] = (
+    names: list[Any] = (
         [component] if isinstance(component, str) else list(component) if isinstance(component, Iterable) else []
     )
-    if not parts or len(set(parts)) < len(parts) or not set(parts) <= set(_ALL):
-        raise ValueError(f"component must be one or several of {', '.join(_ALL)}, got {component!r}")
-    return parts
+    if not names or len(set(names)) < len(names) or not set(names) <= set(_ALL):
+        raise ValueError(f"component must be one or several of {', '.join(_ALL)}, got {shown(component)}")
+    return names
 
 
 def vector_hooks(
     spec: AttentionSpec, heads: Sequence[int], q_rot: Tensor | None, k_rot: Tensor | None, keys: Keys
-) -> list[Hook]:
+) -> Hooks:
     """``patch_vectors`` for a layer already read and arguments already checked."""
     groups = {spec.key_head(h) for h in heads}
     sharing = heads if keys == "head" else [h for h in range(spec.n_heads) if spec.key_head(h) in groups]
-    hooks = [] if q_rot is None else layer_hooks(spec, heads, VectorPatch("patch_vectors", q_rot, None))
-    return hooks + ([] if k_rot is None else layer_hooks(spec, sharing, VectorPatch("patch_vectors", None, k_rot)))
+    hooks = Hooks([])
+    if q_rot is not None:
+        hooks += layer_hooks(spec, heads, VectorPatch("patch_vectors(q_rot)", q_rot, None))
+    if k_rot is not None:
+        hooks += layer_hooks(spec, sharing, VectorPatch("patch_vectors(k_rot)", None, k_rot))
+    return hooks
 
 
-def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, parts: Collection[MovedPart]) -> list[Hook]:
+def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, moved: Collection[MovedComponent]) -> Hooks:
     """``patch_scores`` for a layer already read and arguments already checked."""
 
     def move(view: View) -> Tensor:
@@ -162,9 +165,10 @@ def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, parts
                 f"scores of layer {spec.layer} must be finite inside the mask of the run: they are of a text with "
                 "another mask or padding, or hold NaN or infinity"
             )
-        if set(parts) == set(_ALL):
+        if set(moved) == set(_ALL):
             return theirs
         before, after = split_scores(own, view.inside), split_scores(theirs, view.inside)
-        return sum((after[part] - before[part] for part in parts), own.double())
+        return sum((after[name] - before[name] for name in moved), own.double())
 
-    return layer_hooks(spec, heads, ScoreEdit("patch_scores", move, Order.PATCH, scores=True, parts=frozenset(parts)))
+    call = f"patch_scores({', '.join(moved)})"
+    return layer_hooks(spec, heads, ScoreEdit(call, move, Order.PATCH, scores=True, components=frozenset(moved)))

@@ -16,9 +16,8 @@ from torch import Tensor
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit, Component
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
-from tl_posdisent.hooks.planning.planner import hooks_for
+from tl_posdisent.hooks.planning.planner import Hooks, hooks_for
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit
-from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.utils.validation import check_choice
@@ -82,7 +81,7 @@ def fewest_masks(inside: Tensor) -> Tensor:
     return inside
 
 
-def drop_component(model: Any, component: Part, *, layers: Layers = None, heads: Heads = None) -> list[Hook]:
+def drop_component(model: Any, component: Part, *, layers: Layers = None, heads: Heads = None) -> Hooks:
     """Remove one additive component from the scores of heads.
 
     In each forward pass the scores of each text and head are fitted by ``mean + distance[i - j] + query[i] + key[j]``
@@ -100,7 +99,7 @@ def drop_component(model: Any, component: Part, *, layers: Layers = None, heads:
         heads: query heads, default all.
 
     Returns:
-        ``[(hook name, function), ...]``. Gradients flow through the scores, with the fit as a constant.
+        ``Hooks``: a list for ``fwd_hooks``. Gradients flow through the scores, with the fit as a constant.
 
     Raises:
         ValueError: an unknown component; layers or heads out of range or repeated; a layer whose scores cannot be
@@ -119,13 +118,13 @@ def drop_component(model: Any, component: Part, *, layers: Layers = None, heads:
         distance True
     """
     check_choice("component", component, get_args(Part))
-    edit = component_edit("drop_component", [part for part in get_args(Part) if part != component])
+    edit = component_edit(f"drop_component({component})", [name for name in get_args(Part) if name != component])
     return hooks_for(any_heads(model, layers, heads), edit)
 
 
-def component_edit(tool: str, keep: Collection[Part]) -> ScoreEdit:
+def component_edit(call: str, keep: Collection[Part]) -> ScoreEdit:
     """The edit that leaves these parts of the three-axis fit of the scores, and their mean."""
-    return ScoreEdit(tool, lambda view: keep_parts(view.scores(), view.inside, keep), Order.COMPONENT, scores=True)
+    return ScoreEdit(call, lambda view: keep_parts(view.scores(), view.inside, keep), Order.COMPONENT, scores=True)
 
 
 # The two-axis model of a text's scores: a function of query and distance plus a function of query and key.

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads, rotary_heads
-from tl_posdisent.hooks.planning.planner import layer_hooks
+from tl_posdisent.hooks.planning.planner import Hooks, joined, layer_hooks
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.score_components import Part, component_edit, keep_two_axis, keys_there
-from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice
 
@@ -30,7 +29,7 @@ def substitute_additive(
     axes: Axes = "three",
     layers: Layers = None,
     heads: Heads = None,
-) -> list[Hook]:
+) -> Hooks:
     """Replace the scores of heads by their additive fit, computed in every forward pass.
 
     With ``axes="three"`` the scores of each text and head become ``mean + distance[i - j] + query[i] + key[j]``, fitted
@@ -57,7 +56,7 @@ def substitute_additive(
         heads: query heads, default all.
 
     Returns:
-        ``[(hook name, function), ...]``.
+        ``Hooks``: a list for ``fwd_hooks``.
 
     Raises:
         ValueError: an unknown or repeated part; unknown axes; layers or heads out of range or repeated; a layer whose
@@ -76,13 +75,13 @@ def substitute_additive(
     """
     kept = _checked_keep(keep)
     chosen = additive_heads(model, axes, layers, heads, "substitute_additive")
-    return [hook for spec, some in chosen for hook in keep_parts_hooks(spec, some, kept, axes)]
+    return joined(keep_parts_hooks(spec, some, kept, axes) for spec, some in chosen)
 
 
-def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection[Part], axes: Axes) -> list[Hook]:
+def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection[Part], axes: Axes) -> Hooks:
     """The parts of the fit of the scores that are there."""
     if axes == "three" or len(keep) == len(PARTS):
-        return layer_hooks(spec, heads, component_edit("substitute_additive", keep))
+        return layer_hooks(spec, heads, component_edit(f"substitute_additive({', '.join(keep)})", keep))
 
     def fit(view: View) -> Tensor:
         rotary = view.spec.require_rotary("two axes")

@@ -22,11 +22,10 @@ from tl_posdisent.additive.attention.rungs import (
 )
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads
-from tl_posdisent.hooks.planning.planner import layer_hooks
+from tl_posdisent.hooks.planning.planner import Hooks, joined, layer_hooks
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.score_components import fewest_masks
 from tl_posdisent.models.capture import for_each_layer, for_each_scores
-from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -45,7 +44,7 @@ def substitute_attention(
     bands: Sequence[int] = BANDS,
     rank: int = 1,
     extrapolate: bool = False,
-) -> list[Hook]:
+) -> Hooks:
     """Replace the attention of heads by the best additive attention, with a given freedom.
 
     ``by`` names a rung. In every forward pass, each head's pattern in the running model, whose other layers are
@@ -77,7 +76,7 @@ def substitute_attention(
         extrapolate: for static heads at distances that were not fitted: raise, or take the nearest that was.
 
     Returns:
-        ``[(hook name, function), ...]``. On a head they compose with interventions on the rotation (fits made before
+        ``Hooks``: a list for ``fwd_hooks``. On a head they compose with interventions on the rotation (fits made before
         and ``"uniform"`` would undo these, and refuse them), and not with others that replace or patch its scores.
 
     Raises:
@@ -100,10 +99,10 @@ def substitute_attention(
         return _stored_fits(model, by, layers, heads, extrapolate=extrapolate)
     check_rung("by", by, bands, rank)
     chosen = any_heads(model, layers, heads)
-    return [hook for spec, some in chosen for hook in rung_hooks(spec, some, by, bands, rank)]
+    return joined(rung_hooks(spec, some, by, bands, rank) for spec, some in chosen)
 
 
-def rung_hooks(spec: AttentionSpec, heads: Sequence[int], rung: Rung, bands: Sequence[int], rank: int) -> list[Hook]:
+def rung_hooks(spec: AttentionSpec, heads: Sequence[int], rung: Rung, bands: Sequence[int], rank: int) -> Hooks:
     """Hooks that fit a rung to the running attention of these heads."""
 
     def edit(view: View) -> Tensor:
@@ -114,11 +113,12 @@ def rung_hooks(spec: AttentionSpec, heads: Sequence[int], rung: Rung, bands: Seq
         return _with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
 
     of_keys, fixed = rung == "static", rung == "uniform"
-    return layer_hooks(spec, heads, _score_edit(edit, vectors=of_keys, fixed=fixed))
+    return layer_hooks(spec, heads, _score_edit(rung, edit, vectors=of_keys, fixed=fixed))
 
 
-def _score_edit(edit: Any, *, vectors: bool, fixed: bool) -> ScoreEdit:
-    return ScoreEdit("substitute_attention", edit, Order.REPLACE, scores=True, vectors=vectors, plain=fixed)
+def _score_edit(by: str, edit: Any, *, vectors: bool, fixed: bool) -> ScoreEdit:
+    call = f"substitute_attention({by})"
+    return ScoreEdit(call, edit, Order.REPLACE, scores=True, vectors=vectors, plain=fixed)
 
 
 def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
@@ -151,14 +151,14 @@ class StoredAttention:
         static = isinstance(self.of, AttentionFit) and self.of.direction is not None
         return int(self.of.direction.shape[-1]) if static else 0  # type: ignore[union-attr]
 
-    def hooks(self, spec: AttentionSpec, heads: Sequence[int]) -> list[Hook]:
+    def hooks(self, spec: AttentionSpec, heads: Sequence[int]) -> Hooks:
         """Hooks that put it in the place of these heads' attention."""
 
         def edit(view: View) -> Tensor:
             scores = view.scores()
             return _with_sums_of(scores, self._logits(view, scores), view.inside)
 
-        return layer_hooks(spec, heads, _score_edit(edit, vectors=self.n_feature > 0, fixed=True))
+        return layer_hooks(spec, heads, _score_edit("fits", edit, vectors=self.n_feature > 0, fixed=True))
 
     def _logits(self, view: View, scores: Tensor) -> Tensor:
         at = [self.heads.index(head) for head in view.heads]
@@ -182,7 +182,7 @@ class StoredAttention:
 
 def _stored_fits(
     model: Any, fits: Mapping[int, AttentionFit], layers: Layers, heads: Heads, *, extrapolate: bool
-) -> list[Hook]:
+) -> Hooks:
     if not fits or not all(is_integer(x) and isinstance(fit, AttentionFit) for x, fit in fits.items()):
         raise ValueError(f"by must be {', '.join(RUNGS)} or a dict of layers to AttentionFit, got {shown(fits)}")
     chosen = any_heads(model, list(fits) if layers is None else layers, heads)
@@ -196,13 +196,13 @@ def _stored_fits(
                 f"by must hold a fit of all {spec.n_heads} heads of layer {spec.layer}, (head,) or (text, head), got "
                 f"{got}"
             )
-        hooks += StoredAttention(fit, tuple(range(spec.n_heads)), extrapolate).hooks(spec, some)
-    return hooks
+        hooks.append(StoredAttention(fit, tuple(range(spec.n_heads)), extrapolate).hooks(spec, some))
+    return joined(hooks)
 
 
-def stored_hooks(chosen: Chosen, stored: Mapping[int, StoredAttention]) -> list[Hook]:
+def stored_hooks(chosen: Chosen, stored: Mapping[int, StoredAttention]) -> Hooks:
     """Hooks that put in what is stored for these layers and heads."""
-    return [hook for spec, heads in chosen for hook in stored[spec.layer].hooks(spec, heads)]
+    return joined(stored[spec.layer].hooks(spec, heads) for spec, heads in chosen)
 
 
 # Fits of all layers, each in the model whose earlier layers are already replaced.
@@ -318,7 +318,7 @@ def _fit_in_turn(
     stored: Stored = {}
     at_once = [[each] for each in chosen] if replaced else [list(chosen)]
     for some in at_once:
-        hooks = stored_hooks([each for each in chosen if each[0].layer in stored], stored) if replaced else []
+        hooks = stored_hooks([each for each in chosen if each[0].layer in stored] if replaced else [], stored)
         seen = [_attended(model, tokens, [spec for spec, _ in some], hooks, with_keys=with_keys) for tokens in texts]
         for spec, heads in some:
             stored[spec.layer] = fit(spec, list(heads), [each.pop(spec.layer) for each in seen])
@@ -326,7 +326,7 @@ def _fit_in_turn(
 
 
 def _attended(
-    model: Any, tokens: Int[Tensor, "text pos"], specs: list[AttentionSpec], hooks: list[Hook], *, with_keys: bool
+    model: Any, tokens: Int[Tensor, "text pos"], specs: list[AttentionSpec], hooks: Hooks, *, with_keys: bool
 ) -> dict[int, _Attended]:
     found: dict[int, _Attended] = {}
 

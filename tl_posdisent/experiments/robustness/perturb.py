@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.phase_noise import check_phases
 from tl_posdisent.hooks.planning.planner import hooks_for
 from tl_posdisent.hooks.planning.rotation_edits import PhaseNoise
 from tl_posdisent.hooks.positions import positions_edit
@@ -220,11 +219,10 @@ def _permuted_phases(
         at = shift.nonzero()[:, 0]
         row[at] = shift[at][torch.rand(len(at), subspaces, generator=generator, dtype=torch.float32).argsort(0)]
 
-    def phases(rotary: Rotary, own: Tensor, texts: int) -> Tensor:
-        n = len(rotary.frequencies)
-        return check_phases(permuted[..., :n] * rotary.frequencies.cpu(), rotary, own, texts).to(own.device)
+    def angles(rotary: Rotary) -> Tensor:
+        return permuted[..., : len(rotary.frequencies)] * rotary.frequencies.cpu()
 
-    return hooks_for([(spec, range(spec.n_heads)) for spec in specs], PhaseNoise("perturb", phases))
+    return hooks_for([(spec, range(spec.n_heads)) for spec in specs], PhaseNoise("perturb", angles))
 
 
 # --- which units move, and to which places --------------------------------------------------------------------------

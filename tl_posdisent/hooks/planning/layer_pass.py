@@ -11,14 +11,8 @@ from torch import Tensor
 
 from tl_posdisent.hooks.planning import running_text as text
 from tl_posdisent.hooks.planning.layer_plan import LayerPlan
-from tl_posdisent.hooks.planning.rotation_edits import (
-    FrequencyLimit,
-    HeadRotation,
-    Side,
-    check_patch,
-    rotated_scores,
-    rotated_vectors,
-)
+from tl_posdisent.hooks.planning.rotated_scores import rotated_scores, rotated_vectors
+from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit, HeadRotation, Side, check_patch
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View, masked_softmax
 from tl_posdisent.models.reading.observe import mismatch, spread_rows
 from tl_posdisent.models.reading.spec import Tap, masked_below
@@ -45,6 +39,7 @@ class LayerPass:
 
     def __init__(self, plan: LayerPlan, memory: CachedText) -> None:
         self.plan, self.spec, self.memory = plan, plan.spec, memory
+        self.first = ""  # the hook that begins a pass
         self.seen: set[str] = set()
         self.held: dict[str, Tensor] = {}
         self.rescored = dict(plan.rescored)
@@ -53,12 +48,21 @@ class LayerPass:
         self.texts, self.n_query, self.dtype = 1, 0, torch.float32
 
     def see(self, name: str, x: Tensor) -> Tensor | None:
+        """What is done at one hook; None leaves its tensor as it is."""
+        self.first = self.first or name
         self.seen.add(name)
         new: Tensor | None = None
         for role in self.plan.roles[name]:
-            changed = getattr(self, f"_at_{role}")(x)
+            changed = getattr(self, f"_at_{role}")(x if new is None else new)
             new = new if changed is None else changed
         return new
+
+    def _at_result(self, x: Tensor) -> Tensor:
+        """Heads replaced at ``hook_z``, whatever was recomputed there before."""
+        for edit, heads in self.plan.result_edits:
+            at = torch.tensor(heads, device=x.device)
+            x = x.index_copy(2, at, edit.replace(self.spec.layer, heads, x[:, :, at]).to(x.dtype))
+        return x
 
     # --- what is seen before the rotation
 
@@ -125,7 +129,7 @@ class LayerPass:
         if rotary is not None and own is not None:
             for edit in {edit for rotation in plan.rotations for edit in rotation.edits}:
                 if isinstance(edit, FrequencyLimit):
-                    edit.check(rotary, self.spec.layer)
+                    edit.check(self.spec.require_rotary(edit.tool), rotary, self.spec.layer)
             self.spec, self.own = replace(self.spec, rotary=rotary), own
             if self._turned_before or (plan.table and not plan.table.only_frozen):
                 self._rescore()
@@ -197,7 +201,8 @@ class LayerPass:
 
     def _find(self, q_rot: Tensor) -> None:
         """The positions of a model that has no hooks for its tables, from what it did to its queries."""
-        spec, before = self.spec, self.held["q"]
+        heads = sorted(self.plan.heads)  # other lists of hooks may have turned the others
+        spec, before, q_rot = self.spec, self.held["q"][:, :, heads], q_rot[:, :, heads]
         assert spec.rotary is not None
         self.own = text.positions_from_vectors(before, q_rot, spec.rotary, self.expected)
         if self.own is None:
@@ -210,7 +215,7 @@ class LayerPass:
     ) -> Tensor:
         """Vectors of some heads as they have to be at the hook."""
         rotary = self.spec.require_rotary("turning")
-        given = rotation.q_rot if which == "q" else rotation.k_rot
+        given = rotation.patch(which)
         if given is None:
             return rotation.turned_on(x, which, own, rotary, tables=bool(self.plan.table))
         check_patch(f"{which}_rot", given, x)
@@ -226,8 +231,11 @@ class LayerPass:
     def _at_scores(self, x: Tensor) -> Tensor | None:
         if not self.plan.editable:
             self.held["scores"] = x
-        inside, real = text.inside_mask(self.spec, x <= masked_below(x.dtype, self.dtype))
         self._check_cache(x.shape[-1])
+        if not self._edits and self.own is not None and x.shape[-1] == x.shape[-2]:  # nothing depends on the mask
+            self._remember(x.shape[-1])
+            return None
+        inside, real = text.inside_mask(self.spec, x <= masked_below(x.dtype, self.dtype))
         if self.own is None and self._turned_before and not self._counted_as_expected(x.shape[-1], real):
             self._rescore()
         own = self._positions(x.shape[-1], real)
@@ -276,10 +284,10 @@ class LayerPass:
         z, pattern, v = (self.held[name].detach().double() for name in ("z", "pattern", "v"))
         if pattern.shape[-1] != v.shape[1] or pattern.shape[-2] != z.shape[1]:
             raise ValueError(f"layer {self.spec.layer} sees cached keys: {_NO_CACHE}")
-        rows = spread_rows(z.shape[1], _ROWS_CHECKED, z.device)
-        values = v[:, :, [self.spec.key_head(head) for head in range(self.spec.n_heads)]]
-        ours = torch.einsum("bhqk,bkhd->bqhd", pattern[:, :, rows], values)
-        if ours.shape != z[:, rows].shape or mismatch(z[:, rows], ours, self.held["z"].dtype) > 1:
+        rows, heads = spread_rows(z.shape[1], _ROWS_CHECKED, z.device), sorted(self.plan.heads)
+        values, z = v[:, :, [self.spec.key_head(head) for head in heads]], z[:, rows][:, :, heads]
+        ours = torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads][:, :, rows], values)
+        if ours.shape != z.shape or mismatch(z, ours, self.held["z"].dtype) > 1:
             raise ValueError(
                 f"layer {self.spec.layer} of {self.spec.architecture} discards edited scores, and its hook_z is not "
                 "its pattern times hook_v (values are normalised or gated in between): its scores cannot be changed"
@@ -336,7 +344,8 @@ class LayerPass:
         for rotation, heads in self.rescored.items():
             at = torch.tensor(heads, device=x.device)
             q, k = self._vectors(heads, x.shape[-1], own)
-            new = rotated_scores(self.spec, rotation, heads, q, k, own)
+            before = None if self.spec.scores is None else x[:, at]
+            new = rotated_scores(self.spec, rotation, heads, q, k, own, before)
             x[:, at] = torch.where(_some(inside, at), new.to(x.dtype), x[:, at])
         for edit, chosen in self.plan.score_edits:
             if x.shape[-1] != x.shape[-2] and not edit.cached:
@@ -427,9 +436,9 @@ class LayerPass:
         if last is None or self.spec.problem is not None or self.rescored != self.plan.rescored:
             return
         rescored = {head for some in self.rescored.values() for head in some}
-        for rotation, heads in self._alike(range(self.spec.n_heads)):
+        for rotation, heads in self._alike(sorted(self.plan.heads)):
             done = HeadRotation() if set(heads) <= rescored else rotation
-            if done.q_rot is not None or done.k_rot is not None or done.slots:
+            if done.patched or (done.position is not None and done.position.slots):
                 continue
             key = last[:, :, [self.spec.key_head(h) for h in heads]]
             at = q_at, k_at[..., cached - 1 : cached]

@@ -1,69 +1,70 @@
-"""Plan how the edits of one attention layer are done: by rotation tables, by turning vectors, or by scores anew."""
+"""Plan how the edits of one attention layer are done: by rotation tables, by turning vectors, or by scores anew.
+
+A rotation is edited
+
+1. in the model's rotation tables, where all heads get the same positions;
+2. by turning queries and keys, where heads that share keys get the same;
+3. by recomputing scores, otherwise, and where the running text's table is not the expected one.
+
+Where a model discards edited scores, the attention's result is recomputed from them and put in at ``hook_z``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from torch import Tensor
-
-from tl_posdisent.hooks.planning.rotation_edits import HeadRotation, RotationEdit, compose
-from tl_posdisent.hooks.planning.score_edits import ScoreEdit, score_conflict
+from tl_posdisent.hooks.planning.rotation_edits import Edit, HeadRotation, PositionMap, RotationEdit, compose
+from tl_posdisent.hooks.planning.score_edits import ResultEdit, ScoreEdit, score_conflict
+from tl_posdisent.models.reading.forward import hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap
+from tl_posdisent.utils.validation import head_label
 
-
-@dataclass(frozen=True, eq=False)
-class ResultEdit:
-    """Replacement of what heads gather, at ``hook_z``: from ``[batch, pos, head, d_head]`` to the same."""
-
-    tool: str
-    replace: Callable[[Sequence[int], Tensor], Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class LayerEdit:
-    """One edit of some heads of one layer; ``spec`` is None for edits of results, which need none."""
-
-    layer: int
-    heads: tuple[int, ...]
-    edit: RotationEdit | ScoreEdit | ResultEdit
-    spec: AttentionSpec | None = None
+Placed = tuple[Edit, tuple[int, ...]]
+"""An edit, and the heads of the layer on which it acts."""
 
 
 class LayerPlan:
     """What acts on each head of a layer, and how it is done."""
 
-    def __init__(self, edits: Sequence[LayerEdit]) -> None:
-        self.edits = list(edits)
-        spec = edits[0].spec
-        assert spec is not None
+    def __init__(self, spec: AttentionSpec, placed: Sequence[Placed]) -> None:
         self.spec = spec
-        self.rotations = [self._rotation(head) for head in range(spec.n_heads)]
+        self.rotations = [
+            compose([edit for edit, heads in placed if isinstance(edit, RotationEdit) and head in heads])
+            for head in range(spec.n_heads)
+        ]
         self.score_edits = sorted(
-            ((each.edit, each.heads) for each in edits if isinstance(each.edit, ScoreEdit)),
-            key=lambda pair: (pair[0].order, pair[0].tool),
+            ((edit, heads) for edit, heads in placed if isinstance(edit, ScoreEdit)),
+            key=lambda pair: (pair[0].order, pair[0].call),
         )
-        for head, rotation in enumerate(self.rotations):
-            acting = [edit for edit, heads in self.score_edits if head in heads]
-            if problem := rotation.conflict() or score_conflict(acting, rotation):
-                raise ValueError(f"layer {spec.layer}, head {head}: {problem}")
+        self.result_edits = [(edit, heads) for edit, heads in placed if isinstance(edit, ResultEdit)]
+        self.heads = {h for edit, some in placed if not isinstance(edit, ResultEdit) for h in some}
+        self.result_heads = [head for _, heads in self.result_edits for head in heads]
+        for head in sorted({*self.heads, *self.result_heads}):
+            if problem := self._conflict(head):
+                raise ValueError(f"layer {spec.layer}, head {head} ({head_label(spec.layer, head)}): {problem}")
         self.table = self._table()
         self.turned_q: dict[HeadRotation, list[int]] = {}
         self.turned_k: dict[HeadRotation, list[int]] = {}
         self.rescored: dict[HeadRotation, list[int]] = {}
         self._choose()
-        self.roles = self._roles()
         self.reads_vectors = bool(self.rescored or any(edit.vectors for edit, _ in self.score_edits))
         self._check()
+        self.roles = self._roles()
 
-    def _rotation(self, head: int) -> HeadRotation:
-        return compose([x.edit for x in self.edits if isinstance(x.edit, RotationEdit) and head in x.heads])
+    def _conflict(self, head: int) -> str | None:
+        acting = [edit for edit, heads in self.score_edits if head in heads]
+        problem = self.rotations[head].conflict() or score_conflict(acting, self.rotations[head])
+        results = sorted(edit.tool for edit, heads in self.result_edits if head in heads)
+        if problem is None and len(results) > 1:
+            return f"{' and '.join(results)} replace what it gathers: replace it once"
+        return problem
 
     def _table(self) -> HeadRotation:
         """What the rotation tables can express: edits that all heads share, of queries and keys alike."""
         shared = {rotation.of_positions for rotation in self.rotations}
         first = self.rotations[0].of_positions
-        alike = first.position is None or getattr(first.position, "queries", 0) is getattr(first.position, "keys", 1)
+        position = first.position
+        alike = position is None or (isinstance(position, PositionMap) and position.queries is position.keys)
         return first if len(shared) == 1 and alike and self.spec.cos and self.spec.sin else HeadRotation()
 
     def _choose(self) -> None:
@@ -95,13 +96,22 @@ class LayerPlan:
     def editable(self) -> bool:
         return self.spec.scores_editable and self.spec.scores is not None
 
+    @property
+    def writes_result(self) -> bool:
+        """Whether an edit of the attention is put in at ``hook_z``."""
+        return not self.editable and bool(self.heads)
+
     def _roles(self) -> dict[str, list[str]]:
-        """What is done at each hook. All interventions on a layer share these hooks, whatever they edit."""
+        """What is done at each hook."""
         spec = self.spec
-        names = [("q", spec.q), ("k", spec.k), ("cos", spec.cos), ("sin", spec.sin)]
-        names += [("turn_q", spec.turn_q), ("turn_k", spec.turn_k), ("scores", spec.scores)]
-        if not self.editable:
-            names += [("v", spec.v), ("z", spec.z), ("pattern", spec.pattern)]
+        names: list[tuple[str, Tap | str | None]] = []
+        if self.heads:
+            names += [("q", spec.q), ("k", spec.k), ("cos", spec.cos), ("sin", spec.sin)]
+            names += [("turn_q", spec.turn_q), ("turn_k", spec.turn_k), ("scores", spec.scores)]
+            if not self.editable:
+                names += [("v", spec.v), ("z", spec.z), ("pattern", spec.pattern)]
+        if self.result_edits:
+            names.append(("result", spec.z or hook_name(spec.layer, "hook_z")))
         roles: dict[str, list[str]] = {}
         for role, where in names:
             if where is not None:

@@ -1,154 +1,235 @@
-"""Apply all interventions on one attention layer together, in the way that is most exact for that layer.
+"""A list of hooks that knows its interventions: ``a + b`` composes them, and refuses what does not go together.
 
-Every tool of this folder returns ``LayerHook`` functions, one for each hook of the layer. The first of them at a hook
-looks up the others that are registered there and acts for all, so that nothing depends on the order of lists, of
-nested ``model.hooks`` or of firing. A rotation is edited
-
-1. in the model's rotation tables, where all heads get the same positions;
-2. by turning queries and keys, where heads that share keys get the same;
-3. by recomputing scores, otherwise, and where the running text's table is not the expected one.
-
-Where a model discards edited scores, the attention's result is recomputed from them and put in at ``hook_z``.
+One function acts on all layers. Two lists that are installed separately (in nested contexts, say) act on different
+heads, or one on the attention of a head and the other on its result; where they meet on the same head, the second to
+fire raises an error that says to add them.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
-import torch
+import pandas as pd
 from torch import Tensor
 
 from tl_posdisent.hooks.planning.layer_pass import CachedText, LayerPass
-from tl_posdisent.hooks.planning.layer_plan import LayerEdit, LayerPlan, ResultEdit
-from tl_posdisent.hooks.planning.rotation_edits import RotationEdit
+from tl_posdisent.hooks.planning.layer_plan import LayerPlan
+from tl_posdisent.hooks.planning.rotation_edits import Edit
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
-from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.validation import head_label
+
+_MARK = "tl_posdisent"  # in the ``ctx`` that TransformerLens gives every hook point
 
 
-@dataclass(frozen=True, eq=False)
-class Intervention(LayerEdit):
-    """The edit of a hook, and the state of the pass that it leads (one for each thread)."""
+@dataclass(frozen=True)
+class Intervention:
+    """One edit of some heads of one layer."""
 
-    passes: dict[int, LayerPass] = field(default_factory=dict, repr=False)
-    memories: dict[int, CachedText] = field(default_factory=dict, repr=False)
-
-    def see(self, others: Sequence[Intervention], name: str, x: Tensor) -> Tensor | None:
-        """One hook of a pass under these interventions, of which this is the first."""
-        thread = threading.get_ident()
-        running = self.passes.get(thread)
-        if running is None or name in running.seen or running.plan.edits != list(others):
-            plan = LayerPlan(others)
-            running = self.passes[thread] = LayerPass(plan, self.memories.setdefault(thread, CachedText()))
-        try:
-            new = running.see(name, x)
-        except BaseException:
-            del self.passes[thread]
-            self.memories.pop(thread, None)
-            raise
-        if running.seen == set(running.plan.roles):
-            del self.passes[thread]
-        return new
+    edit: Edit
+    spec: AttentionSpec
+    heads: tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class LayerHook:
-    """A hook function of one intervention, for ``model.hooks(fwd_hooks=[(name, function)])``."""
+class Hooks(list[Any]):
+    """Hooks of one model, for ``fwd_hooks``: a list of ``(filter of names, function)`` that knows its interventions.
 
-    intervention: Intervention
-    name: str
+    ``a + b`` composes two such lists, or appends hooks of yours to one.
+
+    Attributes:
+        interventions: what acts on which heads of which layer.
+
+    Example:
+        >>> from tl_posdisent import dummy_distance, limit_frequencies, load_demo_model
+        >>> model = load_demo_model()
+        >>> dummy_distance(model, 5) + limit_frequencies(model, 0.01, layers=[0, 1], heads=[2])
+        dummy_distance(5) on 5 layers × 8 heads + limit_frequencies(low=0.01) on L0H2, L1H2
+    """
+
+    def __init__(self, interventions: Iterable[Intervention], others: Sequence[Any] = ()) -> None:
+        self.interventions = tuple(interventions)
+        self._others = list(others)
+        compiled = Compiled(self.interventions)
+        super().__init__([(compiled.accepts, compiled)] if compiled.layers else [])
+        super().extend(self._others)
+
+    def __add__(self, other: Any) -> Hooks:  # type: ignore[override]
+        if isinstance(other, Hooks):
+            return Hooks((*self.interventions, *other.interventions), [*self._others, *other._others])
+        return Hooks(self.interventions, [*self._others, *other])
+
+    def __radd__(self, other: Any) -> Hooks:
+        return Hooks(self.interventions, [*other, *self._others])
+
+    def __iadd__(self, other: Any) -> Hooks:  # type: ignore[override,misc]
+        return self + other
+
+    def __mul__(self, times: SupportsIndex) -> Any:
+        raise ValueError("hooks are applied once: they cannot be multiplied")
+
+    __rmul__ = __imul__ = __mul__  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        more = [f"{len(self._others)} more"] if self._others else []
+        return " + ".join([*(f"{call} on {where}" for call, where in self._described()), *more]) or "no hooks"
+
+    def _described(self) -> list[tuple[str, str]]:
+        """Each call with the heads on which it acts."""
+        heads: dict[str, list[tuple[int, int]]] = {}
+        widths: dict[str, set[int]] = {}
+        for each in self.interventions:
+            heads.setdefault(each.edit.call, []).extend((each.spec.layer, head) for head in each.heads)
+            widths.setdefault(each.edit.call, set()).add(len(each.heads) if _whole(each) else 0)
+        return [(call, _shown_heads(some, widths[call])) for call, some in heads.items()]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row for each head and edit: ``layer``, ``head``, ``edit``."""
+        rows = [(x.spec.layer, head, x.edit.call) for x in self.interventions for head in x.heads]
+        return pd.DataFrame(rows, columns=["layer", "head", "edit"])
+
+
+def _whole(each: Intervention) -> bool:
+    return len(each.heads) == each.spec.n_heads
+
+
+def _shown_heads(heads: Sequence[tuple[int, int]], widths: set[int]) -> str:
+    layers = len({layer for layer, _ in heads})
+    if 0 not in widths and len(widths) == 1:
+        return f"{layers} layer{'s' * (layers > 1)} × {min(widths)} heads"
+    if len(heads) <= 4:
+        return ", ".join(head_label(*head) for head in heads)
+    return f"{len(heads)} heads of {layers} layer{'s' * (layers > 1)}"
+
+
+class Compiled:
+    """The function of a list of hooks, and the filter that says where it acts."""
+
+    def __init__(self, interventions: Sequence[Intervention]) -> None:
+        specs: dict[int, AttentionSpec] = {}
+        for each in interventions:
+            if specs.setdefault(each.spec.layer, each.spec) is not each.spec:
+                raise ValueError(
+                    f"hooks of layer {each.spec.layer} of {each.spec.architecture} were made for different models, or "
+                    "one of them before the model was changed: make them anew, for one model"
+                )
+        self.layers = {
+            layer: LayerPlan(spec, [(x.edit, x.heads) for x in interventions if x.spec is spec])
+            for layer, spec in sorted(specs.items())
+        }
+        self.places = {name: (layer, name) for layer, plan in self.layers.items() for name in plan.roles}
+        for layer, plan in self.layers.items():
+            own = {own: name for own, name in plan.spec.points.items() if name in plan.roles}
+            self.places.update({point: (layer, name) for point, name in own.items()})
+        self.tools = sorted({each.edit.tool for each in interventions})
+        self.thread: int | None = None  # that installed it last
+        self._state = threading.local()
+
+    def __repr__(self) -> str:  # TransformerLens calls it for every hook
+        return f"<hook of {' + '.join(self.tools)}>"
+
+    def accepts(self, name: str) -> bool:
+        """Whether the hook of this name is needed; TransformerLens asks when it installs the function."""
+        _INSTALLING.here = True
+        self.thread = threading.get_ident()
+        return name in self.places
 
     def __call__(self, x: Tensor, hook: Any) -> Tensor | None:
         point = getattr(hook, "_target", hook)
         if point.name != hook.name:  # compatibility mode calls once more for each alias
             return None
-        here = registered(point)
-        if self not in here:
-            raise ValueError(
-                f"a hook of {self.intervention.edit.tool} is called by a function that hides it: give the hooks to "
-                "model.hooks, run_with_hooks or add_hook as they are"
-            )
-        if here[0] is not self:
-            return None
-        if len(set(map(id, here))) < len(here):
-            raise ValueError(f"the same hooks of {self.intervention.edit.tool} are applied twice: apply them once")
-        acting = [other.intervention for other in here]
-        attention = [each for each in acting if not isinstance(each.edit, ResultEdit)]
-        new = attention[0].see(attention, self.name, x) if attention else None
-        return _results([each for each in acting if isinstance(each.edit, ResultEdit)], x, new)
-
-
-def registered(point: Any) -> list[LayerHook]:
-    """The ``LayerHook`` functions among the hooks of a hook point that will run, in their order."""
-    thread = threading.get_ident()
-    here = [x for x in point._forward_hooks.values() if getattr(x, "thread", thread) == thread]
-    return [found for function in here for found in _within(function)]
-
-
-def _within(function: Any, depth: int = 6) -> list[LayerHook]:
-    """TransformerLens and ``applied`` wrap hook functions in others, which hold them."""
-    if isinstance(function, LayerHook):
-        return [function]
-    if depth == 0:
-        return []
-    inner: list[Any] = []
-    if isinstance(function, functools.partial):
-        inner = [function.func, *function.args, *function.keywords.values()]
-    elif isinstance(function, FunctionType):
-        inner = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *_cells(function)]
-    elif not isinstance(function, (type, torch.nn.Module)):
-        inner = list(getattr(function, "__dict__", {}).values())
-    found = [hook for each in inner if callable(each) for hook in _within(each, depth - 1)]
-    return list(dict.fromkeys(found))
-
-
-def _cells(function: FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
+        if hook.name not in self.places:
+            raise ValueError(f"a hook of {' + '.join(self.tools)} was put at {hook.name}, where it does not belong")
+        layer, name = self.places[hook.name]
+        self._meet_others(point, layer)
+        state = self._state
+        if not hasattr(state, "passes"):
+            state.passes, state.memories, state.returned = {}, {}, {}
         try:
-            yield cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
+            new = self._see(state, layer, name, x)
+        except BaseException:
+            state.passes.pop(layer, None)
+            state.memories.pop(layer, None)
+            raise
+        state.returned[name] = None if new is None else weakref.ref(new)
+        return new
+
+    def _see(self, state: Any, layer: int, name: str, x: Tensor) -> Tensor | None:
+        """One hook of a pass of one layer; a pass begins with the first hook that comes again."""
+        running = state.passes.get(layer)
+        returned = state.returned.get(name) or (lambda: None)
+        if _same_storage(returned(), x) or (running is not None and name in running.seen and name != running.first):
+            raise ValueError(f"the same hooks of {' + '.join(self.tools)} are applied twice: apply them once")
+        if running is None or name in running.seen:
+            memory = state.memories.setdefault(layer, CachedText())
+            running = state.passes[layer] = LayerPass(self.layers[layer], memory)
+        new: Tensor | None = running.see(name, x)
+        if running.seen == set(running.plan.roles):
+            del state.passes[layer]
+        return new
+
+    # --- other lists that are installed at the same hook
+
+    def _meet_others(self, point: Any, layer: int) -> None:
+        """Refuse lists that fired here under the same set of installed hooks, if they act on the same heads."""
+        here = threading.get_ident()
+        if self.thread not in (None, here) and hasattr(_INSTALLING, "here"):
+            raise ValueError(
+                f"hooks of {' + '.join(self.tools)} were installed by one thread while another thread installs hooks "
+                "on a model: TransformerLens's hooks act in every thread, so give each thread a model of its own"
+            )
+        installed = tuple(point._forward_hooks)
+        before, lists = point.ctx.get(_MARK, (None, ()))
+        lists = [other for ref in lists if (other := ref()) is not None] if before == installed else []
+        if self not in lists:
+            for other in lists:
+                self._refuse(other, layer)
+            point.ctx[_MARK] = installed, tuple(weakref.ref(each) for each in (*lists, self))
+
+    def _refuse(self, other: Compiled, layer: int) -> None:
+        mine, theirs = self.layers[layer], other.layers[layer]
+        same = (mine.heads & theirs.heads) | (set(mine.result_heads) & set(theirs.result_heads))
+        if mine.writes_result or theirs.writes_result:
+            same |= (mine.heads & set(theirs.result_heads)) | (set(mine.result_heads) & theirs.heads)
+        if same:
+            tools = [" + ".join(each.tools) for each in sorted((self, other), key=lambda each: each.tools)]
+            raise ValueError(
+                f"layer {layer}, head {min(same)} ({head_label(layer, min(same))}): hooks of {tools[0]} and of "
+                f"{tools[1]} are installed separately: add the lists, a + b, so that they act together"
+            )
 
 
-def _results(edits: Sequence[Intervention], x: Tensor, new: Tensor | None) -> Tensor | None:
-    """Heads replaced at ``hook_z``, each once, whatever was recomputed there before."""
-    replaced: dict[int, str] = {}
-    for each in edits:
-        assert isinstance(each.edit, ResultEdit)
-        for head in each.heads:
-            if head in replaced:
-                tools = " and ".join(sorted((replaced[head], each.edit.tool)))
-                raise ValueError(f"layer {each.layer}, head {head}: {tools} replace what it gathers: replace it once")
-            replaced[head] = each.edit.tool
-        now = x if new is None else new
-        heads = torch.tensor(each.heads, device=now.device)
-        new = now.index_copy(2, heads, each.edit.replace(each.heads, now[:, :, heads]).to(now.dtype))
-    return new
+_INSTALLING = threading.local()
+"""Has ``here`` in threads that have installed hooks themselves."""
 
 
-def layer_hooks(spec: AttentionSpec, heads: Sequence[int], edit: RotationEdit | ScoreEdit) -> list[Hook]:
+def _same_storage(a: Tensor | None, b: Tensor) -> bool:
+    if a is None or a.device.type == "meta" or a.device != b.device:
+        return False
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def joined(hooks: Iterable[Hooks]) -> Hooks:
+    """Several lists added up."""
+    hooks = list(hooks)
+    return Hooks([x for each in hooks for x in each.interventions], [x for each in hooks for x in each._others])
+
+
+def layer_hooks(spec: AttentionSpec, heads: Sequence[int], edit: Edit) -> Hooks:
     """Hooks under which one edit acts on these heads of a layer; refuses a layer that lacks the hooks for it."""
-    intervention = Intervention(spec.layer, tuple(heads), edit, spec)
-    return [(name, LayerHook(intervention, name)) for name in LayerPlan([intervention]).roles]
+    return hooks_for([(spec, heads)], edit)
 
 
-def hooks_for(chosen: Iterable[tuple[AttentionSpec, Sequence[int]]], edit: RotationEdit | ScoreEdit) -> list[Hook]:
+def hooks_for(chosen: Iterable[tuple[AttentionSpec, Sequence[int]]], edit: Edit) -> Hooks:
     """``layer_hooks`` for one edit of several layers."""
-    return [hook for spec, heads in chosen for hook in layer_hooks(spec, heads, edit)]
+    return Hooks(Intervention(edit, spec, tuple(heads)) for spec, heads in chosen)
 
 
 def replace_scores(
     spec: AttentionSpec, heads: Sequence[int], scores: Callable[[View], Tensor], tool: str, *, vectors: bool = False
-) -> list[Hook]:
+) -> Hooks:
     """Hooks under which these heads attend by the scores that a function returns, whatever their own are."""
     return layer_hooks(spec, heads, ScoreEdit(tool, scores, Order.REPLACE, vectors=vectors))
-
-
-def result_hook(layer: int, name: str, heads: Sequence[int], edit: ResultEdit) -> Hook:
-    """The hook that replaces what these heads gather."""
-    return name, LayerHook(Intervention(layer, tuple(heads), edit), name)

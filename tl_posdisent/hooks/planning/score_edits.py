@@ -1,7 +1,8 @@
 """Edits of a head's attention scores within a forward pass, and how several on one head compose.
 
 They act on the scores that all rotation edits leave, in a fixed order: the Λ-mask hides keys, then components of
-another run are put in, then scores are replaced, then components are dropped.
+another run are put in, then scores are replaced, then components are dropped; last, ablation replaces what a head
+gathers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit, HeadRotation, PositionScale
+from tl_posdisent.hooks.planning.rotation_edits import Edit, FrequencyLimit, HeadRotation, PositionScale
 from tl_posdisent.models.reading.spec import AttentionSpec
 
 
@@ -61,53 +62,49 @@ class Order(IntEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class ScoreEdit:
+class ScoreEdit(Edit):
     """What one call of a tool does to the scores of the heads that it names.
 
     Attributes:
-        tool: for messages.
         edit: from what is there to new scores ``[batch, head, query, key]``; ``-inf`` hides a key. What it returns
             counts inside the mask only.
         order: when it acts.
         scores, vectors: what it wants to see.
-        positions: whether it sets distances by itself, as position interventions do.
         plain: whether it needs the real distances, so that of rotation edits it bears only limits and interpolation.
         cached: whether it also serves a part of a text against a KV cache.
-        parts: components that a patch puts in.
+        components: those that a patch puts in.
     """
 
-    tool: str
     edit: Callable[[View], Tensor]
     order: Order
     scores: bool = False
     vectors: bool = False
-    positions: bool = False
     plain: bool = False
     cached: bool = False
-    parts: frozenset[str] = frozenset()
+    components: frozenset[str] = frozenset()
 
 
 def score_conflict(edits: Sequence[ScoreEdit], rotation: HeadRotation) -> str | None:
     """Why these edits cannot act on one head, or None."""
-    positions = [edit.tool for edit in edits if edit.positions]
-    if rotation.position is not None:
-        positions.append(rotation.position.tool)
-    if positions and len(positions) > 1:
-        tools = " and ".join(sorted(positions))
-        return f"{tools} each set its positions: apply at most one position intervention per head"
     for edit in edits:
-        foreign = [e.tool for e in rotation.edits if not isinstance(e, (FrequencyLimit, PositionScale))]
-        if edit.plain and (foreign or positions):
-            others = ", ".join(sorted({*foreign, *positions}))
-            return f"{edit.tool} needs the real distances, which {others} changes: leave one out"
+        foreign = {e.tool for e in rotation.edits if not isinstance(e, (FrequencyLimit, PositionScale))}
+        if edit.plain and foreign:
+            return f"{edit.tool} needs the real distances, which {', '.join(sorted(foreign))} changes: leave one out"
         if edit.order == Order.REPLACE:
             lost = sorted(e.tool for e in edits if e is not edit and e.order in (Order.PATCH, Order.REPLACE))
             if lost:
                 return f"{edit.tool} replaces the scores, and {', '.join(lost)} would be lost: leave one out"
-    patched: list[str] = [part for edit in edits for part in edit.parts]
+    patched: list[str] = [name for edit in edits for name in edit.components]
     if len(set(patched)) < len(patched):
         return "one component of the scores is patched twice: patch it once"
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class ResultEdit(Edit):
+    """Replacement of what heads gather, at ``hook_z``: ``(layer, heads, z [batch, pos, head, d_head])`` to new z."""
+
+    replace: Callable[[int, Sequence[int], Tensor], Tensor]
 
 
 def masked_softmax(

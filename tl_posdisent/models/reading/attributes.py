@@ -36,6 +36,26 @@ def attention_implementations(model: Any) -> set[Any]:
     return {getattr(config, "_attn_implementation", None) for config in configs if config is not None}
 
 
+def plain_settings(model: Any) -> list[Any]:
+    """Numbers, flags and words in the model's configurations and attention layers: scales, windows, soft caps …"""
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    holders = [model.cfg, config, getattr(config, "text_config", None)]
+    for block in model.blocks:
+        attn = getattr(block, "attn", None)
+        holders += [attn, getattr(attn, "original_component", None)]
+    return [
+        {
+            name: x if isinstance(x, (bool, int, float, str)) else repr(x)
+            for name, x in vars(each).items()
+            if (isinstance(x, (bool, int, float, str)) or name == "rope_parameters")
+            and name[0] != "_"  # what modules note for themselves
+            and name != "training"
+        }
+        for each in holders
+        if each is not None
+    ]
+
+
 def lengths_of_note(model: Any) -> tuple[list[int], int]:
     """Lengths at which a model's rotation or scale may change, and the greatest at which it can be tried."""
     config: Any = getattr(getattr(model, "original_model", None), "config", None)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading import attributes as facts
 from tl_posdisent.models.reading.edit_checks import check_tables_and_scores, check_turns
-from tl_posdisent.models.reading.forward import Hook, at_rest, check_tokens, device_of, hook_name
+from tl_posdisent.models.reading.forward import Hook, at_rest, check_tokens, device_of, hook_name, hook_points
 from tl_posdisent.models.reading.length_checks import check_lengths
 from tl_posdisent.models.reading.observe import (
     Seen,
@@ -82,7 +82,7 @@ def probe_tokens(model: Any) -> Int[Tensor, "2 pos"]:
 def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> AttentionSpec:
     attn, cfg = model.blocks[layer].attn, model.cfg
     n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
-    visible = visible_cells(seen)
+    visible, there = visible_cells(seen), hook_points(model)
     causal = visible is None or not bool(visible.triu(1).any())
     window = next((w for w in facts.windows(model, attn) if is_mask(visible, causal, w)), None)
     scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
@@ -104,6 +104,7 @@ def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> Atten
         z=named("hook_z"),
         v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
         masked_below=masked_score(seen),
+        points={there[name].name: name for short in seen if (name := hook_name(layer, short)) in there},
     )
     if any(x is not None and bool((x.isnan() | (x == torch.inf)).any()) for x in (scores, pattern)):
         why = "its scores are NaN or infinite: look at the weights, or whether its dtype holds numbers so large"

@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,8 @@ from torch import Tensor
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.validation import is_integer
 
-Hook = tuple[str, Callable[..., Any]]
-"""What ``model.hooks(fwd_hooks=[...])`` takes: a hook's name and a function of ``(tensor, hook)``."""
+Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
+"""What ``model.hooks(fwd_hooks=[...])`` takes: a name or a filter of names, and a function of ``(tensor, hook)``."""
 
 
 def hook_name(layer: int, short: str) -> str:
@@ -34,7 +34,7 @@ def device_of(model: Any) -> torch.device:
 
 
 def run(
-    model: Any, tokens: Int[Tensor, "batch pos"], hooks: list[Hook], *, stop: int | None = None, **more: Any
+    model: Any, tokens: Int[Tensor, "batch pos"], hooks: Sequence[Hook], *, stop: int | None = None, **more: Any
 ) -> None:
     """One forward pass without gradients or dropout, with hooks for its duration.
 
@@ -97,17 +97,26 @@ def _ending_after(model: Any, stop: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hooked(model: Any, hooks: list[Hook]) -> Iterator[None]:
+def hooked(model: Any, hooks: Sequence[Hook]) -> Iterator[None]:
     """``model.hooks``, but in this thread alone, and independent of other such contexts: ours may begin inside one and
     end outside."""
-    points, handles = hook_points(model), []
+    handles = []
     try:
-        for name, function in hooks:
-            handles.append(points[name].register_forward_hook(_InThread(function, threading.get_ident())))
+        for point, function in placed(model, hooks):
+            handles.append(point.register_forward_hook(_InThread(function, threading.get_ident())))
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def placed(model: Any, hooks: Sequence[Hook]) -> list[tuple[Any, Callable[..., Any]]]:
+    """Hook points and functions, in order; each point once for a filter, which may accept several of its names."""
+    points, found = hook_points(model), []
+    for name, function in hooks:
+        chosen = [points[name]] if isinstance(name, str) else [point for key, point in points.items() if name(key)]
+        found += [(point, function) for point in dict.fromkeys(chosen)]
+    return found
 
 
 @dataclass(frozen=True, eq=False)

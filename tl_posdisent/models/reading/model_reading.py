@@ -1,28 +1,31 @@
-"""Read a model's attention: run it on a few tokens and describe each layer by an ``AttentionSpec``."""
+"""Read a model's attention once, keep what was read with the model, and notice when the model changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pandas as pd
+import torch
 
-from tl_posdisent.models.reading.attributes import architecture, attention_implementations
+from tl_posdisent.models.reading.attributes import architecture, attention_implementations, plain_settings
 from tl_posdisent.models.reading.explain import probe
 from tl_posdisent.models.reading.forward import device_of, modules, points_among
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
 from tl_posdisent.utils.validation import check_heads, check_indices, listed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelReading:
-    """What the attention layers of one model do, read once; every function that takes a model takes it instead.
+    """What the attention layers of one model do; every function that takes a model takes it instead.
+
+    Layers are read when they are first asked for. "All layers" are all of the model, whichever were read before.
 
     Attributes:
         model: the model that was read.
-        attention: one ``AttentionSpec`` per layer that was read, in the order asked for.
-        n_layers: layers of the model, also those that were not read.
+        n_layers: layers of the model.
         without_attention: layers that do not attend (of models that mix attention with other layers). Tables over
             layers name them in ``table.attrs["layers_without_attention"]``.
 
@@ -38,28 +41,36 @@ class ModelReading:
     """
 
     model: Any
-    attention: tuple[AttentionSpec, ...]
     n_layers: int
     without_attention: tuple[int, ...]
+    read: dict[int, AttentionSpec] = field(repr=False)
+    no_results: dict[int, str] = field(repr=False)  # why heads of a layer cannot be ablated; empty if they can
     state: dict[str, Any] = field(repr=False)
 
     def __repr__(self) -> str:
-        name = self.attention[0].architecture
-        return f"ModelReading({len(self.attention)} of {self.n_layers} layers of {name})"
+        return f"ModelReading({len(self.read)} of {self.n_layers} layers of {architecture(self.model)})"
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """One ``AttentionSpec`` for each layer that has attention."""
+        return tuple(self.specs())
 
     def specs(self, layers: int | Iterable[int] | None = None) -> list[AttentionSpec]:
-        """The layers asked for, in that order; by default all that were read.
+        """The layers asked for, in that order; by default all that have attention.
 
         Raises:
-            ValueError: layers out of range, repeated, without attention, or not read.
+            ValueError: layers out of range, repeated or without attention; layers that are still to be read of a model
+                that has changed since.
         """
-        if layers is None:
-            return list(self.attention)
-        read = {spec.layer: spec for spec in self.attention}
         picked = check_indices("layers", layers, self.n_layers)
-        for layer in picked:
-            self._require_read(layer, read)
-        return [read[layer] for layer in picked]
+        if layers is None:
+            picked = [layer for layer in picked if layer not in self.without_attention]
+        self._refuse_without_attention(picked)
+        missing = [layer for layer in picked if layer not in self.read]
+        if missing:
+            _check_unchanged(self)
+            self.read.update({spec.layer: spec for spec in probe(self.model, missing)})
+        return [self.read[layer] for layer in picked]
 
     def rotary(self, layers: int | Iterable[int] | None, tool: str) -> list[AttentionSpec]:
         """The layers asked for, in each of which ``tool`` must find a rotation that it can change.
@@ -80,19 +91,18 @@ class ModelReading:
         """Chosen heads of each chosen layer, layers ascending.
 
         Args:
-            layers: None for all layers that were read, an integer, or integers.
-            heads: None for all heads of these layers; an integer or integers, the same in each of them; or pairs
-                ``(layer, head)``. Negative indices count from the end.
+            layers: None for all that have attention, an integer, or integers.
+            heads: None for all heads of these layers; an integer or a list of integers, the same in each of them; or
+                labels such as ``"L16H0"`` or pairs ``(layer, head)``. Negative indices count from the end.
 
         Raises:
-            ValueError: indices out of range or repeated, layers without attention or not read.
+            ValueError: indices out of range or repeated, layers without attention.
         """
-        read = {spec.layer: spec for spec in self.attention}
-        n_heads = max(spec.n_heads for spec in self.attention)
-        chosen = check_heads(layers, heads, self.n_layers, n_heads, default=read)
-        for layer, some in chosen.items():
-            self._require_read(layer, read)
-            check_indices("heads", some, read[layer].n_heads)
+        attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
+        chosen = check_heads(layers, heads, self.n_layers, self.model.cfg.n_heads, default=attending)
+        self._refuse_without_attention(list(chosen))
+        for spec in self.specs(list(chosen)):
+            check_indices("heads", chosen[spec.layer], spec.n_heads)
         return chosen
 
     def note(self, table: pd.DataFrame) -> pd.DataFrame:
@@ -101,28 +111,31 @@ class ModelReading:
             table.attrs["layers_without_attention"] = list(self.without_attention)
         return table
 
-    def _require_read(self, layer: int, read: dict[int, AttentionSpec]) -> None:
-        if layer in read:
-            return
-        if layer in self.without_attention:
+    def _refuse_without_attention(self, layers: list[int]) -> None:
+        if bad := sorted(set(layers) & set(self.without_attention)):
             raise ValueError(
-                f"layers must have attention, got layer {layer} of {self.attention[0].architecture}, which has none: "
-                f"leave out {list(self.without_attention)}"
+                f"layers must have attention, got {bad} of {architecture(self.model)}, which have none: leave out "
+                f"{list(self.without_attention)}"
             )
-        raise ValueError(f"layers must be among those read, {sorted(read)}, got {layer}: call read_model for it")
+
+
+_READINGS: WeakKeyDictionary[Any, tuple[dict[str, Any], dict[int, AttentionSpec], dict[int, str]]] = WeakKeyDictionary()
+"""State and findings of each model that was read; it goes with the model. Specs refer to parts of the model at most."""
 
 
 def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelReading:
-    """Read the attention of a model once, to be passed to other functions in the model's place.
+    """Read the attention of a model; the reading is kept with the model until the model changes.
 
     Nothing is taken from a list of architectures. The model runs three or four times on some ten tokens; rotation,
     scale, mask, grouping and working hooks are what explains its own scores. Dropout and hooks of yours are off
-    meanwhile (permanent hooks are not), and the model is left as it was.
+    meanwhile (permanent hooks are not), and the model is left as it was. Every function that takes a model reads it
+    in this way, so a second call runs nothing.
 
     Args:
         model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or a
             ``ModelReading``, which is returned after a check that it still describes its model.
-        layers: None for all that have attention, an integer, or integers; negative ones count from the end.
+        layers: what to read now: None for all that have attention, an integer, or integers; negative ones count from
+            the end. Others are read when they are needed.
 
     Returns:
         A ``ModelReading``. What could not be explained is no error here: ``problem`` and ``no_rotation`` of a layer's
@@ -130,8 +143,8 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
 
     Raises:
         ValueError: layers out of range, repeated or without attention; a model without TransformerLens's attention
-            hooks, or a compiled one; a reading whose model has changed since in dtype, device, attention
-            implementation, grouping of keys or permanent hooks, or that lacks the layers asked for.
+            hooks, or a compiled one; a ``ModelReading`` whose model has changed since in weights, dtype, device,
+            settings, attention implementation, grouping of keys or permanent hooks.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, read_model
@@ -142,21 +155,24 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
     """
     if isinstance(model, ModelReading):
         _check_unchanged(model)
-        model.specs(layers)
-        return model
-    n = n_layers(model)
-    picked = check_indices("layers", layers, n)
-    without = tuple(sorted(set(range(n)) - set(attending_layers(model))))
-    if layers is None:
-        picked = [layer for layer in picked if layer not in without]
-    elif bad := sorted(set(picked) & set(without)):
-        raise ValueError(f"layers must have attention, got {bad} of {architecture(model)}, which have none")
-    return ModelReading(model, tuple(probe(model, picked)), n, without, _state(model))
+        reading = model
+    else:
+        n = n_layers(model)
+        without = tuple(sorted(set(range(n)) - set(attending_layers(model))))
+        state, kept = _state(model), _READINGS.get(model)
+        if kept is None or kept[0] != state:
+            kept = _READINGS[model] = state, {}, {}
+        reading = ModelReading(model, n, without, kept[1], kept[2], state)
+    reading.specs(layers)
+    return reading
 
 
 def model_of(model: Any) -> Any:
     """The model itself, given it or its reading; a reading that no longer describes its model is refused."""
-    return read_model(model).model if isinstance(model, ModelReading) else model
+    if isinstance(model, ModelReading):
+        _check_unchanged(model)
+        return model.model
+    return model
 
 
 def attending_layers(model: Any) -> list[int]:
@@ -172,17 +188,34 @@ def attending_layers(model: Any) -> list[int]:
 
 
 def _state(model: Any) -> dict[str, Any]:
-    """What a reading depends on and a user may change."""
+    """What a reading depends on and a user may change. Buffers are not in it: models write some of them over for each
+    text, and whoever acts on a running text compares its tables."""
     parts = modules(model)
+    parameters = [p for part in parts for p in part._parameters.values() if p is not None]
     return {
-        "dtypes": {p.dtype for part in parts for p in part._parameters.values() if p is not None},
+        "dtypes": {p.dtype for p in parameters},
         "device": device_of(model),
+        "weights": _weights(parameters),
         "attention implementation": attention_implementations(model),
         "grouping of keys": bool(getattr(model.cfg, "ungroup_grouped_query_attention", False)),
+        "settings": plain_settings(model),
         "permanent hooks": {
             (point.name, h.hook.id) for point in points_among(parts) for h in point.fwd_hooks if h.is_permanent
         },
     }
+
+
+def _weights(parameters: list[torch.nn.Parameter]) -> list[Any]:
+    """What changes when weights do: torch's count of changes in place, which assignments through ``.data`` escape, and
+    the middle element."""
+    counts: list[Any] = [(id(p), 0 if p.is_inference() else p._version) for p in parameters]
+    if any(p.is_meta for p in parameters):
+        return counts
+    middle = [p.detach()[tuple(n // 2 for n in p.shape)] for p in parameters if p.numel() and not p.is_complex()]
+    by_kind: dict[Any, list[torch.Tensor]] = {}
+    for x in middle:
+        by_kind.setdefault((x.device, x.dtype), []).append(x)
+    return counts + [str(torch.stack(some).double().tolist()) for some in by_kind.values()]  # as text, NaN is itself
 
 
 def _check_unchanged(reading: ModelReading) -> None:
@@ -214,21 +247,11 @@ def read_attention(model: Any, layer: int) -> AttentionSpec:
         >>> spec.n_heads, spec.n_kv_heads, spec.causal, spec.rotary.pairing, spec.rotary.dim
         (8, 4, True, 'half', 16)
     """
-    return read_layers(model, [layer])[0]
+    return read_model(model, [layer]).specs([layer])[0]
 
 
 def read_layers(model: Any, layers: int | Iterable[int] | None = None) -> list[AttentionSpec]:
-    """Read the attention of several layers in one pass.
-
-    Args:
-        model: as in ``read_attention``.
-        layers: default all that have attention.
-
-    Returns:
-        An ``AttentionSpec`` for each layer, in the order given.
-
-    Raises:
-        ValueError: what ``read_model`` refuses.
+    """``read_model(model, layers).specs(layers)``.
 
     Example:
         >>> from tl_posdisent import load_demo_model

@@ -7,7 +7,7 @@ TransformerLens's classes a model has, or which architecture.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,6 +79,7 @@ class AttentionSpec:
         masked_below: scores at or below hold no score (see ``is_masked``).
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
+        points: from the names that hook points give themselves (of a bridge, others than above) to the names above.
 
     Example:
         >>> from tl_posdisent import load_demo_model, read_attention
@@ -112,6 +113,7 @@ class AttentionSpec:
     masked_below: float = -1e30
     problem: str | None = None
     no_rotation: str | None = None
+    points: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def sees(self, distance: Int[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
         """Whether the layer's mask leaves a query and a key at this distance."""

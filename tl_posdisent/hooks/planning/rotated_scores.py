@@ -1,0 +1,228 @@
+"""Scores of a head under edits of its rotation: by turned vectors where they suffice, else at any distances.
+
+A function of the distance that is piecewise straight (a ceiling, a window, rounding to a few values) is a selection
+among products of turned vectors. Any other distances take each subspace of each pair by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_posdisent.hooks.planning.rotation_edits import (
+    DistanceMap,
+    FrequencyLimit,
+    HeadRotation,
+    PhaseNoise,
+    Side,
+    check_patch,
+)
+from tl_posdisent.models.reading.spec import AttentionSpec
+
+_CELLS_PER_BLOCK = 2**21
+_MOST_PIECES = 8  # more cost more than distances of any kind
+
+
+def rotated_scores(
+    spec: AttentionSpec,
+    rotation: HeadRotation,
+    heads: Sequence[int],
+    q: Float[Tensor, "batch query head d_head"],
+    k: Float[Tensor, "batch key head d_head"],
+    own: tuple[Tensor, Tensor],
+    before: Float[Tensor, "batch head query key"] | None = None,
+) -> Float[Tensor, "batch head query key"]:
+    """Scores of some heads' unrotated queries and keys (one key head per query head) under their edits.
+
+    Soft cap applied, mask not. Computed in float32 (float64 for float64). ``own`` are the positions of queries
+    and of keys. ``before`` are the scores without edits, which are kept where distances stay as they are.
+    """
+    edit = rotation.position
+    if not isinstance(edit, DistanceMap):
+        return spec.score(*rotated_vectors(spec, rotation, heads, q, k, own))
+    rotary = spec.require_rotary("rotation edits")
+    if isinstance(edit.distances, Tensor):
+        distances = edit.distances.to(q.device)
+        _check_matrix(spec, distances, len(q), (q.shape[1], k.shape[1]))
+        finite = _of_heads(distances, heads, spec.n_heads).nan_to_num(0.0, 0.0, 0.0)  # hidden cells may hold anything
+        values, index = finite.unique(return_inverse=True)
+    else:
+        real = own[0][..., :, None] - own[1][..., None, :]
+        low = 0 if spec.causal else int(real.min())
+        values, index = edit.values(low, int(real.max()), q.device), (real - low).clamp_min(0)
+        index = index if index.ndim == 2 else index[:, None]  # texts with positions of their own
+        pieces = straight_pieces(values)
+        if pieces is not None:
+            alone = before if len(rotation.edits) == 1 else None
+            return _selected(spec, rotation, q, k, own, [x.from_distance(low) for x in pieces], alone)
+    in_place = HeadRotation(tuple(edit for edit in rotation.edits if isinstance(edit, (PhaseNoise, FrequencyLimit))))
+    q, k = (in_place.turned_on(_wide(x), which, at, rotary, tables=True) for x, which, at in _sides(q, k, own))
+    return pair_scores(replace(spec, rotary=rotation.frequencies(rotary)), q, k, values, index)
+
+
+def rotated_vectors(
+    spec: AttentionSpec,
+    rotation: HeadRotation,
+    heads: Sequence[int],
+    q: Float[Tensor, "batch query head d_head"],
+    k: Float[Tensor, "batch key head d_head"],
+    own: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The queries and keys behind ``rotated_scores``, for edits that are no ``DistanceMap``."""
+    if not rotation:
+        return spec.rotated(_wide(q), own[0]), spec.rotated(_wide(k), own[1])
+    rotary = spec.require_rotary("rotation edits")
+    both = []
+    for x, which, at in _sides(q, k, own):
+        given = rotation.patch(which)
+        if given is None:
+            both.append(rotation.rotated(_wide(x), which, at, rotary))
+            continue
+        check_patch(f"{which}_rot", given, x)
+        patched = given[:, :, list(heads) if which == "q" else [spec.key_head(h) for h in heads]]
+        both.append(patched.to(_wide(x)))
+    return both[0], both[1]
+
+
+class Piece(NamedTuple):
+    """From a real distance on, ``slope * distance + shift``."""
+
+    start: int
+    slope: float
+    shift: float
+
+    def from_distance(self, low: int) -> Piece:
+        """The same, where 0 was the distance ``low``."""
+        return Piece(self.start + low, self.slope, self.shift - self.slope * low)
+
+
+def straight_pieces(values: Float[Tensor, "distance"]) -> list[Piece] | None:
+    """A function at 0, 1, 2 … as few straight pieces, or None if it has many.
+
+    >>> straight_pieces(torch.tensor([0.0, 1.0, 2.0, 2.0, 2.0], dtype=torch.float64))
+    [Piece(start=0, slope=1.0, shift=0.0), Piece(start=3, slope=0.0, shift=2.0)]
+    """
+    pieces, start, n = [], 0, len(values)
+    steps = values.diff()
+    same = (steps[1:] - steps[:-1]).abs() <= 1e-9 * (1 + steps[1:].abs())
+    bends = [*(int(x) + 1 for x in (~same).nonzero()[:, 0]), n - 1]  # steps before which the slope changes
+    if len(bends) > 2 * _MOST_PIECES:
+        return None
+    for bend in bends:
+        if bend <= start:
+            continue
+        slope = float(steps[start]) if start < n - 1 else 0.0
+        pieces.append(Piece(start, slope, float(values[start]) - slope * start))
+        start = bend + 1
+    if start < n:
+        pieces.append(Piece(start, 0.0, float(values[start])))
+    return pieces if len(pieces) <= _MOST_PIECES else None
+
+
+def _selected(
+    spec: AttentionSpec,
+    rotation: HeadRotation,
+    q: Tensor,
+    k: Tensor,
+    own: tuple[Tensor, Tensor],
+    pieces: Sequence[Piece],
+    before: Tensor | None,
+) -> Float[Tensor, "batch head query key"]:
+    """Products of vectors turned for each piece, each where its distances are."""
+    rotary = spec.require_rotary("rotation edits")
+    q, k = rotation.kept(_wide(q), rotary), _wide(k)
+    real = own[0][..., :, None] - own[1][..., None, :]
+    real = real if real.ndim == 2 else real[:, None]
+    scores = before
+    for n, piece in enumerate(pieces):
+        if before is not None and piece.slope == 1 and piece.shift == 0:
+            new = before
+        else:
+            q_at, k_at = (piece.slope * at.double() / rotation.scale for at in own)
+            q_rot = rotation.turned(q, q_at + piece.shift / rotation.scale, own[0], rotary)
+            new = spec.score(q_rot, rotation.turned(k, k_at, own[1], rotary))
+            new = new if before is None else new.to(before.dtype)
+        scores = new if n == 0 or scores is None else torch.where(real >= piece.start, new, scores)
+    assert scores is not None
+    return scores
+
+
+def pair_scores(
+    spec: AttentionSpec,
+    q: Float[Tensor, "batch query head d_head"],
+    k: Float[Tensor, "batch key head d_head"],
+    values: Float[Tensor, "distance"],
+    index: Int[Tensor, "*lead query key"],
+) -> Float[Tensor, "batch head query key"]:
+    """Scores of unrotated queries and keys (one key head per query head) at the distances ``values[index]``.
+
+    Soft cap applied, mask not. Computed in float32 (float64 for float64), a few million cells at a time; of causal
+    layers, keys behind a block of queries are left out (their scores are 0).
+    """
+    rotary = spec.require_rotary("pair_scores")
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    n, (n_query, n_key) = rotary.dim // 2, index.shape[-2:]
+    angles = values.double()[:, None] * rotary.frequencies.to(values.device)  # in float64: it may be many turns
+    cos, sin = ((rotary.attention_factor**2 * x.T).to(wide).contiguous() for x in (angles.cos(), angles.sin()))
+    q_planes, q_rest = _planes(q.to(wide), rotary.pairing, n)
+    k_planes, k_rest = _planes(k.to(wide), rotary.pairing, n)
+    crossed = torch.stack([k_planes[..., 1], -k_planes[..., 0]], -1)
+    scores = q_rest.new_zeros(len(q), q.shape[2], n_query, n_key)
+    rows = max(1, min(n_query, 64, _CELLS_PER_BLOCK // (q.shape[0] * q.shape[2] * n_key)))
+    for start in range(0, n_query, rows):
+        some = slice(start, start + rows)
+        seen = slice(0, min(n_key, start + rows + n_key - n_query) if spec.causal else n_key)
+        block = q_rest[:, :, some] @ k_rest[:, :, seen].mT
+        here = index[..., some, seen]
+        for c in range(n):
+            one = q_planes[:, :, some, c]
+            block = torch.addcmul(block, one @ k_planes[:, :, seen, c].mT, cos[c][here])
+            block = torch.addcmul(block, one @ crossed[:, :, seen, c].mT, sin[c][here])
+        scores[:, :, some, seen] = block * spec.require_scale()
+    return spec.capped(scores)
+
+
+def _planes(
+    x: Float[Tensor, "batch pos head d_head"], pairing: str, n: int
+) -> tuple[Float[Tensor, "batch head pos subspace 2"], Float[Tensor, "batch head pos rest"]]:
+    """The coordinates of each subspace, and those that RoPE does not rotate; heads first."""
+    x = x.transpose(1, 2)
+    rotated = x[..., : 2 * n].unflatten(-1, (2, n) if pairing == "half" else (n, 2))
+    return rotated.mT.contiguous() if pairing == "half" else rotated.contiguous(), x[..., 2 * n :].contiguous()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _sides(
+    q: Tensor, k: Tensor, own: tuple[Tensor, Tensor]
+) -> tuple[tuple[Tensor, Side, Tensor], tuple[Tensor, Side, Tensor]]:
+    return (q, "q", own[0]), (k, "k", own[1])
+
+
+def _check_matrix(spec: AttentionSpec, distances: Tensor, batch: int, shape: tuple[int, int]) -> None:
+    """Refuse distances that do not fit the running text."""
+    allowed = [shape, *((h, *shape) for h in (1, spec.n_heads))]
+    allowed += [(b, *heads) for b in (1, batch) for heads in allowed[1:]]
+    if tuple(distances.shape) not in allowed:
+        raise ValueError(
+            f"distances must have shape (query, key) = {shape}, (head, query, key) or (batch, head, query, key) with "
+            f"{spec.n_heads} heads and {batch} texts (or 1), got {tuple(distances.shape)}"
+        )
+    at = torch.arange(shape[1], device=distances.device)
+    inside = spec.sees(at[shape[1] - shape[0] :, None] - at)
+    if not bool((distances.isfinite() | ~inside).all()):
+        raise ValueError("distances must be finite inside the mask")
+
+
+def _of_heads(distances: Tensor, heads: Sequence[int], n_heads: int) -> Tensor:
+    """The chosen heads of distances that are given per head."""
+    if distances.ndim >= 3 and distances.shape[-3] == n_heads and n_heads > 1:
+        return distances[..., torch.tensor(list(heads), device=distances.device), :, :]
+    return distances
