@@ -1,8 +1,12 @@
-"""Several interventions on one head: one meaning whatever the order, the nesting and the class, or a refusal."""
+"""Several interventions at once: the oracle's scores, in any order, however installed, in every state of the run.
+
+Two lists that are added act together as ``edited_scores`` says, or are refused when they are added. Two that are
+installed separately do the same where they act on different things; on the same head they are refused while running.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from collections.abc import Callable
 from itertools import combinations
 from typing import Any
@@ -10,21 +14,14 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import TOKENS, UNORDERED, L, by_brute_force, close, distances, logits, mixed_of
+from support.edited_scores import edited_results
+from support.intervention_cases import TOKENS, TOOLS_FOR_ANY_LENGTH, UNORDERED, L, close, logits, mixed_of
+from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import (
-    ablate_heads,
-    capture,
-    dummy_distance,
-    head_patching,
-    lambda_mask,
-    limit_frequencies,
-    position_interpolation,
-    remap_distance,
-    swap_positions,
-)
+from tl_posdisent import ablate_heads, capture, dummy_distance, limit_frequencies, read_model, swap_positions
 from tl_posdisent.hooks import (
+    applied,
     drop_component,
     patch_scores,
     patch_vectors,
@@ -32,169 +29,218 @@ from tl_posdisent.hooks import (
     substitute_additive,
     substitute_attention,
 )
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.hooks.planning.planner import Hooks
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 # Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.
 MODELS = [
-    ("bridge", "llama-gqa"),
-    pytest.param("bridge", "gptj", marks=[pytest.mark.slow, pytest.mark.extended]),
-    pytest.param("bridge", "neox", marks=[pytest.mark.slow, pytest.mark.extended]),
-    *(
-        pytest.param(*case.values, marks=pytest.mark.slow)
-        for case in zoo.cases("llama-gqa")
-        if case.values[0] == "hooked"
-    ),
+    *zoo.cases("llama-gqa"),
+    *(pytest.param("bridge", name, marks=[pytest.mark.slow, pytest.mark.extended]) for name in ("gptj", "neox")),
 ]
 NOISE = torch.randn(L, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def _noise(model: Any, **where: Any) -> list[Hook]:
-    n = len(next(capture(model, TOKENS, layers=[0], scores=False)).spec.rotary.frequencies)
-    return phase_noise(model, NOISE[:, :n], **where)
+def _noise(model: Any, **where: Any) -> Hooks:
+    return phase_noise(model, NOISE[:, : len(read_model(model).specs(0)[0].rotary.frequencies)], **where)
 
 
-def _vectors(model: Any, **where: Any) -> list[Hook]:
-    other = next(capture(model, TOKENS.flip(1), layers=[0], scores=False))
-    where.pop("layers", None)
-    return patch_vectors(model, 0, other.q_rot, None, **where)
-
-
-def _scores(model: Any, **where: Any) -> list[Hook]:
+def _of_another_text(model: Any, patch: str, heads: Any) -> Hooks:
     other = next(capture(model, TOKENS.flip(1), layers=[0]))
-    where.pop("layers", None)
-    return patch_scores(model, 0, other.scores, "distance", **where)
+    if patch == "vectors":
+        return patch_vectors(model, 0, other.q_rot, None, heads=heads)
+    return patch_scores(model, 0, other.scores, "distance", heads=heads)
 
 
-TOOLS: dict[str, Callable[..., list[Hook]]] = {
+TOOLS: dict[str, Callable[..., Hooks]] = {
+    **{name: make for name, make in TOOLS_FOR_ANY_LENGTH.items() if name != "noise"},
     "swap": lambda m, **w: swap_positions(m, UNORDERED, **w),
-    "dummy": lambda m, **w: dummy_distance(m, 5, **w),
-    "remap": lambda m, **w: remap_distance(m, lambda d: d.clamp(max=2), **w),
-    "interpolate": lambda m, **w: position_interpolation(m, 3, **w),
-    "freeze": lambda m, **w: limit_frequencies(m, 0.05, mode="freeze", **w),
-    "drop": lambda m, **w: limit_frequencies(m, None, 0.5, **w),
     "noise": _noise,
-    "lambda": lambda m, **w: lambda_mask(m, 1, 6, 3, **w),
-    "vectors": _vectors,
-    "scores": _scores,
+    "vectors": lambda m, layers, heads: _of_another_text(m, "vectors", heads),
+    "scores": lambda m, layers, heads: _of_another_text(m, "scores", heads),
     "three axes": lambda m, **w: substitute_additive(m, **w),
     "two axes": lambda m, **w: substitute_additive(m, axes="two", **w),
     "attention": lambda m, **w: substitute_attention(m, "distance+sink", **w),
     "component": lambda m, **w: drop_component(m, "key", **w),
-    "ablation": lambda m, **w: ablate_heads(m, w.get("heads", range(8)), layers=w.get("layers")),
+    "ablation": lambda m, layers, heads: ablate_heads(m, heads, layers=layers),
 }
 POSITIONS = {"swap", "dummy", "remap", "lambda"}
 REFUSED = {frozenset(pair) for pair in combinations(sorted(POSITIONS), 2)}
 REFUSED |= {frozenset(("two axes", x)) for x in (*POSITIONS, "noise", "vectors", "scores")} | {
     frozenset(("vectors", "remap")),
+    frozenset(("vectors", "lambda")),
     frozenset(("attention", "scores")),
     frozenset(("attention", "two axes")),
 }
 
 
-def in_some_ways(model: Any, a: list[Hook], b: list[Hook], ways: slice) -> list[Tensor | str]:
-    """Logits, or the error, as the two lists are put on the model: joined in either order, nested, added."""
-
-    def attempt(run: Callable[[], Tensor]) -> Tensor | str:
-        try:
-            with torch.no_grad():
-                return run()
-        except ValueError as error:
-            return str(error)
-
-    def nested(outer: list[Hook], inner: list[Hook]) -> Tensor:
-        with model.hooks(fwd_hooks=outer), model.hooks(fwd_hooks=inner):
-            return model(TOKENS)
-
-    def added() -> Tensor:
-        try:
-            for name, function in b:
-                model.add_hook(name, function)
-            return model.run_with_hooks(TOKENS, fwd_hooks=a)
-        finally:
-            model.reset_hooks()
-
-    lists = [lambda x=x: model.run_with_hooks(TOKENS, fwd_hooks=x) for x in (a + b, b + a)]
-    return [attempt(run) for run in (*lists, lambda: nested(a, b), lambda: nested(b, a), added)[ways]]
+def nested(model: Any, outer: Hooks, inner: Hooks) -> Tensor:
+    with model.hooks(fwd_hooks=outer):
+        return mixed_of(model, inner)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), MODELS)
-@pytest.mark.parametrize(
-    "where",
-    [
-        pytest.param({"layers": [0]}, id="all heads"),
-        pytest.param({"layers": [0], "heads": [1, 6]}, marks=pytest.mark.versions, id="some"),
-    ],
-)
-@pytest.mark.parametrize("every_way", [False, pytest.param(True, marks=pytest.mark.extended)])
-def test_order_and_nesting_make_no_difference(
-    kind: str, name: str, where: Any, every_way: bool, shared_model: Any, shared_reading: Any
-) -> None:
-    """Each pair in all five ways, or quickly in two of them, each in turn."""
-    model, reading = shared_model(kind, name), shared_reading(kind, name)
-    made = {tool: make(reading, **dict(where)) for tool, make in TOOLS.items()}
-    alone = {tool: logits(model, hooks) for tool, hooks in made.items()}
-    for n, (a, b) in enumerate(combinations(TOOLS, 2)):
-        ways = slice(None) if every_way else slice(n % 4, n % 4 + 2)
-        first, *others = in_some_ways(model, made[a], made[b], ways)
-        assert (isinstance(first, str)) == (frozenset((a, b)) in REFUSED), (a, b, first)
-        for other in others:
-            if isinstance(first, str):
-                assert other == first, (a, b)
-                assert "layer 0, head " in first
-            else:
-                assert torch.equal(other, first), (a, b)
-        additive = {a, b} == {"three axes", "attention"}  # what the one puts in is additive already
-        if not isinstance(first, str) and "ablation" not in (a, b) and not additive:  # none of the two is lost
-            for tool in (a, b):
-                assert (first - alone[tool]).abs().max() > 1e-4 or "vectors" in (a, b), (a, b, tool)
-    with contextlib.suppress(AttributeError):
-        assert not model.hook_dict["blocks.0.attn.hook_q"].fwd_hooks
+def separately(model: Any, first: Hooks, second: Hooks) -> Tensor:
+    try:
+        for name, function in [*first, *second]:
+            model.add_hook(name, function)
+        return mixed_of(model, [])
+    finally:
+        model.reset_hooks()
+
+
+def copied(model: Any, first: Hooks, second: Hooks) -> Tensor:
+    return mixed_of(model, [*first, *second])
+
+
+WAYS = {"nested": nested, "separately": separately, "copied": copied}
 
 
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 @pytest.mark.parametrize("heads", [None, [1, 6]], ids=["all heads", "some"])
-def test_rotations_compose_as_the_formula_says(kind: str, name: str, heads: Any, shared_model: Any) -> None:
-    """Frozen and dropped frequencies, noise and interpolation with each way of giving positions, by brute force."""
+def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    rotary = next(capture(model, TOKENS, layers=[0], scores=False)).spec.rotary
-    frozen, dropped = rotary.frequencies < 0.05, rotary.frequencies > 0.5
-    real = distances(torch.arange(L).expand(2, L))
-    wanted = {
-        "swap": distances(UNORDERED),
-        "dummy": torch.full_like(real, 5),
-        "remap": real.clamp(max=2),
-        "noise": real,
-    }
-    chosen = list(range(8)) if heads is None else heads
-    n = len(rotary.frequencies)
-    phase = NOISE[:, None, :n] - NOISE[None, :, :n]
-    for tool, at in wanted.items():
-        where = {"layers": [0], "heads": heads}
-        hooks = TOOLS["interpolate"](model, **where) + TOOLS["freeze"](model, **where) + TOOLS["drop"](model, **where)
-        hooks += TOOLS["noise"](model, **where) + (TOOLS[tool](model, **where) if tool != "noise" else [])
-        angles = at[..., None] / 3 * rotary.frequencies.masked_fill(frozen, 0.0) + phase
-        expected = by_brute_force(model, at[:, None], angles=angles[:, None], kept=~dropped)
-        got = mixed_of(model, hooks)
-        close(got[:, chosen], expected[:, chosen], 3e-5)
-        if heads:
-            rest = [h for h in range(8) if h not in heads]
-            close(got[:, rest], mixed_of(model, [])[:, rest], 1e-6)
+    seen = next(capture(model, TOKENS, layers=[0]))
+    spec = seen.spec
+    value = f"blocks.{0}.attn.hook_v"
+    with torch.no_grad():
+        values = model.run_with_cache(TOKENS, names_filter=value)[1][value]
+    plain, chosen = mixed_of(model, []), list(range(8)) if heads is None else heads
+    rest = [h for h in range(8) if h not in chosen]
+    made = {tool: make(model, layers=[0], heads=heads) for tool, make in TOOLS.items()}
+    for n, (a, b) in enumerate(combinations(TOOLS, 2)):
+        a, b = (a, b) if n % 2 else (b, a)
+        try:
+            both = made[a] + made[b]
+        except ValueError as error:
+            assert frozenset((a, b)) in REFUSED, (a, b, error)  # noqa: PT017
+            assert "layer 0, head " in str(error)  # noqa: PT017
+            both = None
+        else:
+            assert frozenset((a, b)) not in REFUSED, (a, b)
+            expected = edited_results(seen, values, [x.edit for x in both.interventions], None).float()
+            got = mixed_of(model, both)
+            assert (got - expected)[:, chosen].abs().max() < 1e-4, (a, b)
+            assert torch.equal(got[:, rest], plain[:, rest]), (a, b)
+        way = list(WAYS)[n % 3]
+        apart = "ablation" in (a, b) and spec.scores_editable  # of another thing: what the head gathers
+        if apart:
+            assert torch.equal(WAYS[way](model, made[a], made[b]), both and mixed_of(model, both)), (a, b, way)
+            continue
+        with pytest.raises(ValueError, match="are installed separately: add the lists, a \\+ b"):
+            WAYS[way](model, made[a], made[b])
+
+
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+def test_separate_lists_on_different_heads_act_as_if_added(kind: str, name: str, shared_model: Any) -> None:
+    """Also on heads that share their keys; each pair in one order and way, in turn."""
+    model = shared_model(kind, name)
+    first = {tool: make(model, layers=[0], heads=[1, 6]) for tool, make in TOOLS.items()}
+    second = {tool: make(model, layers=[0], heads=[0, 2]) for tool, make in TOOLS.items()}
+    for n, (a, b) in enumerate(combinations(TOOLS, 2)):
+        a, b = (a, b) if n % 2 else (b, a)
+        together, way = mixed_of(model, first[a] + second[b]), WAYS[list(WAYS)[n % 3]]
+        close(way(model, first[a], second[b]), together, 1e-6)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_edits_of_different_heads_do_not_meet(kind: str, name: str, shared_model: Any) -> None:
+def test_hooks_are_applied_once(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    hooks = swap_positions(model, UNORDERED, layers=0, heads=[0, 1]) + dummy_distance(model, 3, layers=0, heads=[3, 5])
-    got = mixed_of(model, hooks)
-    close(got[:, :2], mixed_of(model, swap_positions(model, UNORDERED, layers=0))[:, :2], 1e-5)
-    close(got[:, [3, 5]], mixed_of(model, dummy_distance(model, 3, layers=0))[:, [3, 5]], 1e-5)
-    close(got[:, [2, 4, 6, 7]], mixed_of(model, [])[:, [2, 4, 6, 7]], 1e-6)
+    before = state(model)
+    for tool, make in TOOLS.items():
+        hooks = make(model, layers=[0], heads=[1])
+        if tool in ("component", "three axes", "two axes", "attention", "scores", "ablation"):
+            continue  # done once more they do the same
+        for way in WAYS.values():
+            with pytest.raises(ValueError, match="are applied twice: apply them once"):
+                way(model, hooks, hooks)
+        with pytest.raises(ValueError, match="applied once: they cannot be multiplied"):
+            2 * hooks
+    resampled = ablate_heads(model, [(0, 1)], mode="resample")
+    with pytest.raises(ValueError, match="are applied twice"):
+        mixed_of(model, [resampled[0], *resampled])
+    assert state(model) == before
 
 
-def test_a_model_that_was_changed_since_is_noticed() -> None:
-    model = zoo.load("hooked", "llama-gqa")
+def test_hooks_describe_themselves(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    hooks = dummy_distance(model, 5) + limit_frequencies(model, 0.05, heads=[(0, 1)])
+    assert repr(hooks) == "dummy_distance(5) on 2 layers × 8 heads + limit_frequencies(low=0.05) on L0H1"
+    assert hooks.to_frame().groupby("edit").size().to_dict() == {
+        "dummy_distance(5)": 16,
+        "limit_frequencies(low=0.05)": 1,
+    }
+    one, other = (swap_positions(model, UNORDERED.clone(), layers=[0]).interventions[0].edit for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != swap_positions(model, UNORDERED.flip(0), layers=[0]).interventions[0].edit
+    mine = ("blocks.0.attn.hook_z", lambda x, hook: None)
+    for joined in (hooks + [mine], [mine] + hooks):  # noqa: RUF005
+        assert isinstance(joined, Hooks)
+        assert torch.equal(logits(model, joined), logits(model, hooks))
+    ablated = ablate_heads(model, [(0, 1)])
+    assert torch.equal(logits(model, sum((hooks, ablated), [])), logits(model, hooks + ablated))  # noqa: RUF017
+
+
+def test_lists_of_different_models_or_times_are_not_added(shared_model: Any) -> None:
+    model = zoo.load("bridge", "llama-gqa")
+    hooks = dummy_distance(model, 5, heads=[0])
+    with pytest.raises(ValueError, match="made for different models, or one of them before the model was changed"):
+        hooks + limit_frequencies(shared_model("bridge", "llama-gqa"), 0.05, heads=[1])
+    next(model.parameters()).data.mul_(2.0)
+    with pytest.raises(ValueError, match="made for different models, or one of them before the model was changed"):
+        hooks + limit_frequencies(model, 0.05, heads=[1])
+
+
+def test_a_stopped_pass_leaves_no_trace(shared_model: Any) -> None:
+    """An error in the middle of a layer, then other hooks: nothing is taken for installed that is not."""
+    model = shared_model("bridge", "llama-gqa")
+
+    def stop(x: Tensor, hook: Any) -> None:
+        raise KeyboardInterrupt
+
+    first, second = dummy_distance(model, 3), swap_positions(model, UNORDERED)
+    expected = logits(model, second)
+    for where in ("hook_q", "hook_rot_k", "hook_pattern"):
+        with pytest.raises(KeyboardInterrupt):
+            model.run_with_hooks(TOKENS, fwd_hooks=[*first, (f"blocks.0.attn.{where}", stop)])
+        assert torch.equal(logits(model, second), expected)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own models", "one model"])
+def test_threads_with_hooks_of_their_own(shared: bool) -> None:
+    """Each thread with a model of its own gets what it asked for; on one model, a thread is refused or right."""
+    models = [zoo.load("bridge", "llama-gqa") for _ in range(1 if shared else 2)]
+    models = models * 2 if shared else models
+    makes = [lambda m: dummy_distance(m, 5, layers=[0], heads=[1]), lambda m: swap_positions(m, UNORDERED, layers=[1])]
+    expected = [logits(m, make(m)) for m, make in zip(models, makes, strict=True)]
+    refused, wrong, barrier = [], [], threading.Barrier(2)
+
+    def work(n: int) -> None:
+        hooks = makes[n](models[n])
+        barrier.wait()
+        for _ in range(30):
+            try:
+                with torch.no_grad(), models[n].hooks(fwd_hooks=hooks):
+                    got = models[n](TOKENS)
+            except ValueError as error:
+                refused.append(str(error))
+                continue
+            wrong.extend([n] * (not torch.equal(got, expected[n])))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    assert shared or not refused
+    assert all("give each thread a model of its own" in error for error in refused)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "olmo2"))
+def test_a_model_that_was_changed_since_is_noticed(kind: str, name: str) -> None:
+    if (kind, name) != ("hooked", "llama-gqa"):
+        return
+    model = zoo.load(kind, name)
     hooks = dummy_distance(model, 3, heads=[1])
     model.set_ungroup_grouped_query_attention(True)
     with pytest.raises(ValueError, match="make the hooks anew after changing the model"):
@@ -202,39 +248,35 @@ def test_a_model_that_was_changed_since_is_noticed() -> None:
     logits(model, dummy_distance(model, 3, heads=[1]))
 
 
-def test_hooks_that_a_function_hides_are_refused(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    hidden = [
-        (name, type("Hiding", (), {"__slots__": ("f",), "__call__": lambda s, x, hook: s.f(x, hook=hook)})())
-        for name, _ in dummy_distance(model, 3)
-    ]
-    for (_, outer), (_, inner) in zip(hidden, dummy_distance(model, 3), strict=True):
-        outer.f = inner
-    with pytest.raises(ValueError, match="a hook of dummy_distance is called by a function that hides it"):
-        logits(model, hidden)
+# --- the same on padded batches and while generating ------------------------------------------------------------
+
+PAIRS = [(a, b) for a, b in combinations(TOOLS_FOR_ANY_LENGTH, 2) if frozenset((a, b)) not in REFUSED]
+START, PAD = 7, 4
 
 
-def test_results_that_are_no_pattern_times_values_are_refused() -> None:
-    """Gemma 4 normalises its values behind hook_v and discards edited patterns: its own pattern would change it."""
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, "Gemma4ForCausalLM"):
-        pytest.skip("this version of transformers has no Gemma 4")
-    config = transformers.Gemma4TextConfig(
-        vocab_size=zoo.VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=16,
-        global_head_dim=16,
-        max_position_embeddings=128,
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-    )
-    config._attn_implementation = "eager"
-    whole = transformers.Gemma4ForCausalLM(config).float().eval()
-    zoo.randomise(whole, 0.1, 1.0)
-    model = zoo.as_bridge(whole)
-    with pytest.raises(ValueError, match="is not its pattern times hook_v"):
-        head_patching(model, TOKENS, TOKENS.flip(1), lambda x, t: x[:, -1, 3], activation="pattern", progress=False)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_pairs_on_a_padded_text_are_as_on_the_text_alone(kind: str, name: str, side: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    tokens, mask = TOKENS.clone(), torch.ones(2, L, dtype=torch.int64)
+    at = slice(PAD, L) if side == "left" else slice(0, L - PAD)
+    tokens[0], mask[0] = 0, 0
+    tokens[0, at], mask[0, at] = TOKENS[0, : L - PAD], 1
+    for n, (a, b) in enumerate(PAIRS):
+        heads = None if n % 2 else [1, 6]
+        hooks = sum((TOOLS_FOR_ANY_LENGTH[tool](model, heads=heads) for tool in (a, b)), Hooks([]))
+        with torch.no_grad(), applied(model, hooks):
+            together, alone, long = model(tokens, attention_mask=mask), model(TOKENS[:1, : L - PAD]), model(TOKENS[1:])
+        close(together[0, at], alone[0], 2e-4)
+        close(together[1], long[0], 2e-4)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_pairs_while_generating_are_as_in_one_pass(kind: str, name: str, shared_model: Any) -> None:
+    from hooks.test_generation import step_by_step
+
+    model = shared_model(kind, name)
+    for n, (a, b) in enumerate(PAIRS):
+        heads = None if n % 2 else [1, 6]
+        hooks = sum((TOOLS_FOR_ANY_LENGTH[tool](model, heads=heads) for tool in (a, b)), Hooks([]))
+        close(step_by_step(model, kind, hooks, TOKENS), logits(model, hooks), 2e-4)

@@ -20,7 +20,7 @@ from support.intervention_cases import (
 from torch import Tensor
 
 from tl_posdisent import dummy_distance, read_model, remap_distance
-from tl_posdisent.hooks.planning.rotation_edits import PositionMap
+from tl_posdisent.hooks.planning.rotated_scores import straight_pieces
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "halved": lambda d: 3 - d / 2,
@@ -40,11 +40,7 @@ def test_any_function_of_the_distance(kind: str, name: str, name_of_map: str, sh
     assert (expected - mixed_of(model, [])).abs().max() > 0.1
     close(mixed_of(model, hooks), expected, 2e-5)
     close(mixed_of(model, remap_distance(model, matrix)), expected, 2e-5)
-    close(mixed_of(model, remap_distance(model, matrix[None])), expected, 2e-5)  # never by rotation
-    by_rotation = all(isinstance(act.intervention.edit, PositionMap) for _, act in hooks)  # the most exact way
-    assert by_rotation == (name_of_map in ("halved", "constant"))
-    if name_of_map == "constant":
-        assert torch.equal(logits(model, dummy_distance(model, 5)), logits(model, hooks))
+    close(mixed_of(model, remap_distance(model, matrix[None])), expected, 2e-5)
 
 
 @every_way
@@ -71,13 +67,24 @@ def test_any_matrix_of_distances(kind: str, name: str, shared_model: Any) -> Non
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])  # others cannot run beyond their context
-def test_a_function_that_bends_beyond_the_context_is_refused_there(name: str, shared_model: Any) -> None:
-    """It looks straight as far as the model's context goes (128 tokens), and the text is longer."""
-    model, tokens = shared_model("bridge", name), zoo.random_tokens(140)
-    hooks = remap_distance(model, lambda d: d.clamp(max=130))
-    close(logits(model, hooks), logits(model, []))
-    with pytest.raises(ValueError, match="is not that line over this text of 140: give a matrix"):
-        logits(model, hooks, tokens)
-    real = torch.arange(140)
-    as_matrix = remap_distance(model, (real[:, None] - real + 5.0)[None, None])
-    close(logits(model, remap_distance(model, lambda d: d + 5), tokens), logits(model, as_matrix, tokens))
+def test_a_function_that_bends_beyond_the_context(name: str, shared_model: Any) -> None:
+    """It is straight as far as the model's context goes (128 tokens), and the text is longer."""
+    model, tokens, real = shared_model("bridge", name), zoo.random_tokens(140), torch.arange(140)
+    for function in (lambda d: d.clamp(max=130), lambda d: d + 5):
+        cells = remap_distance(model, function((real[:, None] - real).clamp_min(0))[None, None])
+        close(logits(model, remap_distance(model, function), tokens), logits(model, cells, tokens))
+
+
+@pytest.mark.parametrize(
+    ("values", "pieces"),
+    [
+        ([3.0], [(0, 0.0, 3.0)]),
+        ([0.0, 1.0, 2.0, 2.0, 2.0], [(0, 1.0, 0.0), (3, 0.0, 2.0)]),
+        ([0.0, 0.0, 2.0, 2.0, 4.0, 4.0], [(0, 0.0, 0.0), (2, 0.0, 2.0), (4, 0.0, 4.0)]),
+        ([0.0, 1.0, 5.0, 6.0, 0.0], [(0, 1.0, 0.0), (2, 1.0, 3.0), (4, 0.0, 0.0)]),
+    ],
+)
+def test_straight_pieces_of_a_function(values: list[float], pieces: list[tuple[float, ...]]) -> None:
+    assert straight_pieces(torch.tensor(values, dtype=torch.float64)) == pieces
+    curved = torch.arange(40.0, dtype=torch.float64).square()
+    assert straight_pieces(curved) is None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
 from tl_posdisent.hooks.planning.planner import Hooks, hooks_for
-from tl_posdisent.hooks.planning.rotation_edits import DistanceMap, PositionMap
+from tl_posdisent.hooks.planning.rotation_edits import DistanceMap, PositionMap, mapped
 from tl_posdisent.utils.validation import check_number, shown
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
@@ -159,6 +159,7 @@ def _checked_distances(distances: Any) -> Tensor | Callable[[Tensor], Tensor]:
     if not isinstance(distances, Tensor):
         if not callable(distances):
             raise ValueError(f"distances must be a function or a tensor, got {type(distances).__name__}")
+        mapped(distances, torch.arange(64).double(), "distances", "real distances")  # now rather than in a pass
         return distances
     matrix = real_tensor("distances", distances, finite=False)
     if matrix.ndim not in (2, 3, 4) or matrix.numel() == 0:

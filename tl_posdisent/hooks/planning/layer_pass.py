@@ -356,7 +356,7 @@ class LayerPass:
             if x.shape[-1] == 1 and edit.order == Order.COMPONENT:
                 continue  # one score is its own mean
             if edit.order in _FITTED:
-                self._check_one_text(inside, edit.tool)
+                self._check_one_text(_some(inside, torch.tensor(list(chosen), device=x.device)), edit.tool)
             for rotation, heads in self._alike(chosen) if edit.vectors else [(HeadRotation(), list(chosen))]:
                 self._edit(x, edit, rotation, heads, inside, own)
         return x
