@@ -127,7 +127,7 @@ def narrow(kind: str, name: str, dtype: torch.dtype, small: float = 1.0) -> Any:
 def test_facts_in_sixteen_bits(kind: str, name: str, small: float, dtype: torch.dtype, shared_model: Any) -> None:
     """At initialisation scores are within 0.03 of 0, and 16 bits leave little to tell explanations apart by."""
     exact = read_model(shared_model(kind, name)).specs()
-    for spec, wide in zip(read_layers(narrow(kind, name, dtype, small)), exact, strict=True):
+    for spec, wide in zip(read_model(narrow(kind, name, dtype, small)).specs(), exact, strict=True):
         assert (spec.problem, spec.no_rotation, spec.scores_editable) == (None, None, wide.scores_editable)
         assert (spec.scale, spec.soft_cap, spec.window) == (pytest.approx(wide.scale), wide.soft_cap, wide.window)
         if wide.rotary is None:

@@ -18,10 +18,9 @@ from tqdm.auto import tqdm
 from tl_posdisent.additive.attention.fit import fit_attention
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.frequencies import limit_frequencies
+from tl_posdisent.hooks.frequencies import limit_frequencies, phase_noise
 from tl_posdisent.hooks.length_extension import lambda_mask, position_interpolation
-from tl_posdisent.hooks.patch import MovedPart, patch_scores, patch_vectors
-from tl_posdisent.hooks.phase_noise import phase_noise
+from tl_posdisent.hooks.patch import MovedComponent, patch_scores, patch_vectors
 from tl_posdisent.hooks.positions import dummy_distance, remap_distance, swap_positions
 from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive
@@ -101,7 +100,8 @@ def check_model(
     sizes = [check_integer("lengths", x, 4) for x in ([lengths] if isinstance(lengths, int) else lengths)]
     reading = read_model(model)
     if not every_layer:
-        reading = replace(reading, attention=two_of_each_kind(reading.attention))
+        tried = [spec.layer for spec in two_of_each_kind(reading.attention)]
+        reading = replace(reading, without_attention=tuple(sorted({*range(reading.n_layers)} - {*tried})))
     trials = {f"{size} tokens": Trial(reading, random_tokens(reading.model, size, seed)) for size in sizes}
     tolerance = max(TOLERANCE[p.dtype] for p in reading.model.parameters() if p.dtype in TOLERANCE)
     rows: list[dict[str, Any]] = []
@@ -349,7 +349,7 @@ def _position_patching(trial: Trial) -> Iterator[Law]:
 
 def _component_patching(trial: Trial) -> Iterator[Law]:
     layer, source = trial.reading.attention[-1].layer, trial.tokens.flip(1)
-    components: list[MovedPart] = ["mean", "distance", "query", "key", "residual"]
+    components: list[MovedComponent] = ["mean", "distance", "query", "key", "residual"]
     whole = component_patching(
         trial.reading, trial.tokens, components, source=source, metric=_metric, **_one_head(trial, layer)
     )

@@ -155,7 +155,7 @@ def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | Ad
 
 
 def _zero(spec: AttentionSpec, heads: Sequence[int], fits: Fits) -> list[Hook]:
-    return [replace_heads(spec.layer, heads, lambda layer, heads, z: torch.zeros_like(z))]
+    return replace_heads(spec, heads, lambda layer, heads, z: torch.zeros_like(z))
 
 
 def _fits_of(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], axes: Axes) -> Fits:

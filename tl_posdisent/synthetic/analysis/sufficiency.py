@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.ablate import replace_heads, stand_in
 from tl_posdisent.models.reading.forward import Hook, hook_name
+from tl_posdisent.models.reading.model_reading import read_attention
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.training.evaluate import check_samples, evaluate
@@ -207,7 +208,7 @@ class _Only:
             if others and self.by == "rotation":
                 hooks += [*_frozen(layer, "q", others), *_frozen(layer, "k", others)]
             elif others:
-                hooks.append(replace_heads(layer, others, self.replace))
+                hooks += replace_heads(read_attention(self.model, layer), others, self.replace)
         return hooks
 
 
