@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -361,7 +362,7 @@ def test_logits_that_are_no_numbers_are_refused(shared_model: Any) -> None:
 
 def test_models_that_see_what_follows_are_refused(shared_model: Any) -> None:
     reading = read_model(shared_model("bridge", "llama-gqa"))
-    for spec in reading.attention:
-        object.__setattr__(spec, "causal", False)
+    seeing = {spec.layer: replace(spec, causal=False) for spec in reading.attention}
+    reading = replace(reading, read=seeing)
     with pytest.raises(ValueError, match="model must be causal"):
         CURVE(reading, TEXT, ["order"])
