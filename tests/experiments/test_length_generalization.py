@@ -211,7 +211,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [0, 2, 4]}, "three positions or more in the first bucket"),
     *(({"in_range": x}, f"in_range must be an integer from 7 to 40, got {x}") for x in (6, 41, 16.0, True)),
     ({"hooks": [("blocks.7.attn.hook_z", print)]}, "hooks names 'blocks.7.attn.hook_z', which the model does not have"),
-    ({"hooks": [3]}, r"hooks must be a list of \(hook name, function\), got 3 in it"),
+    ({"hooks": [3]}, r"hooks must be a list of \(hook name or filter, function\), got 3 in it"),
 ]
 
 

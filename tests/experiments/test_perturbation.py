@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from functools import partial
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pandas as pd

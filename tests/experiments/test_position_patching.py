@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tl_posdisent import capture, position_patching, swap_positions
 from tl_posdisent.hooks import patch_vectors
+from tl_posdisent.hooks.planning.planner import joined
 from tl_posdisent.models import read_layers
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.model_reading import read_model
@@ -50,12 +51,12 @@ def test_own_vectors_change_nothing_and_clean_ones_undo_every_lie(kind: str, nam
     model = shared_model(kind, name)
     plain, lying = logits(model, []), logits(model, swap_positions(model, UNORDERED))
     clean, other = vectors(model), vectors(model, UNORDERED)
-    own = [hook for layer in clean for hook in patched(model, layer, clean[layer], heads=[2, layer])]
+    own = joined(patched(model, layer, clean[layer], heads=[2, layer]) for layer in clean)
     assert torch.equal(logits(model, own), plain)
     swap = swap_positions(model, UNORDERED)
-    back = [hook for layer in clean for hook in patched(model, layer, clean[layer])]
-    nothing = [hook for layer in clean for hook in patched(model, layer, other[layer])]
-    there = [hook for layer in clean for hook in patched(model, layer, other[layer])]
+    back = joined(patched(model, layer, clean[layer]) for layer in clean)
+    nothing = joined(patched(model, layer, other[layer]) for layer in clean)
+    there = joined(patched(model, layer, other[layer]) for layer in clean)
     assert (lying - plain).abs().max() > 0.1
     for hooks, expected in ((swap + back, plain), (swap + nothing, lying), (there, lying)):
         close(logits(model, hooks), expected, 2e-5)

@@ -155,7 +155,7 @@ def _described(distances: Any) -> str:
     return str(getattr(distances, "__name__", "a function"))
 
 
-def _checked_distances(distances: Any) -> Tensor | Callable[[Tensor], Tensor]:
+def _checked_distances(distances: Tensor | Callable[[Tensor], Tensor]) -> Tensor | Callable[[Tensor], Tensor]:
     if not isinstance(distances, Tensor):
         if not callable(distances):
             raise ValueError(f"distances must be a function or a tensor, got {type(distances).__name__}")

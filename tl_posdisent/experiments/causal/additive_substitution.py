@@ -17,12 +17,12 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
-from tl_posdisent.hooks.planning.planner import replace_scores
+from tl_posdisent.hooks.planning.planner import Hooks, joined, replace_scores
 from tl_posdisent.hooks.planning.score_edits import View
 from tl_posdisent.hooks.score_components import Part, fit_inside, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_specs, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
-from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -100,14 +100,14 @@ def additive_substitution(
             heads = list(range(spec.n_heads))
             for put_in, keep, put in one_layer:
 
-                def hooks(group: int, some: Sequence[int], put: Put = put, spec: AttentionSpec = spec) -> list[Hook]:
+                def hooks(group: int, some: Sequence[int], put: Put = put, spec: AttentionSpec = spec) -> Hooks:
                     return put(spec, some, stored[group])
 
                 each = runs.each(spec.layer, [*([head] for head in heads), heads], hooks, kind=put_in)
                 for head, run in zip([*heads, None], each, strict=True):
                     measure(run, "layer" if head is None else "head", spec.layer, head, put_in, keep)
         for put_in, keep, put in everywhere:
-            hooks_of = [[hook for spec in specs for hook in put(spec, range(spec.n_heads), fits)] for fits in stored]
+            hooks_of = [joined(put(spec, range(spec.n_heads), fits) for spec in specs) for fits in stored]
             measure(partial(run_texts, model, texts, hooks_of), "all", None, None, put_in, keep)
     table = pd.DataFrame(rows, columns=["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"])
     order = {name: n for n, name in enumerate(("head", "layer", "all"))}
@@ -120,7 +120,7 @@ def additive_substitution(
 Fits = dict[int, Captured | AdditiveFit]
 """What the fits of each layer's scores are made of, in the shuffled texts of one length."""
 
-Put = Callable[[AttentionSpec, Sequence[int], Fits], list[Hook]]
+Put = Callable[[AttentionSpec, Sequence[int], Fits], Hooks]
 """From a layer and some of its heads to hooks that put something in their place."""
 
 
@@ -139,7 +139,7 @@ def _puts(axes: Axes) -> Iterator[tuple[str, str, Put]]:
                 yield "fit", "+".join(keep) or "mean", fit(keep)
 
 
-def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | AdditiveFit) -> list[Hook]:
+def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | AdditiveFit) -> Hooks:
     """The fit of another run's scores."""
     if isinstance(stored, AdditiveFit):
         fields = {name: x for name, x in vars(stored).items() if isinstance(x, Tensor) and name != "distances"}
@@ -154,7 +154,7 @@ def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | Ad
     return replace_scores(spec, heads, fit, "additive_substitution")
 
 
-def _zero(spec: AttentionSpec, heads: Sequence[int], fits: Fits) -> list[Hook]:
+def _zero(spec: AttentionSpec, heads: Sequence[int], fits: Fits) -> Hooks:
     return replace_heads(spec, heads, lambda layer, heads, z: torch.zeros_like(z))
 
 

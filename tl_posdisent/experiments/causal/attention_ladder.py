@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
 from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads
+from tl_posdisent.hooks.planning.planner import Hooks, joined
 from tl_posdisent.hooks.substitute_attention import (
     BANDS,
     Stored,
@@ -26,7 +27,7 @@ from tl_posdisent.hooks.substitute_attention import (
     stored_hooks,
 )
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
@@ -260,10 +261,10 @@ class _Ladder:
         """What the model returns with a rung in the place of each item's attention."""
         stored = self._stored(together, rung, shuffled=control == "shuffled")
 
-        def hooks(group: int, where: Chosen) -> list[Hook]:
+        def hooks(group: int, where: Chosen) -> Hooks:
             if stored:
                 return stored_hooks(where, stored[group])
-            return [hook for spec, heads in where for hook in rung_hooks(spec, heads, rung, self.bands, self.rank)]
+            return joined(rung_hooks(spec, heads, rung, self.bands, self.rank) for spec, heads in where)
 
         if self.unit == "all":
             under = [hooks(group, together) for group in range(len(self.texts.groups))]

@@ -13,7 +13,8 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, replace_heads, stand_in
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers
-from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.hooks.planning.planner import Hooks
+from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer
@@ -90,11 +91,12 @@ def head_ablation(
     if mode == "resample":
         derangement(len(texts.one_group('mode="resample"')), seed)
     check_reach(model, list(chosen))
+    specs = {spec.layer: spec for spec in reading.specs(list(chosen))}
     with torch.no_grad(), evaluating(model):
         other = stand_in(model, list(chosen), mode, averaged, seed)
 
-    def hooks(group: TextGroup, layer: int, some: Sequence[int]) -> list[Hook]:
-        return [replace_heads(layer, some, other)]
+    def hooks(group: TextGroup, layer: int, some: Sequence[int]) -> Hooks:
+        return replace_heads(specs[layer], some, other)
 
     options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
     return reading.note(change_each(model, texts, chosen, hooks, metric, **options))
@@ -104,7 +106,7 @@ def change_each(
     model: Any,
     texts: Texts,
     chosen: dict[int, list[int]],
-    hooks_of: Callable[[TextGroup, int, Sequence[int]], list[Hook]],
+    hooks_of: Callable[[TextGroup, int, Sequence[int]], Hooks],
     metric: Metric,
     *,
     kind: str | None = None,
@@ -125,7 +127,7 @@ def change_each(
         baseline = value_of(metric, runs.clean, texts)
         for layer, heads in chosen.items():
 
-            def hooks(group: int, some: Sequence[int], layer: int = layer) -> list[Hook]:
+            def hooks(group: int, some: Sequence[int], layer: int = layer) -> Hooks:
                 return hooks_of(texts.groups[group], layer, some)
 
             for head, outputs in zip(heads, runs.each(layer, [[head] for head in heads], hooks, kind), strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
-from tl_posdisent.hooks.planning.planner import layer_hooks
+from tl_posdisent.hooks.planning.planner import joined, layer_hooks
 from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.score_components import Part, split_scores
 from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
@@ -149,7 +149,7 @@ def component_attribution(
     texts = read_texts(model, tokens, attention_mask)
     taps = [[_Tap(spec.layer) for spec, _ in chosen] for _ in texts.groups]
     hooks = [
-        [hook for tap, (spec, some) in zip(of_group, chosen, strict=True) for hook in layer_hooks(spec, some, tap.edit)]
+        joined(layer_hooks(spec, some, tap.edit) for tap, (spec, some) in zip(of_group, chosen, strict=True))
         for of_group in taps
     ]
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):

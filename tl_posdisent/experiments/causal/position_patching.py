@@ -10,8 +10,9 @@ import pandas as pd
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.hooks.patch import Keys, MovedPart, check_parts, score_hooks, vector_hooks
+from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
 from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads, rotary_heads
+from tl_posdisent.hooks.planning.planner import Hooks
 from tl_posdisent.hooks.positions import real_tensor, swap_positions
 from tl_posdisent.models.reading.forward import Hook, evaluating, run
 from tl_posdisent.models.reading.model_reading import read_model
@@ -93,8 +94,8 @@ def position_patching(
     model, chosen = reading.model, rotary_heads(reading, layers, heads, "position_patching")
     texts = read_texts(model, tokens, attention_mask)
     places = [positions_of(texts, group, positions) for group in texts.groups]
-    corrupting: list[list[Hook]] = [swap_positions(reading, place) for place in places]
-    hooks: dict[str, list[list[Hook]]] = {"clean": [[] for _ in places], "corrupted": corrupting}
+    corrupting = [swap_positions(reading, place) for place in places]
+    hooks = {"clean": [Hooks([]) for _ in places], "corrupted": corrupting}
     source, patched_run = ("clean", "corrupted") if direction == "denoise" else ("corrupted", "clean")
     held: list[dict[int, dict[str, Tensor]]] = [{spec.layer: {} for spec, _ in chosen} for _ in places]
     seen_at = places if source == "corrupted" else [None] * len(places)
@@ -111,7 +112,7 @@ def position_patching(
         check_apart(model, measured, "positions")
         for spec, patched, reported in tqdm(_units(chosen, what, keys), desc="patches", disable=not progress):
             moved = [_moved(spec, patched, vectors[spec.layer], what, keys) for vectors in held]
-            under = [[*some, *more] for some, more in zip(hooks[patched_run], moved, strict=True)]
+            under = [some + more for some, more in zip(hooks[patched_run], moved, strict=True)]
             run = partial(run_texts, model, texts, under)
             head = None if what == "layer" else reported[0]
             value = failures.attempt(partial(measured_value, metric, run, texts), spec.layer, head)
@@ -120,7 +121,7 @@ def position_patching(
     return reading.note(table.drop(columns="head" if what == "layer" else []))
 
 
-def _moved(spec: AttentionSpec, heads: list[int], held: dict[str, Tensor], what: What, keys: Keys) -> list[Hook]:
+def _moved(spec: AttentionSpec, heads: list[int], held: dict[str, Tensor], what: What, keys: Keys) -> Hooks:
     """Hooks that put in the vectors of the other run."""
     return vector_hooks(spec, heads, None if what == "key" else held["q"], None if what == "query" else held["k"], keys)
 
@@ -157,7 +158,7 @@ def _units(
 def component_patching(
     model: Any,
     tokens: Tokens,
-    component: MovedPart | Collection[MovedPart] = "distance",
+    component: MovedComponent | Collection[MovedComponent] = "distance",
     *,
     attention_mask: Tensor | None = None,
     source: Tokens | None = None,
@@ -205,7 +206,7 @@ def component_patching(
         >>> bool((table["effect"].abs() < 1e-4).all())  # a softmax over keys does not see it
         True
     """
-    components = check_parts(component)
+    components = check_components(component)
     check_metric(metric)
     reading = read_model(model)
     model, chosen = reading.model, any_heads(reading, layers, heads)

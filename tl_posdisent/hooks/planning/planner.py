@@ -57,7 +57,7 @@ class Hooks(list[Any]):
         super().__init__([(compiled.accepts, compiled)] if compiled.layers else [])
         super().extend(self._others)
 
-    def __add__(self, other: Any) -> Hooks:  # type: ignore[override]
+    def __add__(self, other: Any) -> Hooks:
         if isinstance(other, Hooks):
             return Hooks((*self.interventions, *other.interventions), [*self._others, *other._others])
         return Hooks(self.interventions, [*self._others, *other])
@@ -65,13 +65,13 @@ class Hooks(list[Any]):
     def __radd__(self, other: Any) -> Hooks:
         return Hooks(self.interventions, [*other, *self._others])
 
-    def __iadd__(self, other: Any) -> Hooks:  # type: ignore[override,misc]
-        return self + other
+    def __iadd__(self, other: Any) -> Hooks:
+        return self.__add__(other)
 
     def __mul__(self, times: SupportsIndex) -> Any:
         raise ValueError("hooks are applied once: they cannot be multiplied")
 
-    __rmul__ = __imul__ = __mul__  # type: ignore[assignment]
+    __rmul__ = __imul__ = __mul__
 
     def __repr__(self) -> str:
         more = [f"{len(self._others)} more"] if self._others else []

@@ -137,8 +137,8 @@ def show_interventions(
     if tap is None:
         raise ValueError(f"layer {layer} of {spec.architecture} does not show its {what}")
     before, after = _seen(model, ids, tap, []), _seen(model, ids, tap, hooks)
-    at_results = any(name(spec.z) if callable(name) else name == spec.z for name, _ in hooks)
-    if not spec.scores_editable and at_results:
+    z = str(spec.z)
+    if not spec.scores_editable and any(name(z) if callable(name) else name == z for name, _ in hooks):
         raise ValueError(
             f"layer {layer} of {spec.architecture} discards edited scores, so hooks change what it attends to at "
             f"{spec.z}, behind its {what}: a picture would show nothing of it"
