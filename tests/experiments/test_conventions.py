@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pandas as pd
@@ -72,21 +73,23 @@ def test_texts_beyond_the_context(function: Call, kind: str, name: str, shared_m
 
 @experiments()
 def test_the_model_is_read_once(function: Call, shared_reading: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for a model (and once for each random copy), and not at all for a reading of it."""
+    """Each layer once for a model (and once for each random copy), and not at all for a reading of it."""
     reading, read = shared_reading("bridge", "llama-gqa"), []
     probe = reading_module.probe
 
-    def counted(*arguments: Any) -> Any:
-        read.append(arguments)
-        return probe(*arguments)
+    def counted(model: Any, layers: Any) -> Any:
+        read.extend((model, layer) for layer in layers)
+        return probe(model, layers)
 
     monkeypatch.setattr(reading_module, "probe", counted)
+    monkeypatch.setattr(reading_module, "_READINGS", WeakKeyDictionary())
     copies = int(function in (tp.experiments.trained_vs_random, tp.experiments.head_labels))
     one = {"layers": 1} if "layers" in inspect.signature(function).parameters else {}
     call(function, reading.model, **one)
-    assert len(read) == 1 + copies
+    assert len(set(read)) == len(read)
+    assert len({model for model, _ in read}) == 1 + copies
     call(function, reading, **one)
-    assert len(read) == 1 + 2 * copies
+    assert len({model for model, _ in read}) == 1 + 2 * copies
 
 
 @pytest.mark.usefixtures("unchecked")

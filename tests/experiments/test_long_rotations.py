@@ -19,6 +19,7 @@ from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent import experiments as ex
+from tl_posdisent.hooks.planning.planner import Hooks
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), zoo.needs_bridge]
 ORIGINAL, LENGTH = 16, 28  # tokens of the original context, and of the text
@@ -81,7 +82,7 @@ def _numbers(found: Any, model: Any) -> list[Tensor]:
         return [torch.tensor(found[c].astype(float).tolist()) for c in found.select_dtypes("number")]
     if isinstance(found, Tensor):
         return [found.detach().double()]
-    if isinstance(found, list) and found and isinstance(found[0], tuple) and isinstance(found[0][0], str):
+    if isinstance(found, Hooks):
         with torch.no_grad():
             return [model.run_with_hooks(TEXTS, fwd_hooks=found)]
     if isinstance(found, dict):

@@ -88,8 +88,8 @@ def test_sixteen_bits(name: str) -> None:
     model = zoo.bridge(name).to(torch.bfloat16)
     plain, lying = logits(model, []), logits(model, swap_positions(model, UNORDERED))
     clean = vectors(model)
-    assert torch.equal(logits(model, [h for layer in clean for h in patched(model, layer, clean[layer])]), plain)
-    back = [h for layer in clean for h in patched(model, layer, clean[layer])]
+    assert torch.equal(logits(model, joined(patched(model, layer, clean[layer]) for layer in clean)), plain)
+    back = joined(patched(model, layer, clean[layer]) for layer in clean)
     error = (logits(model, swap_positions(model, UNORDERED) + back) - plain).abs().mean()
     assert error < 0.02 * (lying - plain).abs().mean()
 
