@@ -24,6 +24,8 @@ from support.public_calls import (
 )
 from support.untouched import state
 
+from tl_posdisent.models.loading.load import has_hooked
+
 NAN, INF = float("nan"), float("inf")
 TEXTS = "tokens were given as text, but the model has no tokenizer: pass token ids"
 SHAPE = "tokens must be text or an integer tensor of shape"
@@ -142,6 +144,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
 }
 # By function, where a name means another kind there.
 ELSEWHERE = {
+    **({} if has_hooked() else {("hooked_from_hf", "hf_model"): ""}),
     **dict.fromkeys([("plot_distance", "value"), ("plot_dynamics", "value"), ("plot_heads", "value")], "column"),
     **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
     **{(of, "text"): "number of a text" for of in callables() if of.startswith("show_")},

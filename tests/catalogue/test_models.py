@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.public_calls import TARGETS, TOKENS, Function, call, functions
+from support.public_calls import TARGETS, TOKENS, Function, call, functions, synthetic
 from support.untouched import state
 
 import tl_posdisent as tp
@@ -222,8 +222,7 @@ def test_what_cannot_be_wrapped(model: Any) -> None:
 
 
 def test_synthetic_models_that_no_hooked_transformer_can_be() -> None:
-    from support.public_calls import synthetic
-
-    for other, message in ((synthetic(), "causal must be"), (LINEAR, "model must be")):
-        with pytest.raises(ValueError, match=message if has_hooked() else "no HookedTransformer"):
-            to_hooked_transformer(other)
+    with pytest.raises(ValueError, match="model must be a SyntheticModel, got Linear"):
+        to_hooked_transformer(LINEAR)
+    with pytest.raises(ValueError, match="causal must be" if has_hooked() else "no HookedTransformer"):
+        to_hooked_transformer(synthetic())
