@@ -19,7 +19,7 @@ from torch import Tensor
 
 import tl_posdisent as tp
 from tl_posdisent import experiments as ex
-from tl_posdisent.hooks.planning.planner import Hooks
+from tl_posdisent.hooks.hook_list import Hooks
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), zoo.needs_bridge]
 ORIGINAL, LENGTH = 16, 28  # tokens of the original context, and of the text

@@ -15,8 +15,8 @@ from torch import Tensor
 from tl_posdisent import additive_substitution
 from tl_posdisent.experiments import component_attribution, shapley_values
 from tl_posdisent.hooks import applied
-from tl_posdisent.hooks.planning.planner import layer_hooks
-from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
+from tl_posdisent.hooks.hook_list import layer_hooks
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models import read_layers
 

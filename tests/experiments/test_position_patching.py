@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_posdisent import capture, position_patching, swap_positions
 from tl_posdisent.hooks import patch_vectors
-from tl_posdisent.hooks.planning.planner import joined
+from tl_posdisent.hooks.hook_list import joined
 from tl_posdisent.models import read_layers
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.model_reading import read_model

@@ -12,14 +12,14 @@ import torch
 from support import zoo
 
 import tl_posdisent as tp
-from tl_posdisent.hooks.planning.planner import layer_hooks, replace_scores
-from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit
+from tl_posdisent.hooks.edits.rotation import FrequencyLimit
+from tl_posdisent.hooks.hook_list import layer_hooks, replace_scores
 from tl_posdisent.models.loading.load import check_device
 from tl_posdisent.models.memory import _of_device
 from tl_posdisent.models.reading.attributes import _number
-from tl_posdisent.models.reading.edit_checks import _judge_turns
 from tl_posdisent.models.reading.forward import check_tokens
-from tl_posdisent.models.reading.observe import listen, misfit, mismatch, visible_cells
+from tl_posdisent.models.reading.probe import judge_turns, listen, misfit, visible_cells
+from tl_posdisent.models.reading.tolerance import mismatch
 
 TOKENS = zoo.random_tokens(10)
 Shared = Callable[[str, str], Any]
@@ -76,15 +76,15 @@ def test_a_layer_that_discards_turned_vectors_is_found_out(llama: Any) -> None:
     spec = tp.read_model(llama).specs()[0]
     assert spec.turn_q is not None
     seen = listen(llama, TOKENS, [0])[0]
-    assert _judge_turns(spec, seen) == spec
+    assert judge_turns(spec, seen) == spec
     short = spec.turn_q.name.rsplit(".", 1)[-1]
     ignored = {**seen, short: seen[short] + torch.randn_like(seen[short])}
-    judged = _judge_turns(spec, ignored)
+    judged = judge_turns(spec, ignored)
     assert judged.turn_q is None
     assert judged.turn_k is None
     assert judged.no_rotation is not None
     assert "discards edits at" in judged.no_rotation
-    without = _judge_turns(replace(spec, turn_q=None), seen)
+    without = judge_turns(replace(spec, turn_q=None), seen)
     assert without.no_rotation == "has no hook at which turned queries and keys can be set"
 
 

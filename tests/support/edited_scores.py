@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.rotation_edits import (
+from tl_posdisent.hooks.edits.rotation import (
     DistanceMap,
     Edit,
     FrequencyLimit,
@@ -18,7 +18,7 @@ from tl_posdisent.hooks.planning.rotation_edits import (
     PositionScale,
     VectorPatch,
 )
-from tl_posdisent.hooks.planning.score_edits import ResultEdit, ScoreEdit
+from tl_posdisent.hooks.edits.scores import ResultEdit, ScoreEdit
 from tl_posdisent.models.capture import Captured
 
 
@@ -94,6 +94,6 @@ def edited_results(seen: Captured, values: Tensor, edits: Sequence[Edit], beside
 
 
 def _limits(edits: Sequence[Edit]) -> Any:
-    from tl_posdisent.hooks.planning.rotation_edits import compose
+    from tl_posdisent.hooks.edits.rotation import compose
 
     return compose(edits)

@@ -18,8 +18,8 @@ from torch import Tensor
 from tl_posdisent.models.chunked_scores import check_blocks
 from tl_posdisent.models.memory import free_memory, gigabytes, model_bytes, model_devices
 from tl_posdisent.models.operation_counts import Costs, Held, LiveBytes, measure_costs
-from tl_posdisent.models.reading.explain import probe_tokens
 from tl_posdisent.models.reading.model_reading import read_layers
+from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.rope.covariance import NUMBERS_AT_ONCE
 from tl_posdisent.rope.moments import Moments

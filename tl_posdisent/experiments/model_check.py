@@ -446,7 +446,8 @@ def _some_heads(trial: Trial) -> Iterator[Law]:
     hooks = dummy_distance(trial.reading, 3, layers=[trial.layer], heads=[trial.head])
     (spec,) = trial.reading.specs(trial.layer)
     name, axis = ("hook_pattern", 1) if spec.scores_editable else ("hook_z", 2)  # some norm z over all heads
-    before, after = (trial.held(trial.layer, (name,), some)[0].movedim(axis, 0) for some in ([], hooks))
+    none: list[Hook] = []
+    before, after = (trial.held(trial.layer, (name,), some)[0].movedim(axis, 0) for some in (none, hooks))
     others = [h for h in range(spec.n_heads) if h != trial.head]
     if others:
         yield "the other heads stay", _gap(after[others], before[others])

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from tl_posdisent.hooks.planning.planner import Compiled
+from tl_posdisent.hooks.hook_list import Compiled
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.validation import shown

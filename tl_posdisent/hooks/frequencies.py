@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
-from tl_posdisent.hooks.planning.planner import Hooks, hooks_for
-from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit, PhaseNoise, within_band
+from tl_posdisent.hooks.edits.rotation import FrequencyLimit, PhaseNoise, within_band
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, hooks_for, rotary_heads
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, is_number, shown
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
-from tl_posdisent.hooks.planning.planner import Hooks, hooks_for
-from tl_posdisent.hooks.planning.rotation_edits import DistanceMap, PositionScale
-from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.rotation import DistanceMap, PositionScale
+from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, hooks_for, rotary_heads
 from tl_posdisent.utils.validation import check_integer, check_number
 
 

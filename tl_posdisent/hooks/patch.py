@@ -8,10 +8,9 @@ from typing import Any, Literal, get_args
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.chosen_heads import Heads, any_heads, rotary_heads
-from tl_posdisent.hooks.planning.planner import Hooks, layer_hooks
-from tl_posdisent.hooks.planning.rotation_edits import VectorPatch
-from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.rotation import VectorPatch
+from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, layer_hooks, rotary_heads
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.utils.validation import check_choice, shown

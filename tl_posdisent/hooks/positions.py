@@ -2,7 +2,7 @@
 
 Each function returns a list for ``model.hooks(fwd_hooks=...)``, ``model.run_with_hooks`` or ``applied``. Add lists,
 ``a + b``, to let interventions act together: at most one position intervention acts on a head, and frequency limits,
-phase noise and interpolation compose with it (``rotation_edits.py``).
+phase noise and interpolation compose with it (``edits/rotation.py``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, rotary_heads
-from tl_posdisent.hooks.planning.planner import Hooks, hooks_for
-from tl_posdisent.hooks.planning.rotation_edits import DistanceMap, PositionMap, mapped
+from tl_posdisent.hooks.edits.rotation import DistanceMap, PositionMap, mapped
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, hooks_for, rotary_heads
 from tl_posdisent.utils.validation import check_number, shown
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit, Component
-from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
-from tl_posdisent.hooks.planning.planner import Hooks, hooks_for
-from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit
+from tl_posdisent.hooks.edits.scores import Order, ScoreEdit
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
 from tl_posdisent.utils.validation import check_choice

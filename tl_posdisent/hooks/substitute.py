@@ -9,9 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads, rotary_heads
-from tl_posdisent.hooks.planning.planner import Hooks, joined, layer_hooks
-from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined, layer_hooks, rotary_heads
 from tl_posdisent.hooks.score_components import Part, component_edit, keep_two_axis, keys_there
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice

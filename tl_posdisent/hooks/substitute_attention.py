@@ -21,9 +21,8 @@ from tl_posdisent.additive.attention.rungs import (
     seen_keys,
 )
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads
-from tl_posdisent.hooks.planning.planner import Hooks, joined, layer_hooks
-from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined, layer_hooks
 from tl_posdisent.hooks.score_components import fewest_masks
 from tl_posdisent.models.capture import for_each_layer, for_each_scores
 from tl_posdisent.models.reading.model_reading import read_model

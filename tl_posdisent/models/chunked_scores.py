@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook, has_plain_layers, run
-from tl_posdisent.models.reading.observe import score_tolerance, spread_rows
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.tolerance import score_tolerance, spread_rows
 from tl_posdisent.utils.validation import check_integer
 
 Rows = Callable[[AttentionSpec, int, Float[Tensor, "batch head row seen"]], None]

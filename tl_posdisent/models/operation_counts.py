@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tl_posdisent.models.chunked_scores import empty_cache, with_mask
-from tl_posdisent.models.reading.explain import probe_tokens
 from tl_posdisent.models.reading.forward import Hook, at_rest, hook_name, hook_points, run
+from tl_posdisent.models.reading.probe import probe_tokens
 
 
 class LiveBytes(TorchDispatchMode):

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.causal.streaming import streaming_ablation
-from tl_posdisent.hooks.planning.score_edits import masked_softmax
+from tl_posdisent.hooks.edits.scores import masked_softmax
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.forward import Hook, device_of, padding_id, run, start_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model

@@ -17,8 +17,8 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
-from tl_posdisent.hooks.planning.planner import Hooks, joined, replace_scores
-from tl_posdisent.hooks.planning.score_edits import View
+from tl_posdisent.hooks.edits.scores import View
+from tl_posdisent.hooks.hook_list import Hooks, joined, replace_scores
 from tl_posdisent.hooks.score_components import Part, fit_inside, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_specs, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores

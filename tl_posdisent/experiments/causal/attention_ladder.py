@@ -16,8 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
-from tl_posdisent.hooks.planning.chosen_heads import Chosen, Heads, Layers, any_heads
-from tl_posdisent.hooks.planning.planner import Hooks, joined
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
 from tl_posdisent.hooks.substitute_attention import (
     BANDS,
     Stored,

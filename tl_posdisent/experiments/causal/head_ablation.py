@@ -12,8 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, replace_heads, stand_in
-from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers
-from tl_posdisent.hooks.planning.planner import Hooks
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts

@@ -9,8 +9,7 @@ import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
-from tl_posdisent.hooks.planning.planner import replace_scores
+from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, replace_scores
 from tl_posdisent.models.reading.forward import Hook, hook_name, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec

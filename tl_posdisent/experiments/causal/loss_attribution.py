@@ -14,9 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
-from tl_posdisent.hooks.planning.planner import joined, layer_hooks
-from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
+from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, joined, layer_hooks
 from tl_posdisent.hooks.score_components import Part, split_scores
 from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.reading.model_reading import read_model

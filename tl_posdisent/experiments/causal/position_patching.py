@@ -10,9 +10,8 @@ import pandas as pd
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, rotary_heads
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
-from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads, rotary_heads
-from tl_posdisent.hooks.planning.planner import Hooks
 from tl_posdisent.hooks.positions import real_tensor, swap_positions
 from tl_posdisent.models.reading.forward import Hook, evaluating, run
 from tl_posdisent.models.reading.model_reading import read_model

@@ -29,7 +29,7 @@ from tl_posdisent.models.partial_forward import (
     run_from,
 )
 from tl_posdisent.models.reading.forward import Hook, hook_name, output_of
-from tl_posdisent.models.reading.observe import mismatch
+from tl_posdisent.models.reading.tolerance import mismatch
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.validation import head_label
 

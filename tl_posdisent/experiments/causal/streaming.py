@@ -10,9 +10,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.hooks.ablate import check_reach
-from tl_posdisent.hooks.planning.chosen_heads import Heads, Layers, any_heads
-from tl_posdisent.hooks.planning.planner import layer_hooks
-from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
+from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, layer_hooks
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer

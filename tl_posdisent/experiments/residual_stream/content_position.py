@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float64
 from torch import Tensor
 
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.reading.observe import score_tolerance
 from tl_posdisent.models.reading.rotation_tables import running_rotary
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.tolerance import score_tolerance
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.pictures import HasTable

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.attention_scores.rotary_layers import check_sinks
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.planning.chosen_heads import Heads
+from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec

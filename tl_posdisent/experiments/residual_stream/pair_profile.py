@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.chosen_heads import Heads
+from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.capture import for_each_layer
 from tl_posdisent.models.reading.forward import at_rest, device_of, hooked, run
 from tl_posdisent.models.reading.model_reading import read_model

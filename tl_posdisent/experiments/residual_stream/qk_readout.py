@@ -18,8 +18,8 @@ from torch import Tensor
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.forward import Hook, at_rest, hook_name, run
-from tl_posdisent.models.reading.observe import score_tolerance
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap
+from tl_posdisent.models.reading.tolerance import score_tolerance
 
 Side = Literal["q", "k"]
 _NAMES: dict[Side, str] = {"q": "queries", "k": "keys"}

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.hooks.planning.chosen_heads import Heads
+from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.model_reading import read_model

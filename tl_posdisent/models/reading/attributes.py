@@ -1,6 +1,6 @@
 """Candidates for rotation, scale, soft cap and window, from the attributes in which model classes keep them.
 
-``explain.py`` accepts a candidate only if it reproduces what the model computes. All the names of attributes are here.
+``probe.py`` accepts a candidate only if it reproduces what the model computes. All the names of attributes are here.
 """
 
 from __future__ import annotations

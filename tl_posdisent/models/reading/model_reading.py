@@ -11,8 +11,8 @@ import pandas as pd
 import torch
 
 from tl_posdisent.models.reading.attributes import architecture, attention_implementations, plain_settings
-from tl_posdisent.models.reading.explain import probe
 from tl_posdisent.models.reading.forward import device_of, modules, points_among
+from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
 from tl_posdisent.utils.validation import check_heads, check_indices, listed
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.planning import running_text as text
-from tl_posdisent.hooks.planning.layer_plan import LayerPlan
-from tl_posdisent.hooks.planning.rotated_scores import rotated_scores, rotated_vectors
-from tl_posdisent.hooks.planning.rotation_edits import FrequencyLimit, HeadRotation, Side, check_patch
-from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View, masked_softmax
-from tl_posdisent.models.reading.observe import mismatch, spread_rows
+from tl_posdisent.hooks.edits import running_positions as text
+from tl_posdisent.hooks.edits.layer_plan import LayerPlan
+from tl_posdisent.hooks.edits.rotated_scores import rotated_scores, rotated_vectors
+from tl_posdisent.hooks.edits.rotation import FrequencyLimit, HeadRotation, Side, check_patch
+from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View, masked_softmax
 from tl_posdisent.models.reading.spec import Tap, masked_below
+from tl_posdisent.models.reading.tolerance import mismatch, spread_rows
 from tl_posdisent.rope.rotary import Rotary, turn, unrotate
 
 _ROWS_CHECKED = 8

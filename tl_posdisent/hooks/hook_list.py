@@ -16,12 +16,22 @@ from typing import Any, SupportsIndex
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.layer_pass import CachedText, LayerPass
-from tl_posdisent.hooks.planning.layer_plan import LayerPlan
-from tl_posdisent.hooks.planning.rotation_edits import Edit
-from tl_posdisent.hooks.planning.score_edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.layer_pass import CachedText, LayerPass
+from tl_posdisent.hooks.edits.layer_plan import LayerPlan
+from tl_posdisent.hooks.edits.rotation import Edit
+from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.utils.validation import head_label
+from tl_posdisent.utils.validation import head_label, is_integer, listed
+
+Layers = int | Iterable[int] | None
+"""None for all, an integer, or integers; negative ones count from the end."""
+
+Heads = int | str | Iterable[int] | Iterable[tuple[int, int] | str] | None
+"""None for all heads of the layers, the same heads in each of them, or labels ``"L16H0"`` and pairs ``(layer, head)``.
+"""
+
+Chosen = list[tuple[AttentionSpec, list[int]]]
 
 _MARK = "tl_posdisent"  # in the ``ctx`` that TransformerLens gives every hook point
 
@@ -233,3 +243,26 @@ def replace_scores(
 ) -> Hooks:
     """Hooks under which these heads attend by the scores that a function returns, whatever their own are."""
     return layer_hooks(spec, heads, ScoreEdit(tool, scores, Order.REPLACE, vectors=vectors))
+
+
+# --- the layers and heads on which an intervention acts
+
+
+def rotary_heads(model: Any, layers: Layers, heads: Heads, tool: str) -> Chosen:
+    """Layers in which ``tool`` must find a rotation that it can change (default all that rotate), with their heads."""
+    return _chosen(model, layers, heads, tool)
+
+
+def any_heads(model: Any, layers: Layers, heads: Heads) -> Chosen:
+    """Layers with attention of any kind, with their heads."""
+    return _chosen(model, layers, heads, None)
+
+
+def _chosen(model: Any, layers: Layers, heads: Heads, tool: str | None) -> Chosen:
+    layers, heads = listed(layers), listed(heads)
+    reading = read_model(model, layers)
+    chosen = reading.heads(layers, heads)
+    single = isinstance(heads, str) or (isinstance(heads, list) and not all(map(is_integer, heads)))
+    named = list(chosen) if single or layers is not None else None
+    specs = reading.specs(named) if tool is None else reading.rotary(named, tool)
+    return [(spec, chosen[spec.layer]) for spec in specs]

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tl_posdisent.hooks.planning.rotation_edits import Edit, HeadRotation, PositionMap, RotationEdit, compose
-from tl_posdisent.hooks.planning.score_edits import ResultEdit, ScoreEdit, score_conflict
+from tl_posdisent.hooks.edits.rotation import Edit, HeadRotation, PositionMap, RotationEdit, compose
+from tl_posdisent.hooks.edits.scores import ResultEdit, ScoreEdit, score_conflict
 from tl_posdisent.models.reading.forward import hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 from tl_posdisent.utils.validation import head_label

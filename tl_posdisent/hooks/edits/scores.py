@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.rotation_edits import Edit, FrequencyLimit, HeadRotation, PositionScale
+from tl_posdisent.hooks.edits.rotation import Edit, FrequencyLimit, HeadRotation, PositionScale
 from tl_posdisent.models.reading.spec import AttentionSpec
 
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.planning.rotation_edits import (
+from tl_posdisent.hooks.edits.rotation import (
     DistanceMap,
     FrequencyLimit,
     HeadRotation,

@@ -1,0 +1,438 @@
+"""Find out what each attention layer does, by a few short forward passes.
+
+First listen: which hooks fire and what they carry. Of all combinations of rotation, scale and soft cap that the
+model's attributes suggest, the one that reproduces the layer's own scores is the answer; if none does, that is said.
+Then the same at far positions: up to which length does that hold? Then disturb what was found: which edits take effect?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from tl_posdisent.models.reading import attributes as facts
+from tl_posdisent.models.reading.forward import Hook, at_rest, device_of, hook_name, hook_points, run
+from tl_posdisent.models.reading.rotation_tables import table_like
+from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
+from tl_posdisent.models.reading.tolerance import mismatch
+from tl_posdisent.rope.rotary import Rotary
+
+
+def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
+    """An ``AttentionSpec`` for each of these layers."""
+    n_layers(model)
+    tokens = probe_tokens(model)
+    with at_rest(model), torch.no_grad():
+        seen = listen(model, tokens, layers)
+        own = facts.own_numbers(model)  # after the pass, which may write them over
+        specs = [_explain(model, layer, seen[layer], own) for layer in layers]
+        edits = [
+            edit for layer in layers if not shows_scores(seen[layer]) for edit in _gentle(model, layer, seen[layer])
+        ]
+        if edits:
+            seen = listen(model, tokens, layers, edits)
+            again = [_explain(model, layer, seen[layer], own) for layer in layers]
+            specs = [s if now.problem else now for s, now in zip(specs, again, strict=True)]
+        specs = check_lengths(model, tokens, specs, edits)
+        specs = check_turns(model, tokens, specs, edits)
+        return check_tables_and_scores(model, tokens, specs, edits)
+
+
+def _gentle(model: Any, layer: int, seen: Seen) -> list[Hook]:
+    """Edits that bring a layer's queries and keys to ordinary size: a pattern alone shows little of scores that are
+    very large or all but equal."""
+    attn, n = model.blocks[layer].attn, model.cfg.n_heads
+    taps = [facts.query_or_key(attn, which, seen, n) for which in "qk"]
+    return [(hook_name(layer, tap.name), _to_unit_size) for tap in taps if tap is not None]
+
+
+def _to_unit_size(x: Tensor, hook: Any) -> Tensor:
+    return (x / x.double().square().mean().sqrt().clamp_min(1e-30)).to(x.dtype)
+
+
+def probe_tokens(model: Any) -> Int[Tensor, "2 pos"]:
+    cfg = model.cfg
+    heads = {cfg.n_heads, getattr(cfg, "n_key_value_heads", None)}
+    length = next(n for n in (11, 10, 13, 12) if n not in heads)  # so that no axis can be taken for another
+    length = min(length, getattr(cfg, "n_ctx", None) or length)
+    generator = torch.Generator().manual_seed(0)
+    tokenizer = getattr(model, "tokenizer", None)
+    # Padding would change positions and mask.
+    special = {*(getattr(tokenizer, "all_special_ids", None) or ()), getattr(cfg, "pad_id", None)}
+    ids = torch.tensor([t for t in range(min(cfg.d_vocab, 4096)) if t not in special], device="cpu")
+    return ids[torch.randint(0, len(ids), (2, length), generator=generator, device="cpu")].to(device_of(model))
+
+
+def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> AttentionSpec:
+    attn, cfg = model.blocks[layer].attn, model.cfg
+    n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
+    visible, there = visible_cells(seen), hook_points(model)
+    causal = visible is None or not bool(visible.triu(1).any())
+    window = next((w for w in facts.windows(model, attn) if is_mask(visible, causal, w)), None)
+    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
+
+    def named(short: str) -> str | None:
+        return hook_name(layer, short) if short in seen else None
+
+    q, k = facts.query_or_key(attn, "q", seen, cfg.n_heads), facts.query_or_key(attn, "k", seen, n_kv)
+    spec = AttentionSpec(
+        layer=layer,
+        architecture=facts.architecture(model),
+        n_heads=cfg.n_heads,
+        n_kv_heads=n_kv,
+        d_head=cfg.d_head,
+        causal=causal,
+        window=window,
+        scores=named("hook_attn_scores") if shows_scores(seen) else None,
+        pattern=named("hook_pattern"),
+        z=named("hook_z"),
+        v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
+        masked_below=masked_score(seen),
+        points={there[name].name: name for short in seen if (name := hook_name(layer, short)) in there},
+    )
+    if any(x is not None and bool((x.isnan() | (x == torch.inf)).any()) for x in (scores, pattern)):
+        why = "its scores are NaN or infinite: look at the weights, or whether its dtype holds numbers so large"
+        return replace(spec, scores=None, problem=why)
+    if visible is None:
+        return replace(
+            spec,
+            problem="neither hook_attn_scores nor hook_pattern fires: its attention runs in a fused kernel. "
+            'Load the model with attn_implementation="eager"',
+        )
+    if not is_mask(visible, causal, window):
+        return replace(spec, problem="its mask is neither causal nor full nor a sliding window")
+    if q is None or k is None:
+        return replace(spec, problem="hook_q and hook_k do not fire")
+    rotaries = facts.rotaries(model, attn, seen, own)
+    return _explain_scores(model, attn, spec, q, k, seen, visible, rotaries)
+
+
+def _explain_scores(
+    model: Any, attn: Any, spec: AttentionSpec, q: Tap, k: Tap, seen: Seen, visible: Tensor, rotaries: Iterable[Rotary]
+) -> AttentionSpec:
+    """The rotation, scale and soft cap under which queries and keys give the scores that were seen."""
+    fits = q.read(seen[q.name]), k.read(seen[k.name])
+    if any(x.ndim != 4 or x.shape[1] != len(visible) or spec.n_heads % x.shape[2] for x in fits):
+        return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
+    spec = replace(spec, n_kv_heads=fits[1].shape[2])  # as many as the hooks show: TransformerLens may ungroup keys
+    k = replace(k, n_heads=spec.n_kv_heads)
+    positions = torch.arange(len(visible), device=visible.device)
+    tried: list[tuple[float, AttentionSpec, tuple[Tensor, Tensor]]] = []
+    for candidate, turned in _candidates(model, attn, spec, fits, rotaries, positions):
+        tried.append((misfit(candidate, *turned, seen, visible), candidate, turned))
+        if tried[-1][0] < _EXACT:
+            break
+    best = min(error for error, *_ in tried)
+    if best > 1:
+        return replace(
+            spec,
+            problem="its scores are not scale * <q, k> under any rotation, scale and soft cap found in the model "
+            "(an additive bias such as ALiBi, or an unknown rotation)",
+        )
+    # Of those that fit equally well (a high soft cap leaves no trace in 16 bits) the first is the most specific.
+    _, chosen, turned = next(t for t in tried if t[0] <= 3 * best)
+    return _with_taps(chosen, q, k, turned, seen)
+
+
+_EXACT = 0.02  # of what is taken for rounding: no other candidate can be right where this one is
+
+
+def _candidates(
+    model: Any, attn: Any, spec: AttentionSpec, fits: Sequence[Tensor], rotaries: Iterable[Rotary], positions: Tensor
+) -> Iterator[tuple[AttentionSpec, tuple[Tensor, Tensor]]]:
+    """Every rotation, scale and soft cap there may be, with the vectors turned; the most specific first."""
+    for rotary in [*rotaries, None]:
+        rotating = replace(spec, rotary=rotary)
+        q_rot, k_rot = (rotating.rotated(x.double(), positions) for x in fits)
+        for scale in dict.fromkeys(facts.scales(attn, spec.d_head)):
+            for cap in dict.fromkeys(facts.soft_caps(model, attn)):
+                yield replace(rotating, scale=scale, soft_cap=cap), (q_rot, k_rot)
+
+
+_ROTATED_EARLIER = (
+    "carries vectors at hook_q and hook_k that are rotated already or not laid out per head "
+    "(multi-head latent attention)"
+)
+
+
+def _with_taps(spec: AttentionSpec, q: Tap, k: Tap, turned: Sequence[Tensor], seen: Seen) -> AttentionSpec:
+    """Names completed, and the candidates for turning vectors: the rotated ones if they fire, else the unrotated."""
+    layer = spec.layer
+
+    def fires(name: str, x: Tensor) -> bool:
+        return name in seen and seen[name].shape == x.shape and mismatch(seen[name], x) <= 1
+
+    rotated = dict(zip(("hook_rot_q", "hook_rot_k"), turned, strict=True))
+    if spec.rotary is None:
+        if any(name in seen and not fires(name, x) for name, x in rotated.items()):
+            return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
+        return replace(spec, q=_full(layer, q), k=_full(layer, k))
+    turn_q, turn_k = (
+        Tap(name, "pos head", tap.n_heads) if fires(name, x) else tap
+        for (name, x), tap in zip(rotated.items(), (q, k), strict=True)
+    )
+    tables = "hook_cos" in seen and "hook_sin" in seen
+    return replace(
+        spec,
+        q=_full(layer, q),
+        k=_full(layer, k),
+        turn_q=None if turn_q.norm is not None else _full(layer, turn_q),  # a norm would have to be undone
+        turn_k=None if turn_k.norm is not None else _full(layer, turn_k),
+        cos=hook_name(layer, "hook_cos") if tables else None,
+        sin=hook_name(layer, "hook_sin") if tables else None,
+    )
+
+
+def _full(layer: int, tap: Tap) -> Tap:
+    return replace(tap, name=hook_name(layer, tap.name))
+
+
+# --- what fires in a pass, and how well an explanation fits it
+
+_LISTEN = (
+    *("hook_q", "hook_k", "hook_v", "hook_q_normed", "hook_k_normed", "hook_rot_q", "hook_rot_k"),
+    *("hook_cos", "hook_sin", "hook_attn_scores", "hook_pattern", "hook_z"),
+)
+
+Seen = dict[str, Tensor]
+"""What fired in one layer during one pass, by short hook name."""
+
+
+def listen(
+    model: Any, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = (), **more: Any
+) -> dict[int, Seen]:
+    """One forward pass, with edits if there are any: what fired in each of the layers, after the edits.
+
+    ``more`` are arguments of the pass.
+    """
+    seen: dict[int, Seen] = {layer: {} for layer in layers}
+    there = hook_points(model)
+    recorders = [
+        (name, partial(_record, seen[layer], short))
+        for layer in layers
+        for short in _LISTEN
+        if (name := hook_name(layer, short)) in there
+    ]
+    run(model, tokens, [*edits, *recorders], stop=max(layers) + 1, **more)
+    return seen
+
+
+def _record(seen: Seen, short: str, x: Any, hook: Any) -> None:
+    if isinstance(x, Tensor):
+        seen[short] = x.detach().clone()
+
+
+def shows_scores(seen: Seen) -> bool:
+    """Whether the hook of the scores carries them: in some classes it carries the pattern."""
+    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
+    return scores is not None and not (pattern is not None and torch.equal(scores, pattern))
+
+
+def visible_cells(seen: Seen) -> Bool[Tensor, "query key"] | None:
+    """Cells that any head of any text attends to: the probe's own look at the mask, never used for a fit.
+
+    From the scores where they are shown, since a sharp softmax leaves zeros that no mask made.
+    """
+    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
+    attended = None if pattern is None else (pattern > 0).flatten(0, -3).any(0)
+    if scores is None or not shows_scores(seen):
+        return attended
+    visible = (scores > masked_score(seen)).flatten(0, -3).any(0)
+    if pattern is None or attended is None or torch.equal(visible, attended):
+        return visible
+    return visible if is_softmax(pattern, scores, visible) else attended  # some show scores without their mask
+
+
+def is_softmax(pattern: Tensor, scores: Tensor, visible: Bool[Tensor, "query key"]) -> bool:
+    """Whether the pattern is the softmax of these scores, up to what attention sinks take of a row."""
+    wanted = scores.double().masked_fill(~visible, -torch.inf).softmax(-1)
+    shared = pattern.double() / pattern.double().sum(-1, keepdim=True)
+    return mismatch(shared.to(pattern.dtype), wanted) <= 1
+
+
+def masked_score(seen: Seen) -> float:
+    """The score at or below which a cell of this pass holds none."""
+    return masked_below(*(seen[name].dtype for name in ("hook_attn_scores", "hook_q", "hook_v") if name in seen))
+
+
+def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:
+    """Whether these visible cells are what such a mask leaves."""
+    if visible is None:
+        return True
+    layer = AttentionSpec(0, "", 1, 1, 1, causal, window)
+    return torch.equal(visible, layer.mask(len(visible), visible.device))
+
+
+def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]) -> float:
+    """Largest error of the scores (of the pattern, if that is all that fires) that rotated queries and keys predict.
+
+    In units of what rounding explains: an explanation is acceptable up to 1.
+    """
+    predicted, dtype = spec.score(q_rot, k_rot), seen["hook_q"].dtype  # scores may be wider than what they are made of
+    if spec.scores is not None:
+        observed = seen["hook_attn_scores"]
+        if predicted.shape == observed.shape:
+            return mismatch(observed[..., visible], predicted[..., visible], dtype)
+    elif "hook_pattern" in seen and seen["hook_pattern"].shape == predicted.shape:
+        return mismatch(seen["hook_pattern"], predicted.masked_fill(~visible, -torch.inf).softmax(-1), dtype)
+    return float("inf")
+
+
+def short_name(tap: Tap) -> str:
+    """The hook's name without layer: ``"hook_q"``."""
+    return tap.name.rsplit(".", 1)[-1]
+
+
+# --- the length of text up to which rotation and scale hold
+#
+# Some models rotate by other frequencies beyond a length (longrope of Phi-3 and Phi-4, dynamic NTK), or scale scores by
+# the position (Llama 4). Ten tokens placed at the end of a long text show that without running one.
+
+
+def check_lengths(model: Any, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
+    """Set ``holds_to`` where rotation or scale change with the length; after these first edits."""
+    explained = [spec for spec in specs if spec.problem is None and spec.q and spec.k]
+    noted, farthest = facts.lengths_of_note(model)
+    n = tokens.shape[1]
+    if not explained or farthest <= n or not hasattr(model, "original_model"):  # HookedTransformer: tables alone
+        return specs
+
+    @cache
+    def held(length: int) -> dict[int, bool]:
+        try:
+            positions = torch.arange(length - n, length, device=tokens.device)
+            more = {"position_ids": positions[None].expand(len(tokens), -1), "attention_mask": torch.ones_like(tokens)}
+            seen = listen(model, tokens, [spec.layer for spec in explained], first, **more)
+        except (RuntimeError, ValueError, TypeError, IndexError):  # a model that takes no positions
+            return {spec.layer: True for spec in explained}
+        return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in explained}
+
+    def longest(layer: int) -> int | None:
+        return _longest(lambda length: held(length)[layer], n, noted, farthest)
+
+    found = {spec.layer: longest(spec.layer) for spec in explained}
+    return [replace(spec, holds_to=found.get(spec.layer)) for spec in specs]
+
+
+def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> bool:
+    """Whether the layer's scores at these positions are those that were read at the beginning of a text."""
+    assert spec.q
+    assert spec.k
+    visible = visible_cells(seen)
+    q, k = (tap.read(seen[short_name(tap)]).double() for tap in (spec.q, spec.k))
+    for places in (positions, positions - positions[0]):  # the latter of a model that does not heed them
+        turned = spec.rotated(q, places), spec.rotated(k, places)
+        if visible is None or misfit(spec, *turned, seen, visible) <= 1:
+            return True
+    return False
+
+
+def _longest(holds: Callable[[int], bool], shortest: int, noted: Sequence[int], farthest: int) -> int | None:
+    """The greatest length that holds; None if the farthest does."""
+    if holds(farthest):
+        return None
+    low, high = shortest, farthest
+    for length in sorted({x + more for x in noted for more in (-1, 0, 1)}):  # where models change, if they do
+        if low < length < high:
+            low, high = (length, high) if holds(length) else (low, length)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+# --- edits that take effect
+#
+# Vectors are disturbed by additive noise, not by factors, which a norm after the hook would undo. Scores are replaced
+# by some of ordinary size: to a sharp softmax a little noise makes no difference.
+
+
+def check_turns(model: Any, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
+    """Drop hooks of turned vectors at which an edit, after these first ones, does not reach the scores."""
+    generator = torch.Generator().manual_seed(1)
+
+    def disturb(x: Tensor, hook: Any) -> Tensor:
+        return x + noise_like(x, generator)
+
+    turning = [s for s in specs if s.turn_q and s.turn_k]
+    edits = [*first] + [(tap.name, disturb) for s in turning for tap in (s.turn_q, s.turn_k) if tap]
+    seen = listen(model, tokens, [s.layer for s in turning], edits) if turning else {}
+    return [judge_turns(spec, seen.get(spec.layer, {})) for spec in specs]
+
+
+def noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Noise of the size of ``x``: less would be lost in large vectors."""
+    size = x.detach().double().square().mean().sqrt().clamp_min(1e-3)
+    return (torch.randn(x.shape, generator=generator, device="cpu").to(x.device) * size).to(x.dtype)
+
+
+def judge_turns(spec: AttentionSpec, now: Seen) -> AttentionSpec:
+    if spec.rotary is None:
+        return spec
+    if not (spec.turn_q and spec.turn_k):
+        return replace(spec, no_rotation="has no hook at which turned queries and keys can be set")
+    q, k = (_rotated(spec, tap, now) for tap in (spec.turn_q, spec.turn_k))
+    visible = visible_cells(now)
+    if visible is not None and misfit(spec, q, k, now, visible) <= 1:
+        return spec
+    reason = f"discards edits at {spec.turn_q.name} and {spec.turn_k.name}"
+    return replace(spec, turn_q=None, turn_k=None, no_rotation=reason)
+
+
+def _rotated(spec: AttentionSpec, tap: Tap, now: Seen) -> Tensor:
+    """What a tap for turned vectors comes to, whether it lies behind the rotation or before it."""
+    x = tap.read(now[short_name(tap)]).double()
+    if short_name(tap).startswith("hook_rot"):
+        return x
+    return spec.rotated(x, torch.arange(x.shape[1], device=x.device))
+
+
+def check_tables_and_scores(
+    model: Any, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]
+) -> list[AttentionSpec]:
+    """Which layers use edited rotation tables and edited scores, after these first edits."""
+    generator = torch.Generator().manual_seed(2)
+    edits: list[Hook] = [*first]
+    positions = (torch.arange(tokens.shape[1], device=tokens.device) * 2 + 3).flip(0) ** 1.5
+    before: dict[int, Tensor] = {}
+
+    def other_table(spec: AttentionSpec, which: str) -> Any:
+        def exchange(x: Tensor, hook: Any) -> Tensor:
+            assert spec.rotary is not None
+            return table_like(x, spec.rotary, positions, which)
+
+        return exchange
+
+    def disturb(spec: AttentionSpec) -> Any:
+        def edit(x: Tensor, hook: Any) -> Tensor:
+            before[spec.layer] = x.detach().clone()
+            return torch.where(spec.is_masked(x), x, torch.randn(x.shape, generator=generator, device="cpu").to(x))
+
+        return edit
+
+    for spec in specs:
+        if spec.cos and spec.sin:
+            edits += [(spec.cos, other_table(spec, "cos")), (spec.sin, other_table(spec, "sin"))]
+        if spec.scores:
+            edits.append((spec.scores, disturb(spec)))
+    seen = listen(model, tokens, [s.layer for s in specs], edits) if len(edits) > len(first) else {}
+    return [_judge(s, seen.get(s.layer, {}), before.get(s.layer), positions) for s in specs]
+
+
+def _judge(spec: AttentionSpec, now: Seen, before: Tensor | None, positions: Tensor) -> AttentionSpec:
+    visible = visible_cells(now)
+    if spec.cos and spec.q and spec.k and visible is not None:
+        q, k = (spec.rotated(tap.read(now[short_name(tap)]).double(), positions) for tap in (spec.q, spec.k))
+        then = {**now, "hook_attn_scores": before} if before is not None else now
+        if misfit(spec, q, k, then, visible) > 1:
+            spec = replace(spec, cos=None, sin=None)
+    if spec.scores and visible is not None and "hook_pattern" in now:
+        editable = is_softmax(now["hook_pattern"], now["hook_attn_scores"], visible)
+        spec = replace(spec, scores_editable=editable)
+    return spec

@@ -1,0 +1,28 @@
+"""How nearly numbers that were computed in two ways must agree, and some rows to try it on."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+
+def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, "row"]:
+    """Some of n rows all over a matrix, first and last included; in float64, which rounds no index of a long text."""
+    rows: Tensor = torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64).round().long()
+    return rows.to(device)
+
+
+def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = None) -> float:
+    """Largest error in units of what rounding (of the observed or of a coarser dtype) explains."""
+    if observed.numel() == 0:
+        return 0.0
+    error = (observed.double() - predicted.double()).abs().amax()
+    allowed = score_tolerance(observed.dtype, dtype) * observed.double().abs().amax()
+    return float(torch.where(error == 0, 0.0, error / allowed).nan_to_num(nan=torch.inf))
+
+
+def score_tolerance(*dtypes: torch.dtype | None) -> float:
+    """How nearly recomputed scores must agree, relative to the largest, if numbers of these dtypes went into them."""
+    known = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2}  # rotation tables are float32 at best
+    return max(known.get(dtype, 6e-2) for dtype in dtypes if dtype)
