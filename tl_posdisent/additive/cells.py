@@ -100,6 +100,13 @@ def cell_distances(n_query: int, n_key: int, device: torch.device | str | None =
     return i[:, None] - torch.arange(n_key, device=device)
 
 
+def distance_range(mask: Bool[Tensor, "*mask query key"]) -> tuple[int, int]:
+    """The lowest and the highest distance with a cell in any of the masks."""
+    n_query, n_key = mask.shape[-2:]
+    used = cell_distances(n_query, n_key, mask.device)[mask.reshape(-1, n_query, n_key).any(0)]
+    return int(used.min()), int(used.max())
+
+
 def by_distance(mask: Bool[Tensor, "*mask query key"], low: int, high: int) -> Bool[Tensor, "*mask query distance"]:
     """Lay a mask out by query and distance: ``out[i, d - low]`` is the cell of query ``i`` at distance ``d``."""
     n_query, n_key = mask.shape[-2:]
@@ -172,8 +179,7 @@ class Runs(Cells):
     def from_mask(cls, mask: Bool[Tensor, "*mask query key"]) -> Runs | None:
         """Convert a boolean mask, or return None if some row, column or diagonal has a gap."""
         n_query, n_key = mask.shape[-2:]
-        used = cell_distances(n_query, n_key, mask.device)[mask.reshape(-1, n_query, n_key).any(0)]
-        low, high = int(used.min()), int(used.max())
+        low, high = distance_range(mask)
         runs = []
         for view in (mask.mT, mask, by_distance(mask, low, high)):
             run = _find_run(view)
@@ -284,8 +290,7 @@ class Scattered(Cells):
     def from_mask(cls, mask: Bool[Tensor, "*mask query key"]) -> Scattered:
         """Lay the mask out along its three pairs of axes."""
         n_query, n_key = mask.shape[-2:]
-        used = cell_distances(n_query, n_key, mask.device)[mask.reshape(-1, n_query, n_key).any(0)]
-        low, high = int(used.min()), int(used.max())
+        low, high = distance_range(mask)
         query_distance = by_distance(mask, low, high)
         # Seen backwards, a key is a query whose last key stands at the last position too, that is `offset` off.
         offset = n_key - n_query

@@ -82,6 +82,9 @@ from .residual_stream.distance_sources import (
 from .residual_stream.distance_sources import (
     distance_sources as distance_sources,
 )
+from .residual_stream.distance_sources import (
+    distance_sources_check as distance_sources_check,
+)
 from .residual_stream.pair_profile import (
     pair_profile as pair_profile,
 )
@@ -96,9 +99,6 @@ from .residual_stream.rope_hadamard import (
 )
 from .residual_stream.rope_hadamard import (
     rope_hadamard as rope_hadamard,
-)
-from .residual_stream.source_removal import (
-    distance_sources_check as distance_sources_check,
 )
 from .robustness.length_generalization import (
     length_generalization as length_generalization,

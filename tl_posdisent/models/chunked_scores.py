@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from torch import Tensor
 from tl_posdisent.models.reading.forward import Hook, has_plain_layers, run
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.reading.tolerance import score_tolerance, spread_rows
-from tl_posdisent.utils.validation import check_integer
 
 Rows = Callable[[AttentionSpec, int, Float[Tensor, "batch head row seen"]], None]
 """Takes a layer's scores of some queries: ``(spec, first query, scores)``."""
@@ -31,19 +31,44 @@ def read_blocks(
     """Run the model on ``block`` queries at a time, and call ``rows`` with every layer's scores.
 
     Raises:
-        ValueError: a block below 1; a model that shows no scores or takes no cache, in which queries see later keys, or
-            that has hooks (which may assume a whole text); one whose scores in blocks are not those of one pass, which
-            is tried on a few tokens.
+        ValueError: a model that shows no scores or takes no cache, in which queries see later keys, or that has hooks
+            (which may assume a whole text); one whose scores in blocks are not those of one pass, which is tried on a
+            few tokens.
     """
-    check_integer("block", block, 1)
     for spec in specs:
         spec.check_length(tokens.shape[1], "block")  # blocks within the length would be rotated as short texts are
     check_blocks(model, tokens[:, :_TRIED], specs)
     _run_blocks(model, tokens, specs, block, rows)
 
 
+def _run_blocks(model: Any, tokens: Tensor, specs: list[AttentionSpec], block: int, rows: Rows) -> None:
+    cache = empty_cache(model, tokens)
+
+    def listen(scores: Tensor, hook: Any, spec: AttentionSpec, first: int) -> None:
+        n_row, n_seen = scores.shape[-2:]
+        some = spread_rows(n_row, 4, scores.device)  # a few rows show which keys they see
+        distance = (some + first)[:, None] - torch.arange(n_seen, device=scores.device)
+        if n_seen != first + n_row or bool((spec.is_masked(scores[:, :, some]) == spec.sees(distance)).any()):
+            raise ValueError(
+                f"block must be None: with a cache, layer {spec.layer} of {spec.architecture} gives queries {first} … "
+                f"{n_row + first - 1} other keys or another mask than without; padded texts are not supported either"
+            )
+        rows(spec, first, scores.detach())
+
+    for first in range(0, tokens.shape[1], block):
+        _run_heard(model, tokens[:, first : first + block], specs, partial(listen, first=first), cache)
+
+
+def _run_heard(
+    model: Any, tokens: Tensor, specs: list[AttentionSpec], listen: Callable[..., None], cache: dict[str, Any]
+) -> None:
+    """Run the model and call ``listen(scores, hook, spec=spec)`` at each layer."""
+    hooks: list[Hook] = [(spec.scores or "", partial(listen, spec=spec)) for spec in specs]
+    run(model, tokens, hooks, stop=max(spec.layer for spec in specs) + 1, **with_mask(cache, tokens))
+
+
 def check_blocks(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec]) -> None:
-    """Refuse a model that cannot be run in blocks; tries it on these tokens."""
+    """Refuse a model that cannot be run in blocks; compares scores of these tokens in blocks with those of one pass."""
     for spec in specs:
         if spec.scores is None or not spec.causal:
             what = "does not show its scores" if spec.causal else "lets queries see later keys"
@@ -51,50 +76,10 @@ def check_blocks(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[Atten
     hooked = sorted(name for name, point in model.hook_dict.items() if point.fwd_hooks)
     if hooked:
         raise ValueError(f"block must be None, or the model without hooks, which would see parts of the text: {hooked}")
-    _try_out(model, tokens, specs)
-
-
-def _run_blocks(model: Any, tokens: Tensor, specs: list[AttentionSpec], block: int, rows: Rows) -> None:
-    stop, cache = max(spec.layer for spec in specs) + 1, empty_cache(model, tokens)
-    for first in range(0, tokens.shape[1], block):
-        hooks = [_listener(spec, first, rows) for spec in specs]
-        part = tokens[:, first : first + block]
-        run(model, part, hooks, stop=stop, **with_mask(cache, part))
-
-
-def _listener(spec: AttentionSpec, first: int, rows: Rows) -> Hook:
-    assert spec.scores is not None
-
-    def listen(scores: Tensor, hook: Any) -> None:
-        _check(spec, first, scores)
-        rows(spec, first, scores.detach())
-
-    return spec.scores, listen
-
-
-def _check(spec: AttentionSpec, first: int, scores: Tensor) -> None:
-    """Refuse scores of other keys than those before, or another mask than the layer's; looks at a few rows."""
-    n_row, n_seen = scores.shape[-2:]
-    some = spread_rows(n_row, 4, scores.device)
-    distance = (some + first)[:, None] - torch.arange(n_seen, device=scores.device)
-    if n_seen != first + n_row or bool((spec.is_masked(scores[:, :, some]) == spec.sees(distance)).any()):
-        raise ValueError(
-            f"block must be None: with a cache, layer {spec.layer} of {spec.architecture} gives queries {first} … "
-            f"{first + n_row - 1} other keys or another mask than without; padded texts are not supported either"
-        )
-
-
-def _try_out(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> None:
-    """Compare scores of a short text in blocks with those of one pass."""
     n = tokens.shape[1]
     once: dict[int, Tensor] = {}
     parts: dict[int, list[Tensor]] = {spec.layer: [] for spec in specs}
-
-    def listener(spec: AttentionSpec) -> Hook:
-        assert spec.scores is not None
-        return spec.scores, lambda x, hook: once.__setitem__(spec.layer, x.detach())
-
-    run(model, tokens, [listener(spec) for spec in specs], stop=max(spec.layer for spec in specs) + 1)
+    _run_heard(model, tokens, specs, lambda x, hook, spec: once.update({spec.layer: x.detach()}), {})
     _run_blocks(model, tokens, specs, -(-n // 3), lambda spec, first, x: parts[spec.layer].append(x.double()))
     for spec in specs:
         full = once[spec.layer].double()

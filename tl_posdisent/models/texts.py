@@ -156,19 +156,21 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
         rows = [check_tokens(model, row, padded=True)[0] for row in encode(model, tokens)]
         side = getattr(model.tokenizer, "padding_side", "right")
         ids = pad_sequence(rows, True, padding_id(model) or 0, side)
-        return _grouped(ids, pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).bool())
-    ids = check_tokens(model, tokens, padded=attention_mask is not None)
-    return _grouped(ids, check_attention_mask(attention_mask, ids))
+        real = pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).bool()
+    else:
+        ids = check_tokens(model, tokens, padded=attention_mask is not None)
+        real = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else _real(attention_mask, ids)
+    lengths, starts = real.sum(1), real.to(torch.uint8).argmax(1)
+    groups = []
+    for length in dict.fromkeys(lengths.tolist()):
+        texts = (lengths == length).nonzero()[:, 0]
+        columns = starts[texts, None] + torch.arange(length, device=ids.device)
+        groups.append(TextGroup(texts, ids[texts[:, None], columns], starts[texts]))
+    return Texts(ids, real, groups)
 
 
-def check_attention_mask(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
-    """An attention mask as booleans on the device of the tokens; all True for None.
-
-    Raises:
-        ValueError: see ``read_texts``.
-    """
-    if attention_mask is None:
-        return torch.ones_like(tokens, dtype=torch.bool)
+def _real(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
+    """An attention mask as booleans on the device of the tokens, or raise (see ``read_texts``)."""
     if not isinstance(attention_mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor like tokens, got {type(attention_mask).__name__}")
     if attention_mask.is_meta:
@@ -191,19 +193,6 @@ def check_attention_mask(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) 
             f"sides in text {int(bad[0])}"
         )
     return real
-
-
-def _grouped(tokens: Int[Tensor, "batch pos"], real: Bool[Tensor, "batch pos"]) -> Texts:
-    if bool(real.all()):
-        everything = torch.arange(len(tokens), device=tokens.device)
-        return Texts(tokens, real, [TextGroup(everything, tokens, torch.zeros_like(everything))])
-    lengths, starts = real.sum(1), real.to(torch.uint8).argmax(1)
-    groups = []
-    for length in dict.fromkeys(lengths.tolist()):
-        rows = (lengths == length).nonzero()[:, 0]
-        columns = starts[rows, None] + torch.arange(length, device=tokens.device)
-        groups.append(TextGroup(rows, tokens[rows[:, None], columns], starts[rows]))
-    return Texts(tokens, real, groups)
 
 
 def _listed(lengths: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import fit_marginals
-from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals, read_marginals
+from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.chunked_scores import read_blocks
 from tl_posdisent.models.memory import require_room
@@ -22,6 +22,8 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
 from tl_posdisent.utils.tables import join_texts
 from tl_posdisent.utils.validation import check_flag, check_integer
+
+from .rotary_layers import check_sinks
 
 
 def additivity(
@@ -77,14 +79,12 @@ def additivity(
         (40, True, True)
     """
     check_flag("pool", pool)
-    check_integer("sinks", sinks, 0)
     if block is not None:
         check_integer("block", block, 1)
     reading = read_model(model, layers)
     model, specs = reading.model, reading.specs(layers)
     texts = read_texts(model, tokens, attention_mask)
-    if sinks > min(texts.lengths) - 2:
-        raise ValueError(f"sinks must leave two keys of every text, at most {min(texts.lengths) - 2}, got {sinks}")
+    check_sinks(sinks, texts.lengths, leave=2)
     width = texts.tokens.shape[1]
     if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.shape != (width, width)):
         raise ValueError(
@@ -94,22 +94,16 @@ def additivity(
     n_heads = max(spec.n_heads for spec in specs)
     for group in texts.groups:
         require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1], block)
-    found: dict[int, list[Part]] = {}
     with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
-        for group in texts.groups:
-
-            def note(layer: int, read: Marginals, cells: Cells, group: TextGroup = group) -> None:
-                found.setdefault(layer, []).append(Part(group, read, cells))
-                bar.update()
-
-            chosen = {spec.layer: _cells(spec, mask, group.tokens.shape[1]) | {"sinks": sinks} for spec in specs}
-            if block is None:
-                _whole(model, group.tokens, specs, chosen, note)
-            else:
-                _by_block(model, group.tokens, specs, chosen, block, note)
+        read = [_read_group(model, group, specs, mask, sinks, block, bar) for group in texts.groups]
     tables = []
-    for layer in sorted(found):
-        table = _fitted(found.pop(layer), pool)
+    for layer in sorted(read[0]):
+        parts = [of_group.pop(layer) for of_group in read]
+        if pool:
+            table = fit_marginals(*_stacked(parts), pool=True).to_frame()
+        else:
+            fits = [fit_marginals(part.read, part.cells).to_frame() for part in parts]
+            table = join_texts(fits, [part.group.rows.tolist() for part in parts], ["batch", "head"])
         table.insert(list(table.columns).index("head"), "layer", layer)
         tables.append(table)
     return reading.note(pd.concat(tables, ignore_index=True))
@@ -123,13 +117,40 @@ class Part(NamedTuple):
     cells: Cells
 
 
-@torch.no_grad()
-def _fitted(parts: Sequence[Part], pool: bool) -> pd.DataFrame:
-    """The fits of one layer's scores in all texts."""
-    if pool:
-        return fit_marginals(*_stacked(parts), pool=True).to_frame()
-    tables = [fit_marginals(part.read, part.cells).to_frame() for part in parts]
-    return join_texts(tables, [part.group.rows.tolist() for part in parts], ["batch", "head"])
+def _read_group(
+    model: Any,
+    group: TextGroup,
+    specs: list[AttentionSpec],
+    mask: MaskKind | Tensor | None,
+    sinks: int,
+    block: int | None,
+    bar: Any,
+) -> dict[int, Part]:
+    """The marginal sums of each layer, from one pass, or added up block by block."""
+    n = group.tokens.shape[1]
+    parts: dict[int, Part] = {}
+
+    def add(spec: AttentionSpec, first: int, scores: Tensor) -> None:
+        batch, seen, options = scores.shape[:2], scores.shape[-1], _cells(spec, mask, n)
+        if spec.layer not in parts:
+            whole = make_cells((*batch, n, n), device=scores.device, sinks=sinks, **options)
+            parts[spec.layer] = Part(group, no_marginals(batch, whole), whole)
+        _, before, cells = parts[spec.layer]
+        if isinstance(options["mask"], Tensor):
+            options["mask"] = options["mask"][first:seen, :seen]
+        bar.update(seen == n)
+        if seen <= sinks or (isinstance(options["mask"], Tensor) and not bool(options["mask"][:, sinks:].any())):
+            return  # none of these cells counts
+        rows = make_cells(scores.shape, device=scores.device, sinks=sinks, **options) if block else cells
+        parts[spec.layer] = Part(group, add_rows(before, scores, rows, cells, first=first), cells)
+
+    if block is None:
+        for_each_scores(model, group.tokens, specs, lambda spec, scores: add(spec, 0, scores))
+        return parts
+    if mask == "full" or (mask is None and not all(spec.causal for spec in specs)):
+        raise ValueError('block must be None with mask="full": a cache holds the keys before a query')
+    read_blocks(model, group.tokens, specs, block, add)
+    return parts
 
 
 def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
@@ -150,52 +171,6 @@ def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
         for axis, some, sums in zip(cells.split(whole.sums), ranges, own.split(read.sums), strict=True):
             axis[group.rows, :, some] = sums
     return whole, cells
-
-
-Note = Callable[[int, Marginals, Cells], None]
-"""What is called with each layer's marginal sums and the cells they are taken over."""
-
-
-def _whole(
-    model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: dict[int, dict[str, Any]], note: Note
-) -> None:
-    """Within one forward pass."""
-
-    def read(spec: AttentionSpec, scores: Tensor) -> None:
-        cells = make_cells(scores.shape, device=scores.device, **chosen[spec.layer])
-        with torch.no_grad():
-            note(spec.layer, read_marginals(scores, cells), cells)
-
-    for_each_scores(model, tokens, specs, read)
-
-
-def _by_block(
-    model: Any, tokens: Tensor, specs: list[AttentionSpec], chosen: dict[int, dict[str, Any]], block: int, note: Note
-) -> None:
-    """Added up block by block."""
-    if any(options["mask"] == "full" for options in chosen.values() if isinstance(options["mask"], str)):
-        raise ValueError('block must be None with mask="full": a cache holds the keys before a query')
-    n = tokens.shape[1]
-    cells: dict[int, Cells] = {}
-    sums: dict[int, Marginals] = {}
-
-    def add(spec: AttentionSpec, first: int, scores: Tensor) -> None:
-        batch, seen, options = scores.shape[:2], scores.shape[-1], dict(chosen[spec.layer])
-        if spec.layer not in sums:
-            cells[spec.layer] = make_cells((*batch, n, n), device=scores.device, **options)
-            sums[spec.layer] = no_marginals(batch, cells[spec.layer])
-        if isinstance(options["mask"], Tensor):
-            options["mask"] = options["mask"][first:seen, :seen]
-            if not bool(options["mask"][:, options["sinks"] :].any()):
-                return
-        if seen <= options["sinks"]:
-            return
-        part = make_cells(scores.shape, device=scores.device, **options)
-        sums[spec.layer] = add_rows(sums[spec.layer], scores, part, cells[spec.layer], first=first)
-
-    read_blocks(model, tokens, specs, block, add)
-    for spec in sorted(specs, key=lambda spec: spec.layer):
-        note(spec.layer, sums.pop(spec.layer), cells[spec.layer])
 
 
 def _cells(spec: AttentionSpec, mask: MaskKind | Tensor | None, length: int) -> dict[str, Any]:

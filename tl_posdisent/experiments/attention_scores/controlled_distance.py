@@ -189,5 +189,5 @@ def _correlation(a: AdditiveFit, b: AdditiveFit, component: str) -> Float64[Tens
     total = weights.sum(-1, keepdim=True)
     values = [getattr(fit, component) for fit in (a, b)]
     x, y = (v - (v * weights).sum(-1, keepdim=True) / total for v in values)
-    covariance: Tensor = (weights * x * y).sum(-1)
-    return covariance / ((weights * x * x).sum(-1) * (weights * y * y).sum(-1)).sqrt()
+    correlation: Tensor = (weights * x * y).sum(-1) / ((weights * x * x).sum(-1) * (weights * y * y).sum(-1)).sqrt()
+    return correlation

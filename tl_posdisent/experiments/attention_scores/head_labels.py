@@ -164,20 +164,19 @@ def _measured(reading: ModelReading, texts: Texts, copied: Tensor, n: int, layer
     specs = sorted(reading.specs(layers), key=lambda spec: spec.layer)
     sums: dict[tuple[str, int], Tensor] = {}
 
-    def add(spec: AttentionSpec, values: dict[str, Tensor], weight: float) -> None:
+    def add(spec: AttentionSpec, values: dict[str, Tensor], n_texts: int) -> None:
         for name, each in values.items():
             key = (name, spec.layer)
-            sums[key] = sums.get(key, torch.zeros(())) + each.sum(0).cpu() * weight
-
-    def of_text(spec: AttentionSpec, pattern: Tensor) -> None:
-        add(spec, _of_text(pattern, local), 1 / len(texts.tokens))
-
-    def of_copies(spec: AttentionSpec, pattern: Tensor) -> None:
-        add(spec, _of_copies(pattern, n), 1 / len(copied))
+            sums[key] = sums.get(key, torch.zeros(())) + each.sum(0).cpu() * (1 / n_texts)
 
     for group in texts.groups:
-        for_each_pattern(reading.model, group.tokens, specs, of_text)
-    for_each_pattern(reading.model, copied, specs, of_copies)
+        for_each_pattern(
+            reading.model,
+            group.tokens,
+            specs,
+            lambda spec, pattern: add(spec, _of_text(pattern, local), len(texts.tokens)),
+        )
+    for_each_pattern(reading.model, copied, specs, lambda spec, pattern: add(spec, _of_copies(pattern, n), len(copied)))
     rows = [
         (spec.layer, head, *(float(sums[name, spec.layer][head]) for name in _LAYER_MEASURES))
         for spec in specs
@@ -219,18 +218,17 @@ def for_each_pattern(
     specs: Sequence[AttentionSpec],
     function: Callable[[AttentionSpec, Tensor], None],
 ) -> None:
-    """Run the model once and call ``function`` with each layer's attention pattern ``[batch, head, query, key]``."""
-    run(model, tokens, [_listener(spec, function) for spec in specs], stop=max(spec.layer for spec in specs) + 1)
+    """Run the model once and call ``function`` with each layer's attention pattern ``[batch, head, query, key]``: its
+    own, or else the softmax of its scores."""
+    hooks: list[Hook] = []
+    for spec in specs:
+        name = spec.pattern or spec.scores
+        if name is None:
+            raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
 
+        def listen(x: Tensor, hook: Any, spec: AttentionSpec = spec) -> None:
+            x = x.detach()
+            function(spec, x if spec.pattern else masked_softmax(x, ~spec.is_masked(x)))
 
-def _listener(spec: AttentionSpec, function: Callable[[AttentionSpec, Tensor], None]) -> Hook:
-    """Of the pattern, or else of the scores, whose softmax it is."""
-    name = spec.pattern or spec.scores
-    if name is None:
-        raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
-
-    def listen(x: Tensor, hook: Any) -> None:
-        x = x.detach()
-        function(spec, x if spec.pattern else masked_softmax(x, ~spec.is_masked(x)))
-
-    return name, listen
+        hooks.append((name, listen))
+    run(model, tokens, hooks, stop=max(spec.layer for spec in specs) + 1)

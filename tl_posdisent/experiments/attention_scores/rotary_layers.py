@@ -16,7 +16,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.utils.tables import join_texts
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_integer
 
 Measured = TypeVar("Measured")
 
@@ -32,9 +32,7 @@ class RotaryLayer(NamedTuple):
 
 def check_sinks(sinks: Any, lengths: Sequence[int], *, leave: int = 1) -> None:
     """Raise unless ``sinks`` leaves at least ``leave`` positions of every text."""
-    most = min(lengths) - leave
-    if not is_integer(sinks) or not 0 <= sinks <= most:
-        raise ValueError(f"sinks must be an integer from 0 to {most}, got {sinks!r}")
+    check_integer("sinks", sinks, 0, min(lengths) - leave)
 
 
 def measure_layers(

@@ -110,7 +110,9 @@ def position_patching(
         }
         check_apart(model, measured, "positions")
         for spec, patched, reported in tqdm(_units(chosen, what, keys), desc="patches", disable=not progress):
-            moved = [_moved(spec, patched, vectors[spec.layer], what, keys) for vectors in held]
+            own = [vectors[spec.layer] for vectors in held]
+            sides = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in own]
+            moved = [vector_hooks(spec, patched, q, k, keys) for q, k in sides]
             under = [some + more for some, more in zip(hooks[patched_run], moved, strict=True)]
             run = partial(run_texts, model, texts, under)
             head = None if what == "layer" else reported[0]
@@ -118,11 +120,6 @@ def position_patching(
             rows += [(spec.layer, head, value) for head in reported]
     table = failures.note(as_table(rows, measured))
     return reading.note(table.drop(columns="head" if what == "layer" else []))
-
-
-def _moved(spec: AttentionSpec, heads: list[int], held: dict[str, Tensor], what: What, keys: Keys) -> Hooks:
-    """Hooks that put in the vectors of the other run."""
-    return vector_hooks(spec, heads, None if what == "key" else held["q"], None if what == "query" else held["k"], keys)
 
 
 def positions_of(texts: Texts, group: TextGroup, positions: Any) -> Tensor:
