@@ -23,8 +23,6 @@ from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
 from tl_posdisent.utils.tables import join_texts
 from tl_posdisent.utils.validation import check_flag, check_integer
 
-from .rotary_layers import check_sinks
-
 
 def additivity(
     model: Any,
@@ -84,7 +82,7 @@ def additivity(
     reading = read_model(model, layers)
     model, specs = reading.model, reading.specs(layers)
     texts = read_texts(model, tokens, attention_mask)
-    check_sinks(sinks, texts.lengths, leave=2)
+    check_integer("sinks", sinks, 0, min(texts.lengths) - 2)
     width = texts.tokens.shape[1]
     if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.shape != (width, width)):
         raise ValueError(

@@ -73,7 +73,10 @@ def preference_flips(
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
     near_at = numbers("near", near, torch.device("cpu"))
-    sets = check_distance_sets(near_at, _default_far(near_at, texts.longest) if far is None else far)
+    if far is None:
+        steps = np.geomspace(len(NEAR), max(texts.longest - 1, 2 * len(NEAR) - 1), _N_FAR).round()
+        far = [int(d) for d in np.unique(steps) if d not in near_at.tolist()]
+    sets = check_distance_sets(near_at, far)
 
     def measure(layer: RotaryLayer) -> pd.DataFrame:
         q = layer.q if queries is None else layer.q[:, spread_rows(layer.q.shape[1], queries)]
@@ -81,8 +84,3 @@ def preference_flips(
 
     options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress, "leave": 2}
     return measure_layers(reading, texts, "preference_flips", measure, rows_by_text(texts), **options)
-
-
-def _default_far(near: Tensor, longest: int) -> list[int]:
-    steps = np.geomspace(len(NEAR), max(longest - 1, 2 * len(NEAR) - 1), _N_FAR).round()
-    return [int(d) for d in np.unique(steps) if d not in near.tolist()]

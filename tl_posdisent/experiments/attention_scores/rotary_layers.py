@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
@@ -28,11 +28,6 @@ class RotaryLayer(NamedTuple):
     scale: float
     q: Float[Tensor, "batch pos head d_head"]
     k: Float[Tensor, "batch pos kv d_head"]
-
-
-def check_sinks(sinks: Any, lengths: Sequence[int], *, leave: int = 1) -> None:
-    """Raise unless ``sinks`` leaves at least ``leave`` positions of every text."""
-    check_integer("sinks", sinks, 0, min(lengths) - leave)
 
 
 def measure_layers(
@@ -61,7 +56,7 @@ def measure_layers(
         progress: show a bar.
     """
     specs = reading.rotary(layers, tool)
-    check_sinks(sinks, texts.lengths, leave=leave)
+    check_integer("sinks", sinks, 0, min(texts.lengths) - leave)
     scales = {spec.layer: spec.require_scale() for spec in specs}
     found: dict[int, list[Measured]] = {}
     tables = []

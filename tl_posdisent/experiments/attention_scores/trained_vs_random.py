@@ -15,12 +15,11 @@ from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.subspace_interactions import INTERACTIONS
 from tl_posdisent.rope.variance_decomposition import Numbers
-from tl_posdisent.utils.validation import check_choice, check_seeds
+from tl_posdisent.utils.validation import check_choice, check_integer, check_seeds
 
 from .additivity import additivity
 from .controlled_distance import controlled_distance
 from .positional_symbolic_plane import positional_symbolic
-from .rotary_layers import check_sinks
 from .subspace_patterns import subspace_patterns
 
 _HEAD = ["layer", "head"]
@@ -76,7 +75,7 @@ def trained_vs_random(
     check_choice("by", by, ("head", "layer"))
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
-    check_sinks(sinks, texts.lengths, leave=2)
+    check_integer("sinks", sinks, 0, min(texts.lengths) - 2)
     seeds = check_seeds(seeds)
     specs = reading.rotary(layers, "trained_vs_random")
     for spec in specs:

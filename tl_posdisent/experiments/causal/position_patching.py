@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, rotary_heads
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import real_tensor, swap_positions
-from tl_posdisent.models.reading.forward import Hook, evaluating, run
+from tl_posdisent.models.reading.forward import evaluating, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.rotated_qk import listen_scores, listen_vectors
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -214,8 +214,10 @@ def component_patching(
     hooks = [[] if place is None else swap_positions(reading, place) for place in positions]
 
     def hooks_in(spec: AttentionSpec) -> HooksOf:
-        scores = [_scores(model, *run, spec) for run in zip(other.groups, hooks, positions, strict=True)]
-        return lambda group, some: score_hooks(spec, some, scores[group], components)
+        held: list[dict[str, Tensor]] = [{} for _ in other.groups]
+        for group, some, place, seen in zip(other.groups, hooks, positions, held, strict=True):
+            run(model, group.tokens, [*some, *listen_scores(spec, place, seen)], stop=spec.layer + 1)
+        return lambda group, heads: score_hooks(spec, heads, held[group]["scores"], components)
 
     by_head = [[[head] for head in some] for _, some in chosen]
     return reading.note(
@@ -232,12 +234,3 @@ def component_patching(
             progress=progress,
         )
     )
-
-
-def _scores(
-    model: Any, group: TextGroup, hooks: Sequence[Hook], positions: Tensor | None, spec: AttentionSpec
-) -> Tensor:
-    """A layer's scores, of all heads, in another run; the layers behind it are left out."""
-    held: dict[str, Tensor] = {}
-    run(model, group.tokens, [*hooks, *listen_scores(spec, positions, held)], stop=spec.layer + 1)
-    return held["scores"]

@@ -16,7 +16,6 @@ from jaxtyping import Complex128, Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.experiments.attention_scores.rotary_layers import check_sinks
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.hook_list import Heads
@@ -105,7 +104,8 @@ class DistanceSources:
         profile, turn = self.total(), self._turns()
         centred = profile - profile.mean(-1, keepdim=True)
         variance = centred.square().mean(-1)
-        flat = variance.sqrt() <= _ROUNDING * self._reach()
+        largest = self.scale * self.rotary.attention_factor**2 * self.own_query.norm(dim=-1) * self.own_key.norm(dim=-1)
+        flat = variance.sqrt() <= _ROUNDING * largest.abs()  # no value of the profile is larger
         with_profile = torch.einsum("dc,hd->hc", turn, centred.to(turn.dtype)) / len(self.distances)
         q, k = (to_complex(x, self.rotary)[0] for x in (self.query, self.key))
         products = torch.einsum("ahc,hc,bhc->hab", q, with_profile, k.conj()).real
@@ -167,11 +167,6 @@ class DistanceSources:
     def _turns(self) -> Complex128[Tensor, "distance subspace"]:
         angle = self.rotary.angles(self.distances)
         return self.scale * self.rotary.attention_factor**2 * torch.polar(torch.ones_like(angle), angle)
-
-    def _reach(self) -> Float64[Tensor, "head"]:
-        """No value of the profile is larger."""
-        lengths: Tensor = self.own_query.norm(dim=-1) * self.own_key.norm(dim=-1)
-        return abs(self.scale) * self.rotary.attention_factor**2 * lengths
 
     def _index(self, source: str) -> int:
         check_choice("source", source, self.sources)
@@ -253,7 +248,7 @@ def distance_sources(
     scale = spec.require_scale()
     chosen = tuple(reading.heads([spec.layer], heads)[spec.layer])
     texts = read_texts(reading.model, tokens, attention_mask)
-    check_sinks(sinks, texts.lengths)
+    check_integer("sinks", sinks, 0, min(texts.lengths) - 1)
     sides: dict[Side, list[int]] = {"q": list(chosen), "k": [spec.key_head(head) for head in chosen]}
     read = _read_texts(reading.model, spec, texts, sides, sinks)
     names, sums = weighted_sources(reading.model, read.batches, spec.layer, "distance_sources")
@@ -390,10 +385,7 @@ def distance_sources_check(
     place = {head: at for at, head in enumerate(found.heads)}
     remaining: dict[str, list[list[float]]] = {}
     for source in tqdm(list(dict.fromkeys(table["source"])), desc="sources", disable=not progress):
-        ways: list[Callable[[Tensor], list[Hook] | None]] = [
-            partial(_subtraction, model, spec.layer, source),
-            partial(_ablation, model, source),
-        ]
+        ways = partial(_subtraction, model, spec.layer, source), partial(_ablation, model, source)
         remaining[source] = [_slopes(model, spec, texts, found, sinks, hooks) for hooks in ways]
     rows = list(zip(table["source"], table["head"], strict=True))
     table = table.assign(predicted=1 - table["share"])

@@ -107,7 +107,7 @@ def _vectors(
 
 
 def _vector(model: Any, name: str, given: Any) -> Float64[Tensor, "d_model"]:
-    """The vector that an argument stands for."""
+    """The vector that an argument stands for; of tokens, the mean of the stream before the first block."""
     size = int(model.cfg.d_model)
     if isinstance(given, Tensor):
         if given.shape != (size,) or not given.is_floating_point() or not bool(given.isfinite().all()):
@@ -117,20 +117,14 @@ def _vector(model: Any, name: str, given: Any) -> Float64[Tensor, "d_model"]:
             )
         return given.detach().to(device_of(model)).double()
     vocabulary = int(model.cfg.d_vocab)
-    if given == "mean":
-        return _mean_embedding(model, torch.arange(vocabulary, device=device_of(model)))
-    if not is_integer(given) or not 0 <= given < vocabulary:
+    if given != "mean" and not (is_integer(given) and 0 <= given < vocabulary):
         raise ValueError(
             f"{name} must be a vector of shape (d_model,) = ({size},), a token id from 0 to {vocabulary - 1} or "
             f"'mean', got {given!r}"
         )
-    return _mean_embedding(model, torch.tensor([int(given)], device=device_of(model)))
-
-
-def _mean_embedding(model: Any, ids: Tensor) -> Float64[Tensor, "d_model"]:
-    """Mean of the stream before the first block, each token at the first position of its own text."""
+    ids = torch.arange(vocabulary) if given == "mean" else torch.tensor([int(given)])
     total = torch.zeros((), dtype=torch.float64)
-    for part in ids.split(_TOKENS):
+    for part in ids.to(device_of(model)).split(_TOKENS):  # each token at the first position of its own text
         seen: dict[str, Tensor] = {}
         with at_rest(model):
             run(model, part[:, None].expand(-1, 2), [keep(residual_hook(0), seen)], stop=1)

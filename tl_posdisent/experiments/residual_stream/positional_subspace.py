@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.experiments.attention_scores.rotary_layers import check_sinks
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer, check_number
@@ -102,7 +101,7 @@ def positional_subspace(
         check_integer("rank", rank, 1)
     check_number("explained", explained, above=0, most=1)
     texts.require_two("positional_subspace")
-    check_sinks(sinks, texts.lengths, leave=2)
+    check_integer("sinks", sinks, 0, min(texts.lengths) - 2)
     streams = []
     for group in texts.groups:
         seen, _, _ = watch(model, group.tokens, spec, [residual_hook(layer)])
