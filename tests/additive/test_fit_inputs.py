@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from support.dense import allowed
@@ -139,8 +140,8 @@ def test_the_global_state_is_left_alone() -> None:
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ([[1.0, 2.0]], {}, "scores must be a torch.Tensor, got list"),
-    (None, {}, "scores must be a torch.Tensor, got NoneType"),
+    ([[1.0, 2.0]], {}, "scores of layer 0 must be a torch.Tensor, got"),
+    (None, {}, "scores must be a torch.Tensor, a list of them or a cache, got NoneType"),
     (torch.ones(3, 3).long(), {}, "scores must be floating point, got torch.int64"),
     (torch.ones(3, 3).bool(), {}, "scores must be floating point, got torch.bool"),
     (torch.ones(3, 3).cfloat(), {}, "scores must be floating point, got torch.complex64"),
@@ -201,3 +202,41 @@ def test_queries_before_the_first_key_change_no_fit() -> None:
     torch.testing.assert_close(fit.r, same.r)
     torch.testing.assert_close(fit.share_distance, same.share_distance)
     assert int(fit.n_cells) == int(same.n_cells) == 21
+
+
+def test_scores_of_several_layers_are_fitted_as_each_alone() -> None:
+    """A whole cache, or a list of layers: tables have columns ``layer`` and ``head``; texts are pooled as ever."""
+    scores = {layer: torch.randn(3, 2, 9, 9, dtype=torch.float64) for layer in (4, 1)}
+    cache = {f"blocks.{layer}.attn.hook_attn_scores": x for layer, x in scores.items()} | {"blocks.1.hook_z": None}
+    for pool in (False, True):
+        fit = fit_additive(cache, pool=pool)
+        assert fit.layers == (1, 4)
+        table = fit.to_frame()
+        assert list(table.columns[: 3 - pool]) == ["batch", "layer", "head"][pool:]
+        for layer, alone in scores.items():
+            expected = fit_additive(alone, pool=pool).to_frame()
+            got = table[table["layer"] == layer].drop(columns="layer").reset_index(drop=True)
+            pd.testing.assert_frame_equal(got, expected)
+    listed = fit_additive([scores[1], scores[4]])
+    assert listed.to_frame()["layer"].unique().tolist() == [0, 1]
+    assert listed.to_frame("distance").columns.tolist() == ["batch", "layer", "head", "distance", "value"]
+    torch.testing.assert_close(listed.r, fit_additive(cache).r)
+    one_text = fit_additive([x[0] for x in scores.values()]).to_frame()
+    assert list(one_text.columns[:2]) == ["layer", "head"]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ({"blocks.0.hook_resid_pre": torch.zeros(3)}, "scores must be .* a cache that holds hook_attn_scores"),
+        ([], "scores must be a torch.Tensor, a list of them or a cache, got list"),
+        (3, "scores must be a torch.Tensor, a list of them or a cache, got int"),
+        ([torch.randn(2, 4, 4), torch.randn(2, 5, 5)], r"scores of several layers must have one shape .*\(2, 4, 4\)"),
+        ([torch.randn(4, 4), torch.randn(4, 4)], "scores of several layers must have one shape"),
+        ([torch.randn(2, 4, 4), 3], "scores of layer 1 must be a torch.Tensor, got int"),
+    ],
+)
+def test_what_is_no_scores_of_layers(scores: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_additive(scores)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
@@ -17,7 +22,7 @@ from tl_posdisent.utils.validation import check_flag
 
 @torch.no_grad()
 def fit_additive(
-    scores: Float[Tensor, "*batch query key"],
+    scores: Float[Tensor, "*batch query key"] | Mapping[str, Tensor] | Sequence[Tensor] | Any,
     *,
     mask: MaskKind | Bool[Tensor, "*mask query key"] = "causal",
     window: int | None = None,
@@ -34,6 +39,8 @@ def fit_additive(
     Args:
         scores: attention logits before the softmax, ``[*batch, query, key]``, e.g. ``cache["attn_scores", 3]``. The
             last query stands at the last key: with fewer queries than keys, query ``i`` is at ``i + n_key - n_query``.
+            Or the scores of several layers: a list of such tensors, or a whole cache of ``run_with_cache``, of which
+            all ``hook_attn_scores`` are taken. They get one more axis, before the heads, and tables a column ``layer``.
         mask: ``"causal"`` (key not after query), ``"full"`` (bidirectional), or a boolean tensor that is True where a
             cell counts, shared ``[query, key]`` or one per matrix (broadcast against the leading axes).
         window: keep only cells with ``|distance| < window`` (Mistral's and Gemma's sliding window).
@@ -63,7 +70,14 @@ def fit_additive(
         (1.0, [0, 1, 2, 3, 4, 5])
         >>> bool(torch.allclose(fit.fitted(), scores.double().tril()))
         True
+        >>> from tl_posdisent import demo_tokens, load_demo_model
+        >>> _, cache = load_demo_model().run_with_cache(demo_tokens(length=32))
+        >>> fit_additive(cache).to_frame().groupby("layer")["r"].mean().round(2).tolist()
+        [0.55, 0.79, 0.82, 0.84, 0.87]
     """
+    layers: tuple[int, ...] | None = None
+    if not isinstance(scores, Tensor):
+        scores, layers = _stacked(scores)
     scores = check_scores(scores).detach()
     check_flag("pool", pool)
     check_flag("check", check)
@@ -75,7 +89,30 @@ def fit_additive(
         if mask == "causal":
             warn_of_vectors(scores)
     read = read_marginals(scores, cells, suspicious=isinstance(mask, str))
-    return fit_marginals(read, cells, pool=pool)
+    return replace(fit_marginals(read, cells, pool=pool), layers=layers)
+
+
+def _stacked(scores: Any) -> tuple[Tensor, tuple[int, ...]]:
+    """Scores of several layers as one tensor, with an axis of layers before the heads."""
+    if hasattr(scores, "items"):
+        named = {re.fullmatch(r"blocks\.(\d+)\.attn\.hook_attn_scores", str(name)): x for name, x in scores.items()}
+        by_layer = {int(found[1]): x for found, x in named.items() if found}
+        if not by_layer:
+            raise ValueError(
+                "scores must be a tensor, a list of tensors, or a cache that holds hook_attn_scores, got one without: "
+                'run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_attn_scores"))'
+            )
+    elif isinstance(scores, (list, tuple)) and scores:
+        by_layer = dict(enumerate(scores))
+    else:
+        raise ValueError(f"scores must be a torch.Tensor, a list of them or a cache, got {type(scores).__name__}")
+    each = [check_scores(by_layer[layer], f"scores of layer {layer}") for layer in sorted(by_layer)]
+    shapes = {tuple(x.shape) for x in each}
+    if len(shapes) > 1 or each[0].ndim < 3:
+        raise ValueError(
+            f"scores of several layers must have one shape (*batch, head, query, key), got {sorted(shapes)}"
+        )
+    return torch.stack(each, -4), tuple(sorted(by_layer))
 
 
 def fit_marginals(

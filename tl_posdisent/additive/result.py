@@ -52,6 +52,7 @@ class AdditiveFit(HasTable):
         n_cells: number of cells in each fit.
         n_parameters: rank of the design, intercept included.
         pooled: whether all entries of the first axis share one distance component.
+        layers: the layers of the axis before the heads, if scores of several layers were fitted; else None.
 
     Example:
         >>> import torch
@@ -81,6 +82,7 @@ class AdditiveFit(HasTable):
     n_parameters: Int64[Tensor, "*fit"]
     cells: Cells
     pooled: bool = False
+    layers: tuple[int, ...] | None = None
 
     @property
     def mask(self) -> Bool[Tensor, "*mask query key"]:
@@ -130,18 +132,18 @@ class AdditiveFit(HasTable):
         """Return the fit as a table.
 
         ``"summary"`` has one row per fit: its leading index (``head``, or ``batch`` and ``head``, as TransformerLens
-        lays scores out), ``r``, ``r2``, ``r2_adjusted`` and the shares. ``"distance"``, ``"query"`` and ``"key"``
-        have one row per coefficient of that component.
+        lays scores out, with ``layer`` before ``head`` for scores of several layers), ``r``, ``r2``, ``r2_adjusted``
+        and the shares. ``"distance"``, ``"query"`` and ``"key"`` have one row per coefficient of that component.
         """
         check_choice("component", component, get_args(TableComponent))
         if component == "summary":
             names = ("r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key")
             columns = {name: getattr(self, name).flatten().tolist() for name in names}
-            return pd.DataFrame({**index_columns(self.r.shape, pooled=self.pooled), **columns})
+            return pd.DataFrame({**index_columns(self.r.shape, pooled=self.pooled, layers=self.layers), **columns})
         values = getattr(self, component)
         axis = self.distances if component == "distance" else torch.arange(values.shape[-1])
         pooled = self.pooled and component == "distance"
-        index = index_columns(values.shape[:-1], pooled=pooled, repeat=len(axis))
+        index = index_columns(values.shape[:-1], pooled=pooled, repeat=len(axis), layers=self.layers)
         return pd.DataFrame(
             {**index, component: axis.tolist() * values[..., 0].numel(), "value": values.flatten().tolist()}
         )

@@ -8,22 +8,29 @@ from collections.abc import Sequence
 import pandas as pd
 
 
-def index_columns(shape: Sequence[int], *, pooled: bool = False, repeat: int = 1) -> dict[str, list[int]]:
+def index_columns(
+    shape: Sequence[int], *, pooled: bool = False, repeat: int = 1, layers: Sequence[int] | None = None
+) -> dict[str, list[int]]:
     """Columns that spell out the leading index of flattened values.
 
     One axis is ``head``, two are ``batch`` and ``head``, as in ``cache["attn_scores", layer]``; more are ``axis_0``,
-    ``axis_1`` …. With ``pooled`` the first axis of the scores is gone from ``shape``. Each index stands ``repeat``
-    times.
+    ``axis_1`` …. With ``layers``, the axis before ``head`` is ``layer`` and has these numbers. With ``pooled`` the
+    first axis of the scores is gone from ``shape``. Each index stands ``repeat`` times.
 
         >>> index_columns((2, 2))
         {'batch': [0, 0, 1, 1], 'head': [0, 1, 0, 1]}
+        >>> index_columns((2, 2), layers=[3, 7])
+        {'layer': [3, 3, 7, 7], 'head': [0, 1, 0, 1]}
     """
     n = len(shape) + pooled
-    names = {1: ["head"], 2: ["batch", "head"]}.get(n, [f"axis_{i}" for i in range(n)])[pooled:]
+    known = ["batch", "head"] if layers is None else ["batch", "layer", "head"]
+    names = known[len(known) - n :] if n <= len(known) else [f"axis_{i}" for i in range(n)]
+    names = names[pooled:]
     columns, inner = {}, math.prod(shape)
     for name, size in zip(names, shape, strict=True):
         outer, inner = math.prod(shape) // inner, inner // size
-        columns[name] = [i for _ in range(outer) for i in range(size) for _ in range(inner * repeat)]
+        numbers = layers if name == "layer" and layers is not None else range(size)
+        columns[name] = [i for _ in range(outer) for i in numbers for _ in range(inner * repeat)]
     return columns
 
 
