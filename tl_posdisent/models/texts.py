@@ -129,7 +129,7 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
     Args:
         model: takes the token ids, and tokenises text.
         tokens: ids ``[batch, pos]`` or ``[pos]``, a text, or a list of texts of any lengths, which are padded on the
-            side of the model's tokenizer.
+            side of the model's tokenizer. ``Texts`` that were read are returned as they are.
         attention_mask: for ids, in their shape: True or 1 at tokens, False or 0 at padding, which is at the beginning
             or at the end of a text. None for ids without padding, and for text.
 
@@ -149,6 +149,8 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
         >>> [(group.rows.tolist(), group.tokens.tolist()) for group in texts.groups]
         [([0, 2], [[5, 6, 7], [10, 11, 12]]), ([1], [[8, 9]])]
     """
+    if isinstance(tokens, Texts):
+        return tokens
     several = isinstance(tokens, list) and all(isinstance(text, str) for text in tokens)
     if (several or isinstance(tokens, str)) and attention_mask is not None:
         raise ValueError("attention_mask must be None for tokens that are given as text: text needs no padding")

@@ -68,7 +68,6 @@ def controlled_distance(
         >>> bool((table["r_two_axis"] >= table["r_three_axis"]).all())  # the two-axis model contains the other
         True
     """
-
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
     at = range(texts.longest) if distances is None else distances

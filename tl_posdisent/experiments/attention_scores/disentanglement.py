@@ -45,7 +45,7 @@ def disentanglement(
     """
     reading = read_model(model)
     texts = read_texts(reading.model, tokens, attention_mask)
-    batch: dict[str, Any] = {"tokens": texts.tokens, "attention_mask": texts.real, "progress": progress}
+    batch: dict[str, Any] = {"tokens": texts, "progress": progress}
     table = additivity(reading, pool=True, **batch)[["layer", "head", "r"]]
     layers: dict[tuple[int, ...], list[int]] = {}  # by the distances that their masks leave
     for spec in reading.specs():

@@ -50,7 +50,6 @@ def positional_symbolic(
         >>> len(table), bool((table["positional"] + table["symbolic"] <= 1).all())
         (16, True)
     """
-
     check_flag("by_subspace", by_subspace)
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)

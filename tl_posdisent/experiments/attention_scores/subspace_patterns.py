@@ -56,7 +56,6 @@ def subspace_patterns(
         >>> bool(mean["semantic"].idxmax() > 3)  # content sits in slow subspaces
         True
     """
-
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
     at = range(texts.longest) if distances is None else distances

@@ -103,8 +103,7 @@ def _measure(
     sinks: int,
 ) -> pd.DataFrame:
     """One row per layer and head, one column per measure."""
-    common: dict[str, Any] = {"layers": layers, "progress": False}
-    common |= {"tokens": texts.tokens, "attention_mask": texts.real}
+    common: dict[str, Any] = {"tokens": texts, "layers": layers, "progress": False}
     at: dict[str, Any] = {"distances": distances, "sinks": sinks}
     late = torch.arange(texts.tokens.shape[1]) >= sinks
     controlled = controlled_distance(reading, **at, **common).set_index(_HEAD)

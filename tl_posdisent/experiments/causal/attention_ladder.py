@@ -200,10 +200,6 @@ class _Measured:
     kl: float
     values: Float[Tensor, "sample"]
 
-    @classmethod
-    def nothing(cls) -> _Measured:
-        return cls(torch.tensor([nan]), nan, torch.tensor([nan]))
-
 
 @dataclass(frozen=True, eq=False)
 class _Ladder:
@@ -294,7 +290,8 @@ class _Ladder:
             losses, divergences = compare(outputs, self.texts, clean)
             return _Measured(losses, divergences.mean().item(), self._values(outputs, losses))
 
-        return self.failures.attempt(measure, layer, head) or _Measured.nothing()
+        nothing = torch.tensor([nan])
+        return self.failures.attempt(measure, layer, head) or _Measured(nothing, nan, nothing)
 
     def _values(self, outputs: list[Any], losses: Tensor) -> Float[Tensor, "sample"]:
         if self.metric is None:
@@ -415,16 +412,14 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
             reached = [x for x in RUNGS[1:] if x in values and sign * values[x] <= sign * enough]
             rung = reached[0] if reached else "untouched"
         of = by_rung[rung]
-        verdict = "no effect" if rung == "uniform" else _verdict(rung, by_rung)
+        fitted = [x for x in RUNGS[1:-1] if x in by_rung]
+        if rung == "uniform":
+            verdict = "no effect"
+        elif rung != "untouched" or "banded" in fitted:
+            verdict = _VERDICTS[rung]
+        else:  # where none suffices, heads depend on the query only if all others were tried
+            verdict = f"not {_VERDICTS[fitted[-1]]}" if fitted else "undecided"
         rows.append((layer, head, verdict, rung, of["recovered"], of["causal"], gap, error))
     columns = ["layer", "head", "verdict", "rung", "recovered", "causal", "gap", "error"]
     types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "causal": bool}
     return pd.DataFrame(rows, columns=columns).astype(types)
-
-
-def _verdict(rung: Rung, tried: Collection[Rung]) -> str:
-    """The name of a rung. Where none suffices, heads depend on the query only if all others were tried."""
-    fitted = [x for x in RUNGS[1:-1] if x in tried]
-    if rung != "untouched" or "banded" in fitted:
-        return _VERDICTS[rung]
-    return f"not {_VERDICTS[fitted[-1]]}" if fitted else "undecided"
