@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -27,6 +28,7 @@ from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 
+from .sample import affordable, narrowed
 from .subject import Subject
 
 SectionName = Literal["additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation", "ladder"]
@@ -36,10 +38,7 @@ HEAD = ["layer", "head"]
 SHARES = ["share_distance", "share_query", "share_key"]
 FRACTIONS = (0, 0.05, 0.1, 0.2, 0.5)
 PERTURBATIONS = 2
-_PERTURBED = (512, 1024)  # positions, tokens: each run is a forward pass with logits
 _LEAST = 3  # keys below which none is left out
-_ABLATED = (128, 512)  # the same for a pass without each head
-_CLIMBED = (128, 1024)  # positions, tokens of the ladder, half of which its static heads are fitted to
 LADDER: tuple[Rung, ...] = ("distance", "distance+sink", "static", "additive", "banded")
 _PROFILES = 12  # layers whose distance profiles are drawn
 
@@ -51,14 +50,25 @@ class Found:
     Attributes:
         trained: a table; for the section ``heads`` an ``Exhibits``; None if refused.
         random: the same table for all random initialisations, with a column ``seed``; None without.
-        refused: why the model does not support this measurement.
+        refused: why there is no measurement: the model does not support it, or it failed.
+        failed: whether it failed.
         note: what was left out of it, and why.
+        read: the texts and heads that were measured.
     """
 
     trained: Any = None
     random: pd.DataFrame | None = None
     refused: str | None = None
+    failed: bool = False
     note: str | None = None
+    read: Subject | None = None
+
+    @property
+    def sampled(self) -> str:
+        """How many heads were measured, in words, if not all."""
+        if self.read is None or not self.read.sampled:
+            return ""
+        return f"{len(self.read.pairs)} of the {self.read.sampled} heads were measured"
 
 
 @dataclass(frozen=True)
@@ -86,23 +96,28 @@ def measure(
     Raises:
         ValueError: none of them can be made for this model.
     """
-    needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and "heads" in wanted)]
+    # What shows or samples heads by their additivity.
+    ranked = "heads" in wanted or any(affordable(name, subject) < len(subject.pairs) for name in wanted)
+    needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and ranked)]
     found: dict[SectionName, Found] = {}
     with tqdm(total=len(needed) + control, desc="report", disable=not progress) as bar:
         for name in needed:
             bar.set_postfix_str(name)
-            found[name] = _heads(subject, found["additivity"]) if name == "heads" else _try(name, subject, seed)
+            found[name] = _try(name, subject, found, seed)
             bar.update()
-        if all(one.refused for one in found.values()):
-            raise ValueError(f"nothing of this can be measured: {next(iter(found.values())).refused}")
-        compared = [name for name in _COMPARED if name in found and not found[name].refused]
+        if all(found[name].refused for name in wanted):
+            raise ValueError(f"nothing of this can be measured: {found[wanted[0]].refused}")
+        compared = [name for name in _COMPARED if name in wanted and not found[name].refused]
         chance: dict[SectionName, list[pd.DataFrame]] = {name: [] for name in compared}
         seeds = range(seed, seed + control if compared else seed)
         for n, copy in zip(seeds, random_control(subject.model, seeds) if seeds else (), strict=True):
             bar.set_postfix_str("random initialisation")
             untrained = replace(subject, reading=read_model(copy))
             for name, tables in chance.items():
-                tables.append(_MEASUREMENTS[name](untrained, seed).assign(seed=n))
+                try:
+                    tables.append(_MEASUREMENTS[name](untrained, seed).assign(seed=n))
+                except _FAILURES as error:
+                    found[name] = replace(found[name], note=f"Not measured with random weights, seed {n}: {error}.")
             del copy, untrained  # free their memory before the next
             bar.update()
     for name, tables in chance.items():
@@ -116,19 +131,31 @@ def by_head(table: pd.DataFrame) -> pd.DataFrame:
     return table.drop(columns=["batch", "seed"], errors="ignore").groupby(HEAD, as_index=False).mean()
 
 
-def _try(name: SectionName, subject: Subject, seed: int) -> Found:
-    """A measurement, or the reason of the ``ValueError`` with which it refuses; other exceptions are mistakes."""
-    shorter = name == "distance" and len(set(subject.lengths)) > 1
-    note = f"Of each text the first {min(subject.lengths)} tokens, as many as the shortest has." if shorter else None
+def _try(name: SectionName, subject: Subject, found: Mapping[SectionName, Found], seed: int) -> Found:
+    """A measurement, or why there is none: errors of the input (``ValueError``) and of the computation."""
+    by_heads = {
+        other: by_head(one.trained)
+        for other, one in found.items()
+        if other in ("additivity", "ablation") and not one.refused
+    }
+    part = narrowed(name, subject, by_heads, seed)
     try:
-        return Found(_MEASUREMENTS[name](subject, seed), note=note)
+        if name == "heads":
+            return found["additivity"] if found["additivity"].refused else Found(_heads(part, found["additivity"]))
+        table = _MEASUREMENTS[name](part, seed)
+        failures = "; ".join(f"{label}: {reason}" for label, reason in table.attrs.get("failures", {}).items())
+        return Found(table, note=f"Not measured: {failures}." if failures else None, read=part)
     except ValueError as error:
         if name != "perturbation":
             return Found(refused=str(error))
         try:  # the order of the text can be perturbed without RoPE
-            return Found(_perturbation(subject, seed, ["order"]), note=f"Only the order of the text: {error}.")
+            note = f"Only the order of the text: {error}."
+            return Found(_perturbation(part, seed, ["order"]), note=note, read=part)
         except ValueError as second:
             return Found(refused=str(second))
+    except _FAILURES as error:
+        warnings.warn(f"the section {name} could not be measured: {type(error).__name__}: {error}", stacklevel=4)
+        return Found(refused=f"{type(error).__name__}: {error}", failed=True)
 
 
 def _common(subject: Subject) -> dict[str, Any]:
@@ -153,36 +180,51 @@ def _of_layers(experiment: Callable[..., pd.DataFrame], subject: Subject, seed: 
 
 
 def _perturbation(subject: Subject, seed: int, kinds: Any = ("order", "index", "feature")) -> pd.DataFrame:
-    texts, seeds = subject.some(*_PERTURBED).texts, range(seed, seed + PERTURBATIONS)
-    return perturbation_curve(subject.reading, **texts, kinds=kinds, fractions=FRACTIONS, seeds=seeds, progress=False)
+    options: dict[str, Any] = {"fractions": FRACTIONS, "seeds": range(seed, seed + PERTURBATIONS), "progress": False}
+    return perturbation_curve(subject.reading, **subject.texts, kinds=kinds, **options)
 
 
 def _ablation(subject: Subject, seed: int) -> pd.DataFrame:
-    return head_ablation(**_common(subject.some(*_ABLATED)), heads=subject.pairs)
+    return head_ablation(**_common(subject), heads=subject.pairs)
 
 
 def _ladder(subject: Subject, seed: int) -> pd.DataFrame:
-    """Uniform attention for every head, and the other rungs for the heads to which that makes a difference."""
-    texts = ladder_texts(subject)
-    options: dict[str, Any] = {**texts, "controls": [], "progress": False}
+    """Uniform attention for every head, and the other rungs for the heads to which that makes a difference.
+
+    Heads of which a run failed have no verdict, and so no rows.
+    """
+    options: dict[str, Any] = {**_ladder_texts(subject), "controls": [], "progress": False}
     ends = attention_ladder(subject.reading, heads=subject.pairs, rungs=["uniform"], **options)
+    failures = dict(ends.attrs.get("failures", {}))
+    ends = _measured(ends)
     verdicts = head_verdicts(ends)
     found = verdicts[verdicts["verdict"] != "no effect"]
     if found.empty:
-        return ends
+        return _with_failures(ends, failures)
     effective = [(int(layer), int(head)) for layer, head in zip(found["layer"], found["head"], strict=True)]
     table = attention_ladder(subject.reading, heads=effective, rungs=LADDER, **options)
+    failures |= table.attrs.get("failures", {})
     without = ~pd.MultiIndex.from_frame(ends[HEAD]).isin(effective)
-    return pd.concat([ends[without], table]).sort_values(HEAD, kind="stable", ignore_index=True)
+    both = pd.concat([ends[without], _measured(table)]).sort_values(HEAD, kind="stable", ignore_index=True)
+    return _with_failures(both, failures)
 
 
-def ladder_texts(subject: Subject) -> dict[str, Any]:
+def _measured(rungs: pd.DataFrame) -> pd.DataFrame:
+    """The rows of heads without a missing loss."""
+    return rungs[rungs["loss"].notna().groupby([rungs[name] for name in HEAD]).transform("all")]
+
+
+def _with_failures(table: pd.DataFrame, failures: dict[str, str]) -> pd.DataFrame:
+    table.attrs = {**table.attrs, "failures": failures}
+    return table
+
+
+def _ladder_texts(subject: Subject) -> dict[str, Any]:
     """Arguments of the ladder: every second text is held out, the longest is not; a single text is both."""
-    some = subject.some(*_CLIMBED)
-    order = np.argsort([-n for n in some.lengths], kind="stable")
-    texts: dict[str, Any] = {"tokens": some.tokens[order[::2]], "attention_mask": some.real[order[::2]]}
+    tokens, real, order = subject.tokens, subject.real, np.argsort([-n for n in subject.lengths], kind="stable")
+    texts: dict[str, Any] = {"tokens": tokens[order[::2]], "attention_mask": real[order[::2]]}
     if len(order) > 1:
-        texts |= {"heldout": some.tokens[order[1::2]], "heldout_mask": some.real[order[1::2]]}
+        texts |= {"heldout": tokens[order[1::2]], "heldout_mask": real[order[1::2]]}
     return texts
 
 
@@ -190,7 +232,7 @@ def _distance(subject: Subject, seed: int) -> pd.DataFrame:
     """The distance component of each head over all texts: ``layer``, ``head``, ``distance``, ``value``, ``cells``."""
     picked = np.unique(np.linspace(0, len(subject.specs) - 1, _PROFILES).round().astype(int))
     tables: list[pd.DataFrame] = []
-    tokens = subject.tokens[:, : min(subject.lengths)]
+    tokens = subject.tokens
 
     def fitted(spec: AttentionSpec, scores: Tensor) -> None:
         fit = fit_additive(scores, pool=True, **_cells(spec))
@@ -201,12 +243,10 @@ def _distance(subject: Subject, seed: int) -> pd.DataFrame:
     return _chosen(subject, pd.concat(tables, ignore_index=True))[[*HEAD, "distance", "value", "cells"]]
 
 
-def _heads(subject: Subject, found: Found) -> Found:
-    if found.refused:
-        return found
+def _heads(subject: Subject, found: Found) -> Exhibits:
     r = by_head(found.trained).dropna(subset="r").sort_values("r", ascending=False, kind="stable")
     if r.empty:
-        return Found(refused="no head has scores that vary, so none is more additive than another")
+        raise ValueError("no head has scores that vary, so none is more additive than another")
     most, least = ((int(row["layer"]), int(row["head"])) for row in (r.iloc[0], r.iloc[-1]))
     fits: dict[int, AdditiveFit] = {}
     kept: dict[int, Tensor] = {}
@@ -216,7 +256,7 @@ def _heads(subject: Subject, found: Found) -> Found:
 
     specs = subject.reading.specs(sorted({most[0], least[0]}))
     for_each_scores(subject.model, subject.first, specs, fitted)
-    return Found(Exhibits(most, least, r[[*HEAD, "r", *SHARES]], fits, kept))
+    return Exhibits(most, least, r[[*HEAD, "r", *SHARES]], fits, kept)
 
 
 def _cells(spec: AttentionSpec) -> dict[str, Any]:
@@ -232,4 +272,5 @@ _MEASUREMENTS: dict[SectionName, Callable[[Subject, int], pd.DataFrame]] = {
     "ablation": _ablation,
     "ladder": _ladder,
 }
-_COMPARED = ("additivity", "shares", "subspaces")  # with random initialisations
+_COMPARED: tuple[SectionName, ...] = ("additivity", "shares", "subspaces")  # with random initialisations
+_FAILURES = (ValueError, RuntimeError, MemoryError)

@@ -40,13 +40,20 @@ def section(name: SectionName, subject: Subject, found: Found) -> tuple[str, lis
     """One section, or the reason for its absence; and the scripts of its widgets."""
     scripts: list[str] = []
     if found.refused:
-        content = paragraph(f"<strong>Not for this model.</strong> {escape(found.refused)}", "refused")
+        why = "Not measured." if found.failed else "Not for this model."
+        content = paragraph(f"<strong>{why}</strong> {escape(found.refused)}", "refused")
     elif name == "heads":
         content, scripts = exhibits(subject, found.trained)
     else:
-        content = _SECTIONS[name](subject, found)
+        content = (_reads(subject, found.read) if found.read else "") + _SECTIONS[name](subject, found)
         content += paragraph(escape(found.note), "refused") if found.note else ""
     return f'<section id="{name}"><h2>{TITLES[name]}</h2>{content}</section>\n', scripts
+
+
+def _reads(subject: Subject, read: Subject) -> str:
+    """What was measured, of what the report reads."""
+    of = "" if read.lengths == subject.lengths else f", of {subject.sizes()}"
+    return paragraph(f"Read: {read.sizes()}{of}. {read.sample}".strip(), "read")
 
 
 def _grid(*figures: str) -> str:
@@ -226,13 +233,14 @@ def _ablation(subject: Subject, found: Found) -> str:
     titles = {"value": "loss without it", "effect": "added loss"}
     caption = f"Largest added loss; the loss of the whole model is {found.trained['baseline'].iloc[0]:.4f}"
     worst = drops.sort_values("effect", ascending=False, kind="stable").head(8)
+    every = "Every head measured" if found.sampled else "Every head"
     drawn = plot_heads(found.trained, "effect", signed=True)
     drawn.update_traces(colorbar_title_text="added loss<br>(nats per token)")
     return (
         paragraph(text)
         + figure(drawn, "Added loss without the head", height=map_height(drops["layer"].nunique()))
         + table("ablation", caption, worst, titles, 4)
-        + folded("The numbers of every head", table("heads-ablation", "Every head", drops, titles, 4))
+        + folded(f"The numbers of {every.lower()}", table("heads-ablation", every, drops, titles, 4))
     )
 
 

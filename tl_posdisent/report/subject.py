@@ -39,6 +39,8 @@ class Subject:
         asked: the layers asked for; None for all.
         specs: of these layers.
         heads: those shown, of each of these layers.
+        sample: if they are a sample of those asked for, which one.
+        sampled: the number of heads that it was drawn from; 0 if it is none.
     """
 
     reading: ModelReading
@@ -49,6 +51,8 @@ class Subject:
     asked: list[int] | None
     specs: list[AttentionSpec]
     heads: dict[int, list[int]]
+    sample: str = ""
+    sampled: int = 0
 
     @property
     def model(self) -> Any:
@@ -89,6 +93,13 @@ class Subject:
         """The same with the beginnings of the first texts: at most so many positions, and tokens altogether."""
         rows = max(1, tokens // min(positions, self.tokens.shape[1]))
         return replace(self, tokens=self.tokens[:rows, :positions], real=self.real[:rows, :positions])
+
+    def only(self, pairs: list[tuple[int, int]], sample: str) -> Subject:
+        """The same with a sample of its heads."""
+        heads = {layer: [head for head in some if (layer, head) in pairs] for layer, some in self.heads.items()}
+        heads = {layer: some for layer, some in heads.items() if some}
+        specs = [spec for spec in self.specs if spec.layer in heads]
+        return replace(self, asked=list(heads), specs=specs, heads=heads, sample=sample, sampled=len(self.pairs))
 
     def fingerprint(self) -> str:
         """A hash of the ids that are measured; padding counts as -1."""

@@ -33,7 +33,10 @@ def verdict(found: Mapping[SectionName, Found]) -> str:
     """The report in a few sentences, each computed from the data and linked to its section."""
     measured = {name: one for name, one in found.items() if not one.refused}
     sentences = [
-        sentence for name, write in _VERDICTS.items() if name in measured for sentence in write(measured[name])
+        f"{sentence} Only {measured[name].sampled}." if measured[name].sampled else sentence
+        for name, write in _VERDICTS.items()
+        if name in measured
+        for sentence in write(measured[name])
     ]
     if not sentences:
         return ""
@@ -102,7 +105,7 @@ def _perturbation_verdict(found: Found) -> list[str]:
 
 
 def _ablation_verdict(found: Found) -> list[str]:
-    drops = found.trained.sort_values("effect", ascending=False, kind="stable")
+    drops = found.trained.dropna(subset="effect").sort_values("effect", ascending=False, kind="stable")
     most, worse = drops.iloc[0], int((drops["effect"] > _MATTERS).sum())
     where = '(<a href="#ablation">ablation</a>)'
     if not most["effect"] > 0:
@@ -184,9 +187,11 @@ def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
     for measure, (name, read, papers) in claims.items():
         one = found.get(name)
         if one is None or one.refused:
-            here, random = "not asked for" if one is None else "not for this model", MISSING
+            absent = "not measured" if one and one.failed else "not for this model"
+            here, random = absent if one else "not asked for", MISSING
         else:
             here, random = read(one)
+            here += f"; {one.sampled}" if one.sampled else ""
         rows.append({"measure": measure, "this model": here, "random": random, "the papers": papers})
     small = "Results for a small model may not transfer to a large one, or the other way round. "
     text = (
