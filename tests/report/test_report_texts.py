@@ -54,7 +54,7 @@ def test_padding_is_no_text(backend: str, side: str, tmp_path: Path) -> None:
         profile.distance.mean(0)[8].item(), abs=6e-4
     )
     assert "2 texts of 29 to 41 tokens" in document.source
-    assert f"Of each text the first {n} tokens" in document.source
+    assert f"Read: 2 texts of {n} tokens, of 2 texts of 29 to 41 tokens." in document.source  # distance profiles
 
 
 def test_padding_needs_a_mask_and_texts_do_not(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def report(
     What is read: texts of at most 1024 tokens (or the model's context), at most 4096 tokens altogether; a string of
     more than 512 tokens is cut into equal stretches of at most 512, each behind the token that begins texts. What
     costs a forward pass for each run reads less of it: at most 512 tokens of each text and 1024 altogether
-    (perturbation), 128 and 512 (ablation), 128 and 1024 (ladder). The file says what was read.
+    (perturbation), 128 and 512 (ablation), 128 and 1024 (ladder). Of a large model, ablation and the ladder measure a
+    sample of the heads. Each section says what was read.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; hooks on it act on all that is
@@ -59,10 +60,10 @@ def report(
         heads: those that tables and figures show and that are ablated: integers (in each layer), pairs
             ``(layer, head)`` or labels ``"L3H4"``; default all.
         sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"heads"``,
-            ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Sections that the model does not support give
-            the reason.
+            ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Sections that the model does not support, or
+            that fail, give the reason.
         title: of the page; default names the model.
-        seed: of random initialisations and perturbations.
+        seed: of random initialisations, perturbations and samples of heads.
         command: the command line to print under "How to reproduce"; default this call.
         progress: show one bar.
 

@@ -117,7 +117,8 @@ def measure(
                 try:
                     tables.append(_MEASUREMENTS[name](untrained, seed).assign(seed=n))
                 except _FAILURES as error:
-                    found[name] = replace(found[name], note=f"Not measured with random weights, seed {n}: {error}.")
+                    missing = f"Not measured with random weights of seed {n}: {type(error).__name__}: {error}."
+                    found[name] = replace(found[name], note=" ".join(filter(None, [found[name].note, missing])))
             del copy, untrained  # free their memory before the next
             bar.update()
     for name, tables in chance.items():
@@ -133,7 +134,7 @@ def by_head(table: pd.DataFrame) -> pd.DataFrame:
 
 def _try(name: SectionName, subject: Subject, found: Mapping[SectionName, Found], seed: int) -> Found:
     """A measurement, or why there is none: errors of the input (``ValueError``) and of the computation."""
-    by_heads = {
+    by_heads: dict[str, pd.DataFrame] = {
         other: by_head(one.trained)
         for other, one in found.items()
         if other in ("additivity", "ablation") and not one.refused

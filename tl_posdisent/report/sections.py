@@ -9,6 +9,7 @@ import pandas as pd
 
 from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
 from tl_posdisent.rope.variance_decomposition import COMPONENTS
+from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
 from tl_posdisent.viz.plots.curves import plot_distance, plot_perturbation
 from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_subspaces, wavelengths
@@ -53,7 +54,9 @@ def section(name: SectionName, subject: Subject, found: Found) -> tuple[str, lis
 def _reads(subject: Subject, read: Subject) -> str:
     """What was measured, of what the report reads."""
     of = "" if read.lengths == subject.lengths else f", of {subject.sizes()}"
-    return paragraph(f"Read: {read.sizes()}{of}. {read.sample}".strip(), "read")
+    said = paragraph(f"Read: {read.sizes()}{of}. {read.sample}".strip(), "read")
+    labels = ", ".join(head_label(*pair) for pair in read.pairs)
+    return said + (folded("The heads measured", paragraph(labels)) if read.sampled else "")
 
 
 def _grid(*figures: str) -> str:
