@@ -205,18 +205,18 @@ def test_with_other_interventions(shared_model: Any) -> None:
     for rung in ("distance+sink", "static", "additive", "banded"):  # the fit is of what the others leave
         hooks = substitute_attention(model, rung, layers=[0], bands=BANDS)
         for other in (swapped, low):
-            close(mixed_of(model, [*hooks, *other]), by_fit(model, rung, hooks=other))
-        together = mixed_of(model, [*near, *hooks])
+            close(mixed_of(model, hooks + other), by_fit(model, rung, hooks=other))
+        together = mixed_of(model, near + hooks)
         assert (together - mixed_of(model, hooks)).abs().max() > 1e-3
-        close(together, mixed_of(model, [*hooks, *near]), 0)
+        close(together, mixed_of(model, hooks + near), 0)
     for hooks in (substitute_attention(model, "uniform"), substitute_attention(model, fits)):
         with pytest.raises(ValueError, match="substitute_attention needs the real distances, which swap_positions"):
-            logits(model, [*hooks, *swapped])
+            hooks + swapped
     scores = next(capture(model, TOKENS, layers=[0])).scores
     for other in (patch_scores(model, 0, scores), substitute_attention(model, "uniform")):
         with pytest.raises(ValueError, match=r"substitute_attention replaces the scores, and .* would be lost"):
-            logits(model, [*substitute_attention(model, "banded", bands=BANDS), *other])
-    both = [*drop_component(model, "key"), *substitute_attention(model, "distance")]
+            substitute_attention(model, "banded", bands=BANDS) + other
+    both = drop_component(model, "key") + substitute_attention(model, "distance")
     close(logits(model, both), logits(model, substitute_attention(model, "distance")), 1e-4)
     assert len(substitute_additive(model)) > 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -123,8 +124,11 @@ def test_while_the_thread_of_a_capture_begins(model: Any, monkeypatch: pytest.Mo
     assert "capture" not in [thread.name for thread in threading.enumerate()]
 
 
-def test_at_any_moment(model: Any) -> None:
-    """A real signal, at 25 moments of a call: whatever the caller was doing then."""
+def test_at_any_moment(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real signal, at 25 moments of a call: whatever the caller was doing then. Python itself drops an interrupt that
+    comes while an object is finalised, and says so."""
+    dropped: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: dropped.append(found.exc_type))
     used = functools.partial(additivity, model, TOKENS, progress=False)
     used()
     began = time.perf_counter()
@@ -141,7 +145,8 @@ def test_at_any_moment(model: Any) -> None:
             interrupted += 1
         timer.join()
         assert state(model) == before
-    assert interrupted == 25
+    assert set(dropped) <= {KeyboardInterrupt}
+    assert interrupted + len(dropped) == 25
     assert used().equals(expected)
 
 
