@@ -176,6 +176,14 @@ def test_hooks_describe_themselves(shared_model: Any) -> None:
     for joined in (hooks + [mine], [mine] + hooks):  # noqa: RUF005
         assert isinstance(joined, Hooks)
         assert torch.equal(logits(model, joined), logits(model, hooks))
+    changed = dummy_distance(model, 5)
+    changed.append(mine)
+    assert (changed + limit_frequencies(model, 0.05))[1] is mine  # what was done to the list is not lost
+    del changed[0]
+    assert repr(changed) == "1 more"
+    assert (changed + limit_frequencies(model, 0.05)).to_frame()["edit"].unique().tolist() == [
+        "limit_frequencies(low=0.05)"
+    ]
     ablated = ablate_heads(model, [(0, 1)])
     assert torch.equal(logits(model, sum((hooks, ablated), [])), logits(model, hooks + ablated))  # noqa: RUF017
 

@@ -36,7 +36,7 @@ Chosen = list[tuple[AttentionSpec, list[int]]]
 _MARK = "tl_posdisent"  # in the ``ctx`` that TransformerLens gives every hook point
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Intervention:
     """One edit of some heads of one layer."""
 
@@ -61,15 +61,22 @@ class Hooks(list[Any]):
     """
 
     def __init__(self, interventions: Iterable[Intervention], others: Sequence[Any] = ()) -> None:
-        self.interventions = tuple(interventions)
-        self._others = list(others)
-        compiled = Compiled(self.interventions)
-        super().__init__([(compiled.accepts, compiled)] if compiled.layers else [])
-        super().extend(self._others)
+        self._compiled = Compiled(tuple(interventions))
+        super().__init__([(self._compiled.accepts, self._compiled)] if self._compiled.layers else [])
+        super().extend(others)
+
+    @property
+    def interventions(self) -> tuple[Intervention, ...]:
+        return self._compiled.interventions if len(self._others) < len(self) else ()
+
+    @property
+    def _others(self) -> list[Any]:
+        """Hooks of the user's, also those that were appended to the list."""
+        return [entry for entry in self if not (isinstance(entry, tuple) and entry[-1:] == (self._compiled,))]
 
     def __add__(self, other: Any) -> Hooks:
         if isinstance(other, Hooks):
-            return Hooks((*self.interventions, *other.interventions), [*self._others, *other._others])
+            return joined([self, other])
         return Hooks(self.interventions, [*self._others, *other])
 
     def __radd__(self, other: Any) -> Hooks:
@@ -118,7 +125,8 @@ def _shown_heads(heads: Sequence[tuple[int, int]], widths: set[int]) -> str:
 class Compiled:
     """The function of a list of hooks, and the filter that says where it acts."""
 
-    def __init__(self, interventions: Sequence[Intervention]) -> None:
+    def __init__(self, interventions: tuple[Intervention, ...]) -> None:
+        self.interventions = interventions
         specs: dict[int, AttentionSpec] = {}
         for each in interventions:
             if specs.setdefault(each.spec.layer, each.spec) is not each.spec:
