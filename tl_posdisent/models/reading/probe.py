@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading import attributes as facts
-from tl_posdisent.models.reading.forward import Hook, at_rest, device_of, hook_name, hook_points, run
+from tl_posdisent.models.reading.forward import Hook, at_rest, check_tokens, device_of, hook_name, hook_points, run
 from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.models.reading.tolerance import mismatch
@@ -27,7 +27,7 @@ from tl_posdisent.rope.rotary import Rotary
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     """An ``AttentionSpec`` for each of these layers."""
     n_layers(model)
-    tokens = probe_tokens(model)
+    tokens = check_tokens(model, probe_tokens(model))
     with at_rest(model), torch.no_grad():
         seen = listen(model, tokens, layers)
         own = facts.own_numbers(model)  # after the pass, which may write them over
