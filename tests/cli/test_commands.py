@@ -205,6 +205,7 @@ def test_perturb_shows_standard_errors(model: Any) -> None:
 
 
 @pytest.mark.slow
+@zoo.needs_bridge
 def test_length_has_defaults_from_the_context(model: Any, tmp_path: Path) -> None:
     out, edges = tmp_path / "table.csv", [64, 256, 512, 768, 1024]
     run_command("length --way lambda-mask --layers 0 --no-progress", "--out", out)
@@ -236,6 +237,7 @@ def test_report(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # The list of models
 
 
+@zoo.needs_bridge
 def test_models(tmp_path: Path) -> None:
     out = tmp_path / "models.csv"
     result = run_command("models --untested", "--out", out)
