@@ -182,8 +182,7 @@ NOT_YET = words_of(
     check_model.tools check_model.lengths head_labels.attention_mask length_generalization.hooks
     output_projection.hooks show_scores.scores show_parts.scores show_patterns.pattern
     interaction_by_subspace.components deposit_spread.reports deposit_study.modes sufficient_heads.order
-    train_preset.device deposit_study.device jobs.experiments plot_training.run swap_positions.positions
-    position_patching.positions fit_attention.pattern
+    train_preset.device deposit_study.device jobs.experiments plot_training.run fit_attention.pattern
     """
 )
 # Arguments without a kind: any truth value, the user's functions and words, paths, and those of one function alone,

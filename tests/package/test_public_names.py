@@ -23,8 +23,7 @@ RENAMED = {
     "axis": "component",
     "n_seeds": "seeds",
 }
-OTHER_MEANING = {"merge_additivity", "positional_gradients"}  # whose part is of a table, and of an encoding
-PENDING = {"n_sink"}
+OTHER_MEANING = {"positional_gradients"}  # whose part is of an encoding
 
 
 def functions() -> dict[str, inspect.Signature]:
@@ -53,8 +52,6 @@ def test_names_have_an_example() -> None:
 def test_arguments_of_one_meaning_have_one_name(old: str) -> None:
     found = {name for name, signature in functions().items() if old in signature.parameters}
     found -= OTHER_MEANING if old == "part" else set()
-    if found and old in PENDING:
-        pytest.xfail("to be renamed")
     assert not found, f"{old} is called {RENAMED[old]} everywhere"
 
 

@@ -17,8 +17,7 @@ WRONG_INPUT = 2
 INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + SIGINT
 
 # Arguments of the library whose option has another name.
-_RENAMED = {"distance_ceiling": "ceiling", "kinds": "kind", "name": "preset", "path": "out"}
-_RENAMED |= {"n_sink": "sinks", "sections": "section"}
+_RENAMED = {"distance_ceiling": "ceiling", "kinds": "kind", "name": "preset", "path": "out", "sections": "section"}
 
 
 @contextlib.contextmanager

@@ -100,8 +100,8 @@ def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:
                 f"and no padding, got padding at {hook.name}: run texts of each length on their own"
             )
 
-    watched = [hook_name(spec.layer, "hook_attn_scores") for spec, _ in chosen]
-    return [(name, refuse) for spec, _ in chosen for name in spec.points.values() if name in watched]
+    shown = [(hook_name(spec.layer, "hook_attn_scores"), spec.points.values()) for spec, _ in chosen]
+    return [(name, refuse) for name, there in shown if name in there]
 
 
 def _real(x: Float[Tensor, "batch head query key"], dtype: torch.dtype) -> Tensor:
