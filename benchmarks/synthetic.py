@@ -21,8 +21,6 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
 
 from tl_posdisent.synthetic import (
-    IndexLookup,
-    Retrieval,
     SyntheticConfig,
     SyntheticModel,
     Task,
@@ -39,7 +37,7 @@ PAPER = preset("paper")
 def tasks() -> None:
     """At the paper's sizes, in batches of 5000."""
     rows = []
-    for task in (TriggerDistance(), TriggerCount(), IndexLookup(), Retrieval()):
+    for task in (TriggerDistance(), TriggerCount()):
         time = medians({"": lambda task=task: task.batch(5000, device=device())})[""]
         rows.append({"task": type(task).__name__, "million samples a minute": 5000 / time * 60 / 1e6})
     report("synthetic_tasks", "Samples are made as tensors, with no loop over samples or tokens", rows)

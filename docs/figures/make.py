@@ -87,13 +87,16 @@ def deposit() -> go.Figure:
 
 def drops() -> go.Figure:
     """Of the models of ``make synthetic``, which are trained here if they are not there."""
-    study = tp.synthetic.deposit_study(
-        tp.synthetic.preset("small"), tasks=["distance"], folder=Path("out/synthetic"), progress=False
+    runs = tp.synthetic.train_preset(
+        tp.synthetic.preset("small"), tasks=["distance"], folder=Path("out/synthetic/trainings"), progress=False
     )
     names = {"rope": "RoPE", "alibi": "ALiBi", "none": "none", "learned": "learned absolute", "mla": "MLA"}
     figure = make_subplots(rows=1, cols=len(names), subplot_titles=list(names.values()), shared_yaxes=True)
     for column, name in enumerate(names, start=1):
-        table = study.drops[(study.drops["encoding"] == name) & (study.drops["task"] == "distance")]
+        run = runs[name, "distance", 0]
+        split = run.split()
+        samples = split.test_tokens[:1000], split.test_labels[:1000]
+        table = tp.synthetic.head_drops(run.model, *samples, progress=False)
         heads = tp.plot_heads(table.assign(drop=-table["effect"]), "drop", signed=True, limits=(-0.7, 0.7))
         trace = heads.data[0].update(showscale=column == len(names), colorbar_title="accuracy lost")
         figure.add_trace(trace, row=1, col=column)

@@ -181,8 +181,8 @@ NOT_YET = words_of(
     """
     check_model.tools check_model.lengths head_labels.attention_mask length_generalization.hooks
     output_projection.hooks show_scores.scores show_parts.scores show_patterns.pattern
-    interaction_by_subspace.components deposit_spread.reports deposit_study.modes sufficient_heads.order
-    train_preset.device deposit_study.device jobs.experiments plot_training.run fit_attention.pattern
+    interaction_by_subspace.components sufficient_heads.order
+    train_preset.device jobs.experiments plot_training.run fit_attention.pattern
     """
 )
 # Arguments without a kind: any truth value, the user's functions and words, paths, and those of one function alone,
@@ -197,7 +197,7 @@ WITHOUT_KIND = words_of(
 )
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
-    *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport", "DepositStudy"),
+    *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
     *("DistanceSources", "Estimate", "InteractionBound", "LogitDifference", "ModelReading", "Perturbed", "Plane"),
     *("PositionalSubspace", "PreferenceFlips", "RopeCapacity", "RopeHadamard", "Split", "SubspacePatterns"),
     *("SubspaceShares", "SufficientHeads", "TrainRun", "TrainingInterrupted", "VarianceShares"),

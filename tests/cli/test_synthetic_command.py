@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from support.command_line import run_command
 
-from tl_posdisent.synthetic import Preset, deposit_study, preset
+from tl_posdisent.synthetic import Preset, deposit, head_drops, preset, train_preset
 from tl_posdisent.synthetic.training import presets
 
 
@@ -32,18 +32,23 @@ def test_the_tables_are_those_of_the_library(tmp_path: Path) -> None:
     result = run_command("synthetic --no-progress", *chosen, "--out", out)
     assert result.stderr == ""
     assert str(out) not in result.stdout
-    study = deposit_study(brief(), encodings=["rope", "none"], tasks=["count"], seeds=[0, 1], progress=False)
-    timed = ["seconds"]
-    accuracy = pd.read_csv(out / "accuracy.csv").drop(columns=timed)
-    pd.testing.assert_frame_equal(accuracy, study.accuracy.drop(columns=timed))
-    pd.testing.assert_frame_equal(pd.read_csv(out / "drops.csv"), study.drops)
-    pd.testing.assert_frame_equal(pd.read_csv(out / "deposit.csv"), study.deposits(), check_dtype=False)
+    runs = train_preset(brief(), encodings=["rope", "none"], tasks=["count"], seeds=[0, 1], progress=False)
+    drops, found = (pd.read_csv(out / f"{name}.csv").set_index(["encoding", "seed"]) for name in ("drops", "deposit"))
+    for (encoding, _, seed), run in runs.items():
+        split = run.split()
+        expected = head_drops(run.model, split.test_tokens, split.test_labels, progress=False)
+        own = drops.loc[(encoding, seed)].drop(columns="task").reset_index(drop=True)
+        pd.testing.assert_frame_equal(own, expected)
+        row, report = found.loc[(encoding, seed)], deposit(expected)
+        assert row[["task", "accuracy", "loss"]].tolist() == ["count", run.test_accuracy, run.test_loss]
+        assert row[["drop", "share", "layer"]].tolist() == [report.drop, report.share, report.layer]
     rows = [line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["count"]]
-    for row, (_, expected) in zip(rows, study.summary().iterrows(), strict=True):
-        spread = [f"{expected['accuracy']:.2f}", "±", f"{expected['accuracy_std']:.2f}"]
-        assert row[1:6] == [expected["encoding"], f"{expected['chance']:.3f}", *spread]
-        assert f"{expected['drop']:.2f}" == row[6]
-        assert row[-2:] == expected["layers"].split()
+    for row, encoding in zip(rows, ("rope", "none"), strict=True):
+        both = found.loc[encoding]
+        spread = [f"{both['accuracy'].mean():.2f}", "±", f"{both['accuracy'].std():.2f}"]
+        assert row[1:6] == [encoding, f"{1 / 17:.3f}", *spread]
+        assert f"{both['drop'].mean():.2f}" == row[6]
+        assert row[-2:] == [str(layer) for layer in both["layer"]]
     page = (out / "heads.html").read_text(encoding="utf-8")
     assert [f"{encoding}, count: accuracy lost" in page for encoding in ("rope", "none", "alibi")] == [
         True,
@@ -60,12 +65,12 @@ def test_without_options_it_is_the_whole_preset(monkeypatch: pytest.MonkeyPatch,
         asked.update(options, preset=preset.name)
         raise ValueError("enough")
 
-    monkeypatch.setattr("tl_posdisent.synthetic.analysis.deposit_study.deposit_study", stop)
+    monkeypatch.setattr(presets, "train_preset", stop)
     monkeypatch.chdir(tmp_path)
     run_command("synthetic", code=2)
     assert asked["preset"] == "small"
     assert (asked["encodings"], asked["tasks"], list(asked["seeds"]), asked["device"]) == (None, None, [0], "cpu")
-    assert asked["folder"] == Path("out/synthetic")
+    assert asked["folder"] == Path("out/synthetic/trainings")
     assert "rotary_heads" not in asked
     run_command("synthetic --preset paper --rotary-heads 2 --device cpu:0 --seeds 2 --seed 7", code=2)
     assert (asked["preset"], asked["rotary_heads"], asked["device"]) == ("paper", 2, "cpu:0")

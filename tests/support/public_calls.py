@@ -149,7 +149,7 @@ MADE: dict[str, Function] = {"Moments": Moments.from_qk, "Text": Text.of} | {
     made.__name__: made
     for made in (
         *(MultipleChoice, Rotary, SyntheticConfig, SyntheticModel, TrainConfig, tp.viz.Widget),
-        *(TriggerCount, tp.synthetic.TriggerDistance, tp.synthetic.IndexLookup, tp.synthetic.Retrieval),
+        *(TriggerCount, tp.synthetic.TriggerDistance),
     )
 }
 

@@ -1,10 +1,8 @@
-"""The deposit: entropies by hand, what must not matter, drops against a plain loop, and a study that keeps its work."""
+"""The deposit: entropies by hand, what must not matter, drops against a plain loop."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,20 +12,13 @@ import torch
 
 from tl_posdisent import ablate_heads
 from tl_posdisent.synthetic import (
-    Preset,
     SyntheticConfig,
     SyntheticModel,
     TriggerCount,
     deposit,
-    deposit_spread,
-    deposit_study,
     evaluate,
     head_drops,
-    load_checkpoint,
-    preset,
-    sufficient_heads,
 )
-from tl_posdisent.synthetic.analysis import deposit_study as study_module
 
 MEASURES = ["drop", "second", "share", "effective_heads"]
 
@@ -146,17 +137,6 @@ def test_a_loss_is_better_the_lower() -> None:
     assert measures(as_loss) != pytest.approx(measures(drops))
 
 
-def test_spread_over_reports() -> None:
-    reports = [deposit(table([[x, 0.1]])) for x in (0.3, 0.5, 0.7)] + [deposit(table([[0.0, 0.0]]))]
-    spread = deposit_spread(reports)
-    drops, shares = [0.3, 0.5, 0.7, 0.0], [0.75, 5 / 6, 0.875]
-    assert spread.loc["drop"].tolist() == pytest.approx([np.mean(drops), np.std(drops, ddof=1), 0.0, 0.7, 4])
-    assert spread.loc["share"].tolist() == pytest.approx([np.mean(shares), np.std(shares, ddof=1), 0.75, 0.875, 3])
-    assert spread.loc["layer"].tolist() == [0, 0, 0, 0, 3]
-    assert "head" not in spread.index
-    assert deposit_spread(reports[:1])["std"].isna().all()
-
-
 # --- drops of a model -------------------------------------------------------------------------------------------
 
 TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=9, n_ctx=12)
@@ -193,140 +173,6 @@ def test_drops_of_some_heads_another_way() -> None:
     with model.hooks(fwd_hooks=ablate_heads(model, [(1, 0)], mode="resample", seed=4)):
         logits = model(tokens)
     assert drops["value"][0] == pytest.approx((logits.argmax(-1) == labels).double().mean().item(), abs=0.0051)
-
-
-# --- a study ----------------------------------------------------------------------------------------------------
-
-
-def brief() -> Preset:
-    """Two steps of the small one."""
-    small = preset("small")
-    return replace(small, training=replace(small.training, n_train=64, batch_size=32, n_test=60))
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    folder = tmp_path_factory.mktemp("study")
-    study = deposit_study(
-        brief(), encodings=["rope", "none"], tasks=["count"], seeds=[0, 2], samples=50, folder=folder, progress=False
-    )
-    return study, folder
-
-
-@pytest.mark.slow
-def test_a_study_is_its_parts(done: tuple[Any, Path]) -> None:
-    study, folder = done
-    assert list(study.reports) == [
-        ("rope", "count", 0),
-        ("none", "count", 0),
-        ("rope", "count", 2),
-        ("none", "count", 2),
-    ]
-    keys = study.drops[["encoding", "task", "seed"]].drop_duplicates()
-    assert list(keys.itertuples(index=False, name=None)) == list(study.reports)
-    split = brief().tasks["count"].split(64, 60)
-    tokens, labels = split.test_tokens[:50], split.test_labels[:50]
-    for n, ((encoding, task, seed), report) in enumerate(study.reports.items()):
-        model = load_checkpoint(folder / "trainings" / f"{task}-{encoding}-seed{seed}" / "step-000002.safetensors")
-        assert model.config.encoding == encoding
-        assert report.baseline == pytest.approx(evaluate(model, tokens, labels)[1])
-        own = study.drops[12 * n : 12 * (n + 1)]
-        assert (own["mode"] == "zero").all()
-        assert own["value"].tolist() == head_drops(model, tokens, labels, progress=False)["value"].tolist()
-        assert deposit(own).to_frame().equals(report.to_frame())
-        assert study.deposits()["share"][n] == report.share
-
-
-def test_its_summary_is_over_seeds(done: tuple[Any, Path]) -> None:
-    study, _ = done
-    summary = study.summary().set_index("encoding")
-    for encoding in ("rope", "none"):
-        reports = [study.reports[encoding, "count", seed] for seed in (0, 2)]
-        shares, row = [r.share for r in reports], summary.loc[encoding]
-        accuracy = study.accuracy.query("encoding == @encoding")["accuracy"]
-        assert (row["share"], row["share_std"]) == pytest.approx((np.mean(shares), np.std(shares, ddof=1)))
-        assert (row["accuracy"], row["accuracy_std"]) == pytest.approx((accuracy.mean(), accuracy.std()))
-        assert row["layers"] == " ".join(str(r.layer) for r in reports)
-        assert (row["seeds"], row["chance"]) == (2, 1 / 17)
-    assert "4 trainings" in repr(study)
-
-
-@pytest.mark.slow
-def test_a_study_of_both_modes_and_of_what_suffices(tmp_path: Path) -> None:
-    """Each table is what its function says of the model; tables by mode and measure are deposits of those drops."""
-    study = deposit_study(
-        brief(), encodings=["rope", "none"], tasks=["count"], samples=20, modes=["mean", "zero"], sufficiency=True,
-        folder=tmp_path, progress=False,
-    )  # fmt: skip
-    split = brief().tasks["count"].split(64, 60)
-    tokens, labels = split.test_tokens[:20], split.test_labels[:20]
-    for encoding, kinds in (("rope", ["rotation", "attention"]), ("none", ["attention"])):
-        model = load_checkpoint(tmp_path / "trainings" / f"count-{encoding}-seed0" / "step-000002.safetensors")
-        report, own = study.reports[encoding, "count", 0], study.drops[study.drops["encoding"] == encoding]
-        assert [found.by for found in report.sufficient] == kinds
-        for found, by in zip(report.sufficient, kinds, strict=True):
-            assert found.heads == sufficient_heads(model, tokens, labels, by=by).heads  # type: ignore[arg-type]
-        for mode in ("mean", "zero"):
-            drops = head_drops(model, tokens, labels, mode=mode, progress=False)  # type: ignore[arg-type]
-            assert own[own["mode"] == mode]["loss_value"].tolist() == drops["loss_value"].tolist()
-            for measure in ("metric", "loss"):
-                row = study.deposits(measure, mode).set_index("encoding").loc[encoding]  # type: ignore[arg-type]
-                assert row["drop"] == deposit(drops, measure=measure).drop  # type: ignore[arg-type]
-    table = pd.read_csv(tmp_path / "sufficient.csv")
-    assert table["by"].tolist() == ["rotation", "attention", "attention"]
-    assert table["heads"].tolist() == study.sufficient()["heads"].tolist()
-    assert [len(str(some).split()) if n else 0 for some, n in zip(table["set"], table["heads"], strict=True)] == table[
-        "heads"
-    ].tolist()
-    with pytest.raises(ValueError, match="mode must be 'mean' or 'zero', got 'resample'"):
-        study.deposits(mode="resample")
-
-
-def test_what_is_kept_is_read_as_it_was(done: tuple[Any, Path]) -> None:
-    study, folder = done
-    tables = {"accuracy": study.accuracy, "drops": study.drops, "deposit": study.deposits(), "summary": study.summary()}
-    for name, kept in tables.items():
-        pd.testing.assert_frame_equal(pd.read_csv(folder / f"{name}.csv"), kept, check_dtype=False)
-
-
-def test_what_is_done_is_not_done_again(done: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    study, folder = done
-    options: Any = {
-        "encodings": ["rope", "none"],
-        "tasks": ["count"],
-        "seeds": [0, 2],
-        "samples": 50,
-        "progress": False,
-    }
-    monkeypatch.setattr(
-        "tl_posdisent.synthetic.training.loop.TrainingLoop._step", lambda self: pytest.fail("trained again")
-    )
-    again = deposit_study(brief(), folder=folder, **options)
-    pd.testing.assert_frame_equal(again.drops, study.drops)
-    pd.testing.assert_frame_equal(again.accuracy, study.accuracy)
-
-
-def test_tables_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = study_module.head_drops, []
-
-    def fails_the_second_time(*args: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return real(*args, **options)
-
-    monkeypatch.setattr(study_module, "head_drops", fails_the_second_time)
-    with pytest.raises(KeyboardInterrupt):
-        deposit_study(brief(), encodings=["rope", "none"], tasks=["count"], folder=tmp_path, progress=False)
-    assert pd.read_csv(tmp_path / "accuracy.csv")["encoding"].tolist() == ["rope"]
-    assert len(pd.read_csv(tmp_path / "drops.csv")) == 12
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_mistake_is_found_before_anything_is_trained(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="encoding must be 'none', "):
-        deposit_study(brief(), encodings=["rope", "rotary"], folder=tmp_path / "new", progress=False)
-    assert not (tmp_path / "new").exists()
 
 
 def test_nothing_global_is_touched() -> None:

@@ -15,16 +15,12 @@ import torch
 from support.small_models import small_model
 
 from tl_posdisent.synthetic import (
-    IndexLookup,
     Preset,
-    Retrieval,
     SyntheticConfig,
     TrainConfig,
     TriggerCount,
     TriggerDistance,
     deposit,
-    deposit_spread,
-    deposit_study,
     dynamics,
     evaluate,
     gradient_margins,
@@ -55,7 +51,7 @@ def config(**changed: Any) -> SyntheticConfig:
     return SyntheticConfig(**SHAPE | changed)
 
 
-CLASSES: list[Callable[..., Any]] = [config, TrainConfig, TriggerDistance, TriggerCount, IndexLookup, Retrieval]
+CLASSES: list[Callable[..., Any]] = [config, TrainConfig, TriggerDistance, TriggerCount]
 
 
 @pytest.mark.parametrize("make", CLASSES)
@@ -125,11 +121,6 @@ FIELDS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (TriggerCount, {"max_length": 99}, "max_length must be an integer of at least 100"),
     (TriggerCount, {"n_ctx": 119}, "n_ctx must be an integer of at least 120"),
     (TriggerCount, {"n_logits": 100}, "n_logits must be an integer of at least 101"),
-    (IndexLookup, {"n_places": 25}, "min_length must be an integer of at least 25 .*got 24"),
-    (IndexLookup, {"n_symbols": 1}, "n_symbols must be an integer of at least 2"),
-    (Retrieval, {"n_pairs": 33}, "n_keys must be an integer of at least 33 .*one key each.*got 32"),
-    (Retrieval, {"n_fillers": 0}, "n_fillers must be an integer of at least 1"),
-    (Retrieval, {"max_fill": 7}, "max_fill must be an integer of at least 8"),
 ]
 
 
@@ -155,10 +146,6 @@ def margins(**changed: Any) -> Any:
     return positional_gradients(
         **{"model": model(), "task": SAMPLES, "batches": 2, "batch_size": 4, "progress": False} | changed
     )
-
-
-def study(**changed: Any) -> Any:
-    return deposit_study(BRIEF, progress=False, **changed)
 
 
 RUN = TrainRun(model(), TASK, TrainConfig(), pd.DataFrame({"step": []}))
@@ -198,16 +185,11 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: deposit(DROPS, measure="nats"), "measure must be 'metric' or 'loss', got 'nats'"),  # type: ignore[arg-type]
     (lambda: deposit(DROPS, measure="loss"), "drops must have the column 'loss_baseline'"),
     (lambda: deposit(DROPS, sufficient=[1]), "sufficient must be of type SufficientHeads, got int"),  # type: ignore[list-item]
-    (lambda: deposit_spread([]), "reports must have one report or more, got none"),
     (lambda: head_drops(model(), *SAMPLES, layers=[2]), "layers"),
     (
         lambda: head_drops(model(), *SAMPLES, mode="resample"),
         'tokens must be .* for mode "resample"',
     ),
-    (lambda: study(samples=0), "samples must be an integer of at least 1, got 0"),
-    (lambda: study(encodings=[]), "encodings and tasks must name one or more each"),
-    (lambda: study(modes=[]), "modes must name one or more, got none"),
-    (lambda: study(modes=["off"]), "modes must be 'zero', 'mean' or 'resample', got 'off'"),
     # sufficient heads
     (lambda: sufficient_heads(model(), *SAMPLES, keep=0), "keep must be a finite number above 0 and at most 1, got 0"),
     (lambda: sufficient_heads(model(), *SAMPLES, by="values"), "by must be 'rotation' or 'attention', got 'values'"),  # type: ignore[arg-type]

@@ -10,21 +10,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tl_posdisent.synthetic import IndexLookup, Retrieval, Task, TriggerCount, TriggerDistance
+from tl_posdisent.synthetic import Task, TriggerCount, TriggerDistance
 
 SMALL: dict[str, Task] = {
     "distance": TriggerDistance(d_vocab=6, min_gap=0, max_gap=5, min_side=0, max_side=3, n_ctx=15),
     "distance-one": TriggerDistance(d_vocab=4, min_gap=2, max_gap=3, min_side=1, max_side=1, n_ctx=7),
     "count": TriggerCount(d_vocab=7, n_triggers=3, min_count=0, max_count=5, min_length=5, max_length=9, n_ctx=12),
     "count-full": TriggerCount(d_vocab=4, n_triggers=2, min_count=2, max_count=4, min_length=4, max_length=4, n_ctx=4),
-    "index-start": IndexLookup(n_symbols=5, n_places=4, min_length=4, max_length=8),
-    "index-end": IndexLookup(n_symbols=5, n_places=3, min_length=4, max_length=8, count_from="end"),
-    "retrieval": Retrieval(n_keys=5, n_values=4, n_fillers=3, n_pairs=3, min_fill=0, max_fill=4),
-    "retrieval-bare": Retrieval(n_keys=2, n_values=3, n_fillers=0, n_pairs=2, min_fill=0, max_fill=0),
 }
 PAPER: dict[str, Task] = {"distance": TriggerDistance(), "count": TriggerCount()}
-DEFAULT: dict[str, Task] = PAPER | {"index": IndexLookup(), "retrieval": Retrieval()}
-EVERY = [*SMALL.items(), *((f"default-{name}", task) for name, task in DEFAULT.items())]
+EVERY = [*SMALL.items(), *((f"default-{name}", task) for name, task in PAPER.items())]
 every_task = pytest.mark.parametrize("task", [t for _, t in EVERY], ids=[name for name, _ in EVERY])
 
 
@@ -47,32 +42,9 @@ def read(text: list[int], task: Any) -> int:
         assert task.min_side <= first <= task.max_side
         assert task.min_side <= after <= task.max_side
         return gap - task.min_gap
-    if isinstance(task, TriggerCount):
-        assert task.min_length <= len(text) <= task.max_length
-        return sum(1 for t in text if t <= task.n_triggers) - task.min_count
-    if isinstance(task, IndexLookup):
-        *symbols, question = text
-        assert task.min_length <= len(symbols) <= task.max_length
-        assert 1 <= question <= task.n_places
-        assert all(t > task.n_places for t in symbols)
-        if task.count_from == "end":
-            symbols = symbols[::-1]
-        return symbols[question - 1] - task.n_places - 1
-    assert isinstance(task, Retrieval)
-    *text, question = text
-    pairs, fillers, rest = {}, 0, iter(text)
-    for token in rest:
-        if token <= task.n_keys:
-            value = next(rest)
-            assert task.n_keys < value <= task.n_keys + task.n_values
-            assert token not in pairs
-            pairs[token] = value - task.n_keys - 1
-        else:
-            assert token > task.n_keys + task.n_values
-            fillers += 1
-    assert len(pairs) == task.n_pairs
-    assert task.min_fill <= fillers <= task.max_fill
-    return pairs[question]
+    assert isinstance(task, TriggerCount)
+    assert task.min_length <= len(text) <= task.max_length
+    return sum(1 for t in text if t <= task.n_triggers) - task.min_count
 
 
 @every_task
@@ -187,8 +159,6 @@ def test_lengths_take_their_whole_range(task: Any) -> None:
     least, most = {
         TriggerDistance: lambda: (task.min_gap + 2 * task.min_side + 2, task.max_gap + 2 * task.max_side + 2),
         TriggerCount: lambda: (task.min_length, task.max_length),
-        IndexLookup: lambda: (task.min_length + 1, task.max_length + 1),
-        Retrieval: lambda: (2 * task.n_pairs + task.min_fill + 1, 2 * task.n_pairs + task.max_fill + 1),
     }[type(task)]()
     assert least <= lengths.min() <= least + 4  # the paper's very shortest text is one in 40 000
     assert most - 4 <= lengths.max() <= most
@@ -221,17 +191,6 @@ def test_count_does_not_show_in_the_length() -> None:
     assert_uniform(list(zip((tokens != 0).sum(1).tolist(), labels.tolist(), strict=True)), 5 * 6)
 
 
-def test_questions_and_orders_are_uniform() -> None:
-    tokens, _ = SMALL["index-start"].batch(20_000, seed=2)
-    last = (tokens != 0).sum(1, keepdim=True) - 1
-    assert_uniform(tokens.gather(1, last)[:, 0].tolist(), 4)
-    task = Retrieval(n_keys=3, n_values=2, n_fillers=1, n_pairs=2, min_fill=0, max_fill=1)
-    rows = task.batch(60_000, seed=2)[0].tolist()
-    kinds = [tuple("pkkkvvf"[t] for t in row) for row in rows]
-    assert_uniform([kind for kind in kinds if "f" in kind], 3)  # where the filler may stand
-    assert_uniform([(row[0], row[2], row[4]) for row in rows if row[5] == 0], 3 * 2 * 2)  # keys, and which is asked
-
-
 @every_task
 def test_same_seed_same_samples(task: Task) -> None:
     state = torch.get_rng_state()
@@ -245,7 +204,7 @@ def test_same_seed_same_samples(task: Task) -> None:
     assert torch.equal(torch.get_rng_state(), state)  # and nobody else's numbers have
 
 
-@pytest.mark.parametrize("name", ["distance", "count", "index-start", "retrieval", "default-distance"])
+@pytest.mark.parametrize("name", ["distance", "count", "default-distance"])
 def test_no_sample_twice(name: str) -> None:
     task = dict(EVERY)[name]
     split = task.split(600, 300, seed=1)
@@ -264,8 +223,8 @@ def test_splits_are_fixed_by_the_seed() -> None:
 
 
 def test_a_split_may_take_all_that_there_is() -> None:
-    """Two pairs of keys in either order, 9 values, 2 questions: 36 samples, each of which may be asked for."""
-    task = SMALL["retrieval-bare"]
+    """One filler, four gaps, three widths of each side: 36 samples, each of which may be asked for."""
+    task = TriggerDistance(d_vocab=3, min_gap=1, max_gap=4, min_side=1, max_side=3, n_ctx=12)
     split = task.split(20, 16, seed=0)
     assert len({tuple(row) for row in torch.cat([split.train_tokens, split.test_tokens]).tolist()}) == 36
     with pytest.raises(ValueError, match=r"n_train \+ n_test must be no more than the task has samples, got 21 \+ 16"):

@@ -12,7 +12,6 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,14 +22,11 @@ from torch import Tensor
 from tl_posdisent.synthetic import (
     SyntheticConfig,
     SyntheticModel,
-    TrainConfig,
-    deposit_study,
     load_checkpoint,
     save_checkpoint,
     train,
 )
-from tl_posdisent.synthetic.training.presets import Preset
-from tl_posdisent.utils.files import UNFINISHED, locked
+from tl_posdisent.utils.files import UNFINISHED
 
 pytestmark = pytest.mark.slow
 
@@ -123,17 +119,6 @@ def _seed_4() -> SyntheticModel:
     return SyntheticModel(SyntheticConfig(**SHAPE), seed=4)
 
 
-def test_two_studies_in_one_folder(tmp_path: Path) -> None:
-    """The tables of one would be written over those of the other."""
-    shape = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_mlp": 16}
-    preset = Preset("tiny", {"count": TASK}, ("rope",), shape, HOW, {})
-    with (
-        locked(tmp_path, "folder", "study"),
-        pytest.raises(ValueError, match=r"folder must be .* another study is running there"),
-    ):
-        deposit_study(preset, folder=tmp_path, progress=False)
-
-
 def test_ctrl_c_for_a_process(start: Start, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
     process = start(tmp_path)
     wait_until((tmp_path / "step-000003.safetensors").exists, process)
@@ -177,31 +162,3 @@ def test_files_that_cannot_grow(
     assert (tmp_path / "step-000003.safetensors").read_bytes() == before
     largest_file(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     finish(tmp_path, undisturbed)
-
-
-def test_a_study_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in the second of two trainings: the first is not done again, tables are whole, the end is the same."""
-    how = TrainConfig(epochs=2, batch_size=8, n_train=16, n_test=8, pieces=1)
-    shape = {"n_layers": 1, "d_model": 16, "n_heads": 2, "d_mlp": 16}
-    preset = Preset("tiny", {"count": TASK}, ("rope", "none"), shape, how, {})
-    options: dict[str, Any] = {"samples": 8, "progress": False}
-    expected = deposit_study(preset, **options)
-    forward, calls = SyntheticModel.forward, []
-
-    def pressed(self: SyntheticModel, *args: Any, **kwargs: Any) -> Tensor:
-        if self.config.encoding == "none":
-            calls.append(1)
-            if len(calls) == 3:
-                signal.raise_signal(signal.SIGINT)
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(SyntheticModel, "forward", pressed)
-    with pytest.raises(KeyboardInterrupt):
-        deposit_study(preset, folder=tmp_path, **options)
-    first = tmp_path / "trainings" / "count-rope-seed0" / "state.safetensors"
-    written = first.stat().st_mtime_ns
-    assert not list(tmp_path.rglob(f"*{UNFINISHED}"))
-    again = deposit_study(preset, folder=tmp_path, **options)
-    assert first.stat().st_mtime_ns == written or again.accuracy.shape == expected.accuracy.shape
-    assert again.drops.equals(expected.drops)
-    assert (tmp_path / "drops.csv").read_text() == expected.drops.to_csv(index=False)

@@ -150,10 +150,10 @@ def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None
 
     Integers must be at least 1, or what ``least`` says for a name.
 
-    >>> from tl_posdisent.synthetic import IndexLookup
-    >>> IndexLookup(count_from="middle")
+    >>> from tl_posdisent.synthetic import TriggerDistance
+    >>> TriggerDistance(repeats=1)
     Traceback (most recent call last):
-    ValueError: count_from must be 'start' or 'end', got 'middle'
+    ValueError: repeats must be True or False, got 1
     """
     hints = get_type_hints(type(config))
     for name in (field.name for field in fields(config)):

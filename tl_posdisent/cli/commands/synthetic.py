@@ -13,6 +13,8 @@ from tl_posdisent.cli.options import Given, command
 from tl_posdisent.cli.screen import Shown, grid, number, spread
 from tl_posdisent.utils.files import whole_file
 
+_SAMPLES = 1000  # on which heads are ablated
+
 
 @command("seed progress")
 def synthetic(
@@ -48,33 +50,54 @@ def synthetic(
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, but {out} is a file")
     from tl_posdisent.models.loading.load import check_device
-    from tl_posdisent.synthetic.analysis.deposit_study import deposit_study
-    from tl_posdisent.synthetic.training.presets import preset as named
+    from tl_posdisent.synthetic.training import presets
 
     check_device(device)
     changed: dict[str, Any] = {} if rotary_heads is None else {"rotary_heads": rotary_heads}
-    study = deposit_study(
-        named(preset),
+    runs = presets.train_preset(
+        presets.preset(preset),
         encodings=encoding or None,
         tasks=task or None,
         seeds=range(given.seed, given.seed + seeds),
-        folder=out,
+        folder=out / "trainings",
         device=device,
         progress=given.progress,
         **changed,
     )
+    tables = _measured(runs, device, given.progress)
+    for name, table in tables.items():
+        with whole_file(out / f"{name}.csv") as file:
+            file.write(table.to_csv(index=False).encode("utf-8"))
     with whole_file(out / "heads.html") as file:
-        file.write(_maps(study).encode("utf-8"))
+        file.write(_maps(tables["drops"]).encode("utf-8"))
     note(f"tables and heat maps: {escape(str(out))}")
-    return _summary(study, f"effect of single heads: {preset} preset, {seeds} seed{'s' if seeds > 1 else ''}")
+    return _shown(tables["deposit"], f"effect of single heads: {preset} preset, {seeds} seed{'s' if seeds > 1 else ''}")
 
 
-def _maps(study: Any) -> str:
+def _measured(runs: Any, device: str, progress: bool) -> dict[str, Any]:
+    """The drop of accuracy with each head, on the first test samples, and for each run its accuracy and deposit."""
+    import pandas as pd
+
+    from tl_posdisent.synthetic.analysis.deposit import deposit, head_drops
+    from tl_posdisent.synthetic.training.presets import accuracies
+
+    drops, rows = [], []
+    for (encoding, task, seed), run in runs.items():
+        split, key = run.split(device), {"encoding": encoding, "task": task, "seed": seed}
+        samples = split.test_tokens[:_SAMPLES], split.test_labels[:_SAMPLES]
+        table = head_drops(run.model, *samples, progress=progress)
+        drops.append(table.assign(**key)[[*key, *table.columns]])
+        rows.append(deposit(table).to_frame().assign(**key))
+    deposits = accuracies(runs).merge(pd.concat(rows), on=["encoding", "task", "seed"])
+    return {"drops": pd.concat(drops), "deposit": deposits}
+
+
+def _maps(drops: Any) -> str:
     """One page with a heat map for each encoding and task: the drop of accuracy with each head, mean over seeds."""
     from tl_posdisent.viz.plots.heatmaps import plot_heads
 
     page: list[str] = []
-    for (encoding, task), table in study.drops.groupby(["encoding", "task"], sort=False):
+    for (encoding, task), table in drops.groupby(["encoding", "task"], sort=False):
         heads = table.assign(drop=-table["effect"]).groupby(["layer", "head"], as_index=False)["drop"].mean()
         figure = plot_heads(heads, "drop", signed=True, limits=(-1.0, 1.0)).update_layout(
             title=f"{encoding}, {task}: accuracy lost with each head", height=360, width=640
@@ -84,13 +107,15 @@ def _maps(study: Any) -> str:
     return f"{head}<body>{''.join(page)}</body></html>\n"
 
 
-def _summary(study: Any, title: str) -> Shown:
+def _shown(deposits: Any, title: str) -> Shown:
     """A row for each encoding and task, means over seeds with the standard deviation."""
     measures = {"accuracy": "accuracy", "drop": "largest drop", "second": "second", "share": "share"}
     measures |= {"effective_heads": "effective heads"}
     rows = []
-    for _, row in study.summary().sort_values("task", kind="stable").iterrows():
-        cells = [number(float(row[name])) + spread(row[f"{name}_std"]) for name in measures]
-        rows.append([row["task"], row["encoding"], number(float(row["chance"]), 3), *cells, row["layers"]])
+    for (encoding, task), of in deposits.groupby(["encoding", "task"], sort=False):
+        cells = [number(float(of[name].mean())) + spread(of[name].std()) for name in measures]
+        layers = " ".join(of["layer"].astype("string").fillna("–"))
+        rows.append([task, encoding, number(float(of["chance"].iloc[0]), 3), *cells, layers])
+    rows.sort(key=lambda row: str(row[0]))
     columns = {"task": False, "encoding": False, "chance": True} | dict.fromkeys(measures.values(), True)
     return grid(title, columns | {"layer": False}, rows)

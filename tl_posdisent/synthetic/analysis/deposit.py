@@ -159,33 +159,6 @@ def deposit(
     )
 
 
-def deposit_spread(reports: Iterable[DepositReport]) -> pd.DataFrame:
-    """Compute mean and standard deviation of several ``DepositReport``, for instance of several seeds.
-
-    Returns:
-        One row per ``measure`` (the fields of ``DepositReport`` except ``head``): ``mean``, ``std`` (divided by n - 1;
-        NaN for one report), ``least``, ``most``, ``n`` (reports in which it is a number).
-
-    Raises:
-        ValueError: no reports.
-
-    Example:
-        >>> import pandas as pd
-        >>> from tl_posdisent.synthetic import deposit, deposit_spread
-        >>> one = pd.DataFrame({"layer": [0, 1], "head": [0, 0], "baseline": 1.0, "effect": [-0.6, -0.2]})
-        >>> two = one.assign(effect=[-0.8, -0.2])
-        >>> deposit_spread([deposit(one), deposit(two)]).loc["share"].round(3).to_dict()
-        {'mean': 0.775, 'std': 0.035, 'least': 0.75, 'most': 0.8, 'n': 2.0}
-    """
-    reports = _all_of(DepositReport, "reports", reports)
-    if not reports:
-        raise ValueError("reports must have one report or more, got none")
-    table = pd.concat([report.to_frame() for report in reports], ignore_index=True).drop(columns="head").astype(float)
-    spread = table.agg(["mean", "std", "min", "max", "count"]).T
-    spread.columns = pd.Index(["mean", "std", "least", "most", "n"])
-    return spread.astype({"n": int}).rename_axis("measure")
-
-
 def head_drops(
     model: SyntheticModel,
     tokens: Int[Tensor, "sample pos"],
