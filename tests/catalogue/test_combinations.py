@@ -92,8 +92,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("rope_capacity", {"target": [1.0]}, "target must"),
     ("preference_flips_qk", {"k": K[:, :1]}, "at least two keys"),
     ("preference_flips_qk", {"near": [1, 2], "far": [2, 5]}, "near and far must"),
-    ("flip_probability", {"scores": numbers(3, 4, 1)}, "scores must be"),
-    ("flip_probability", {"scores": numbers(3, 4, 5), "other": numbers(3, 4, 6)}, "other must have"),
     ("additivity", {"mask": NOTHING}, "mask must"),
     ("additivity", {"mask": "full"}, "mask"),
     ("controlled_distance", {"sinks": 12}, "sinks must"),

@@ -13,10 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support import zoo
-from support.public_calls import FEW, GOOD, TASK, synthetic
+from support.public_calls import FEW, TASK, synthetic
 
 from tl_posdisent import load_model
-from tl_posdisent.rope import Moments
 from tl_posdisent.sweeps import Text, checkpoint_steps, failures, jobs, sweep
 from tl_posdisent.sweeps.storage import part_of
 from tl_posdisent.synthetic import load_checkpoint, save_checkpoint, train
@@ -44,11 +43,6 @@ def cut(path: Path, keep: float = 0.5) -> Path:
 
 def saved(at: Path) -> Path:
     return save_checkpoint(synthetic(), at / "model.safetensors")
-
-
-def saved_moments(at: Path) -> Path:
-    GOOD["moments"].to_file(at / "moments.safetensors")
-    return at / "moments.safetensors"
 
 
 def other(at: Path, **metadata: str) -> Path:
@@ -152,19 +146,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "train: a state whose task is a list": (
         lambda at: _resumed(at, lambda path: _notes(path, task=[1])),
         "must hold this training",
-    ),
-    "Moments: no such file": (lambda at: Moments.from_file(at / "none"), "none"),
-    "Moments: a folder": (lambda at: Moments.from_file(at), "safetensors"),
-    "Moments: cut short": (lambda at: Moments.from_file(cut(saved_moments(at))), "truncated"),
-    "Moments: a pickle": (lambda at: Moments.from_file(pickled(at)), "no safetensors file"),
-    "Moments: of another kind": (lambda at: Moments.from_file(other(at)), "does not hold Moments"),
-    "Moments: about that is a list": (
-        lambda at: Moments.from_file(other(at, tl_posdisent="[1]")),
-        "does not hold Moments",
-    ),
-    "Moments: without its tensors": (
-        lambda at: Moments.from_file(other(at, tl_posdisent='{"kind": "Moments", "version": 1}')),
-        "damaged Moments",
     ),
     "load_model: an empty folder": (lambda at: load_model(at), "cannot load"),
     "load_model: a path that does not exist": (lambda at: load_model(at / "none"), "name_or_dir must be.*none"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +12,11 @@ from support.fuzzing import Heads, drawn_heads, examples, normal, rotaries
 from torch import Tensor
 
 from tl_posdisent.rope import (
-    COMPONENTS,
-    Moments,
     Rotary,
-    decompose,
     from_complex,
-    interaction_bound,
-    interaction_by_subspace,
     positional_symbolic_qk,
     principal_angles,
     rope_capacity,
-    rotary_from_table,
     rotate,
     to_complex,
     unrotate,
@@ -60,84 +53,6 @@ def test_rotation_and_subspaces_can_be_undone(heads: Heads, seed: int) -> None:
     expected = from_complex(turned, rest, heads.rotary)
     torch.testing.assert_close(rotate(q, at, heads.rotary), expected, rtol=1e-10, atol=1e-10)
     assert torch.equal(rotate(q, at, heads.rotary, start=at), q)
-
-
-@examples(40)
-@given(
-    st.lists(st.floats(0.001, 3.0), min_size=1, max_size=5, unique=True),
-    st.integers(2, 300),
-    st.sampled_from([1.0, 0.5, 1.4]),
-)
-def test_frequencies_are_read_off_a_table(theta: list[float], length: int, factor: float) -> None:
-    """Of equal ones it could not be said in which order the columns stand."""
-    frequencies = torch.tensor(theta, dtype=torch.float64)
-    angle = torch.arange(length)[:, None] * frequencies
-    cos, sin = ((factor * f(angle)).float() for f in (torch.cos, torch.sin))
-    for table in (lambda x: x, lambda x: torch.cat([x, x], -1), lambda x: x.repeat_interleave(2, -1)):
-        found = rotary_from_table(table(cos), table(sin))
-        torch.testing.assert_close(found.frequencies, frequencies, rtol=1e-5, atol=1e-6)
-        assert math.isclose(found.attention_factor, factor, rel_tol=1e-5)
-
-
-def all_scores(heads: Heads, distances: Tensor) -> Tensor:
-    """``[head, distance, query, key]``, of all texts' queries and keys, by rotation."""
-    q, k = (x.flatten(0, 1) for x in (heads.q, heads.k))
-    still = rotate(k, torch.zeros(len(k)), heads.rotary).repeat_interleave(q.shape[1] // k.shape[1], 1)
-    turned = torch.stack([rotate(q, d.expand(len(q)), heads.rotary) for d in distances])
-    return 0.5 * torch.einsum("dihc,jhc->hdij", turned, still)
-
-
-@examples(60)
-@given(drawn_heads(positions=4), SOME)
-def test_shares_are_those_of_the_whole_table(heads: Heads, distances: list[float]) -> None:
-    at = torch.tensor(distances, dtype=torch.float64)
-    moments = Moments.from_qk(heads.q, heads.k, heads.rotary)
-    found, scores = decompose(moments, at, scale=0.5), all_scores(heads, at)
-    total = scores.var((1, 2, 3), correction=0)
-    rounding = 1e-9 * float(scores.abs().max()) ** 2
-    torch.testing.assert_close(found.total, total, rtol=1e-7, atol=rounding)
-    axes = {"distance": 1, "query": 2, "key": 3}
-    left = scores - scores.mean((1, 2, 3), keepdim=True)
-    components: dict[str, Tensor] = {}
-    for component in COMPONENTS:  # main components come first, so what is below a component is already known
-        names = component.split(":")
-        others = [axis for name, axis in axes.items() if name not in names]
-        term = left.mean(others, keepdim=True) if others else left
-        for lower, known in components.items():
-            term = term - known if {*lower.split(":")} < {*names} else term
-        components[component] = term
-        expected = term.square().mean((1, 2, 3))
-        torch.testing.assert_close(found.variance(component), expected, rtol=1e-7, atol=rounding)
-    varies = total > 1e3 * rounding
-    shares = sum(found.share(component) for component in COMPONENTS)
-    torch.testing.assert_close(shares[varies], torch.ones_like(shares[varies]), rtol=0, atol=1e-9)
-
-
-@examples(40)
-@given(drawn_heads(least=1, positions=5), SOME, st.sampled_from(COMPONENTS))
-def test_bounds_hold_and_subspaces_add_up(heads: Heads, distances: list[float], component: Any) -> None:
-    moments = Moments.from_qk(heads.q, heads.k, heads.rotary)
-    bound = interaction_bound(moments, distances, scale=0.5, component=component)
-    room = 1 + 1e-9
-    rounding = 1e-9 * float(bound.total.max() + bound.separate.max())
-    assert bool((bound.variance <= bound.pairwise * room + rounding).all())
-    assert bool((bound.pairwise <= bound.separate * room + rounding).all())
-    parts = interaction_by_subspace(moments, distances, scale=0.5, components=[component]).variances[0].sum(-1)
-    torch.testing.assert_close(parts, bound.variance, rtol=1e-7, atol=10 * rounding)
-
-
-@examples(40)
-@given(drawn_heads(), st.integers(1, 20))
-def test_moments_of_parts_are_those_of_the_whole(heads: Heads, cut: int) -> None:
-    q, k = (x.flatten(0, 1) for x in (heads.q, heads.k))
-    cut = min(cut, len(q) - 1)
-    parts = [Moments.from_qk(q[some], k[some], heads.rotary) for some in (slice(cut), slice(cut, None))]
-    whole, merged = Moments.from_qk(q, k, heads.rotary), sum(parts)
-    size = float(torch.cat([q.flatten(), k.flatten()]).abs().max())
-    for a, b in ((whole.query, merged.query), (whole.key, merged.key)):
-        assert a.count == b.count
-        torch.testing.assert_close(a.mean, b.mean, rtol=0, atol=1e-11 * size)
-        torch.testing.assert_close(a.cov, b.cov, rtol=0, atol=1e-10 * size**2)
 
 
 @examples(30)

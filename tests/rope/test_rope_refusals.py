@@ -1,9 +1,8 @@
-"""What all tools of the mathematics refuse, and that none of their results holds a graph."""
+"""What the tools of the mathematics refuse, and that none of their results holds a graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +14,13 @@ from tl_posdisent.rope import (
     Moments,
     Rotary,
     decompose,
-    from_complex,
     interaction_bound,
     interaction_by_subspace,
     positional_symbolic_qk,
     rope_capacity,
-    rotary_from_table,
-    rotate,
     subspace_patterns_qk,
-    to_complex,
     toeplitz_share,
 )
-from tl_posdisent.rope.toeplitz import product_spectrum
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -34,60 +28,44 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 ROTARY = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
+MOMENTS = Moments.from_qk(normal(12, 2, 4), normal(12, 2, 4, seed=1), ROTARY)
 
 
-def some_moments() -> Moments:
-    return Moments.from_qk(normal(12, 2, 4), normal(12, 2, 4, seed=1), ROTARY)
-
-
-MOMENTS = some_moments()
+def controlled(tool: Any = decompose, distances: Any = range(4), **more: Any) -> Callable[[], Any]:
+    return lambda: tool(MOMENTS, distances, **{"scale": 1.0, **more})
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a component that was not asked for": (
-        lambda: interaction_by_subspace(MOMENTS, range(4), scale=1.0, components=["distance:key"]).share("query:key"),
-        "component must be 'distance:key', got 'query:key'",
+        lambda: controlled(interaction_by_subspace)().share("query:key"),
+        "component must be 'distance:key' or 'distance:query:key', got 'query:key'",
+    ),
+    "an unknown component": (
+        controlled(interaction_by_subspace, components=["place"]),
+        "components must be 'distance', 'query', 'key', 'distance:query', .* got 'place'",
     ),
     "one word for components": (
-        lambda: interaction_by_subspace(MOMENTS, range(4), scale=1.0, components="distance"),
+        controlled(interaction_by_subspace, components="distance"),
         "components must be a sequence of components, got the one word 'distance'",
     ),
-    "no components": (
-        lambda: interaction_by_subspace(MOMENTS, range(4), scale=1.0, components=[]),
-        "components must name at least one",
+    "no components": (controlled(interaction_by_subspace, components=[]), "components must name at least one"),
+    "component of a bound": (
+        controlled(interaction_bound, component="place"),
+        "component must be 'distance', .*'place'",
     ),
-    "values of a table": (lambda: decompose(MOMENTS, range(4), scale=1.0).to_frame(values="sum"), "values must be"),
-    "rows of a table": (lambda: interaction_bound(MOMENTS, range(4), scale=1.0).to_frame(rows="cell"), "rows must be"),
+    "component of shares": (lambda: controlled()().share("place"), "component must be 'distance', .* got 'place'"),
     "no moments": (lambda: decompose({}, range(4), scale=1.0), "moments must be Moments .* got dict"),
-    "words for distances": (lambda: decompose(MOMENTS, ["far"], scale=1.0), "distances must be finite real numbers"),
-    "a factor of nothing": (
-        lambda: Rotary(ROTARY.frequencies, attention_factor=0.0),
-        "attention_factor must be a",
+    "words for distances": (controlled(distances=["far"]), "distances must be finite real numbers"),
+    "a table of distances": (controlled(distances=torch.ones(2, 2)), r"distances must be one-dim.* shape \(2, 2\)"),
+    "truth values for distances": (controlled(distances=torch.tensor([True])), "distances must be finite real numbers"),
+    "complex distances": (controlled(distances=[1j]), "distances must be finite real numbers"),
+    "too few weights": (controlled(weights=[1.0]), "weights must be one per distance, got 1 weights for 4 distances"),
+    "negative weights": (
+        controlled(weights=[1.0, 1, 1, -1]),
+        "weights must be non-negative with",
     ),
-    "angles in whole numbers": (
-        lambda: Rotary(ROTARY.frequencies, angle_dtype=torch.int64),
-        "angle_dtype must be",
-    ),
-    "real subspaces": (lambda: from_complex(normal(3, 2, 2), normal(3, 2, 0), ROTARY), "got torch.float64 of shape"),
-    "a list for the rest": (lambda: from_complex(to_complex(normal(3, 2, 4), ROTARY)[0], [], ROTARY), "list"),
-    "too few axes": (
-        lambda: rotate(normal(3, 4), torch.arange(3), ROTARY),
-        r"x must have shape \(\*batch, pos, hea",
-    ),
-    "a base for a rotation": (
-        lambda: rotate(normal(3, 2, 4), torch.arange(3), 10000),
-        "must be a Rotary, got int",
-    ),
-    "an array for vectors": (
-        lambda: to_complex(normal(3, 2, 4).numpy(), ROTARY),
-        "torch.Tensor, got ndarray",
-    ),
-    "a folder for a file": (lambda: Moments.from_file(Path.cwd()), "is no safetensors file, but a folder"),
-    "whole numbers for cosines": (
-        lambda: rotary_from_table(torch.ones(4, 2, dtype=torch.int64), torch.ones(4, 2)),
-        "cos must be a floating point torch.Tensor, got torch.int64",
-    ),
-    "vectors of other widths": (lambda: product_spectrum(normal(3, 2), normal(3, 4)), "q and k must have shapes"),
+    "no weight": (controlled(weights=[0.0] * 4), "weights must be non-negative with"),
+    "several scales": (controlled(scale=torch.ones(2)), r"scale must be a finite number, got a Tensor of shape \(2,\)"),
     "sparse scores": (lambda: fit_additive(normal(4, 4).to_sparse()), "scores must be dense .* call to_dense"),
     "scores without values": (lambda: fit_additive(torch.empty(4, 4, device="meta")), "meta tensor, which has no val"),
 }

@@ -126,7 +126,5 @@ def test_bound_tables() -> None:
     shares = decompose(moments, range(9), scale=SCALE)
     assert table["share"].tolist() == shares.share("distance:key").tolist()
     assert table["separate"].tolist() == (bound.separate / shares.total).tolist()
-    by_subspace = bound.to_frame("subspace")
-    assert by_subspace["spread"].tolist() == bound.spreads.flatten().tolist()
-    assert by_subspace["frequency"].tolist() == LAYERS["half"][0].frequencies.tolist() * 2
+    assert bound.frequencies.tolist() == LAYERS["half"][0].frequencies.tolist()
     assert f"{table['pairwise'].mean():.3g} (pairwise)" in repr(bound)

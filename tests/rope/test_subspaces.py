@@ -255,34 +255,4 @@ def test_frame_and_repr() -> None:
     assert f"distance {found.distance[:, :2].sum(-1).mean().item():.3f}" in text  # the two fastest of five
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"distances": []}, r"distances must be one-dimensional and not empty, got shape \(0,\)"),
-        ({"distances": [0.0, math.nan]}, "distances must be finite real numbers"),
-        ({"scale": math.inf}, "scale must be a finite number, got inf"),
-        ({"weights": [1.0]}, "weights must be one per distance, got 1 weights for 40 distances"),
-        ({"q": torch.ones(5, 6)}, r"q must have shape \(\*n_q, head, d_head\) and not be empty, got \(5, 6\)"),
-        ({"k": torch.full((5, 1, 6), math.nan)}, "k must be finite"),
-        ({"k": torch.ones(5, 3, 6)}, "the number of key heads must divide that of heads, got 3 and 2"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_bad_inputs(change: dict, message: str) -> None:
-    q, k, rotary = draw()
-    arguments = {"q": q, "k": k, "rotary": rotary, "distances": DISTANCES, "scale": SCALE} | change
-    with pytest.raises(ValueError, match=message):
-        subspace_patterns_qk(**arguments)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 ROTARY = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
-
-
-def test_subspaces_know_their_wavelengths() -> None:
-    patterns = subspace_patterns_qk(normal(12, 2, 4), normal(12, 2, 4, seed=1), ROTARY, range(4), scale=1.0)
-    turns = patterns.wavelengths * patterns.frequencies
-    torch.testing.assert_close(turns, torch.full_like(turns, 2 * torch.pi))

@@ -4,7 +4,6 @@ from .moments import Moments as Moments
 from .positional_symbolic import Plane as Plane
 from .positional_symbolic import positional_symbolic_qk as positional_symbolic_qk
 from .preference_flips import PreferenceFlips as PreferenceFlips
-from .preference_flips import flip_probability as flip_probability
 from .preference_flips import preference_flips_qk as preference_flips_qk
 from .rotary import Rotary as Rotary
 from .rotary import from_complex as from_complex

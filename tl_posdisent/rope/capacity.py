@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import pandas as pd
 import torch
@@ -12,7 +11,7 @@ from jaxtyping import Complex128, Float64
 from torch import Tensor
 
 from tl_posdisent.utils.pictures import HasTable
-from tl_posdisent.utils.validation import check_choice, check_flag, check_number
+from tl_posdisent.utils.validation import check_flag, check_number
 
 from .rotary import Rotary, check_rotary
 from .variance_decomposition import Numbers, numbers
@@ -33,19 +32,9 @@ class RopeCapacity(HasTable):
         intercept: a constant that the softmax does not see; 0 unless asked for.
         ridge: the weight of ``Σ|z_c|²``.
         condition: largest over smallest singular value of the basis; infinite with fewer distances than real
-            coefficients, and about 1e16 or infinite where ``rank`` is short. Where it is large, coefficients without a
-            ridge are large and cancel each other.
+            coefficients. Where it is large, coefficients without a ridge are large and cancel each other.
         rank: how many of the 2 · subspace real coefficients the distances can tell apart in float64.
         frequencies: ``[subspace]``, θ in radians per position.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import Rotary, rope_capacity
-        >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
-        >>> nearer = [1 - d / 30 for d in range(30)]
-        >>> rope_capacity(rotary, range(30), nearer, intercept=True)
-        RopeCapacity of 2 frequencies for 30 distances: r² 0.9891
-          norm 0.414, condition 2.64, rank 4 of 4
     """
 
     distances: Float64[Tensor, "distance"]
@@ -81,19 +70,11 @@ class RopeCapacity(HasTable):
         """``√Σ|z_c|²``: how large a feature the profile takes. A model is limited by the size of its vectors."""
         return self.coefficients.abs().square().sum().sqrt().item()
 
-    def to_frame(self, rows: Literal["distance", "subspace"] = "distance") -> pd.DataFrame:
-        """One row per distance (``distance``, ``target``, ``fitted``) or per subspace.
-
-        The latter has ``subspace``, ``frequency``, ``wavelength``, and ``size`` and ``phase`` (radians) of z_c.
-        """
-        check_choice("rows", rows, ("distance", "subspace"))
-        if rows == "distance":
-            columns = {"distance": self.distances, "target": self.target, "fitted": self.fitted}
-        else:
-            columns = {"frequency": self.frequencies, "wavelength": 2 * torch.pi / self.frequencies}
-            columns |= {"size": self.coefficients.abs(), "phase": self.coefficients.angle()}
-        table = pd.DataFrame({name: x.tolist() for name, x in columns.items()})
-        return table if rows == "distance" else table.rename_axis("subspace").reset_index()
+    def to_frame(self) -> pd.DataFrame:
+        """One row per distance: ``distance``, ``target``, ``fitted``."""
+        return pd.DataFrame({name: getattr(self, name).tolist() for name in ("distances", "target", "fitted")}).rename(
+            columns={"distances": "distance"}
+        )
 
     def __repr__(self) -> str:
         n = len(self.frequencies)
@@ -113,9 +94,8 @@ def rope_capacity(
 
         mean over d of ( Σ_c Re(z_c · exp(i θ_c d)) - target(d) )²  +  ridge · Σ_c |z_c|²   →   min.
 
-    A query and a key are free to have any z_c, so this is what RoPE can do at all (an inverse Fourier transform, as
-    arXiv 2503.13305 notes), to be held against what a model has learned. What the frequencies cannot tell apart over
-    these distances gets the smallest coefficients.
+    A query and a key are free to have any z_c, so this is what RoPE can do at all (an inverse Fourier transform,
+    arXiv 2503.13305). What the frequencies cannot tell apart over these distances gets the smallest coefficients.
 
     Args:
         rotary: the layer's frequencies, angles rounded as its model rounds them.
@@ -125,11 +105,11 @@ def rope_capacity(
         intercept: whether to fit a constant too, which the ridge leaves alone. The softmax does not see one.
 
     Returns:
-        ``RopeCapacity``: fitted curve, coefficients and their norm, error, condition.
+        ``RopeCapacity``.
 
     Raises:
-        ValueError: distances or target that are not finite, not 1-D, empty, or of unequal length; a ridge that is not
-            a finite number ≥ 0; a rotary without frequencies.
+        ValueError: distances or a target that are not finite, empty, or of unequal length; a negative ridge; a rotary
+            without frequencies.
 
     Example:
         >>> import torch

@@ -8,7 +8,7 @@ the same place have the correlation ``Var(row means) / Var(x)``, the scores of t
 
 The table is never formed. ``x[p, j] = φ(i - p)ᵀ f(q_i, k_j)`` with the rotation basis φ (a cosine and a sine for every
 subspace) and f bilinear, so both variances are quadratic forms in the running means and covariances of φ and of the
-keys: O(length · d²) for all queries together, where sampling forms tables of length² entries, again and again.
+keys: O(length · d²) for all queries together.
 """
 
 from __future__ import annotations
@@ -42,13 +42,6 @@ class Plane(HasTable):
         positional_by_subspace, symbolic_by_subspace: ``[*batch, head, subspace]``, the same for the scores of one
             subspace alone.
         frequencies: ``[subspace]``, radians per position.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import Rotary, positional_symbolic_qk
-        >>> q, k = torch.ones(9, 2, 2), torch.ones(9, 1, 2)  # two query heads share keys that are all alike
-        >>> positional_symbolic_qk(q, k, Rotary(torch.tensor([0.5], dtype=torch.float64)))
-        Plane of 2 heads, (positional, symbolic): (1.00, 0.00), (1.00, 0.00)
     """
 
     positional: Float64[Tensor, "*batch head"]
@@ -59,20 +52,13 @@ class Plane(HasTable):
 
     def to_frame(self, *, by_subspace: bool = False) -> pd.DataFrame:
         """One row per head, or per head and subspace."""
-        shape = self.positional.shape
-        if not by_subspace:
-            values = {name: getattr(self, name).flatten().tolist() for name in ("positional", "symbolic")}
-            return pd.DataFrame({**index_columns(shape), **values})
-        n = len(self.frequencies)
-        columns = {"subspace": list(range(n)), "frequency": self.frequencies.tolist()}
-        return pd.DataFrame(
-            {
-                **index_columns(shape, repeat=n),
-                **{name: x * shape.numel() for name, x in columns.items()},
-                "positional": self.positional_by_subspace.flatten().tolist(),
-                "symbolic": self.symbolic_by_subspace.flatten().tolist(),
-            }
-        )
+        shape, n, ending = self.positional.shape, 1, ""
+        columns: dict[str, list[float]] = {}
+        if by_subspace:
+            n, ending = len(self.frequencies), "_by_subspace"
+            columns = {"subspace": [*range(n)] * shape.numel(), "frequency": self.frequencies.tolist() * shape.numel()}
+        values = {name: getattr(self, name + ending).flatten().tolist() for name in ("positional", "symbolic")}
+        return pd.DataFrame({**index_columns(shape, repeat=n), **columns, **values})
 
     def __repr__(self) -> str:
         pairs = zip(self.positional.flatten().tolist(), self.symbolic.flatten().tolist(), strict=True)
@@ -91,11 +77,13 @@ def positional_symbolic_qk(
     Args:
         q: queries before rotation, ``[*batch, pos, head, d_head]``.
         k: keys likewise, ``[*batch, pos, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
-        rotary: the layer's frequencies, pairing and attention factor, which weighs coordinates that are rotated
-            against those that are not. The scale of the scores does not matter.
+        rotary: the layer's rotation. The scale of the scores does not matter.
+
+    Returns:
+        ``Plane``.
 
     Raises:
-        ValueError: shapes that do not belong together, fewer than two positions, values that are not finite.
+        ValueError: shapes that do not fit, fewer than two positions, values that are not finite.
 
     Example:
         >>> import torch
@@ -105,24 +93,22 @@ def positional_symbolic_qk(
         >>> plane = positional_symbolic_qk(q, k, rotary)  # all keys are alike: only the place can matter
         >>> round(plane.positional.item(), 6), round(plane.symbolic.item(), 6)
         (1.0, 0.0)
-        >>> k[:, 0, 1] = torch.randn(40)  # now they differ, where nothing turns
-        >>> plane = positional_symbolic_qk(q, k, rotary)
-        >>> bool(plane.symbolic > 0), round(float(plane.positional + plane.symbolic), 6)
-        (True, 1.0)
     """
     check_queries_and_keys(q=q, k=k)
     if q.shape[-3] != k.shape[-3]:
         raise ValueError(f"q and k must have as many positions, got {tuple(q.shape)} and {tuple(k.shape)}")
     check_rotary(rotary)
     *batch, _, n_heads, _ = q.shape
-    queries, keys = (_as_subspaces(x, rotary) for x in (q, k))
-    queries[..., : rotary.dim // 2] *= rotary.attention_factor**2  # a matter of all coordinates, or of a part of them
-    queries, keys = (x.reshape(-1, *x.shape[-3:]) for x in (queries, keys))
-    theta = torch.zeros(queries.shape[-1], dtype=torch.float64, device=q.device)
-    theta[: rotary.dim // 2] = rotary.frequencies.to(q.device)
+    n, sides = rotary.dim // 2, []
+    for x in (q, k):  # every coordinate that is not rotated becomes a subspace that never turns
+        z, rest = to_complex(x.double().reshape(-1, *x.shape[-3:]), rotary)
+        sides.append(torch.cat([z, rest.to(z.dtype)], -1))
+    queries, keys = sides
+    queries[..., :n] *= rotary.attention_factor**2
+    theta = torch.nn.functional.pad(rotary.frequencies.to(q.device), (0, queries.shape[-1] - n))
     points = torch.stack([_points(x.movedim(1, 0), y.movedim(1, 0), theta) for x, y in zip(queries, keys, strict=True)])
     points = points.permute(0, 3, 2, 1).reshape(*batch, n_heads, -1, 2)
-    whole, parts = points[..., -1, :], points[..., : rotary.dim // 2, :]
+    whole, parts = points[..., -1, :], points[..., :n, :]
     return Plane(whole[..., 0], whole[..., 1], parts[..., 0], parts[..., 1], rotary.frequencies)
 
 
@@ -182,9 +168,3 @@ def _variance(w: Complex[Tensor, "*head pos n"], second: Sequence[Tensor]) -> Fl
     along = (w[..., None, :] @ hermitian)[..., 0, :] * w.conj() + (w[..., None, :] @ symmetric)[..., 0, :] * w
     alone = w.abs() ** 2 * hermitian.diagonal(dim1=-2, dim2=-1) + w**2 * symmetric.diagonal(dim1=-2, dim2=-1)
     return torch.cat([alone, along.sum(-1, keepdim=True)], -1).real / 2
-
-
-def _as_subspaces(x: Tensor, rotary: Rotary) -> Complex[Tensor, "*batch subspace"]:
-    """Complex subspaces; every coordinate that is not rotated becomes one that never turns."""
-    z, rest = to_complex(x.double(), rotary)
-    return torch.cat([z, rest.to(z.dtype)], -1)

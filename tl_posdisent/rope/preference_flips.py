@@ -1,9 +1,8 @@
 """Preference flips: how often the distance decides which of two keys has the higher score.
 
-A query compares two keys at one distance, and again at another. In an additive head,
-``score = distance + query + key``, the same key wins at every distance (also in the two-axis model, ``f(query,
-distance) + g(query, key)``), so no preference ever flips. This is a count and not a fit: it takes no mean, no variance
-and no linear model, and only the order of scores matters, neither their scale nor a soft cap.
+A query compares two keys at one distance, and again at another. In an additive head, ``score = distance + query + key``
+(also in the two-axis model), the same key wins at every distance. Only the order of scores matters, neither their scale
+nor a soft cap.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from jaxtyping import Float, Float64, Int16
 from torch import Tensor
 
-from tl_posdisent.additive.score_checks import check_finite_tensor, check_queries_and_keys
+from tl_posdisent.additive.score_checks import check_queries_and_keys
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 
@@ -37,13 +36,6 @@ class PreferenceFlips(HasTable):
         far: ``[*batch, head]``, between two of the far distances.
         near_far: ``[*batch, head]``, between a near and a far distance. All in float64; NaN for a single distance.
         near_distances, far_distances: in positions.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import Rotary, preference_flips_qk
-        >>> q, k = torch.ones(5, 2, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0]])[:, None]  # two keys, at right angles
-        >>> preference_flips_qk(q, k, Rotary(torch.tensor([1.0], dtype=torch.float64)), near=[0, 1, 2], far=[3, 4])
-        PreferenceFlips of 2 heads (near, far, near–far): 0.00 1.00 0.33, 0.00 1.00 0.33
     """
 
     near: Float64[Tensor, "*batch head"]
@@ -75,24 +67,22 @@ def preference_flips_qk(
 
     For query i, keys A ≠ B and distances d ≠ d′ the preference flips if ``W[d, i, A] > W[d, i, B]`` and
     ``W[d′, i, A] < W[d′, i, B]``, with ``W[d, i, j]`` the score that query i would give to key j at distance d. The
-    probability is exact, over all queries, pairs of keys and pairs of distances of the kind: no sampling. It is
-    ``(1 - τ) / 2`` with Kendall's τ of the keys' order at the two distances, averaged. Ties (to rounding) never flip.
-
-    Time grows with queries · keys² · distances.
+    probability is exact, over all queries, pairs of keys and pairs of distances of the kind: ``(1 - τ) / 2`` with
+    Kendall's τ of the keys' order at the two distances, averaged. Ties (to rounding) never flip. Time grows with
+    queries · keys² · distances.
 
     Args:
         q: queries before rotation, ``[*batch, query, head, d_head]``.
         k: keys likewise, ``[*batch, key, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
             Every query meets every key.
-        rotary: the layer's frequencies, pairing and attention factor.
+        rotary: the layer's rotation.
         near, far: distances in positions, any finite numbers, none in both and none twice.
 
     Returns:
-        ``PreferenceFlips``, with one number per head for two near distances, two far ones, and one of each.
+        ``PreferenceFlips``.
 
     Raises:
-        ValueError: shapes that do not belong together; fewer than two keys; values that are not finite; unusable
-            distances.
+        ValueError: shapes that do not fit; fewer than two keys; values that are not finite; unusable distances.
 
     Example:
         >>> import torch
@@ -121,93 +111,32 @@ def preference_flips_qk(
     return PreferenceFlips(near_near, far_far, mixed, near_at, far_at)
 
 
-@torch.no_grad()
-def flip_probability(
-    scores: Float[Tensor, "*batch query distance key"], other: Float[Tensor, "*batch query other key"] | None = None
-) -> Float64[Tensor, "*batch"]:
-    """Count preference flips in scores of every query with every key at several distances.
-
-    Args:
-        scores: ``[*batch, query, distance, key]``. Equal scores are ties, which never flip.
-        other: the same queries and keys at other distances: flips are counted between a distance of ``scores`` and one
-            of ``other``. Default: between two different distances of ``scores``.
-
-    Returns:
-        ``[*batch]``, the probability over queries, pairs of keys and pairs of distances; NaN for a single distance.
-
-    Raises:
-        ValueError: shapes that do not belong together, fewer than two keys, scores that are not finite.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import flip_probability
-        >>> distance, key = torch.randn(10, 6, 1), torch.randn(10, 1, 7)  # ten queries, six distances, seven keys
-        >>> flip_probability(distance + key).item()
-        0.0
-        >>> flip_probability(key, -key).item()  # the order is reversed
-        1.0
-    """
-    for name, x in (("scores", scores), ("other", scores if other is None else other)):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.shape[-1] < 2 or not x.numel():
-            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be floating point (*batch, query, distance, key >= 2), got {what}")
-        check_finite_tensor(name, x)
-        if (*x.shape[:-2], x.shape[-1]) != (*scores.shape[:-2], scores.shape[-1]):
-            raise ValueError(f"other must have the queries and keys of scores, got {x.shape} and {scores.shape}")
-    one, two = (None if x is None else _ranks(x, 0.0).reshape(-1, *x.shape[-3:]) for x in (scores, other))
-    assert one is not None
-    counts = [_count_flips(own, None if two is None else two[n])[0 if two is None else 2] for n, own in enumerate(one)]
-    n_pairs = _pairs(scores.shape[-2], None if other is None else other.shape[-2])
-    n_all = n_pairs * scores.shape[-3] * _pairs(scores.shape[-1], None)
-    return torch.stack(counts).reshape(scores.shape[:-3]) / n_all
-
-
 def _flips_of_head(
     q: Float64[Tensor, "query d"], k: Float64[Tensor, "key d"], rotary: Rotary, near: Tensor, far: Tensor
 ) -> Float64[Tensor, "3"]:
     """Near, far and near–far."""
     counts = torch.zeros(3, dtype=torch.float64, device=q.device)
-    n_key = len(k)
-    length = torch.linalg.vector_norm(k, dim=-1).amax() * rotary.attention_factor
+    n, m, n_key = len(near), len(far), len(k)
+    length = k.norm(dim=-1).amax() * rotary.attention_factor
     for block in q.split(max(1, _CELLS_AT_ONCE // n_key**2)):
-        size = torch.linalg.vector_norm(block, dim=-1)[:, None, None] * length
-        ranks = []
+        size = block.norm(dim=-1)[:, None, None] * length
+        wins = []
         for distances in (near, far):
             at = distances.repeat(len(block))  # distance by distance for each query
             turned = rotate(block.repeat_interleave(len(distances), 0)[:, None], at, rotary)[:, 0]
-            ranks.append(_ranks((turned @ k.T).unflatten(0, (len(block), -1)), _ROUNDING * size))
-        counts += _count_flips(*ranks)
-    n_pairs = torch.tensor([_pairs(len(near), None), _pairs(len(far), None), _pairs(len(near), len(far))])
-    return counts / (n_pairs.to(counts) * len(q) * _pairs(n_key, None))
+            wins.append(_wins(_ranks((turned @ k.T).unflatten(0, (len(block), -1)), _ROUNDING * size)))
+        # With n(A, B) the number of distances at which A beats B, keys A and B flip between n(A, B) · n(B, A) pairs of
+        # distances of one kind, and between n(A, B) · m(B, A) + n(B, A) · m(A, B) pairs of two kinds.
+        counts += torch.stack([_crossed(a, b) for a, b in ((wins[0], wins[0]), (wins[1], wins[1]), wins)])
+    n_pairs = torch.tensor([n * (n - 1), m * (m - 1), n * m]).to(counts)  # 0 for a single distance: NaN
+    return counts / n_pairs / (len(q) * n_key * (n_key - 1) / 2)
 
 
-def _pairs(n: int, other: int | None) -> float:
-    """Pairs of different things, or of one of each kind; NaN where there is none."""
-    number = n * (n - 1) / 2 if other is None else n * other
-    return float(number) or torch.nan
-
-
-def _ranks(scores: Tensor, tolerance: Tensor | float) -> Int16[Tensor, "*batch key"]:
+def _ranks(scores: Tensor, tolerance: Tensor) -> Int16[Tensor, "*batch key"]:
     """The place of each score among those of its row; neighbours that differ by rounding share theirs."""
     ordered, at = scores.sort(-1)
     steps = torch.nn.functional.pad((ordered[..., 1:] - ordered[..., :-1]) > tolerance, (1, 0))
     return torch.empty_like(at).scatter_(-1, at, steps.cumsum(-1)).to(torch.int16)
-
-
-def _count_flips(
-    one: Int16[Tensor, "query distance key"], two: Int16[Tensor, "query other key"] | None
-) -> Float64[Tensor, "3"]:
-    """Flips among distances of the one kind, of the other, and between them, over pairs of keys and of distances.
-
-    With n(A, B) the number of distances at which A beats B, keys A and B flip between ``n(A, B) · m(B, A) + n(B, A) ·
-    m(A, B)`` pairs of distances of two kinds, and between ``n(A, B) · n(B, A)`` pairs of one kind.
-    """
-    wins = _wins(one)
-    within = _crossed(wins, wins) / 2
-    if two is None:
-        return torch.stack([within, within, within])
-    others = _wins(two)
-    return torch.stack([within, _crossed(others, others) / 2, _crossed(wins, others)])
 
 
 def _wins(ranks: Int16[Tensor, "query distance key"]) -> Float[Tensor, "query key key"]:
@@ -227,11 +156,7 @@ def _crossed(one: Float[Tensor, "query key key"], two: Float[Tensor, "query key 
 
 
 def check_distance_sets(near: Any, far: Any) -> tuple[Float64[Tensor, "near"], Float64[Tensor, "far"]]:
-    """Near and far distances as tensors.
-
-    Raises:
-        ValueError: not finite numbers, none at all, or one twice.
-    """
+    """Return near and far distances as tensors, or raise."""
     near_at, far_at = (numbers(name, x, torch.device("cpu")) for name, x in (("near", near), ("far", far)))
     joined = torch.cat([near_at, far_at])
     if len(joined.unique()) < len(joined):

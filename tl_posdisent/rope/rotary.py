@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Complex, Float, Float64, Real
 from torch import Tensor
 
-from tl_posdisent.utils.validation import check_choice, check_number
+from tl_posdisent.utils.validation import check_choice, check_number, shown
 
 Pairing = Literal["half", "adjacent"]
 
@@ -27,12 +27,10 @@ class Rotary:
         frequencies: ``[subspace]`` float64, θ_c in radians per position, exactly as the model has them.
         pairing: ``"half"`` pairs coordinate c with c + n (Llama, GPT-NeoX), ``"adjacent"`` 2c with 2c + 1 (GPT-J).
         attention_factor: queries and keys are multiplied by it as they are rotated (YaRN); scores by its square.
-        angle_dtype: models compute ``position · θ`` in float32; at position 100 000 its rounding is visible, so
-            angles are rounded the same way. ``torch.float64`` gives exact geometry.
+        angle_dtype: angles are rounded to it, as models round ``position · θ`` (float32); float64 is exact.
 
     Raises:
-        ValueError: an unknown pairing; frequencies that are not a finite float64 tensor with one axis; a factor that
-            is not a finite number above 0; an ``angle_dtype`` that is not floating point.
+        ValueError: an attribute of another kind, or that is not finite.
 
     Example:
         >>> import torch
@@ -51,8 +49,7 @@ class Rotary:
         check_choice("pairing", self.pairing, get_args(Pairing))
         x = self.frequencies
         if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype != torch.float64:
-            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"frequencies must be a float64 tensor of shape (subspace,), got {what}")
+            raise ValueError(f"frequencies must be a float64 tensor of shape (subspace,), got {_described(x)}")
         if not bool(x.isfinite().all()):
             raise ValueError(f"frequencies must be finite, got {int((~x.isfinite()).sum())} that are not")
         check_number("attention_factor", self.attention_factor, above=0)
@@ -90,10 +87,10 @@ def rotate(
 
     Args:
         x: vectors before rotation, ``[*batch, pos, head, d_head]``; coordinates beyond ``rotary.dim`` pass through.
-        positions: ``(pos,)`` for all texts or ``(batch, pos)``: any finite real numbers, also negative ones.
-        rotary: the layer's frequencies and pairing.
-        start: positions that ``x`` has been turned to already, in the same shapes. Only the difference is then
-            turned, and lengths stay as they are; at ``start == positions`` the result is ``x`` itself to the last bit.
+        positions: ``(pos,)`` for all texts or ``(batch, pos)``: any finite real numbers.
+        rotary: the layer's rotation.
+        start: positions that ``x`` has been turned to already. Only the difference is then turned, and lengths stay as
+            they are; at ``start == positions`` the result is ``x`` to the last bit.
 
     Returns:
         The same shape and dtype as ``x``; computed in float64 for float64 and in float32 otherwise.
@@ -110,27 +107,16 @@ def rotate(
         [[[1.0, 0.0]], [[0.0, 1.0]], [[-1.0, 0.0]]]
     """
     _check(x, rotary)
-    angle = rotary.angles(check_positions(positions, x).to(x.device))
-    factor = rotary.attention_factor
+    angle, factor = rotary.angles(_check_positions(positions, x)), rotary.attention_factor
     if start is not None:
-        angle, factor = angle - rotary.angles(check_positions(start, x, "start").to(x.device)), 1.0
+        angle, factor = angle - rotary.angles(_check_positions(start, x, "start")), 1.0
     return turn(x, angle[..., None, :], rotary.pairing, factor)
 
 
 def unrotate(
     x: Float[Tensor, "*batch pos head d_head"], positions: Tensor, rotary: Rotary
 ) -> Float[Tensor, "*batch pos head d_head"]:
-    """Undo ``rotate``: return the vectors before rotation, of vectors rotated to ``positions``.
-
-    Args:
-        x: rotated vectors ``[*batch, pos, head, d_head]``.
-        positions, rotary: as in ``rotate``.
-
-    Returns:
-        The same shape and dtype as ``x``.
-
-    Raises:
-        ValueError: what ``rotate`` refuses.
+    """Undo ``rotate``, whose arguments and errors it has: return the vectors before rotation.
 
     Example:
         >>> import torch
@@ -141,7 +127,7 @@ def unrotate(
         True
     """
     _check(x, rotary)
-    angle = rotary.angles(check_positions(positions, x).to(x.device))
+    angle = rotary.angles(_check_positions(positions, x))
     return turn(x, -angle[..., None, :], rotary.pairing, 1 / rotary.attention_factor)
 
 
@@ -150,13 +136,10 @@ def turn(
 ) -> Float[Tensor, "*batch d_head"]:
     """Rotate each subspace of ``x`` by its angle and stretch it by ``factor``; further coordinates pass through."""
     n = angle.shape[-1]
-    if n == 0:
-        return x
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = (factor * angle.cos()).to(dtype), (factor * angle.sin()).to(dtype)
     first, second = (part.to(dtype) for part in _planes(x[..., : 2 * n], pairing))
-    parts = first * cos - second * sin, first * sin + second * cos
-    turned = _joined(*parts, pairing).to(x.dtype)
+    turned = _joined(first * cos - second * sin, first * sin + second * cos, pairing).to(x.dtype)
     return turned if x.shape[-1] == 2 * n else torch.cat([turned, x[..., 2 * n :]], -1)
 
 
@@ -165,27 +148,19 @@ def to_complex(
 ) -> tuple[Complex[Tensor, "*batch subspace"], Float[Tensor, "*batch rest"]]:
     """Split vectors into subspaces as complex numbers, and the coordinates that RoPE does not rotate.
 
-    Rotation to position p is then multiplication by ``exp(i θ p)``.
-
-    Args:
-        x: vectors ``[*batch, d_head]``.
-        rotary: says which coordinates make a subspace.
-
-    Returns:
-        ``[*batch, subspace]``, complex128 for float64 and complex64 otherwise, and ``[*batch, rest]``.
+    Rotation to position p is then multiplication by ``exp(i θ p)``. Complex numbers are complex128 for float64 and
+    complex64 otherwise.
 
     Raises:
         ValueError: vectors smaller than the rotary dimension, or of integers.
 
     Example:
         >>> import torch
-        >>> from tl_posdisent.rope import Rotary, from_complex, to_complex
+        >>> from tl_posdisent.rope import Rotary, to_complex
         >>> rotary = Rotary(torch.tensor([1.0, 0.01], dtype=torch.float64))
         >>> z, rest = to_complex(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), rotary)
         >>> z.tolist(), rest.tolist()
         ([(1+3j), (2+4j)], [5.0])
-        >>> from_complex(z, rest, rotary).tolist()
-        [1.0, 2.0, 3.0, 4.0, 5.0]
     """
     _check(x, rotary)
     x = x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -196,7 +171,7 @@ def to_complex(
 def from_complex(
     z: Complex[Tensor, "*batch subspace"], rest: Float[Tensor, "*batch rest"], rotary: Rotary
 ) -> Float[Tensor, "*batch d_head"]:
-    """Undo ``to_complex``: join subspaces and the rest into vectors ``[*batch, d_head]``.
+    """Undo ``to_complex``: join subspaces and the rest into vectors.
 
     Raises:
         ValueError: subspaces that are not complex or not those of the rotation; a rest of another batch.
@@ -210,38 +185,29 @@ def from_complex(
     """
     n = len(check_rotary(rotary).frequencies)
     if not isinstance(z, Tensor) or not z.is_complex() or z.shape[-1:] != (n,):
-        what = f"{z.dtype} of shape {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__
-        raise ValueError(f"z must be complex with a last axis of {n}, one per frequency, got {what}")
+        raise ValueError(f"z must be complex with a last axis of {n}, one per frequency, got {_described(z)}")
     if not isinstance(rest, Tensor) or not rest.is_floating_point() or rest.shape[:-1] != z.shape[:-1]:
-        what = f"{rest.dtype} of shape {tuple(rest.shape)}" if isinstance(rest, Tensor) else type(rest).__name__
-        raise ValueError(f"rest must be floating point of shape {(*z.shape[:-1], 'rest')}, got {what}")
+        raise ValueError(f"rest must be floating point of shape {(*z.shape[:-1], 'rest')}, got {_described(rest)}")
     return torch.cat([_joined(z.real, z.imag, rotary.pairing), rest], -1)
 
 
-def check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> Tensor:
-    """Return ``positions``, or raise unless they fit ``x: [*batch, pos, head, d_head]``."""
-    if not isinstance(positions, Tensor):
-        raise ValueError(
-            f"{name} must be a torch.Tensor of shape (pos,) or (batch, pos), got {type(positions).__name__}"
-        )
+def _check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> Tensor:
+    """Return ``positions`` on the device of ``x: [*batch, pos, head, d_head]``, or raise unless they fit."""
     if x.ndim < 3:
         raise ValueError(f"x must have shape (*batch, pos, head, d_head), got {tuple(x.shape)}")
     length = x.shape[-3]
-    fits = positions.shape[-1:] == (length,) and (
-        positions.ndim == 1 or (positions.ndim == 2 and x.ndim == 4 and len(positions) in (1, len(x)))
-    )
-    if not fits:
+    if not isinstance(positions, Tensor) or not (
+        positions.shape == (length,)
+        or (x.ndim == 4 and positions.shape[1:] == (length,) and len(positions) in (1, len(x)))
+    ):
         batch = x.shape[0] if x.ndim == 4 else "batch"
         raise ValueError(
             f"{name} must have shape (pos,) = ({length},) or (batch, pos) = ({batch}, {length}), "
-            f"got {tuple(positions.shape)}"
+            f"got {_described(positions)}"
         )
-    if positions.is_complex() or positions.dtype == torch.bool:
-        raise ValueError(f"{name} must be finite real numbers, got a tensor of {positions.dtype}")
-    finite = positions.double().isfinite()
-    if not bool(finite.all()):
-        raise ValueError(f"{name} must be finite real numbers, got {int((~finite).sum())} that are not finite")
-    return positions
+    if positions.is_complex() or positions.dtype == torch.bool or not bool(positions.isfinite().all()):
+        raise ValueError(f"{name} must be finite real numbers, got {shown(positions)}")
+    return positions.to(x.device)
 
 
 def check_rotary(rotary: Any) -> Rotary:
@@ -253,27 +219,23 @@ def check_rotary(rotary: Any) -> Rotary:
 
 def _check(x: Any, rotary: Rotary) -> None:
     check_rotary(rotary)
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x must be a torch.Tensor, got {type(x).__name__}")
-    if x.ndim < 1 or not x.is_floating_point() or x.shape[-1] < rotary.dim:
+    if not isinstance(x, Tensor) or x.ndim < 1 or not x.is_floating_point() or x.shape[-1] < rotary.dim:
         raise ValueError(
             f"x must be floating point with a last axis of at least {rotary.dim} (two per frequency), "
-            f"got {x.dtype} of shape {tuple(x.shape)}"
+            f"got {_described(x)}"
         )
 
 
-def _planes(x: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
-    if pairing == "half":
-        first, second = x.chunk(2, -1)
-        return first, second
-    return x[..., ::2], x[..., 1::2]
+def _described(x: Any) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+
+
+def _planes(x: Tensor, pairing: Pairing) -> tuple[Tensor, ...]:
+    return x.tensor_split(2, -1) if pairing == "half" else (x[..., ::2], x[..., 1::2])
 
 
 def _joined(first: Tensor, second: Tensor, pairing: Pairing) -> Tensor:
     return torch.cat([first, second], -1) if pairing == "half" else torch.stack([first, second], -1).flatten(-2)
-
-
-# Reading a rotation off a model's table of cosines and sines.
 
 
 def rotary_from_table(
@@ -282,15 +244,9 @@ def rotary_from_table(
     """Read frequencies and attention factor off a model's table of cosines and sines for positions 0, 1, 2 ….
 
     The table may have one column per subspace, or two of them in either order (``c0 c1 c0 c1`` or ``c0 c0 c1 c1``).
-    The first row after 0 gives each angle up to the rounding of the table; doubling the position again and again
-    halves that error without ever losing count of the turns, so long tables give frequencies to float32 precision.
-
-    Args:
-        cos, sin: ``[pos, columns]``, as the model multiplies them.
-        pairing: kept in the result; no table can tell it.
-
-    Returns:
-        A ``Rotary`` whose angles are rounded to float32, as models round them.
+    Row 1 gives each angle up to the rounding of the table; each doubling of the position halves that error without
+    losing count of the turns. Angles of the result are rounded to float32; ``pairing``, which no table can tell, is
+    kept in it.
 
     Raises:
         ValueError: fewer than two rows, or rows that are not the cosines and sines of growing angles.
@@ -304,8 +260,7 @@ def rotary_from_table(
     """
     for name, x in (("cos", cos), ("sin", sin)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            what = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating point torch.Tensor, got {what}")
+            raise ValueError(f"{name} must be a floating point torch.Tensor, got {_described(x)}")
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] < 2:
         raise ValueError(
             "cos and sin must have the same shape (pos, columns) with at least two positions, got "
@@ -327,12 +282,10 @@ def rotary_from_table(
 
 
 def _one_column_each(table: Float64[Tensor, "pos columns"]) -> Float64[Tensor, "pos subspace"]:
-    n = table.shape[1]
-    if n % 2 == 0 and n > 0:
-        if torch.equal(table[:, : n // 2], table[:, n // 2 :]):
-            return table[:, : n // 2]
-        if torch.equal(table[:, ::2], table[:, 1::2]):
-            return table[:, ::2]
+    if table.shape[1] % 2 == 0:
+        for one, other in (_planes(table, "half"), _planes(table, "adjacent")):
+            if torch.equal(one, other):
+                return one
     return table
 
 

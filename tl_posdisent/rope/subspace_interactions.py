@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import pandas as pd
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_choice, check_number
+from tl_posdisent.utils.validation import check_choice
 
 from .moments import Moments
 from .variance_decomposition import (
@@ -21,7 +20,6 @@ from .variance_decomposition import (
     Numbers,
     all_frequencies,
     check_component,
-    check_distances,
     decompose_factors,
     read_factors,
     share_of,
@@ -35,35 +33,21 @@ class SubspaceShares(HasTable):
     """Components of the variance decomposition, split by subspace.
 
     A variance of a sum over subspaces has a term for each pair of them; what a pair shares is given to both in equal
-    halves. The parts of a component therefore add up to it exactly, and a part is negative where a subspace undoes more
-    of what others do than it does itself. All tensors are float64.
+    halves. The parts of a component add up to it, and a part is negative where a subspace undoes more of what others do
+    than it does itself. All tensors are float64.
 
     Attributes:
-        components: names of the components, ``("distance:key", "distance:query:key")`` unless others were asked for.
+        components: names of the components.
         variances: ``[component, head, subspace]``, in units of the scores squared.
         total: ``[head]``, variance of the scores, all components together.
         frequencies: ``[subspace]``, θ in radians per position. Coordinates that RoPE leaves alone follow its
             subspaces, two by two, at frequency 0.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import Moments, Rotary, interaction_by_subspace
-        >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
-        >>> moments = Moments.from_qk(torch.randn(100, 8, 6), torch.randn(100, 8, 6), rotary)
-        >>> table = interaction_by_subspace(moments, range(50), scale=0.5).to_frame()
-        >>> table[table["head"] == 3].round(2)[["subspace", "frequency", "wavelength"]].values.tolist()
-        [[0.0, 1.0, 6.28], [1.0, 0.1, 62.83], [2.0, 0.0, inf]]
     """
 
     components: tuple[Component, ...]
     variances: Float64[Tensor, "component head subspace"]
     total: Float64[Tensor, "head"]
     frequencies: Float64[Tensor, "subspace"]
-
-    @property
-    def wavelengths(self) -> Float64[Tensor, "subspace"]:
-        """Positions per full turn; infinite for frequency 0."""
-        return 2 * torch.pi / self.frequencies
 
     @property
     def shares(self) -> Float64[Tensor, "component head subspace"]:
@@ -84,7 +68,7 @@ class SubspaceShares(HasTable):
         lines = [f"SubspaceShares of {n_heads} heads, {n_subspaces} subspaces; on average over heads:"]
         for component, x in zip(self.components, self.shares.nanmean(1), strict=True):
             most = int(x.nan_to_num().abs().argmax())
-            where = f"subspace {most} (wavelength {self.wavelengths[most].item():.3g})"
+            where = f"subspace {most} (wavelength {(2 * torch.pi / self.frequencies[most]).item():.3g})"
             lines.append(f"  {component} {x.sum().item():.3f}, most of it in {where}: {x[most].item():.3f}")
         return "\n".join(lines)
 
@@ -100,7 +84,7 @@ def interaction_by_subspace(
     """Split interactions of the variance decomposition by subspace: ``distance:key`` and ``distance:query:key``.
 
     These two are what the two-axis model ``f(query, distance) + g(query, key)`` leaves unexplained. Arguments and
-    errors are those of ``decompose``; ``components`` may name any of its components.
+    errors are those of ``decompose``; ``components`` may name any of its components. Returns ``SubspaceShares``.
 
     Example:
         >>> import torch
@@ -116,7 +100,7 @@ def interaction_by_subspace(
     components = tuple(check_component(component, "components") for component in components)
     if not components:
         raise ValueError("components must name at least one component")
-    factors = read_factors(moments, *check_distances(moments, distances, weights), check_number("scale", scale))
+    factors = read_factors(moments, distances, weights, scale)
     # Pairs are symmetric, so a row holds each subspace's own term and half of what it shares with every other.
     pairs = [factors.pair(component) for component in components]
     rows = torch.stack([(hermitian + plain).real.sum(-1) / 2 for hermitian, plain in pairs])
@@ -135,9 +119,6 @@ def subspace_frame(frequencies: Float64[Tensor, "subspace"], columns: dict[str, 
     return pd.DataFrame({**index_columns((n_heads,), repeat=n_subspaces), **table})
 
 
-# An upper bound on an interaction, from the size of what turns and of what varies.
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class InteractionBound(HasTable):
     """Upper bounds of an interaction's variance, and each subspace's part in them.
@@ -153,15 +134,6 @@ class InteractionBound(HasTable):
             standard deviation of the query) × standard deviation of the key × standard deviation of the rotation.
         total: ``[head]``, variance of the scores, all components together.
         frequencies: ``[subspace]``, θ in radians per position, 0 for coordinates that RoPE leaves alone.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import Moments, Rotary, interaction_bound
-        >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
-        >>> moments = Moments.from_qk(torch.randn(100, 8, 4), torch.randn(100, 8, 4), rotary)
-        >>> table = interaction_bound(moments, range(50), scale=0.5).to_frame()
-        >>> bool((table["share"] <= table["pairwise"]).all()), bool((table["pairwise"] <= table["separate"]).all())
-        (True, True)
     """
 
     component: Component
@@ -172,26 +144,17 @@ class InteractionBound(HasTable):
     total: Float64[Tensor, "head"]
     frequencies: Float64[Tensor, "subspace"]
 
-    def to_frame(self, rows: Literal["head", "subspace"] = "head") -> pd.DataFrame:
-        """The bound as a table.
-
-        With one row per head: the interaction's ``share`` of the scores' variance, its bounds ``pairwise`` and
-        ``separate`` as shares likewise, and ``total``, that variance. With one row per head and subspace:
-        ``frequency``, ``wavelength`` and ``spread``.
-        """
-        check_choice("rows", rows, ("head", "subspace"))
-        if rows == "subspace":
-            return subspace_frame(self.frequencies, {"spread": self.spreads})
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head: shares of the scores' variance, ``share`` itself and its bounds; and ``total``."""
         columns = {"share": self.variance, "pairwise": self.pairwise, "separate": self.separate}
         columns = {name: share_of(x, self.total) for name, x in columns.items()} | {"total": self.total}
         return pd.DataFrame({**index_columns(self.total.shape), **{name: x.tolist() for name, x in columns.items()}})
 
     def __repr__(self) -> str:
-        means = (share_of(x, self.total).nanmean().item() for x in (self.variance, self.pairwise, self.separate))
-        share, pairwise, separate = (f"{x:.3g}" for x in means)
+        share, pairwise, separate = self.to_frame()[["share", "pairwise", "separate"]].mean()
         return (
             f"InteractionBound of {self.component} in {len(self.total)} heads; shares on average:\n"
-            f"  {share} ≤ {pairwise} (pairwise) ≤ {separate} (separate)"
+            f"  {share:.3g} ≤ {pairwise:.3g} (pairwise) ≤ {separate:.3g} (separate)"
         )
 
 
@@ -212,14 +175,12 @@ def interaction_bound(
                           ≤ ½ Σ_cc' |q̄_c| |q̄_c'| ( |K| |U| + |K̃| |Ũ| )                      (pairwise)
                           ≤ ( Σ_c |q̄_c| · sd(k_c) · sd(u_c) )²                               (separate)
 
-    *Proof.* First the triangle inequality. Then Cauchy–Schwarz: ``|K[c, c']|`` and ``|K̃[c, c']|`` are both at most
-    ``sd(k_c) sd(k_c')`` with ``sd(k_c)² = E|k_c − k̄_c|²``, and so for u; the sum over pairs is then a square. ∎
+    by the triangle inequality and Cauchy–Schwarz, with ``sd(k_c)² = E|k_c − k̄_c|²`` and
+    ``sd(u_c)² = scale² factor⁴ (1 − |mean of exp(i θ_c d)|²)``, which is 0 for a subspace that does not turn over these
+    distances. For ``distance:query:key`` the query's covariances stand where q̄ does.
 
-    ``sd(u_c)² = scale² factor⁴ (1 − |mean of exp(i θ_c d)|²)`` is 0 for a subspace that does not turn over these
-    distances. ``pairwise`` is at most the sum of products of Frobenius norms of the 2×2 covariance blocks,
-    ``Σ |q̄_c| |q̄_c'| ‖cov(k)‖ ‖cov(u)‖``. For ``distance:query:key`` the query's covariances stand where q̄ does.
-
-    Arguments and errors are those of ``decompose``; ``component`` may be any of its components.
+    Arguments and errors are those of ``decompose``; ``component`` may be any of its components. Returns
+    ``InteractionBound``.
 
     Example:
         >>> import torch
@@ -231,7 +192,7 @@ def interaction_bound(
         [8.0, 8.0, 8.0]
     """
     component = check_component(component)
-    factors = read_factors(moments, *check_distances(moments, distances, weights), check_number("scale", scale))
+    factors = read_factors(moments, distances, weights, scale)
     hermitian, plain = factors.pair(component)
     spreads = hermitian.diagonal(dim1=-2, dim2=-1).real.clamp(min=0).sqrt()
     whole = decompose_factors(factors)

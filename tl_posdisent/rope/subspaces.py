@@ -29,9 +29,8 @@ class SubspacePatterns(HasTable):
     concentrations are NaN.
 
     Phases are weighted by magnitude: the phase is ``arg E[z]``, the concentration ``|E[z]| / E[|z|]``, which is 1 where
-    all point the same way and near 0 where they point anywhere. Without weights, a vector next to zero, whose direction
-    is noise and which no score feels, would count like any other; and only the weighted concentration is what the
-    variance of the scores is made of, ``E|z - E z|² = size² (1 + variation² - concentration²)``.
+    all point the same way. The variance of the scores is made of these: ``E|z - E z|² = size² (1 + variation² -
+    concentration²)``.
 
     Attributes:
         query_size, key_size: mean of ``|q_c|`` and of ``|k_c|``, in the units of the vectors.
@@ -45,20 +44,8 @@ class SubspacePatterns(HasTable):
         spread: what the subspace can break of additivity, in standard deviations of the scores: size of the mean query
             × standard deviation of the key × ``turn``, with scale and attention factor. ``distance:key`` has at most
             the share ``spread.sum(-1) ** 2`` (see ``interaction_bound``).
-        turn: ``[subspace]``, 0 … 1, how much the subspace turns over the distances: the standard deviation of
-            ``exp(i θ_c d)``. Near 0 it stands still.
+        turn: ``[subspace]``, 0 … 1: the standard deviation of ``exp(i θ_c d)`` over the distances.
         frequencies: ``[subspace]``, θ in radians per position.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import Rotary, subspace_patterns_qk
-        >>> rotary = Rotary(torch.tensor([1.0, 0.001], dtype=torch.float64))
-        >>> q, k = torch.ones(500, 2, 4), torch.ones(500, 1, 4) + 0.1 * torch.randn(500, 1, 4)
-        >>> patterns = subspace_patterns_qk(q, k, rotary, range(100), scale=0.5)
-        >>> patterns.key_concentration.round(decimals=1).tolist(), patterns.turn.round(decimals=1).tolist()
-        ([[1.0, 1.0], [1.0, 1.0]], [1.0, 0.0])
-        >>> bool((patterns.distance[:, 0] > 0.9).all())  # keys are nearly alike, and the first subspace turns
-        True
     """
 
     query_size: Float64[Tensor, "head subspace"]
@@ -77,16 +64,9 @@ class SubspacePatterns(HasTable):
     frequencies: Float64[Tensor, "subspace"]
 
     @property
-    def wavelengths(self) -> Float64[Tensor, "subspace"]:
-        """Positions per full turn; infinite for frequency 0."""
-        return 2 * torch.pi / self.frequencies
-
-    @property
     def relative_phase(self) -> Float64[Tensor, "head subspace"]:
-        """Circular mean of ``arg q_c - arg k_c`` over all pairs, radians, -π … π.
-
-        The mean score of the subspace is largest at the distances where ``relative_phase + θ_c d`` is a full turn.
-        """
+        """Circular mean of ``arg q_c - arg k_c`` over all pairs, radians, -π … π; the mean score of the subspace is
+        largest where ``relative_phase + θ_c d`` is a full turn."""
         return torch.remainder(self.query_phase - self.key_phase + torch.pi, 2 * torch.pi) - torch.pi
 
     @property
@@ -97,13 +77,10 @@ class SubspacePatterns(HasTable):
     def to_frame(self) -> pd.DataFrame:
         """One row per head and subspace: ``frequency``, ``wavelength``, ``turn``, and the attributes above."""
         heads = len(self.query_size)
-        columns = {"turn": self.turn.expand(heads, -1)}
-        for side in ("query", "key"):
-            columns |= {
-                f"{side}_{x}": getattr(self, f"{side}_{x}") for x in ("size", "variation", "phase", "concentration")
-            }
-        names = ("relative_phase", "relative_concentration", "distance", "semantic", "interaction", "spread")
-        return subspace_frame(self.frequencies, columns | {name: getattr(self, name) for name in names})
+        sides = [f"{side}_{x}" for side in ("query", "key") for x in ("size", "variation", "phase", "concentration")]
+        names = (*sides, "relative_phase", "relative_concentration", "distance", "semantic", "interaction", "spread")
+        columns = {"turn": self.turn.expand(heads, -1)} | {name: getattr(self, name) for name in names}
+        return subspace_frame(self.frequencies, columns)
 
     def plot(self, value: str = "key_concentration", **options: Any) -> Any:
         """Plot a measure of each subspace of each head: ``plot_subspaces``, with its options."""
@@ -135,20 +112,15 @@ def subspace_patterns_qk(
 ) -> SubspacePatterns:
     """Measure the distance patterns of arXiv 2503.13305 (Observation 1, Theorem 2) in one layer's queries and keys.
 
-    Scores are additive in position and content where every subspace either hardly turns over the distances that matter
-    (slow: it can carry content), or has keys that are hardly different from each other (concentrated: it can carry
-    position). Size, variation and concentration say which; the shares say what each subspace is used for.
+    Scores are additive in position and content where every subspace either hardly turns over the distances (slow: it
+    can carry content), or has keys that are nearly alike (concentrated: it can carry position).
 
     Args:
-        q: queries before rotation and after any QK-norm, ``[*n_q, head, d_head]``, all leading axes pooled.
-        k: keys likewise, ``[*n_k, kv_head, d_head]``; ``kv_head`` divides ``head``.
-        rotary: the layer's rotation.
-        distances: query position minus key position in tokens, 1-D: at which scores are taken, each by all pairs.
-        scale: what the model multiplies ``⟨q, k⟩`` by, usually ``d_head ** -0.5``.
-        weights: one non-negative number per distance; all the same if None.
+        q, k, rotary: as in ``Moments.from_qk``.
+        distances, scale, weights: as in ``decompose``.
 
     Returns:
-        ``SubspacePatterns``, float64.
+        ``SubspacePatterns``.
 
     Raises:
         ValueError: what ``Moments.from_qk`` and ``decompose`` refuse.
@@ -169,11 +141,10 @@ def subspace_patterns_qk(
     bound = interaction_bound(moments, distances, scale=scale, weights=weights)
     semantic = [i for i, component in enumerate(COMPONENTS) if "distance" not in component]
     mixed = [i for i, component in enumerate(COMPONENTS) if component.startswith("distance:")]
-    sides = {f"query_{name}": x for name, x in _side(q, moments.query, rotary).items()}
-    for name, x in _side(k, moments.key, rotary).items():
-        sides[f"key_{name}"] = x.repeat_interleave(q.shape[-2] // k.shape[-2], 0)
+    group = q.shape[-2] // k.shape[-2]
     return SubspacePatterns(
-        **sides,
+        **{f"query_{name}": x for name, x in _side(q, moments.query, rotary).items()},
+        **{f"key_{name}": x.repeat_interleave(group, 0) for name, x in _side(k, moments.key, rotary).items()},
         distance=parts.share("distance"),
         semantic=parts.shares[semantic].sum(0),
         interaction=parts.shares[mixed].sum(0),
@@ -185,23 +156,20 @@ def subspace_patterns_qk(
 
 def _side(x: Tensor, vectors: Spread, rotary: Rotary) -> dict[str, Float64[Tensor, "head subspace"]]:
     """Size, variation, phase and concentration of queries or of keys."""
-    magnitudes = total(spread_of(_magnitudes(part, rotary)) for part in chunks(x.detach()))
-    size, deviation = magnitudes.mean, magnitudes.cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
-    odd = vectors.mean.shape[-1] % 2
-    mean = torch.view_as_complex(torch.nn.functional.pad(vectors.mean, (0, odd)).unflatten(-1, (-1, 2)))
-    phase, concentration = mean.angle(), share_of(mean.abs(), size).clamp(max=1)
+    pad, odd = torch.nn.functional.pad, x.shape[-1] % 2
+
+    def magnitudes(part: Tensor) -> Float64[Tensor, "part head subspace"]:
+        planes, rest = to_complex(part, rotary)
+        pairs = pad(rest, (0, odd)).reshape(*rest.shape[:-1], (rest.shape[-1] + odd) // 2, 2)
+        return torch.cat([planes.abs(), pairs.norm(dim=-1)], -1)
+
+    spread = total(spread_of(magnitudes(part)) for part in chunks(x.detach()))
+    size, deviation = spread.mean, spread.cov.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
+    mean = torch.view_as_complex(pad(vectors.mean, (0, odd)).unflatten(-1, (-1, 2)))
+    phase, concentration = torch.where(size > 0, mean.angle(), torch.nan), share_of(mean.abs(), size).clamp(max=1)
     for values in (phase, concentration):
         values[:, len(rotary.frequencies) :] = torch.nan
-    phase = torch.where(size > 0, phase, torch.nan)
-    variation = share_of(deviation, size)
-    return {"size": size, "variation": variation, "phase": phase, "concentration": concentration}
-
-
-def _magnitudes(x: Float64[Tensor, "part head d_head"], rotary: Rotary) -> Float64[Tensor, "part head subspace"]:
-    planes, rest = to_complex(x, rotary)
-    odd = rest.shape[-1] % 2
-    pairs = torch.nn.functional.pad(rest, (0, odd)).reshape(*rest.shape[:-1], (rest.shape[-1] + odd) // 2, 2)
-    return torch.cat([planes.abs(), pairs.norm(dim=-1)], -1)
+    return {"size": size, "variation": share_of(deviation, size), "phase": phase, "concentration": concentration}
 
 
 def _turn(moments: Moments, distances: Numbers, weights: Numbers | None, n: int) -> Float64[Tensor, "subspace"]:

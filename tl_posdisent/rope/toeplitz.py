@@ -23,14 +23,13 @@ def toeplitz_share(
     """Compute the share of the scores' variance that is a function of the distance: 1 for a Toeplitz matrix.
 
     With ``w̄_d`` the mean of the ``n_d`` cells at distance d, and w̄ that of all: ``Σ_d n_d (w̄_d - w̄)² / Σ (w - w̄)²``.
-    It is ``AdditiveFit.share_distance`` without the fit. A score that only depends on the key (or the query) is not
-    Toeplitz; under a causal mask it still has a share, as far keys are early keys.
+    It is ``AdditiveFit.share_distance`` without the fit, in float64. Under a causal mask a score that depends on the
+    key alone has a share too: far keys are early keys.
 
     Args:
-        scores: ``[*batch, query, key]``, in any floating dtype; summed in float64. Cells outside the mask may hold
-            anything.
+        scores: ``[*batch, query, key]``, in any floating dtype.
         mask, window: which cells count, as in ``fit_additive``.
-        pool: take all entries of the first axis (texts) as one: the function must be the same for all of them.
+        pool: take all entries of the first axis (texts) as one, with one function of the distance.
 
     Returns:
         ``[*batch]`` (``[*batch]`` less its first axis with ``pool``), 0…1; NaN where the scores do not vary.
@@ -73,27 +72,11 @@ def _between_distances(read: Marginals, cells: Cells, *, pool: bool) -> Float64[
 def product_spectrum(
     q: Float[Tensor, "*batch query d"], k: Float[Tensor, "*batch key d"]
 ) -> Float64[Tensor, "*batch rank"]:
-    """Compute the singular values of ``q kᵀ``, descending, without forming it.
+    """Compute the singular values of ``q kᵀ``, descending, without forming it; those left out are 0.
 
-    Args:
-        q, k: ``[*batch, query, d]`` and ``[*batch, key, d]``.
-
-    Returns:
-        ``[*batch, min(query, key, d)]`` in float64; all others are 0. O(length · d²).
-
-    Raises:
-        ValueError: vectors of different sizes.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope.toeplitz import product_spectrum
-        >>> product_spectrum(torch.eye(3)[:, :2] * torch.tensor([3.0, 1.0]), torch.eye(3)[:, :2]).tolist()
-        [3.0, 1.0]
+    >>> product_spectrum(torch.eye(3)[:, :2] * torch.tensor([3.0, 1.0]), torch.eye(3)[:, :2]).tolist()
+    [3.0, 1.0]
     """
-    if q.ndim < 2 or k.ndim < 2 or q.shape[-1] != k.shape[-1]:
-        raise ValueError(
-            f"q and k must have shapes (..., query, d) and (..., key, d), got {tuple(q.shape)} and {tuple(k.shape)}"
-        )
     triangles = [torch.linalg.qr(x.double(), mode="r").R for x in (q, k)]
     spectrum: Tensor = torch.linalg.svdvals(triangles[0] @ triangles[1].mT)
     return spectrum
@@ -125,7 +108,7 @@ def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float6
     """Compute the principal angles between two subspaces, each spanned by the columns of a matrix.
 
     Angles below 45° come from their sines, the others from their cosines (Knyazev and Argentati, SIAM J. Sci. Comput.
-    23, 2002): both keep all their digits.
+    23, 2002), which keeps all digits.
 
     Args:
         a, b: ``[d, m]`` and ``[d, n]``; the columns need be neither orthogonal nor independent.
@@ -149,18 +132,15 @@ def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float6
             raise ValueError(f"{name} must be floating point of shape (d, columns), the same d for both, got {what}")
         if not bool(x.isfinite().all()) or not bool((x != 0).any()):
             raise ValueError(f"{name} must be finite and not all 0")
-    one, other = _orthonormal(a), _orthonormal(b.to(a.device))
+    bases = []
+    for x in (a, b.to(a.device)):
+        u, s, _ = torch.linalg.svd(x.double(), full_matrices=False)
+        precision = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float64).eps)
+        bases.append(u[:, s > s[0] * precision * max(x.shape)])
+    one, other = bases
     if one.shape[1] < other.shape[1]:
         one, other = other, one
     product = one.T @ other
     cosines = torch.linalg.svdvals(product).clamp(max=1).flip(0)
     sines = torch.linalg.svdvals(other - one @ product).clamp(max=1)
     return torch.where(cosines**2 < 0.5, cosines.acos(), sines.asin())
-
-
-def _orthonormal(x: Float[Tensor, "d n"]) -> Float64[Tensor, "d rank"]:
-    u: Tensor
-    s: Tensor
-    u, s, _ = torch.linalg.svd(x.double(), full_matrices=False)
-    precision = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float64).eps)
-    return u[:, s > s[0] * precision * max(x.shape)]

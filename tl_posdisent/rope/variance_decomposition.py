@@ -1,7 +1,4 @@
-"""Factorial variance decomposition (ANOVA) of attention scores at controlled distances.
-
-The components are the distance, the query, the key and their interactions.
-"""
+"""Factorial variance decomposition (ANOVA) of attention scores at controlled distances, by distance, query and key."""
 
 from __future__ import annotations
 
@@ -40,6 +37,7 @@ from .rotary import Rotary
 # the data matters.
 
 Component = Literal["distance", "query", "key", "distance:query", "distance:key", "query:key", "distance:query:key"]
+Numbers = Sequence[int | float] | Tensor  # also a range
 
 ANGLES_AT_ONCE = 2**21
 
@@ -89,14 +87,11 @@ class Factors(NamedTuple):
 
 
 @torch.no_grad()
-def read_factors(
-    moments: Moments, distances: Float64[Tensor, "distance"], weights: Float64[Tensor, "distance"], scale: float
-) -> Factors:
+def read_factors(moments: Moments, distances: Numbers, weights: Numbers | None, scale: float) -> Factors:
     """Compute the factors' means and covariances; the key's are those of its conjugate, so that all three multiply."""
-    d_head, rotary = moments.query.mean.shape[-1], moments.rotary
-    used = weights > 0
-    turned = _rotations(rotary, distances[used], weights[used], -(-d_head // 2), scale)
-    u = _factor(total(turned))
+    d, w = check_distances(moments, distances, weights)
+    n_subspaces, used = -(-moments.query.mean.shape[-1] // 2), w > 0
+    u = _factor(total(_rotations(moments.rotary, d[used], w[used], n_subspaces, check_number("scale", scale))))
     q, k = _factor(moments.query), _factor(moments.key)
     groups = len(moments.key.mean), -1
     query = Factor(q.mean.unflatten(0, groups), *(Pair(*(x.unflatten(0, groups) for x in pair)) for pair in q[1:]))
@@ -134,7 +129,6 @@ def _complex_pair(cov: Float64[Tensor, "*head coordinate coordinate"]) -> Pair:
     return Pair(torch.complex(ac + bd, bc - ad), torch.complex(ac - bd, bc + ad))
 
 
-Numbers = Sequence[int | float] | Tensor  # also a range
 COMPONENTS: tuple[Component, ...] = get_args(Component)
 """Names of the components of a variance decomposition: distance, query, key and their interactions."""
 
@@ -145,27 +139,13 @@ _ROUNDING = 1e-14  # scores that vary by less than this, for vectors of their le
 class VarianceShares(HasTable):
     """Factorial variance decomposition of the scores over all combinations of distances, queries and keys.
 
-    All tensors are float64. Components stand in the order of ``COMPONENTS``: ``distance``, ``query``, ``key``,
-    ``distance:query``, ``distance:key``, ``query:key``, ``distance:query:key``. They are orthogonal, so their
-    variances add up to the total.
+    All tensors are float64. Components are orthogonal: their variances add up to the total.
 
     Attributes:
         mean: ``[head]``, mean score.
-        variances: ``[component, head]``, in units of the scores squared; population variances.
-        total: ``[head]``, variance of the scores, the sum over components; exactly 0 where they vary by rounding alone.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import Moments, Rotary, decompose
-        >>> rotary = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))
-        >>> moments = Moments.from_qk(torch.randn(100, 2, 4), torch.randn(100, 2, 4), rotary)
-        >>> shares = decompose(moments, range(50), scale=0.5)
-        >>> bool(torch.allclose(shares.shares.sum(0), torch.ones(2).double()))
-        True
-        >>> bool((shares.r_three_axis <= shares.r_two_axis).all())  # it leaves more interactions unexplained
-        True
-        >>> shares.to_frame().columns[:6].tolist()
-        ['head', 'mean', 'total', 'distance', 'query', 'key']
+        variances: ``[component, head]``, population variances in the order of ``COMPONENTS``, in units of the scores
+            squared.
+        total: ``[head]``, variance of the scores; exactly 0 where they vary by rounding alone.
     """
 
     mean: Float64[Tensor, "head"]
@@ -174,7 +154,7 @@ class VarianceShares(HasTable):
 
     @property
     def shares(self) -> Float64[Tensor, "component head"]:
-        """``[component, head]``, variances over the total: they sum to 1. NaN where the scores do not vary."""
+        """Variances over the total, which sum to 1; NaN where the scores do not vary."""
         return share_of(self.variances, self.total)
 
     def variance(self, component: Component) -> Float64[Tensor, "head"]:
@@ -195,11 +175,9 @@ class VarianceShares(HasTable):
         """Correlation of the scores with their best fit ``f(query, distance) + g(query, key)``."""
         return (1 - self.share("distance:key") - self.share("distance:query:key")).clamp(0, 1).sqrt()
 
-    def to_frame(self, values: Literal["share", "variance"] = "share") -> pd.DataFrame:
-        """One row per head: ``mean``, ``total``, a column for the share (or variance) of each component, both r."""
-        check_choice("values", values, ("share", "variance"))
-        table = self.shares if values == "share" else self.variances
-        columns = {"mean": self.mean, "total": self.total, **dict(zip(COMPONENTS, table, strict=True))}
+    def to_frame(self) -> pd.DataFrame:
+        """One row per head: ``mean``, ``total``, a column for the share of each component, both r."""
+        columns = {"mean": self.mean, "total": self.total, **dict(zip(COMPONENTS, self.shares, strict=True))}
         columns |= {"r_three_axis": self.r_three_axis, "r_two_axis": self.r_two_axis}
         return pd.DataFrame({**index_columns(self.total.shape), **{name: x.tolist() for name, x in columns.items()}})
 
@@ -208,11 +186,10 @@ class VarianceShares(HasTable):
         return figure_function("plot_shares")(self.to_frame(), **options)
 
     def __repr__(self) -> str:
-        shares = "   ".join(f"{name} {_mean(x)}" for name, x in zip(COMPONENTS, self.shares, strict=True))
-        return (
-            f"VarianceShares of {len(self.total)} heads, on average:\n  {shares}\n"
-            f"  r three-axis {_mean(self.r_three_axis)}   r two-axis {_mean(self.r_two_axis)}"
-        )
+        named = [*zip(COMPONENTS, self.shares, strict=True)]
+        named += [("\n  r three-axis", self.r_three_axis), ("r two-axis", self.r_two_axis)]
+        means = "   ".join(f"{name} {x.nanmean().item():.3f}" for name, x in named)
+        return f"VarianceShares of {len(self.total)} heads, on average:\n  {means}"
 
 
 def decompose(
@@ -224,19 +201,17 @@ def decompose(
 ) -> VarianceShares:
     """Decompose the variance of the scores over all combinations of these distances, queries and keys, exactly.
 
-    Each score is taken at every distance, as if it were its own (arXiv 2503.13305, §3):
-    ``W[d, i, j] = scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))`` with RoPE's subspaces c as complex numbers. Then
+    Each pair's score is taken at every distance (arXiv 2503.13305, §3),
+    ``W[d, i, j] = scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))`` with RoPE's subspaces c as complex numbers, and
 
         W[d, i, j] = mean + a_d + b_i + c_j + (ab)_di + (ac)_dj + (bc)_ij + (abc)_dij,
 
-    each term with mean 0 over each of its indices; a component's variance is the mean square of its term. W itself is
-    never formed, because it is trilinear in query, key and rotation: a component is the sum of an elementwise product
-    of three small matrices, the covariance of each factor that takes part and the outer product of the mean of each
-    that does not. The cost depends on ``d_head²`` alone, not on how many queries, keys and pairs there were.
+    each term with mean 0 over each of its indices; a component's variance is the mean square of its term. W is never
+    formed: the cost grows with ``d_head²`` and not with the number of queries and keys.
 
     Args:
         moments: of queries and keys, possibly summed over many texts.
-        distances: query position minus key position in tokens, ``range(512)`` or any finite numbers, 1-D.
+        distances: query position minus key position in tokens: any finite numbers, 1-D.
         scale: what the model multiplies ``⟨q, k⟩`` by, usually ``d_head ** -0.5``.
         weights: one non-negative number per distance, e.g. how often it occurs; all the same if None.
 
@@ -244,8 +219,7 @@ def decompose(
         ``VarianceShares``: variance and share of each component per query head, ``r_three_axis``, ``r_two_axis``.
 
     Raises:
-        ValueError: distances or weights that are not finite, not 1-D, empty, or do not fit each other; negative
-            weights or none positive; a scale that is not a finite number.
+        ValueError: distances, weights or a scale that are not finite or do not fit each other.
 
     Example:
         >>> import torch
@@ -259,16 +233,13 @@ def decompose(
         >>> {name: round(float(shares.share(name)), 3) for name in ("distance", "query:key", "distance:key")}
         {'distance': 0.5, 'query:key': 0.5, 'distance:key': 0.0}
     """
-    scale = check_number("scale", scale)
-    return decompose_factors(read_factors(moments, *check_distances(moments, distances, weights), scale))
+    return decompose_factors(read_factors(moments, distances, weights, scale))
 
 
 def decompose_factors(factors: Factors) -> VarianceShares:
     """Decompose the variance of a sum of products of three independent complex numbers."""
-    sums = torch.stack(
-        [torch.stack([x.sum((-2, -1)).real for x in factors.pair(component)]) for component in COMPONENTS]
-    )
-    variances = (sums.sum(1) / 2).clamp(min=0)
+    pairs = [factors.pair(component) for component in COMPONENTS]
+    variances = torch.stack([(x + y).sum((-2, -1)).real / 2 for x, y in pairs]).clamp(min=0)
     constant = variances.sum(0) <= _ROUNDING**2 * factors.reach()
     variances = torch.where(constant, 0.0, variances)
     return VarianceShares(factors.mean(), variances, variances.sum(0))
@@ -306,17 +277,13 @@ def check_component(component: str, name: str = "component") -> Component:
 def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "distance"]:
     """Return a user's numbers as a float64 tensor with one axis, or raise."""
     try:
-        x = values if isinstance(values, Tensor) else torch.as_tensor(values, dtype=torch.float64)
+        x = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
         raise ValueError(f"{name} must be finite real numbers, got {type(values).__name__}: {error}") from error
     if x.ndim != 1 or len(x) == 0:
         raise ValueError(f"{name} must be one-dimensional and not empty, got shape {tuple(x.shape)}")
-    if x.is_complex() or torch.as_tensor(values).dtype == torch.bool:
+    real = not x.is_complex() and x.dtype != torch.bool
+    x = torch.as_tensor(values, dtype=torch.float64) if real else x
+    if not real or not bool(x.isfinite().all()):
         raise ValueError(f"{name} must be finite real numbers, got {shown(values)}")
-    if not bool(x.double().isfinite().all()):
-        raise ValueError(f"{name} must be finite real numbers, got {int((~x.isfinite()).sum())} that are not finite")
-    return x.detach().to(device).double()
-
-
-def _mean(x: Tensor) -> str:
-    return f"{x.nanmean().item():.3f}"
+    return x.detach().to(device)
