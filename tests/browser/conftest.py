@@ -132,17 +132,11 @@ class Opened:
         self.settle(charts)  # it changes the size of the window for a moment, and charts are drawn anew
 
 
-def _answer(script: str) -> Callable[[Any], None]:
-    headers = {"Content-Type": "text/javascript", "Access-Control-Allow-Origin": "*"}
-    return lambda route: route.fulfill(body=script, headers=headers)
-
-
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Opened]]:
     """`opened(path)`: a file from disk in a fresh profile without a network.
 
-    When the test ends: no error, no warning, and no request but the file itself, unless `may_fail=True`. What is asked
-    of a URL in `serve` gets that script.
+    When the test ends: no error, no warning, and no request but the file itself, unless `may_fail=True`.
     """
     contexts, pages = [], []
 
@@ -152,7 +146,6 @@ def opened(browser: Any) -> Iterator[Callable[..., Opened]]:
         width: int = 1100,
         dark: bool = False,
         may_fail: bool = False,
-        serve: dict[str, str] | None = None,
     ) -> Opened:
         context = browser.new_context(
             viewport={"width": width, "height": 900}, offline=True, color_scheme="dark" if dark else "light"
@@ -160,8 +153,6 @@ def opened(browser: Any) -> Iterator[Callable[..., Opened]]:
         contexts.append(context)
         context.set_default_timeout(SECONDS * 1000)
         context.route(lambda url: not url.startswith("file:"), lambda route: route.abort())
-        for url, script in (serve or {}).items():
-            context.route(url, _answer(script))
         context.add_init_script(_LISTEN)
         seen = Opened(context.new_page())
         seen.page.on("request", lambda request: seen.requests.append(request.url))

@@ -79,14 +79,3 @@ def test_colours_are_those_of_a_chart(opened: Open, tmp_path: Path) -> None:
     drawn(other.page)
     of_image = [other.page.evaluate(PIXEL, [column, 5])[:3] for column in range(12)]
     assert (torch.tensor(of_chart) - torch.tensor(of_image)).abs().max() <= 3  # of 255: circuitsvis rounds on the way
-
-
-def test_long_text_beside_each_other(opened: Open, tmp_path: Path) -> None:
-    scores = torch.randn(1040, 1040, generator=torch.Generator().manual_seed(0)).cumsum(0) / 10
-    fit = tp.fit_additive(scores)
-    one = opened(tp.show_parts(fit, ["w"] * 1040, 0, scores=scores, raster=True).save(tmp_path / "parts.html"))
-    drawn(one.page)
-    assert one.page.locator("img").count() == 6
-    assert readout(one.page, 0.5, 0.9).startswith("query 93")  # two positions a pixel
-    assert "–" in readout(one.page, 0.5, 0.9)
-    one.screenshot("raster_parts")

@@ -11,7 +11,7 @@ import torch
 
 import tl_posdisent as tp
 from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
-from tl_posdisent.viz.widgets.offline import Widget, library
+from tl_posdisent.viz.widgets.offline import Widget
 from tl_posdisent.viz.widgets.score_matrices import ScoreComponent
 
 pytestmark = pytest.mark.slow
@@ -254,21 +254,6 @@ def test_as_jupyterlab_puts_it_in(attached: bool, opened: Open, tmp_path: Path) 
     page.settle(2)
     page.page.get_by_label("head").select_option("1")
     page.settle(2)
-
-
-def test_link_to_the_library(opened: Open, tmp_path: Path) -> None:
-    """`cdn=True` asks for one file, that of the installed version, and needs nothing else of it than is in ours."""
-    path = saved(tp.show_scores(two_heads()[1], WORDS, cdn=True), tmp_path)
-    assert path.stat().st_size < 20_000
-    import circuitsvis
-
-    url = f"https://unpkg.com/circuitsvis@{circuitsvis.__version__}/dist/cdn/esm.js"
-    names = "render, AttentionHeads, AttentionPattern, ColoredTokens"
-    module = f"{library()}\nexport const {{ {names} }} = window.tlPosdisentCircuitsVis;"
-    page = opened(path, may_fail=True, serve={url: module})
-    page.settle(3)
-    assert page.requests == [path.as_uri(), url]
-    assert page.complaints == []
 
 
 @pytest.mark.parametrize(("name", "charts"), [("scores", 3), ("parts", 6), ("patterns", 2), ("key_importance", 0)])

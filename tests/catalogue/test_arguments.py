@@ -39,7 +39,7 @@ def words_of(text: str) -> set[str]:
 KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "flag": (
         [1, "yes"],
-        "biases by_subspace causal cdn centred check extrapolate final_norm ignore_zero intercept keep_last "
+        "biases by_subspace causal centred check extrapolate final_norm ignore_zero intercept keep_last "
         "latent_norm log pool raster replaced shared_rotary_query source_norm stray_triggers streaming every_layer "
         "sufficiency trained two_triggers",
     ),
@@ -58,8 +58,8 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "count": (
         [0, 2.5, True, "3", NAN],
         "batch batch_size batches before block choices chunk components count d_head d_key_latent d_mlp d_model "
-        "d_query_latent d_rope d_vocab epochs length local log_every max_cells max_fill max_gap max_length "
-        "max_side max_values min_length n n_ctx n_fillers n_heads n_keys n_layers n_logits n_out n_pairs n_places "
+        "d_query_latent d_rope d_vocab epochs length local log_every max_fill max_gap max_length "
+        "max_side min_length n n_ctx n_fillers n_heads n_keys n_layers n_logits n_out n_pairs n_places "
         "n_symbols n_test n_train n_triggers n_values pieces rank samples stop_at stride t5_buckets "
         "t5_max_distance test_every texts top window",
     ),

@@ -144,7 +144,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("train_preset", {"width": 3}, "width"),
     ("show_scores", {"tokens": WORDS[:5]}, "tokens must be as many"),
     ("show_scores", {"scale": 0.0}, "scale must be"),
-    ("show_scores", {"max_cells": 10}, "max_cells"),
     ("show_patterns", {"pattern": SCORES * 9}, "pattern must be probabilities"),
     ("show_patterns", {"pattern": SCORES[:, :2].softmax(-1)}, "pattern must have"),
     ("show_change", {"after": SCORES[:1]}, "after must have the shape"),

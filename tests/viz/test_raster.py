@@ -65,8 +65,7 @@ def test_pixels_are_the_values() -> None:
         causal = torch.ones(20, 20, dtype=torch.bool).tril()
         assert torch.equal(seen.isnan(), ~causal)
         assert (seen - residual[head])[causal].abs().max() <= 0.5001 * data["scale"] / 127
-        lowest = torch.where(causal, residual[head], 0.0).argmin().item()
-        assert f"at query {lowest // 20}, key {lowest % 20}, highest" in picture[0]["alt"]
+        assert f"of head {head}, 20 queries (rows)" in picture[0]["alt"]
 
 
 def test_colours_are_those_of_the_charts() -> None:
@@ -82,51 +81,19 @@ def test_colours_are_those_of_the_charts() -> None:
     assert of_image == palette
 
 
-@pytest.mark.parametrize(("length", "factor"), [(12, 3), (13, 3), (5, 5)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_pixel_of_many_cells_is_their_mean(length: int, factor: int, causal: bool) -> None:
-    """Of those that are not grey in a chart; ragged blocks at the end too."""
-    x = torch.randn(length, length, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    numbers = raster.levels(x, 4.0, factor=factor, causal=causal)
-    side = -(-length // factor)
-    assert numbers.shape == (side, side)
-    for row in range(side):
-        for column in range(side):
-            cells = [
-                x[i, j].item()
-                for i in range(row * factor, min((row + 1) * factor, length))
-                for j in range(column * factor, min((column + 1) * factor, length))
-                if j <= i or not causal
-            ]
-            expected = round(sum(cells) / len(cells) / 4.0 * 127) + 128 if cells else 0
-            assert numbers[row, column] == expected
-
-
-def test_long_texts_have_images_of_bounded_size() -> None:
-    scores, fit, words = fitted(1, 1100)
-    widget = tp.show_scores(fit, words, "scores", scores=scores, raster=True, scale=3.0)
-    data = data_of(widget)
-    numbers, _ = decoded(data["choices"][0][0]["src"])
-    assert data["factor"] == 2
-    assert numbers.shape == (550, 550)
-    own = (scores - fit.intercept[:, None, None].float())[0]
-    assert abs(values(numbers, 3.0)[30, 7].item() - own[60:62, 14:16].mean().item()) <= 0.51 * 3 / 127
-    assert "mean of 2×2 cells" in widget.fragment()
-
-
 def test_what_is_refused_as_a_chart_is_drawn_as_an_image() -> None:
     """The refusal says how, and what it says is accepted; there is a limit to images as well."""
     _, fit, words = fitted(2, 400)
     assert CELLS < 2 * 400**2
-    with pytest.raises(ValueError, match=" or raster=True, or wait"):
+    with pytest.raises(ValueError, match=r" or raster=True$"):
         tp.show_scores(fit, words)
-    with pytest.raises(ValueError, match=" or raster=True, or wait"):
+    with pytest.raises(ValueError, match=r" or raster=True$"):
         tp.show_parts(fit, words, 0)
     assert len(data_of(tp.show_scores(fit, words, raster=True))["choices"]) == 2
     assert data_of(tp.show_parts(fit, words, 0, raster=True))["captions"] == ["fitted", "distance", "query", "key"]
     length = 8 + int(IMAGE_CELLS**0.5)
     large = tp.fit_additive_qk(torch.randn(length, 1, 2), torch.randn(length, 1, 2), scale=1.0)
-    with pytest.raises(ValueError, match=f"{IMAGE_CELLS} at most are made into images: choose fewer") as refusal:
+    with pytest.raises(ValueError, match=f"images have {IMAGE_CELLS} at most") as refusal:
         tp.show_scores(large, [""] * length, raster=True)
     assert "raster" not in str(refusal.value)
 
@@ -150,8 +117,4 @@ def test_other_widgets_too() -> None:
                 inside = torch.ones_like(known, dtype=torch.bool).tril()
                 error = (seen - known)[inside].abs().max()
                 assert error <= (0.5 / 127 + 0.001) * images["scale"]  # half a step, and the chart's rounding
-    assert data_of(tp.viz.show_change(pattern, pattern, words, positions=[2, 5, 9], raster=True))["positions"] == [
-        2,
-        5,
-        9,
-    ]
+    assert data_of(tp.viz.show_change(pattern, pattern, words, positions=[2, 5], raster=True))["positions"] == [2, 5]

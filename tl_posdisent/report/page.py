@@ -6,15 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from plotly.offline import get_plotlyjs
 
-from tl_posdisent.viz.widgets.offline import hashes, library
+from tl_posdisent.viz.widgets.offline import library, policy
 
 from .markup import escape
 from .stylesheet import STYLE
 
-_POLICY = (
-    "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
-    "form-action 'none'"
-)
 _WITHOUT_SCRIPTS = "<noscript><p>The figures need JavaScript; the tables do not.</p></noscript>"
 # A finger scrolls the page and does not zoom; paper is narrower than most windows.
 _DRAW = """
@@ -43,11 +39,10 @@ def page(title: str, sections: Sequence[str], contents: Mapping[str, str], widge
     body = "".join(sections)
     scripts = [get_plotlyjs(), _DRAW] if '<div class="plot"' in body else []
     scripts += [library(), *widgets] if widgets else []
-    policy = _POLICY.format(scripts=hashes(scripts) or "'none'")
     links = "".join(f'<li><a href="#{name}">{escape(text)}</a></li>' for name, text in contents.items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy(scripts)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n"
         f'<body><header><h1>{escape(title)}</h1><nav aria-label="Sections"><ul>{links}</ul></nav>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.viz.palette import VERDICTS, verdict_colour
+from tl_posdisent.viz.palette import GREY, VERDICTS
 
 from .axis_titles import add_title, whole
 from .heatmaps import WRITTEN, as_map
@@ -55,7 +55,7 @@ def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure
     )
     grids = cells.pivot(index="layer", columns="head")
     codes, n = grids["number"], len(names)
-    steps = [(k / n, verdict_colour(name)) for k, name in enumerate(names)]
+    steps = [(k / n, VERDICTS.get(name, GREY)) for k, name in enumerate(names)]
     heat = go.Heatmap(
         x=whole(codes.columns),
         y=whole(codes.index),

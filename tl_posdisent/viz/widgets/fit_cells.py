@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.validation import check_flag
 
-from .selection import Choice
+from .selection import Choice, pick
 
 Matrices = Float64[Tensor, "head query key"]
 
@@ -32,11 +31,6 @@ def check_alike(fit: AdditiveFit, name: str, x: Any) -> None:
     if not isinstance(x, Tensor) or tuple(check_scores(x).shape) != shape:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} must have the fitted shape {shape}, got {got}")
-
-
-def causal(fit: AdditiveFit) -> bool:
-    """Whether no query sees a key after it."""
-    return fit.cells.low >= 0
 
 
 def components_of(fit: AdditiveFit, choice: Choice, scores: Tensor | None, *, centred: bool) -> dict[str, Matrices]:
@@ -57,10 +51,9 @@ def additive_pattern(fit: AdditiveFit, choice: Choice) -> tuple[Matrices, Bool[T
     """The softmax of the fitted scores over all keys, of the chosen cells; and which of these the mask leaves."""
     components, mean, inside = _cells(fit, choice, range(fit.cells.n_key))
     fitted = components["distance"] + components["query"] + components["key"] + mean
-    at = torch.tensor(choice.positions, device=fitted.device)
-    inside_shown = inside[:, :, at]
-    pattern = fitted.masked_fill(~inside, -torch.inf).softmax(-1)[:, :, at]
-    return torch.where(inside_shown, pattern, 0.0), inside_shown  # a row of nothing has no softmax
+    pattern = fitted.masked_fill(~inside, -torch.inf).softmax(-1)[:, :, choice.positions]
+    inside = inside[:, :, choice.positions]
+    return torch.where(inside, pattern, 0.0), inside  # a row of nothing has no softmax
 
 
 def _cells(
@@ -71,13 +64,11 @@ def _cells(
     rows, columns = (torch.tensor(list(x), device=device) for x in (choice.positions, keys))
     block = cells.inside(slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1))
     inside = block[..., rows - rows[0], :][..., columns - columns[0]]
-    inside = choice.of_heads(inside.expand(*fit.intercept.shape, *inside.shape[-2:]))
-    # The distances of pooled texts are one text's.
-    by_distance = replace(choice, text=0) if fit.pooled else choice
-    distance = (rows[:, None] - columns).clamp(cells.low, cells.high) - cells.low
+    inside = pick(inside.expand(*fit.intercept.shape, *inside.shape[-2:]), choice.rows)
+    distance, query, key = (pick(x, choice.rows, cell_axes=1) for x in (fit.distance, fit.query, fit.key))
     components = {
-        "distance": by_distance.of_heads(fit.distance, cell_axes=1)[:, distance],
-        "query": choice.of_heads(fit.query, cell_axes=1)[:, rows, None].expand(inside.shape),
-        "key": choice.of_heads(fit.key, cell_axes=1)[:, None, columns].expand(inside.shape),
+        "distance": distance[:, (rows[:, None] - columns).clamp(cells.low, cells.high) - cells.low],
+        "query": query[:, rows, None].expand(inside.shape),
+        "key": key[:, None, columns].expand(inside.shape),
     }
-    return components, choice.of_heads(fit.intercept, cell_axes=0)[:, None, None], inside
+    return components, pick(fit.intercept, choice.rows, cell_axes=0)[:, None, None], inside

@@ -18,7 +18,7 @@ from tl_posdisent.utils.validation import check_choice
 
 from .offline import Widget
 from .raster import beside
-from .selection import CELLS, Options, choose
+from .selection import Options, choose
 
 What = Literal["pattern", "scores"]
 
@@ -34,9 +34,7 @@ def show_change(
     positions: Iterable[int] | None = None,
     scale: float | None = None,
     title: str | None = None,
-    max_cells: int = CELLS,
     raster: bool = False,
-    cdn: bool = False,
 ) -> Widget:
     """Show two patterns, or two score matrices, and their difference, side by side in one colour scale, head by head.
 
@@ -48,11 +46,10 @@ def show_change(
         text: which entry of the first axis, if there are four.
         positions: which to show, as queries and as keys, ascending; default all.
         scale: magnitude of the darkest colours; default the largest in the chosen heads.
-        title, max_cells, raster, cdn: as in ``show_scores``.
+        title, raster: as in ``show_scores``.
 
     Raises:
-        ValueError: unusable arguments; a cell inside the mask that is not finite; more cells than ``max_cells``, with
-            a choice that is not.
+        ValueError: unusable arguments; a cell inside the mask that is not finite; more cells than a browser draws.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -68,7 +65,7 @@ def show_change(
             raise ValueError(f"{name} must be a floating point tensor of shape (*batch, query, key), got {got}")
     if before.shape != after.shape:
         raise ValueError(f"after must have the shape of before, {tuple(before.shape)}, got {tuple(after.shape)}")
-    options = Options(heads, text, positions, scale, title, max_cells, raster, cdn)
+    options = Options(heads, text, positions, scale, title, raster)
     return _change(before, after, tokens, mask, options, "Before and after")
 
 
@@ -98,9 +95,7 @@ def show_interventions(
     positions: Iterable[int] | None = None,
     scale: float | None = None,
     title: str | None = None,
-    max_cells: int = CELLS,
     raster: bool = False,
-    cdn: bool = False,
 ) -> Widget:
     """Show the attention of a layer's heads without and with an intervention, such as a dummy distance.
 
@@ -114,11 +109,11 @@ def show_interventions(
         what: ``"pattern"``, or ``"scores"`` where the model shows them.
         heads: default all.
         text: which of the batch.
-        positions, scale, title, max_cells, raster, cdn: as in ``show_change``, which draws the result.
+        positions, scale, title, raster: as in ``show_change``, which draws the result.
 
     Raises:
         ValueError: unusable tokens, hooks, layer, heads; a layer that does not show its scores; a layer whose pattern
-            would not show what hooks at ``hook_z`` did to its scores; more cells than ``max_cells``.
+            would not show what hooks at ``hook_z`` did to its scores; more cells than a browser draws.
         RuntimeError: a hook that never fired.
 
     Example:
@@ -130,7 +125,7 @@ def show_interventions(
     check_choice("what", what, get_args(What))
     spec, model = read_attention(model, layer), model_of(model)
     ids = check_tokens(model, tokens)
-    options = Options(heads, text, positions, scale, title, max_cells, raster, cdn)
+    options = Options(heads, text, positions, scale, title, raster)
     # What cannot be drawn is refused before the model runs.
     choose((len(ids), spec.n_heads, ids.shape[1], ids.shape[1]), [""] * ids.shape[1], options, charts=3)
     tap = spec.pattern if what == "pattern" else spec.scores

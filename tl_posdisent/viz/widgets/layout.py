@@ -14,7 +14,6 @@ from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 
 from .offline import Widget, rounded, script_json
 
-_MUTED = "color:#555;font-size:13px;margin:0 0 8px"
 # Draws every choice once, when it is first asked for, and keeps it: a chart is dear.
 _DRAW = """(circuitsvis, root) => {
   const data = %s;
@@ -54,25 +53,26 @@ class Layout:
         scale: magnitude of the darkest colours.
         title, note: plain text.
         causal: whether cells after the query are grey.
-        cdn: as in ``Widget``.
     """
 
     scale: float
     title: str
     note: str
     causal: bool = False
-    cdn: bool = False
 
-    def colours(self) -> dict[str, Any]:
-        """Properties of a chart."""
-        return {
-            "maxValue": self.scale,
-            "minValue": -self.scale,
-            "negativeColor": NEGATIVE,
-            "positiveColor": POSITIVE,
-        }
+    def common(self, tokens: Sequence[str]) -> dict[str, Any]:
+        """Properties that all charts of a widget have."""
+        ends = {"maxValue": self.scale, "minValue": -self.scale}
+        return {"tokens": list(tokens), **ends, "negativeColor": NEGATIVE, "positiveColor": POSITIVE}
 
-    def header(self, values: Iterable[Tensor]) -> str:
+    def widget(
+        self, groups: Mapping[str, Sequence[str]], values: Iterable[Tensor], draw: str, data: Any, style: str = ""
+    ) -> Widget:
+        """The widget of these data, drawn by this script: title, explanation, scale, and choices in groups."""
+        body = self._header(values) + _menu(groups) + f'<div data-stage="" style="{style}"></div>'
+        return Widget(body, draw % script_json(data), title=self.title)
+
+    def _header(self, values: Iterable[Tensor]) -> str:
         """Title, explanation, and the colours with their numbers: below 0 as well, if a value is."""
         scale, negative = f"{self.scale:.3g}", any(bool((x < 0).any()) for x in values)
         colours = f"{NEGATIVE},#fff,{POSITIVE}" if negative else f"#fff,{POSITIVE}"
@@ -84,29 +84,21 @@ class Layout:
         note = f"{self.note} {'Grey: after the query.' if self.causal else ''}".strip()
         return (
             f'<div style="font-size:16px;font-weight:600">{html.escape(self.title)}</div>'
-            f'<div style="{_MUTED}">{html.escape(note)}</div>'
+            f'<div style="color:#555;font-size:13px;margin:0 0 8px">{html.escape(note)}</div>'
             f'<div data-legend="" style="max-width:260px;margin:0 0 10px"><div style="{bar}"></div>'
             f'<div style="display:flex;justify-content:space-between;font-size:12px">{ends}</div></div>'
         )
-
-    def widget(self, body: str, draw: str, data: Any) -> Widget:
-        """The widget of this body, drawn by this script from these data."""
-        return Widget(body, draw % script_json(data), title=self.title, cdn=self.cdn)
 
 
 def head_selector(
     matrices: Float64[Tensor, "head query key"], names: Sequence[str], tokens: Sequence[str], layout: Layout
 ) -> Widget:
     """All heads small, and the selected one in full size: circuitsvis's ``AttentionHeads``."""
-    props = {
-        "attention": rounded(matrices, layout.scale),
-        "attentionHeadNames": [f"H{name}" for name in names],  # short: it covers the chart
-        "tokens": list(tokens),
-        "maskUpperTri": layout.causal,
-        **layout.colours(),
-    }
-    data: dict[str, Any] = {"component": "AttentionHeads", "common": {}, "choices": [[props]], "captions": [""], **_ONE}
-    return layout.widget(layout.header([matrices]) + _STAGE, _DRAW, data)
+    short = [f"H{name}" for name in names]  # they cover the chart
+    props = {"attention": rounded(matrices, layout.scale), "attentionHeadNames": short}
+    common = layout.common(tokens) | {"maskUpperTri": layout.causal}
+    data = {"component": "AttentionHeads", "common": common, "choices": [[props]], "captions": [""], **_ONE}
+    return layout.widget({}, [matrices], _DRAW, data)
 
 
 def matrices_beside(
@@ -116,39 +108,37 @@ def matrices_beside(
     layout: Layout,
 ) -> Widget:
     """Several matrices of one head beside each other; a list of heads to choose from."""
-    charts = {caption: rounded(x, layout.scale) for caption, x in matrices.items()}
+    charts = [rounded(x, layout.scale) for x in matrices.values()]
     width = 320 if len(tokens) <= 16 else 440
-    data: dict[str, Any] = {
+    data = {
         "component": "AttentionPattern",
-        "common": {"tokens": list(tokens), "maskUpperTri": layout.causal, **layout.colours()},
-        "choices": [[{"attention": charts[caption][n]} for caption in charts] for n in range(len(names))],
-        "captions": list(charts),
+        "common": layout.common(tokens) | {"maskUpperTri": layout.causal},
+        "choices": [[{"attention": matrix} for matrix in heads] for heads in zip(*charts, strict=True)],
+        "captions": list(matrices),
         "columns": f"repeat(auto-fill,minmax(min(100%,{width}px),1fr))",
         "style": "padding:0 16px;max-width:640px",  # or circuitsvis's negative margins would cut the labels
     }
-    return layout.widget(layout.header(matrices.values()) + menu({"": names}) + _STAGE, _DRAW, data)
+    return layout.widget({"": names}, matrices.values(), _DRAW, data)
 
 
 def coloured_text(
     values: Mapping[str, Float64[Tensor, "head token"]], names: Sequence[str], tokens: Sequence[str], layout: Layout
 ) -> Widget:
     """A text whose tokens have the colours of their values; groups of heads to choose from."""
-    data: dict[str, Any] = {
+    data = {
         "component": "ColoredTokens",
-        "common": {"tokens": list(tokens), "paddingBottom": 60, **layout.colours()},  # room for a tooltip
+        "common": layout.common(tokens) | {"paddingBottom": 60},  # room for a tooltip
         "choices": [[{"values": row}] for x in values.values() for row in rounded(x, layout.scale)],
         "captions": [""],
         **_ONE,
     }
-    body = layout.header(values.values()) + menu(dict.fromkeys(values, names)) + _STAGE
-    return layout.widget(body, _DRAW, data)
+    return layout.widget(dict.fromkeys(values, names), values.values(), _DRAW, data)
 
 
 _ONE = {"columns": "minmax(0,1fr)", "style": ""}
-_STAGE = '<div data-stage=""></div>'
 
 
-def menu(groups: Mapping[str, Sequence[str]]) -> str:
+def _menu(groups: Mapping[str, Sequence[str]]) -> str:
     """The choices, grouped where there are several groups; none where there is nothing to choose."""
     if sum(map(len, groups.values())) < 2:
         return ""

@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import circuitsvis
 from circuitsvis.utils.render import RenderedHTML
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.utils.files import whole_file
-from tl_posdisent.utils.validation import check_flag
 
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -42,13 +40,11 @@ _STYLE = (
 class Widget(RenderedHTML):  # type: ignore[misc]
     """A widget that a notebook displays and that can be saved: circuitsvis's ``RenderedHTML``, without a network.
 
-    It is the last expression of a cell, or ``display(widget)``. ``str(widget)``, ``show_code()`` and ``_repr_html_()``
-    are its HTML, with the library of circuitsvis inside (1.3 MB), or with a link to it where ``cdn=True`` was asked
-    for. The library is read once by a page, however many widgets are on it.
+    It is the last expression of a cell, or ``display(widget)``. ``str(widget)`` is its HTML, with the library of
+    circuitsvis inside (1.3 MB), which a page reads once, however many widgets are on it.
 
     Attributes:
         title: plain text.
-        cdn: whether the library is loaded from unpkg.com when the widget is displayed.
 
     Example:
         >>> import tempfile, pathlib
@@ -61,29 +57,28 @@ class Widget(RenderedHTML):  # type: ignore[misc]
         'scores.html'
     """
 
-    def __init__(self, body: str, draw: str, *, title: str, cdn: bool = False) -> None:
+    def __init__(self, body: str, draw: str, *, title: str) -> None:
         """``draw`` is JavaScript, a function of the library and of the element with ``body``; both are trusted."""
-        check_flag("cdn", cdn)
-        self._body, self._draw = body, draw
-        self.title, self.cdn = title, cdn
+        self._body, self._draw, self.title = body, draw, title
 
     @property
     def local_src(self) -> str:
         """HTML with the library inside: nothing is fetched."""
         return f"<script>{library()}</script>\n{self.fragment()}"
 
-    @property
-    def cdn_src(self) -> str:
-        """HTML that takes the library from unpkg.com."""
-        element, script = self._parts("CircuitsVis")
-        return f'{element}\n<script type="module">{_import()}\n{script}</script>'
+    cdn_src = local_src
 
     def element_and_script(self, name: str | None = None) -> tuple[str, str]:
         """HTML and the script that draws in it, for a page on which ``library()`` has run before.
 
         ``name`` is the id of the element, by default a new one each time, as one widget may be displayed twice.
         """
-        return self._parts(_GLOBAL, name)
+        name = name or f"tl-posdisent-{uuid4().hex[:12]}"
+        # Left alone, circuitsvis's charts shrink when the window does, and never grow again.
+        body = f"<style>#{name} div:has(> canvas) {{ width: 100% !important }}</style>{self._body}"
+        # The attribute keeps JupyterLab's shortcuts from taking the arrow keys.
+        element = f'<div id="{name}" style="{_STYLE}" data-lm-suppress-shortcuts="true">{body}</div>'
+        return element, f'({self._draw})({_GLOBAL}, document.getElementById("{name}"));'
 
     def fragment(self) -> str:
         """Both in one, with the script in a ``<script>``."""
@@ -91,14 +86,7 @@ class Widget(RenderedHTML):  # type: ignore[misc]
         return f"{element}\n<script>{script}</script>"
 
     def _repr_html_(self) -> str:
-        return self.cdn_src if self.cdn else self.local_src
-
-    def show_code(self) -> str:
-        """The HTML source."""
-        return self._repr_html_()
-
-    def __str__(self) -> str:
-        return self._repr_html_()
+        return self.local_src
 
     def __repr__(self) -> str:
         return f"Widget({self.title!r})"
@@ -109,28 +97,14 @@ class Widget(RenderedHTML):  # type: ignore[misc]
         Returns:
             The path.
         """
-        element, script = self._parts("CircuitsVis" if self.cdn else _GLOBAL)
-        if self.cdn:
-            scripts, kind, source = [f"{_import()}\n{script}"], ' type="module"', " https://unpkg.com"
-        else:
-            scripts, kind, source = [library(), script], "", ""
-        allowed = hashes(scripts) + source
-        policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
-        page = _HEAD.format(policy=policy, title=html.escape(self.title)) + element
-        page += "".join(f"\n<script{kind}>{script}</script>" for script in scripts) + "\n</body></html>\n"
+        element, script = self.element_and_script()
+        scripts = [library(), script]
+        page = _HEAD.format(policy=policy(scripts), title=html.escape(self.title)) + element
+        page += "".join(f"\n<script>{script}</script>" for script in scripts) + "\n</body></html>\n"
         path = Path(path)
         with whole_file(path) as file:
             file.write(page.encode("utf-8"))
         return path
-
-    def _parts(self, circuitsvis_name: str, name: str | None = None) -> tuple[str, str]:
-        """The element, and its script, which finds the library at this name."""
-        name = name or f"tl-posdisent-{uuid4().hex[:12]}"
-        # Left alone, circuitsvis's charts shrink when the window does, and never grow again.
-        body = f"<style>#{name} div:has(> canvas) {{ width: 100% !important }}</style>{self._body}"
-        # The attribute keeps JupyterLab's shortcuts from taking the arrow keys.
-        element = f'<div id="{name}" style="{_STYLE}" data-lm-suppress-shortcuts="true">{body}</div>'
-        return element, f'({self._draw})({circuitsvis_name}, document.getElementById("{name}"));'
 
 
 _GLOBAL = "window.tlPosdisentCircuitsVis"
@@ -144,14 +118,14 @@ def library() -> str:
     return f"{_GLOBAL} = {_GLOBAL} || (() => {{\n{source}\nreturn CircuitsVis;\n}})();"
 
 
-def _import() -> str:
-    return f'import * as CircuitsVis from "https://unpkg.com/circuitsvis@{circuitsvis.__version__}/dist/cdn/esm.js";'
-
-
-def hashes(scripts: Iterable[str]) -> str:
-    """Hashes of the scripts that a page's Content-Security-Policy allows."""
+def policy(scripts: Iterable[str]) -> str:
+    """The Content-Security-Policy of a page that runs these scripts, and fetches nothing."""
     digests = (hashlib.sha256(script.encode("utf-8")).digest() for script in scripts)
-    return " ".join(f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
+    allowed = " ".join(f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests) or "'none'"
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+        "form-action 'none'"
+    )
 
 
 def script_json(data: Any) -> str:
@@ -169,7 +143,6 @@ def rounded(values: Float[Tensor, "*shape"], scale: float) -> Any:
 # --- tokens -------------------------------------------------------------------------------------------------
 
 _SEEN = {" ": "·", "\n": "↵"}
-_LONGEST_LABEL = 24
 
 
 def visible(token: str) -> str:
@@ -185,7 +158,7 @@ def visible(token: str) -> str:
 def axis_token(token: str) -> str:
     """A token for the axes of a chart, which show it as it is and have little room."""
     text = visible(token)
-    return text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
+    return text if len(text) <= 24 else text[:23] + "…"
 
 
 def text_token(token: str) -> str:

@@ -6,27 +6,21 @@ The PNG is written here and not by Pillow, since the page's script reads numbers
 from __future__ import annotations
 
 import base64
-import math
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
-from einops import reduce
 from jaxtyping import Float64, UInt8
 from torch import Tensor
 
-from tl_posdisent.viz.palette import diverging
+from tl_posdisent.viz.palette import diverging, rgb
 
-from .layout import Layout, matrices_beside, menu
+from .layout import Layout, matrices_beside
 from .offline import Widget
 from .selection import Choice
 
-SIDE = 1024
-"""Pixels of an image's side at most: beyond, a pixel is the mean of a square of cells."""
-
-Levels = UInt8[Tensor, "row column"]
 _GREY, _ZERO, _STEPS = 0, 128, 127  # palette: grey, then -127 … 127 steps of scale / 127
 
 _DRAW = """(circuitsvis, root) => {
@@ -51,11 +45,7 @@ _DRAW = """(circuitsvis, root) => {
         return new Uint8Array(await new Response(plain).arrayBuffer());
       }
   };
-  const place = (pixel) => {
-    const from = pixel * data.factor, to = Math.min(from + data.factor - 1, last);
-    const first = data.positions[from];
-    return from === to ? `${first} ${data.tokens[from] || ""}`.trim() : `${first}–${data.positions[to]}`;
-  };
+  const place = (pixel) => `${data.positions[pixel]} ${data.tokens[pixel]}`;
   const draw = (n) => {
     stage.replaceChildren();
     data.choices[n].forEach((image, p) => {
@@ -80,7 +70,7 @@ _DRAW = """(circuitsvis, root) => {
       let known;
       picture.addEventListener("pointermove", async (event) => {
         known = known || levels(image.src);
-        const side = Math.ceil((last + 1) / data.factor), box = picture.getBoundingClientRect();
+        const side = last + 1, box = picture.getBoundingClientRect();
         const at = (x, size) => Math.max(0, Math.min(side - 1, Math.floor(((x - 1) / (size - 2)) * side)));
         const row = at(event.clientY - box.y, box.height), column = at(event.clientX - box.x, box.width);
         const level = (await known)[row * (side + 1) + 1 + column];
@@ -96,58 +86,39 @@ _DRAW = """(circuitsvis, root) => {
 
 
 def beside(matrices: Mapping[str, Float64[Tensor, "head query key"]], choice: Choice, layout: Layout) -> Widget:
-    """Matrices of one head beside each other, as images or as charts."""
-    if choice.options.raster:
-        return images_beside(matrices, choice, layout)
-    return matrices_beside(matrices, choice.names, choice.tokens, layout)
-
-
-def images_beside(matrices: Mapping[str, Float64[Tensor, "head query key"]], choice: Choice, layout: Layout) -> Widget:
-    """Matrices of one head beside each other, as images; a list of heads to choose from."""
-    positions, scale = choice.positions, layout.scale
-    factor = math.ceil(len(positions) / SIDE)
-
-    def image(caption: str, n: int) -> dict[str, str]:
-        x = matrices[caption][n]
-        pixels = levels(x, scale, factor=factor, causal=layout.causal)
-        return {"src": png(pixels), "alt": _alt(caption, choice.names[n], x, positions)}
-
-    side = math.ceil(len(positions) / factor)
+    """Matrices of one head beside each other, as images or as charts; a list of heads to choose from."""
+    if not choice.options.raster:
+        return matrices_beside(matrices, choice.names, choice.tokens, layout)
+    side = len(choice.positions)
     data = {
-        "choices": [[image(caption, n) for caption in matrices] for n in range(len(choice.heads))],
+        "choices": [
+            [
+                {
+                    "src": png(levels(x[n], layout.scale, causal=layout.causal)),
+                    "alt": f"{caption or 'Matrix'} of head {name}, {side} queries (rows) × {side} keys (columns)",
+                }
+                for caption, x in matrices.items()
+            ]
+            for n, name in enumerate(choice.names)
+        ],
         "captions": list(matrices),
-        "tokens": choice.tokens if factor == 1 else [],
-        "positions": positions,
-        "factor": factor,
-        "scale": scale,
+        "tokens": choice.tokens,
+        "positions": choice.positions,
+        "scale": layout.scale,
         "width": 100 + max(360, min(side, 720 if len(matrices) == 1 else 400)),  # several stand in rows
     }
-    means = f" A pixel is the mean of {factor}×{factor} cells." if factor > 1 else ""
-    note = f"{layout.note}{means} Point at a pixel for its number, to 1/{_STEPS} of the scale.".strip()
-    stage = '<div data-stage="" style="display:flex;flex-wrap:wrap;gap:16px"></div>'
-    body = replace(layout, note=note).header(matrices.values()) + menu({"": choice.names}) + stage
-    return layout.widget(body, _DRAW, data)
+    note = f"{layout.note} Point at a pixel for its number, to 1/{_STEPS} of the scale.".strip()
+    style = "display:flex;flex-wrap:wrap;gap:16px"
+    return replace(layout, note=note).widget({"": choice.names}, matrices.values(), _DRAW, data, style)
 
 
-def levels(x: Float64[Tensor, "query key"], scale: float, *, factor: int = 1, causal: bool) -> Levels:
-    """Numbers of the palette: means of squares of ``factor`` cells, 0 where all of these lie after the query."""
-    inside = torch.ones_like(x, dtype=torch.bool)
-    inside = inside.tril() if causal else inside
-    x = torch.where(inside, x, 0.0)
-    total, count = (_block_sums(y, factor) for y in (x, inside.double()))
-    steps = (total / count.clamp(min=1) / scale).clamp(-1, 1) * _STEPS
-    found: Tensor = torch.where(count > 0, steps.round() + _ZERO, float(_GREY)).to(torch.uint8).cpu()
-    return found
+def levels(x: Float64[Tensor, "query key"], scale: float, *, causal: bool) -> UInt8[Tensor, "query key"]:
+    """Numbers of the palette; grey after the query."""
+    steps = (x / scale).clamp(-1, 1).mul(_STEPS).round() + _ZERO
+    return (steps.tril() if causal else steps).to(torch.uint8).cpu()
 
 
-def _block_sums(x: Float64[Tensor, "query key"], factor: int) -> Float64[Tensor, "row column"]:
-    rows, columns = (-n % factor for n in x.shape)
-    padded = torch.nn.functional.pad(x, (0, columns, 0, rows))
-    sums: Tensor = reduce(padded, "(row a) (column b) -> row column", "sum", a=factor, b=factor)
-    return sums
-
-
-def png(x: Levels) -> str:
+def png(x: UInt8[Tensor, "row column"]) -> str:
     """A data URI of an image of these palette numbers."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
@@ -165,15 +136,4 @@ def png(x: Levels) -> str:
 
 def palette() -> list[tuple[int, ...]]:
     """Grey, then the colours of -1 … 1 in 255 steps."""
-    return [(200, 200, 200), *(tuple(bytes.fromhex(diverging(n / _STEPS)[1:])) for n in range(-_STEPS, _STEPS + 1))]
-
-
-def _alt(caption: str, name: str, x: Float64[Tensor, "query key"], positions: Sequence[int]) -> str:
-    """What an image shows, in words: where its extremes are."""
-    n = len(positions)
-    extremes = ((word, int(at)) for word, at in (("lowest", x.argmin()), ("highest", x.argmax())))
-    where = (
-        f"{word} {x.flatten()[at].item():.3g} at query {positions[at // n]}, key {positions[at % n]}"
-        for word, at in extremes
-    )
-    return f"{caption or 'Matrix'} of head {name}, {n} queries (rows) × {n} keys (columns): {', '.join(where)}"
+    return [(200, 200, 200), *(rgb(diverging(n / _STEPS)) for n in range(-_STEPS, _STEPS + 1))]

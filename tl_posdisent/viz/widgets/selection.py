@@ -18,8 +18,8 @@ from .offline import axis_token
 
 CELLS = 200_000
 """Cells that a browser draws in about 20 s."""
-IMAGE_CELLS = 2**24
-"""Cells that are made into images: each takes some 50 bytes while they are."""
+IMAGE_CELLS = 2**23
+"""Cells that are made into images: a page of some 8 MB."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,7 @@ class Options:
     positions: Iterable[int] | None
     scale: float | None
     title: str | None
-    max_cells: int
     raster: bool
-    cdn: bool
 
 
 @dataclass(frozen=True)
@@ -42,15 +40,15 @@ class Choice:
 
     Attributes:
         options: as given.
-        text: entry of the first axis, if there are an axis of texts and one of heads.
         heads: numbers of the heads, in the order shown.
+        rows: of these heads, if all leading axes were one.
         positions: ascending, both as queries and as keys.
         tokens: of the positions, as axes show them.
     """
 
     options: Options
-    text: int
     heads: list[int]
+    rows: list[int]
     positions: list[int]
     tokens: list[str]
 
@@ -59,99 +57,87 @@ class Choice:
         """Of the heads."""
         return [str(head) for head in self.heads]
 
-    def of_heads(self, x: Tensor, *, cell_axes: int = 2) -> Tensor:
-        """``[*batch, …]`` with ``cell_axes`` axes behind the batch's: those of the chosen heads, ``[head, …]``."""
-        return of_heads(x, self.text, self.heads, cell_axes=cell_axes)
-
     def of(self, x: Tensor) -> Float64[Tensor, "head query key"]:
         """The chosen part of matrices ``[*batch, query, key]``."""
         at = torch.tensor(self.positions, device=x.device)
-        return self.of_heads(x)[:, at][:, :, at].double()
+        return pick(x, self.rows)[:, at][:, :, at].double()
 
     def layout(self, shown: Iterable[Tensor], title: str, note: str, *, causal: bool) -> Layout:
         """The layout of a widget of these matrices, with this title and scale unless others were given."""
-        scale, title = check_scale(self.options.scale, shown), check_title(self.options.title, title)
-        return Layout(scale, title, note, causal, self.options.cdn)
+        return Layout(check_scale(self.options.scale, shown), check_title(self.options.title, title), note, causal)
 
 
-def of_heads(x: Tensor, text: int, heads: Sequence[int], *, cell_axes: int) -> Tensor:
-    """``[*batch, …]`` with ``cell_axes`` axes behind the batch's: those of these heads of one text, ``[head, …]``."""
-    batch, cells = x.shape[: x.ndim - cell_axes], x.shape[x.ndim - cell_axes :]
-    return x.reshape(*_two(batch), *cells)[text, torch.tensor(heads, device=x.device)]
+def pick(x: Tensor, rows: Sequence[int], *, cell_axes: int = 2) -> Tensor:
+    """``[*batch, …]``, with ``cell_axes`` axes behind the batch's, as ``[row, …]``.
+
+    Pooled fits lack the axis of texts, which share what they have.
+    """
+    flat = x.reshape(-1, *x.shape[x.ndim - cell_axes :])
+    return flat[torch.tensor(rows, device=x.device) % len(flat)]
 
 
 def choose(shape: Sequence[int], tokens: Any, options: Options, *, charts: int = 1, more: int = 0) -> Choice:
     """Check what of matrices of shape ``[*batch, query, key]`` is to be shown.
 
-    Args:
-        charts: matrices drawn for each head.
-        more: matrices drawn besides, unless as images.
+    ``charts`` matrices are drawn for each head, and ``more`` besides, unless as images.
 
     Raises:
         ValueError: of every argument that is unusable, and of more cells than a browser draws.
     """
     *batch, n_query, n_key = shape
-    _, n_heads = check_batch(batch, options.text)
+    heads, rows = check_heads(batch, options.heads, options.text)
     if n_query != n_key:
         raise ValueError(f"the matrices must be square, as a whole text's are, got {n_query} queries × {n_key} keys")
     words = check_tokens(tokens, n_key)
-    heads = check_indices("heads", options.heads, n_heads)
     at = check_indices("positions", options.positions, n_key)
     if at != sorted(at):
         raise ValueError(f"positions must be ascending, got {at}")
     check_flag("raster", options.raster)
-    more = 0 if options.raster else more
-    check_cells(len(heads), len(at), options.max_cells, charts=charts, more=more, raster=options.raster)
+    _check_cells(len(heads), len(at), charts, 0 if options.raster else more, raster=options.raster)
     labels = [axis_token(words[i]) for i in at]
     if at != list(range(len(at))):
         labels = [f"{label}@{i}" for label, i in zip(labels, at, strict=True)]
-    return Choice(options, options.text, heads, at, labels)
+    return Choice(options, heads, rows, at, labels)
 
 
-def check_batch(batch: Sequence[int], text: int) -> tuple[int, int]:
-    """Numbers of texts and heads."""
+def check_heads(batch: Sequence[int], heads: Any, text: int) -> tuple[list[int], list[int]]:
+    """Numbers of the heads of one text, and their rows if all leading axes were one."""
     if len(batch) > 2:
         raise ValueError(
             "scores must have shape (query, key), (head, query, key) or (text, head, query, key) to be shown, got "
             f"{len(batch)} leading axes: {tuple(batch)}"
         )
-    texts, n_heads = _two(batch)
+    texts, n_heads = [1, 1, *batch][-2:]
     check_integer("text", text, 0, texts - 1)
-    return texts, n_heads
+    chosen = check_indices("heads", heads, n_heads)
+    return chosen, [text * n_heads + head for head in chosen]
 
 
 def check_tokens(tokens: Any, length: int) -> list[str]:
     """The tokens of one text."""
-    hint = "a list of strings, such as model.to_str_tokens(ids)"
-    if isinstance(tokens, (str, bytes, Tensor)) or not isinstance(tokens, Iterable):
-        raise ValueError(f"tokens must be {hint}, got {type(tokens).__name__}")
-    words = list(tokens)
-    wrong = [word for word in words if not isinstance(word, str)]
-    if wrong:
-        raise ValueError(f"tokens must be {hint}, got {wrong[0]!r} in it")
+    words = None if isinstance(tokens, (str, bytes, Tensor)) or not isinstance(tokens, Iterable) else list(tokens)
+    wrong = [word for word in words or () if not isinstance(word, str)]
+    if words is None or wrong:
+        got = type(tokens).__name__ if words is None else f"{wrong[0]!r} in it"
+        raise ValueError(f"tokens must be a list of strings, such as model.to_str_tokens(ids), got {got}")
     if len(words) != length:
         raise ValueError(f"tokens must be as many as the keys, {length}, got {len(words)}")
     return words
 
 
-def check_cells(n_heads: int, length: int, max_cells: int, *, charts: int, more: int = 0, raster: bool = False) -> None:
+def _check_cells(n_heads: int, length: int, charts: int, more: int, *, raster: bool) -> None:
     """Raise for more cells than a browser can draw; the error suggests selections that fit."""
-    max_cells = max(check_integer("max_cells", max_cells, 1), IMAGE_CELLS if raster else 0)
-    matrices = n_heads * charts + more
-    cells = matrices * length**2
-    if cells <= max_cells:
+    most, matrices = IMAGE_CELLS if raster else CELLS, n_heads * charts + more
+    if matrices * length**2 <= most:
         return
-    fewer = (max_cells // length**2 - more) // charts
-    shorter = math.isqrt(max_cells // matrices)
-    alone = math.isqrt(max_cells // (charts + more))
-    ways = [f"heads=range({fewer})"] if 0 < fewer < n_heads else []
+    fewer, shorter = (most // length**2 - more) // charts, math.isqrt(most // matrices)
+    ways = [f"heads=range({fewer})"] if fewer > 0 else []
     ways += [f"positions=range({shorter})"] if shorter >= 2 else []
-    ways += [f"heads=[0], positions=range({alone})"] if not fewer > 0 and n_heads > 1 and alone > shorter else []
     ways += ["raster=True"] if not raster and n_heads * charts * length**2 <= IMAGE_CELLS else []
-    asked = f"{max_cells} at most are made into images" if raster else f"a browser is asked to draw {max_cells} at most"
     raise ValueError(
-        f"{matrices} matrices of {length}×{length} are {cells} cells, and {asked}: choose fewer heads or positions, "
-        f"for instance {' or '.join(ways)}, or wait with max_cells={cells}"
+        f"heads and positions must be fewer: {matrices} matrices of {length}×{length} are {matrices * length**2} "
+        f"cells, and {'images have' if raster else 'a browser is asked to draw'} {most} at most; choose for instance "
+        + " or ".join(ways)
     )
 
 
@@ -167,9 +153,3 @@ def check_title(title: str | None, default: str) -> str:
     if title is not None and not isinstance(title, str):
         raise ValueError(f"title must be a string, got {type(title).__name__}")
     return default if title is None else title
-
-
-def _two(batch: Sequence[int]) -> tuple[int, int]:
-    """Batch axes as (text, head)."""
-    full = (1, 1, *batch)
-    return full[-2], full[-1]

@@ -6,15 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.utils.validation import check_indices, check_integer
 
 from .fit_cells import check_fit
 from .layout import Layout, coloured_text
 from .offline import Widget, text_token
-from .selection import check_batch, check_scale, check_title, check_tokens, of_heads
-
-VALUES = 1_000_000
-"""Values that a page can carry: about 7 MB."""
+from .selection import check_heads, check_scale, check_title, check_tokens, pick
 
 
 def show_key_importance(
@@ -25,8 +21,6 @@ def show_key_importance(
     text: int = 0,
     scale: float | None = None,
     title: str | None = None,
-    max_values: int = VALUES,
-    cdn: bool = False,
 ) -> Widget:
     """Show the text with tokens coloured by their key component: tokens with high scores for all queries.
 
@@ -42,14 +36,12 @@ def show_key_importance(
         text: which entry of the first axis, if the scores have four.
         scale: magnitude of the darkest colours, in units of the scores; default the largest there is.
         title: default says what is shown.
-        max_values: refuse a page of more.
-        cdn: link to circuitsvis at unpkg.com (a widget of kilobytes that needs a network) instead of including it.
 
     Returns:
         A ``Widget``: circuitsvis's ``RenderedHTML`` with ``save(path)``.
 
     Raises:
-        ValueError: unusable arguments; more values than ``max_values``.
+        ValueError: unusable arguments.
 
     Example:
         >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
@@ -60,7 +52,7 @@ def show_key_importance(
         >>> show_key_importance(fits, model.to_str_tokens(tokens[0]))
         Widget('Key importance')
     """
-    return _show("key", fit, tokens, heads, text, scale, check_title(title, "Key importance"), max_values, cdn)
+    return _show("key", fit, tokens, heads, text, scale, check_title(title, "Key importance"))
 
 
 def show_query_bias(
@@ -71,15 +63,13 @@ def show_query_bias(
     text: int = 0,
     scale: float | None = None,
     title: str | None = None,
-    max_values: int = VALUES,
-    cdn: bool = False,
 ) -> Widget:
     """Show the text with tokens coloured by their query component.
 
     All scores of a red query are higher than the head's average, for every key; the softmax cancels this.
 
     Args:
-        fit, heads, text, scale, title, max_values, cdn: as in ``show_key_importance``.
+        fit, heads, text, scale, title: as in ``show_key_importance``.
         tokens: the text, one string for each query (each key, where there are more keys: the last are the queries').
 
     Raises:
@@ -93,7 +83,7 @@ def show_query_bias(
         >>> show_query_bias(fit_additive(cache["attn_scores", 3]), model.to_str_tokens(tokens[0]))
         Widget('Query bias')
     """
-    return _show("query", fit, tokens, heads, text, scale, check_title(title, "Query bias"), max_values, cdn)
+    return _show("query", fit, tokens, heads, text, scale, check_title(title, "Query bias"))
 
 
 _NOTES = {
@@ -110,8 +100,6 @@ def _show(
     text: int,
     scale: float | None,
     title: str,
-    max_values: int,
-    cdn: bool,
 ) -> Widget:
     fits = {f"layer {layer}": one for layer, one in fit.items()} if isinstance(fit, Mapping) else {"": fit}
     shapes = {check_fit(one) for one in fits.values()}
@@ -120,15 +108,8 @@ def _show(
     *batch, n_query, n_key = next(iter(shapes))
     words = check_tokens(tokens, n_key)
     words = words[-n_query:] if component == "query" else words
-    chosen = check_indices("heads", heads, check_batch(batch, text)[1])
-    check_integer("max_values", max_values, 1)
-    values = len(fits) * len(chosen) * len(words)
-    if values > max_values:
-        raise ValueError(
-            f"{len(fits) * len(chosen)} heads of {len(words)} tokens are {values} values, and {max_values} are "
-            "allowed: choose fewer heads or layers"
-        )
-    shown = {name: of_heads(getattr(one, component), text, chosen, cell_axes=1).double() for name, one in fits.items()}
+    chosen, rows = check_heads(batch, heads, text)
+    shown = {name: pick(getattr(one, component), rows, cell_axes=1) for name, one in fits.items()}
     note = f"{_NOTES[component]} Point at a token for its number."
-    layout = Layout(check_scale(scale, shown.values()), title, note, cdn=cdn)
+    layout = Layout(check_scale(scale, shown.values()), title, note)
     return coloured_text(shown, [str(head) for head in chosen], [text_token(word) for word in words], layout)
