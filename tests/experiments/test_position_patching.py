@@ -197,7 +197,7 @@ def test_hooks_of_the_user_act_in_every_run() -> None:
         ({"what": "tail"}, "what must be 'head', 'query', 'key' or 'layer', got 'tail'"),
         ({"keys": "all"}, "keys must be 'group' or 'head', got 'all'"),
         ({"direction": "up"}, "direction must be 'denoise' or 'noise', got 'up'"),
-        ({"metric": lambda x, t: 3}, "positions must change the metric, but it is 3 in the clean run and 3 in the"),
+        ({"metric": lambda x, t: 3}, "positions must change the metric, but it is 3 in one run and 3 in the other"),
         ({"positions": torch.arange(11) * 2}, r"positions must have shape .* with pos = 12, got \(11,\)"),
         ({"positions": UNORDERED[[0, 0, 1]]}, "positions were given for 3 texts, and the model runs on 2"),
     ],

@@ -58,8 +58,6 @@ def run_from(
     clean: Clean,
     texts: Int[Tensor, "row"],
     hooks: Sequence[Hook],
-    *,
-    attention: Any = None,
 ) -> Any:
     """Run the model from a layer on, on some of the texts of a clean run, in any order and number.
 
@@ -68,14 +66,11 @@ def run_from(
         layer: the first that is computed.
         texts: which texts make up the batch.
         hooks: for the duration.
-        attention: what this layer's attention returned, if that is known too.
 
     Returns:
         What the model returns for ``tokens[texts]``.
     """
     known = known_before(model, layer, clean, texts)
-    if attention is not None:
-        known[model.blocks[layer].attn] = _returning(attention)
     with torch.no_grad(), forwards(known), model.hooks(fwd_hooks=list(hooks)):
         return output_of(model, tokens[texts])
 
@@ -118,12 +113,12 @@ def forwards(others: dict[Any, Forward]) -> Iterator[None]:
 
 
 def attempted(shortcut: Callable[[], _Result]) -> _Result | None:
-    """What a shortcut returns; None where shapes do not fit, so that this model does not support it."""
+    """What a shortcut returns; None where it fails, so that this model or change does not support it."""
     try:
         return shortcut()
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, IndexError):
+    except (ValueError, RuntimeError, TypeError, IndexError):
         return None
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, replace_heads, stand_in
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers
+from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer
 
-from .metrics import Metric, check_metric, measured_value, next_token_loss, value_of
-from .runs import Failures, Runs
+from .effect_tables import effect_table, units_of
+from .metrics import Metric, check_metric, next_token_loss
 
 
 def head_ablation(
@@ -39,10 +36,9 @@ def head_ablation(
     """Ablate each head alone and measure the change of a metric.
 
     The numbers equal those of a loop over ``ablate_heads``, but are computed faster: layers before the ablated one are
-    not run again (their output is that of the unmodified run), its attention runs once for many heads, and several
-    heads run in one batch. Every batch includes an unmodified text; if its output differs from the unmodified run, the
-    function falls back to full forward passes. Other hooks on the model are kept; since they may depend on the batch,
-    only full forward passes are used then.
+    not run again (their output is that of the unmodified run), and several heads run in one batch. Every batch includes
+    an unmodified text; if its output differs from the unmodified run, the function falls back to full forward passes.
+    It does so too if the model has other hooks, which are kept, since they may depend on the batch.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile.
@@ -80,7 +76,7 @@ def head_ablation(
         (16, True)
     """
     reading = read_model(model, layers)
-    model, chosen = reading.model, reading.heads(layers, heads)
+    model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     averaged: Any = texts if reference is None and mode == "mean" else reference
     check_mode(mode, averaged, seed)
@@ -89,49 +85,18 @@ def head_ablation(
         check_integer("batch_size", batch_size, 1)
     if mode == "resample":
         derangement(len(texts.one_group('mode="resample"')), seed)
-    check_reach(model, list(chosen))
-    specs = {spec.layer: spec for spec in reading.specs(list(chosen))}
+    attending = [spec.layer for spec, _ in chosen]
+    check_reach(model, attending)
     with torch.no_grad(), evaluating(model):
-        other = stand_in(model, list(chosen), mode, averaged, seed)
-
-    def hooks(group: TextGroup, layer: int, some: Sequence[int]) -> Hooks:
-        return replace_heads(specs[layer], some, other)
-
-    options: dict[str, Any] = {"batch_size": batch_size, "progress": progress}
-    return reading.note(change_each(model, texts, chosen, hooks, metric, **options))
-
-
-def change_each(
-    model: Any,
-    texts: Texts,
-    chosen: dict[int, list[int]],
-    hooks_of: Callable[[TextGroup, int, Sequence[int]], Hooks],
-    metric: Metric,
-    *,
-    kind: str | None = None,
-    batch_size: int | None = None,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """Change each head alone and measure a metric: the table of ``head_ablation``.
-
-    Args:
-        model, texts, metric, batch_size, progress: as there, checked.
-        chosen: heads of each layer.
-        hooks_of: for texts of equal length, a layer and some of its heads, the hooks that change these.
-        kind: of change, see ``Runs.each``.
-    """
-    rows, failures = [], Failures()
-    with evaluating(model), tqdm(total=sum(map(len, chosen.values())), desc="heads", disable=not progress) as bar:
-        runs = Runs(model, texts, list(chosen), batch_size)
-        baseline = value_of(metric, runs.clean, texts)
-        for layer, heads in chosen.items():
-
-            def hooks(group: int, some: Sequence[int], layer: int = layer) -> Hooks:
-                return hooks_of(texts.groups[group], layer, some)
-
-            for head, outputs in zip(heads, runs.each(layer, [[head] for head in heads], hooks, kind), strict=True):
-                value = failures.attempt(partial(measured_value, metric, outputs, texts), layer, head)
-                rows.append((layer, head, baseline, value))
-                bar.update()
-    table = pd.DataFrame(rows, columns=["layer", "head", "baseline", "value"]).astype({"value": float})
-    return failures.note(table.assign(effect=table["value"] - table["baseline"]))
+        other = stand_in(model, attending, mode, averaged, seed)
+    return reading.note(
+        effect_table(
+            model,
+            texts,
+            [units_of(spec, some) for spec, some in chosen],
+            lambda spec: lambda group, some: replace_heads(spec, some, other),
+            metric,
+            batch_size=batch_size,
+            progress=progress,
+        )
+    )

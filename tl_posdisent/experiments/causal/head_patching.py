@@ -16,8 +16,8 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
 
+from .effect_tables import effect_table, read_source, units_of
 from .metrics import Metric, check_metric
-from .patch_tables import patch_each, read_source
 from .runs import HooksOf
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
@@ -86,14 +86,7 @@ def head_patching(
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     other = read_source(model, texts, source, attention_mask)
-    units = []
-    for spec, some in chosen:
-        shared: dict[int, list[int]] = {}
-        for head in some:
-            shared.setdefault(_at_hook(spec, head, activation), []).append(head)
-        every = range(spec.n_heads)
-        patched = [[head for head in every if _at_hook(spec, head, activation) == there] for there in shared]
-        units.append((spec, patched, list(shared.values())))
+    by_key = activation in ("k", "v")
 
     def hooks_in(spec: AttentionSpec) -> HooksOf:
         held = [_held(model, group.tokens, spec, activation) for group in other.groups]
@@ -101,29 +94,23 @@ def head_patching(
 
     # A norm over queries or keys of all heads couples heads, so that each layer is checked.
     return reading.note(
-        patch_each(
+        effect_table(
             model,
             texts,
-            (other, [[]] * len(other.groups)),
-            units,
+            [units_of(spec, some, by_key=by_key) for spec, some in chosen],
             hooks_in,
             metric,
-            target=other,
-            argument="source",
             kind=lambda spec: (activation, spec.layer if activation in ("q", "k") else None),
+            source=(other, [[]] * len(other.groups), "source"),
+            target=other,
             progress=progress,
         )
     )
 
 
-def _at_hook(spec: AttentionSpec, head: int, activation: Activation) -> int:
-    """The head's number at the hook, which query heads may share."""
-    return spec.key_head(head) if activation in ("k", "v") else head
-
-
 def _hooks(spec: AttentionSpec, heads: Sequence[int], held: Tensor, activation: Activation) -> list[Hook]:
     """Hooks that put in what some heads have in another run."""
-    some = sorted({_at_hook(spec, head, activation) for head in heads})
+    some = sorted({spec.key_head(head) if activation in ("k", "v") else head for head in heads})
     if activation == "pattern" and not spec.scores_editable:  # as scores of which it is the softmax
         return replace_scores(spec, heads, lambda view: held[:, list(view.heads)].log(), "head_patching")
 

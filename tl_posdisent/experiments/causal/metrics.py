@@ -231,8 +231,3 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
 def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
     """The metric of a run: the mean over texts where it is one number for each (see ``values_of``)."""
     return as_number(values_of(metric, outputs, texts), len(texts.tokens))
-
-
-def measured_value(metric: Metric, run: Callable[[], Sequence[Any]], texts: Texts) -> float:
-    """The metric of a run that is still to be made."""
-    return value_of(metric, run(), texts)

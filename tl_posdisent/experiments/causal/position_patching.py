@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, get_args
 
 import pandas as pd
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, rotary_heads
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import real_tensor, swap_positions
-from tl_posdisent.models.reading.forward import evaluating, run
+from tl_posdisent.models.reading.forward import Hook, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.rotated_qk import listen_scores, listen_vectors
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
 
-from .metrics import Metric, check_metric, measured_value, next_token_loss, value_of
-from .patch_tables import as_table, check_apart, patch_each, read_source
-from .predictions import run_texts
-from .runs import Failures, HooksOf
+from .effect_tables import effect_table, read_source, units_of
+from .metrics import Metric, check_metric, next_token_loss
+from .runs import COUPLED, HooksOf
 
 What = Literal["head", "query", "key", "layer"]
 Direction = Literal["denoise", "noise"]
@@ -51,8 +48,8 @@ def position_patching(
 
         effect = (value - corrupted) / (clean - corrupted)
 
-    One forward pass for each run and each row (one per key head for ``"key"``); the queries and keys of the layers
-    asked for are held meanwhile. Hooks of your own on the model act in every run. Dropout is off meanwhile.
+    Heads are changed from their layer on, several in one batch (``head_ablation``), unless keys are shared
+    (``keys="group"``) or each text has positions of its own: then one forward pass for each row.
 
     Args:
         model, tokens, attention_mask, progress: as in ``head_ablation``; the model has rotary embeddings.
@@ -93,33 +90,53 @@ def position_patching(
     model, chosen = reading.model, rotary_heads(reading, layers, heads, "position_patching")
     texts = read_texts(model, tokens, attention_mask)
     places = [positions_of(texts, group, positions) for group in texts.groups]
-    corrupting = [swap_positions(reading, place) for place in places]
-    hooks = {"clean": [Hooks([]) for _ in places], "corrupted": corrupting}
-    source, patched_run = ("clean", "corrupted") if direction == "denoise" else ("corrupted", "clean")
-    held: list[dict[int, dict[str, Tensor]]] = [{spec.layer: {} for spec, _ in chosen} for _ in places]
+    hooks = {"clean": [Hooks([]) for _ in places], "corrupted": [swap_positions(reading, place) for place in places]}
+    source, patched = ("clean", "corrupted") if direction == "denoise" else ("corrupted", "clean")
     seen_at = places if source == "corrupted" else [None] * len(places)
-    listening = [
-        [*some, *(x for spec, _ in chosen for x in listen_vectors(spec, place, vectors[spec.layer]))]
-        for some, place, vectors in zip(hooks[source], seen_at, held, strict=True)
+    units = [
+        (spec, [some], [[None]]) if what == "layer" else units_of(spec, some, by_key=what == "key" and keys == "group")
+        for spec, some in chosen
     ]
-    rows, failures = [], Failures()
-    with evaluating(model):
-        measured = {
-            name: value_of(metric, run_texts(model, texts, listening if name == source else some), texts)
-            for name, some in hooks.items()
-        }
-        check_apart(model, measured, "positions")
-        for spec, patched, reported in tqdm(_units(chosen, what, keys), desc="patches", disable=not progress):
-            own = [vectors[spec.layer] for vectors in held]
-            sides = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in own]
-            moved = [vector_hooks(spec, patched, q, k, keys) for q, k in sides]
-            under = [some + more for some, more in zip(hooks[patched_run], moved, strict=True)]
-            run = partial(run_texts, model, texts, under)
-            head = None if what == "layer" else reported[0]
-            value = failures.attempt(partial(measured_value, metric, run, texts), spec.layer, head)
-            rows += [(spec.layer, head, value) for head in reported]
-    table = failures.note(as_table(rows, measured))
-    return reading.note(table.drop(columns="head" if what == "layer" else []))
+
+    def hooks_in(spec: AttentionSpec) -> HooksOf:
+        held = _listened(model, texts, hooks[source], seen_at, spec, listen_vectors)
+        sides = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in held]
+        return lambda group, some: vector_hooks(spec, some, *sides[group], keys)
+
+    def kind(spec: AttentionSpec) -> str:  # patched queries of one head beside keys of its group
+        grouped = keys == "group" and spec.n_kv_heads < spec.n_heads
+        return COUPLED if grouped and what in ("head", "layer") else what
+
+    table = effect_table(
+        model,
+        texts,
+        units,
+        hooks_in,
+        metric,
+        kind=kind,
+        source=(texts, hooks[source], "positions"),
+        under=hooks[patched],
+        progress=progress,
+    ).rename(columns={"source": source, "baseline": patched})
+    if direction == "noise":
+        table["effect"] = 1 - table["effect"]
+    columns = ["layer", "head", "clean", "corrupted", "value", "effect"]
+    return reading.note(table[[name for name in columns if name != "head" or what != "layer"]])
+
+
+def _listened(
+    model: Any,
+    texts: Texts,
+    hooks: Sequence[Hooks],
+    positions: Sequence[Tensor | None],
+    spec: AttentionSpec,
+    listen: Callable[[AttentionSpec, Tensor | None, dict[str, Tensor]], list[Hook]],
+) -> list[dict[str, Tensor]]:
+    """What one layer shows in a run of each group of texts, under hooks that give it these positions."""
+    held: list[dict[str, Tensor]] = [{} for _ in texts.groups]
+    for group, some, place, seen in zip(texts.groups, hooks, positions, held, strict=True):
+        run(model, group.tokens, [*some, *listen(spec, place, seen)], stop=spec.layer + 1)
+    return held
 
 
 def positions_of(texts: Texts, group: TextGroup, positions: Any) -> Tensor:
@@ -133,22 +150,6 @@ def positions_of(texts: Texts, group: TextGroup, positions: Any) -> Tensor:
     if place.shape == texts.tokens.shape:
         return group.cut(place)
     return place[: group.tokens.shape[1]] if place.ndim == 1 else place
-
-
-def _units(
-    chosen: Sequence[tuple[AttentionSpec, list[int]]], what: What, keys: Keys
-) -> list[tuple[AttentionSpec, list[int], list[int]]]:
-    """What is patched at once: a layer, heads, and the heads of which the result is reported."""
-    if what == "layer":
-        return [(spec, heads, [-1]) for spec, heads in chosen]
-    if what != "key" or keys == "head":
-        return [(spec, [head], [head]) for spec, heads in chosen for head in heads]
-    units = []
-    for spec, heads in chosen:
-        for group in sorted({spec.key_head(head) for head in heads}):
-            members = [head for head in heads if spec.key_head(head) == group]
-            units.append((spec, members, members))
-    return units
 
 
 def component_patching(
@@ -211,26 +212,21 @@ def component_patching(
         raise ValueError("source or source_positions must be given, and not both")
     other = texts if source is None else read_source(model, texts, source, attention_mask)
     positions = [None if source_positions is None else positions_of(texts, x, source_positions) for x in texts.groups]
-    hooks = [[] if place is None else swap_positions(reading, place) for place in positions]
+    hooks = [Hooks([]) if place is None else swap_positions(reading, place) for place in positions]
 
     def hooks_in(spec: AttentionSpec) -> HooksOf:
-        held: list[dict[str, Tensor]] = [{} for _ in other.groups]
-        for group, some, place, seen in zip(other.groups, hooks, positions, held, strict=True):
-            run(model, group.tokens, [*some, *listen_scores(spec, place, seen)], stop=spec.layer + 1)
-        return lambda group, heads: score_hooks(spec, heads, held[group]["scores"], components)
+        held = _listened(model, other, hooks, positions, spec, listen_scores)
+        return lambda group, some: score_hooks(spec, some, held[group]["scores"], components)
 
-    by_head = [[[head] for head in some] for _, some in chosen]
     return reading.note(
-        patch_each(
+        effect_table(
             model,
             texts,
-            (other, hooks),
-            [(spec, each, each) for (spec, _), each in zip(chosen, by_head, strict=True)],
+            [units_of(spec, some) for spec, some in chosen],
             hooks_in,
             metric,
-            target=texts,
-            argument="source_positions" if source is None else "source",
             kind=lambda spec: "scores",
+            source=(other, hooks, "source_positions" if source is None else "source"),
             progress=progress,
         )
     )

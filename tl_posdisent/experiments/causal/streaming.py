@@ -6,7 +6,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.hooks.ablate import check_reach
@@ -16,7 +15,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer
 
-from .head_ablation import change_each
+from .effect_tables import effect_table, units_of
 from .metrics import Metric, check_metric, next_token_loss
 
 
@@ -74,28 +73,23 @@ def streaming_ablation(
             f"{window} and {sinks}"
         )
     check_reach(model, [spec.layer for spec, _ in chosen])
-    specs = {spec.layer: spec for spec, _ in chosen}
 
     def hide(view: View) -> Tensor:
         scores = view.scores()
-        return scores.masked_fill(~visible(scores.shape[-1], sinks, window, scores.device), -torch.inf)
+        at = torch.arange(scores.shape[-1], device=scores.device)
+        visible = (at < sinks) | ((at[:, None] - at).abs() < window)
+        return scores.masked_fill(~visible, -torch.inf)
 
     edit = ScoreEdit("streaming_ablation", hide, Order.HIDE, scores=True)
     return reading.note(
-        change_each(
+        effect_table(
             model,
             texts,
-            {spec.layer: heads for spec, heads in chosen},
-            lambda group, layer, heads: layer_hooks(specs[layer], heads, edit),
+            [units_of(spec, some) for spec, some in chosen],
+            lambda spec: lambda group, some: layer_hooks(spec, some, edit),
             metric,
-            kind="streaming",
+            kind=lambda spec: "streaming",
             batch_size=batch_size,
             progress=progress,
         )
     )
-
-
-def visible(length: int, sinks: int, window: int, device: torch.device) -> Bool[Tensor, "query key"]:
-    """Keys that are among the first or near the query."""
-    at = torch.arange(length, device=device)
-    return (at < sinks) | ((at[:, None] - at).abs() < window)
