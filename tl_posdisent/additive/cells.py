@@ -1,13 +1,9 @@
 """Masks as sets of (query, key) cells of a score matrix, and products with the normal matrix of the additive fit.
 
-The additive model gives every cell ``a[distance] + b[query] + c[key]``. All that the normal equations need are
-*marginals*: for each distance, query and key, the sum over its cells. ``Runs`` (no gaps in rows, columns and
-diagonals) and ``Scattered`` (any mask) are the two kinds of cell sets; ``make_cells`` chooses.
-
-Coefficients and marginals are *stacked* in one vector: first the distances, then the queries, then the keys.
-
-Distances are those of real positions: the last query stands at the last key, so with fewer queries than keys
-(a cached generation step) query ``i`` has position ``i + n_key - n_query``.
+The additive model gives every cell ``a[distance] + b[query] + c[key]``; the normal equations need *marginals*, the sums
+over the cells of each distance, query and key. Coefficients and marginals are *stacked* in one vector: distances,
+queries, keys. ``Runs`` (no gaps in rows, columns and diagonals) and ``Scattered`` (any mask) are the two kinds of cell
+sets; ``make_cells`` chooses. The last query is at the last key: query ``i`` has position ``i + n_key - n_query``.
 """
 
 from __future__ import annotations
@@ -56,7 +52,7 @@ class Cells(ABC):
 
     @property
     def n_distance(self) -> int:
-        """Distances between the lowest and the highest, both included."""
+        """Distances from the lowest to the highest."""
         return self.high - self.low + 1
 
     @property
@@ -66,7 +62,7 @@ class Cells(ABC):
 
     @property
     def distances(self) -> Int64[Tensor, "distance"]:
-        """All distances between the lowest and the highest, ascending."""
+        """All distances from the lowest to the highest."""
         return torch.arange(self.low, self.high + 1, device=self.counts.device)
 
     def split(self, stacked: Tensor) -> Parts:
@@ -136,18 +132,14 @@ def diagonal_sums(x: Float64[Tensor, "*batch row column"], low: int, high: int) 
     return sums[..., -torch.arange(low, high + 1, device=x.device) % (width + 1)]
 
 
-# Cells whose rows, columns and diagonals have no gaps: causal, full, windowed and padded masks.
-#
-# The sum of the model over a run is a difference of two cumulative sums, so a product with the normal matrix is one
-# cumulative sum and a few look-ups: O(length), and no matrix anywhere.
-
-
 Run = tuple[Tensor, Tensor]  # half-open: first, and one past the last; equal if the run is empty
 
 
 @dataclass(frozen=True, eq=False)
 class Runs(Cells):
-    """Cells without gaps.
+    """Cells whose rows, columns and diagonals have no gaps: causal, full, windowed and padded masks.
+
+    The sum of the model over a run is a difference of two cumulative sums: a product is O(length), without a matrix.
 
     Attributes:
         first_key, stop_key: the run of keys of each query, half-open.
@@ -219,11 +211,6 @@ class Runs(Cells):
             stops=torch.cat(stops, -1).clamp(0, last),
         )
 
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the sequence is many windows long."""
-        return self.n_query >= 16 * self.n_distance
-
     def inside(
         self, rows: slice, columns: slice, which: Int64[Tensor, "matrix"] | None = None
     ) -> Bool[Tensor, "*mask row column"]:
@@ -234,7 +221,7 @@ class Runs(Cells):
         return (key >= first) & (key < stop)
 
     def product(self, x: Float64[Tensor, "*batch coefficient"]) -> Float64[Tensor, "*batch coefficient"]:
-        if not self.is_narrow:
+        if self.n_query < 16 * self.n_distance:
             return torch.addcmul(self._run_sums(x), self.counts, x)
         # A short run is a small difference of two large sums, so these must be exact. The leading bits of the
         # numbers, as multiples of one unit, add up without rounding; what is left of the numbers is small.
@@ -267,14 +254,9 @@ def _find_run(mask: Bool[Tensor, "*mask n columns"]) -> Run | None:
     return start, start + mask.sum(-2)
 
 
-# Cells in any arrangement: packed documents, attention sinks, random masks.
-#
-# Here the marginals of the model are products with the mask and with its two skewed copies.
-
-
 @dataclass(frozen=True, eq=False)
 class Scattered(Cells):
-    """The cells where ``mask`` is True.
+    """Cells in any arrangement: packed documents, sinks, random masks.
 
     Attributes:
         mask: True where a cell counts.
@@ -325,14 +307,8 @@ class Scattered(Cells):
 
 
 def _product(x: Float64[Tensor, "*batch n"], weights: Float64[Tensor, "*mask n m"]) -> Tensor:
-    if weights.ndim == 2:
-        return x @ weights  # one matrix for all: one large product
-    if weights.shape[-3] == 1:
-        return x @ weights.squeeze(-3)  # one matrix for all heads of a text
-    return (x[..., None, :] @ weights)[..., 0, :]
-
-
-# The ``mask`` and ``window`` arguments as a set of cells.
+    product: Tensor = torch.einsum("...n,...nm->...m", x, weights)
+    return product
 
 
 MaskKind = Literal["causal", "full"]

@@ -1,19 +1,20 @@
-"""Preconditioned conjugate-gradient solver of the normal equations, without a matrix.
+"""Preconditioned conjugate gradients, and the normal equations of the additive fit, without a matrix.
 
-The three blocks on the diagonal of the normal matrix are diagonal themselves (numbers of cells), and a product with
-the rest is cheap (``Cells.product``), so conjugate gradients with the diagonal as preconditioner needs about fifteen
-O(length) steps; a narrow window needs the multilevel preconditioner too. The system is singular (see
+The three blocks on the diagonal of the normal matrix are diagonal themselves (numbers of cells), and a product with the
+rest is cheap (``Cells.product``), so conjugate gradients with the diagonal as preconditioner needs about fifteen
+O(length) steps (more for a window that is narrow beside the length). The system is singular (see
 ``identifiability.py``) but consistent, and conjugate gradients then converges to one of its solutions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Runs
-from tl_posdisent.additive.conjugate_gradients import conjugate_gradients
+from tl_posdisent.additive.cells import Cells
 
 # Relative size of the residual of the normal equations, in the norm of the preconditioner: what a run of conjugate
 # gradients aims at by its own reckoning, what the true residual must then be to need no second run (which would
@@ -34,30 +35,36 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False) -> Stacked:
     Raises:
         RuntimeError: not converged; says the residual reached.
     """
-    system = _NormalEquations(cells, marginals.shape, pool=pool)
-    scale = marginals.abs().amax(-1, keepdim=True)
-    if pool:
-        scale = scale.amax(0, keepdim=True)
+    weights = pooled(cells, cells.counts.expand_as(marginals)) if pool else cells.counts
+    inverse = torch.where(weights > 0, 1 / weights, 0.0)
+
+    def product(x: Stacked) -> Stacked:
+        y = cells.product(x)
+        return pooled(cells, y) if pool else y
+
+    def dot(x: Stacked, y: Stacked) -> Float64[Tensor, "*system 1"]:
+        if not pool:
+            return (x * y).sum(-1, keepdim=True)
+        d, q, k = (part.sum(-1, keepdim=True) for part in cells.split(x * y))
+        return d[:1] + (q + k).sum(0, keepdim=True)  # pooled texts are one system with one copy of the distances
+
+    scale = marginals.abs().amax((0, -1) if pool else -1, keepdim=True)
     marginals = marginals / torch.where(scale > 0, scale, 1.0)  # so that no square is too large or too small
     solution, residual = torch.zeros_like(marginals), marginals
-    size = left = system.dot(residual, system.precondition(residual))
+    size = dot(residual, residual * inverse)
     tiny = torch.finfo(size.dtype).tiny
-    target = (AIM**2 * size).clamp_min(tiny)
     for _ in range(3):
-        solution = (
-            solution
-            + conjugate_gradients(
-                system.product,
-                system.precondition,
-                system.dot,
-                residual,
-                lambda _: target,
-                most=200 + marginals.shape[-1],
-                look=4,
-            )[0]
+        step, _, _ = conjugate_gradients(
+            product,
+            lambda x: x * inverse,
+            dot,
+            residual,
+            (AIM**2 * size).clamp_min(tiny),
+            most=200 + marginals.shape[-1],
         )
-        residual = marginals - system.product(solution)
-        left = system.dot(residual, system.precondition(residual))
+        solution = solution + step
+        residual = marginals - product(solution)
+        left = dot(residual, residual * inverse)
         if bool((left <= ENOUGH**2 * size).all()):
             break
     reached = float((left / size.clamp_min(tiny)).max().sqrt())
@@ -75,104 +82,53 @@ def pooled(cells: Cells, stacked: Stacked) -> Stacked:
     return torch.cat([distance.sum(0, keepdim=True).expand_as(distance), query, key], -1)
 
 
-class _NormalEquations:
-    """The normal matrix of a set of cells as an operator, with its preconditioner."""
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    precondition: Callable[[Tensor], Tensor],
+    dot: Callable[[Tensor, Tensor], Tensor],
+    target: Tensor,
+    goal: Tensor,
+    *,
+    most: int,
+    allowed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, int]:
+    """Solve ``product(x) = target`` until the residual of every system is small, or rounding has taken over.
 
-    def __init__(self, cells: Cells, shape: torch.Size, *, pool: bool) -> None:
-        self.cells, self.pool = cells, pool
-        weights = pooled(cells, cells.counts.expand(shape)) if pool else cells.counts
-        self.inverse_diagonal = torch.where(weights > 0, 1 / weights, 0.0)
-        narrow = isinstance(cells, Runs) and cells.is_narrow and cells.n_distance > 1
-        self.multilevel = _MultilevelPreconditioner(cells) if narrow else None
+    Args:
+        product, precondition: multiplication by a positive semidefinite matrix, and by about its inverse.
+        dot: inner product of each system, which keeps the last axis.
+        target: right-hand side; leading axes are systems.
+        goal: the squared norm (of ``precondition``) that a residual should come to.
+        most: products.
+        allowed: a residual whose entries are all at most these is small enough, too.
 
-    def product(self, x: Stacked) -> Stacked:
-        """Multiply by the normal matrix."""
-        y = self.cells.product(x)
-        return pooled(self.cells, y) if self.pool else y
-
-    def precondition(self, x: Stacked) -> Stacked:
-        """Divide by the diagonal; add the multilevel correction for narrow windows."""
-        if self.multilevel is None:
-            return x * self.inverse_diagonal
-        return torch.addcmul(self.multilevel.correction(x), x, self.inverse_diagonal)
-
-    def dot(self, x: Stacked, y: Stacked) -> Float64[Tensor, "*system 1"]:
-        """Inner product of each system; pooled texts are one system and have one copy of the distances."""
-        if not self.pool:
-            return (x * y).sum(-1, keepdim=True)
-        parts = zip(self.cells.split(x), self.cells.split(y), strict=True)
-        d, q, k = ((u * v).sum(-1, keepdim=True) for u, v in parts)
-        return d[:1] + (q + k).sum(0, keepdim=True)
-
-
-class _MultilevelPreconditioner:
-    """Preconditioner for narrow windows on long sequences.
-
-    Cells in a narrow band hardly fix the level of far-away tokens: raising the query component by a smooth function
-    of the position and lowering the key component by the same function hardly changes a fitted value. With the
-    diagonal alone as preconditioner, conjugate gradients learns such functions one window width per step. Their energy
-    is that of a stretched string, the integral of the squared slope, which a sum over hat functions of widths 1, 2, 4 …
-    window widths inverts well, whatever the length (Bramble, Pasciak and Xu, 1990).
+    Returns:
+        The solution, for which systems it is one, and the number of products.
     """
-
-    def __init__(self, cells: Cells) -> None:
-        self.cells = cells
-        # On a common grid a query is at its position, and a key where the queries are that see it.
-        middle = (cells.low + cells.high) // 2
-        self.stiffness = float((cells.distances - middle).double().square().sum())
-        query_at, key_at = max(0, cells.offset - middle), max(0, middle - cells.offset)
-        self.queries = slice(query_at, query_at + cells.n_query)
-        self.keys = slice(key_at, key_at + cells.n_key)
-        n_grid = max(self.queries.stop, self.keys.stop)
-        self.finest = (cells.n_distance // 2).bit_length() - 1  # log2 of half a hat's width
-        self.coarsest = (n_grid - 1).bit_length()
-        self.free_directions = _free_directions(cells)
-
-    def correction(self, residual: Stacked) -> Stacked:
-        """Compute what to add to the residual divided by the diagonal."""
-        _, by_query, by_key = self.cells.split(self._without_free_directions(residual))
-        grid = residual.new_zeros(*residual.shape[:-1], 2**self.coarsest + 1)
-        grid[..., self.queries] += by_query
-        grid[..., self.keys] -= by_key
-        levels = [grid]
-        while len(levels) <= self.coarsest:
-            levels.append(_coarser(levels[-1]))
-        smooth = torch.zeros_like(levels[-1])
-        for level in reversed(range(self.coarsest + 1)):
-            if level >= self.finest:  # a hat of half-width h has slope 1/h at 2h cells of every distance
-                smooth = torch.add(smooth, levels[level], alpha=2**level / (2 * self.stiffness))
-            if level > 0:
-                smooth = _finer(smooth)
-        zero = residual.new_zeros(()).expand(*residual.shape[:-1], self.cells.n_distance)
-        return self._without_free_directions(torch.cat([zero, smooth[..., self.queries], -smooth[..., self.keys]], -1))
-
-    def _without_free_directions(self, x: Stacked) -> Stacked:
-        """Project out a level and a straight line: only rounding errors are there, which would be magnified."""
-        for free in self.free_directions:
-            x = torch.addcmul(x, (x * free).sum(-1, keepdim=True), free, value=-1)
-        return x
-
-
-def _free_directions(cells: Cells) -> list[Stacked]:
-    """Unit vectors of what moves between queries and keys without a change: a level and a straight line."""
-    query, key = (torch.arange(n, device=cells.counts.device) for n in (cells.n_query, cells.n_key))
-    position = torch.cat([torch.zeros_like(cells.distances), query + cells.offset, key]).double()
-    sign = torch.ones_like(position)
-    sign[: cells.n_distance], sign[-cells.n_key :] = 0, -1
-    level = sign * (cells.counts > 0)
-    centre = (level.abs() * position).sum(-1, keepdim=True) / level.abs().sum(-1, keepdim=True)
-    return [torch.nn.functional.normalize(x, dim=-1) for x in (level, level * (position - centre))]
-
-
-def _coarser(x: Tensor) -> Tensor:
-    """Sum over hat functions of twice the width, at every other grid point."""
-    even, half = x[..., ::2].clone(), x[..., 1::2] / 2
-    even[..., :-1] += half
-    even[..., 1:] += half
-    return even
-
-
-def _finer(x: Tensor) -> Tensor:
-    """Interpolate linearly to twice as many grid points: the transpose of ``_coarser``."""
-    between = (x[..., :-1] + x[..., 1:]) / 2
-    return torch.cat([torch.stack([x[..., :-1], between], -1).flatten(-2), x[..., -1:]], -1)
+    solution, residual = torch.zeros_like(target), target.clone()
+    direction = precondition(residual)
+    rho = least = dot(residual, direction)
+    solved = rho <= goal
+    active = ~solved
+    n = 0
+    while n < most and bool(active.any()):
+        n += 1
+        image = product(direction)
+        curvature = dot(direction, image)
+        # A solved system stands still while others go on: what is left of its residual is rounding, part of it in
+        # directions that change nothing, where a step has no bound.
+        active = active & (curvature > 0)
+        alpha = torch.where(active, rho / curvature, 0.0)
+        solution.addcmul_(alpha, direction)
+        residual.addcmul_(alpha, image, value=-1)
+        z = precondition(residual)
+        new = dot(residual, z)
+        least = least.minimum(new)
+        enough = new <= goal
+        if allowed is not None:
+            enough = enough | (residual.abs() <= allowed).all(-1, keepdim=True)
+        solved = solved | (active & enough)
+        active = active & ~enough & (new <= 1e6 * least)
+        direction = torch.addcmul(z, torch.where(active, new / rho, 0.0), direction)
+        rho = new
+    return solution, solved, n

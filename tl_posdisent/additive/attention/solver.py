@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.attention.layout import Layout, Stacked
 from tl_posdisent.additive.attention.sums import AttentionSums
-from tl_posdisent.additive.conjugate_gradients import conjugate_gradients
+from tl_posdisent.additive.solver import conjugate_gradients
 
 AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
 GAP = 1e-10  # nats per query: a divergence this near to its lowest is as good as solved
@@ -288,15 +288,15 @@ def _newton_step(
 ) -> tuple[Coefficients, PerSystem, Bool[Tensor, "system 1"], int]:
     """The step of each wanted system, the gap that it closes, whether it solves Newton's equation; products."""
     precondition = problem.preconditioner(here.sums)
-    size = ((here.gradient * precondition(here.gradient)).sum(-1, keepdim=True) / problem.n_rows).sqrt()
-    tolerance = size.clamp(1e-6, 0.1)
+    norm = (here.gradient * precondition(here.gradient)).sum(-1, keepdim=True)
+    size = (norm / problem.n_rows).sqrt()
     n = here.x.shape[-1]
     step, solved, products = conjugate_gradients(
         lambda x: problem.reduce(here.sums.product(problem.expand(x))),
         precondition,
         lambda x, y: (x * y).sum(-1, keepdim=True),
         torch.where(wanted, -here.gradient, 0.0),
-        lambda size: size * tolerance**2,
+        norm * size.clamp(1e-6, 0.1) ** 2,
         most=min(_MAX_PRODUCTS, 50 + n),
         allowed=problem.allowed / 4,  # less would be rounding
     )
