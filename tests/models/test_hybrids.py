@@ -22,7 +22,7 @@ from tl_posdisent import (
     read_model,
     swap_positions,
 )
-from tl_posdisent.experiments import component_attribution, pair_profile, streaming_ablation
+from tl_posdisent.experiments import component_attribution, streaming_ablation
 
 WITHOUT: dict[str, dict[str, Any]] = {
     "Mamba": {"vocab_size": zoo.VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4},
@@ -127,4 +127,3 @@ def test_every_table_over_layers_names_the_others(shared_model: Any) -> None:
             assert table.attrs.get("layers_without_attention") == [0, 2], function.__name__
             assert set(table["layer"].dropna()) == {1, 3}, function.__name__
     assert tables > 10
-    assert pair_profile(reading, 1, 5, 6).attrs == {"layers_without_attention": [0, 2]}

@@ -26,8 +26,6 @@ from .residual_stream.content_position import ContentPosition as ContentPosition
 from .residual_stream.content_position import content_position_terms as content_position_terms
 from .residual_stream.distance_sources import DistanceSources as DistanceSources
 from .residual_stream.distance_sources import distance_sources as distance_sources
-from .residual_stream.distance_sources import distance_sources_check as distance_sources_check
-from .residual_stream.pair_profile import pair_profile as pair_profile
 from .residual_stream.positional_subspace import PositionalSubspace as PositionalSubspace
 from .residual_stream.positional_subspace import positional_subspace as positional_subspace
 from .residual_stream.rope_hadamard import RopeHadamard as RopeHadamard

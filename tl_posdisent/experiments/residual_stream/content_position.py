@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
+from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.rotation_tables import running_rotary
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -21,7 +23,7 @@ from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice
 
-from .qk_readout import Readout, measure_readouts, taps_of, watch
+from .qk_readout import Readout, keep, measure_readouts, taps_of
 
 Source = Literal["content", "position", "bias"]
 SOURCES: tuple[Source, ...] = get_args(Source)
@@ -58,8 +60,8 @@ class ContentPosition(HasTable):
             raise ValueError(f"name must be one of {', '.join(TERMS)}, got {name!r}")
         if name == TERMS[-1]:
             return torch.where(self._mask, self.attention_bias.expand(self.query.shape[1], -1, -1, -1), 0.0)
-        query, key = name.split(":")
-        return self._product(self.query[_index(query)], self.key[_index(key)])
+        query, key = (SOURCES.index(source) for source in name.split(":"))  # type: ignore[arg-type]
+        return self._product(self.query[query], self.key[key])
 
     def scores(self) -> Float64[Tensor, "batch head query key"]:
         """The sum of all terms: the layer's scores before any soft cap, 0 outside the mask."""
@@ -69,15 +71,12 @@ class ContentPosition(HasTable):
         """One row per head and term, over the cells of all texts.
 
         ``share`` is the covariance of the term with the scores over the variance of the scores: shares add up to 1 and
-        may be negative, where terms cancel. ``size`` is the term's own variance over that of the scores; sizes add up
-        to 1 only where terms are uncorrelated. ``toeplitz`` is the ``toeplitz_share`` of the term, with one function of
-        the distance for all texts; NaN for a term that does not vary.
+        are negative where terms cancel. ``size`` is the term's own variance over that of the scores. ``toeplitz`` is
+        the ``toeplitz_share`` of the term, with one function of the distance for all texts; NaN for a term that does
+        not vary.
         """
-        return pd.concat(list(self._rows()), ignore_index=True).sort_values("head", kind="stable", ignore_index=True)
-
-    def _rows(self) -> Iterator[pd.DataFrame]:
         scores = self._centred(self.scores())
-        total = scores.square().mean((0, 2))
+        total, tables = scores.square().mean((0, 2)), []
         heads = index_columns(total.shape)
         for name in TERMS:
             term = self.term(name)
@@ -87,7 +86,8 @@ class ContentPosition(HasTable):
                 "size": centred.square().mean((0, 2)) / total,
                 "toeplitz": toeplitz_share(term, mask=self._mask, pool=True),
             }
-            yield pd.DataFrame({**heads, "term": name, **{key: x.tolist() for key, x in columns.items()}})
+            tables.append(pd.DataFrame({**heads, "term": name, **{key: x.tolist() for key, x in columns.items()}}))
+        return pd.concat(tables, ignore_index=True).sort_values("head", kind="stable", ignore_index=True)
 
     def _product(self, query: Tensor, key: Tensor) -> Float64[Tensor, "batch head query key"]:
         return torch.where(self._mask, torch.einsum("bqhd,bkhd->bhqk", query, key), 0.0)
@@ -117,12 +117,11 @@ def content_position_terms(
     """Split a layer's scores into terms of the positional and content parts of the residual stream (arXiv 2505.13027).
 
     The positional part of the stream is its mean over the texts at each position minus that of all tokens; the content
-    part is the remainder. With M the map from stream to query at the norm's actual scale s (see ``qk_readout.py``), a
-    query is ``s·M content + s·M position + bias``, a key likewise, and a score is the sum of nine products and of the
-    terms that the layer adds (ALiBi, T5). In rotary layers the rotation acts on each part. The map is measured, and the
-    sum of the parts is checked against the model's own scores.
-
-    With T texts, 1/T of the content's variance at each position is counted as position: use many different texts.
+    part is the remainder. With M the map from stream to query at the norm's actual scale s, a query is ``s·M content +
+    s·M position + bias``, a key likewise, and a score is the sum of nine products and of the terms that the layer adds
+    (ALiBi, T5). In rotary layers the rotation acts on each part. The map is measured, and the sum of the parts is
+    checked against the model's own scores. With T texts, 1/T of the content's variance at each position is counted as
+    position: use many different texts.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with a norm before its attention.
@@ -151,11 +150,7 @@ def content_position_terms(
         >>> terms = content_position_terms(model, tokens, 0)
         >>> terms, terms.term("position:position").shape
         (ContentPosition of layer 0: 2 heads, 8 texts of 16 tokens, torch.Size([8, 2, 16, 16]))
-        >>> table = terms.to_frame()
-        >>> bias = table[table["term"] == "attention bias"]
-        >>> bias["toeplitz"].round(6).tolist()
-        [1.0, 1.0]
-        >>> bool(table.groupby("head")["share"].sum().round(6).eq(1).all())
+        >>> bool(terms.to_frame().groupby("head")["share"].sum().round(6).eq(1).all())
         True
     """
     reading = read_model(model, [layer])
@@ -174,10 +169,19 @@ def content_position_terms(
     names = [name for readout in readouts for name in (readout.source, readout.tap.name)]
     tables = [spec.cos, spec.sin] if spec.rotary and spec.holds_to is not None else []
     names += [name for name in tables if name]
-    watched = [watch(model, group.tokens, spec, names) for group in texts.groups]
-    seen = [each for each, _, _ in watched]
-    scores = texts.from_the_start([_square(x, texts.longest).transpose(1, 2) for _, x, _ in watched]).transpose(1, 2)
-    mask = texts.from_the_start([_square(x.expand(len(s), -1, -1), texts.longest) for _, s, x in watched])
+    seen: list[dict[str, Tensor]] = []
+    squares: list[tuple[Tensor, Tensor]] = []  # scores and mask, queries and keys up to the longest text with zeros
+    for group in texts.groups:
+        held: dict[str, Tensor] = {}
+        found: list[Tensor] = []
+        with applied(model, [keep(name, held) for name in dict.fromkeys(names)]):
+            for_each_scores(model, group.tokens, [spec], lambda spec, x, found=found: found.append(x))
+        missing = texts.longest - group.tokens.shape[1]
+        inside = spec.mask(group.tokens.shape[1], group.tokens.device).expand(len(group.tokens), -1, -1)
+        seen.append(held)
+        squares.append(tuple(torch.nn.functional.pad(x, (0, missing, 0, missing)) for x in (found[0], inside)))
+    scores = texts.from_the_start([x.transpose(1, 2) for x, _ in squares]).transpose(1, 2)
+    mask = texts.from_the_start([x for _, x in squares])
     (query, position), (key, _) = (_parts(spec, readout, seen, texts, grand_mean) for readout in readouts)
     products = torch.einsum("bqhd,bkhd->bhqk", query.sum(0), key.sum(0))
     scale, attention_bias = _explained(spec, products, scores, mask)
@@ -211,26 +215,18 @@ def _parts(
         constant = scale * readout.linear(mean)
         bias = readout.bias.expand_as(constant)
         parts = [parts[0] + constant, parts[1], bias] if grand_mean == "content" else [*parts, constant + bias]
-        places, turned = torch.arange(stream.shape[1], device=stream.device), _running(spec, held)
+        places, turned = torch.arange(stream.shape[1], device=stream.device), spec
+        if spec.rotary is not None and spec.cos in held and spec.sin in held:  # long texts may have other frequencies
+            turned = replace(spec, rotary=running_rotary(held[spec.cos], held[spec.sin], spec.rotary))
         found.append(torch.stack([spec.per_query_head(turned.rotated(part, places)) for part in parts], 2))
     return texts.from_the_start(found).movedim(2, 0), position
-
-
-def _running(spec: AttentionSpec, seen: dict[str, Tensor]) -> AttentionSpec:
-    """The layer with the rotation of the running text: long ones may be rotated by other frequencies."""
-    if spec.rotary is None or spec.cos not in seen or spec.sin not in seen:
-        return spec
-    return replace(spec, rotary=running_rotary(seen[spec.cos], seen[spec.sin], spec.rotary))
 
 
 def _explained(
     spec: AttentionSpec, products: Tensor, scores: Tensor, mask: Bool[Tensor, "batch query key"]
 ) -> tuple[float, Float64[Tensor, "head query key"]]:
-    """The scale, from how scores change from text to text, and the bias that is added to them.
-
-    Raises:
-        ValueError: what is added differs between texts.
-    """
+    """The scale, from how scores change from text to text, and the bias that is added to them; raises if that differs
+    between texts."""
     inside, texts = mask[:, None], mask.sum(0).clamp_min(1)
     products, seen = (torch.where(inside, x.double(), 0.0) for x in (products, scores))
     moves = torch.where(inside, products - products.sum(0) / texts, 0.0)
@@ -248,13 +244,3 @@ def _explained(
     if bool(bias.abs().amax() <= allowed):
         bias = torch.zeros_like(bias)  # rounding
     return scale, bias
-
-
-def _square(x: Tensor, size: int) -> Tensor:
-    """Queries and keys up to this size, with zeros."""
-    missing = size - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, missing, 0, missing))
-
-
-def _index(source: str) -> int:
-    return [*SOURCES].index(source)  # type: ignore[arg-type]

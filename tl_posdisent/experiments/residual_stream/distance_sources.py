@@ -1,42 +1,35 @@
-"""Where the distance profile of a head comes from: a sum over sources of its mean query and of its mean key.
-
-``distance_sources_check`` removes a source from the model and measures the profile again.
-"""
+"""Where the distance profile of a head comes from: a sum over sources of its mean query and of its mean key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pandas as pd
 import torch
-from jaxtyping import Complex128, Float64
+from jaxtyping import Complex128, Float, Float64
 from torch import Tensor
-from tqdm.auto import tqdm
 
-from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.capture import Captured, for_each_layer
-from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.rope.variance_decomposition import Numbers, numbers, share_of
+from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.validation import check_choice, check_integer
 
-from .qk_readout import Readout, Side, keep, measure_readouts, residual_hook, taps_of
-from .stream_sources import EMBEDDING, Batch, parse_source, tokens_of_source, weighted_sources
+from .qk_readout import NAMES, FrozenNorm, Readout, fit_norm, keep, measure_readouts, residual_hook, taps_of
+from .stream_sources import Batch, weighted_sources
 
 BIAS = "bias"
 _ROUNDING = 1e-13
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DistanceSources:
+class DistanceSources(HasTable):
     """The distance profile of heads of one layer as a sum over pairs of sources.
 
     The profile of a head is its mean score at each distance, over all combinations of queries and keys of the texts:
@@ -90,10 +83,7 @@ class DistanceSources:
         return ((q * k.conj()) @ self._turns().T).real + still
 
     def error(self) -> Float64[Tensor, "head"]:
-        """Largest difference of the sum of all terms from the profile, over the profile's largest value.
-
-        Rounding of the model: about 1e-6 in float32, 1e-14 in float64.
-        """
+        """Largest difference of the sum of all terms from the profile, over the profile's largest value: rounding."""
         profile = self.profile()
         return share_of((self.total() - profile).abs().amax(-1), profile.abs().amax(-1))
 
@@ -111,11 +101,6 @@ class DistanceSources:
         products = torch.einsum("ahc,hc,bhc->hab", q, with_profile, k.conj()).real
         return torch.where(flat[:, None, None], torch.nan, products / variance[:, None, None])
 
-    def source_shares(self) -> Float64[Tensor, "head source"]:
-        """The share of all pairs in which a source takes part, of the query or of the key: what goes with it."""
-        shares = self.shares()
-        return shares.sum(-1) + shares.sum(-2) - shares.diagonal(dim1=-2, dim2=-1)
-
     def to_frame(
         self, by: Literal["pair", "query", "key", "source"] = "pair", *, top: int | None = None
     ) -> pd.DataFrame:
@@ -128,41 +113,27 @@ class DistanceSources:
             top: rows per head, those with the largest absolute share; default all.
 
         Returns:
-            ``layer``, ``head``, the source or sources, ``share``, and ``error``, the head's ``error()``. Pairs also
-            have ``mean``, the term's mean over the distances, and ``std``, its standard deviation over that of the
-            profile.
+            ``layer``, ``head``, the source or sources, ``share``, and ``error``, the head's ``error()``.
         """
         check_choice("by", by, ("pair", "query", "key", "source"))
         if top is not None:
             check_integer("top", top, 1)
-        if by == "source":
-            shares = self.source_shares()
-        else:
-            shares = self.shares() if by == "pair" else self.shares().sum(-1 if by == "query" else -2)
-        tables = [self._rows(at, x, by, top) for at, x in enumerate(shares)]
-        return pd.concat(tables, ignore_index=True)
-
-    def _rows(self, at: int, shares: Tensor, by: str, top: int | None) -> pd.DataFrame:
-        order = shares.flatten().abs().nan_to_num(nan=-1.0).argsort(descending=True, stable=True)[:top]
-        index = torch.unravel_index(order, shares.shape)
-        names = [f"{by}_source"] if by != "pair" else ["query_source", "key_source"]
-        names = ["source"] if by == "source" else names
-        sides = {name: [self.sources[i] for i in x.tolist()] for name, x in zip(names, index, strict=True)}
-        columns: dict[str, Any] = {"share": shares.flatten()[order].tolist()}
-        if by == "pair":
-            columns |= self._sizes(at, *index)
-        head = {"layer": self.layer, "head": self.heads[at]}
-        return pd.DataFrame({**head, **sides, **columns, "error": float(self.error()[at])})
-
-    def _sizes(self, at: int, query: Tensor, key: Tensor) -> dict[str, list[float]]:
-        own = self.total()[at].std(correction=0)
-        means, deviations = [], []
-        step = max(1, 2**22 // len(self.distances))
-        for a, b in zip(query.split(step), key.split(step), strict=True):
-            terms = self.profile_of(self.query[a, at], self.key[b, at])
-            means.append(terms.mean(-1))
-            deviations.append(share_of(terms.std(-1, correction=0), own))
-        return {"mean": torch.cat(means).tolist(), "std": torch.cat(deviations).tolist()}
+        pairs = self.shares()
+        query, key = pairs.sum(-1), pairs.sum(-2)
+        shares = {
+            "pair": pairs,
+            "query": query,
+            "key": key,
+            "source": query + key - pairs.diagonal(dim1=-2, dim2=-1),
+        }[by]
+        names = {"pair": ["query_source", "key_source"], "source": ["source"]}.get(by, [f"{by}_source"])
+        index = pd.MultiIndex.from_product([self.heads, *[self.sources] * len(names)], names=["head", *names])
+        table = pd.DataFrame({"share": shares.flatten().tolist()}, index=index).reset_index()
+        table = table.sort_values("share", key=lambda x: -x.abs(), kind="stable")
+        table = table.sort_values("head", key=lambda x: x.map(self.heads.index), kind="stable")
+        table["error"] = table["head"].map(dict(zip(self.heads, self.error().tolist(), strict=True)))
+        table.insert(0, "layer", self.layer)
+        return table.groupby("head", sort=False).head(top or len(table)).reset_index(drop=True)
 
     def _turns(self) -> Complex128[Tensor, "distance subspace"]:
         angle = self.rotary.angles(self.distances)
@@ -171,9 +142,6 @@ class DistanceSources:
     def _index(self, source: str) -> int:
         check_choice("source", source, self.sources)
         return self.sources.index(source)
-
-    def _repr_html_(self) -> str:
-        return self.to_frame(top=3).round(3).to_html(index=False)
 
     def __repr__(self) -> str:
         table = self.to_frame(top=1).sort_values("share", key=abs, ascending=False).head(3)
@@ -205,10 +173,8 @@ def distance_sources(
     (pre-norm, QK-norm, and a norm after the attention of earlier layers), queries and keys are affine functions of the
     residual stream, and this is the sum of the embedding and of what earlier heads, MLPs and biases added. The mean
     query and the mean key therefore split over these sources, and the profile over their pairs. The maps are measured
-    on the model and checked; two passes over the texts, and no score is kept.
-
-    Zeroing a source takes its terms away from the profile, but also changes the scales and all that later layers make
-    of it: ``distance_sources_check`` measures both.
+    on the model and checked; two passes over the texts, and no score is kept. Zeroing a source takes its terms away
+    from the profile, but also changes the scales and what later layers make of it.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
@@ -244,190 +210,81 @@ def distance_sources(
         (True, True)
     """
     reading = read_model(model, [layer])
-    (spec,) = reading.rotary([layer], "distance_sources")
+    model, (spec,) = reading.model, reading.rotary([layer], "distance_sources")
     scale = spec.require_scale()
     chosen = tuple(reading.heads([spec.layer], heads)[spec.layer])
-    texts = read_texts(reading.model, tokens, attention_mask)
+    texts = read_texts(model, tokens, attention_mask)
     check_integer("sinks", sinks, 0, min(texts.lengths) - 1)
-    sides: dict[Side, list[int]] = {"q": list(chosen), "k": [spec.key_head(head) for head in chosen]}
-    read = _read_texts(reading.model, spec, texts, sides, sinks)
-    names, sums = weighted_sources(reading.model, read.batches, spec.layer, "distance_sources")
-    sums_of_sides = sums.tensor_split([read.readouts["q"].n_weights], 1)
-    query, key = (_split(read, side, names, x) for side, x in zip(sides, sums_of_sides, strict=True))
-    at = numbers("distances", range(texts.longest) if distances is None else distances, query.device)
-    return DistanceSources(
-        spec.layer, chosen, (*names, BIAS), at, query, key, read.own["q"], read.own["k"], scale, read.rotary
-    )
-
-
-@dataclass(frozen=True)
-class _Read:
-    """The texts as the layer reads them, with weights that add up to 1.
-
-    Attributes:
-        readouts: how queries and keys of the chosen heads come from the stream.
-        batches: tokens of texts of equal length, and their weights in the mean query and then in the mean key.
-        bias: weight of the bias.
-        own: the mean queries and keys.
-        rotary: the rotation of these texts.
-    """
-
-    readouts: dict[Side, Readout]
-    batches: list[Batch]
-    bias: dict[Side, Tensor]
-    own: dict[Side, Tensor]
-    rotary: Rotary
-
-
-def _read_texts(model: Any, spec: AttentionSpec, texts: Texts, heads: dict[Side, list[int]], sinks: int) -> _Read:
-    """Measure the layer's read-out, and run the texts up to the layer."""
     count = sum(length - sinks for length in texts.lengths)
-    taps, first = taps_of(spec, before_norm=True), texts.groups[0].tokens
-    readouts = measure_readouts(model, spec, first, taps, "distance_sources needs")
-    names = [tap.name for tap in taps.values()] + [readout.source for readout in readouts.values()]
-    batches: list[Batch] = []
-    rotary: Rotary | None = None
-    bias, own = (dict.fromkeys(heads, torch.zeros((), dtype=torch.float64)) for _ in range(2))
+    taps = taps_of(spec, before_norm=True)
+    readouts = measure_readouts(model, spec, texts.groups[0].tokens, taps, "distance_sources needs")
+    query = _Mean(spec, readouts["q"], list(chosen), sinks, count)
+    key = _Mean(spec, readouts["k"], [spec.key_head(head) for head in chosen], sinks, count)
+    names = dict.fromkeys(name for readout in readouts.values() for name in (readout.source, readout.tap.name))
+    batches, rotations = [], []
     for group in texts.groups:
         held: dict[str, Tensor] = {}
         found: list[Captured] = []
-        with applied(model, [keep(name, held) for name in dict.fromkeys(names)]):
+        with applied(model, [keep(name, held) for name in names]):
             for_each_layer(model, group.tokens, [spec], found.append, scores=False)
         (seen,) = found
-        vectors: dict[Side, Tensor] = {"q": seen.q, "k": seen.k}
-        weights = []
-        for side, tap in taps.items():
-            plain, some = tap.read(held[tap.name]), heads[side]
-            if not batches:
-                readouts[side] = readouts[side].with_qk_norm(spec, plain, vectors[side])
-            readout = readouts[side]
-            x = readout.weights(spec, held[readout.source], plain, vectors[side])
-            w, r = (y[..., some] / count if readout.qk_norm else y / count for y in x)
-            w[:, :sinks] = 0
-            weights.append(w)
-            bias[side] = bias[side] + r[:, sinks:].sum((0, 1))
-            own[side] = own[side] + vectors[side][:, sinks:, some].double().sum((0, 1)) / count
-        batches.append(Batch(group.tokens, torch.cat(weights, -1)))
-        own_rotary = seen.spec.require_rotary("distance_sources")
-        rotary = rotary or own_rotary
-        same = torch.equal(rotary.frequencies, own_rotary.frequencies)
-        if not same or rotary.attention_factor != own_rotary.attention_factor:
+        batches.append(Batch(group.tokens, torch.cat([query.weights(held, seen.q), key.weights(held, seen.k)], -1)))
+        rotations.append(seen.spec.require_rotary("distance_sources"))
+    first = rotations[0]
+    for other in rotations:
+        same = torch.equal(first.frequencies, other.frequencies)
+        if not same or first.attention_factor != other.attention_factor:
             raise ValueError(
                 f"tokens must be texts that layer {spec.layer} of {spec.architecture} rotates alike for "
                 "distance_sources, got texts of lengths at which its frequencies differ: call it for each length"
             )
-    assert rotary is not None
-    readouts = {side: readout.of_heads(heads[side]) for side, readout in readouts.items()}
-    return _Read(readouts, batches, bias, own, rotary.to(own["q"].device))
+    sums = weighted_sources(model, batches, spec.layer, "distance_sources")
+    of_query, of_key = torch.stack([*sums.values()]).tensor_split([len(query.bias)], 1)
+    at = numbers("distances", range(texts.longest) if distances is None else distances, of_key.device)
+    parts, rotary = (query.parts(of_query), key.parts(of_key), query.own, key.own), first.to(of_key.device)
+    return DistanceSources(spec.layer, chosen, (*sums, BIAS), at, *parts, scale, rotary)
 
 
-def _split(
-    read: _Read, side: Side, names: Sequence[str], sums: Float64[Tensor, "source weight d_model"]
-) -> Float64[Tensor, "source+1 head d_head"]:
-    """The mean query or key of each source, and of the bias."""
-    readout = read.readouts[side]
-    if readout.source == residual_hook(0):  # some read their keys from the embedded input
-        sums = sums * torch.tensor([name == EMBEDDING for name in names], device=sums.device)[:, None, None]
-    return torch.cat([readout.vectors(sums), readout.bias_vectors(read.bias[side])[None]])
+class _Mean:
+    """The mean query (or key) of some heads over ``count`` tokens: their weights in it, and its parts by source."""
 
+    def __init__(self, spec: AttentionSpec, readout: Readout, heads: list[int], sinks: int, count: int) -> None:
+        self.spec, self.readout, self.heads, self.sinks, self.count = spec, readout, heads, sinks, count
+        self.norm: FrozenNorm | None = None
+        self.bias = self.own = torch.zeros((), dtype=torch.float64)
 
-@torch.no_grad()
-def distance_sources_check(
-    model: Any,
-    tokens: Tokens,
-    layer: int,
-    *,
-    attention_mask: Tensor | None = None,
-    distances: Numbers | None = None,
-    heads: Heads = None,
-    sinks: int = 0,
-    top: int = 1,
-    progress: bool = True,
-) -> pd.DataFrame:
-    """Remove the largest sources of a layer's distance profiles and measure what remains of the profiles.
+    def weights(
+        self, held: dict[str, Tensor], vectors: Float[Tensor, "batch pos head d_head"]
+    ) -> Float64[Tensor, "batch pos weight"]:
+        """Weights of the tokens of some texts, one or, with a QK-norm, one per head; adds the texts to the mean.
 
-    ``distance_sources`` says which share of a profile goes with a source if all else stays. Here the model runs without
-    it, in two ways. *Direct*: what the source has added is subtracted from the stream before the layer, token by token,
-    so that only the layer's norms see the difference. *Total*: the source is set to zero where it acts (``hook_z`` of a
-    head, ``hook_mlp_out``), so that later layers change too. A mean ablation would be no test, because the profile is
-    made of means, which it keeps.
+        Raises:
+            ValueError: ``vectors`` are no function of the stream that is affine but for the scales of norms.
+        """
+        plain = self.readout.tap.read(held[self.readout.tap.name])
+        scale = self.readout.scales(self.spec, held[self.readout.source].double(), plain)[..., 0]
+        own = torch.ones_like(scale)
+        if not torch.equal(plain, vectors):
+            u, v = plain.double(), vectors.double()
+            self.norm = self.norm or (fit_norm(u, v, vectors.dtype) if u.shape == v.shape else None)
+            if self.norm is None or not self.norm.makes(u, v, vectors.dtype):
+                raise ValueError(
+                    f"{self.readout.needed} {NAMES[self.readout.side]} that are those before the QK-norm times a gain "
+                    f"and one number for each token and head, but in layer {self.spec.layer} of "
+                    f"{self.spec.architecture} they are not"
+                )
+            own = self.norm.scales(u, v)[..., self.heads]
+        own = own / self.count
+        own[:, : self.sinks] = 0
+        self.bias = self.bias + own.sum((0, 1))
+        self.own = self.own + vectors[:, self.sinks :, self.heads].double().sum((0, 1)) / self.count
+        return scale * own
 
-    Args:
-        model, tokens, layer, attention_mask, distances, heads, sinks: as in ``distance_sources``.
-        top: sources per head, those with the largest absolute share.
-        progress: show a bar.
-
-    Returns:
-        One row per head and source, the largest share first: ``layer``, ``head``, ``source``, ``share`` of all pairs in
-        which it takes part, and what remains of the profile: ``predicted`` (1 − share), ``direct`` and ``total``, the
-        slope of the regression of the new profile on the old one over the distances (1: as before, 0: nothing is
-        left, negative: reversed). ``total`` is NaN for the embedding and for biases.
-
-    Raises:
-        ValueError: what ``distance_sources`` refuses; ``top`` that is no positive integer.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model
-        >>> from tl_posdisent.experiments import distance_sources_check
-        >>> table = distance_sources_check(load_demo_model(), demo_tokens(length=96), 1, heads=[3], progress=False)
-        >>> table["source"].tolist(), bool((table["direct"] - table["predicted"]).abs().max() < 0.5)
-        (['L0 MLP'], True)
-    """
-    check_integer("top", top, 1)
-    reading = read_model(model, [layer])
-    model, (spec,) = reading.model, reading.rotary([layer], "distance_sources")
-    texts = read_texts(model, tokens, attention_mask)
-    found = distance_sources(
-        reading, tokens, layer, attention_mask=attention_mask, distances=distances, heads=heads, sinks=sinks
-    )
-    table = found.to_frame("source")
-    table = table[table["source"] != BIAS].groupby("head", sort=False).head(top).drop(columns="error")
-    place = {head: at for at, head in enumerate(found.heads)}
-    remaining: dict[str, list[list[float]]] = {}
-    for source in tqdm(list(dict.fromkeys(table["source"])), desc="sources", disable=not progress):
-        ways = partial(_subtraction, model, spec.layer, source), partial(_ablation, model, source)
-        remaining[source] = [_slopes(model, spec, texts, found, sinks, hooks) for hooks in ways]
-    rows = list(zip(table["source"], table["head"], strict=True))
-    table = table.assign(predicted=1 - table["share"])
-    for number, column in enumerate(("direct", "total")):
-        table[column] = [remaining[source][number][place[head]] for source, head in rows]
-    return table.reset_index(drop=True)
-
-
-def _slopes(
-    model: Any,
-    spec: AttentionSpec,
-    texts: Texts,
-    found: DistanceSources,
-    sinks: int,
-    hooks_for: Callable[[Tensor], list[Hook] | None],
-) -> list[float]:
-    """What remains of each head's profile under hooks, made for the tokens of each group; NaN where there are none."""
-    heads, keys = list(found.heads), [spec.key_head(head) for head in found.heads]
-    count = sum(length - sinks for length in texts.lengths)
-    query = key = torch.zeros(())
-    for group in texts.groups:
-        hooks = hooks_for(group.tokens)
-        if hooks is None:
-            return [float("nan")] * len(heads)
-        captured: list[Captured] = []
-        with applied(model, hooks):
-            for_each_layer(model, group.tokens, [spec], captured.append, scores=False)
-        query = query + captured[0].q[:, sinks:, heads].double().sum((0, 1)) / count
-        key = key + captured[0].k[:, sinks:, keys].double().sum((0, 1)) / count
-    old, new = (x - x.mean(-1, keepdim=True) for x in (found.profile(), found.profile_of(query, key)))
-    return share_of((old * new).sum(-1), old.square().sum(-1)).tolist()
-
-
-def _subtraction(model: Any, layer: int, source: str, tokens: Tensor) -> list[Hook]:
-    """Subtract what a source has added from the stream before a layer."""
-    part = tokens_of_source(model, tokens, source)
-    return [(residual_hook(layer), lambda x, hook: x - part.to(x))]
-
-
-def _ablation(model: Any, source: str, tokens: Tensor) -> list[Hook] | None:
-    """Set a source to zero where it acts; None for the embedding and biases."""
-    layer, head, part = (0, None, None) if source == EMBEDDING else parse_source(source)
-    if head is not None:
-        return ablate_heads(model, [(layer, head)])
-    return [(f"blocks.{layer}.hook_mlp_out", lambda x, hook: torch.zeros_like(x))] if part == "MLP" else None
+    def parts(self, sums: Float64[Tensor, "source weight d_model"]) -> Float64[Tensor, "source+1 head d_head"]:
+        """The mean query or key of each source, and of the bias."""
+        if self.readout.source == residual_hook(0):  # keys that are read from the embedded input
+            sums = torch.cat([sums[:1], torch.zeros_like(sums[1:])])
+        matrix, bias = self.readout.matrix[self.heads], self.bias[:, None] * self.readout.bias[self.heads]
+        u = torch.einsum("shm,hdm->shd", sums.expand(-1, len(matrix), -1), matrix)
+        u = torch.cat([u, bias[None]])
+        return u if self.norm is None else replace(self.norm, gain=self.norm.gain[self.heads]).linear(u)

@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from tl_posdisent.models.reading.forward import run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer, check_number
 
 from .content_position import split_stream
-from .qk_readout import residual_hook, watch
+from .qk_readout import keep, residual_hook
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,8 +29,7 @@ class PositionalSubspace:
         variances: ``[min(pos, d_model)]``, variance of the positional part along all of its principal directions,
             descending; the first ``rank`` belong to the basis.
         share: the positional part's share of the variance of the residual stream.
-        noise: the share expected for this number of texts if vectors did not depend on position: the part of ``share``
-            that may be content that did not average out.
+        noise: the share expected for this number of texts if vectors did not depend on position.
     """
 
     layer: int
@@ -62,8 +62,8 @@ def positional_subspace(
 ) -> PositionalSubspace:
     """Compute the principal directions of the positional part of the residual stream before a layer.
 
-    The positional part is the mean over the texts at each position less the mean of all (arXiv 2505.13027). Two layers,
-    or two models that share an embedding, are compared by ``principal_angles`` of their bases.
+    The positional part is the mean over the texts at each position less the mean of all (arXiv 2505.13027). Two layers
+    are compared by ``principal_angles`` of their bases.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
@@ -79,8 +79,8 @@ def positional_subspace(
         ``PositionalSubspace``.
 
     Raises:
-        ValueError: unusable tokens or layer; positions that only one text reaches; a ``rank`` beyond the directions in
-            which the positional part varies, or no such direction; ``explained`` or ``sinks`` out of range.
+        ValueError: unusable arguments; positions that only one text reaches; a ``rank`` beyond the directions in which
+            the positional part varies, or no such direction.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -104,7 +104,8 @@ def positional_subspace(
     check_integer("sinks", sinks, 0, min(texts.lengths) - 2)
     streams = []
     for group in texts.groups:
-        seen, _, _ = watch(model, group.tokens, spec, [residual_hook(layer)])
+        seen: dict[str, Tensor] = {}
+        run(model, group.tokens, [keep(residual_hook(layer), seen)], stop=layer + 1)
         streams.append(seen[residual_hook(layer)][:, sinks:].double())
     content, position, _, counts = split_stream(streams)
     n = int(counts.sum())

@@ -6,7 +6,6 @@ z: of weighted means over tokens, only those of z are formed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,13 +14,12 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.attributes import architecture
-from tl_posdisent.models.reading.forward import run
+from tl_posdisent.models.reading.forward import Hook, run
 from tl_posdisent.models.reading.tolerance import score_tolerance
 
 from .qk_readout import FrozenNorm, fit_norm, keep, residual_hook
 
 EMBEDDING = "embedding"
-_NAME = re.compile(r"L(\d+)(?:H(\d+)| (MLP|bias))")
 _ADDED = ("hook_resid_pre", "attn.hook_z", "hook_attn_out", "hook_mlp_out")
 
 
@@ -34,98 +32,76 @@ class Batch(NamedTuple):
 
 def weighted_sources(
     model: Any, batches: Sequence[Batch], layer: int, tool: str
-) -> tuple[list[str], Float64[Tensor, "source weight d_model"]]:
+) -> dict[str, Float64[Tensor, "weight d_model"]]:
     """Sum over the tokens, weighted, what every source has added to the stream before a layer.
 
     Returns:
-        Names of the sources: ``"embedding"``, ``"L0H3"``, ``"L0 bias"`` (of the attention's output, if it has one),
-        ``"L0 MLP"`` …; and the sums.
+        Sums by source: ``"embedding"``, ``"L0H3"``, ``"L0 bias"`` (of the attention's output, if it has one),
+        ``"L0 MLP"`` …
 
     Raises:
         ValueError: a model whose residual stream is not that sum, or whose attention is not linear in z.
     """
-    layers = [_LayerSums(_Output(model, number, tool)) for number in range(layer)]
+    layers = [_Layer(model, number, tool) for number in range(layer)]
     embedding = torch.zeros(())
-    for batch in batches:
-        embedding = embedding + _add(model, batch, layers)
-    names, parts = [EMBEDDING], [embedding]
-    for number, sums in enumerate(layers):
-        heads, bias = sums.of_heads(), sums.of_bias()
-        names += [f"L{number}H{head}" for head in range(len(heads))]
-        parts += heads.unbind(0)
-        if bool(bias.any()):
-            names.append(f"L{number} bias")
-            parts.append(bias)
-        names.append(f"L{number} MLP")
-        parts.append(sums.mlp)
-    return names, torch.stack(parts)
+    for tokens, weights in batches:
+        start: dict[str, Tensor] = {}
+        hooks = [hook for each in layers for hook in each.hooks(weights)]
+        run(model, tokens, [keep(residual_hook(0), start), *hooks], stop=max(layer, 1))
+        embedding = embedding + torch.einsum("bpw,bpm->wm", weights, start[residual_hook(0)].double())
+    found = {EMBEDDING: embedding}
+    for each in layers:
+        found |= each.sources()
+    return found
 
 
-def tokens_of_source(
-    model: Any, tokens: Int[Tensor, "batch pos"], source: str, tool: str = "distance_sources"
-) -> Float64[Tensor, "batch pos d_model"]:
-    """What one source adds to the stream at every token."""
-    seen: dict[str, Tensor] = {}
-    if source == EMBEDDING:
-        run(model, tokens, [keep(residual_hook(0), seen)], stop=1)
-        return seen[residual_hook(0)].double()
-    number, head, part = parse_source(source)
-    names = [_hook(number, short) for short in _ADDED]
-    run(model, tokens, [keep(name, seen) for name in names], stop=number + 1)
-    _, z, added, mlp = (seen[name] for name in names)
-    if part == "MLP":
-        return mlp.double()
-    output = _Output(model, number, tool)
-    scale = output.scales(z, added)
-    own = output.bias.expand(*tokens.shape, -1) if head is None else z[:, :, head].double() @ output.weight[head]
-    return scale[..., None] * output.normed(own)
-
-
-def parse_source(source: str) -> tuple[int, int | None, str | None]:
-    """Layer, head, and ``"MLP"`` or ``"bias"``, of a source other than the embedding."""
-    match = _NAME.fullmatch(source)
-    assert match is not None
-    return int(match[1]), None if match[2] is None else int(match[2]), match[3]
-
-
-class _Output:
-    """How a layer's attention makes what it adds to the stream: ``z @ W_O + b_O``, and a norm after it, if any."""
+class _Layer:
+    """Weighted sums of what one layer adds: ``z @ W_O + b_O``, with a norm after it if there is one, and its MLP."""
 
     def __init__(self, model: Any, number: int, tool: str) -> None:
-        for short in _ADDED:
-            if _hook(number, short) not in model.hook_dict:
-                raise ValueError(f"{tool} needs the hook {_hook(number, short)}, which {architecture(model)} lacks")
+        self.number, self.names = number, [f"blocks.{number}.{short}" for short in _ADDED]
+        for name in self.names:
+            if name not in model.hook_dict:
+                raise ValueError(f"{tool} needs the hook {name}, which {architecture(model)} lacks")
         self.where = f"{tool} needs, in layer {number} of {architecture(model)},"
         self.attention = model.blocks[number].attn
         if not isinstance(weight := getattr(self.attention, "W_O", None), Tensor) or weight.ndim != 3:
             raise ValueError(f"{self.where} output weights W_O [head, d_head, d_model]")
         self.norm: FrozenNorm | None = None
+        self.z = self.mlp = self.scale = torch.zeros(())
 
-    @property
-    def weight(self) -> Float64[Tensor, "head d_head d_model"]:
-        """W_O; converted when used, so that the layers' weights are not held twice."""
-        weight: Tensor = self.attention.W_O
-        return weight.detach().double()
+    def _weights(self) -> tuple[Float64[Tensor, "head d_head d_model"], Float64[Tensor, "d_model"]]:
+        """W_O and b_O; converted when used, so that the layers' weights are not held twice."""
+        weight = self.attention.W_O.detach().double()
+        bias = getattr(self.attention, "b_O", None)
+        return weight, weight[0, 0] * 0 if bias is None else bias.detach().double()
 
-    @property
-    def bias(self) -> Float64[Tensor, "d_model"]:
-        """b_O, or zeros."""
-        bias: Tensor | None = getattr(self.attention, "b_O", None)
-        return self.weight[0, 0] * 0 if bias is None else bias.detach().double()
+    def hooks(self, weights: Float64[Tensor, "batch pos weight"]) -> list[Hook]:
+        """Hooks that add the sums of some texts."""
+        seen: dict[str, Tensor] = {}
 
-    def scales(self, z: Tensor, added: Tensor) -> Float64[Tensor, "batch pos"]:
-        """The scale of the norm after the attention at every token, 1 without one; fits the norm to the first tokens.
+        def reduce(after: Tensor, hook: Any) -> None:
+            before, z, added, mlp = (seen.pop(name) for name in self.names)
+            if not _near(before.double() + added.double() + mlp.double(), after):
+                raise ValueError(
+                    f"{self.where} a residual stream to which attention and MLP are added, and here they are not"
+                )
+            scale = weights * self._scales(z, added)[..., None]
+            self.z = self.z + torch.einsum("bpw,bphd->whd", scale, z.double())
+            self.mlp = self.mlp + torch.einsum("bpw,bpm->wm", weights, mlp.double())
+            self.scale = self.scale + scale.sum((0, 1))
 
-        Raises:
-            ValueError: what is added is no such function of z.
-        """
-        weight, wanted = self.weight, added.double()
+        return [*(keep(name, seen) for name in self.names), (residual_hook(self.number, "post"), reduce)]
+
+    def _scales(self, z: Tensor, added: Tensor) -> Float64[Tensor, "batch pos"]:
+        """The scale of the norm after the attention at every token, 1 without one; the first tokens fit the norm."""
+        weight, bias = self._weights()
         if z.ndim != 4 or z.shape[2:] != weight.shape[:2]:
             raise ValueError(f"{self.where} heads at hook_z (batch, pos, head, d_head), got {tuple(z.shape)}")
-        plain = torch.einsum("bphd,hdm->bpm", z.double(), weight) + self.bias
-        if near(plain, wanted, added.dtype):
+        plain = torch.einsum("bphd,hdm->bpm", z.double(), weight) + bias
+        if _near(plain, added):
             return torch.ones_like(plain[..., 0])
-        u, v = plain[..., None, :], wanted[..., None, :]
+        u, v = plain[..., None, :], added.double()[..., None, :]
         self.norm = self.norm or fit_norm(u, v, added.dtype)
         if self.norm is None or not self.norm.makes(u, v, added.dtype):
             raise ValueError(
@@ -134,56 +110,20 @@ class _Output:
             )
         return self.norm.scales(u, v)[..., 0]
 
-    def normed(self, x: Float64[Tensor, "*batch d_model"]) -> Float64[Tensor, "*batch d_model"]:
-        """A part of the attention's output after the norm, but for its scale."""
-        return x if self.norm is None else self.norm.linear(x[..., None, :])[..., 0, :]
+    def sources(self) -> dict[str, Float64[Tensor, "weight d_model"]]:
+        """The sums by source."""
+        weight, bias = self._weights()
+        heads = torch.einsum("whd,hdm->hwm", self.z, weight)
+        biases = self.scale[:, None] * bias
+        if self.norm is not None:  # of a part of the output, but for its scale
+            heads, biases = (self.norm.linear(x[..., None, :])[..., 0, :] for x in (heads, biases))
+        found = {f"L{self.number}H{head}": x for head, x in enumerate(heads)}
+        if bool(biases.any()):
+            found[f"L{self.number} bias"] = biases
+        return found | {f"L{self.number} MLP": self.mlp}
 
 
-class _LayerSums:
-    """Weighted sums of what one layer adds, over the tokens seen so far."""
-
-    def __init__(self, output: _Output) -> None:
-        self.output = output
-        self.z = self.mlp = self.scale = torch.zeros(())
-
-    def add(self, weights: Tensor, before: Tensor, z: Tensor, added: Tensor, mlp: Tensor, after: Tensor) -> None:
-        if not near(before.double() + added.double() + mlp.double(), after.double(), after.dtype):
-            raise ValueError(
-                f"{self.output.where} a residual stream to which attention and MLP are added, and here they are not"
-            )
-        scale = weights * self.output.scales(z, added)[..., None]
-        self.z = self.z + torch.einsum("bpw,bphd->whd", scale, z.double())
-        self.mlp = self.mlp + torch.einsum("bpw,bpm->wm", weights, mlp.double())
-        self.scale = self.scale + scale.sum((0, 1))
-
-    def of_heads(self) -> Float64[Tensor, "head weight d_model"]:
-        return self.output.normed(torch.einsum("whd,hdm->hwm", self.z, self.output.weight))
-
-    def of_bias(self) -> Float64[Tensor, "weight d_model"]:
-        return self.output.normed(self.scale[:, None] * self.output.bias)
-
-
-def _add(model: Any, batch: Batch, layers: Sequence[_LayerSums]) -> Float64[Tensor, "weight d_model"]:
-    """Run some texts and add up their sums, layer by layer; returns those of the embedding."""
-    start: dict[str, Tensor] = {}
-    seen: dict[str, Tensor] = {}
-    hooks = [keep(residual_hook(0), start)]
-    for number, sums in enumerate(layers):
-        names = [_hook(number, short) for short in _ADDED]
-
-        def reduce(after: Tensor, hook: Any, sums: _LayerSums = sums, names: list[str] = names) -> None:
-            before, z, added, mlp = (seen.pop(name) for name in names)
-            sums.add(batch.weights, before, z, added, mlp, after)
-
-        hooks += [*(keep(name, seen) for name in names), (_hook(number, "hook_resid_post"), reduce)]
-    run(model, batch.tokens, hooks, stop=max(len(layers), 1))
-    return torch.einsum("bpw,bpm->wm", batch.weights, start[residual_hook(0)].double())
-
-
-def near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two tensors differ by no more than the rounding of a model of this type."""
-    return bool((found - wanted).abs().amax() <= score_tolerance(dtype) * wanted.abs().amax())
-
-
-def _hook(number: int, short: str) -> str:
-    return f"blocks.{number}.{short}"
+def _near(found: Float64[Tensor, "*any"], wanted: Tensor) -> bool:
+    """Whether two tensors differ by no more than the rounding of a model of the second's type."""
+    difference = (found - wanted.double()).abs().amax()
+    return bool(difference <= score_tolerance(wanted.dtype) * wanted.double().abs().amax())
