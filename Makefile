@@ -92,7 +92,7 @@ docs: .venv/docs.stamp ## the documentation, into docs/_build/html; a warning is
 	$(OFFLINE) .venv/bin/python -m sphinx -W --keep-going -q docs docs/_build/html
 
 bench: .venv/bench.stamp ## all benchmarks: tables on the screen, JSON in out/bench/
-	for script in dense_fit dense_limit linear_fit attention_fit controlled plane whole_model head_ablation; do \
+	for script in dense_fit linear_fit attention_fit controlled plane whole_model head_ablation; do \
 	    $(OFFLINE) .venv/bin/python benchmarks/$$script.py || exit 1; done
 
 coverage: .venv/dev.stamp ## all tests, and which lines and branches of additive/, rope/, models/ and hooks/ they run: at least 95 %

@@ -42,8 +42,7 @@ def main() -> None:
         rotary, distances = Rotary(frequencies), torch.arange(length, device=device()).double()
 
         def closed(q: torch.Tensor = q, k: torch.Tensor = k, rotary: Rotary = rotary, n: int = length) -> torch.Tensor:
-            shares = decompose(Moments.from_qk(q, k, rotary), range(n), scale=1.0).shares
-            return shares[:3, 0]
+            return decompose(Moments.from_qk(q, k, rotary), range(n), scale=1.0).shares[:3, 0]
 
         if length <= 512:
             times = medians({"closed": closed, "brute": lambda a=(q, k, rotary, distances): brute_force(*a)}, repeats=3)

@@ -1,4 +1,4 @@
-"""The dense fit against fixed-effects and sparse least squares: same r to 1e-8, and how much faster."""
+"""The dense fit against fixed-effects and sparse least squares, and against one float64 sum over the scores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import scipy.sparse as sp
 import torch
-from common import medians, report
+from common import device, medians, report
 
 from tl_posdisent import fit_additive
 
@@ -65,7 +65,7 @@ def scores_like_a_model(length: int) -> torch.Tensor:
     return distance + sum(parts) + torch.randn(HEADS, length, length, generator=generator)
 
 
-def main() -> None:
+def against_others() -> None:
     rows = []
     for length in (512, 1024):
         scores = scores_like_a_model(length)
@@ -98,5 +98,17 @@ def main() -> None:
     report("dense_fit", f"Additive fit of {HEADS} heads", rows)
 
 
+def against_a_sum() -> None:
+    """The least that reading the scores can cost."""
+    rows = []
+    for heads, length in ((32, 512), (32, 1024), (8, 2048)):
+        scores = torch.randn(heads, length, length, device=device())
+        times = medians({"fit": lambda s=scores: fit_additive(s), "sum": lambda s=scores: s.double().sum()})
+        row = {"heads": heads, "length": length, "fit s": times["fit"], "scores.double().sum() s": times["sum"]}
+        rows.append(row | {"ratio": times["fit"] / times["sum"]})
+    report("dense_limit", "Additive fit against one sum over the scores", rows)
+
+
 if __name__ == "__main__":
-    main()
+    against_others()
+    against_a_sum()

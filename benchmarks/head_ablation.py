@@ -13,11 +13,9 @@ from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.models.loading.load import has_hooked
 
 LAYERS, HEADS, LENGTH = 6, 16, 128
-REPEATS = 3
 
 
 def six_layers() -> LlamaForCausalLM:
-    """6 layers, 16 heads, d_model 256, random weights."""
     config = LlamaConfig(
         vocab_size=574,
         hidden_size=256,
@@ -67,7 +65,7 @@ def main() -> None:
             def ours(m: Any = model, t: torch.Tensor = tokens, out: dict[str, torch.Tensor] = results) -> None:
                 out["ours"] = torch.tensor(head_ablation(m, t, progress=False)["value"].to_numpy())
 
-            times = medians({"loop": plain, "ours": ours}, repeats=REPEATS)
+            times = medians({"loop": plain, "ours": ours}, repeats=3)
             error = results["ours"] - results["loop"]
             rows.append(
                 {

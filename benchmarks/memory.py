@@ -51,8 +51,8 @@ TOOLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 }
 
 
-def one(kind: str, length: int, heads: int, layers: int, *chosen: str) -> None:
-    """In a process of its own."""
+def one(kind: str, length: int, heads: int, layers: int) -> None:
+    """In a process of its own: the peak of every tool above the loaded model, in MiB."""
     model = model_of(kind, length, heads, layers)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, VOCABULARY, (1, length), generator=generator)
@@ -60,19 +60,14 @@ def one(kind: str, length: int, heads: int, layers: int, *chosen: str) -> None:
         with torch.no_grad():
             tool(model, tokens[:, :64])
     with torch.no_grad():
-        print(json.dumps({name: peak(lambda f=TOOLS[name]: f(model, tokens)) for name in chosen or TOOLS}))
-
-
-def cell(kind: str, length: int, heads: int, layers: int, *chosen: str) -> dict[str, float]:
-    """Peak of every tool above the loaded model, in MiB."""
-    return in_a_process(__file__, kind, length, heads, layers, *chosen)
+        print(json.dumps({name: peak(lambda f=TOOLS[name]: f(model, tokens)) for name in TOOLS}))
 
 
 def main() -> None:
     for kind in ["bridge", *(["hooked"] if has_hooked() else [])]:
         rows: list[dict[str, Any]] = []
         for length, heads, layers in GRID:
-            peaks = {name: round(mib) for name, mib in cell(kind, length, heads, layers).items()}
+            peaks = {name: round(mib) for name, mib in in_a_process(__file__, kind, length, heads, layers).items()}
             scores = heads * length**2 * 4 / 2**20
             rows.append({"length": length, "heads": heads, "layers": layers, "a layer's scores": scores} | peaks)
         report(f"memory_{kind}", f"MiB at most above the loaded model ({kind}, d_head {D_HEAD}, float32)", rows)
@@ -80,6 +75,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 4:
-        one(sys.argv[1], *map(int, sys.argv[2:5]), *sys.argv[5:])
+        one(sys.argv[1], *map(int, sys.argv[2:]))
     else:
         main()

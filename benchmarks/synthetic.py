@@ -1,13 +1,11 @@
-"""The synthetic laboratory: samples made per minute, training against the plain loop, and seeds trained together.
+"""Small models: samples made per minute, and training against the plain loop.
 
-``python benchmarks/synthetic.py [tasks] [training] [together]``: all three by default. BENCH_BATCH is the batch of the
-second (default 64 on a CPU, the paper's 512 on a GPU); for CPU seconds of one thread set
-BENCH_CLOCK=cpu and OMP_NUM_THREADS=1.
+``python benchmarks/synthetic.py [tasks] [training]``: both by default. BENCH_BATCH is the batch of the second (default
+64 on a CPU, the paper's 512 on a GPU); for CPU seconds of one thread set BENCH_CLOCK=cpu and OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import sys
@@ -17,7 +15,6 @@ from typing import Any
 import torch
 from common import device, medians, report, seconds
 from torch import Tensor, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.functional import cross_entropy
 
 from tl_posdisent.synthetic import (
@@ -188,41 +185,7 @@ def training() -> None:
     report("synthetic_training", f"Training at the paper's shape, batches of {batch}", rows)
 
 
-# --- several seeds at once --------------------------------------------------------------------------------------
-
-
-def together() -> None:
-    """Gradients of several models of the small preset: one after the other, or stacked and mapped over."""
-    small = preset("small")
-    task, config, batch = small.tasks["distance"], small.config("rope", "distance"), small.training.batch_size
-    tokens, labels = task.batch(batch, device=device())
-    rows = []
-    for n in (2, 4):
-        models = [SyntheticModel(config, seed=seed).to(device()).train() for seed in range(n)]
-        parameters, buffers = stack_module_state(models)
-        skeleton = copy.deepcopy(models[0])
-
-        def loss(p: dict[str, Tensor], b: dict[str, Tensor], skeleton: Any = skeleton) -> Tensor:
-            logits = functional_call(skeleton, (p, b), (tokens,), {"checked": True})
-            return cross_entropy(logits, labels)
-
-        def one_by_one(models: Any = models) -> None:
-            for model in models:
-                cross_entropy(model(tokens, checked=True), labels).backward()
-                model.zero_grad(set_to_none=True)
-
-        stacked = vmap(grad(loss), randomness="different")
-        functions = {
-            "one by one": one_by_one,
-            "stacked": lambda f=stacked, p=parameters, b=buffers: f(p, b),
-        }
-        times = medians(functions, repeats=5)
-        rows.append({"seeds": n, **{f"{k} ms": v * 1e3 for k, v in times.items()}})
-    report("synthetic_together", "Gradients of several seeds of the small preset", rows)
-
-
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["tasks", "training", "together"]
-    for part in (tasks, training, together):
-        if part.__name__ in chosen:
+    for part in (tasks, training):
+        if part.__name__ in (sys.argv[1:] or ["tasks", "training"]):
             print(f"{part.__name__}: {seconds(part):.0f} s")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-
 import torch
 from common import device, medians, report
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -31,7 +29,7 @@ def main() -> None:
     builders = {"TransformerBridge": bridge_from_hf}
     if has_hooked():
         builders["HookedTransformer"] = hooked_from_hf
-    fits, hooks = [], []
+    rows = []
     for kind, build in builders.items():
         model = build(pythia_70m_shape())
         for length in (512, 2048):
@@ -39,11 +37,6 @@ def main() -> None:
                 50304, (1, length), device=device(), generator=torch.Generator(device()).manual_seed(0)
             )
             with torch.no_grad():
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                model(tokens)
-                of_forward = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                additivity(model, tokens, progress=False)
-                of_fit = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 swapped = swap_positions(model, torch.arange(length).flip(0))
                 dummy = dummy_distance(model, 5)
                 times = medians(
@@ -56,21 +49,9 @@ def main() -> None:
                     repeats=5,
                 )
             shared = {"class": kind, "length": length, "forward s": times["forward"]}
-            fits.append(
-                shared
-                | {
-                    "additivity s": times["additivity"],
-                    "ratio": times["additivity"] / times["forward"],
-                    "peak above forward MiB": (of_fit - max(before, of_forward)) / 1024,
-                    "one layer's scores MiB": 8 * length**2 * 4 / 2**20,
-                }
-            )
-            for name in ("swap_positions", "dummy_distance"):
-                hooks.append(
-                    shared | {"hooks": name, "with hooks s": times[name], "ratio": times[name] / times["forward"]}
-                )
-    report("additivity", "All heads of a model of Pythia-70M's shape fitted, against one plain forward pass", fits)
-    report("position_hooks", "The same model with position hooks, against one plain forward pass", hooks)
+            for name in ("additivity", "swap_positions", "dummy_distance"):
+                rows.append(shared | {"tool": name, "tool s": times[name], "ratio": times[name] / times["forward"]})
+    report("whole_model", "A model of Pythia-70M's shape with each tool, against one plain forward pass", rows)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         "batch batch_size batches before block choices chunk components count d_head d_key_latent d_mlp d_model "
         "d_query_latent d_rope d_vocab epochs length local log_every max_fill max_gap max_length "
         "max_side min_length n n_ctx n_fillers n_heads n_keys n_layers n_logits n_out n_pairs n_places "
-        "n_symbols n_test n_train n_triggers n_values pieces rank samples stop_at stride t5_buckets "
+        "n_symbols n_test n_train n_triggers n_values pieces rank samples stop_at t5_buckets "
         "t5_max_distance test_every texts top window",
     ),
     "count or none": (
@@ -174,7 +174,7 @@ ELSEWHERE = {
 OF_A_RESULT = {
     *("plot_deposit", "plot_distance_sources", "plot_dynamics", "plot_length", "plot_perturbation", "plot_shares"),
     *("plot_subspaces", "plot_substitution", "plot_training", "plot_verdicts"),
-    *("merge_additivity", "merge_controlled_distance", "merge_moments", "shapley_values", "dynamics", "sweep"),
+    *("shapley_values", "dynamics", "sweep"),
 }
 # Refused in other words, or not at all.
 NOT_YET = words_of(

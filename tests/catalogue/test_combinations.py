@@ -96,7 +96,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("additivity", {"mask": "full"}, "mask"),
     ("controlled_distance", {"sinks": 12}, "sinks must"),
     ("positional_symbolic", {"sinks": 11}, "sinks must"),
-    ("moments_by_layer", {"sinks": 12}, "sinks must"),
     ("attention_ladder", {"tokens": TOKENS[:, :8], "heldout": TOKENS}, "heldout must be no longer"),
     ("fit_attention_layers", {"rung": "additive"}, "rung must be"),
     ("substitute_attention", {"by": {0: None}}, "by must"),

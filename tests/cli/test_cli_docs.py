@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.command_line import run_command
 from support.pages import ROOT, assert_prints, blocks
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from tl_posdisent.cli import app
 from tl_posdisent.models.loading.load import has_hooked
@@ -27,8 +27,7 @@ def test_it_prints_what_the_page_says(block: Any, tmp_path: Path, monkeypatch: p
     if not has_hooked() and ("random" in block.printed or words[1] == "models"):
         pytest.skip("the page shows TransformerLens 3.9's list, and random weights of a HookedTransformer")
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, [*words[1:], *([] if words[1] == "models" else ["--no-progress"])])
-    assert result.exit_code == 0, result.output
+    result = run_command(shlex.join(words[1:]), *([] if words[1] == "models" else ["--no-progress"]))
     assert_prints(result.stdout, block.printed)
 
 

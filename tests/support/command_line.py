@@ -9,10 +9,13 @@ from typer.testing import CliRunner, Result
 
 from tl_posdisent.cli import app
 
+# Given back after each command: also what --no-progress sets.
+ENVIRONMENT = {"COLUMNS": "140", "NO_COLOR": "1", "TQDM_DISABLE": None, "HF_HUB_DISABLE_PROGRESS_BARS": None}
 
-def run_command(line: str, *more: Any, code: int = 0, stdin: bytes | None = None, width: int = 140) -> Result:
+
+def run_command(line: str, *more: Any, code: int = 0, stdin: bytes | None = None, charset: str = "utf-8") -> Result:
     """Run a command: a line as a shell takes it, and further words as they are."""
     words = [*shlex.split(line), *map(str, more)]
-    result = CliRunner().invoke(app, words, input=stdin, env={"COLUMNS": str(width), "NO_COLOR": "1"})
+    result = CliRunner(charset).invoke(app, words, input=stdin, env=ENVIRONMENT)
     assert result.exit_code == code, result.output
     return result

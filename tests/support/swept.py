@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from support.processes import wait_until
 
@@ -18,3 +22,14 @@ def inodes(out: Path) -> dict[str, tuple[int, int]]:
 
 def wait_for_parts(out: Path, count: int, running: subprocess.Popen[bytes] | None = None) -> None:
     wait_until(lambda: len(list((out / "parts").glob("*.parquet"))) >= count, running)
+
+
+@contextlib.contextmanager
+def when_parts(out: Path, count: int, act: Callable[[], Any]) -> Iterator[None]:
+    """Call ``act`` from another thread as soon as so many jobs are done."""
+    thread = threading.Thread(target=lambda: (wait_for_parts(out, count), act()))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()

@@ -12,7 +12,6 @@ import pickle
 import shutil
 import signal
 import subprocess
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pandas as pd
 import pytest
 import torch
 from support.processes import python
-from support.swept import LAST, SLOW, inodes, wait_for_parts
+from support.swept import LAST, SLOW, inodes, wait_for_parts, when_parts
 
 import tl_posdisent
 from tl_posdisent import demo_text, demo_tokens, load_demo_model
@@ -45,7 +44,7 @@ def test_hash_is_the_same_in_every_process_and_version_of_python() -> None:
     """A stored one. When results change on purpose, RESULTS changes with them, and this figure too."""
     text = Text.of("We hold these truths to be self-evident", length=8)
     job = jobs("EleutherAI/pythia-70m", [("controlled_distance", {"sinks": 1})], text, checkpoints=[1000])[0]
-    assert job.hash == "e2ff49fbcbbd236b8fa3c43d12e700d60ebc42f887d0ea78f76a1374731f8e26"
+    assert job.hash == "0163aa798faf2d44a4f1a2d829f019798a5677db8e0660ad1584478be8a6ba93"
     assert tl_posdisent.__version__.startswith(f"{RESULTS}.")
 
 
@@ -125,9 +124,8 @@ def test_results_are_those_of_direct_calls_to_the_last_bit(tmp_path: Path) -> No
 
 def test_beginnings_of_the_demo_text_are_demo_tokens() -> None:
     assert torch.equal(Text.of("demo", length=100).tokens(load_demo_model()), demo_tokens(length=100))
-    overlap = Text.of("demo", length=101, count=3, first=1, stride=50).tokens(load_demo_model())
-    assert torch.equal(overlap[0, 51:], overlap[1, 1:51])
-    assert torch.equal(overlap[0, 1:], demo_tokens(length=151)[0, 51:])
+    later = Text.of("demo", length=51, count=2, first=1).tokens(load_demo_model())
+    assert torch.equal(later[:, 1:].flatten(), demo_tokens(length=151)[0, 51:])
 
 
 def test_finished_jobs_are_not_done_again_and_new_ones_are(tmp_path: Path) -> None:
@@ -271,16 +269,8 @@ def test_a_file_where_a_folder_of_the_sweep_should_be_is_named(tmp_path: Path) -
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_leaves_whole_parts_and_nothing_else(tmp_path: Path) -> None:
     todo = jobs("demo", LAST, Text.of("demo", length=32, count=60).split(60))
-
-    def interrupt() -> None:
-        wait_for_parts(tmp_path, 3)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with when_parts(tmp_path, 3, lambda: os.kill(os.getpid(), signal.SIGINT)), pytest.raises(KeyboardInterrupt):
         sweep(todo, out=tmp_path, progress=False)
-    thread.join()
     before = inodes(tmp_path)
     assert 3 <= len(before) < 60
     assert set(os.listdir(tmp_path / "parts")) == set(before)
@@ -304,7 +294,7 @@ BAD = [
     (lambda: jobs("demo", "additivity", "demo", seeds=[1]), "seeds must be None, as none of additivity takes one"),
     (lambda: jobs("demo", "trained_vs_random", "demo", seeds=[-1]), "seed must be a non-negative integer"),
     (lambda: jobs("demo", ("trained_vs_random", {"seeds": [1]}), "demo", seeds=[1]), "seeds must be given once"),
-    (lambda: jobs("demo", "additivity", "demo", checkpoints=[3]), "checkpoint must be None for the demo model"),
+    (lambda: jobs("demo", "additivity", "demo", checkpoints=[3]), "checkpoint must be None for model='demo'"),
     (lambda: jobs("demo", "additivity", "demo", checkpoints="all"), "folder must have checkpoints .* got demo"),
     (lambda: jobs("./nowhere", "additivity", "demo"), "model must be a name, or a file or folder that exists"),
     (lambda: jobs([], "additivity", "demo"), "must name one or more each, got none"),

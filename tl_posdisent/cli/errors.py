@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
-QUIET = contextvars.ContextVar("QUIET", default=False)  # --no-progress
+QUIET = "TQDM_DISABLE"  # in the environment; --no-progress sets it
 WRONG_INPUT = 2
 INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + SIGINT
 
@@ -31,10 +29,11 @@ def answering(options: Collection[str]) -> Iterator[None]:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except (ValueError, OSError) as error:
-        say(f"[bold red]error:[/] {escape(one_line(str(error), options))}")
+        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        typer.echo(one_line(str(error), options), err=True)
         raise typer.Exit(WRONG_INPUT) from error
     except KeyboardInterrupt as error:
-        say(f"interrupted{f': {escape(one_line(str(error), options))}' if str(error) else ''}")
+        typer.echo(f"interrupted{f': {one_line(str(error), options)}' if str(error) else ''}", err=True)
         raise typer.Exit(INTERRUPTED) from error
 
 
@@ -52,11 +51,6 @@ def one_line(message: str, options: Collection[str]) -> str:
 
 
 def note(message: str) -> None:
-    """Say what was written and where, unless ``--no-progress`` is given."""
-    if not QUIET.get():
-        say(message)
-
-
-def say(message: str) -> None:
-    """Print a line for the user, not for the next program in a pipe: on stderr."""
-    Console(stderr=True).print(message, soft_wrap=True, highlight=False)
+    """Say on stderr what was written and where, unless ``--no-progress`` is given."""
+    if not os.environ.get(QUIET):
+        typer.echo(message, err=True)

@@ -10,12 +10,7 @@ from typing import Any
 
 
 def read_text(text: Path | None, model: str) -> str:
-    """The text of a file, of stdin (``-``), or the demo model's own. Line ends become ``\\n``; a byte order mark is
-    removed.
-
-    Raises:
-        ValueError: no text, or bytes that are not UTF-8.
-    """
+    """The text of a file, of stdin (``-``), or the demo model's own, with line ends ``\\n``."""
     if text is None:
         if model != "demo":
             raise ValueError("--text is needed: only the demo model brings its own")
@@ -48,11 +43,7 @@ def name_of(model: str) -> str:
 
 
 def load(model: str, *, backend: str, device: str | None, dtype: str) -> Any:
-    """Load a model that has a tokenizer.
-
-    Raises:
-        ValueError: no such model, one that cannot be converted exactly, or one without a tokenizer.
-    """
+    """Load a model that has a tokenizer."""
     folder = Path(model)
     if (folder.is_absolute() or model.startswith(".")) and not folder.exists():
         raise ValueError(f"--model {model}: no such directory or file")

@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,29 +16,14 @@ from typer import Option
 
 from .errors import QUIET, answering
 from .inputs import load, name_of, read_text
-from .output import check_out, save
-from .screen import Shown, show
-
-_BARS = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")  # of loading in transformers, and of downloads
+from .output import check_out
 
 
-def _quiet(context: typer.Context, progress: bool) -> bool:
+def _quiet(progress: bool) -> bool:
     """Turn off notes, and the bars of other libraries, which read the environment when they are imported: later."""
     if not progress:
-        token = QUIET.set(True)
-        context.call_on_close(lambda: QUIET.reset(token))
-        before = {name: os.environ.get(name) for name in _BARS}
-        os.environ.update(dict.fromkeys(_BARS, "1"))
-        context.call_on_close(lambda: _restore(before))
+        os.environ.update({QUIET: "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"})
     return progress
-
-
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _models(incomplete: str) -> list[str]:
@@ -46,23 +31,26 @@ def _models(incomplete: str) -> list[str]:
     return [name for name in ("demo", "smollm2") if name.startswith(incomplete)]
 
 
-_MODEL_HELP = "A name (see 'models'), a directory, or a GGUF file."
-_DEVICE_HELP = "cpu, cuda, cuda:1, mps …; default the CPU, for a NAME what TransformerLens takes."
-
-
 @dataclass
 class Given:
     """Values of the shared options, declared here in the order in which the help lists them."""
 
-    model: str = Option("demo", metavar="demo|NAME|PATH", help=_MODEL_HELP, autocompletion=_models)
+    model: str = Option(
+        "demo",
+        metavar="demo|NAME|PATH",
+        help="A name (see 'models'), a directory, or a GGUF file.",
+        autocompletion=_models,
+    )
     text: Path | None = Option(
         None, metavar="FILE|-", allow_dash=True, help="UTF-8 text, - for stdin; the demo model has its own."
     )
-    out: Path | None = Option(None, help="Where the whole table goes: .csv, .parquet, .json or .html.")
+    out: Path | None = Option(None, help="Where the whole table goes: .csv, .parquet or .json.")
     backend: Literal["auto", "hooked", "bridge"] = Option(
         "auto", help="HookedTransformer, TransformerBridge, or the first that is supported."
     )
-    device: str | None = Option(None, help=_DEVICE_HELP)
+    device: str | None = Option(
+        None, help="cpu, cuda, cuda:1, mps …; default the CPU, for a NAME what TransformerLens takes."
+    )
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Option("float32", help="Of the model's weights.")
     length: int | None = Option(None, min=2, help="Tokens per text; default the context, 512 at most.")
     texts: int = Option(1, min=1, help="Number of consecutive parts of the text.")
@@ -90,17 +78,12 @@ class Given:
         tokens = cut(model, words, self.length or min(int(model.cfg.n_ctx), 512), self.texts)
         return model, tokens, f"{name_of(self.model)}, {tokens.shape[0]} × {tokens.shape[1]} tokens"
 
-    def save(self, table: Any, title: str) -> None:
-        """Write the table to ``--out``, if that is given."""
-        save(table, self.out, title)
+
+ON_TEXT = "model text out backend device dtype length texts"  # for commands that measure a model on a text
 
 
-ON_TEXT = "model text out backend device dtype length texts"
-"""Shared options of every command that measures a model on a text."""
-
-
-def command(shared: str) -> Callable[[Callable[..., Shown]], Callable[..., None]]:
-    """Make a command for typer of a function that takes ``Given`` and its own options, and returns what to show.
+def command(shared: str) -> Callable[[Callable[..., list[str]]], Callable[..., None]]:
+    """Make a command for typer of a function that takes ``Given`` and its own options, and returns lines to show.
 
     The command's options are those ``shared``, and the further parameters of the function, which replace shared ones
     of the same name. Errors become a line and an exit code before anything is shown.
@@ -110,7 +93,7 @@ def command(shared: str) -> Callable[[Callable[..., Shown]], Callable[..., None]
     places = {name: n for n, name in enumerate(declared)}
     alone = places["heads"] + 0.5  # options of one command come after those that say what is measured
 
-    def decorate(work: Callable[..., Shown]) -> Callable[..., None]:
+    def decorate(work: Callable[..., list[str]]) -> Callable[..., None]:
         own = {name: p for name, p in inspect.signature(work, eval_str=True).parameters.items() if name != "given"}
         common = {name: declared[name] for name in shared.split() if name not in own}
         options = sorted((common | own).values(), key=lambda option: places.get(option.name, alone))
@@ -119,8 +102,8 @@ def command(shared: str) -> Callable[[Callable[..., Shown]], Callable[..., None]
         def run(**values: Any) -> None:
             with answering(values):
                 given = Given(**defaults | {name: values[name] for name in common})
-                results = work(given, **{name: values[name] for name in own})
-            show(results)
+                lines = work(given, **{name: values[name] for name in own})
+            typer.echo("\n".join(lines))
             if given.exit_code:
                 raise typer.Exit(given.exit_code)
 
@@ -131,14 +114,8 @@ def command(shared: str) -> Callable[[Callable[..., Shown]], Callable[..., None]
     return decorate
 
 
-_NUMBERS = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
-
-
 def whole_numbers(option: str, text: str | None) -> list[int] | None:
     """``"0,3-5"`` as ``[0, 3, 4, 5]``; None stays None.
-
-    Raises:
-        ValueError: anything else, and ranges that are descending or longer than 10000.
 
     >>> whole_numbers("layers", "0,3-5")
     [0, 3, 4, 5]
@@ -149,12 +126,12 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
     """
     if text is None:
         return None
-    compact = text.replace(" ", "")
-    pairs = [part.partition("-")[::2] for part in compact.split(",")] if _NUMBERS.fullmatch(compact) else []
-    ranges = [range(int(first), int(last or first) + 1) for first, last in pairs]
-    if not ranges or any(len(found) not in range(1, 10_002) for found in ranges):
-        raise ValueError(f"--{option} must be numbers with commas between, or ranges such as 0-3, got {text!r}")
-    return [number for found in ranges for number in found]
+    if re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text):
+        pairs = [part.partition("-")[::2] for part in text.split(",")]
+        ranges = [range(int(first), int(last or first) + 1) for first, last in pairs]
+        if all(ranges):
+            return [number for found in ranges for number in found]
+    raise ValueError(f"--{option} must be numbers with commas between, or ranges such as 0-3, got {text!r}")
 
 
 def head_numbers(text: str | None) -> list[Any] | None:
@@ -170,9 +147,6 @@ def head_numbers(text: str | None) -> list[Any] | None:
 
 def numbers(option: str, text: str) -> list[float]:
     """``"0,0.1,1"`` as numbers.
-
-    Raises:
-        ValueError: anything else.
 
     >>> numbers("fractions", "0,0.1,1")
     [0.0, 0.1, 1.0]
@@ -191,9 +165,6 @@ def repeated(known: Sequence[str]) -> Any:
 
 def one_of(option: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
     """Validate the values of an option that may be repeated, and drop duplicates; None is all.
-
-    Raises:
-        ValueError: an unknown value.
 
     >>> one_of("way", ["plain", "plain"], ["plain", "fancy"])
     ['plain']

@@ -1,32 +1,12 @@
-"""Results on the screen: lines and tables, as wide as the terminal, or uncut where stdout is a file or a pipe."""
+"""Results on the screen: lines and tables of plain text, whatever the width of the terminal."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
-
-from rich import box
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-Shown: TypeAlias = list[str | Table]
-"""What a command shows: lines, and tables of rich."""
+from typing import Any
 
 _HEADS_SHOWN = 12
-_UNCUT = 10_000  # columns
-_MANY = 1000  # rows, above which rich would take seconds to lay out a table
-
-
-def show(results: Shown) -> None:
-    """Print results to stdout."""
-    for result in results:
-        if isinstance(result, str):
-            sys.stdout.write(f"{result}\n")
-        else:
-            Console(width=None if sys.stdout.isatty() else _UNCUT).print(result)
 
 
 def number(value: Any, digits: int = 2) -> str:
@@ -39,26 +19,18 @@ def number(value: Any, digits: int = 2) -> str:
     return str(value)
 
 
-def grid(title: str, columns: Mapping[str, bool], rows: Sequence[Sequence[str]]) -> Shown:
+def grid(title: str, columns: Mapping[str, bool], rows: Sequence[Sequence[str]]) -> list[str]:
     """A title and rows of cells. ``columns`` says of each column whether it has numbers, which are aligned right."""
-    if len(rows) > _MANY:
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        aligned = [
-            "  ".join(
-                x.rjust(w) if right else x.ljust(w) for x, w, right in zip(row, widths, columns.values(), strict=True)
-            )
-            for row in ([*columns], *rows)
-        ]
-        return [title, "", *(f" {line}".rstrip() for line in aligned), ""]
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name, right in columns.items():
-        table.add_column(escape(name), justify="right" if right else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return [title, table]
+    table = [[*columns], *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = zip(row, widths, columns.values(), strict=True)
+        lines.append("  ".join(x.rjust(width) if right else x.ljust(width) for x, width, right in cells))
+    return [title, "", *(f" {line}".rstrip() for line in lines), ""]
 
 
-def frame(table: Any, title: str, digits: int = 2) -> Shown:
+def frame(table: Any, title: str, digits: int = 2) -> list[str]:
     """A data frame. A column ``x_se`` is shown in that of x, as ``± x_se``, where it is not NaN."""
     from pandas.api.types import is_numeric_dtype
 
@@ -78,7 +50,7 @@ def spread(error: float, digits: int = 2) -> str:
     return "" if math.isnan(error) else f" ± {error:.{digits}f}"
 
 
-def by_head(table: Any, column: str, title: str, *, chance: Any = None, digits: int = 2) -> Shown:
+def by_head(table: Any, column: str, title: str, *, chance: Any = None, digits: int = 2) -> list[str]:
     """One row per layer: each head (or the lowest and the highest of many), their mean, and that of ``chance``."""
     import pandas as pd
 

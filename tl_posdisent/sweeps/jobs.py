@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tl_posdisent.models.loading.load import Backend, check_backend
-from tl_posdisent.utils.validation import check_seeds
+from tl_posdisent.utils.validation import check_choice, check_seeds
 
-from .model_sources import Checkpoint, checkpoint_steps, dtype_of, named, step_of
+from .model_sources import DTYPES, Checkpoint, checkpoint_steps, named, step_of
 from .registry import canonical, check_call, takes_seed
 from .text_sources import Text
 
@@ -57,9 +57,8 @@ class Job:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 of everything that decides the result. A file counts by its content, not its path, so the hash is the
-        same on every machine."""
-        what = self.to_dict() | {"model": "" if self.weights else self.model, "text": self.text.described()}
+        """SHA-256 of everything that decides the result; files count by their content, not their path."""
+        what = dataclasses.asdict(self) | {"model": "" if self.weights else self.model, "text": self.text.described()}
         what |= {"arguments": json.loads(self.arguments), "results": RESULTS}
         return hashlib.sha256(canonical(what).encode("utf-8")).hexdigest()
 
@@ -69,15 +68,10 @@ class Job:
         return self.model, self.checkpoint, self.weights, self.backend, self.dtype
 
     def columns(self) -> dict[str, Any]:
-        """Columns that name the job in a table: ``model``, ``checkpoint``, ``step``, ``text``, ``seed``,
-        ``experiment``, ``arguments``, ``backend``, ``dtype``, ``job``."""
+        """What names the job in a table."""
         given = {name: getattr(self, name) for name in ("seed", "experiment", "arguments", "backend", "dtype")}
         place = {"model": self.model, "checkpoint": self.checkpoint, "step": step_of(self.checkpoint)}
         return place | {"text": self.text.name} | given | {"job": self.hash}
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return dataclasses.asdict(self)
 
 
 def jobs(
@@ -113,20 +107,22 @@ def jobs(
 
     Example:
         >>> from tl_posdisent.sweeps import Text, jobs
-        >>> texts = Text.of("demo", length=64, count=4).split(2)
-        >>> todo = jobs("demo", ["additivity", ("perturb", {"kind": "order", "fraction": 0.5})][:1], texts)
+        >>> todo = jobs("demo", ["additivity"], Text.of("demo", length=64, count=4).split(2))
         >>> [job.text for job in todo]
         [Text demo[0:2]×64, Text demo[2:4]×64]
     """
     check_backend(backend)
-    dtype_of(dtype)
+    check_choice("dtype", dtype, DTYPES)
     asked = [_experiment(x) for x in ([experiments] if isinstance(experiments, str | tuple) else experiments)]
     read = [x if isinstance(x, Text) else Text.of(x) for x in _listed(texts)]
     drawn = None if seeds is None else check_seeds(seeds)
     if drawn is not None and not any(takes_seed(name) for name, _ in asked):
         names = ", ".join(name for name, _ in asked)
         raise ValueError(f"seeds must be None, as none of {names} takes one, got {drawn}")
-    places = [named(place, at) for place in _listed(models) for at in _checkpoints(place, checkpoints)]
+    places = []
+    for model in _listed(models):
+        steps = checkpoint_steps(model) if checkpoints == "all" else [None] if checkpoints is None else checkpoints
+        places += [named(model, step) for step in _listed(steps)]
     found = []
     for (model, checkpoint, weights), text, (name, arguments) in itertools.product(places, read, asked):
         for seed in drawn if drawn is not None and takes_seed(name) else [None]:
@@ -146,9 +142,3 @@ def _experiment(given: Any) -> tuple[str, dict[str, Any]]:
 
 def _listed(given: Any) -> list[Any]:
     return [given] if isinstance(given, str | Path | Text) else list(given)
-
-
-def _checkpoints(model: str | Path, asked: Literal["all"] | Iterable[int | str] | None) -> list[Checkpoint]:
-    if asked is None:
-        return [None]
-    return list(checkpoint_steps(model)) if asked == "all" else _listed(asked)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,15 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 
-from tl_posdisent.demo.demo_model import load_demo_model
-from tl_posdisent.models.loading.load import Backend, check_backend, load_model
+from tl_posdisent.demo import demo_model
+from tl_posdisent.models.loading.load import Backend, load_model
 from tl_posdisent.synthetic.training.checkpoints import load_checkpoint
-from tl_posdisent.utils.validation import check_choice, is_integer
+from tl_posdisent.utils.validation import is_integer
 
 Checkpoint = int | str | None
 _STEP = re.compile(r"(?:step|checkpoint)[-_]?(\d+)(?:\.safetensors)?")
 _READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 def checkpoint_steps(folder: str | Path) -> list[int]:
@@ -47,20 +46,13 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
 
 
 def named(model: str | Path, checkpoint: Checkpoint) -> tuple[str, Checkpoint, str]:
-    """Model, checkpoint and a hash of what will be loaded (empty for names: their revision says what they are).
-
-    Raises:
-        ValueError: a folder or file that is not there; a checkpoint that is not in it; one of a model that has none.
-    """
+    """Model, checkpoint and a hash of what will be loaded (empty for names: their revision says what they are)."""
     if not (checkpoint is None or isinstance(checkpoint, str) or is_integer(checkpoint)):
         raise ValueError(f"checkpoint must be a step, a revision or None, got {checkpoint!r}")
     if model == "demo":
         if checkpoint is not None:
-            raise ValueError(
-                f"checkpoint must be None for the demo model, got {checkpoint!r}: name a training's folder"
-            )
-        files = [resources.files("tl_posdisent.demo") / name for name in ("weights.safetensors", *_READ[:2])]
-        return "demo", None, hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+            raise ValueError(f"checkpoint must be None for model='demo', got {checkpoint!r}: name a training's folder")
+        return "demo", None, fingerprint(Path(demo_model.__file__).with_name("weights.safetensors"))
     if Path(model).exists():
         return str(Path(model).resolve()), checkpoint, fingerprint(place(Path(model), checkpoint))
     if isinstance(model, Path) or str(model).startswith((".", "/", "~")):
@@ -99,13 +91,8 @@ def fingerprint(at: Path) -> str:
 
 
 def load(name: str, checkpoint: Checkpoint, weights: str, *, backend: Backend, dtype: str, device: str | None) -> Any:
-    """The model of a job. Only names may use a network; no code that comes with a model is run.
-
-    Raises:
-        ValueError: weights that have changed since the job was made, and those that cannot be loaded.
-    """
-    check_backend(backend)
-    kind = dtype_of(dtype)
+    """The model of a job. Only names may use a network; no code that comes with a model is run."""
+    kind = DTYPES[dtype]
     if name != "demo" and not weights:
         return _of_hub(name, checkpoint, backend, kind, device)
     if named(name if name == "demo" else Path(name), checkpoint)[2] != weights:
@@ -116,22 +103,16 @@ def load(name: str, checkpoint: Checkpoint, weights: str, *, backend: Backend, d
     if at is not None and _is_synthetic(at):
         model: Any = load_checkpoint(at, device=device or "cpu")
     else:
-        model = load_demo_model(backend=backend, device=device, checkpoint=at)
+        model = demo_model.load_demo_model(backend=backend, device=device, checkpoint=at)
     return model if kind == torch.float32 else model.to(kind)
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """By its name."""
-    check_choice("dtype", name, _DTYPES)
-    return _DTYPES[name]
-
-
 def _steps(folder: Path) -> dict[int, Path]:
-    entries = folder.iterdir() if folder.is_dir() else ()
-    matches = ((_STEP.fullmatch(entry.name), entry) for entry in entries)
-    return {
-        int(match[1]): entry for match, entry in matches if match and (entry.is_dir() or entry.suffix == ".safetensors")
-    }
+    found = {}
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if (match := _STEP.fullmatch(entry.name)) and (entry.is_dir() or entry.suffix == ".safetensors"):
+            found[int(match[1])] = entry
+    return found
 
 
 def _of_hub(name: str, revision: Checkpoint, backend: Backend, dtype: torch.dtype, device: str | None) -> Any:

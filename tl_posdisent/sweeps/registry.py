@@ -1,4 +1,4 @@
-"""The experiments that a sweep can run, found by their signatures: which arguments each takes, and its table."""
+"""The experiments that a sweep can run, found by their signatures."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import pandas as pd
 
 from tl_posdisent import experiments, synthetic
 
-from .merging import marginals_by_layer, moments_by_layer
-
 
 @functools.cache
 def experiments_by_name() -> dict[str, Callable[..., Any]]:
@@ -22,13 +20,8 @@ def experiments_by_name() -> dict[str, Callable[..., Any]]:
     >>> sorted(experiments_by_name())[:3]
     ['additive_substitution', 'additivity', 'attention_ladder']
     """
-    found: dict[str, Callable[..., Any]] = {f.__name__: f for f in (marginals_by_layer, moments_by_layer)}
-    for room in (experiments, synthetic):
-        for name in room.__all__:
-            public = getattr(room, name)
-            if inspect.isfunction(public) and _gives_table(public):
-                found[name] = public
-    return found
+    public = {name: getattr(room, name) for room in (experiments, synthetic) for name in room.__all__}
+    return {name: x for name, x in public.items() if inspect.isfunction(x) and _gives_table(x)}
 
 
 def _gives_table(function: Callable[..., Any]) -> bool:
@@ -40,32 +33,19 @@ def _gives_table(function: Callable[..., Any]) -> bool:
 
 
 def experiment_named(name: str) -> Callable[..., Any]:
-    """The experiment of this name.
-
-    Raises:
-        ValueError: a name that is not an experiment's.
-    """
+    """The experiment of this name, or raise ValueError."""
     if name not in experiments_by_name():
         raise ValueError(f"experiment must be one of {', '.join(sorted(experiments_by_name()))}, got {name!r}")
     return experiments_by_name()[name]
 
 
 def canonical(arguments: Mapping[str, Any]) -> str:
-    """Arguments as JSON that is the same for the same arguments.
-
-    Raises:
-        ValueError: values that JSON cannot hold.
-    """
+    """Arguments as JSON that is the same for the same arguments, or raise ValueError."""
+    plain = {name: list(value) if isinstance(value, range) else value for name, value in arguments.items()}
     try:
-        return json.dumps(dict(arguments), sort_keys=True, allow_nan=False, separators=(",", ":"), default=_plain)
+        return json.dumps(plain, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise ValueError(f"arguments must be numbers, words, lists and None, as in JSON, got {arguments!r}") from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, range):
-        return list(value)
-    raise TypeError(f"{type(value).__name__} is none of these")
 
 
 def takes_seed(name: str) -> bool:
@@ -74,11 +54,7 @@ def takes_seed(name: str) -> bool:
 
 
 def check_call(name: str, arguments: Mapping[str, Any], seed: int | None) -> None:
-    """Raise, before anything is loaded, unless the experiment takes these arguments.
-
-    Raises:
-        ValueError: an unknown or missing argument; a seed beside ``seed`` or ``seeds`` in the arguments.
-    """
+    """Raise ValueError, before anything is loaded, unless the experiment takes these arguments."""
     if seed is not None and {"seed", "seeds"} & set(arguments):
         raise ValueError(f"seeds must be given once, got seed={seed} and {dict(arguments)} for {name}")
     function = experiment_named(name)

@@ -43,11 +43,7 @@ _turn = threading.RLock()
 
 
 def run_jobs(todo: list[Job], out: str, device: str | None) -> None:
-    """Run these jobs, unless they are finished: each leaves a table or an error in ``out``.
-
-    Raises:
-        OSError: ``out`` cannot be written. Any other error is recorded as the job's failure.
-    """
+    """Run these jobs, unless they are finished: each leaves a table or an error in ``out``."""
     with _turn:
         for job in todo:
             if read_part(Path(out), job) is not None:  # another worker did it, and died before it could say so
@@ -101,12 +97,11 @@ def sweep(
     not begun. One sweep at a time may write to a folder; a second one raises an error.
 
     Args:
-        jobs: from ``jobs``; several such lists may be concatenated.
+        jobs: from ``jobs``.
         executor: where they run: None for this process, or anything with the interface of
             ``concurrent.futures.Executor``: ``ProcessPoolExecutor(mp_context=get_context("spawn"))``, or
             ``dask.distributed.Client(...).get_executor()`` for a cluster, whose workers must see ``out`` and the files
-            of the jobs under the same paths. It is not shut down. Each of its processes holds one model at a time;
-            threads take turns.
+            of the jobs under the same paths. Each of its processes holds one model at a time; threads take turns.
         out: a folder. ``parts/HASH.parquet`` is the table of a job, ``failed/HASH.json`` the error of a failed job.
         retry: repeat failed jobs.
         device: where models go, such as ``"cuda"``; by default what ``load_model`` takes.
@@ -114,13 +109,12 @@ def sweep(
         progress: show a bar.
 
     Returns:
-        The concatenated tables of all jobs, in the order of ``jobs``, whatever the order in which they finished. In
-        front ``model``, ``checkpoint``, ``step`` (if the checkpoint names one), ``text``, ``seed``, ``experiment``,
-        ``arguments`` (JSON), ``backend``, ``dtype`` and ``job``, its hash; then a column for each argument (lists as
-        JSON) that is not a column of the experiment. A column of the experiment with the name of a job column
-        but other values gets the experiment's name as a prefix. Of several experiments each has its own columns, NaN
-        elsewhere. Failed jobs have no rows: there is a warning, ``attrs["failed"]`` has their hashes, and
-        ``failures(out)`` says more.
+        The concatenated tables of all jobs, in the order of ``jobs``. In front ``model``, ``checkpoint``, ``step`` (if
+        the checkpoint names one), ``text``, ``seed``, ``experiment``, ``arguments`` (JSON), ``backend``, ``dtype`` and
+        ``job``, its hash; then a column for each argument (lists as JSON) that is not a column of the experiment. A
+        column of the experiment with the name of a job column but other values gets the experiment's name as a prefix.
+        Failed jobs have no rows: there is a warning, ``attrs["failed"]`` has their hashes, ``failures(out)`` the
+        reasons.
 
     Raises:
         ValueError: no jobs; an invalid job, executor or number; ``out`` is a file, or a folder in which another sweep
@@ -137,7 +131,11 @@ def sweep(
         >>> table.groupby("text")["r"].count().to_dict()
         {'demo[0:1]×64': 8, 'demo[1:2]×64': 8}
     """
-    listed, folder = list(dict.fromkeys(_checked(jobs))), Path(out).resolve()
+    listed, folder = list(jobs) if isinstance(jobs, Iterable) else [jobs], Path(out).resolve()
+    wrong = [type(job).__name__ for job in listed if not isinstance(job, Job)]
+    if wrong or not listed:
+        raise ValueError(f"jobs must be a list of Job as jobs() makes it, got {wrong[0] if wrong else 'none'}")
+    listed = list(dict.fromkeys(listed))
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise ValueError(f"executor must be a concurrent.futures.Executor or None, got {type(executor).__name__}")
     if chunk is not None:
@@ -155,18 +153,15 @@ def sweep(
             done = len(different) - len(todo)
             with tqdm(total=len(different), initial=done, desc="jobs", disable=not progress) as bar:
                 if executor is None:
-                    _here(_by_model(todo), folder, device, bar)
+                    try:
+                        for job in itertools.chain(*_by_model(todo)):
+                            run_jobs([job], os.fspath(folder), device)
+                            bar.update()
+                    finally:
+                        forget()
                 else:
                     _elsewhere(_chunks(_by_model(todo), chunk), folder, device, executor, bar)
     return _table(listed, folder)
-
-
-def _checked(jobs: Iterable[Job]) -> list[Job]:
-    listed = list(jobs) if isinstance(jobs, Iterable) else [jobs]
-    wrong = [type(job).__name__ for job in listed if not isinstance(job, Job)]
-    if wrong or not listed:
-        raise ValueError(f"jobs must be a list of Job as jobs() makes it, got {wrong[0] if wrong else 'none'}")
-    return listed
 
 
 def _by_model(todo: list[Job]) -> list[list[Job]]:
@@ -183,15 +178,6 @@ def _chunks(models: list[list[Job]], size: int | None) -> list[list[Job]]:
         step = size or math.ceil(len(group) / math.ceil(_PIECES / len(models)))
         found += [group[n : n + step] for n in range(0, len(group), step)]
     return found
-
-
-def _here(models: list[list[Job]], out: Path, device: str | None, bar: Any) -> None:
-    try:
-        for job in itertools.chain(*models):
-            run_jobs([job], os.fspath(out), device)
-            bar.update()
-    finally:
-        forget()
 
 
 def _elsewhere(chunks: list[list[Job]], out: Path, device: str | None, executor: Executor, bar: Any) -> None:

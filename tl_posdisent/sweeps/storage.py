@@ -1,10 +1,8 @@
-"""Storage of a sweep: a Parquet file per finished job, a JSON file per failed one, each whole or absent.
-
-Not joblib's memory, which keeps pickles, nor Dask's own store, which lasts as long as its cluster.
-"""
+"""Storage of a sweep: a Parquet file per finished job, a JSON file per failed one, each whole or absent."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import traceback
 from pathlib import Path
@@ -30,8 +28,7 @@ def failures(out: str | Path) -> pd.DataFrame:
 
     Returns:
         One row per failed job: ``job`` (its hash), ``model``, ``checkpoint``, ``text``, ``experiment``, ``arguments``,
-        ``seed``, ``error`` (the exception's name), ``message``, ``traceback``. ``sweep(..., retry=True)`` repeats
-        them.
+        ``seed``, ``error`` (the exception's name), ``message``, ``traceback``.
 
     Raises:
         ValueError: no such folder; a damaged file in it.
@@ -59,11 +56,7 @@ def failures(out: str | Path) -> pd.DataFrame:
 
 
 def prepare(out: Path) -> None:
-    """Make the folders, and delete what killed processes left unfinished. Call it while holding the folder's lock.
-
-    Raises:
-        ValueError: where a folder is needed there is a file.
-    """
+    """Make the folders, and delete what killed processes left unfinished. Call it while holding the folder's lock."""
     for folder in (Path(out, "parts"), Path(out, "failed")):
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"out must be the folder of a sweep, got {out}, in which {folder} is a file")
@@ -100,15 +93,11 @@ def read_part(out: Path, job: Job) -> pd.DataFrame | None:
 
 
 def write_part(out: Path, job: Job, table: pd.DataFrame) -> None:
-    """Keep a job's table.
-
-    Raises:
-        OSError: it cannot be written; nothing of it is left.
-    """
+    """Keep a job's table."""
     table = table.copy(deep=False)
     table.attrs = {}
     arrow = pa.Table.from_pandas(table, preserve_index=False)
-    about = json.dumps({"hash": job.hash, "job": job.to_dict()})
+    about = json.dumps({"hash": job.hash, "job": dataclasses.asdict(job)})
     arrow = arrow.replace_schema_metadata({**(arrow.schema.metadata or {}), _KEY: about.encode("utf-8")})
     with whole_file(part_of(out, job)) as file:
         pq.write_table(arrow, file, write_page_checksum=True)
@@ -116,11 +105,7 @@ def write_part(out: Path, job: Job, table: pd.DataFrame) -> None:
 
 
 def write_failure(out: Path, job: Job, error: BaseException) -> None:
-    """Keep why a job failed.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Keep why a job failed."""
     about = {**job.columns(), "error": type(error).__name__, "message": str(error)}
     about["traceback"] = "".join(traceback.format_exception(error))
     with whole_file(failure_of(out, job)) as file:
@@ -128,9 +113,8 @@ def write_failure(out: Path, job: Job, error: BaseException) -> None:
 
 
 def with_columns(job: Job, table: pd.DataFrame) -> pd.DataFrame:
-    """A job's table after the columns that name the job and its arguments. A column of the table with the same name as
-    one of the job's is dropped if it says the same, and gets the experiment's name as a prefix otherwise. An argument
-    whose name the table or the job has already gets no column of its own."""
+    """A job's table after the columns that name the job and its arguments. A column with the name of one of these is
+    dropped if it says the same, and prefixed with the experiment's name otherwise."""
     front = job.columns()
     for name, value in json.loads(job.arguments).items():
         if name not in front and name not in table:

@@ -30,8 +30,7 @@ class Text:
         sha256: of the content; a file that has changed since is refused.
         length: tokens per stretch, the beginning-of-text token included; None for the whole text.
         count: number of stretches.
-        first: index of the first stretch, from 0.
-        stride: tokens from one stretch to the next; by default they are adjacent and do not overlap.
+        first: index of the first stretch, from 0. Stretches are adjacent and do not overlap.
 
     Example:
         >>> from tl_posdisent.sweeps import Text
@@ -46,14 +45,13 @@ class Text:
     length: int | None = None
     count: int = 1
     first: int = 0
-    stride: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("length", 2), ("count", 1), ("first", 0), ("stride", 1)):
-            if (value := getattr(self, name)) is not None:
-                check_integer(name, value, least)
-        if self.length is None and (self.count, self.first, self.stride) != (1, 0, None):
-            raise ValueError("length must be given with count, first or stride, got None")
+        for name, least in (("length", 2), ("count", 1), ("first", 0)):
+            if name != "length" or self.length is not None:
+                check_integer(name, getattr(self, name), least)
+        if self.length is None and (self.count, self.first) != (1, 0):
+            raise ValueError("length must be given with count or first, got None")
         if self.kind == "ids" and self.length is not None:
             raise ValueError(f"length must be None for token ids, which are not cut, got {self.length}")
 
@@ -65,14 +63,13 @@ class Text:
         length: int | None = None,
         count: int = 1,
         first: int = 0,
-        stride: int | None = None,
     ) -> Text:
         """Describe a text by its content.
 
         Args:
             source: ``"demo"``, a ``Path`` of a UTF-8 file, the words themselves, or token ids ``(pos,)`` or
                 ``(batch, pos)`` as lists, which are not cut (for models without a tokenizer).
-            length, count, first, stride: see ``Text``.
+            length, count, first: see ``Text``.
 
         Raises:
             ValueError: a file that cannot be read; no words; words that are the name of a file; ids that are not
@@ -81,14 +78,10 @@ class Text:
         kind, kept, content = _content(source)
         if not content.strip():
             raise ValueError(f"text must have words, got none in {source!r}")
-        return cls(kind, kept, _sha256(content), length, count, first, stride)
+        return cls(kind, kept, _sha256(content), length, count, first)
 
     def split(self, parts: int) -> list[Text]:
-        """The same stretches in so many texts (fewer if there are fewer stretches), for as many jobs.
-
-        Raises:
-            ValueError: ``parts`` below 1.
-        """
+        """The same stretches in so many texts (fewer if there are fewer stretches), for as many jobs."""
         check_integer("parts", parts, 1)
         cuts = [self.first + self.count * n // parts for n in range(parts + 1)]
         return [replace(self, first=a, count=b - a) for a, b in itertools.pairwise(cuts) if b > a]
@@ -98,14 +91,14 @@ class Text:
         """Short, for tables: the file's name (or what stands for it), the stretches and their length."""
         short = {"demo": "demo", "file": Path(self.source).name}.get(self.kind, f"{self.kind}-{self.sha256[:8]}")
         stretches = "" if self.length is None else f"[{self.first}:{self.first + self.count}]×{self.length}"
-        return short + stretches + ("" if self.stride is None else f"+{self.stride}")
+        return short + stretches
 
     def __repr__(self) -> str:
         return f"Text {self.name}"
 
     def described(self) -> dict[str, Any]:
         """What identifies the text, independent of the file's path."""
-        stretches = {name: getattr(self, name) for name in ("length", "count", "first", "stride")}
+        stretches = {"length": self.length, "count": self.count, "first": self.first}
         return {"ids": self.kind == "ids", "sha256": self.sha256, **stretches}
 
     def tokens(self, model: Any) -> Int[Tensor, "batch pos"]:
@@ -123,32 +116,25 @@ class Text:
             raise ValueError(f"the text {self.source} has changed since this job was made: make the jobs anew")
         if getattr(model, "tokenizer", None) is None:
             raise ValueError("the model has no tokenizer, so it cannot read words: give token ids as the text")
-        return cut(model, words, self.length, self.count, self.first, self.stride)
+        return cut(model, words, self.length, self.count, self.first)
 
 
-def cut(
-    model: Any, words: str, length: int | None, count: int = 1, first: int = 0, stride: int | None = None
-) -> Int[Tensor, "batch pos"]:
+def cut(model: Any, words: str, length: int | None, count: int = 1, first: int = 0) -> Int[Tensor, "batch pos"]:
     """``count`` stretches of ``length`` tokens (None: the whole text as one), each after the model's
-    beginning-of-text token, if it has one. ``first`` and ``stride`` as in ``Text``.
-
-    Raises:
-        ValueError: a text that is too short.
-    """
+    beginning-of-text token, if it has one; ValueError if the text is too short."""
     ids: Tensor = model.to_tokens(words, truncate=False)[0]
     if length is None:
         return ids[None]
     begin = model.to_tokens("")[0] if model.to_tokens("").numel() else ids[:0]
     ids, body = ids[len(begin) :], length - len(begin)
-    step = stride or body
-    needed = (first + count - 1) * step + body
+    needed = (first + count) * body
     if needed > len(ids):
         raise ValueError(
             f"text has {len(ids)} tokens, too few for {count} stretches of {length}, which need {needed}: "
             "give a longer text, or ask for fewer or shorter stretches"
         )
-    rows = [ids[n * step : n * step + body] for n in range(first, first + count)]
-    return torch.cat([begin.to(ids).expand(count, -1), torch.stack(rows)], 1)
+    rows = ids[first * body : needed].view(count, body)
+    return torch.cat([begin.to(ids).expand(count, -1), rows], 1)
 
 
 def _sha256(content: str) -> str:

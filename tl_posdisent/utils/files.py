@@ -19,21 +19,9 @@ LOCK = ".tl_posdisent.lock"
 def whole_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a file for writing that replaces ``path`` once all of it is on the disk.
 
-    It is written as ``.NAME.RANDOM.unfinished`` in the same folder. That name is unpredictable and created exclusively,
-    so several processes may write the same path at once, and no symbolic link is followed: a link at ``path`` is
-    replaced, and the file it points to stays as it is. After an exception nothing new is left and ``path`` is
-    unchanged; a process that is killed leaves the unfinished file.
-
-    Raises:
-        OSError: the file cannot be written.
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with contextlib.suppress(KeyboardInterrupt), whole_file(f"{folder}/a.txt") as file:
-        ...         written = file.write(b"half a sen")
-        ...         raise KeyboardInterrupt
-        ...     os.listdir(folder)
-        []
+    It is written as ``.NAME.RANDOM.unfinished`` beside it, created exclusively: several processes may write the same
+    path at once, and a symbolic link at ``path`` is replaced, not followed. After an exception ``path`` is unchanged
+    and nothing new is left; a process that is killed leaves the unfinished file.
     """
     path = Path(path)
     unfinished = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}{UNFINISHED}")  # within 255 bytes, as UTF-8 too
@@ -59,16 +47,8 @@ def remove_unfinished(folder: str | os.PathLike[str], names: str = "*") -> None:
 def locked(folder: str | os.PathLike[str], name: str, work: str) -> Iterator[None]:
     """Hold a folder's lock, or raise if another process or thread holds it; the folder is made if it is missing.
 
-    The operating system releases the lock when its process ends, however it ends; the file ``LOCK`` may stay behind.
-
-    Args:
-        folder: what is locked.
-        name: the argument that an error names.
-        work: what is done in the folder, a noun: ``"training"``.
-
-    Raises:
-        ValueError: the lock is held.
-        OSError: the folder cannot be written to, or its lock file is a symbolic link.
+    The operating system releases the lock when its process ends. Errors name the argument ``name`` and the ``work``,
+    a noun such as ``"training"``.
 
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as out, locked(out, "out", "sweep"), locked(out, "out", "sweep"):

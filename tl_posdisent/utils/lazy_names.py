@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ ROOT = Path(__file__).parents[1]
 
 def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose names the stub beside ``file`` lists.
-
-    An unknown name raises an error that says under which subject the name is, or what it may be a misspelling of.
 
     >>> import tl_posdisent
     >>> tl_posdisent.phase_noise
@@ -42,21 +40,13 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
 def _suggestion(package: str, name: str) -> str:
     if name.startswith("_"):  # copy, inspect and doctest ask every module for such names
         return ""
-    places = _places()
-    own = {x: place for x, place in places.items() if place.rpartition(".")[0] == package}
-    near = [name] if name in places else _similar(name, own) or _similar(name, places)
-    return f"; did you mean {' or '.join(places[x] for x in near)}?" if near else ""
-
-
-def _similar(name: str, known: Iterable[str]) -> list[str]:
-    return difflib.get_close_matches(name, known, 2, cutoff=0.75)
-
-
-def _places() -> dict[str, str]:
-    """Every public name, with its package; where there are several, that of the shortest path."""
-    places: dict[str, str] = {}
+    places: dict[str, str] = {}  # of a name in several packages, the shortest
     for stub in (ROOT / "__init__.pyi", *sorted(ROOT.glob("*/__init__.pyi"))):
-        package = ".".join((ROOT.name, *stub.parent.relative_to(ROOT).parts))
-        for name in lazy_loader.attach_stub(package, str(stub))[2]:
-            places.setdefault(name, f"{package}.{name}")
-    return places
+        folder = ".".join((ROOT.name, *stub.parent.relative_to(ROOT).parts))
+        for public in lazy_loader.attach_stub(folder, str(stub))[2]:
+            places.setdefault(public, f"{folder}.{public}")
+    own = {x: place for x, place in places.items() if place.rpartition(".")[0] == package}
+    near = [name] if name in places else []
+    for known in (own, places):
+        near = near or difflib.get_close_matches(name, known, 2, cutoff=0.75)
+    return f"; did you mean {' or '.join(places[x] for x in near)}?" if near else ""

@@ -1,8 +1,7 @@
 """How results show themselves: a table in a notebook, and figures by ``plot()`` and ``show()``.
 
-Results are made far below the folder of figures, and a file imports only from its own folder or from those below. The
-package's ``__init__``, which gathers the names of all folders, therefore provides the figures here; they are imported
-when a result is first drawn.
+Results are made in folders below that of figures, so the package's ``__init__`` provides the figures here; they are
+imported when a result is first drawn.
 """
 
 from __future__ import annotations

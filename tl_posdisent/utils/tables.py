@@ -13,9 +13,9 @@ def index_columns(
 ) -> dict[str, list[int]]:
     """Columns that spell out the leading index of flattened values.
 
-    One axis is ``head``, two are ``batch`` and ``head``, as in ``cache["attn_scores", layer]``; more are ``axis_0``,
-    ``axis_1`` …. With ``layers``, the axis before ``head`` is ``layer`` and has these numbers. With ``pooled`` the
-    first axis of the scores is gone from ``shape``. Each index stands ``repeat`` times.
+    One axis is ``head``, two are ``batch`` and ``head``; more are ``axis_0``, ``axis_1`` …. With ``layers``, the axis
+    before ``head`` is ``layer`` and has these numbers. With ``pooled`` the first axis of the scores is gone from
+    ``shape``. Each index stands ``repeat`` times.
 
         >>> index_columns((2, 2))
         {'batch': [0, 0, 1, 1], 'head': [0, 1, 0, 1]}
@@ -37,10 +37,7 @@ def index_columns(
 def join_texts(tables: Sequence[pd.DataFrame], rows: Sequence[Sequence[int]], order: Sequence[str]) -> pd.DataFrame:
     """Join tables of some texts each, of which column ``batch`` counts from 0, into one table of the whole batch.
 
-    Args:
-        tables: at least one.
-        rows: for each table, the row of the batch of each of its texts.
-        order: columns to sort by, where there are several tables of different texts.
+    ``rows`` has for each table the row of the batch of each of its texts. Tables of different texts are sorted.
 
     >>> table = pd.DataFrame({"batch": [0, 1], "r": [0.5, 0.25]})
     >>> join_texts([table, table[:1]], [[0, 2], [1]], ["batch"]).values.tolist()

@@ -1,7 +1,4 @@
-"""Validation of arguments: the same checks and the same words everywhere.
-
-Every error is a ``ValueError`` that begins with the argument's name and says what is needed and what was given.
-"""
+"""Validation of arguments. Errors are ``ValueError``: the argument's name, what is needed, and what was given."""
 
 from __future__ import annotations
 
@@ -35,9 +32,8 @@ def is_integer(value: Any) -> bool:
     >>> [is_integer(x) for x in (3, np.int64(3), torch.tensor(3), True, 3.0, "3")]
     [True, True, True, False, False, False]
     """
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
-        return False
-    if getattr(value, "ndim", 0) != 0:
+    truth = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    if truth or getattr(value, "ndim", 0) != 0:
         return False
     try:
         operator.index(value)
@@ -56,15 +52,8 @@ def is_number(value: Any) -> bool:
 
 
 def check_integer(name: str, value: Any, least: int, most: int | None = None, why: str = "") -> int:
-    """Return ``value`` as an int, or raise unless it is an integer from ``least`` to ``most`` (None: any above).
+    """Return ``value`` as an int, or raise unless it is one from ``least`` to ``most``. ``why`` explains the bound.
 
-    ``why`` says in the error where the bound comes from.
-
-    Raises:
-        ValueError: not an integer, or out of range.
-
-    >>> check_integer("window", 3, 1)
-    3
     >>> check_integer("window", True, 1)
     Traceback (most recent call last):
     ValueError: window must be an integer of at least 1, got True
@@ -89,9 +78,6 @@ def check_number(
 ) -> float:
     """Return ``value``, or raise unless it is a finite real number within these bounds.
 
-    >>> check_number("factor", 0, above=0)
-    Traceback (most recent call last):
-    ValueError: factor must be a finite number above 0, got 0
     >>> check_number("share", 1.5, least=0, most=1)
     Traceback (most recent call last):
     ValueError: share must be a finite number of at least 0 and at most 1, got 1.5
@@ -120,8 +106,6 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 def check_subset(name: str, given: Any, choices: Iterable[str]) -> list[str]:
     """Some of the choices as a list: one, or a collection of several, each once.
 
-    >>> check_subset("controls", "random", ("shuffled", "random"))
-    ['random']
     >>> check_subset("controls", ["random", "random"], ("shuffled", "random"))
     Traceback (most recent call last):
     ValueError: controls must be some of shuffled, random, each once, got ['random', 'random']
@@ -135,20 +119,13 @@ def check_subset(name: str, given: Any, choices: Iterable[str]) -> list[str]:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Raise unless ``value`` is True or False.
-
-    >>> check_flag("pool", 1)
-    Traceback (most recent call last):
-    ValueError: pool must be True or False, got 1
-    """
+    """Raise unless ``value`` is True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, got {shown(value)}")
 
 
 def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None:
-    """Validate the fields of a dataclass by annotation: ``bool``, ``int``, ``int | None`` and ``Literal``.
-
-    Integers must be at least 1, or what ``least`` says for a name.
+    """Validate the fields of a dataclass by annotation; integers are at least 1, or what ``least`` says for a name.
 
     >>> from tl_posdisent.synthetic import TriggerDistance
     >>> TriggerDistance(repeats=1)
@@ -180,10 +157,7 @@ def check_seed(seed: Any) -> int:
 
 
 def check_seeds(seeds: Any) -> list[int]:
-    """Seeds as a list: a number is how many (0, 1, 2 …), a list is which.
-
-    Raises:
-        ValueError: none, a repeated one, or what ``check_seed`` refuses.
+    """Seeds as a list without repetition: a number is how many (0, 1, 2 …), a list is which.
 
     >>> check_seeds(3), check_seeds([7]), check_seeds(range(2, 4))
     ([0, 1, 2], [7], [2, 3])
@@ -199,10 +173,7 @@ def check_seeds(seeds: Any) -> list[int]:
 
 
 def check_indices(name: str, chosen: Any, n: int) -> list[int]:
-    """Indices into ``n`` things as a list: all for None, one for an integer; negative ones count from the end.
-
-    Raises:
-        ValueError: not integers, out of range, repeated, or none at all. A dict is refused, not iterated.
+    """Indices into ``n`` things, at least one and none twice: all for None; negative ones count from the end.
 
     >>> check_indices("layers", None, 3), check_indices("layers", -1, 3), check_indices("layers", range(2), 3)
     ([0, 1, 2], [2], [0, 1])
@@ -238,11 +209,7 @@ def listed(chosen: Any) -> Any:
 
 
 def head_label(layer: int, head: int) -> str:
-    """A head as it is written in tables, titles and errors.
-
-    >>> head_label(16, 0)
-    'L16H0'
-    """
+    """``"L16H0"``, as in tables, titles and errors."""
     return f"L{layer}H{head}"
 
 
@@ -256,15 +223,9 @@ def check_heads(
         heads: None for all heads of these layers; an integer or a list of integers, the same heads in each of them; or
             single heads, ``"L16H0"`` or a list of such labels or of pairs ``(layer, head)``, which choose layers by
             themselves and must lie within ``layers`` where that is given.
-        n_layers, n_heads: what there is. Negative indices count from the end.
+        n_layers, n_heads: what there is.
         default: the layers of ``layers=None`` where heads do not choose them, if not all.
 
-    Raises:
-        ValueError: indices out of range or repeated, none at all, a dict, integers and pairs mixed; a tuple of two
-            integers, which could mean one head or two.
-
-    >>> check_heads([0, -1], 3, n_layers=5, n_heads=8)
-    {0: [3], 4: [3]}
     >>> check_heads(None, [(4, 2), "L0H1", (4, 0)], n_layers=5, n_heads=8)
     {0: [1], 4: [2, 0]}
     >>> check_heads(None, (1, 4), n_layers=5, n_heads=8)

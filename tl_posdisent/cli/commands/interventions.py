@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from typer import Option
 
 from tl_posdisent.cli.inputs import name_of, read_text
 from tl_posdisent.cli.options import ON_TEXT, Given, command, numbers, one_of, repeated, whole_numbers
-from tl_posdisent.cli.screen import Shown, by_head, frame
+from tl_posdisent.cli.output import save
+from tl_posdisent.cli.screen import by_head, frame
 
 
 @command(f"{ON_TEXT} layers heads seed progress")
@@ -18,7 +20,7 @@ def ablate(
     mode: Literal["zero", "mean", "resample"] = Option(
         "zero", help="Replacement of a head's output: zero, its mean, or another text's output (--texts 2 …)."
     ),
-) -> Shown:
+) -> list[str]:
     """Ablate each head and measure the change of loss or accuracy.
 
     Columns:
@@ -29,7 +31,7 @@ def ablate(
 
     Examples:
       tl-posdisent ablate
-      tl-posdisent ablate --metric accuracy --mode mean --out heads.html
+      tl-posdisent ablate --metric accuracy --mode mean --out heads.csv
       tl-posdisent ablate --model EleutherAI/pythia-70m --text book.txt --texts 4
     """
     from tl_posdisent.experiments.causal.head_ablation import head_ablation
@@ -47,7 +49,7 @@ def ablate(
         seed=given.seed,
         progress=given.progress,
     )
-    given.save(table, f"{metric} without single heads ({mode}): {what}")
+    save(table, given.out)
     report = deposit(table, better="lower" if metric == "loss" else "higher")
     title = f"change of {metric} without each head ({mode}): {what}"
     return [*by_head(table, "effect", title, digits=3), repr(report)]
@@ -69,7 +71,7 @@ def perturb(
     window: int = Option(1, min=1, help="Largest distance of an exchange."),
     unit: Literal["token", "word"] = Option("token", help="Unit of an exchange."),
     seeds: int = Option(5, min=1, help="Perturbations of each kind, from --seed on."),
-) -> Shown:
+) -> list[str]:
     """Measure the added loss if a fraction of a text is perturbed.
 
     Kinds: the order of the text, the positions that RoPE receives (index), or RoPE's phases (feature).
@@ -94,7 +96,7 @@ def perturb(
     what += f", {seeds} seed{'s' if seeds > 1 else ''}"
     options: dict[str, Any] = {"window": window, "unit": unit, "progress": given.progress}
     table = perturbation_curve(model, tokens, kinds, parts, drawn, **options)
-    given.save(table, f"Perturbed word order and positions: {what}")
+    save(table, given.out)
     return frame(table, f"cost of perturbations: {what}", digits=3)
 
 
@@ -105,14 +107,13 @@ WAYS = ("plain", "lambda-mask", "interpolation")
 def length(
     given: Given,
     lengths: str | None = Option(None, help="Edges of the position buckets; default 1/8, 1/2, 1, 1.5 and 2 contexts."),
-    length: int | None = Option(None, min=8, help="Tokens per text, instead of --lengths: end of the last bucket."),
     in_range: int | None = Option(None, min=1, help="Training length; default the context, or the first bucket's end."),
     way: list[str] | None = repeated(WAYS),
     sinks: int = Option(4, min=0, help="lambda-mask: keys at the beginning that are always seen."),
     window: int | None = Option(None, min=1, help="lambda-mask: number of last keys seen; default half of --in-range."),
     ceiling: int | None = Option(None, min=1, help="lambda-mask: largest distance that RoPE sees; default the window."),
     factor: float | None = Option(None, help="interpolation: divides positions; default last length / in range."),
-) -> Shown:
+) -> list[str]:
     """Measure loss and attention by position in texts beyond the training length, with and without remedies.
 
     Ways: unmodified (plain), a window and a ceiling on distances (lambda-mask), divided positions (interpolation).
@@ -128,12 +129,9 @@ def length(
 
     Examples:
       tl-posdisent length
-      tl-posdisent length --length 800
       tl-posdisent length --lengths 64,256,512,1024 --way lambda-mask --window 128
       tl-posdisent length --model EleutherAI/pythia-70m --text book.txt
     """
-    if length is not None and lengths is not None:
-        raise ValueError("--length and --lengths must not be given together: both end the last bucket")
     ways, edges = one_of("way", way, WAYS), whole_numbers("lengths", lengths)
     words = read_text(given.text, given.model)
     import pandas as pd
@@ -144,32 +142,20 @@ def length(
 
     model = given.load()
     context = int(model.cfg.n_ctx)
-    edges = _edges(context, length) if edges is None else edges
+    edges = edges or [context // 8, context // 2, context, context * 3 // 2, context * 2]
     tokens = cut(model, words, edges[-1] + 1, given.texts)
     end = in_range
     if end is None:
         end = context if edges[0] + 3 <= context <= edges[-1] else edges[min(1, len(edges) - 1)]
     wide = max(1, end // 2) if window is None else window
-    tables = []
-    for name in ways:
-        hooks: Any = None
-        if name == "lambda-mask":
-            hooks = lambda_mask(model, sinks, wide, wide if ceiling is None else ceiling)
-        elif name == "interpolation":
-            hooks = position_interpolation(model, max(1.0, edges[-1] / end) if factor is None else factor)
-        options: dict[str, Any] = {"layers": given.chosen_layers, "progress": given.progress}
-        table = length_generalization(model, tokens, edges, hooks, in_range=end, **options)
-        table.insert(0, "way", name)
-        tables.append(table)
-    measured = pd.concat(tables, ignore_index=True)
+    remedies: dict[str, Callable[[], Any]] = {
+        "plain": lambda: None,
+        "lambda-mask": lambda: lambda_mask(model, sinks, wide, wide if ceiling is None else ceiling),
+        "interpolation": lambda: position_interpolation(model, max(1.0, edges[-1] / end) if factor is None else factor),
+    }
+    options: dict[str, Any] = {"in_range": end, "layers": given.chosen_layers, "progress": given.progress}
+    tables = {name: length_generalization(model, tokens, edges, remedies[name](), **options) for name in ways}
+    measured = pd.concat([table.assign(way=name)[["way", *table]] for name, table in tables.items()], ignore_index=True)
     what = f"{name_of(given.model)}, {given.texts} × {edges[-1]} tokens, {end} in range"
-    given.save(measured, f"Texts beyond the training length: {what}")
+    save(measured, given.out)
     return frame(measured, f"by position: {what}")
-
-
-def _edges(context: int, length: int | None) -> list[int]:
-    """Edges of the buckets by default: parts and multiples of the context, up to ``length``."""
-    usual = [context // 8, context // 2, context, context * 3 // 2, context * 2]
-    if length is None:
-        return usual
-    return [*(edge for edge in usual if edge < length), length] if usual[0] < length else [length // 2, length]

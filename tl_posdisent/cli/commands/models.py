@@ -8,20 +8,10 @@ from typer import Option
 
 from tl_posdisent.cli.inputs import name_of
 from tl_posdisent.cli.options import Given, command
-from tl_posdisent.cli.screen import Shown, frame
+from tl_posdisent.cli.output import save
+from tl_posdisent.cli.screen import frame
 
 _STATUS = {0: "untested", 1: "tested", 2: "skipped", 3: "fails", 4: "in part"}
-
-# For this list only; measurements read the encoding from the running model. Each was tried on a small model.
-_POSITIONS = {
-    "rotary": """CodeGenForCausalLM CohereForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM GlmForCausalLM
-        GPTJForCausalLM GPTNeoXForCausalLM GptOssForCausalLM LlamaForCausalLM MistralForCausalLM Olmo2ForCausalLM
-        Phi3ForCausalLM PhiForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM SmolLM3ForCausalLM StableLmForCausalLM""",
-    "rotary (MLA)": "DeepseekV3ForCausalLM",
-    "learned": "GPT2LMHeadModel GPTNeoForCausalLM OPTForCausalLM",
-    "ALiBi": "BloomForCausalLM MptForCausalLM",
-}
-ENCODINGS = {architecture: name for name, group in _POSITIONS.items() for architecture in group.split()}
 
 
 @command("out")
@@ -32,7 +22,7 @@ def models(
     untested: bool = Option(
         False, "--untested", help="Also names that TransformerLens lists without having tested them."
     ),
-) -> Shown:
+) -> list[str]:
     """List the names for --model: demo, smollm2 (of a Python package), and the models of the installed TransformerLens.
 
     Columns:
@@ -40,7 +30,6 @@ def models(
       hooked         yes, if HookedTransformer supports it
       bridge         as TransformerLens says: tested, untested, fails …
       architecture   the class in transformers, if TransformerLens lists it
-      positions      position encoding, where this package was tested
 
     Examples:
       tl-posdisent models --search pythia
@@ -58,7 +47,7 @@ def models(
     if not len(table):
         hint = "" if untested else "; more are listed with --untested"
         raise ValueError(f"no model is like that{hint}. A directory with config.json and safetensors works too")
-    given.save(table, "Models that --model can name")
+    save(table, given.out)
     return [*frame(table, "models"), f"{len(table)} model{'s' if len(table) > 1 else ''}"]
 
 
@@ -81,20 +70,20 @@ def _known_models() -> Any:
     bridged = {entry.model_id: entry for entry in get_supported_models()}
     own = {"demo": "LlamaForCausalLM"} | {name: kind for name, (_, _, kind) in PACKAGED.items()}
     both = "yes" if has_hooked() else "–", "tested" if has_bridge() else "–"
-    found = [(name, *both, architecture, ENCODINGS[architecture]) for name, architecture in own.items()]
+    found = [(name, *both, architecture) for name, architecture in own.items()]
     for name in sorted(hooked | bridged.keys(), key=str.lower):
         entry = bridged.get(name)
         architecture = entry.architecture_id if entry else "–"
         status = _STATUS.get(entry.status, "–") if entry else "–"
-        found.append((name, "yes" if name in hooked else "–", status, architecture, ENCODINGS.get(architecture, "–")))
-    return pd.DataFrame(found, columns=["name", "hooked", "bridge", "architecture", "positions"])
+        found.append((name, "yes" if name in hooked else "–", status, architecture))
+    return pd.DataFrame(found, columns=["name", "hooked", "bridge", "architecture"])
 
 
 @command("model out backend device dtype length seed progress")
 def check(
     given: Given,
     every_layer: bool = Option(False, "--every-layer", help="All layers, not only the first two of each kind."),
-) -> Shown:
+) -> list[str]:
     """Try every tool on a model: on short, long and padded texts, and with a KV cache.
 
     Exit code 1 if a tool runs with a wrong result; please report the table then.
@@ -116,7 +105,7 @@ def check(
     model = given.load()
     table = check_model(model, every_layer=every_layer, lengths=lengths, seed=given.seed, progress=given.progress)
     title = f"Every tool tried on {name_of(given.model)}"
-    given.save(table, title)
+    save(table, given.out)
     counts = table["verdict"].value_counts()
     given.exit_code = int("wrong" in counts)
     short = table.assign(error=[f"{x:.0e}" for x in table["error"]], reason=table["reason"].str.slice(0, 80))

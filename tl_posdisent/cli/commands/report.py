@@ -11,7 +11,6 @@ from typer import Option
 
 from tl_posdisent.cli.options import ON_TEXT, Given, command, one_of, repeated
 from tl_posdisent.cli.output import check_out
-from tl_posdisent.cli.screen import Shown
 
 SECTIONS = ("additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation", "ladder")
 
@@ -22,7 +21,7 @@ def report(
     out: Path = Option(Path("report.html"), "--out", help="The page: .html."),
     section: list[str] | None = repeated(SECTIONS),
     title: str | None = Option(None, help="Of the page."),
-) -> Shown:
+) -> list[str]:
     """Write all measurements of a model and a text to one HTML page that needs no network, and print its path.
 
     Each section explains its figures, and the page contains the command that made it.

@@ -8,7 +8,8 @@ from typing import Any
 from typer import Option
 
 from tl_posdisent.cli.options import ON_TEXT, Given, command
-from tl_posdisent.cli.screen import Shown, by_head
+from tl_posdisent.cli.output import save
+from tl_posdisent.cli.screen import by_head
 from tl_posdisent.utils.validation import check_heads
 
 
@@ -16,7 +17,7 @@ from tl_posdisent.utils.validation import check_heads
 def fit(
     given: Given,
     pool: bool = Option(False, help="One distance profile for all texts."),
-) -> Shown:
+) -> list[str]:
     """Fit attention scores by a distance, a query and a key component: r per layer and head, beside random weights.
 
     The scores are those of the text itself.
@@ -30,7 +31,7 @@ def fit(
 
     Examples:
       tl-posdisent fit
-      tl-posdisent fit --layers 0-2 --heads 0,3 --out r.html
+      tl-posdisent fit --layers 0-2 --heads 0,3 --out r.csv
       tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --pool
     """
     from tl_posdisent.experiments.attention_scores.additivity import additivity
@@ -43,7 +44,7 @@ def fit(
         wanted = [head in chosen[layer] for layer, head in zip(table["layer"], table["head"], strict=True)]
         return table[wanted].reset_index(drop=True)
 
-    trained, chance = _beside_random(measure, model, given, f"Additive fit of attention scores: {what}")
+    trained, chance = _beside_random(measure, model, given)
     shares = ", ".join(f"{name} {trained[f'share_{name}'].mean():.3f}" for name in ("distance", "query", "key"))
     return [
         *by_head(trained, "r", f"r of the three-axis fit, by layer and head: {what}", chance=chance),
@@ -59,7 +60,7 @@ _MODELS = {"r_three_axis": "distance + query + key", "r_two_axis": "(query, dist
 def controlled(
     given: Given,
     sinks: int = Option(0, min=0, help="Positions to leave out at the beginning of each text."),
-) -> Shown:
+) -> list[str]:
     """Decompose the variance of scores with every query at every key and distance, by layer and head.
 
     The variance over all combinations is computed in closed form; rotary models only.
@@ -85,15 +86,15 @@ def controlled(
     def measure(m: Any) -> Any:
         return controlled_distance(m, tokens, layers=given.chosen_layers, sinks=sinks, progress=given.progress)
 
-    trained, chance = _beside_random(measure, model, given, f"Attention scores at controlled distance: {what}")
-    shown: Shown = []
+    trained, chance = _beside_random(measure, model, given)
+    shown: list[str] = []
     for column, fitted in _MODELS.items():
         shown += by_head(trained, column, f"r of {fitted}, by layer and head: {what}", chance=chance)
     shares = ", ".join(f"{name} {trained[name].mean():.3f}" for name in ("distance", "query", "key"))
     return [*shown, *(_mean(column, trained, chance) for column in _MODELS), f"shares: {shares}"]
 
 
-def _beside_random(measure: Callable[[Any], Any], model: Any, given: Given, title: str) -> tuple[Any, Any]:
+def _beside_random(measure: Callable[[Any], Any], model: Any, given: Given) -> tuple[Any, Any]:
     """Measure the model and ``--control`` random initialisations of it, and save both tables as one, with a column
     ``weights``: ``trained``, or ``random`` and the seed."""
     import pandas as pd
@@ -103,7 +104,7 @@ def _beside_random(measure: Callable[[Any], Any], model: Any, given: Given, titl
     trained, seeds = measure(model).assign(weights="trained"), range(given.seed, given.seed + given.control)
     fresh = random_control(model, seeds) if seeds else []
     chance = [measure(m).assign(weights=f"random {s}") for s, m in zip(seeds, fresh, strict=True)]
-    given.save(pd.concat([trained, *chance], ignore_index=True), title)
+    save(pd.concat([trained, *chance], ignore_index=True), given.out)
     return trained, pd.concat(chance, ignore_index=True) if chance else trained.iloc[:0]
 
 

@@ -8,13 +8,12 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
 from typer import Option
 
 from tl_posdisent.cli.errors import note
 from tl_posdisent.cli.options import Given, command, whole_numbers
 from tl_posdisent.cli.output import check_out, save
-from tl_posdisent.cli.screen import Shown, frame
+from tl_posdisent.cli.screen import frame
 
 _INDEX = ("batch", "layer", "head", "distance", "seed")  # numbers that are not measurements
 
@@ -33,11 +32,10 @@ def sweep(
     split: int = Option(1, min=1, help="Number of jobs that the parts of a text are split into."),
     seeds: str | None = Option(None, help="Such as 0-4, for experiments that take seeds."),
     out: Path = Option(Path("out/sweep"), help="Folder of the sweep; finished jobs are not repeated."),
-    table: Path | None = Option(None, help="The whole table: .csv, .parquet, .json or .html."),
+    table: Path | None = Option(None, help="The whole table: .csv, .parquet or .json."),
     workers: int = Option(0, min=0, help="Processes on this machine; 0 is this one."),
-    dask: str | None = Option(None, metavar="ADDRESS", help="Of a Dask scheduler, instead."),
     retry: bool = Option(False, "--retry", help="Repeat failed jobs."),
-) -> Shown:
+) -> list[str]:
     """Run one experiment over models, checkpoints and texts; an interrupted sweep can be resumed.
 
     Columns:
@@ -65,10 +63,10 @@ def sweep(
         backend=given.backend,
         dtype=given.dtype,
     )
-    with _executor(workers, dask) as executor:
+    with _executor(workers) as executor:
         done = run(todo, executor, out=out, retry=retry, device=given.device, progress=given.progress)
-    save(done, table, f"{experiment} of {len(todo)} jobs")
-    note(f"parts: {escape(str(out))} ({done['job'].nunique()} of {len(todo)} jobs)")
+    save(done, table)
+    note(f"parts: {out} ({done['job'].nunique()} of {len(todo)} jobs)")
     if done.empty:
         raise ValueError(f"all {len(todo)} jobs failed; {out / 'failed'} says why")
     return frame(_means(done, arguments), f"{experiment}, means over texts, layers and heads", digits=3)
@@ -90,26 +88,19 @@ def _argument(given: str) -> tuple[str, Any]:
 
 
 @contextlib.contextmanager
-def _executor(workers: int, dask: str | None) -> Iterator[Any]:
-    """Nothing, a pool of processes or a cluster, closed at the end."""
-    if dask is not None:
-        try:
-            from distributed import Client
-        except ImportError:
-            raise ValueError('--dask needs the extra: python -m pip install "tl-posdisent[dask]"') from None
-        with Client(dask) as client:  # type: ignore[no-untyped-call]
-            yield client.get_executor()
-    elif workers:
-        from concurrent.futures import ProcessPoolExecutor
-        from multiprocessing import get_context
-
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            try:
-                yield pool
-            except RuntimeError as error:  # the pool lost a process; the message says what to do
-                raise OSError(str(error)) from error
-    else:
+def _executor(workers: int) -> Iterator[Any]:
+    """Nothing, or a pool of processes, closed at the end."""
+    if not workers:
         yield None
+        return
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        try:
+            yield pool
+        except RuntimeError as error:  # the pool lost a process; the message says what to do
+            raise OSError(str(error)) from error
 
 
 def _means(done: Any, arguments: Collection[str]) -> Any:

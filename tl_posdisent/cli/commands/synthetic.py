@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.markup import escape
 from typer import Option
 
-from tl_posdisent.cli.errors import note
 from tl_posdisent.cli.options import Given, command
-from tl_posdisent.cli.screen import Shown, grid, number, spread
-from tl_posdisent.utils.files import whole_file
+from tl_posdisent.cli.output import save
+from tl_posdisent.cli.screen import grid, number, spread
 
 _SAMPLES = 1000  # on which heads are ablated
 
@@ -32,7 +30,7 @@ def synthetic(
     ),
     out: Path = Option(Path("out/synthetic"), help="Folder for tables and training runs; existing runs are resumed."),
     device: str = Option("cpu", help="cpu, cuda, …"),
-) -> Shown:
+) -> list[str]:
     """Train small models with several position encodings, and measure how their accuracy depends on single heads.
 
     Columns:
@@ -66,11 +64,7 @@ def synthetic(
     )
     tables = _measured(runs, device, given.progress)
     for name, table in tables.items():
-        with whole_file(out / f"{name}.csv") as file:
-            file.write(table.to_csv(index=False).encode("utf-8"))
-    with whole_file(out / "heads.html") as file:
-        file.write(_maps(tables["drops"]).encode("utf-8"))
-    note(f"tables and heat maps: {escape(str(out))}")
+        save(table, out / f"{name}.csv")
     return _shown(tables["deposit"], f"effect of single heads: {preset} preset, {seeds} seed{'s' if seeds > 1 else ''}")
 
 
@@ -92,22 +86,7 @@ def _measured(runs: Any, device: str, progress: bool) -> dict[str, Any]:
     return {"drops": pd.concat(drops), "deposit": deposits}
 
 
-def _maps(drops: Any) -> str:
-    """One page with a heat map for each encoding and task: the drop of accuracy with each head, mean over seeds."""
-    from tl_posdisent.viz.plots.heatmaps import plot_heads
-
-    page: list[str] = []
-    for (encoding, task), table in drops.groupby(["encoding", "task"], sort=False):
-        heads = table.assign(drop=-table["effect"]).groupby(["layer", "head"], as_index=False)["drop"].mean()
-        figure = plot_heads(heads, "drop", signed=True, limits=(-1.0, 1.0)).update_layout(
-            title=f"{encoding}, {task}: accuracy lost with each head", height=360, width=640
-        )
-        page.append(figure.to_html(full_html=False, include_plotlyjs=not page))  # the library once, inside the page
-    head = '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Effect of single heads</title></head>'
-    return f"{head}<body>{''.join(page)}</body></html>\n"
-
-
-def _shown(deposits: Any, title: str) -> Shown:
+def _shown(deposits: Any, title: str) -> list[str]:
     """A row for each encoding and task, means over seeds with the standard deviation."""
     measures = {"accuracy": "accuracy", "drop": "largest drop", "second": "second", "share": "share"}
     measures |= {"effective_heads": "effective heads"}
