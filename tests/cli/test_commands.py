@@ -383,7 +383,7 @@ REFUSED = [
     ("fit --text folder.csv", "--text cannot be read: [Errno 21] Is a directory"),
     ("fit --length 32 --layers 0,9", "--layers must be integers from 0 to 4"),
     ("fit --length 32 --layers 0,0-1", "--layers must name at least one and none twice, got [0, 0, 1]"),
-    *((f"fit --layers '{x}'", f"{NUMBERS} {x!r}") for x in ("first", "[b]0", "3-1", "0-99999", "-1", "")),
+    *((f"fit --layers '{x}'", f"{NUMBERS} {x!r}") for x in ("first", "[b]0", "3-1", "-1", "")),
     ("fit --length 16 --heads 8", "--heads must be integers from 0 to 7 (or from -8 to -1, counted from the end), g"),
     ("fit --device abacus", DEVICE),
     *((f"fit --device {x}", f"--device must be there, got {x!r}") for x in ("meta", "cuda:77")),

@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ def command(shared: str) -> Callable[[Callable[..., list[str]]], Callable[..., N
             with answering(values):
                 given = Given(**defaults | {name: values[name] for name in common})
                 lines = work(given, **{name: values[name] for name in own})
-            typer.echo("\n".join(lines))
+            sys.stdout.write("\n".join(lines) + "\n")
             if given.exit_code:
                 raise typer.Exit(given.exit_code)
 
