@@ -116,7 +116,7 @@ def planned(model: Any, step: str, length: int) -> dict[str, float]:
     if step not in PLANS:
         return {}
     plan = tp.estimate(model, length, available=2**60, **PLANS[step])
-    return {"estimate MiB": plan.needed_bytes / 2**20, "FLOPs": plan.flops}
+    return {"estimate MiB": plan.needed_bytes / 2**20}
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def one(options: argparse.Namespace, step: str, length: int, layers: int | None)
 def rows_of(options: argparse.Namespace, layers: int | None) -> list[dict[str, Any]]:
     """Of one depth."""
     rows = []
-    columns = ["model GB", "FLOPs", "CPU s", "wall s", "peak MiB", "estimate MiB"]
+    columns = ["model GB", "CPU s", "wall s", "peak MiB", "estimate MiB"]
     depth = SHAPES[options.shape](layers).num_hidden_layers
     shapes = tp.bridge_from_hf(random_weights(options, layers)) if options.device == "meta" else None
     for length in options.length:

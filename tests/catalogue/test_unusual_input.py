@@ -204,7 +204,7 @@ def test_two_positions(model: Any) -> None:
 
 
 def test_layers_and_heads_in_any_form(model: Any) -> None:
-    assert len(tp.models.read_layers(model, iter([0]))) == 1
+    assert len(tp.read_model(model).specs(iter([0]))) == 1
     assert tp.read_attention(model, -1).layer == 1
 
 

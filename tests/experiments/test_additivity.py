@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tl_posdisent import additivity, demo_tokens, dummy_distance, load_demo_model, random_control
 from tl_posdisent.hooks import applied
-from tl_posdisent.models import read_layers
+from tl_posdisent.models import read_model
 
 TOKENS = zoo.random_tokens(24)
 COLUMNS = ["batch", "layer", "head", "r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key"]
@@ -61,7 +61,7 @@ def test_every_number_by_least_squares(kind: str, name: str, shared_model: Any) 
     table, scores = table_of(model), cached_scores(model)
     assert table.columns.tolist() == COLUMNS
     assert len(table) == 2 * model.cfg.n_layers * 8
-    for spec in read_layers(model):
+    for spec in read_model(model).specs():
         for batch, head in ((0, 0), (1, 5)):
             row = table.query(f"batch == {batch} and layer == {spec.layer} and head == {head}").iloc[0]
             expected = by_least_squares(scores[spec.layer][batch, head], spec.mask(24))
@@ -76,7 +76,7 @@ def test_models_that_show_only_their_pattern(name: str, shared_model: Any) -> No
     hook = "blocks.1.attn.hook_pattern"
     with torch.no_grad():
         pattern = model.run_with_cache(TOKENS, names_filter=hook)[1][hook]
-    (spec,) = read_layers(model, [1])
+    (spec,) = read_model(model).specs([1])
     scores = pattern.log().masked_fill(~spec.mask(24), 0.0)
     # What is constant in a row is the query's, so what distance and key explain together is the same of both.
     table = table_of(model, layers=[1])
@@ -169,7 +169,7 @@ def test_random_control(kind: str, name: str) -> None:
     matrix = first.blocks[0].attn.W_Q
     assert matrix.std().item() == pytest.approx(0.02, rel=0.05)
     assert matrix.dtype == model.blocks[0].attn.W_Q.dtype
-    assert [s.problem for s in read_layers(first)] == [None, None]
+    assert [s.problem for s in read_model(first).specs()] == [None, None]
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
@@ -190,7 +190,7 @@ def test_a_mask_narrows_that_of_the_layer(kind: str, name: str, shared_model: An
     late[:, :4] = False
     late[:4] = False
     table, scores = table_of(model, mask=late), cached_scores(model)
-    for spec in read_layers(model):
+    for spec in read_model(model).specs():
         expected = by_least_squares(scores[spec.layer][0, 2], late & spec.mask(24))
         row = table.query(f"batch == 0 and layer == {spec.layer} and head == 2").iloc[0]
         assert row["r"] == pytest.approx(expected["r"], abs=1e-6)
@@ -224,7 +224,7 @@ def test_interventions_act_on_what_is_fitted(kind: str, name: str, shared_model:
     hooks = dummy_distance(model, 4, layers=[0])
     with applied(model, hooks):
         table, scores = table_of(model, layers=[0]), cached_scores(model)[0]
-    (spec,) = read_layers(model, [0])
+    (spec,) = read_model(model).specs([0])
     expected = by_least_squares(scores[0, 3], spec.mask(24))
     row = table.query("batch == 0 and head == 3").iloc[0]
     assert row["r"] == pytest.approx(expected["r"], abs=1e-6)

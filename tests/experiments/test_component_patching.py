@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_posdisent import capture, component_patching, fit_additive, position_patching
 from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.hooks import patch_scores
-from tl_posdisent.models import read_layers
+from tl_posdisent.models import read_model
 from tl_posdisent.models.reading.rotated_qk import listen_scores
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
@@ -25,7 +25,7 @@ HEAD = 5
 
 def scores(model: Any, layer: int, tokens: Tensor = TOKENS) -> Tensor:
     held: dict[str, Tensor] = {}
-    logits(model, listen_scores(read_layers(model, [layer])[0], None, held), tokens)
+    logits(model, listen_scores(read_model(model).specs([layer])[0], None, held), tokens)
     return held["scores"]
 
 
@@ -64,7 +64,7 @@ def test_a_softmax_ignores_what_the_query_has_alone(kind: str, name: str, shared
 def test_the_part_that_was_moved_and_no_other_is_the_other_run_s(kind: str, name: str, shared_model: Any) -> None:
     """By fitting the scores that come out: components add up, so each can be exchanged by itself."""
     model = shared_model(kind, name)
-    spec, theirs, own = read_layers(model, [0])[0], scores(model, 0, OTHER), scores(model, 0)
+    spec, theirs, own = read_model(model).specs([0])[0], scores(model, 0, OTHER), scores(model, 0)
     mask = spec.mask(12)
     before, after = (fit_additive(x.double(), mask=mask) for x in (own, theirs))
     for moved in (["distance"], ["key"], ["query", "residual"], ["mean", "key"]):

@@ -99,7 +99,6 @@ def _numbers(found: Any, model: Any) -> list[Tensor]:
 _NAMES = [f.__name__ for f in public_calls.functions()]
 _OTHERWISE = {
     "read_model": "describes short texts",
-    "read_layers": "describes short texts",
     "read_attention": "describes short texts",
     "check_model": "draws its own texts",
     "estimate": "runs no text",

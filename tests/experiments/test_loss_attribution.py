@@ -18,7 +18,7 @@ from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import layer_hooks
 from tl_posdisent.hooks.score_components import split_scores
-from tl_posdisent.models import read_layers
+from tl_posdisent.models import read_model
 
 TOKENS = zoo.random_tokens(length=9, batch=2)
 PARTS = ("distance", "query", "key", "residual")
@@ -106,7 +106,7 @@ def test_values_are_finite_differences(kind: str, name: str, shared_model: Any) 
     table = component_attribution(model, TOKENS, loss).set_index(["layer", "head"])
     step, sizes = 0.02, []
     for layer, head in ((0, 0), (0, 5), (1, 3)):
-        spec = read_layers(model, [layer])[0]
+        spec = read_model(model).specs([layer])[0]
         for component in ("mean", *PARTS):
             values = []
             for by in (step, -step):

@@ -14,7 +14,6 @@ from torch import Tensor
 from tl_posdisent import capture, position_patching, swap_positions
 from tl_posdisent.hooks import patch_vectors
 from tl_posdisent.hooks.hook_list import joined
-from tl_posdisent.models import read_layers
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.rotated_qk import listen_vectors
@@ -60,7 +59,7 @@ def test_own_vectors_change_nothing_and_clean_ones_undo_every_lie(kind: str, nam
     assert (lying - plain).abs().max() > 0.1
     for hooks, expected in ((swap + back, plain), (swap + nothing, lying), (there, lying)):
         close(logits(model, hooks), expected, 2e-5)
-    if read_layers(model, [0])[0].turn_q.name.endswith("rot_q"):  # vectors are put in as they are
+    if read_model(model).specs([0])[0].turn_q.name.endswith("rot_q"):  # vectors are put in as they are
         assert torch.equal(logits(model, swap + back), plain)
 
 
@@ -69,7 +68,7 @@ def test_own_vectors_change_nothing_and_clean_ones_undo_every_lie(kind: str, nam
 def test_one_head_by_brute_force(kind: str, name: str, which: str, shared_model: Any) -> None:
     """In the first layer tokens are the same in both runs, and each side stands where it stood in its run."""
     model = shared_model(kind, name)
-    clean, spec = vectors(model)[0], read_layers(model, [0])[0]
+    clean, spec = vectors(model)[0], read_model(model).specs([0])[0]
     moved, real = UNORDERED.double(), REAL.double().expand(2, -1)
     for keys in ("group", "head"):
         queries, seen = (x[:, None].repeat(1, 8, 1) for x in (moved, moved))
@@ -242,6 +241,6 @@ def test_ways_cover_both_kinds_of_doors(shared_model: Any) -> None:
     for case in WAYS:
         kind, name = case.values if hasattr(case, "values") else case
         if kind == "bridge":
-            spec = read_layers(shared_model(kind, name), [0])[0]
+            spec = read_model(shared_model(kind, name)).specs([0])[0]
             seen.add((spec.turn_q.name == spec.q.name, spec.cos is not None))
     assert seen >= {(True, True), (True, False), (False, True)}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.live_bytes import LiveBytes
 
 from tl_posdisent import load_demo_model
 from tl_posdisent.experiments.causal import predictions
-from tl_posdisent.models.operation_counts import LiveBytes
 from tl_posdisent.models.texts import read_texts
 
 

@@ -20,7 +20,7 @@ from tl_posdisent import (
     subspace_patterns,
     trained_vs_random,
 )
-from tl_posdisent.models import read_layers
+from tl_posdisent.models import read_model
 from tl_posdisent.rope import Moments, interaction_bound, subspace_patterns_qk
 
 Model = Callable[[str, str], Any]
@@ -166,7 +166,7 @@ def test_layers_that_do_not_rotate_are_passed_over(shared_model: Any) -> None:
     """By default all that rotate; a layer that does not is refused when it is asked for."""
     model, tokens = shared_model("bridge", "smollm3"), zoo.random_tokens()
     table = trained_vs_random(model, tokens, seeds=[0], progress=False)
-    rotating = [spec.layer for spec in read_layers(model) if spec.rotary is not None]
+    rotating = [spec.layer for spec in read_model(model).specs() if spec.rotary is not None]
     assert sorted(table["layer"].unique()) == rotating != list(range(model.cfg.n_layers))
     with pytest.raises(ValueError, match=r"trained_vs_random needs rotary .* layer 1 of SmolLM3ForCausalLM"):
         trained_vs_random(model, tokens, layers=[1], seeds=[0], progress=False)

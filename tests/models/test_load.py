@@ -11,6 +11,7 @@ import torch
 import transformers
 from jaxtyping import TypeCheckError
 from support import zoo
+from support.live_bytes import LiveBytes
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -26,7 +27,6 @@ from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading import convert as conversion
 from tl_posdisent.models.loading.convert import check_same_logits, hf_logits
 from tl_posdisent.models.loading.load import bridge_from_hf, check_backend, has_hooked, hooked_from_hf, load_model
-from tl_posdisent.models.operation_counts import LiveBytes
 
 needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]

@@ -15,7 +15,6 @@ import tl_posdisent as tp
 from tl_posdisent.hooks.edits.rotation import FrequencyLimit
 from tl_posdisent.hooks.hook_list import layer_hooks, replace_scores
 from tl_posdisent.models.loading.load import check_device
-from tl_posdisent.models.memory import _of_device
 from tl_posdisent.models.reading.attributes import _number
 from tl_posdisent.models.reading.forward import check_tokens
 from tl_posdisent.models.reading.probe import judge_turns, listen, misfit, visible_cells
@@ -138,9 +137,3 @@ def test_half_a_surrogate_pair_is_no_text() -> None:
 
 def test_numbers_are_read_from_whatever_holds_one() -> None:
     assert [_number(x) for x in (torch.tensor([2.5]), 3, None, True, "4", torch.ones(2))] == [2.5, 3.0, *[None] * 4]
-
-
-def test_a_device_of_which_nothing_is_known_has_no_known_memory() -> None:
-    assert _of_device(torch.device("mps")) is None
-    here = _of_device(torch.device("cpu"))
-    assert here is None or here > 0

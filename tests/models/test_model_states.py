@@ -12,7 +12,7 @@ from support.untouched import state
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tl_posdisent import capture, estimate, random_control, read_model, remap_distance, swap_positions
+from tl_posdisent import capture, random_control, read_model, remap_distance, swap_positions
 from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.chunked_scores import empty_cache
@@ -235,10 +235,7 @@ def test_permanent_hooks_stay_in_order(shared_model: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "neox", "gpt2", "falcon", "phi3"])
 def test_no_pattern_is_kept_behind_its_layer(name: str) -> None:
     """Some bridges store each layer's pattern: memory would grow with layers times the length squared."""
-    shallow, deep = (zoo.bridge(name, num_hidden_layers=n) for n in (2, 5))
-    plans = [estimate(model, 1000) for model in (shallow, deep)]
-    assert plans[1].score_bytes == pytest.approx(plans[0].score_bytes, rel=1e-6)
-    assert plans[1].activation_bytes == pytest.approx(plans[0].activation_bytes, rel=1e-6)
+    deep = zoo.bridge(name, num_hidden_layers=5)
     tokens = zoo.random_tokens(50)
     pattern = tokens.shape[0] * deep.cfg.n_heads * tokens.shape[1] ** 2 * 4
     deep(tokens)  # of the user's own; what it leaves is not there while the package runs the model

@@ -26,7 +26,7 @@ from tl_posdisent import (
 )
 from tl_posdisent.experiments import dummy_distance_check
 from tl_posdisent.hooks import applied
-from tl_posdisent.models import read_layers
+from tl_posdisent.models import read_model
 from tl_posdisent.rope import Rotary, rotate
 from tl_posdisent.synthetic import to_hooked_transformer
 
@@ -182,7 +182,7 @@ def test_every_public_function_serves_or_refuses(encoding: str) -> None:
         assert not refused
     else:
         assert {swap_positions, dummy_distance, controlled_distance} <= set(refused)
-        assert not {additivity, read_attention, read_layers, random_control} & set(refused)
+        assert not {additivity, read_attention, read_model, random_control} & set(refused)
 
 
 def needed(function: Any) -> set[str]:

@@ -13,23 +13,24 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
-from tl_posdisent.additive.attention.fit import fit_attention
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.frequencies import limit_frequencies, phase_noise
 from tl_posdisent.hooks.length_extension import lambda_mask, position_interpolation
-from tl_posdisent.hooks.patch import MovedComponent, patch_scores, patch_vectors
+from tl_posdisent.hooks.patch import MovedComponent, patch_vectors
 from tl_posdisent.hooks.positions import dummy_distance, remap_distance, swap_positions
 from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive
 from tl_posdisent.hooks.substitute_attention import substitute_attention
-from tl_posdisent.models.capture import capture
+from tl_posdisent.models.capture import capture, for_each_scores
 from tl_posdisent.models.chunked_scores import empty_cache, with_mask
 from tl_posdisent.models.partial_forward import forwards
-from tl_posdisent.models.reading.forward import Hook, device_of, evaluating, padding_id
+from tl_posdisent.models.reading.forward import Hook, evaluating, padding_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_seed
 
@@ -51,7 +52,7 @@ def check_model(
     *,
     tools: Sequence[str] | None = None,
     every_layer: bool = False,
-    lengths: int | Sequence[int] = (12, 48),
+    lengths: int | Sequence[int] = 24,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -59,8 +60,8 @@ def check_model(
 
     Each tool is tried against laws that hold for any model: an intervention with the real positions changes nothing,
     other positions do change something, a fit is that of dense least squares, an ablation is that of zeros in the
-    attention's output, a text in a padded batch gives what it gives alone, and a text read token by token with a KV
-    cache gives what it gives in one pass. Tokens are drawn at random.
+    attention's output, a text in a padded batch gives what it gives alone, and a text read in parts with a KV cache
+    gives what it gives in one pass. Tokens are drawn at random.
 
     Args:
         model: a HookedTransformer, a TransformerBridge or alike, or its ``read_model``. Laws are checked in its own
@@ -102,7 +103,7 @@ def check_model(
     if not every_layer:
         tried = [spec.layer for spec in two_of_each_kind(reading.attention)]
         reading = replace(reading, without_attention=tuple(sorted({*range(reading.n_layers)} - {*tried})))
-    trials = {f"{size} tokens": Trial(reading, random_tokens(reading.model, size, seed)) for size in sizes}
+    trials = {f"{size} tokens": Trial(reading, probe_tokens(reading.model, size, seed)) for size in sizes}
     tolerance = max(TOLERANCE[p.dtype] for p in reading.model.parameters() if p.dtype in TOLERANCE)
     rows: list[dict[str, Any]] = []
     with first_blocks(reading.model, reading.n_layers if every_layer else reading.attention[-1].layer + 1):
@@ -140,77 +141,6 @@ def first_blocks(model: Any, n: int) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """A model, a text that it reads, and what the laws compare."""
-
-    reading: ModelReading
-    tokens: Int[Tensor, "batch pos"]
-
-    @property
-    def head(self) -> int:
-        """The head on which tools for single heads are tried."""
-        return min(1, self.reading.attention[0].n_heads - 1)
-
-    @property
-    def layer(self) -> int:
-        """The first layer that rotates, or else the first that attends."""
-        attention = self.reading.attention
-        return next((spec.layer for spec in attention if spec.rotary is not None), attention[0].layer)
-
-    @cached_property
-    def plain(self) -> Tensor:
-        """The logits without hooks."""
-        return self.logits([])
-
-    def logits(self, hooks: list[Hook], **options: Any) -> Tensor:
-        """The model's logits on the text under hooks, all of which must fire."""
-        model = self.reading.model
-        with torch.no_grad(), evaluating(model), applied(model, hooks):
-            logits: Tensor = model(self.tokens, **options)
-        return logits
-
-    def metric(self, hooks: list[Hook]) -> Tensor:
-        """The mean of ``_metric`` under hooks."""
-        return _metric(self.logits(hooks), self.tokens).mean()
-
-    def held(self, layer: int, names: tuple[str, ...], hooks: Sequence[Hook] = ()) -> list[Tensor]:
-        """What fired at hooks of a layer's attention, under other hooks."""
-        seen: dict[str, Tensor] = {}
-        self.logits([*hooks, *((f"blocks.{layer}.attn.{name}", partial(_keep, seen, name)) for name in names)])
-        return [seen[name] for name in names]
-
-    @cached_property
-    def plain_in_parts(self) -> Tensor:
-        """The logits without hooks, token by token."""
-        return _token_by_token(self, [])
-
-    @cached_property
-    def padded(self) -> dict[str, tuple[Trial, Tensor, list[Trial]]]:
-        """By side of the padding: a batch of two, the second without its last third and padded to the length of the
-        first; its attention mask; and each text alone."""
-        found = {}
-        short, fill = self.tokens.shape[1] * 2 // 3, padding_id(self.reading.model)
-        for side, padding in (("left", slice(None, -short)), ("right", slice(short, None))):
-            tokens = self.tokens[:2].clone()
-            tokens[1] = tokens[1].roll(-short) if side == "left" else tokens[1]
-            mask = torch.ones_like(tokens)
-            tokens[1, padding], mask[1, padding] = 0 if fill is None else fill, 0
-            texts = [Trial(self.reading, row[real][None]) for row, real in zip(tokens, mask.bool(), strict=True)]
-            found[side] = Trial(self.reading, tokens), mask, texts
-        return found
-
-
-def random_tokens(model: Any, length: int, seed: int, batch: int = 2) -> Int[Tensor, "batch pos"]:
-    """Random tokens of the model's vocabulary, special ones left out where a tokenizer names them."""
-    special = set(getattr(getattr(model, "tokenizer", None), "all_special_ids", None) or ())
-    special |= {padding_id(model)} - {None}
-    plain = torch.tensor([t for t in range(model.cfg.d_vocab) if t not in special])
-    drawn = torch.randint(len(plain), (batch, length), generator=torch.Generator().manual_seed(seed))
-    tokens: Tensor = plain[drawn].to(device_of(model))
-    return tokens
-
-
 def _laws(tool: str, trials: dict[str, Trial]) -> Iterator[tuple[str, Iterator[Law]]]:
     """The laws of a tool, text by text."""
     for text, trial in trials.items():
@@ -236,6 +166,83 @@ def _verdict(laws: Iterator[Law], tolerance: float) -> dict[str, Any]:
     return {"verdict": "wrong" if wrong else "works", "error": worst, "reason": reason if wrong else ""}
 
 
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A model, a text that it reads, and what the laws compare."""
+
+    reading: ModelReading
+    tokens: Int[Tensor, "batch pos"]
+    mask: Int[Tensor, "batch pos"] | None = None
+
+    @property
+    def head(self) -> int:
+        """The head on which tools for single heads are tried."""
+        return min(1, self.reading.attention[0].n_heads - 1)
+
+    @property
+    def layer(self) -> int:
+        """The first layer that rotates, or else the first that attends."""
+        attention = self.reading.attention
+        return next((spec.layer for spec in attention if spec.rotary is not None), attention[0].layer)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Of that layer."""
+        return self.reading.specs(self.layer)[0]
+
+    @cached_property
+    def plain(self) -> Tensor:
+        """The logits without hooks."""
+        return self.logits([])
+
+    @cached_property
+    def plain_in_parts(self) -> Tensor:
+        """The same, with a KV cache."""
+        return self.logits_in_parts([])
+
+    def logits(self, hooks: Sequence[Hook], **options: Any) -> Tensor:
+        """The model's logits on the text under hooks, all of which must fire."""
+        model = self.reading.model
+        if self.mask is not None:
+            options["attention_mask"] = self.mask
+        with torch.no_grad(), evaluating(model), applied(model, hooks):
+            logits: Tensor = model(self.tokens, **options)
+        return logits
+
+    def logits_in_parts(self, hooks: list[Hook]) -> Tensor:
+        """The logits of the text but its last three tokens in one pass, then of one after the other."""
+        cache, parts = empty_cache(self.reading.model, self.tokens), []
+        for part in (self.tokens[:, :-3], *self.tokens[:, -3:].split(1, 1)):
+            parts.append(Trial(self.reading, part).logits(hooks, **with_mask(cache, part)))
+        return torch.cat(parts, 1)
+
+    def metric(self, hooks: list[Hook]) -> Tensor:
+        """The mean of ``_metric`` under hooks."""
+        return _metric(self.logits(hooks), self.tokens).mean()
+
+    def held(self, layer: int, name: str, hooks: Sequence[Hook] = ()) -> Tensor:
+        """What fired at a hook of a layer's attention, under other hooks."""
+        seen: list[Tensor] = []
+        self.logits([*hooks, (f"blocks.{layer}.attn.{name}", lambda x, hook: seen.append(x.clone()))])
+        return seen[0]
+
+    @cached_property
+    def alone(self) -> list[Trial]:
+        """Two texts to be padded: the first, and two thirds of the second."""
+        short = self.tokens.shape[1] * 2 // 3
+        return [Trial(self.reading, self.tokens[:1]), Trial(self.reading, self.tokens[1:, :short])]
+
+    @cached_property
+    def padded(self) -> dict[str, Trial]:
+        """By side of the padding: these two as a batch."""
+        fill, found = padding_id(self.reading.model) or 0, {}
+        rows = [text.tokens[0] for text in self.alone]
+        for side in ("left", "right"):
+            pad = partial(pad_sequence, batch_first=True, padding_side=side)
+            found[side] = Trial(self.reading, pad(rows, padding_value=fill), pad([torch.ones_like(x) for x in rows]))
+        return found
+
+
 # --- comparisons ------------------------------------------------------------------------------------------------------
 
 
@@ -259,50 +266,60 @@ def _metric(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.div(total, weights.numel() ** 0.5)
 
 
+def _set_z(trial: Trial, layer: int, new: Tensor | None) -> list[Hook]:
+    """Hooks that replace the result of one head by that of another tensor, or by zeros."""
+
+    def replace_head(z: Tensor, hook: Any) -> Tensor:
+        z = z.clone()
+        z[:, :, trial.head] = 0 if new is None else new[:, :, trial.head]
+        return z
+
+    return [(f"blocks.{layer}.attn.hook_z", replace_head)]
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def _additivity(trial: Trial) -> Iterator[Law]:
+    """r² is that of least squares with a column for every distance, query and key."""
     table = additivity(trial.reading, trial.tokens, progress=False)
-    for spec in trial.reading.attention:
-        scores, pattern = _scores(trial, spec.layer)
-        i, j = (pattern > 0).flatten(0, 1).any(0).nonzero(as_tuple=True)
+    found: dict[int, float] = {}
+
+    def compare(spec: AttentionSpec, scores: Tensor) -> None:
+        i, j = spec.mask(scores.shape[-1], scores.device).nonzero(as_tuple=True)
         y = scores[..., i, j].double().flatten(0, 1).T
+        y = y - y.mean(0)
+        ones = torch.eye(2 * scores.shape[-1], dtype=torch.float64, device=y.device)
+        columns = torch.cat([ones[i - j], ones[i], ones[j]], 1)
+        left = y - columns @ (torch.linalg.pinv(columns) @ y)
         rows = table.query(f"layer == {spec.layer}").sort_values(["batch", "head"])
-        yield "r2 is that of dense least squares", _gap(rows["r2"].tolist(), _dense_r2(y, i, j))
+        found[spec.layer] = _gap(rows["r2"].tolist(), 1 - left.var(0) / y.var(0))
 
-
-def _dense_r2(y: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """r² of a least-squares fit with a column for every distance, query and key."""
-    ones = torch.eye(2 * int(max(i.max(), j.max())) + 1, dtype=torch.float64, device=y.device)
-    columns = torch.cat([ones[i - j], ones[i], ones[j]], 1)
-    y = y - y.mean(0)
-    left = y - columns @ (torch.linalg.pinv(columns) @ y)
-    r2: Tensor = 1 - left.var(0) / y.var(0)
-    return r2.cpu()
+    for_each_scores(trial.reading.model, trial.tokens, trial.reading.attention, compare)
+    yield "r2 is that of dense least squares", max(found.values())
 
 
 def _padded_table(trial: Trial) -> Iterator[Law]:
-    for side, (batch, mask, texts) in trial.padded.items():
-        together = additivity(trial.reading, batch.tokens, attention_mask=mask, progress=False)
-        for n, text in enumerate(texts):
-            alone = additivity(trial.reading, text.tokens, progress=False).select_dtypes("number").drop(columns="batch")
+    tables = [additivity(trial.reading, text.tokens, progress=False) for text in trial.alone]
+    for side, batch in trial.padded.items():
+        together = additivity(trial.reading, batch.tokens, attention_mask=batch.mask, progress=False)
+        for n, table in enumerate(tables):
+            alone = table.select_dtypes("number").drop(columns="batch")
             rows = together.loc[together["batch"] == n, alone.columns]
             error = max(_gap(rows[name].tolist(), alone[name].tolist()) for name in alone)
             yield f"a text in a batch padded on the {side}", error
 
 
 def _capture(trial: Trial) -> Iterator[Law]:
-    places = torch.arange(trial.tokens.shape[1], device=trial.tokens.device)
     for layer in capture(trial.reading, trial.tokens):
-        inside = layer.spec.mask(len(places), places.device)
+        inside = layer.spec.mask(trial.tokens.shape[1], layer.q.device)
         scores = layer.spec.score(layer.q_rot, layer.k_rot)
         yield "scores follow from rotated queries and keys", _gap(scores[..., inside], layer.scores[..., inside])
 
 
 def _controlled_distance(trial: Trial) -> Iterator[Law]:
     table = controlled_distance(trial.reading, trial.tokens, progress=False)
-    if trial.tokens.numel() > 32:
+    if trial.tokens.numel() > 64:
         return  # brute force takes the square of the number of tokens
     for layer in capture(trial.reading, trial.tokens, layers=table["layer"].unique().tolist()):
         spec = replace(layer.spec, soft_cap=None)
@@ -312,26 +329,25 @@ def _controlled_distance(trial: Trial) -> Iterator[Law]:
         each = [spec.score(spec.rotated(q, d * ones), keys) for d in range(trial.tokens.shape[1])]
         variance = torch.stack(each).movedim(2, 0).flatten(1).var(1, correction=0)
         rows = table.query(f"layer == {layer.layer}")
-        yield "the variance is that of all scores at all distances", _gap(rows["total"].tolist(), variance.cpu())
+        yield "the variance is that of all scores at all distances", _gap(rows["total"].tolist(), variance)
+
+
+def _one_head(trial: Trial, layer: int) -> dict[str, Any]:
+    return {"layers": [layer], "heads": [trial.head], "progress": False}
 
 
 def _head_ablation(trial: Trial) -> Iterator[Law]:
     for spec in trial.reading.attention:
         table = head_ablation(trial.reading, trial.tokens, _metric, **_one_head(trial, spec.layer))
-        zeros = trial.metric([_zero_head(trial, spec.layer)])
+        zeros = trial.metric(_set_z(trial, spec.layer, None))
         yield "the value is that without the head", _gap(table["value"][0], zeros)
 
 
 def _head_patching(trial: Trial) -> Iterator[Law]:
-    layer = trial.reading.attention[-1].layer
-    other = Trial(trial.reading, trial.tokens.flip(1))
-    z, pattern = trial.held(layer, ("hook_z", "hook_pattern"))
-    patch_z: list[Hook] = [(f"blocks.{layer}.attn.hook_z", partial(_set_head, trial.head, 2, z))]
-    for activation, hooks in (("z", patch_z), ("pattern", _attend(trial, layer, pattern))):
-        options = _one_head(trial, layer) | {"activation": activation}
-        table = head_patching(trial.reading, other.tokens, trial.tokens, _metric, **options)
-        yield f"{activation} of another text, put in by hand", _gap(table["value"][0], other.metric(hooks))
-        yield f"its own {activation} changes nothing", _gap(trial.logits(hooks), trial.plain)
+    layer, source = trial.reading.attention[-1].layer, Trial(trial.reading, trial.tokens.flip(1))
+    table = head_patching(trial.reading, trial.tokens, source.tokens, _metric, **_one_head(trial, layer))
+    by_hand = trial.metric(_set_z(trial, layer, source.held(layer, "hook_z")))
+    yield "z of another text, put in by hand", _gap(table["value"][0], by_hand)
 
 
 def _position_patching(trial: Trial) -> Iterator[Law]:
@@ -350,19 +366,10 @@ def _position_patching(trial: Trial) -> Iterator[Law]:
 def _component_patching(trial: Trial) -> Iterator[Law]:
     layer, source = trial.reading.attention[-1].layer, trial.tokens.flip(1)
     components: list[MovedComponent] = ["mean", "distance", "query", "key", "residual"]
-    whole = component_patching(
-        trial.reading, trial.tokens, components, source=source, metric=_metric, **_one_head(trial, layer)
-    )
-    (pattern,) = Trial(trial.reading, source).held(layer, ("hook_pattern",))
-    by_hand = trial.metric(_attend(trial, layer, pattern))
-    yield "all components are another text's pattern", _gap(whole["value"][0], by_hand)
-    if trial.reading.specs(layer)[0].problem is None:
-        hooks = patch_scores(trial.reading, layer, _scores(trial, layer)[0])
-        yield "its own scores change nothing", _gap(trial.logits(hooks), trial.plain)
-
-
-def _one_head(trial: Trial, layer: int) -> dict[str, Any]:
-    return {"layers": [layer], "heads": [trial.head], "progress": False}
+    options = _one_head(trial, layer)
+    whole = component_patching(trial.reading, trial.tokens, components, source=source, metric=_metric, **options)
+    pattern = head_patching(trial.reading, trial.tokens, source, _metric, activation="pattern", **options)
+    yield "all components are another text's pattern", _gap(whole["value"][0], pattern["value"][0])
 
 
 # --- interventions ----------------------------------------------------------------------------------------------------
@@ -376,38 +383,22 @@ class Intervention(NamedTuple):
     twice: Callable[[Trial], list[Hook]] | None = None
 
 
-def _at_median(trial: Trial) -> list[Hook]:
-    frequencies = trial.reading.specs(trial.layer)[0].require_rotary("limit_frequencies").frequencies
-    high = float(frequencies.median()) if len(frequencies) > 1 else 0.0  # of a single one, none
-    return limit_frequencies(trial.reading, high=high)
-
-
-def _all_at_three(trial: Trial) -> list[Hook]:
-    shape = (trial.reading.attention[0].n_heads, *2 * trial.tokens.shape[1:])
-    return remap_distance(trial.reading, torch.full(shape, 3.0))
-
-
-def _fitted_by_hand(trial: Trial) -> list[Hook]:
-    """The additive attention nearest to a pattern; what goes to a sink beside the keys still does."""
-    (pattern,) = trial.held(trial.layer, ("hook_pattern",))
-    to_keys = pattern.double().sum(-1, keepdim=True)
-    inside = trial.reading.specs(trial.layer)[0].mask(pattern.shape[-1], pattern.device)
-    fit = fit_attention(pattern=pattern / to_keys, mask=inside)
-    return _attend(trial, trial.layer, (fit.pattern() * to_keys).to(pattern.dtype))
-
-
 INTERVENTIONS: dict[str, Intervention] = {
     "swap_positions": Intervention(
         lambda t: swap_positions(t.reading, lambda index: 2 * index),
         lambda t: swap_positions(t.reading, lambda index: index + 7),
         lambda t: remap_distance(t.reading, lambda d: 2 * d),
     ),
-    "dummy_distance": Intervention(lambda t: dummy_distance(t.reading, 3), twice=_all_at_three),
+    "dummy_distance": Intervention(
+        lambda t: dummy_distance(t.reading, 3), twice=lambda t: remap_distance(t.reading, lambda d: 0 * d + 3)
+    ),
     "remap_distance": Intervention(
         lambda t: remap_distance(t.reading, lambda d: d.clamp(max=3)),
         lambda t: remap_distance(t.reading, lambda d: d, heads=[t.head]),
     ),
-    "limit_frequencies": Intervention(_at_median, lambda t: limit_frequencies(t.reading, high=1e9)),
+    "limit_frequencies": Intervention(
+        lambda t: limit_frequencies(t.reading, high=0.0), lambda t: limit_frequencies(t.reading, high=1e9)
+    ),
     "phase_noise": Intervention(lambda t: phase_noise(t.reading, 0.5), lambda t: phase_noise(t.reading, 0.0)),
     "position_interpolation": Intervention(
         lambda t: position_interpolation(t.reading, 2),
@@ -418,7 +409,7 @@ INTERVENTIONS: dict[str, Intervention] = {
         lambda t: lambda_mask(t.reading, 1, 4, 4), lambda t: lambda_mask(t.reading, 1, 10**6, 10**6)
     ),
     "ablate_heads": Intervention(
-        lambda t: ablate_heads(t.reading, [(t.layer, t.head)]), twice=lambda t: [_zero_head(t, t.layer)]
+        lambda t: ablate_heads(t.reading, [(t.layer, t.head)]), twice=lambda t: _set_z(t, t.layer, None)
     ),
     "drop_component": Intervention(lambda t: drop_component(t.reading, "distance")),
     "substitute_additive": Intervention(
@@ -428,7 +419,6 @@ INTERVENTIONS: dict[str, Intervention] = {
     "substitute_attention": Intervention(
         lambda t: substitute_attention(t.reading, "additive", heads=[(t.layer, t.head)]),
         lambda t: substitute_attention(t.reading, "untouched"),
-        _fitted_by_hand,
     ),
 }
 
@@ -442,13 +432,33 @@ def _intervention(of: Intervention, trial: Trial) -> Iterator[Law]:
         yield "two ways to the same", _gap(trial.logits(of.twice(trial)), changed)
 
 
+def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
+    edits = hooks(trial)
+    parameters = inspect.signature(trial.reading.model.forward).parameters.values()
+    if not any(p.name == "attention_mask" or p.kind == p.VAR_KEYWORD for p in parameters):
+        raise ValueError(f"{type(trial.reading.model).__name__} takes no attention_mask")
+    expected = [text.logits(edits)[0] for text in trial.alone]
+    for side, batch in trial.padded.items():
+        together, mask = batch.logits(edits), batch.mask
+        for n, text in enumerate(trial.alone):
+            real = slice(None) if mask is None else mask[n].bool()
+            if _gap(batch.plain[n][real], text.plain[0]) > TOLERANCE[text.plain.dtype]:
+                raise ValueError(f"the model itself gives other logits in a batch padded on the {side}")
+            yield f"a text in a batch padded on the {side}", _gap(together[n][real], expected[n])
+
+
+def _cached_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
+    edits = hooks(trial)
+    if _gap(trial.plain_in_parts, trial.plain) > TOLERANCE[trial.plain.dtype]:
+        raise ValueError("the model itself gives other logits with a KV cache")
+    yield "in parts with a KV cache", _gap(trial.logits_in_parts(edits), trial.logits(edits))
+
+
 def _some_heads(trial: Trial) -> Iterator[Law]:
     hooks = dummy_distance(trial.reading, 3, layers=[trial.layer], heads=[trial.head])
-    (spec,) = trial.reading.specs(trial.layer)
-    name, axis = ("hook_pattern", 1) if spec.scores_editable else ("hook_z", 2)  # some norm z over all heads
-    none: list[Hook] = []
-    before, after = (trial.held(trial.layer, (name,), some)[0].movedim(axis, 0) for some in (none, hooks))
-    others = [h for h in range(spec.n_heads) if h != trial.head]
+    name, axis = ("hook_pattern", 1) if trial.spec.scores_editable else ("hook_z", 2)  # some norm z over all heads
+    before, after = (trial.held(trial.layer, name, some).movedim(axis, 0) for some in ([], hooks))
+    others = [h for h in range(trial.spec.n_heads) if h != trial.head]
     if others:
         yield "the other heads stay", _gap(after[others], before[others])
     yield "the head changes", _effect(after[trial.head], before[trial.head])
@@ -458,79 +468,6 @@ def _patch_vectors(trial: Trial) -> Iterator[Law]:
     own = next(iter(capture(trial.reading, trial.tokens, layers=[trial.layer])))
     hooks = patch_vectors(trial.reading, trial.layer, own.q_rot, own.k_rot)
     yield "its own rotated vectors change nothing", _gap(trial.logits(hooks), trial.plain)
-
-
-def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
-    edits = hooks(trial)
-    parameters = inspect.signature(trial.reading.model.forward).parameters.values()
-    if not any(p.name == "attention_mask" or p.kind == p.VAR_KEYWORD for p in parameters):
-        raise ValueError(f"{type(trial.reading.model).__name__} takes no attention_mask")
-    for side, (batch, mask, texts) in trial.padded.items():
-        plain, together = (batch.logits(some, attention_mask=mask) for some in ([], edits))
-        for n, (text, real) in enumerate(zip(texts, mask.bool(), strict=True)):
-            if _gap(plain[n][real], text.plain[0]) > TOLERANCE[plain.dtype]:
-                raise ValueError(f"the model itself gives other logits in a batch padded on the {side}")
-            yield f"a text in a batch padded on the {side}", _gap(together[n][real], text.logits(edits)[0])
-
-
-def _cached_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
-    edits = hooks(trial)
-    if _gap(trial.plain_in_parts, trial.plain) > TOLERANCE[trial.plain.dtype]:
-        raise ValueError("the model itself gives other logits with a KV cache")
-    yield "token by token with a KV cache", _gap(_token_by_token(trial, edits), trial.logits(edits))
-
-
-def _token_by_token(trial: Trial, hooks: list[Hook]) -> Tensor:
-    """The logits of the first half in one pass, then of one token after the other, with a KV cache."""
-    n = trial.tokens.shape[1] // 2
-    cache, parts = empty_cache(trial.reading.model, trial.tokens), []
-    for part in (trial.tokens[:, :n], *trial.tokens[:, n:].split(1, 1)):
-        parts.append(Trial(trial.reading, part).logits(hooks, **with_mask(cache, part)))
-    return torch.cat(parts, 1)
-
-
-# --- what the laws compare with ---------------------------------------------------------------------------------------
-
-
-def _scores(trial: Trial, layer: int) -> tuple[Tensor, Tensor]:
-    """Scores and pattern as the model shows them; scores of some bridges are the pattern, then those of `capture`."""
-    scores, pattern = trial.held(layer, ("hook_attn_scores", "hook_pattern"))
-    if torch.equal(scores, pattern):
-        scores = next(iter(capture(trial.reading, trial.tokens, layers=[layer]))).scores
-    return scores, pattern
-
-
-def _keep(seen: dict[str, Tensor], name: str, x: Tensor, hook: Any) -> None:
-    seen[name] = x.clone()
-
-
-def _set_head(head: int, axis: int, new: Tensor | None, x: Tensor, hook: Any) -> Tensor:
-    """Replace one head along an axis by that of another tensor, or by zeros."""
-    x = x.clone()
-    x.select(axis, head).copy_(x.new_zeros(()) if new is None else new.select(axis, head))
-    return x
-
-
-def _zero_head(trial: Trial, layer: int) -> Hook:
-    return f"blocks.{layer}.attn.hook_z", partial(_set_head, trial.head, 2, None)
-
-
-def _attend(trial: Trial, layer: int, pattern: Tensor) -> list[Hook]:
-    """Hooks under which one head gathers its values by this pattern: at ``hook_pattern`` if the model uses an edited
-    one, else at ``hook_z``."""
-    attention, seen = f"blocks.{layer}.attn", dict[str, Tensor]()
-    if trial.reading.specs(layer)[0].scores_editable:
-        return [(f"{attention}.hook_pattern", partial(_set_head, trial.head, 1, pattern))]
-
-    def gather(z: Tensor, hook: Any) -> Tensor:
-        v = seen["v"] if seen["v"].shape[1] == z.shape[1] else seen["v"].transpose(1, 2)  # by heads first
-        v = v.repeat_interleave(pattern.shape[1] // v.shape[2], 2)
-        by_head = z.flatten(2).unflatten(2, (pattern.shape[1], -1)).clone()
-        by_head[:, :, trial.head] = torch.einsum("bij,bjd->bid", pattern[:, trial.head], v[:, :, trial.head])
-        result: Tensor = by_head.reshape(z.shape)
-        return result
-
-    return [(f"{attention}.hook_v", partial(_keep, seen, "v")), (f"{attention}.hook_z", gather)]
 
 
 TOOLS: dict[str, Callable[[Trial], Iterator[Law]]] = {

@@ -90,7 +90,7 @@ def check(
 
     Columns:
       tool      which function
-      text      its length, padded, or token by token (KV cache)
+      text      its length, padded, or in parts (KV cache)
       verdict   works, refused or wrong
       error     the largest relative error of the tool's laws
       reason    why it is refused, or which law fails
@@ -101,8 +101,7 @@ def check(
     """
     from tl_posdisent.experiments.model_check import check_model
 
-    lengths = (12, 48) if given.length is None else (12, given.length)
-    model = given.load()
+    model, lengths = given.load(), given.length or 24
     table = check_model(model, every_layer=every_layer, lengths=lengths, seed=given.seed, progress=given.progress)
     title = f"Every tool tried on {name_of(given.model)}"
     save(table, given.out)

@@ -14,7 +14,7 @@ from tl_posdisent.models.reading.attributes import architecture, attention_imple
 from tl_posdisent.models.reading.forward import device_of, modules, points_among
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
-from tl_posdisent.utils.validation import check_heads, check_indices, listed
+from tl_posdisent.utils.validation import check_heads, check_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,16 +248,3 @@ def read_attention(model: Any, layer: int) -> AttentionSpec:
         (8, 4, True, 'half', 16)
     """
     return read_model(model, [layer]).specs([layer])[0]
-
-
-def read_layers(model: Any, layers: int | Iterable[int] | None = None) -> list[AttentionSpec]:
-    """``read_model(model, layers).specs(layers)``.
-
-    Example:
-        >>> from tl_posdisent import load_demo_model
-        >>> from tl_posdisent.models import read_layers
-        >>> [(spec.layer, spec.scale, spec.problem) for spec in read_layers(load_demo_model(), [4, 0])]
-        [(4, 0.25, None), (0, 0.25, None)]
-    """
-    layers = listed(layers)
-    return read_model(model, layers).specs(layers)

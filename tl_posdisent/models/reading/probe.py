@@ -17,7 +17,16 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading import attributes as facts
-from tl_posdisent.models.reading.forward import Hook, at_rest, check_tokens, device_of, hook_name, hook_points, run
+from tl_posdisent.models.reading.forward import (
+    Hook,
+    at_rest,
+    check_tokens,
+    device_of,
+    hook_name,
+    hook_points,
+    padding_id,
+    run,
+)
 from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.models.reading.tolerance import mismatch
@@ -56,15 +65,17 @@ def _to_unit_size(x: Tensor, hook: Any) -> Tensor:
     return (x / x.double().square().mean().sqrt().clamp_min(1e-30)).to(x.dtype)
 
 
-def probe_tokens(model: Any) -> Int[Tensor, "2 pos"]:
+def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Tensor, "2 pos"]:
+    """Two random texts of some ten tokens, or of another length, without special tokens."""
     cfg = model.cfg
-    heads = {cfg.n_heads, getattr(cfg, "n_key_value_heads", None)}
-    length = next(n for n in (11, 10, 13, 12) if n not in heads)  # so that no axis can be taken for another
-    length = min(length, getattr(cfg, "n_ctx", None) or length)
-    generator = torch.Generator().manual_seed(0)
+    if length is None:
+        heads = {cfg.n_heads, getattr(cfg, "n_key_value_heads", None)}
+        length = next(n for n in (11, 10, 13, 12) if n not in heads)  # so that no axis can be taken for another
+        length = min(length, getattr(cfg, "n_ctx", None) or length)
+    generator = torch.Generator().manual_seed(seed)
     tokenizer = getattr(model, "tokenizer", None)
     # Padding would change positions and mask.
-    special = {*(getattr(tokenizer, "all_special_ids", None) or ()), getattr(cfg, "pad_id", None)}
+    special = {*(getattr(tokenizer, "all_special_ids", None) or ()), getattr(cfg, "pad_id", None), padding_id(model)}
     ids = torch.tensor([t for t in range(min(cfg.d_vocab, 4096)) if t not in special], device="cpu")
     return ids[torch.randint(0, len(ids), (2, length), generator=generator, device="cpu")].to(device_of(model))
 
