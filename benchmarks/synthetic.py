@@ -175,8 +175,6 @@ def training() -> None:
         "and no dropout of the pattern": our_steps(undropped, task, batch, steps, precision="bfloat16"),
         "and padding hidden": our_steps(short, task, batch, steps, precision="bfloat16"),
     }
-    if os.environ.get("BENCH_COMPILE"):
-        functions["the same model, compiled"] = our_steps(same, task, batch, steps, compile=True)
     times = medians(functions, repeats=int(os.environ.get("BENCH_REPEATS", 3)))
     rows = [
         {"loop": label, "samples a second": batch * steps / time, "times faster": times["plain"] / time}

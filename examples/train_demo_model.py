@@ -185,8 +185,7 @@ def train_model(
     with torch.random.fork_rng():
         torch.manual_seed(options.seed)
         training = DemoTraining(new_model(options.dropout).to(device), stream, options, folder, unseen or {})
-        if training.run(resume=folder is not None, on_step=on_step, progress=progress):
-            raise KeyboardInterrupt
+        training.run(resume=folder is not None, on_step=on_step, progress=progress)
     return training.model
 
 

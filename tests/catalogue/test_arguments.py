@@ -200,7 +200,7 @@ RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
     *("DistanceSources", "Estimate", "InteractionBound", "LogitDifference", "ModelReading", "Perturbed", "Plane"),
     *("PositionalSubspace", "PreferenceFlips", "RopeCapacity", "RopeHadamard", "Split", "SubspacePatterns"),
-    *("SubspaceShares", "SufficientHeads", "TrainRun", "TrainingInterrupted", "VarianceShares"),
+    *("SubspaceShares", "SufficientHeads", "TrainRun", "VarianceShares"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used
 

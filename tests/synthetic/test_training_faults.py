@@ -119,19 +119,6 @@ def _seed_4() -> SyntheticModel:
     return SyntheticModel(SyntheticConfig(**SHAPE), seed=4)
 
 
-def test_ctrl_c_for_a_process(start: Start, undisturbed: dict[str, Tensor], tmp_path: Path) -> None:
-    process = start(tmp_path)
-    wait_until((tmp_path / "step-000003.safetensors").exists, process)
-    process.send_signal(signal.SIGINT)
-    said = process.communicate()[1].decode()
-    assert process.returncode != 0
-    assert "TrainingInterrupted: training interrupted after" in said
-    done = kept(tmp_path)
-    assert f"after {done[-1]} of {STEPS} steps" in said
-    assert not list(tmp_path.glob(f"*{UNFINISHED}"))
-    finish(tmp_path, undisturbed)
-
-
 @pytest.fixture
 def largest_file() -> Iterator[Callable[[int], None]]:
     """Sets how many bytes a file of this process may have: beyond, writing fails as on a full disk."""

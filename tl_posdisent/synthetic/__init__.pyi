@@ -23,5 +23,4 @@ from .training.presets import preset as preset
 from .training.presets import train_preset as train_preset
 from .training.runs import TrainConfig as TrainConfig
 from .training.runs import TrainRun as TrainRun
-from .training.train import TrainingInterrupted as TrainingInterrupted
 from .training.train import train as train

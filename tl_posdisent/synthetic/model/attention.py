@@ -102,8 +102,14 @@ class Attention(nn.Module):
         if learning or drops or hooked(self.hook_attn_scores, self.hook_pattern):
             z = self._stepwise(q, k, v, mask)
         else:
+            # On a CPU the kernel's backward pass is many times slower in bfloat16.
+            wide = torch.float32 if (q.device.type, q.dtype) == ("cpu", torch.bfloat16) else q.dtype
+            bias = mask if mask is None or mask.dtype == torch.bool else mask.to(wide)
             causal = self.causal and mask is None
-            z = F.scaled_dot_product_attention(q, k, v, mask, p, is_causal=causal, scale=self.scale)
+            with torch.autocast("cpu", enabled=False):
+                z = F.scaled_dot_product_attention(
+                    q.to(wide), k.to(wide), v.to(wide), bias, p, is_causal=causal, scale=self.scale
+                ).to(v.dtype)
         return self._out(self.hook_z(z.transpose(1, 2)))
 
     def _stepwise(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

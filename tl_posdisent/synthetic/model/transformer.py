@@ -140,7 +140,8 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             ValueError: ids out of range; a text longer than the encoding allows.
         """
         check_choice("return_type", return_type, ["logits"])
-        tokens = self._checked(tokens, values=not checked)
+        self.check_tokens(tokens, values=not checked)
+        tokens = tokens if tokens.ndim == 2 else tokens[None]
         real = None if self.config.pad_id is None else tokens != self.config.pad_id
         masks = self._masks(real, tokens.shape[1], tokens.device)
         x, source = self._embedded(tokens), None
@@ -154,7 +155,8 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             return x
         return self._read_out(self.ln_final(x) if self.config.final_norm else x, real)
 
-    def _checked(self, tokens: Tensor, *, values: bool) -> Int[Tensor, "batch pos"]:
+    def check_tokens(self, tokens: Tensor, *, values: bool = True) -> None:
+        """Raise unless these are texts of the model; without ``values`` a GPU is not waited for."""
         if tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.is_floating_point() or tokens.dtype == torch.bool:
             raise ValueError(
                 f"tokens must be integers of shape (batch, pos), got {tokens.dtype} of shape {tuple(tokens.shape)}"
@@ -169,7 +171,6 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             least, most = (int(x) for x in tokens.aminmax())
             if least < 0 or most >= self.config.d_vocab:
                 raise ValueError(f"tokens must be ids from 0 to {self.config.d_vocab - 1}, got {least} … {most}")
-        return tokens if tokens.ndim == 2 else tokens[None]
 
     def _masks(self, real: Tensor | None, length: int, device: torch.device) -> list[Tensor | None]:
         """Each layer's mask, made once where the layers agree: it may be as large as all scores."""

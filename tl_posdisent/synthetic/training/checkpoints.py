@@ -18,23 +18,20 @@ from tl_posdisent.synthetic.model.config import SyntheticConfig
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.utils.files import whole_file
 
-WEIGHTS, FIRST, SECOND = "weights", "first_moment", "second_moment"
+WEIGHTS = "weights"
 
 
 def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
-    """Save the weights and the configuration of a synthetic model to a file, atomically.
+    """Save the weights and the configuration of a synthetic model to a safetensors file, atomically.
 
     Args:
         model: any ``SyntheticModel``.
-        path: folders are made, a file there is replaced.
+        path: returned. Folders are made, a file there is replaced.
         notes: saved in the file as well: any JSON-compatible mapping.
-
-    Returns:
-        The path.
 
     Raises:
         ValueError: another model; notes that JSON cannot hold.
-        OSError: the file cannot be written; a file that was there before remains.
+        OSError: the file cannot be written; one that was there before remains.
 
     Example:
         >>> import tempfile, torch
@@ -54,8 +51,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     """Load a synthetic model that ``save_checkpoint`` or ``train`` saved, in evaluation mode.
 
     Raises:
-        ValueError: a missing or damaged file, or no checkpoint; weights of other shapes than the configuration's; a
-            device that torch cannot use.
+        ValueError: a missing or damaged file, or no checkpoint; a device that torch cannot use.
 
     Example:
         >>> from tl_posdisent.synthetic import load_checkpoint
@@ -76,17 +72,12 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
 
 
 def put(model: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> None:
-    """Load weights into a model, or raise and leave it unchanged."""
-    check_shapes(WEIGHTS, weights, model.state_dict(), path)
-    model.load_state_dict(weights)
-
-
-def check_shapes(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: str | Path) -> None:
-    """Raise if tensors have other names or shapes."""
-    for name in [*wanted, *found]:
-        shapes = [tuple(group[name].shape) if name in group else "none" for group in (wanted, found)]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{what} in {path} must fit the model: {name} must be {shapes[0]}, got {shapes[1]}")
+    """Load weights of a file into a model."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip()  # of all that do not
+        raise ValueError(f"weights in {path} must fit the model: {first}") from error
 
 
 def write(path: str | Path, groups: Mapping[str, Mapping[str, Tensor]], notes: Mapping[str, Any]) -> Path:

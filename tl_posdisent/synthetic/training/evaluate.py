@@ -14,8 +14,6 @@ from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import IGNORED
 from tl_posdisent.utils.validation import check_integer
 
-_EIGHT = 8  # lengths are rounded up to this: kernels are faster, and a compiled model sees fewer of them
-
 
 @torch.no_grad()
 def evaluate(
@@ -56,10 +54,9 @@ def evaluate(
     loss = right = torch.zeros((), dtype=torch.float64, device=device)
     with evaluating(model):
         for piece in lengths.argsort(stable=True).split(batch_size):
-            width = padded_width(int(lengths[piece].max()), tokens.shape[1])
             there = piece.to(tokens.device)
             wanted = labels[there].to(device)
-            logits = answers(model, tokens[there, :width].to(device), pad).float()
+            logits = answers(model, tokens[there, : padded_width(lengths[piece])].to(device), pad).float()
             loss = loss + cross_entropy(logits, wanted, reduction="sum")
             right = right + (logits.argmax(-1) == wanted).sum()
     counted = int((labels != IGNORED).sum())
@@ -70,23 +67,19 @@ def check_samples(model: Any, tokens: Any, labels: Any) -> None:
     """Raise if samples are invalid, or do not fit the model."""
     if not isinstance(model, SyntheticModel):
         raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
-    for name, x in (("tokens", tokens), ("labels", labels)):
-        if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-            what = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be integers, got {what}")
-    if tokens.ndim != 2 or tokens.numel() == 0:
-        raise ValueError(f"tokens must have shape (sample, pos) and not be empty, got {tuple(tokens.shape)}")
-    if labels.shape != tokens.shape[:1]:
-        raise ValueError(
-            f"labels must be one per row of tokens, got {tuple(labels.shape)} for tokens of shape {tuple(tokens.shape)}"
-        )
+    for name, x, ndim in (("tokens", tokens, 2), ("labels", labels, 1)):
+        if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool or x.ndim != ndim:
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be integers of shape {('sample', 'pos')[:ndim]}, got {what}")
+    if len(labels) != len(tokens):
+        raise ValueError(f"labels must be one per row of tokens, got {len(labels)} for {len(tokens)} rows")
+    model.check_tokens(tokens)
     counted = labels[labels != IGNORED]
     if not len(counted):
         raise ValueError(f"labels must have one or more that are not {IGNORED}, got {len(labels)} that are")
-    for name, x, n in (("tokens", tokens, model.config.d_vocab), ("labels", counted, model.config.n_out)):
-        least, most = (int(value) for value in x.aminmax())
-        if least < 0 or most >= n:
-            raise ValueError(f"{name} must be from 0 to {n - 1} for this model, got {least} … {most}")
+    least, most = (int(value) for value in counted.aminmax())
+    if least < 0 or most >= model.config.n_out:
+        raise ValueError(f"labels must be from 0 to {model.config.n_out - 1} for this model, got {least} … {most}")
 
 
 def answers(model: Any, tokens: Int[Tensor, "sample pos"], pad: int | None) -> Tensor:
@@ -94,8 +87,7 @@ def answers(model: Any, tokens: Int[Tensor, "sample pos"], pad: int | None) -> T
     logits: Tensor = model(tokens, checked=True)
     if logits.ndim == 2:
         return logits
-    last = lengths_of(tokens, pad) - 1
-    return logits[torch.arange(len(tokens), device=tokens.device), last]
+    return logits[torch.arange(len(tokens), device=tokens.device), lengths_of(tokens, pad) - 1]
 
 
 def lengths_of(tokens: Int[Tensor, "sample pos"], pad: int | None) -> Int[Tensor, "sample"]:
@@ -105,5 +97,6 @@ def lengths_of(tokens: Int[Tensor, "sample pos"], pad: int | None) -> Int[Tensor
     return (real * place).amax(-1).clamp(min=1)
 
 
-def padded_width(width: int, most: int) -> int:
-    return min(-(-width // _EIGHT) * _EIGHT, most)
+def padded_width(lengths: Int[Tensor, "sample"]) -> int:
+    """The longest, up to a multiple of 8: kernels are faster."""
+    return -(-int(lengths.max()) // 8) * 8

@@ -48,7 +48,6 @@ class TrainConfig:
         checkpoints: after these steps the weights are kept; 0 is before the first.
         precision: ``"bfloat16"`` is autocast with weights in float32 (and fused attention, on a CPU), faster also for
             wide models on a CPU with AVX512-BF16 or AMX. ``"auto"``: ``"bfloat16"`` on a GPU, ``"float32"`` on a CPU.
-        compile: run the model through ``torch.compile``.
         pieces: split a batch, sorted by length, into so many pieces, each as long as its longest text, so that less
             padding is computed; gradients are equal up to rounding. None: 4 on a CPU, 1 on a GPU.
 
@@ -77,7 +76,6 @@ class TrainConfig:
     test_every: int | None = None
     checkpoints: tuple[int, ...] = ()
     precision: Precision = "auto"
-    compile: bool = False
     pieces: int | None = None
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.nn.functional import cross_entropy
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks.sampling import IGNORED, Task
@@ -26,20 +25,6 @@ from .loop import Settings, TrainingLoop
 from .runs import TrainConfig, TrainRun
 
 _COLUMNS = ["step", "samples", "lr", "loss", "accuracy", "grad_norm", "test_loss", "test_accuracy", "seconds"]
-
-
-class TrainingInterrupted(KeyboardInterrupt):
-    """Raised at Ctrl-C during ``train``; ``run`` is the training run up to that step.
-
-    Example:
-        >>> from tl_posdisent.synthetic import TrainingInterrupted
-        >>> issubclass(TrainingInterrupted, KeyboardInterrupt)  # nothing that catches errors catches it
-        True
-    """
-
-    def __init__(self, run: TrainRun) -> None:
-        super().__init__(f"training interrupted after {run.steps} of {run.config.steps} steps")
-        self.run = run
 
 
 def train(
@@ -57,11 +42,8 @@ def train(
 
     Everything that is drawn (order of samples, dropout) follows from ``config.seed`` and the number of the step; the
     global random state is restored. So a resumed training run ends with the same weights, to the last bit, as an
-    uninterrupted one (on a CPU with the same number of threads).
-
-    Ctrl-C lets the current step end, saves a checkpoint and the state in ``folder``, and raises
-    ``TrainingInterrupted`` with the metrics so far; a second Ctrl-C stops at once. After any other error the model
-    keeps its mode and the weights of the last step.
+    uninterrupted one (on a CPU with the same number of threads). After an error or Ctrl-C the model keeps its mode and
+    the weights of the last step.
 
     Args:
         model: its weights are where training begins; trained where it is, on CPU or GPU.
@@ -69,8 +51,8 @@ def train(
             ``pad_id=None`` it reads padding.
         config: how to train; default ``TrainConfig()``, as in the paper.
         folder: save ``step-000123.safetensors`` there for each of ``config.checkpoints`` and the end, and
-            ``state.safetensors``, from which ``resume`` continues. Without it nothing is saved. One training at a time
-            may write to a folder.
+            ``state.safetensors``, from which ``resume`` continues, at these steps and once a minute. Without it nothing
+            is saved. One training at a time may write to a folder.
         resume: continue from the state in ``folder``, if there is one.
         stop_at: stop after this step, to resume another time.
         on_step: called with the number of steps done and the model after every step.
@@ -83,7 +65,6 @@ def train(
         ValueError: a model that does not fit the task; a loss that is NaN or infinite; ``resume`` without a folder,
             with another training in it, or with a damaged state; a folder with a state, without ``resume``; a folder in
             which another training is running.
-        TrainingInterrupted: Ctrl-C.
 
     Example:
         >>> from tl_posdisent.synthetic import TrainConfig, preset, train
@@ -92,13 +73,24 @@ def train(
         True
     """
     config = config or TrainConfig()
-    _check(model, task, config, stop_at)
+    for name, value, kind in (("model", model, SyntheticModel), ("task", task, Task), ("config", config, TrainConfig)):
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    for name in ("d_vocab", "n_out", "n_ctx"):
+        has, needs = getattr(model.config, name), getattr(task, name)
+        if has < needs:
+            raise ValueError(f"model must have {name} of {needs} or more for this task, got {has}")
+    if model.config.pad_id not in (None, task.pad_id):
+        raise ValueError(
+            f"model must have pad_id={task.pad_id}, the task's, or None to read padding as a token, got "
+            f"{model.config.pad_id}"
+        )
+    if stop_at is not None:
+        check_integer("stop_at", stop_at, 1)
     training = TaskTraining(model, task, config, folder)
-    interrupted = training.run(resume=resume, stop_at=stop_at, on_step=on_step, progress=progress)
-    run = TrainRun(model, task, config, training.metrics(), training.checkpoints)
-    if interrupted:
-        raise TrainingInterrupted(run)
-    return run
+    training.run(resume=resume, stop_at=stop_at, on_step=on_step, progress=progress)
+    rows = [{**row, "samples": config.samples(row["step"])} for row in training.rows]
+    return TrainRun(model, task, config, pd.DataFrame(rows, columns=_COLUMNS), training.checkpoints)
 
 
 class TaskTraining(TrainingLoop):
@@ -121,7 +113,6 @@ class TaskTraining(TrainingLoop):
         self.lengths = lengths_of(self.split.train_tokens, self.pad).cpu()
         self.pieces = config.pieces or (1 if on_gpu else 4)
         self.half = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
-        self.forward = torch.compile(model) if config.compile else model
         self.epoch, self.order = -1, torch.empty(0)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -131,11 +122,11 @@ class TaskTraining(TrainingLoop):
         loss = right = torch.zeros((), device=self.device)
         counted = (self.split.train_labels[chosen.to(self.device)] != IGNORED).sum().clamp_min(1)
         for piece in chosen.tensor_split(min(self.pieces, len(chosen))):
-            width = padded_width(int(self.lengths[piece].max()), self.split.train_tokens.shape[1])
             there = piece.to(self.device, non_blocking=True)
-            tokens, labels = self.split.train_tokens[there, :width], self.split.train_labels[there]
-            with _half(self.device) if self.half else contextlib.nullcontext():
-                logits = answers(self.forward, tokens, self.pad)
+            tokens = self.split.train_tokens[there, : padded_width(self.lengths[piece])]
+            labels = self.split.train_labels[there]
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+                logits = answers(self.model, tokens, self.pad)
             part = cross_entropy(logits.float(), labels, reduction="sum") / counted
             part.backward()
             loss = loss + part.detach()
@@ -153,18 +144,15 @@ class TaskTraining(TrainingLoop):
         return chosen[self.lengths[chosen].argsort(stable=True)]
 
     def learning_rate(self, step: int) -> float:
-        """That of the configuration."""
         return self.config.learning_rate(step)
 
     def settings(self, done: int) -> Settings:
-        """Model, task and configuration."""
         parts: dict[str, Any] = {"model": self.model.config, "task": self.task, "training": self.config}
-        plain = {part: _as_json(dataclasses.asdict(of)) for part, of in parts.items()}
+        plain = {part: dataclasses.asdict(of) for part, of in parts.items()}
         plain["task"]["name"] = type(self.task).__name__
-        return plain
+        return json.loads(json.dumps(plain))  # type: ignore[no-any-return]
 
     def save_weights(self, path: Path) -> None:
-        """A checkpoint for ``load_checkpoint``."""
         save_checkpoint(self.model, path, {**self.settings(self.done), "step": self.done})
 
     def measures(self, done: int) -> bool:
@@ -173,58 +161,11 @@ class TaskTraining(TrainingLoop):
         return done in self.config.checkpoints or done == self.steps or (every is not None and done % every == 0)
 
     def measure(self) -> dict[str, float]:
-        """Loss and accuracy on the test samples."""
         loss, accuracy = evaluate(self.model, self.split.test_tokens, self.split.test_labels)
         return {"test_loss": loss, "test_accuracy": accuracy}
 
     def keeps(self, done: int) -> bool:
-        """At the configuration's checkpoints."""
         return done in self.config.checkpoints
-
-    def metrics(self) -> pd.DataFrame:
-        """The rows as a table."""
-        rows = [{**row, "samples": self.config.samples(row["step"])} for row in self.rows]
-        return pd.DataFrame(rows, columns=_COLUMNS)
-
-
-def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings as JSON returns them."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
-
-
-def _check(model: SyntheticModel, task: Task, config: TrainConfig, stop_at: int | None) -> None:
-    for name, value, kind in (("model", model, SyntheticModel), ("task", task, Task), ("config", config, TrainConfig)):
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-    for name in ("d_vocab", "n_out", "n_ctx"):
-        has, needs = getattr(model.config, name), getattr(task, name)
-        if has < needs:
-            raise ValueError(f"model must have {name} of {needs} or more for this task, got {has}")
-    if model.config.pad_id not in (None, task.pad_id):
-        raise ValueError(
-            f"model must have pad_id={task.pad_id}, the task's, or None to read padding as a token, got "
-            f"{model.config.pad_id}"
-        )
-    if stop_at is not None:
-        check_integer("stop_at", stop_at, 1)
-
-
-@contextlib.contextmanager
-def _half(device: torch.device) -> Iterator[None]:
-    """Autocast to bfloat16, but on a CPU not of the fused attention, whose backward pass is many times slower in it."""
-    attention = _Float32Attention() if device.type == "cpu" else contextlib.nullcontext()
-    with torch.autocast(device.type, torch.bfloat16), attention:
-        yield
-
-
-class _Float32Attention(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        args = [x.float() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args]
-        with torch.autocast("cpu", enabled=False):
-            return func(*args, **kwargs)
 
 
 def _seed_of(seed: int, what: str, number: int) -> int:
