@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -24,7 +24,6 @@ from tl_posdisent.utils.validation import check_choice, head_label
 
 from .sufficiency import SufficientHeads, reference_texts
 
-T = TypeVar("T")
 _HEAD = ["layer", "head"]
 _NEEDED = (*_HEAD, "baseline", "effect")
 _SETS = {"rotation": "rotating", "attention": "attending"}
@@ -135,9 +134,15 @@ def deposit(
     """
     check_choice("better", better, ("higher", "lower"))
     check_choice("measure", measure, ("metric", "loss"))
-    found = _all_of(SufficientHeads, "sufficient", sufficient)
+    sufficient = tuple(sufficient)
+    for x in sufficient:
+        if not isinstance(x, SufficientHeads):
+            raise ValueError(f"sufficient must be of type SufficientHeads, got {type(x).__name__}")
     if measure == "loss":
-        drops, better = _of_loss(drops), "lower"
+        for name in ("loss_baseline", "loss_effect"):
+            if name not in drops:
+                raise ValueError(f'drops must have the column {name!r} with measure="loss", as head_drops makes it')
+        drops, better = drops.assign(baseline=drops["loss_baseline"], effect=drops["loss_effect"]), "lower"
     _check(drops)
     loss = drops["effect"].to_numpy(float) * (-1.0 if better == "higher" else 1.0) + 0.0
     worth = loss.clip(min=0)
@@ -155,7 +160,7 @@ def deposit(
         layer=int(table["layer"].iloc[largest]) if total > 0 else None,
         head=int(table["head"].iloc[largest]) if total > 0 else None,
         drops=table,
-        sufficient=tuple(found),
+        sufficient=sufficient,
     )
 
 
@@ -207,42 +212,19 @@ def head_drops(
     averaged: Any = tokens if reference is None and mode == "mean" else reference
     if mode == "mean":
         averaged = reference_texts(model, averaged)
-    metric = _Answers(labels, pad)
+    losses: list[float] = []  # of the baseline, then of each row
+
+    def accuracy(logits: Tensor, tokens: Tensor) -> Tensor:
+        logits = answers(lambda *_, **__: logits, tokens, pad).double()
+        wanted = labels.to(logits.device)
+        losses.append(float(cross_entropy(logits, wanted)))
+        return (logits.argmax(-1) == wanted)[wanted != IGNORED].double().mean()
+
     options: dict[str, Any] = {"layers": layers, "heads": heads, "mode": mode, "reference": averaged, "seed": seed}
     with torch.no_grad():
-        table = head_ablation(model, tokens, metric, batch_size=batch_size, progress=progress, **options)
-    loss = np.array(metric.losses)
+        table = head_ablation(model, tokens, accuracy, batch_size=batch_size, progress=progress, **options)
+    loss = np.array(losses)
     return table.assign(loss_baseline=loss[0], loss_value=loss[1:], loss_effect=loss[1:] - loss[0])
-
-
-class _Answers:
-    """The accuracy, as metric of ``head_ablation``; ``losses`` of its calls: of the baseline, then of each row."""
-
-    def __init__(self, labels: Int[Tensor, "sample"], pad: int | None) -> None:
-        self.labels, self.pad = labels, pad
-        self.losses: list[float] = []
-
-    def __call__(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        logits = answers(lambda *_, **__: logits, tokens, self.pad).double()
-        labels = self.labels.to(logits.device)
-        self.losses.append(float(cross_entropy(logits, labels)))
-        counted = labels != IGNORED
-        return (logits.argmax(-1) == labels)[counted].double().mean()
-
-
-def _all_of(kind: type[T], name: str, given: Iterable[T]) -> list[T]:
-    given = list(given)
-    for x in given:
-        if not isinstance(x, kind):
-            raise ValueError(f"{name} must be of type {kind.__name__}, got {type(x).__name__}")
-    return given
-
-
-def _of_loss(drops: pd.DataFrame) -> pd.DataFrame:
-    for name in ("loss_baseline", "loss_effect"):
-        if name not in drops:
-            raise ValueError(f'drops must have the column {name!r} with measure="loss", as head_drops makes it')
-    return drops.assign(baseline=drops["loss_baseline"], effect=drops["loss_effect"])
 
 
 def _check(drops: pd.DataFrame) -> None:

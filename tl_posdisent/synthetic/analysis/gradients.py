@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Iterator
 from typing import Literal, get_args
 
@@ -26,7 +26,6 @@ from tl_posdisent.utils.validation import check_choice, check_integer, check_see
 Part = Literal["distance", "encoding"]
 Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
 _COLUMNS = ["mean_norm", "norm_of_mean", "ratio", "expected_norm", *(f"{name}_se" for name in get_args(Norm))]
-_ERRORS = 2  # a margin of fewer standard errors is noise
 
 
 def positional_gradients(
@@ -57,11 +56,10 @@ def positional_gradients(
     Args:
         model: with one answer per text (``read_out`` "mean" or "last"), trained or not.
         task: from which batches are drawn; or tokens ``[sample, pos]`` and labels ``[sample]``, cut into batches.
-        part: see above; ``"encoding"`` for encodings that act on queries and keys or on scores.
+        part: ``"encoding"`` for encodings that act on queries and keys or on scores.
         batches: at least 2.
         batch_size: texts in each.
         seed: of the batches that are drawn.
-        progress: show a bar.
 
     Returns:
         One row per layer and head: ``mean_norm``, the mean over batches of ``‖g‖``; ``norm_of_mean``, ``‖mean g‖``;
@@ -81,22 +79,29 @@ def positional_gradients(
         >>> table.columns.tolist()[:6], len(table)
         (['layer', 'head', 'mean_norm', 'norm_of_mean', 'ratio', 'expected_norm'], 12)
     """
-    _check(model, part)
+    if not isinstance(model, SyntheticModel):
+        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+    check_choice("part", part, get_args(Part))
+    if model.config.read_out == "token":
+        raise ValueError('model must have one answer per text (read_out "mean" or "last"), got "token"')
+    if part == "encoding" and not model.encoding.rotates and model.encoding.bias(2) is None:
+        raise ValueError(
+            f'part must be "distance" with encoding={model.config.encoding!r}, which does not act on scores'
+        )
     check_integer("batches", batches, 2)
     check_integer("batch_size", batch_size, 1)
-    drawn = _batches(model, task, batches, batch_size, check_seed(seed))
+    drawn, device = _batches(task, batches, batch_size, check_seed(seed)), model.embed.W_E.device
     bar = tqdm(drawn, total=batches, desc="batches", disable=not progress)
-    g = torch.stack([_vectors(model, *samples, part) for samples in bar])
+    g = torch.stack([_vectors(model, tokens.to(device), labels.to(device), part) for tokens, labels in bar])
     columns = _norms(g)
     columns["ratio"] = columns["norm_of_mean"] / columns["mean_norm"]
     others = [_norms(torch.cat([g[:b], g[b + 1 :]])) for b in range(len(g))]
     for name in get_args(Norm):
         without = torch.stack([other[name] for other in others])
         columns[f"{name}_se"] = ((len(g) - 1) * without.var(0, correction=0)).sqrt()
-    index = torch.cartesian_prod(*(torch.arange(n) for n in g.shape[1:3])).T.tolist()
-    return pd.DataFrame(
-        {"layer": index[0], "head": index[1], **{name: columns[name].flatten().tolist() for name in _COLUMNS}}
-    )
+    layer, head = torch.cartesian_prod(*(torch.arange(n) for n in g.shape[1:3])).T.tolist()
+    norms = {name: columns[name].flatten().tolist() for name in _COLUMNS}
+    return pd.DataFrame({"layer": layer, "head": head, **norms})
 
 
 def _norms(g: Float64[Tensor, "batch layer head n"]) -> dict[str, Float64[Tensor, "layer head"]]:
@@ -123,7 +128,10 @@ def _vectors(model: SyntheticModel, tokens: Tensor, labels: Tensor, part: Part) 
     if part == "distance":
         return diagonal_sums(gradient.sum(1, dtype=torch.float64), 1 - length, length - 1)
     if not model.encoding.rotates:
-        return _along_bias(model, gradient.sum(1, dtype=torch.float64))
+        bias = model.encoding.bias(length)
+        assert bias is not None
+        along: Tensor = (gradient.sum(1, dtype=torch.float64) * bias.detach()).sum((-2, -1))[..., None]
+        return along  # the bias need not be centred: no softmax sees a constant
     sides = [torch.stack([seen[hook_name(layer, f"hook_{side}")] for layer in layers]) for side in "qk"]
     return torch.stack([_along_rotation(model, *x) for x in zip(gradient, *sides, strict=True)])
 
@@ -144,27 +152,6 @@ def _along_rotation(model: SyntheticModel, gradient: Tensor, q: Tensor, k: Tenso
     return g if heads is None else torch.where(torch.arange(len(g), device=g.device)[:, None] < heads, g, 0.0)
 
 
-def _along_bias(
-    model: SyntheticModel, gradient: Float64[Tensor, "layer head query key"]
-) -> Float64[Tensor, "layer head 1"]:
-    """``Σ G ∘ bias``. As no softmax sees a constant, the bias need not be centred."""
-    bias = model.encoding.bias(gradient.shape[-1])
-    assert bias is not None
-    return (gradient * bias.detach()).sum((-2, -1))[..., None]
-
-
-def _check(model: SyntheticModel, part: str) -> None:
-    if not isinstance(model, SyntheticModel):
-        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
-    check_choice("part", part, get_args(Part))
-    if model.config.read_out == "token":
-        raise ValueError('model must have one answer per text (read_out "mean" or "last"), got "token"')
-    if part == "encoding" and not model.encoding.rotates and model.encoding.bias(2) is None:
-        raise ValueError(
-            f'part must be "distance" with encoding={model.config.encoding!r}, which does not act on scores'
-        )
-
-
 def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.DataFrame:
     """Compute the margin of the largest positional gradient in each layer, and its ratio to that of the next layer.
 
@@ -177,10 +164,9 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
 
     Returns:
         One row per layer: ``step`` if there is one, ``layer``, ``head`` (the leading one), ``largest``, ``second``,
-        ``margin`` (their difference), and ``amplification``, ``γ_l = margin_l / margin_{l+1}``, NaN in the last layer.
-        If the table has standard errors of ``by``, also ``margin_se`` (as if the errors of two heads were independent)
-        and an interval of two standard errors, ``amplification_low`` and ``amplification_high`` (symmetric on a
-        logarithmic scale); γ is NaN where one of the two margins is below two standard errors.
+        ``margin`` (their difference), ``margin_se`` if the table has standard errors of ``by`` (as if those of two
+        heads were independent), and ``amplification``, ``γ_l = margin_l / margin_{l+1}``: NaN in the last layer, and
+        where one of the two margins is below two standard errors.
 
     Raises:
         ValueError: another ``by``; a table without these columns; a layer with a single head.
@@ -198,46 +184,30 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
     missing = [name for name in ("layer", "head", by) if name not in getattr(table, "columns", ())]
     if missing:
         raise ValueError(f"table must have the column {missing[0]!r}, as from positional_gradients, got {shown(table)}")
-    keys = [name for name in ("step", "layer") if name in table.columns]
-    error, rows = f"{by}_se", []
-    for key, heads in table.groupby(keys):
-        if len(heads) < 2:
-            raise ValueError(f"table must have at least two heads in every layer, got {len(heads)} in {key}")
-        ordered = heads.sort_values(by, ascending=False, kind="stable")
-        largest, second = (float(x) for x in ordered[by].iloc[:2])
-        leading = int(ordered["head"].iloc[0])
-        errors = ordered[error].iloc[:2] if error in heads else pd.Series([math.nan] * 2)
-        rows.append([*key, leading, largest, second, largest - second, math.hypot(*errors)])
-    margins = pd.DataFrame(rows, columns=[*keys, "head", "largest", "second", "margin", "margin_se"])
-    steps = [margins["step"]] if "step" in keys else [pd.Series(0, margins.index)]
-    following = margins.groupby(steps)[["margin", "margin_se"]].shift(-1)
-    gamma = margins["margin"] / following["margin"]
-    if error not in table.columns:
-        return margins.drop(columns="margin_se").assign(amplification=gamma)
-    relative = [x["margin_se"] / x["margin"] for x in (margins, following)]
-    certain = (relative[0] < 1 / _ERRORS) & (relative[1] < 1 / _ERRORS)
-    gamma = gamma.where(certain)
-    both = (relative[0] ** 2 + relative[1] ** 2) ** 0.5
-    factor = np.exp(_ERRORS * both.where(certain))
-    return margins.assign(amplification=gamma, amplification_low=gamma / factor, amplification_high=gamma * factor)
+    keys, error = [name for name in ("step", "layer") if name in table.columns], f"{by}_se"
+    layers = table.sort_values(by, ascending=False, kind="stable").groupby(keys)
+    if layers.size().min() < 2:
+        raise ValueError(f"table must have at least two heads in every layer, got {layers.size().min()}")
+    first, second = (layers.nth(n).sort_values(keys, ignore_index=True) for n in (0, 1))
+    margins = first[[*keys, "head"]].assign(largest=first[by], second=second[by], margin=first[by] - second[by])
+    known = margins["margin"]
+    if error in table.columns:
+        margins["margin_se"] = np.hypot(first[error], second[error])
+        known = known.where(known > 2 * margins["margin_se"])
+    following = known.groupby(margins["step"] if "step" in keys else margins["layer"] * 0).shift(-1)
+    return margins.assign(amplification=known / following)
 
 
-def _batches(
-    model: SyntheticModel, task: Task | Samples, batches: int, batch_size: int, seed: int
-) -> Iterator[Samples]:
-    """Samples on the model's device, one batch at a time."""
-    device = model.embed.W_E.device
+def _batches(task: Task | Samples, batches: int, batch_size: int, seed: int) -> Iterator[Samples]:
     if isinstance(task, Task):
         generator = torch.Generator().manual_seed(seed)
-        drawn = [task.batch(batch_size, generator) for _ in range(batches)]
-    elif isinstance(task, tuple) and len(task) == 2 and all(isinstance(x, Tensor) for x in task):
-        tokens, labels = task
-        if len(tokens) != len(labels) or len(tokens) < batches * batch_size:
-            raise ValueError(
-                f"task must have labels for at least batches · batch_size = {batches * batch_size} texts, got "
-                f"{len(tokens)} texts and {len(labels)} labels"
-            )
-        drawn = list(zip(tokens.split(batch_size), labels.split(batch_size), strict=True))[:batches]
-    else:
+        return (task.batch(batch_size, generator) for _ in range(batches))
+    if not isinstance(task, tuple) or len(task) != 2 or not all(isinstance(x, Tensor) for x in task):
         raise ValueError(f"task must be a Task, or a pair of tokens and labels, got {type(task).__name__}")
-    return ((tokens.to(device), labels.to(device)) for tokens, labels in drawn)
+    texts, labels = (len(x) for x in task)
+    if texts != labels or texts < batches * batch_size:
+        raise ValueError(
+            f"task must have labels for at least batches · batch_size = {batches * batch_size} texts, got {texts} "
+            f"texts and {labels} labels"
+        )
+    return itertools.islice(zip(*(x.split(batch_size) for x in task), strict=True), batches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -113,7 +113,8 @@ def only_heads(
     if (by == "attention") != (reference is not None):
         needed = "must be tokens" if by == "attention" else "must be None"
         raise ValueError(f'reference {needed} with by="{by}", got {type(reference).__name__}')
-    return _Only(model, by, reference).hooks([(layer, head) for layer, some in by_layer.items() for head in some])
+    chosen = {(layer, head) for layer, some in by_layer.items() for head in some}
+    return _restricted(model, chosen, _mean(model, reference))
 
 
 def sufficient_heads(
@@ -159,30 +160,30 @@ def sufficient_heads(
     _check(model, by)
     check_samples(model, tokens, labels)
     check_number("keep", keep, above=0, most=1)
-    measured = _Measured(_Only(model, by, tokens if by == "attention" else None), tokens, labels)
-    everything = _heads_of(model, by)
+    mean = _mean(model, tokens if by == "attention" else None)
+    known: dict[frozenset[Head], tuple[float, float]] = {}
+
+    def measured(heads: Sequence[Head]) -> tuple[float, float]:
+        """Accuracy and loss with these heads alone; each set is measured once."""
+        if (key := frozenset(heads)) not in known:
+            with model.hooks(fwd_hooks=_restricted(model, key, mean)):
+                loss, accuracy = evaluate(model, tokens, labels, batch_size=128)
+            known[key] = accuracy, loss
+        return known[key]
+
+    rotary = model.config.rotary_heads if by == "rotation" else None
+    n_heads = model.cfg.n_heads if rotary is None else rotary
+    everything = [(layer, head) for layer in range(model.cfg.n_layers) for head in range(n_heads)]
     enough = keep * measured(everything)[0] - 1e-9
-    ranked = _ranked(measured, everything, order)
-    path, kept = [everything], everything
-    low, high = -1, len(ranked)  # the last so many suffice; so many do not, as far as it was tried
-    while high - low > 1:
-        middle = (low + high) // 2
-        trial = ranked[len(ranked) - middle :]
-        if measured(trial)[0] >= enough:
-            high, kept = middle, trial
-            path.append(trial)
-        else:
-            low = middle
-    before = -1
-    while len(kept) != before:
-        before = len(kept)
-        for head in [head for head in ranked if head in kept]:
-            trial = [other for other in kept if other != head]
-            if measured(trial)[0] >= enough:
-                kept = trial
-                path.append(trial)
-    without = {head: measured([other for other in kept if other != head])[1] for head in kept}
-    heads = sorted(kept, key=lambda head: -without[head])
+    if order is None:
+        effect = {head: measured(_without(head, everything))[1] for head in everything}
+    else:
+        effect = _effects(order, everything)
+    ranked = sorted(everything, key=lambda head: effect[head])  # the least important first
+    path = _search(ranked, lambda heads: measured(heads)[0] >= enough)
+    kept = path[-1]
+    loss_without = {head: measured(_without(head, kept))[1] for head in kept}
+    heads = sorted(kept, key=lambda head: -loss_without[head])
     path += [heads[:n] for n in reversed(range(len(heads)))]
     rows = [(len(some), *measured(some)) for some in path]
     table = pd.DataFrame(rows, columns=["heads", "accuracy", "loss"]).drop_duplicates("heads", ignore_index=True)
@@ -192,24 +193,47 @@ def sufficient_heads(
     )
 
 
-class _Only:
-    """The hooks of ``only_heads``; means are computed once."""
+def _search(ranked: list[Head], suffice: Callable[[list[Head]], bool]) -> list[list[Head]]:
+    """Sets that suffice, each smaller than the one before; of the last no head can go."""
+    path = [ranked]
+    low, high = -1, len(ranked)  # the last so many suffice; so many do not, as far as it was tried
+    while high - low > 1:
+        middle = (low + high) // 2
+        trial = ranked[len(ranked) - middle :]
+        if suffice(trial):
+            high = middle
+            path.append(trial)
+        else:
+            low = middle
+    before = -1
+    while len(path) != before:
+        before = len(path)
+        for head in path[-1]:
+            if suffice(trial := _without(head, path[-1])):
+                path.append(trial)
+    return path
 
-    def __init__(self, model: SyntheticModel, by: By, reference: Tensor | None) -> None:
-        self.model, self.by = model, by
-        layers = range(model.cfg.n_layers)
-        if by == "attention":
-            self.replace = stand_in(model, layers, "mean", reference_texts(model, reference), 0)
 
-    def hooks(self, heads: Sequence[Head]) -> list[Hook]:
-        hooks: list[Hook] = []
-        for layer in range(self.model.cfg.n_layers):
-            others = [head for head in range(self.model.cfg.n_heads) if (layer, head) not in heads]
-            if others and self.by == "rotation":
-                hooks += [*_frozen(layer, "q", others), *_frozen(layer, "k", others)]
-            elif others:
-                hooks += replace_heads(read_attention(self.model, layer), others, self.replace)
-        return hooks
+def _without(head: Head, heads: list[Head]) -> list[Head]:
+    return [other for other in heads if other != head]
+
+
+def _mean(model: SyntheticModel, reference: Tensor | None) -> Any:
+    """What takes the place of a head's output; None if heads are frozen instead."""
+    layers = range(model.cfg.n_layers)
+    return None if reference is None else stand_in(model, layers, "mean", reference_texts(model, reference), 0)
+
+
+def _restricted(model: SyntheticModel, heads: Set[Head], mean: Any) -> list[Hook]:
+    """Hooks on all heads but these."""
+    hooks: list[Hook] = []
+    for layer in range(model.cfg.n_layers):
+        others = [head for head in range(model.cfg.n_heads) if (layer, head) not in heads]
+        if others and mean is None:
+            hooks += [*_frozen(layer, "q", others), *_frozen(layer, "k", others)]
+        elif others:
+            hooks += replace_heads(read_attention(model, layer), others, mean)
+    return hooks
 
 
 def _frozen(layer: int, side: str, heads: list[int]) -> list[Hook]:
@@ -227,49 +251,21 @@ def _frozen(layer: int, side: str, heads: list[int]) -> list[Hook]:
     return [(hook_name(layer, f"hook_{side}"), listen), (hook_name(layer, f"hook_rot_{side}"), put_back)]
 
 
-class _Measured:
-    """Accuracy and loss with a set of heads alone; each set is measured once."""
-
-    def __init__(self, only: _Only, tokens: Tensor, labels: Tensor) -> None:
-        self.only, self.tokens, self.labels = only, tokens, labels
-        self.known: dict[frozenset[Head], tuple[float, float]] = {}
-
-    def __call__(self, heads: Sequence[Head]) -> tuple[float, float]:
-        key = frozenset(heads)
-        if key not in self.known:
-            with self.only.model.hooks(fwd_hooks=self.only.hooks(heads)):
-                loss, accuracy = evaluate(self.only.model, self.tokens, self.labels, batch_size=128)
-            self.known[key] = (accuracy, loss)
-        return self.known[key]
-
-
-def _ranked(measured: _Measured, heads: list[Head], order: pd.DataFrame | None) -> list[Head]:
-    """The heads, those with the least effect on the loss first."""
-    if order is None:
-        effect = {head: measured([other for other in heads if other != head])[1] for head in heads}
-    else:
-        columns = ["layer", "head", "loss_effect"]
-        if not {*columns} <= {*order.columns}:
-            raise ValueError(f"order must be a table of head_drops with the columns {columns}, got {[*order.columns]}")
-        effect = {(int(layer), int(head)): float(x) for layer, head, x in order[columns].itertuples(index=False)}
-        lacking = [head for head in heads if not math.isfinite(effect.get(head, math.nan))]
-        if lacking:
-            raise ValueError(
-                f"order must have a finite loss_effect of every head, got none for {head_label(*lacking[0])}"
-            )
-    return sorted(heads, key=lambda head: effect[head])
+def _effects(order: pd.DataFrame, heads: list[Head]) -> dict[Head, float]:
+    columns = ["layer", "head", "loss_effect"]
+    if not {*columns} <= {*order.columns}:
+        raise ValueError(f"order must be a table of head_drops with the columns {columns}, got {[*order.columns]}")
+    effect = {(int(layer), int(head)): float(x) for layer, head, x in order[columns].itertuples(index=False)}
+    lacking = [head for head in heads if not math.isfinite(effect.get(head, math.nan))]
+    if lacking:
+        raise ValueError(f"order must have a finite loss_effect of every head, got none for {head_label(*lacking[0])}")
+    return effect
 
 
 def reference_texts(model: SyntheticModel, tokens: Any) -> Texts:
     """Texts for the mean of heads: without padding, if the model does not read it."""
     pad = model.config.pad_id
     return read_texts(model, tokens, None if pad is None else tokens != pad)
-
-
-def _heads_of(model: SyntheticModel, by: By) -> list[Head]:
-    rotary = model.config.rotary_heads
-    n = rotary if by == "rotation" and rotary is not None else model.cfg.n_heads
-    return [(layer, head) for layer in range(model.cfg.n_layers) for head in range(n)]
 
 
 def _check(model: Any, by: Any) -> None:
