@@ -254,19 +254,3 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     assert one["error"].isna().all()
     assert one["recovered"].notna().all()
     assert (head_verdicts(one)["verdict"] != "no effect").all()
-
-
-def test_bands_within_a_number_of_parameters(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    options = {"heads": [(0, 3)], "rungs": ["banded"], "controls": [], "heldout": TOKENS[:1]}
-
-    def of(bands: Any) -> tuple[int, float]:
-        row = ladder(model, **options, bands=bands).set_index("rung").loc["banded"]
-        return row["parameters"], row["loss"]
-
-    few, many = of([1, 2]), of([1, 2, 4])
-    assert of(few[0]) == of(many[0] - 1) == few
-    assert of(many[0]) == many
-    assert of(10**6) == of([1, 2, 4, 8])
-    with pytest.raises(ValueError, match=f"bands must be distances, or at least {of([1])[0]} parameters, .* got 9"):
-        of(9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
@@ -28,13 +28,12 @@ from tl_posdisent.hooks.substitute_attention import (
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
-from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.validation import check_choice, check_number, check_seed, check_subset, is_integer
+from tl_posdisent.utils.validation import check_choice, check_number, check_seed, check_subset
 
 from .metrics import Metric, as_numbers, check_metric, values_of
 from .predictions import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
-from .runs import Failures, Runs
+from .runs import Failures, Run, Runs
 
 Unit = Literal["head", "layer", "all"]
 Control = Literal["shuffled", "random"]
@@ -56,7 +55,7 @@ def attention_ladder(
     unit: Unit = "head",
     rungs: Collection[Rung] = RUNGS,
     controls: Collection[Control] = _CONTROLS,
-    bands: Sequence[int] | int = BANDS,
+    bands: Sequence[int] = BANDS,
     rank: int = 1,
     seed: int = 0,
     progress: bool = True,
@@ -65,33 +64,25 @@ def attention_ladder(
 
     The attention of one head, one layer, or all is replaced by each rung of ``substitute_attention``, from uniform
     attention to the head's own, and the next token is predicted. Rungs ``"distance"``, ``"distance+sink"`` and
-    ``"static"`` have coefficients of the head, fitted to all texts of ``tokens`` together. The others have coefficients
-    of each key of a text, and are fitted to the very text that is predicted. Fits are made in the unmodified model for
-    heads and layers, and for ``unit="all"`` layer by layer in the model whose earlier layers are already replaced.
-
-    **Causal rungs.** A free importance of a key is fitted to the attention that later queries pay to it, so it may leak
-    what they look for. Static rungs are causal on texts that they were not fitted on: give ``heldout``.
+    ``"static"`` have coefficients of the head, fitted to all texts of ``tokens`` together; they are causal on other
+    texts: give ``heldout``. The others have coefficients of each key of a text, fitted to the very text that is
+    predicted: to the attention that later queries pay to a key, so they may leak what these look for. Fits are made in
+    the unmodified model for heads and layers, and for ``unit="all"`` layer by layer in the model whose earlier layers
+    are already replaced.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; it must return logits.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
+        model, tokens, attention_mask, layers, heads, progress: as in ``head_ablation``; the model must return logits.
         heldout: texts whose loss is measured, no longer than those of ``tokens``; default ``tokens`` themselves.
-        attention_mask, heldout_mask: 1 at tokens, 0 at padding, for padded ids of ``tokens`` and ``heldout``. Each text
-            is run without its padding.
-        metric: ``f(logits, tokens)`` of the predicted texts, a number or one for each text, such as
-            ``logit_difference(...)``; ``recovered`` and ``error`` are then of it. Default: the next token's loss.
-        layers: default all.
-        heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
+        heldout_mask: the mask of ``heldout``.
+        metric: as in ``head_ablation``, of the predicted texts; ``recovered`` and ``error`` are then of it. Default:
+            the next token's loss.
         unit: what is replaced at a time: each ``"head"``, the chosen heads of each ``"layer"``, or ``"all"`` of them.
         rungs: which; ``"uniform"`` and ``"untouched"`` are always there.
         controls: default the first of these. ``"shuffled"``: rungs fitted to texts of the same tokens in another order,
             the first in its place; ``"random"``: the whole ladder in a copy with random weights (``random_control``).
-        bands: of ``"banded"`` and ``"low-rank"``: distances at which a new band begins. An integer is the largest
-            number of parameters that ``"banded"`` may fit for a head, in all texts: bands then begin at distances 1, 2,
-            4, 8 …, as many as it allows.
+        bands: of ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
         rank: of ``"low-rank"``.
         seed: of the shuffled order and the random weights.
-        progress: show a bar.
 
     Returns:
         One row for each run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``,
@@ -122,7 +113,7 @@ def attention_ladder(
     check_choice("unit", unit, get_args(Unit))
     wanted = [*check_subset("rungs", rungs, RUNGS), *_WHOLE]
     extra = check_subset("controls", controls, get_args(Control))
-    check_rung_options(BANDS if is_integer(bands) else bands, rank)
+    check_rung_options(bands, rank)
     check_seed(seed)
     reading = read_model(model, layers)
     fitted = read_texts(reading.model, tokens, attention_mask)
@@ -132,15 +123,19 @@ def attention_ladder(
     if metric is not None:
         check_metric(metric)
     chosen = any_heads(reading, layers, heads)
-    if set(wanted) & set(PER_HEAD):
-        _check_distances(chosen, fitted, texts)
-    starts = bands if isinstance(bands, Sequence) else _bands_within(int(bands), chosen, texts)
+    reach = min(texts.longest, max(spec.window or texts.longest for spec, _ in chosen))
+    if set(wanted) & set(PER_HEAD) and reach > fitted.longest:
+        raise ValueError(
+            f"heldout must be no longer than the texts of tokens, {fitted.longest}, got {texts.longest}: "
+            "static rungs know no larger distance; fit longer texts, cut the held-out ones, or leave out "
+            f"rungs {', '.join(PER_HEAD)}"
+        )
     rung_list = [rung for rung in RUNGS if rung in wanted]
     fitted_rungs = [rung for rung in rung_list if rung not in _WHOLE]
     n_items = {"all": 1, "layer": len(chosen), "head": sum(len(heads) for _, heads in chosen)}[unit]
     total = n_items * (len(rung_list) * (1 + ("random" in extra)) + len(fitted_rungs) * ("shuffled" in extra))
     with tqdm(total=total, desc="runs", disable=not progress) as bar:
-        ladder = _Ladder(reading, fitted, texts, unit, starts, rank, seed, metric, Failures(), bar)
+        ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed, metric, Failures(), bar)
         rows = ladder.rows(chosen, rung_list, "none")
         if "shuffled" in extra:
             rows += ladder.rows(chosen, fitted_rungs, "shuffled", {row[:2]: row for row in rows if row[3] == "uniform"})
@@ -152,49 +147,23 @@ def attention_ladder(
         table = table.drop(columns="value")
     order = {name: n for n, name in enumerate(("none", *get_args(Control)))}
     table = table.sort_values(
-        ["layer", "head", "control"], key=lambda x: x.map(order) if x.name == "control" else x, kind="stable"
-    ).reset_index(drop=True)
+        ["layer", "head", "control"],
+        key=lambda x: x.map(order) if x.name == "control" else x,
+        kind="stable",
+        ignore_index=True,
+    )
     return reading.note(ladder.failures.note(table))
 
 
-def _check_distances(chosen: Chosen, fitted: Texts, texts: Texts) -> None:
-    """Refuse texts with distances that static rungs cannot know."""
-    if (
-        any(spec.window is None or spec.window > fitted.longest for spec, _ in chosen)
-        and texts.longest > fitted.longest
-    ):
-        raise ValueError(
-            f"heldout must be no longer than the texts of tokens, {fitted.longest}, got {texts.longest}: "
-            "static rungs know no larger distance; fit longer texts, cut the held-out ones, or leave out "
-            f"rungs {', '.join(PER_HEAD)}"
-        )
-
-
-def _bands_within(limit: int, chosen: Chosen, texts: Texts) -> list[int]:
-    """As many of the distances 1, 2, 4, 8 … as leave every chosen head at most so many parameters in all texts."""
-    layers = list({(spec.causal, spec.window): spec for spec, _ in chosen}.values())
-
-    def size(bands: Sequence[int]) -> int:
-        masks = [[spec.mask(length) for length in texts.lengths] for spec in layers]
-        return max(sum(n_parameters("banded", mask, 0, bands=bands, rank=1) for mask in each) for each in masks)
-
-    starts = [1]
-    if size(starts) > limit:
-        raise ValueError(
-            f"bands must be distances, or at least {size(starts)} parameters, which two bands need here, got {limit}"
-        )
-    while 2 * starts[-1] < texts.longest and size([*starts, 2 * starts[-1]]) <= limit:
-        starts.append(2 * starts[-1])
-    return starts
-
-
 _Row = tuple[Any, ...]
+_Item = tuple[int | None, int | None, Chosen]
+"""Layer and head of a row, and what is replaced for it."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Measured:
-    """Numbers of one run: losses by token of all texts, mean divergence, and what recovered shares are of: the same
-    losses, or a metric by text (or of all texts, one number)."""
+    """One run: losses by token of all texts, mean divergence, and what recovered shares are of: the same losses, or a
+    metric by text (or of all texts, one number)."""
 
     losses: Float[Tensor, "token"]
     kl: float
@@ -228,63 +197,52 @@ class _Ladder:
             losses = clean_losses(clean, self.texts)
             untouched = _Measured(losses, 0.0, self._values(runs.clean, losses))
             for together in [chosen] if self.unit == "all" else [[each] for each in chosen]:
-                items = self._items(together)
+                ((spec, heads), *_) = together
+                items: list[_Item] = [(None if self.unit == "all" else spec.layer, None, together)]
+                if self.unit == "head":
+                    items = [(spec.layer, head, [(spec, [head])]) for head in heads]
                 found: list[dict[Rung, _Measured]] = [{} for _ in items]
                 for rung in rungs:
-                    outputs: Iterator[Callable[[], list[Any]] | None] = repeat(None, len(items))
+                    outputs: Iterator[Run | None] = repeat(None, len(items))
                     if rung != "untouched":
-                        outputs = self._outputs(runs, together, items, rung, control)
+                        outputs = self._runs(runs, together, items, rung, shuffled=control == "shuffled")
                     for (layer, head, _), of_item, run in zip(items, found, outputs, strict=True):
                         of_item[rung] = self._measure(run, clean, layer, head) if run else untouched
                         self.bar.update()
                 for item, measured in zip(items, found, strict=True):
-                    rows += self._rows_of(item, measured, untouched, control, plain)
+                    ends = None if plain is None else plain[item[:2]]
+                    rows += self._rows_of(item, measured, untouched, control, ends)
         return rows
 
-    def _items(self, together: Chosen) -> list[tuple[int | None, int | None, Chosen]]:
-        """Layer and head of the rows of what is fitted together, and what is replaced for each."""
-        if self.unit == "all":
-            return [(None, None, together)]
-        ((spec, heads),) = together
-        if self.unit == "layer":
-            return [(spec.layer, None, together)]
-        return [(spec.layer, head, [(spec, [head])]) for head in heads]
-
-    def _outputs(
-        self, runs: Runs, together: Chosen, items: list[Any], rung: Rung, control: str
-    ) -> Iterator[Callable[[], list[Any]]]:
-        """What the model returns with a rung in the place of each item's attention."""
-        stored = self._stored(together, rung, shuffled=control == "shuffled")
+    def _runs(
+        self, runs: Runs, together: Chosen, items: Sequence[_Item], rung: Rung, *, shuffled: bool
+    ) -> Iterator[Run]:
+        """Runs with a rung in the place of each item's attention, fitted to what is replaced together."""
+        model, replaced = self.reading.model, self.unit == "all"
+        stored: list[Stored] = []
+        if rung not in _WHOLE:
+            tokens = [group.tokens for group in (self.fitted if rung in PER_HEAD else self.texts).groups]
+            if shuffled:
+                tokens = [each[:, shuffled_order(each.shape[1], self.seed)] for each in tokens]
+            if rung in PER_HEAD:
+                stored = [fit_static_heads(model, tokens, together, rung, replaced=replaced)] * len(self.texts.groups)
+            else:
+                options: dict[str, Any] = {"bands": self.bands, "rank": self.rank, "replaced": replaced}
+                stored = [fit_texts(model, each, together, rung, **options) for each in tokens]
 
         def hooks(group: int, where: Chosen) -> Hooks:
             if stored:
                 return stored_hooks(where, stored[group])
             return joined(rung_hooks(spec, heads, rung, self.bands, self.rank) for spec, heads in where)
 
-        if self.unit == "all":
+        if replaced:
             under = [hooks(group, together) for group in range(len(self.texts.groups))]
-            return iter([partial(run_texts, self.reading.model, self.texts, under)])
+            return iter([partial(run_texts, model, self.texts, under)])
+        ((spec, _),) = together
         units = [heads for _, _, [(_, heads)] in items]
-        spec = together[0][0]
         return runs.each(spec.layer, units, lambda group, heads: hooks(group, [(spec, list(heads))]), kind=rung)
 
-    def _stored(self, together: Chosen, rung: Rung, *, shuffled: bool) -> list[Stored]:
-        """What a rung puts into these layers, for each group of texts."""
-        if rung in _WHOLE:
-            return []
-        model, replaced = self.reading.model, self.unit == "all"
-        groups = (self.fitted if rung in PER_HEAD else self.texts).groups
-        tokens = [group.tokens for group in groups]
-        if shuffled:
-            tokens = [each[:, shuffled_order(each.shape[1], self.seed)] for each in tokens]
-        if rung in PER_HEAD:
-            return [fit_static_heads(model, tokens, together, rung, replaced=replaced)] * len(self.texts.groups)
-        options: dict[str, Any] = {"bands": self.bands, "rank": self.rank, "replaced": replaced}
-        return [fit_texts(model, each, together, rung, **options) for each in tokens]
-
-    def _measure(
-        self, run: Callable[[], list[Any]], clean: Sequence[Tensor], layer: int | None, head: int | None
-    ) -> _Measured:
+    def _measure(self, run: Run, clean: Sequence[Tensor], layer: int | None, head: int | None) -> _Measured:
         def measure() -> _Measured:
             outputs = run()
             losses, divergences = compare(outputs, self.texts, clean)
@@ -299,35 +257,30 @@ class _Ladder:
         return as_numbers(values_of(self.metric, outputs, self.texts), len(self.texts.tokens)).reshape(-1)
 
     def _rows_of(
-        self,
-        item: tuple[int | None, int | None, Chosen],
-        measured: dict[Rung, _Measured],
-        untouched: _Measured,
-        control: str,
-        plain: dict[_Row, _Row] | None,
+        self, item: _Item, measured: dict[Rung, _Measured], untouched: _Measured, control: str, ends: _Row | None
     ) -> Iterator[_Row]:
         layer, head, where = item
         clean, n = untouched.values, len(untouched.values)
         errors = {x: ((run.values - clean).std() / n**0.5).item() if n > 1 else nan for x, run in measured.items()}
-        if plain is None:
+        if ends is None:
             uniform, noise = measured["uniform"].values.mean().item(), errors["uniform"]
         else:
-            uniform, noise = (plain[layer, head][_COLUMNS.index(name)] for name in ("value", "error"))
+            uniform, noise = (ends[_COLUMNS.index(name)] for name in ("value", "error"))
         gap = uniform - clean.mean().item()
+        options: dict[str, Any] = {"bands": self.bands, "rank": self.rank}
         for rung, run in measured.items():
             value = run.values.mean().item()
             recovered = (uniform - value) / gap if abs(gap) > (0 if isnan(noise) else noise) else nan
-            size = sum(len(heads) * self._parameters(spec, rung) for spec, heads in where)
+            lengths = [self.fitted.longest] if rung in PER_HEAD else self.texts.lengths
+            size = sum(
+                len(heads) * n_parameters(rung, spec.mask(length), spec.d_head, **options)
+                for spec, heads in where
+                for length in lengths
+            )
             static = rung in _WHOLE or (rung in PER_HEAD and self.texts is not self.fitted)
             causal = static and all(spec.causal for spec, _ in where)
             loss = run.losses.mean().item()
             yield layer, head, control, rung, value, loss, recovered, run.kl, errors[rung], size, causal
-
-    def _parameters(self, spec: AttentionSpec, rung: Rung) -> int:
-        """For one head, in all texts."""
-        lengths = [self.fitted.longest] if rung in PER_HEAD else self.texts.lengths
-        options: dict[str, Any] = {"bands": self.bands, "rank": self.rank}
-        return sum(n_parameters(rung, spec.mask(length), spec.d_head, **options) for length in lengths)
 
 
 _VERDICTS: dict[Rung, str] = {
@@ -355,9 +308,8 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
     *no effect*           uniform attention costs no more than ``noise`` standard errors
     ===================== =====================================================================
 
-    The free importances of ``"additive"`` and ``"banded"`` are not causal; column ``causal`` says whether the rung is.
-    The standard error is that of the difference of losses by token (column ``error`` of the rung ``"uniform"``), as if
-    tokens were independent, and of one text sample; a head with no effect here may have one elsewhere.
+    The standard error is column ``error`` of the rung ``"uniform"``, of this sample of texts: a head with no effect
+    here may have one elsewhere.
 
     Args:
         table: of ``attention_ladder``; only rows without a control are read.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from math import factorial
@@ -10,19 +9,19 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, joined, layer_hooks
 from tl_posdisent.hooks.score_components import Part, split_scores
-from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
+from tl_posdisent.models.reading.forward import evaluating, output_of
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
+from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
 
-from .metrics import Metric, as_number, check_metric, next_token_loss, values_of
+from .metrics import Metric, as_numbers, check_metric, next_token_loss, values_of
 
 _COMPONENTS: tuple[Part, ...] = get_args(Part)
 Measured = Literal["loss", "kl"]
@@ -37,7 +36,7 @@ def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataF
 
         value(p) = Σ_S |S|! (3 - |S|)! / 4! · (v(S ∪ {p}) - v(S)),    S without p
 
-    The four values add up to ``v(all) - v(none)``: the loss of the unmodified model minus that of uniform attention.
+    The four add up to ``v(all) - v(none)``: the loss of the unmodified model minus that of uniform attention.
 
     Args:
         table: what ``additive_substitution`` returned, with either additive model.
@@ -60,40 +59,26 @@ def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataF
         'residual'
     """
     check_choice("measured", measured, get_args(Measured))
-    values = _subset_values(table, measured)
-    rows = []
-    for component in _COMPONENTS:
-        others = [other for other in _COMPONENTS if other != component]
-        gains = {
-            frozenset(some): values[frozenset({*some, component})] - values[frozenset(some)]
-            for n in range(len(_COMPONENTS))
-            for some in combinations(others, n)
-        }
-        value = sum(_order_share(len(some)) * gain for some, gain in gains.items())
-        rows.append((component, value, gains[frozenset()], gains[frozenset(others)]))
-    return pd.DataFrame(rows, columns=["component", "value", "first", "last"])
-
-
-def _order_share(before: int) -> float:
-    """The fraction of orders in which a component comes right after a given set of so many others."""
-    return factorial(before) * factorial(len(_COMPONENTS) - 1 - before) / factorial(len(_COMPONENTS))
-
-
-def _subset_values(table: Any, measured: str) -> dict[frozenset[str], float]:
-    """The loss with each subset of the components."""
     needed = {"scope", "put_in", "keep", measured}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
         got = list(table.columns) if isinstance(table, pd.DataFrame) else type(table).__name__
         raise ValueError(f"table must be what additive_substitution returned, got {got}")
     runs = table[(table["scope"] == "all") & (table["put_in"] == "fit")]
-    named = [frozenset() if keep == "mean" else frozenset(str(keep).split("+")) for keep in runs["keep"]]
+    kept = [frozenset() if keep == "mean" else frozenset(str(keep).split("+")) for keep in runs["keep"]]
     wanted = {frozenset(some) for n in range(len(_COMPONENTS) + 1) for some in combinations(_COMPONENTS, n)}
-    if set(named) != wanted or len(named) != len(wanted):
+    if set(kept) != wanted or len(kept) != len(wanted):
         raise ValueError(
             f'table must have one row for each of the {len(wanted)} subsets of components (scope "all", put_in "fit"), '
-            f"got {len(named)} rows for {len(set(named) & wanted)} of them"
+            f"got {len(kept)} rows for {len(set(kept) & wanted)} of them"
         )
-    return dict(zip(named, map(float, runs[measured]), strict=True))
+    values = dict(zip(kept, map(float, runs[measured]), strict=True))
+    rows = []
+    for component in _COMPONENTS:
+        gains = {some: values[some | {component}] - values[some] for some in wanted if component not in some}
+        value = sum(gain * factorial(len(some)) * factorial(3 - len(some)) for some, gain in gains.items()) / 24
+        others = frozenset(_COMPONENTS) - {component}
+        rows.append((component, value, gains[frozenset()], gains[others]))
+    return pd.DataFrame(rows, columns=["component", "value", "first", "last"])
 
 
 def component_attribution(
@@ -118,8 +103,8 @@ def component_attribution(
     one pass for each). A softmax ignores what depends on the query alone: ``mean`` and ``query`` have value 0, except
     beside an attention sink.
 
-    One forward and one backward pass for each length of text, whose activations and scores are held. Neither the
-    parameters' ``grad`` nor their ``requires_grad`` changes. Hooks of your own on the model act.
+    One forward and one backward pass for each length of text, whose activations and scores are held. The parameters'
+    ``grad`` and ``requires_grad`` do not change.
 
     Args:
         model, tokens, attention_mask, layers, heads: as in ``head_ablation``.
@@ -131,8 +116,8 @@ def component_attribution(
         the metric's unit; they add up to Σ gradient · score.
 
     Raises:
-        ValueError: a layer whose scores cannot be changed; a metric that is not differentiable or returns anything but
-            finite numbers; unusable tokens, layers or heads.
+        ValueError: a layer whose scores cannot be changed; a metric that is not differentiable; what ``head_ablation``
+            refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -147,20 +132,28 @@ def component_attribution(
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     taps = [[_Tap(spec.layer) for spec, _ in chosen] for _ in texts.groups]
-    hooks = [
-        joined(layer_hooks(spec, some, tap.edit) for tap, (spec, some) in zip(of_group, chosen, strict=True))
-        for of_group in taps
-    ]
+    outputs = []
     with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
-        outputs = [_output(model, group, some) for group, some in zip(texts.groups, hooks, strict=True)]
-        value = _differentiable(values_of(metric, outputs, texts), texts)
+        for group, of_group in zip(texts.groups, taps, strict=True):
+            added = joined(
+                layer_hooks(spec, some, ScoreEdit("component_attribution", tap.add_zero, Order.COMPONENT, scores=True))
+                for tap, (spec, some) in zip(of_group, chosen, strict=True)
+            )
+            with applied(model, added):
+                outputs.append(output_of(model, group.tokens))
+        values = values_of(metric, outputs, texts)
+        as_numbers(values, len(texts.tokens))
+        if not isinstance(values, Tensor) or not values.requires_grad:
+            raise ValueError(
+                "metric must be differentiable: return a tensor made of the logits by torch functions (without "
+                ".item(), .detach() or argmax), got one without gradients"
+            )
         deltas = [tap.delta for of_group in taps for tap in of_group]
-        gradients = iter(torch.autograd.grad(value, deltas, allow_unused=True))
-    rows = []
+        gradients = iter(torch.autograd.grad(values.double().mean(), deltas, allow_unused=True))
     sums = [[tap.products(next(gradients)) for tap in of_group] for of_group in taps]
+    rows = []
     for n, (spec, some) in enumerate(chosen):
-        components = sum(of_group[n] for of_group in sums)
-        assert isinstance(components, Tensor)
+        components = torch.stack([of_group[n] for of_group in sums]).sum(0)
         rows += [(spec.layer, head, *own) for head, own in zip(some, components.T.tolist(), strict=True)]
     return reading.note(pd.DataFrame(rows, columns=["layer", "head", "mean", *_COMPONENTS]))
 
@@ -171,10 +164,6 @@ class _Tap:
 
     layer: int
     seen: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-
-    @property
-    def edit(self) -> ScoreEdit:
-        return ScoreEdit("component_attribution", self.add_zero, Order.COMPONENT, scores=True)
 
     def add_zero(self, view: View) -> Tensor:
         scores = view.scores()
@@ -190,28 +179,7 @@ class _Tap:
 
     def products(self, gradient: Float[Tensor, "batch head query key"] | None) -> Float[Tensor, "component head"]:
         """Σ gradient · component for each component and head, in float64."""
-        scores, inside, _ = self.seen.pop()
-        if gradient is None:
-            return torch.zeros(1 + len(_COMPONENTS), scores.shape[1], dtype=torch.float64)
-        return _weighted(split_scores(scores, inside), gradient, inside).cpu()
-
-
-def _weighted(components: dict[str, Tensor], gradient: Tensor, inside: Bool[Tensor, "*lead query key"]) -> Tensor:
-    slope = torch.where(inside, gradient.double(), 0.0)
-    return torch.stack([(slope * components[name]).sum((0, 2, 3)) for name in ("mean", *_COMPONENTS)])
-
-
-def _output(model: Any, group: TextGroup, hooks: Sequence[Hook]) -> Any:
-    with applied(model, hooks):
-        return output_of(model, group.tokens)
-
-
-def _differentiable(values: Any, texts: Texts) -> Tensor:
-    """What a metric returned, as one number with gradients."""
-    as_number(values, len(texts.tokens))
-    if not isinstance(values, Tensor) or not values.requires_grad:
-        raise ValueError(
-            "metric must be differentiable: return a tensor made of the logits by torch functions (without .item(), "
-            ".detach() or argmax), got one without gradients"
-        )
-    return values.double().mean()
+        scores, inside, delta = self.seen.pop()
+        slope = torch.where(inside, torch.zeros_like(delta) if gradient is None else gradient, 0.0).double()
+        components = split_scores(scores, inside)
+        return torch.stack([(slope * components[name]).sum((0, 2, 3)) for name in ("mean", *_COMPONENTS)]).cpu()

@@ -59,36 +59,34 @@ class LogitDifference:
     position: tuple[int, ...]
 
     def __call__(
-        self,
-        logits: Float[Tensor, "batch pos vocab"],
-        tokens: Int[Tensor, "batch pos"],
-        attention_mask: Tensor | None = None,
+        self, logits: Float[Tensor, "batch pos vocab"], tokens: Int[Tensor, "batch pos"]
     ) -> Float[Tensor, "batch"]:
-        """The differences, of a batch of logits; padding, if any, is where ``attention_mask`` is 0."""
+        """The differences, of a batch of logits without padding."""
         self.check_batch(len(tokens))
-        _check_logits(logits)
-        real = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        texts = [logits[row, real[row].to(logits.device)][None] for row in range(len(tokens))]
-        parts = [self.of_texts(some, torch.tensor([row])) for row, some in enumerate(texts)]
-        values = torch.cat(parts)
+        values = self.of_texts(logits, torch.arange(len(tokens)))
         if bool(values.isnan().any()):
             raise ValueError(
                 f"logits must not be NaN where the answer is predicted, got NaN in text "
-                f"{int(values.isnan().nonzero()[0])}: pass attention_mask= for padded texts"
+                f"{int(values.isnan().nonzero()[0])}: call it text by text, without padding, or pass it as metric="
             )
         return values
 
     def of_texts(self, logits: Float[Tensor, "text pos vocab"], rows: Int[Tensor, "text"]) -> Float[Tensor, "text"]:
         """The differences of some texts without padding, which are these rows of the batch; float32 or wider."""
-        _check_logits(logits)
-        at = torch.tensor([_of_row(self.position, int(row)) for row in rows], device=logits.device)
+        if not isinstance(logits, Tensor) or logits.ndim != 3:
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+            raise ValueError(f"logits must have shape (batch, pos, vocab) for a logit difference, got {got}")
         n = logits.shape[1]
-        if bool(((at < -n) | (at >= n)).any()):
-            raise ValueError(f"position must lie within each text, got {at.tolist()} in texts of {n} tokens")
-        there = logits[torch.arange(len(rows), device=logits.device), at]
-        there = there.to(torch.promote_types(logits.dtype, torch.float32))
-        right = _mean_logit("answers", there, self.answers, rows)
-        return right - (there.mean(-1) if self.wrong is None else _mean_logit("wrong", there, self.wrong, rows))
+        values = []
+        for own, row in zip(logits, rows.tolist(), strict=True):
+            at = _of_row(self.position, row)
+            if not -n <= at < n:
+                raise ValueError(f"position must lie within each text, got {at} in a text of {n} tokens")
+            there = own[at].to(torch.promote_types(logits.dtype, torch.float32))
+            right = _mean_logit("answers", there, _of_row(self.answers, row))
+            wrong = there.mean() if self.wrong is None else _mean_logit("wrong", there, _of_row(self.wrong, row))
+            values.append(right - wrong)
+        return torch.stack(values)
 
     def check_batch(self, batch: int) -> None:
         """Refuse answers for another number of texts, before their rows are looked up."""
@@ -101,9 +99,8 @@ class LogitDifference:
 def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> LogitDifference:
     """Make the metric *logit difference*: logit of the right answer minus that of a wrong one, after each prompt.
 
-    For ``metric=`` of ``head_ablation``, ``position_patching``, ``component_patching``, ``head_patching`` and
-    ``component_attribution``. Prompts may differ in length: pass them with ``attention_mask=``, or as a list of texts;
-    the answer is read at the last token of each. A constant added to all logits changes nothing.
+    It is a ``metric=`` of experiments. Prompts may differ in length: pass them with ``attention_mask=``, or as a list
+    of texts; the answer is read at the last token of each. A constant added to all logits changes nothing.
 
     Args:
         answers: token id of the right answer: an integer, one for each text ``[batch]``, or several for each
@@ -131,8 +128,11 @@ def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> 
         >>> bool(table["baseline"][0] > 0)  # both answers have higher logits than the average token
         True
     """
-    rows = _id_rows("answers", answers)
-    return LogitDifference(rows, None if wrong is None else _id_rows("wrong", wrong), _position_list(position))
+    places = _elements(position)
+    if not places or not all(is_integer(x) for x in places):
+        raise ValueError(f"position must be an integer or one for each text, got {shown(position)}")
+    wrong_rows = None if wrong is None else _id_rows("wrong", wrong)
+    return LogitDifference(_id_rows("answers", answers), wrong_rows, tuple(int(x) for x in places))
 
 
 def _id_rows(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
@@ -146,13 +146,6 @@ def _id_rows(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(int(x) for x in row) for row in rows)
 
 
-def _position_list(given: Any) -> tuple[int, ...]:
-    places = _elements(given)
-    if not places or not all(is_integer(x) for x in places):
-        raise ValueError(f"position must be an integer or one for each text, got {shown(given)}")
-    return tuple(int(x) for x in places)
-
-
 def _elements(given: Any) -> list[Any]:
     """Those of a sequence, a tensor or an array; or the one thing given."""
     given = given.tolist() if hasattr(given, "tolist") else given
@@ -163,26 +156,10 @@ def _of_row(rows: Sequence[Any], row: int) -> Any:
     return rows[0] if len(rows) == 1 else rows[row]
 
 
-def _mean_logit(name: str, there: Tensor, ids: Sequence[Sequence[int]], rows: Tensor) -> Tensor:
-    """The mean logit of each text's ids, where it may have one or several."""
-    values = []
-    for logits, row in zip(there, rows.tolist(), strict=True):
-        own = _of_row(ids, row)
-        if max(own) >= len(logits):
-            raise ValueError(f"{name} must be token ids from 0 to {len(logits) - 1}, got {max(own)}")
-        values.append(logits[list(own)].mean())
-    return torch.stack(values)
-
-
-def _check_logits(logits: Any) -> None:
-    if not isinstance(logits, Tensor) or logits.ndim != 3:
-        got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"logits must have shape (batch, pos, vocab) for a logit difference, got {got}")
-
-
-def as_number(value: Any, batch: int) -> float:
-    """What a metric returned, as one number."""
-    return float(as_numbers(value, batch).mean())
+def _mean_logit(name: str, logits: Tensor, ids: Sequence[int]) -> Tensor:
+    if max(ids) >= len(logits):
+        raise ValueError(f"{name} must be token ids from 0 to {len(logits) - 1}, got {max(ids)}")
+    return logits[list(ids)].mean()
 
 
 def as_numbers(value: Any, batch: int) -> Tensor:
@@ -230,4 +207,4 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
 
 def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
     """The metric of a run: the mean over texts where it is one number for each (see ``values_of``)."""
-    return as_number(values_of(metric, outputs, texts), len(texts.tokens))
+    return float(as_numbers(values_of(metric, outputs, texts), len(texts.tokens)).mean())
