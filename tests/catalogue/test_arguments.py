@@ -189,7 +189,7 @@ NOT_YET = words_of(
 # whose refusals are in test_combinations.py and test_damaged_files.py.
 WITHOUT_KIND = words_of(
     """
-    answer available body changed checkpoint checkpoints choice_masks command compile context context_mask
+    answer available body changed checkpoint checkpoints command compile context
     downstream draw executor folder heldout in_range key metrics model models name_or_dir notes
     on_step out path perturb profiles progress queries query resume retry signed source_positions sufficient
     tokenizer words wrong

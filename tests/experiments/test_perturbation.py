@@ -15,7 +15,7 @@ from support import zoo
 
 from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, read_model
 from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
-from tl_posdisent.experiments.robustness.perturb import _exchanged, perturber
+from tl_posdisent.experiments.robustness.perturb import _exchanged
 from tl_posdisent.hooks import applied
 
 TEXT = zoo.random_tokens(24)
@@ -296,10 +296,9 @@ def test_questions_are_a_downstream(shared_model: Any) -> None:
     questions = [MultipleChoice(TEXT[0, :9], [TEXT[1, :2], TEXT[1, 4:5]], n) for n in (0, 1)]
     questions += [MultipleChoice(TEXT[0, i : i + 9], [TEXT[1, :2], TEXT[1, 4:6]], 0) for i in range(2)]
     table = CURVE(model, TEXT, fractions=[0, 1], seeds=[2], downstream=questions).set_index(["kind", "fraction"])
-    ready = perturber(model, KINDS, window=1, unit=None, jitter=None)
     for kind in KINDS:
         for fraction in (0, 1):
-            perturbation = partial(ready, kind=kind, fraction=fraction, seed=2)
+            perturbation = partial(perturb, model, kind=kind, fraction=fraction, seed=2)
             scores = [choice_scores(model, q, perturb=perturbation) for q in questions]
             right = [int(s.argmax()) == q.answer for s, q in zip(scores, questions, strict=True)]
             assert table.loc[(kind, fraction), "downstream"] == sum(right) / 4

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
 from einops import rearrange
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -24,21 +24,19 @@ from tl_posdisent.utils.validation import check_choice, check_integer, is_intege
 from .attention_outputs import for_each_output, require_finite
 from .mahalanobis import ReferenceSample, fit_reference
 
-_CELLS_PER_BLOCK = 2**22
-
 
 def entropy_by_query(pattern: Float[Tensor, "batch head query key"]) -> Float64[Tensor, "batch head query"]:
     """Entropy of each query's attention, in nats."""
-    rows = [torch.special.entr(pattern[:, :, some].float()).sum(-1, dtype=torch.float64) for some in _blocks(pattern)]
-    return torch.cat(rows, -1)
+    by_head = [torch.special.entr(x.float()).sum(-1, dtype=torch.float64) for x in pattern.unbind(1)]
+    return torch.stack(by_head, 1)
 
 
 def largest_by_query(
     scores: Float[Tensor, "batch head query key"], spec: AttentionSpec
 ) -> Float64[Tensor, "batch head query"]:
     """The largest score among the keys that a query sees."""
-    rows = [x.masked_fill(~seen, -torch.inf).amax(-1).double() for x, seen in _visible(scores, spec)]
-    return torch.cat(rows, -1)
+    by_head = [x.masked_fill(~_seen(x, spec), -torch.inf).amax(-1).double() for x in scores.unbind(1)]
+    return torch.stack(by_head, 1)
 
 
 def share_key(
@@ -49,42 +47,31 @@ def share_key(
     That of the means over queries, weighted by how many queries see the key: ``AdditiveFit.share_key`` of these rows,
     also where an intervention hides keys. NaN where the scores do not vary.
     """
-    by_key = scores.new_zeros((*scores.shape[:2], scores.shape[-1]), dtype=torch.float64)
-    count, total, squares = by_key, by_key, by_key[..., 0]
-    pivot: Tensor | None = None
-    for x, seen in _visible(scores, spec, start, stop):
-        if pivot is None:  # near the mean, so that no large numbers are subtracted
-            pivot = torch.where(seen, x, 0.0).double().sum((-2, -1)) / seen.sum((-2, -1))
-        shifted = torch.where(seen, x.double() - pivot[..., None, None], 0.0)
-        count = count + seen.sum(-2)
-        total = total + shifted.sum(-2)
-        squares = squares + shifted.square().sum((-2, -1))
-    cells = count.sum(-1)
-    mean = total.sum(-1) / cells
-    variation = squares - cells * mean**2
-    explained = torch.where(count > 0, (total - count * mean[..., None]) ** 2 / count, 0.0).sum(-1)
-    return torch.where(variation > 1e-14 * squares, (explained / variation).clamp(0, 1), torch.nan)
+    shares = []
+    for x in scores[:, :, start:stop].unbind(1):
+        seen = _seen(x, spec, start)
+        x, count = torch.where(seen, x.double(), 0.0), seen.sum(-2)
+        size, cells = x.abs().amax((-2, -1)), count.sum(-1)
+        x = torch.where(seen, x - (x.sum((-2, -1)) / cells)[:, None, None], 0.0)
+        variation = x.square().sum((-2, -1))
+        explained = (x.sum(-2) ** 2 / count.clamp_min(1)).sum(-1)
+        varies = variation > 1e-24 * cells * size**2
+        shares.append(torch.where(varies, (explained / variation).clamp(0, 1), torch.nan))
+    return torch.stack(shares, 1)
 
 
-def _blocks(cells: Tensor, start: int = 0, stop: int | None = None) -> Iterator[slice]:
-    stop = cells.shape[2] if stop is None else stop
-    rows = max(1, _CELLS_PER_BLOCK // max(1, cells[:, :, 0].numel()))
-    for at in range(start, stop, rows):
-        yield slice(at, min(at + rows, stop))
-
-
-def _visible(
-    scores: Tensor, spec: AttentionSpec, start: int = 0, stop: int | None = None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Blocks of scores, and where a query of theirs sees a key: by the layer's mask, and not hidden by a hook."""
+def _seen(
+    scores: Float[Tensor, "batch query key"], spec: AttentionSpec, start: int = 0
+) -> Bool[Tensor, "batch query key"]:
+    """Where queries from ``start`` on see a key: by the layer's mask, and not hidden by a hook."""
     position = torch.arange(scores.shape[-1], device=scores.device)
-    for some in _blocks(scores, start, stop):
-        block = scores[:, :, some]
-        yield block, spec.sees(position[some, None] - position) & ~spec.is_masked(block)
+    queries = position[start : start + scores.shape[-2], None]
+    return spec.sees(queries - position) & ~spec.is_masked(scores)
 
 
 By = Literal["bucket", "layer", "head"]
 _QUANTILE = 0.99
+_MEASURES = ["entropy", "largest_score", "share_key", "mahalanobis", "cosine", "outside"]
 
 
 def length_generalization(
@@ -108,17 +95,14 @@ def length_generalization(
 
     **The drift of z.** The reference of each head is its z at positions ``lengths[0] … in_range - 1`` of the same
     texts, read in a separate pass that ends there, without ``hooks``. Its covariance is shrunk (Ledoit and Wolf). A
-    position of the reference is compared with the reference without that position, so that positions in and out of
-    range are treated alike.
+    position of the reference is compared with the reference without that position.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths. Every text
-            must have as many tokens as the last of ``lengths``.
+        model, attention_mask: as in ``head_ablation``.
+        tokens: as there; every text must have as many tokens as the last of ``lengths``.
         lengths: edges of the buckets, ascending: bucket n holds the queries ``lengths[n] … lengths[n + 1] - 1``.
             Positions before the first edge and after the last are not counted.
         hooks: an intervention, such as ``lambda_mask`` or ``position_interpolation``. Default none.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         in_range: where the reference ends, usually the length of the training texts; default ``lengths[1]``.
         by: one row per bucket (mean over layers and heads), per bucket and layer, or per bucket, layer and head.
         layers: default all.
@@ -170,11 +154,14 @@ def length_generalization(
     read = torch.stack([text[: edges[-1]] for text in texts])
     given = list(hooks or [])
     rows: list[dict[str, Any]] = []
+    references: dict[int, ReferenceSample] = {}
+
+    def keep(layer: int, z: Tensor) -> None:  # a sample per head, of all texts together, text after text
+        x = rearrange(z[:, edges[0] :], "batch pos head d -> head (batch pos) d")
+        references[layer] = fit_reference(x)
+
     with torch.no_grad(), longer_context(reading, max(edges[-1], end)):
-        references: dict[int, ReferenceSample] = {}
-        for_each_output(
-            model, read[:, :end], specs, lambda layer, z: references.update({layer: _reference(z, edges[0])})
-        )
+        for_each_output(model, read[:, :end], specs, keep)
         with tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
             observers = [
                 hook
@@ -183,8 +170,12 @@ def length_generalization(
             ]
             with evaluating(model), applied(model, [*given, *observers]):
                 logits = model(read)
-    losses = [_loss(logits, texts, start, stop) for start, stop in pairwise(edges)]
-    return reading.note(_table(rows, edges, losses, by))
+    index = ["start", "stop", *{"bucket": [], "layer": ["layer"], "head": ["layer", "head"]}[by]]
+    measured = pd.DataFrame(rows).pivot_table("value", ["start", "stop", "layer", "head"], "measure")
+    table = measured.reindex(columns=_MEASURES).groupby(level=index).mean().reset_index()
+    losses = {start: _loss(logits, texts, start, stop) for start, stop in pairwise(edges)}
+    table.insert(len(index), "loss", table["start"].map(losses))
+    return reading.note(table.rename_axis(columns=None))
 
 
 def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
@@ -201,11 +192,6 @@ def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
             f"and a token to predict in the last, got {edges}{cut if length == context < edges[-1] else ''}"
         )
     return [int(edge) for edge in edges]
-
-
-def _reference(z: Float[Tensor, "batch pos head d_head"], start: int) -> ReferenceSample:
-    """Each head's z in range: a sample per head, of all texts together, text after text."""
-    return fit_reference(rearrange(z[:, start:], "batch pos head d -> head (batch pos) d"))
 
 
 def _observers(
@@ -276,14 +262,3 @@ def _loss(logits: Tensor, texts: Sequence[Tensor], start: int, stop: int) -> flo
         losses.append(torch.nn.functional.cross_entropy(given, targets, reduction="sum"))
         count += len(targets)
     return float(torch.stack(losses).double().sum()) / count
-
-
-_MEASURES = ["entropy", "largest_score", "share_key", "mahalanobis", "cosine", "outside"]
-
-
-def _table(rows: list[dict[str, Any]], edges: list[int], losses: list[float], by: By) -> pd.DataFrame:
-    index = ["start", "stop", *{"bucket": [], "layer": ["layer"], "head": ["layer", "head"]}[by]]
-    measured = pd.DataFrame(rows).pivot_table("value", ["start", "stop", "layer", "head"], "measure")
-    table = measured.reindex(columns=_MEASURES).groupby(level=index).mean().reset_index()
-    table.insert(len(index), "loss", table["start"].map(dict(zip(edges, losses, strict=False))))
-    return table.rename_axis(columns=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,6 +20,7 @@ from tl_posdisent.utils.validation import check_choice, check_integer, is_intege
 from .perturb import Perturb
 
 Text = str | Int[Tensor, "_pos"]
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,9 @@ class MultipleChoice:
         choices: at least two continuations, as text or token ids ``(pos,)`` without such a token. Each is tokenised on
             its own: let it begin with a space where the tokenizer has spaces before words.
         answer: which choice is right, from 0.
-        context_mask: for a context of padded ids, in its shape: True or 1 at tokens, False or 0 at padding.
-        choice_masks: likewise, one mask for each choice; None for all or for some of them.
 
     Raises:
-        ValueError: fewer than two choices; an answer out of range; neither text nor ids, or empty ones; masks of
-            another shape or of other values, with a gap, or that leave no token.
+        ValueError: fewer than two choices; an answer out of range; neither text nor ids, or empty ones.
 
     Example:
         >>> from tl_posdisent import load_demo_model
@@ -49,20 +47,16 @@ class MultipleChoice:
     context: Text
     choices: Sequence[Text]
     answer: int
-    context_mask: Tensor | None = field(default=None, repr=False)
-    choice_masks: Sequence[Tensor | None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.choices, (str, Tensor)) or not isinstance(self.choices, Sequence) or len(self.choices) < 2:
             raise ValueError(f"choices must be a sequence of at least two continuations, got {self.choices!r}")
-        n = len(self.choices)
-        check_integer("answer", self.answer, 0, n - 1)
-        _check_text("context", self.context, self.context_mask)
-        masks = self.choice_masks
-        if masks is not None and (isinstance(masks, Tensor) or len(masks) != n):
-            raise ValueError(f"choice_masks must be a sequence of a mask or None for each of {n} choices, or None")
-        for i, (choice, mask) in enumerate(zip(self.choices, masks or [None] * n, strict=True)):
-            _check_text(f"choices[{i}]", choice, mask)
+        check_integer("answer", self.answer, 0, len(self.choices) - 1)
+        for name, text in [("context", self.context), *((f"choices[{i}]", x) for i, x in enumerate(self.choices))]:
+            ids = isinstance(text, Tensor) and text.ndim == 1 and text.dtype in _INTEGERS
+            if not (isinstance(text, str) or ids) or len(text) == 0:
+                got = f"{text.dtype} of shape {tuple(text.shape)}" if isinstance(text, Tensor) else repr(text)
+                raise ValueError(f"{name} must be text or integer token ids of shape (pos,), not empty, got {got}")
 
 
 def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | None = None) -> Float64[Tensor, "choice"]:
@@ -78,8 +72,8 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
         Nats per token, one number for each choice; the likeliest is the model's answer.
 
     Raises:
-        ValueError: no ``MultipleChoice``; text for a model without tokenizer; ids outside the vocabulary; padded ids
-            without a mask; scores that are not finite.
+        ValueError: no ``MultipleChoice``; text for a model without tokenizer; ids outside the vocabulary or with
+            padding; scores that are not finite.
 
     Example:
         >>> from tl_posdisent import load_demo_model
@@ -91,14 +85,22 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
     if not isinstance(question, MultipleChoice):
         raise ValueError(f"question must be a MultipleChoice, got {type(question).__name__}")
     n_layers(model)  # or it is no model
-    context = _ids(model, "context", question.context, question.context_mask, begins=True)
-    masks = question.choice_masks or [None] * len(question.choices)
-    choices = [
-        _ids(model, f"choices[{n}]", choice, mask, begins=False)
-        for n, (choice, mask) in enumerate(zip(question.choices, masks, strict=True))
-    ]
-    scores = [_score(model, question, context, choice, perturb) for choice in choices]
-    return torch.stack(scores).cpu()
+    context = _ids(model, "context", question.context, begins=True)
+    by = "word" if isinstance(question.context, str) else "token"
+    scores = []
+    for n, choice in enumerate(question.choices):
+        ids = torch.cat([context, _ids(model, f"choices[{n}]", choice, begins=False)])
+        tokens, hooks = check_tokens(model, ids, padded=True), []
+        if perturb is not None:
+            perturbed = perturb(tokens, until=len(context), unit=by)
+            tokens, hooks = perturbed.tokens, perturbed.hooks
+        with torch.no_grad(), evaluating(model), applied(model, hooks):
+            logits = output_of(model, tokens)[0, len(context) - 1 : -1].double()
+        scores.append(logits.log_softmax(-1).gather(-1, tokens[0, len(context) :, None]).mean())
+    found = torch.stack(scores).cpu()
+    if not bool(found.isfinite().all()):
+        raise ValueError(f"the model gives the choices log-likelihoods of {found.tolist()}")
+    return found
 
 
 Ask = Literal["next_sentence", "last_word"]
@@ -123,8 +125,7 @@ def questions_from_text(
     * ``"last_word"`` (a cloze): the context goes on with the next sentence up to its last word, and the model chooses
       between this word and the last word of another sentence, of as many letters.
 
-    Wrong choices are thus as long as the correct one, come from the same text and are sentences or last words as well:
-    what tells them apart is the context. Chance is ``1 / choices``.
+    What tells the choices apart is thus the context. Chance is ``1 / choices``.
 
     Args:
         text: with punctuation; a sentence ends at ``.``, ``!`` or ``?`` before white space and a capital letter.
@@ -200,47 +201,11 @@ def share_right(model: Any, questions: Sequence[MultipleChoice], perturb: Pertur
     return sum(right) / len(right)
 
 
-def _score(model: Any, question: MultipleChoice, context: Tensor, choice: Tensor, perturb: Perturb | None) -> Tensor:
-    tokens, hooks = check_tokens(model, torch.cat([context, choice]), padded=True), []
-    if perturb is not None:
-        by = "word" if isinstance(question.context, str) else "token"
-        perturbed = perturb(tokens, until=len(context), unit=by)
-        tokens, hooks = perturbed.tokens, perturbed.hooks
-    with torch.no_grad(), evaluating(model), applied(model, hooks):
-        logits = output_of(model, tokens)[0, len(context) - 1 : -1].double()
-    score: Tensor = logits.log_softmax(-1).gather(-1, tokens[0, len(context) :, None]).mean()
-    if not bool(score.isfinite()):
-        raise ValueError(f"the model gives a choice a log-likelihood of {float(score)}")
-    return score
-
-
-def _ids(model: Any, name: str, text: Text, mask: Tensor | None, *, begins: bool) -> Int[Tensor, " pos"]:
+def _ids(model: Any, name: str, text: Text, *, begins: bool) -> Int[Tensor, " pos"]:
     if isinstance(text, Tensor):
-        if mask is not None:
-            text = text[mask.to(text.device).bool()]
-        else:
-            advice = "pass context_mask=" if begins else "pass choice_masks="
-            refuse_padding(model, text[None], name, f"{advice} (1 at tokens, 0 at padding), or cut it off")
+        refuse_padding(model, text[None], name, "cut it off")
         return text.to(device_of(model), torch.int64)
     if getattr(model, "tokenizer", None) is None:
         raise ValueError("context and choices were given as text, but the model has no tokenizer: pass token ids")
     row: Tensor = model.to_tokens(text, truncate=False, **({} if begins else {"prepend_bos": False}))[0]
     return row.to(device_of(model))
-
-
-def _check_text(name: str, text: Any, mask: Any) -> None:
-    ids = isinstance(text, Tensor) and text.ndim == 1 and not (text.is_floating_point() or text.is_complex())
-    if not (isinstance(text, str) or (ids and text.dtype != torch.bool)) or len(text) == 0:
-        got = f"{text.dtype} of shape {tuple(text.shape)}" if isinstance(text, Tensor) else repr(text)
-        raise ValueError(f"{name} must be text or integer token ids of shape (pos,), not empty, got {got}")
-    if mask is None:
-        return
-    if not ids:
-        raise ValueError(f"{name}: a mask is for token ids, and text needs none")
-    fits = isinstance(mask, Tensor) and mask.shape == text.shape and bool(((mask == 0) | (mask == 1)).all())
-    runs = int(mask.bool().int().diff(prepend=mask.new_zeros(1).int()).clamp_min(0).sum()) if fits else 0
-    if runs != 1:
-        raise ValueError(
-            f"{name}: its mask must have its shape {tuple(text.shape)}, True or 1 at its tokens, which are one run, "
-            "and False or 0 at padding"
-        )

@@ -40,11 +40,9 @@ def output_projection(
     directions, head by head, see ``mahalanobis`` of ``length_generalization``.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths. Each is read
-            up to the length of the shortest.
+        model, attention_mask: as in ``head_ablation``.
+        tokens: as there; each text is read up to the length of the shortest.
         hooks: an intervention on the pass that is projected, such as ``lambda_mask``. Default none.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         in_range: the length of the training texts; default that of the texts.
         start: the first position that counts.
         components: how many, at most as many as positions in the reference or coordinates.
@@ -103,7 +101,6 @@ def output_projection(
 def _outputs(
     model: Any, tokens: Tensor, specs: list[AttentionSpec], hooks: list[Hook]
 ) -> dict[int, Float[Tensor, "batch pos coordinate"]]:
-    """z of each layer, all heads side by side, in float64."""
     found: dict[int, Tensor] = {}
     for_each_output(model, tokens, specs, lambda layer, z: found.update({layer: z.flatten(2).double()}), hooks)
     return found

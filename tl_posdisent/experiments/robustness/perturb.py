@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -64,7 +63,7 @@ class Perturbed:
 
 
 Perturb = Callable[..., Perturbed]
-"""``perturb(tokens, until=None, unit=None)`` with model, kind, fraction and seed chosen."""
+"""``perturb(tokens, attention_mask=None, *, until=None, unit=None)`` with model, kind, fraction and seed chosen."""
 
 
 def perturb(
@@ -132,55 +131,26 @@ def perturb(
         >>> bool((told.moved == scrambled.moved).all())
         True
     """
-    ready = perturber(model, [kind], window=window, unit=unit, jitter=jitter)
-    return ready(tokens, attention_mask, kind=kind, fraction=fraction, seed=seed, until=until)
-
-
-def perturber(
-    model: Any, kinds: Sequence[Kind], *, window: int, unit: Unit | None, jitter: float | int | None
-) -> Callable[..., Perturbed]:
-    """``perturb`` for a model read once: ``(tokens, attention_mask=None, kind, fraction, seed, until, unit)``."""
-    for kind in kinds:
-        check_choice("kind", kind, get_args(Kind))
+    check_choice("kind", kind, get_args(Kind))
+    check_number("fraction", fraction, least=0, most=1)
     if unit is not None:
         check_choice("unit", unit, get_args(Unit))
-    check_integer("window", window, 1)
     if jitter is not None:
         check_number("jitter", jitter, above=0)
+    for name, value, least in (("window", window, 1), ("seed", seed, 0), ("until", 0 if until is None else until, 0)):
+        check_integer(name, value, least)
     reading = read_model(model)
-    specs = _rotary_specs(reading) if set(kinds) - {"order"} else []
-    return partial(_perturbed, reading.model, specs, window, unit, jitter)
-
-
-def _perturbed(
-    model: Any,
-    specs: list[AttentionSpec],
-    window: int,
-    own_unit: Unit | None,
-    jitter: float | int | None,
-    tokens: Any,
-    attention_mask: Tensor | None = None,
-    *,
-    kind: Kind,
-    fraction: float | int,
-    seed: int,
-    until: int | None = None,
-    unit: Unit | None = None,
-) -> Perturbed:
-    check_number("fraction", fraction, least=0, most=1)
-    check_integer("seed", seed, 0)
-    if until is not None:
-        check_integer("until", until, 0)
-    texts = read_texts(model, tokens, attention_mask)
-    by = own_unit or unit or ("token" if isinstance(tokens, Tensor) else "word")
+    specs = [] if kind == "order" else _rotary_specs(reading)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    unit = unit or ("token" if isinstance(tokens, Tensor) else "word")
     places = torch.arange(texts.tokens.shape[1])
     source, shifts = places.repeat(len(texts.tokens), 1), torch.zeros(texts.tokens.shape, dtype=torch.float64)
     generators = []
     for row, (ids, real) in enumerate(zip(texts.tokens, texts.real.cpu(), strict=True)):
         generator = torch.Generator().manual_seed(seed)  # each text's own: it is perturbed as it would be alone
         at = places[real]
-        stop = len(at) if until is None else until
-        order = _reordered(_movable(model, ids[at].tolist(), by, stop), len(at), fraction, window, generator)
+        units = _movable(reading.model, ids[at].tolist(), unit, len(at) if until is None else until)
+        order = _reordered(units, len(at), fraction, window, generator)
         source[row, at] = at[order]
         shift = order.argsort().double() - torch.arange(len(at))
         if jitter is not None:
@@ -192,7 +162,8 @@ def _perturbed(
         return Perturbed(texts.tokens.gather(1, source.to(texts.tokens.device)), [], moved, texts.real)
     hooks: list[Hook] = []
     if bool(moved.any()):
-        hooks = _other_positions(specs, shifts) if kind == "index" else _permuted_phases(specs, shifts, generators)
+        edit = positions_edit("perturb", shifts + places) if kind == "index" else _phases(specs, shifts, generators)
+        hooks = hooks_for([(spec, range(spec.n_heads)) for spec in specs], edit)
     return Perturbed(texts.tokens, hooks, moved, texts.real)
 
 
@@ -203,16 +174,8 @@ def _rotary_specs(reading: ModelReading) -> list[AttentionSpec]:
         raise ValueError(f'kind must be "order" for a model without rotary position embeddings: {error}') from error
 
 
-def _other_positions(specs: Sequence[AttentionSpec], shifts: Tensor) -> list[Hook]:
-    """Hooks that give RoPE the displaced positions."""
-    edit = positions_edit("perturb", shifts + torch.arange(shifts.shape[1]))
-    return hooks_for([(spec, range(spec.n_heads)) for spec in specs], edit)
-
-
-def _permuted_phases(
-    specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]
-) -> list[Hook]:
-    """Hooks that permute the displacements in each subspace, in the same way in all layers."""
+def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]) -> PhaseNoise:
+    """The displacements permuted in each subspace, in the same way in all layers."""
     subspaces = max(len(spec.require_rotary("perturb").frequencies) for spec in specs)
     permuted = torch.zeros(*shifts.shape, subspaces, dtype=torch.float64)
     for row, shift, generator in zip(permuted, shifts, generators, strict=True):
@@ -222,7 +185,7 @@ def _permuted_phases(
     def angles(rotary: Rotary) -> Tensor:
         return permuted[..., : len(rotary.frequencies)] * rotary.frequencies.cpu()
 
-    return hooks_for([(spec, range(spec.n_heads)) for spec in specs], PhaseNoise("perturb", angles))
+    return PhaseNoise("perturb", angles)
 
 
 # --- which units move, and to which places --------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import torch
@@ -17,10 +17,10 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.validation import check_number, check_seeds, shown
+from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
 from .multiple_choice import MultipleChoice, share_right
-from .perturb import Kind, Perturb, Perturbed, Unit, perturber
+from .perturb import Kind, Perturb, Perturbed, Unit, perturb
 
 Downstream = Callable[[Any, Perturb], float | int] | MultipleChoice | Sequence[MultipleChoice]
 
@@ -49,22 +49,15 @@ def perturbation_curve(
 
     A perturbed text is harder to predict for two reasons: its context is perturbed, and the next token may have moved.
     ``perplexity`` and ``accuracy`` include both; they are over all positions, with the next token of the perturbed text
-    as target for ``order`` and that of the text for the other kinds. ``added_loss`` and ``kl`` measure the first alone:
-    they are over positions where neither token nor next token moved (``Perturbed.intact``), where every kind and the
-    unmodified model have the same token and the same target. Compare kinds by these only. In a model of one layer
-    ``order`` and ``index`` are the same computation at such positions, unless a pair lies on both sides of one.
+    as target for ``order`` and that of the text for the other kinds. ``added_loss`` and ``kl`` measure the first alone,
+    over positions where neither token nor next token moved (``Perturbed.intact``). Compare kinds by these only.
 
     Args:
-        model: a causal HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings,
-            unless ``kinds`` is ``["order"]``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths. Each text is
-            perturbed as it would be alone.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        model, tokens, attention_mask: as in ``perturb``; the model is causal.
         kinds: what to perturb.
         fractions: of the units that can move. At 0 model and text are as they are.
         seeds: how many perturbations (seeds 0, 1, 2 …), or the seeds themselves.
-        window, unit, jitter: as in ``perturb``: how far apart a pair is at most (1: neighbours); words, the default for
-            text, or tokens, for ids; displacements of another kind.
+        window, unit, jitter: as in ``perturb``.
         downstream: what else to measure: questions, of which the share answered right counts (the likeliest choice per
             token, the context perturbed; see ``MultipleChoice``), or any ``downstream(model, perturb) -> number`` that
             applies what ``perturb(its_tokens)`` returns, a ``Perturbed``, by itself.
@@ -93,31 +86,46 @@ def perturbation_curve(
         (True, True)
     """
     kinds, seeds = _distinct("kinds", kinds), check_seeds(seeds)
+    for kind in kinds:
+        check_choice("kind", kind, get_args(Kind))
     fractions = [check_number("fractions", x, least=0, most=1) for x in _distinct("fractions", fractions)]
     reading = read_model(model)
-    model, ready = reading.model, perturber(reading, kinds, window=window, unit=unit, jitter=jitter)
-    own_unit: Unit = "token" if isinstance(tokens, Tensor) else "word"
+    model, own_unit = reading.model, "token" if isinstance(tokens, Tensor) else "word"
     groups = read_texts(model, tokens, attention_mask).groups
     if not reading.specs()[0].causal:
         raise ValueError("model must be causal: one that sees the next token need not predict it")
     score = _downstream(downstream)
     clean = [_logits(model, group.tokens, []) for group in groups]
-    unmodified: dict[str, float] = {}  # the same for all kinds and seeds
+    unmodified: float | None = None  # the same for all kinds and seeds
+    options = {"window": window, "jitter": jitter} | ({"unit": unit} if unit else {})
     runs = [(kind, fraction, seed) for kind in kinds for fraction in fractions for seed in seeds]
     rows = []
     for kind, fraction, seed in tqdm(runs, desc="perturbations", disable=not progress):
-        perturbation = partial(ready, kind=kind, fraction=fraction, seed=seed)
+        chosen = options | {"kind": kind, "fraction": fraction, "seed": seed}
+        perturbation = partial(_perturbed, reading, chosen)
         parts = []
         for group, before in zip(groups, clean, strict=True):
             perturbed = perturbation(group.tokens, torch.ones_like(group.tokens), unit=own_unit)
             now = before if fraction == 0 else _logits(model, perturbed.tokens, perturbed.hooks)
             parts.append(_measured(perturbed, before, now, group.tokens))
-        row = _means(parts)
-        if score is not None:
-            row["downstream"] = unmodified["score"] if fraction == 0 and unmodified else score(model, perturbation)
-            unmodified |= {"score": row["downstream"]} if fraction == 0 else {}
+        row = {name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]}
+        row["perplexity"] = math.exp(row["perplexity"])
+        if score is not None and fraction == 0:
+            row["downstream"] = unmodified = score(model, perturbation) if unmodified is None else unmodified
+        elif score is not None:
+            row["downstream"] = score(model, perturbation)
         rows.append({"kind": kind, "fraction": fraction, **row})
-    return _over_seeds(pd.DataFrame(rows))
+    by_setting = pd.DataFrame(rows).groupby(["kind", "fraction"], sort=False)
+    mean, error = by_setting.mean(), by_setting.sem()
+    table = mean[["moved", "intact"]].copy()
+    for name in [*_MEASURES, *(["downstream"] if score else [])]:
+        table[name], table[f"{name}_se"] = mean[name], error[name]
+    return table.reset_index()
+
+
+def _perturbed(reading: Any, chosen: dict[str, Any], tokens: Any, attention_mask: Any = None, **more: Any) -> Perturbed:
+    """``perturb`` with what was chosen for the curve, whatever the caller's unit."""
+    return perturb(reading, tokens, attention_mask=attention_mask, **(more | chosen))
 
 
 def _distinct(name: str, values: Any) -> list[Any]:
@@ -160,7 +168,7 @@ def _logits(model: Any, tokens: Tensor, hooks: list[Hook]) -> Float[Tensor, "bat
 
 
 def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """All measures of one run, at each position. Texts one by one: predictions of a vocabulary take room."""
+    """All measures of one run, at each position. Texts one by one: log-probabilities take room."""
     per_text = [_of_text(*each) for each in zip(clean, logits, tokens, perturbed.tokens, strict=True)]
     loss, right, added, kl = (torch.stack(values) for values in zip(*per_text, strict=True))
     if not bool(loss.isfinite().all() and added.isfinite().all()):
@@ -176,12 +184,6 @@ def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tenso
     }
 
 
-def _means(parts: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Means over the positions of all texts; the perplexity of the mean loss."""
-    means = {name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]}
-    return means | {"perplexity": math.exp(means["perplexity"])}
-
-
 def _of_text(clean: Tensor, logits: Tensor, tokens: Tensor, perturbed: Tensor) -> tuple[Tensor, ...]:
     """Loss, hit, loss minus that of the unmodified model on its own text, and KL, at each position but the last."""
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -190,12 +192,3 @@ def _of_text(clean: Tensor, logits: Tensor, tokens: Tensor, perturbed: Tensor) -
     added = loss + before.gather(-1, tokens[1:, None])[:, 0].double()
     right = (now.argmax(-1) == perturbed[1:]).double()
     return loss, right, added, (before.exp() * (before - now)).sum(-1).double()
-
-
-def _over_seeds(runs: pd.DataFrame) -> pd.DataFrame:
-    by_setting = runs.groupby(["kind", "fraction"], sort=False)
-    mean, error = by_setting.mean(), by_setting.sem()
-    table = mean[["moved", "intact"]].copy()
-    for name in [*_MEASURES, *(["downstream"] if "downstream" in runs else [])]:
-        table[name], table[f"{name}_se"] = mean[name], error[name]
-    return table.reset_index()
