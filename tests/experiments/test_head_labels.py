@@ -70,18 +70,6 @@ def test_scores_of_transformer_lens(kind: str, name: str, shared_model: Any) -> 
     for column, queries in (("previous_token", rows - 1), ("duplicate_token", 9), ("induction", 9)):
         theirs = detector.detect_head(stub, "unused", f"{column}_head").flatten() * rows / queries
         assert table[column].tolist() == pytest.approx(theirs.tolist(), abs=1e-5), column
-    stripe = patterns(model, tokens[:, rows - 18 :])  # the formula of its demos, without the query before the copy
-    model_free = labels_without_start(model)
-    stripe = stripe.diagonal(1 - 9, -2, -1)[..., 1:].mean(-1)
-    assert model_free == pytest.approx(stripe.flatten().tolist(), abs=1e-6)
-
-
-def labels_without_start(model: Any) -> list[float]:
-    """Of repeated tokens alone, as in TransformerLens's demos."""
-    from tl_posdisent.experiments.attention_scores.head_labels import _of_copies
-
-    tokens = repeated_tokens(model, 9, 1, 0)[:, -18:]
-    return _of_copies(patterns(model, tokens).flatten(0, 1), 9)["induction"].flatten().tolist()
 
 
 def planted(kinds: dict[int, str], n: int | None = None) -> Any:

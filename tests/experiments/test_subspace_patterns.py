@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -64,15 +63,6 @@ def test_in_stories_keys_are_concentrated_and_content_is_slow(shared_model: Mode
     assert trained["semantic"][3] > 0.6 * trained["semantic"].sum()
     assert trained["distance"].sum() > 5 * chance["distance"].sum()
     assert trained["interaction"].sum() < 0.5 * chance["interaction"].sum()
-
-
-@pytest.mark.parametrize("tool", [subspace_patterns, controlled_distance])
-@pytest.mark.usefixtures("unchecked")
-def test_an_error_between_layers_ends_the_run(tool: Any, shared_model: Model) -> None:
-    """Distances are read at the first layer, when the forward pass waits in its thread: it must not wait for ever."""
-    with pytest.raises(ValueError, match="distances"):
-        tool(shared_model("bridge", "llama-gqa"), TOKENS, distances=[], progress=False)
-    assert "capture" not in [thread.name for thread in threading.enumerate()]
 
 
 # --- beside chance ----------------------------------------------------------------------------------------------------
@@ -146,20 +136,6 @@ def test_stories_differ_from_chance(shared_model: Model) -> None:
         assert mean["trained"][measure] > mean["random"][measure] + 0.2, measure
     late = table[(table["measure"] == "r") & (table["layer"] == 4)]  # chance grows with depth, and is exceeded there
     assert (late["trained"] > late["random"] + 2 * late["random_std"]).all()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"by": "model"}, "by must be 'head' or 'layer', got 'model'"),
-        ({"sinks": 11}, "sinks must be an integer from 0 to 10, got 11"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_bad_inputs_beside_chance(change: dict, message: str, shared_model: Model) -> None:
-    arguments = {"tokens": TOKENS, "progress": False} | change
-    with pytest.raises(ValueError, match=message):
-        trained_vs_random(shared_model("bridge", "llama-gqa"), **arguments)
 
 
 def test_layers_that_do_not_rotate_are_passed_over(shared_model: Any) -> None:

@@ -23,7 +23,7 @@ from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 from tl_posdisent.utils.tables import index_columns, join_texts
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_integer, shown
 
 from .rotary_layers import RotaryLayer, measure_layers
 
@@ -40,8 +40,8 @@ def controlled_distance(
 ) -> pd.DataFrame:
     """Decompose every head's scores over all combinations of distances, queries and keys of a text.
 
-    In a text each pair has one distance, so position and content can hide behind each other. Here each query meets each
-    key at each distance, in closed form: one forward pass for queries and keys, and no score is computed.
+    In a text each pair has one distance. Here each query meets each key at each distance (see ``decompose``): one
+    forward pass for queries and keys, and no score is computed.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
@@ -78,8 +78,8 @@ def controlled_distance(
     def measure(layer: RotaryLayer) -> Moments:
         return Moments.from_qk(layer.q, layer.k, layer.rotary)
 
-    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
-    return measure_layers(reading, texts, "controlled_distance", measure, table, **options)
+    tool = "controlled_distance"
+    return measure_layers(reading, texts, tool, measure, table, layers=layers, sinks=sinks, progress=progress)
 
 
 def dummy_distance_check(
@@ -93,8 +93,8 @@ def dummy_distance_check(
 ) -> pd.DataFrame:
     """Test the fitted components causally: run the model with all pairs at one dummy distance and fit its scores again.
 
-    One layer at a time, hooks let every query see every key at distance d. If the components are what they are called,
-    the key and the query component of the fit stay as they were, and the mean score follows the distance component.
+    One layer at a time, every query sees every key at distance d. If scores are additive, the key and the query
+    component of the fit stay as they were, and the mean score follows the distance component.
 
     Args:
         model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
@@ -103,9 +103,8 @@ def dummy_distance_check(
     Returns:
         One row per text, layer, head and dummy ``distance``: ``key_correlation`` and ``query_correlation``, the
         correlation of that component between the real run and this one, weighted by cells; ``mean``, the mean score in
-        this run, and ``component``, what the real fit says it is (intercept and distance component at d). The latter
-        contains the linear trend of the keys, which the gauge gives to the distance (see ``AdditiveFit``): the two may
-        differ by a straight line in d even where scores are additive.
+        this run, and ``component``, intercept and distance component at d of the real fit. By the gauge (see
+        ``AdditiveFit``) these two may differ by a straight line in d even where scores are additive.
 
     Raises:
         ValueError: distances that do not occur, or twice; a layer that shows no scores; what ``controlled_distance``
@@ -144,16 +143,12 @@ def dummy_distance_check(
 
 def _check_distances(distances: Any, length: int) -> list[int]:
     """Distances that occur in texts of this length."""
-    given = [distances] if is_integer(distances) else distances
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        raise ValueError(f"distances must be a sequence of integers, got {distances!r}")
-    chosen = list(given)
-    for d in chosen:
-        if not is_integer(d) or not 0 <= d < length:
-            raise ValueError(f"distances must be integers from 0 to {length - 1}, got {d!r}")
+    if isinstance(distances, (str, bytes)) or not isinstance(distances, Iterable):
+        raise ValueError(f"distances must be a sequence of integers, got {shown(distances)}")
+    chosen = [check_integer("distances", d, 0, length - 1) for d in distances]
     if not chosen or len(set(chosen)) < len(chosen):
         raise ValueError(f"distances must name at least one and none twice, got {chosen}")
-    return [int(d) for d in chosen]
+    return chosen
 
 
 def _fits(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> dict[int, AdditiveFit]:
@@ -169,17 +164,17 @@ def _fits(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> dict[int, A
 
 def _compared(layer: int, distance: int, real: AdditiveFit, dummy: AdditiveFit) -> pd.DataFrame:
     """What becomes of the components of one layer when all pairs are at one distance."""
+    index = index_columns(real.r.shape)
     columns = {
         "key_correlation": _correlation(real, dummy, "key"),
         "query_correlation": _correlation(real, dummy, "query"),
         "mean": dummy.intercept,
         "component": real.intercept + real.distance[..., distance - int(real.distances[0])],
     }
-    index = index_columns(real.r.shape)
-    table = pd.DataFrame({**index, **{name: x.flatten().tolist() for name, x in columns.items()}})
-    table.insert(1, "layer", layer)
-    table.insert(3, "distance", distance)
-    return table
+    values = {name: x.flatten().tolist() for name, x in columns.items()}
+    return pd.DataFrame(
+        {"batch": index["batch"], "layer": layer, "head": index["head"], "distance": distance, **values}
+    )
 
 
 def _correlation(a: AdditiveFit, b: AdditiveFit, component: str) -> Float64[Tensor, "*batch"]:

@@ -21,16 +21,14 @@ def disentanglement(
 ) -> pd.DataFrame:
     """Measure r of every head's scores: of the text, and three-axis and two-axis at controlled distances.
 
-    The same columns whatever the encoding, so that tables of several models, or of the checkpoints of one training
-    (``dynamics``), can be put one below the other.
+    The columns are the same whatever the encoding: tables of several models or checkpoints can be concatenated.
 
     Args:
         model, tokens, attention_mask, progress: as in ``additivity``.
         sinks: positions to leave out of ``controlled_distance`` at the beginning.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``; ``r``, of the three-axis fit of the scores as they are in the
-        texts, with one distance profile for all of them (``additivity`` with ``pool``); ``r_three_axis`` and
+        One row per layer and head: ``layer``, ``head``; ``r`` of ``additivity`` with ``pool``; ``r_three_axis`` and
         ``r_two_axis`` of ``controlled_distance`` over all distances that the layer's mask leaves, NaN in layers
         without rotary embeddings that can be controlled. NaN too where scores do not vary.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float64, Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -25,7 +26,8 @@ from tl_posdisent.utils.validation import check_flag, check_integer, check_numbe
 _LENGTH = 50  # of a random sequence that is repeated, if the vocabulary and the context have room
 _HEAD = ["layer", "head"]
 _LABELS = ("previous_token", "duplicate_token", "induction", "first_token")
-_LAYER_MEASURES = ("previous_token", "duplicate_token", "induction", "first_token", "local", "entropy")
+_LAYER_MEASURES = (*_LABELS, "local", "entropy")
+Pattern = Float64[Tensor, "batch head query key"]
 
 
 def head_labels(
@@ -55,10 +57,9 @@ def head_labels(
     * ``first_token``: the first key, often an attention sink (arXiv 2410.10781);
     * ``local``: the last ``local`` keys, the query's own included, for queries that see more;
 
-    and ``entropy``, of the attention over keys, in nats. ``streaming`` is the added loss if this head alone sees only
-    sinks and a window (``streaming_ablation``; arXiv 2410.10819), in nats per token: near 0 for a *streaming* head,
-    above for one that retrieves from further back. Duplicate tokens and induction are measured on repeated random
-    tokens, the others on ``tokens``.
+    and ``entropy``, of the attention over keys, in nats. ``streaming`` is the added loss, in nats per token, if this
+    head alone sees only sinks and a window (``streaming_ablation``; arXiv 2410.10819). Duplicate tokens and induction
+    are measured on repeated random tokens, the others on ``tokens``.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Rotary embeddings are not needed.
@@ -67,11 +68,10 @@ def head_labels(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         local: keys that count as near, in positions.
-        sinks, window: what a streaming head sees, see ``streaming_ablation``; ``window`` by default a quarter of the
-            longest text.
+        sinks, window: as in ``streaming_ablation``.
         streaming: False leaves this measure out, which takes most of the time.
-        length: tokens of the random sequence, each different, which is run twice in a row after the token that begins
-            texts (if the model has one); default 50, or as many as vocabulary and context have room for.
+        length: tokens of the random sequence, all different, which stands twice in a row after the token that begins
+            texts; default 50, or as many as vocabulary and context have room for.
         repeats: random sequences, of which the mean is taken.
         threshold: for ``label``.
         seed: of the random sequences.
@@ -79,14 +79,13 @@ def head_labels(
         progress: show a bar over the models.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``, ``label``; then each measure, and the same with ``_random``,
-        the mean over the random copies. ``label`` names those of the first four measures that come at least
-        ``threshold`` of the way from the random copies' value to 1, joined by ``+``; else ``"local"`` if that does;
-        else it is empty.
+        One row per layer and head: ``layer``, ``head``, ``label``; then each measure, and with ``_random`` its mean
+        over the random copies. ``label`` names those of the first four measures that come at least ``threshold`` of the
+        way from the random copies' value to 1, joined by ``+``; else ``"local"`` if that does; else it is empty.
 
     Raises:
         ValueError: a text not longer than ``local``; sinks and a window that hide nothing; ``length`` beyond the
-            vocabulary or the context; unusable tokens, layers or seeds; a layer that shows neither pattern nor scores.
+            vocabulary or the context; unusable arguments; a layer that shows neither pattern nor scores.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_labels, load_demo_model
@@ -102,7 +101,6 @@ def head_labels(
     seeds = check_seeds(seeds)
     reading = read_model(model, layers)
     copied = repeated_tokens(reading.model, length, repeats, check_seed(seed))
-    n = copied.shape[1] // 2
     given = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
     texts = read_texts(reading.model, *given)
     if min(texts.lengths) <= local:
@@ -112,7 +110,7 @@ def head_labels(
     with tqdm(total=1 + len(seeds), desc="models", disable=not progress) as bar:
         for m in (m for group in ([reading], copies) for m in group):
             one = read_model(m, layers)
-            table = _measured(one, texts, copied, n, layers, local)
+            table = _measured(one, texts, copied, layers, local)
             if streaming:
                 common: dict[str, Any] = {"attention_mask": texts.real, "layers": layers, "progress": False}
                 restricted = streaming_ablation(one, texts.tokens, sinks=sinks, window=window, **common)
@@ -124,11 +122,7 @@ def head_labels(
 
 
 def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> Int[Tensor, "repeats pos"]:
-    """Sequences of different random tokens, each twice in a row, after the token that begins texts if there is one.
-
-    Raises:
-        ValueError: more tokens than the vocabulary or half of the context has.
-    """
+    """Sequences of different random tokens, each twice in a row, after the token that begins texts if there is one."""
     special = {x for x in (padding_id(model), start_id(model)) if x is not None}
     usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special])
     start = [] if start_id(model) is None else [start_id(model)]
@@ -159,38 +153,36 @@ def _compared(trained: pd.DataFrame, random: pd.DataFrame, threshold: float) -> 
     return pd.DataFrame(columns).reset_index()
 
 
-def _measured(reading: ModelReading, texts: Texts, copied: Tensor, n: int, layers: Any, local: int) -> pd.DataFrame:
+def _measured(reading: ModelReading, texts: Texts, copied: Tensor, layers: Any, local: int) -> pd.DataFrame:
     """Measures of one model that need its patterns alone, by layer and head."""
     specs = sorted(reading.specs(layers), key=lambda spec: spec.layer)
-    sums: dict[tuple[str, int], Tensor] = {}
+    sums: dict[tuple[str, int], Any] = defaultdict(float)
 
-    def add(spec: AttentionSpec, values: dict[str, Tensor], n_texts: int) -> None:
-        for name, each in values.items():
-            key = (name, spec.layer)
-            sums[key] = sums.get(key, torch.zeros(())) + each.sum(0).cpu() * (1 / n_texts)
+    def look(tokens: Tensor, measure: Callable[[Pattern], dict[str, Tensor]], n_texts: int) -> None:
+        hooks: list[Hook] = []
+        for spec in specs:
+            name = spec.pattern or spec.scores
+            if name is None:
+                raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
+
+            def listen(x: Tensor, hook: Any, spec: AttentionSpec = spec) -> None:
+                pattern = x.detach() if spec.pattern else masked_softmax(x.detach(), ~spec.is_masked(x.detach()))
+                for column, each in measure(pattern.double()).items():
+                    sums[column, spec.layer] += each.sum(0).cpu() * (1 / n_texts)
+
+            hooks.append((name, listen))
+        run(reading.model, tokens, hooks, stop=specs[-1].layer + 1)
 
     for group in texts.groups:
-        for_each_pattern(
-            reading.model,
-            group.tokens,
-            specs,
-            lambda spec, pattern: add(spec, _of_text(pattern, local), len(texts.tokens)),
-        )
-    for_each_pattern(reading.model, copied, specs, lambda spec, pattern: add(spec, _of_copies(pattern, n), len(copied)))
-    rows = [
-        (spec.layer, head, *(float(sums[name, spec.layer][head]) for name in _LAYER_MEASURES))
-        for spec in specs
-        for head in range(spec.n_heads)
-    ]
-    return pd.DataFrame(rows, columns=[*_HEAD, *_LAYER_MEASURES]).set_index(_HEAD)
-
-
-Pattern = Float[Tensor, "batch head query key"]
+        look(group.tokens, functools.partial(_of_text, local=local), len(texts.tokens))
+    look(copied, functools.partial(_of_copies, n=copied.shape[1] // 2), len(copied))
+    index = [(spec.layer, head) for spec in specs for head in range(spec.n_heads)]
+    columns = {name: torch.cat([sums[name, spec.layer] for spec in specs]).tolist() for name in _LAYER_MEASURES}
+    return pd.DataFrame(columns, index=pd.MultiIndex.from_tuples(index, names=_HEAD))
 
 
 def _of_text(pattern: Pattern, local: int) -> dict[str, Float64[Tensor, "batch head"]]:
     """Mean attention to the previous and the first token and to near keys, and entropy, without the first query."""
-    pattern = pattern.double()
     distance = torch.arange(pattern.shape[-1], device=pattern.device)
     near = (distance[:, None] - distance).abs() < local
     rows = pattern[..., 1:, :]
@@ -205,30 +197,7 @@ def _of_text(pattern: Pattern, local: int) -> dict[str, Float64[Tensor, "batch h
 
 def _of_copies(pattern: Pattern, n: int) -> dict[str, Float64[Tensor, "batch head"]]:
     """Mean attention of the second copy's tokens to the same tokens in the first, and to those after them."""
-    pattern = pattern.double()
     return {
         "duplicate_token": pattern.diagonal(-n, -2, -1)[..., -n:].mean(-1),
         "induction": pattern.diagonal(1 - n, -2, -1)[..., -n:].mean(-1),
     }
-
-
-def for_each_pattern(
-    model: Any,
-    tokens: Int[Tensor, "batch pos"],
-    specs: Sequence[AttentionSpec],
-    function: Callable[[AttentionSpec, Tensor], None],
-) -> None:
-    """Run the model once and call ``function`` with each layer's attention pattern ``[batch, head, query, key]``: its
-    own, or else the softmax of its scores."""
-    hooks: list[Hook] = []
-    for spec in specs:
-        name = spec.pattern or spec.scores
-        if name is None:
-            raise ValueError(f"layer {spec.layer} of {spec.architecture} shows neither its pattern nor its scores")
-
-        def listen(x: Tensor, hook: Any, spec: AttentionSpec = spec) -> None:
-            x = x.detach()
-            function(spec, x if spec.pattern else masked_softmax(x, ~spec.is_masked(x)))
-
-        hooks.append((name, listen))
-    run(model, tokens, hooks, stop=max(spec.layer for spec in specs) + 1)

@@ -38,17 +38,15 @@ def preference_flips(
     """Measure how often the distance decides which of two keys a head prefers: never, in an additive head.
 
     A query compares two keys at distance d, and again at d′; the preference *flips* if one key has the higher score at
-    d and the other at d′. The number is the probability of a flip over all queries, pairs of keys and pairs of
-    distances: 0 for ``distance + query + key`` (and for the two-axis model), ½ if the orders are unrelated, 1 if they
-    are reversed. It is counted exactly from queries and keys before rotation (``preference_flips_qk``); every query
-    meets every key of its text. Compare it with ``random_control``: random weights flip too.
+    d and the other at d′. The probability of a flip, over all queries, pairs of keys of the text and pairs of distances
+    (``preference_flips_qk``), is 0 for additive and two-axis scores, ½ if the orders are unrelated, 1 if they are
+    reversed. Compare it with ``random_control``: random weights flip too.
 
     Args:
         model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
         near: near distances in positions, default 0 … 7.
         far: far ones; default eight, in geometric steps from 8 to the longest of the texts (at least 15).
-        sinks: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
-            unlike all other keys.
+        sinks: positions to leave out at the beginning of each text, as queries and as keys.
         queries: compare only for this many queries of each text, evenly spaced; default all. Time grows with queries ·
             keys² · distances: about a second per head for 256 tokens.
 

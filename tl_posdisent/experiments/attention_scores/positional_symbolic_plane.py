@@ -33,8 +33,7 @@ def positional_symbolic(
     Args:
         model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
         by_subspace: one row per rotary subspace besides, for the scores of that subspace alone.
-        sinks: positions to leave out at the beginning of each text, as queries and as keys: an attention sink is
-            unlike all other keys.
+        sinks: positions to leave out at the beginning of each text, as queries and as keys.
 
     Returns:
         One row per text, layer and head (and subspace): ``batch``, ``layer``, ``head``, (``subspace``, ``frequency``,)

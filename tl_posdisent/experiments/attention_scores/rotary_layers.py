@@ -44,16 +44,9 @@ def measure_layers(
 ) -> pd.DataFrame:
     """Measure each layer in the texts of each length and join the layers' tables, with ``layer`` before ``head``.
 
-    One forward pass per length of text, without score matrices, one layer in memory.
-
-    Args:
-        reading, texts: what is run.
-        tool: which needs the rotation, for errors.
-        measure: of one layer in texts of equal length.
-        table: of one layer, from what was measured for each group of ``texts``.
-        layers: default all that rotate.
-        sinks: positions to leave out at the beginning of each text, of which at least ``leave`` others must remain.
-        progress: show a bar.
+    One forward pass per length of text, without score matrices, one layer in memory. ``tool`` needs the rotation (for
+    errors); ``measure`` is called with one layer in texts of equal length, and ``table`` with what it found for each
+    group of ``texts``. At least ``leave`` positions behind the ``sinks`` must remain.
     """
     specs = reading.rotary(layers, tool)
     check_integer("sinks", sinks, 0, min(texts.lengths) - leave)

@@ -30,18 +30,16 @@ def subspace_patterns(
 ) -> pd.DataFrame:
     """Measure size, concentration and shares of every subspace of every head (arXiv 2503.13305).
 
-    Additivity needs each subspace to be slow, or its keys to be concentrated: see ``subspace_patterns_qk``, which this
-    asks layer by layer in one forward pass, without score matrices.
+    Additivity needs each subspace to be slow, or its keys to be concentrated: see ``subspace_patterns_qk``. One forward
+    pass, no score matrix.
 
     Args:
         model, tokens, attention_mask, distances, layers, sinks, progress: as in ``controlled_distance``.
 
     Returns:
-        One row per layer, head and subspace: ``layer``, ``head``, ``subspace``, ``frequency`` (radians per position),
-        ``wavelength`` (positions), ``turn``; ``query_size``, ``query_variation``, ``query_phase``,
-        ``query_concentration``, the same of ``key``; ``relative_phase``, ``relative_concentration``; the shares
-        ``distance``, ``semantic``, ``interaction``, which add up to 1 in each head; and ``spread``. See
-        ``SubspacePatterns`` for each.
+        One row per layer, head and subspace: ``layer``, ``head`` and the columns of ``SubspacePatterns.to_frame``:
+        ``frequency``, ``key_concentration`` …, and the shares ``distance``, ``semantic`` and ``interaction``, which add
+        up to 1 in each head.
 
     Raises:
         ValueError: unusable tokens, layers or distances; ``sinks`` that leaves nothing; a layer without rotary
@@ -61,13 +59,8 @@ def subspace_patterns(
     at = range(texts.longest) if distances is None else distances
 
     def table(spec: AttentionSpec, parts: list[RotaryLayer]) -> pd.DataFrame:
-        q, k = (_pooled([getattr(part, side) for part in parts]) for side in ("q", "k"))
+        q, k = (torch.cat([x.flatten(0, 1) for x in side]) for side in zip(*((x.q, x.k) for x in parts), strict=True))
         return subspace_patterns_qk(q, k, parts[0].rotary, at, scale=parts[0].scale).to_frame()
 
-    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
-    return measure_layers(reading, texts, "subspace_patterns", lambda layer: layer, table, **options)
-
-
-def _pooled(parts: list[Tensor]) -> Tensor:
-    """Vectors of texts of several lengths, one text after the other."""
-    return parts[0] if len(parts) == 1 else torch.cat([part.flatten(0, 1) for part in parts])[None]
+    tool, same = "subspace_patterns", lambda layer: layer
+    return measure_layers(reading, texts, tool, same, table, layers=layers, sinks=sinks, progress=progress)

@@ -39,22 +39,16 @@ def trained_vs_random(
 ) -> pd.DataFrame:
     """Compare additivity and other measures of a model's scores with their random-weights baseline.
 
-    The measures, with the function that has more to say about each:
-
-    * ``r`` of the three-axis fit of the scores as they are in the text (``additivity``; mean over texts);
-    * ``r_three_axis``, ``r_two_axis`` and the shares that break additivity, ``distance:key`` and
-      ``distance:query:key``, at controlled distances (``controlled_distance``);
-    * ``bound``, how large ``distance:key`` could be at most, going by how much each subspace turns and its keys vary
-      (``interaction_bound``, ``separate``): a share of the variance too, but it can exceed 1. Random queries are next
-      to 0 on average, and so is this bound: what they break is ``distance:query:key``;
-    * ``positional`` and ``symbolic`` (``positional_symbolic``; mean over texts);
-    * ``concentration``, of the keys' phases, mean over the rotary subspaces (``subspace_patterns``).
+    The measures are ``r`` of ``additivity`` and ``positional``, ``symbolic`` of ``positional_symbolic`` (means over
+    texts); ``r_three_axis``, ``r_two_axis``, ``distance:key`` and ``distance:query:key`` of ``controlled_distance``;
+    ``bound``, the bound ``separate`` of ``distance:key`` (``interaction_bound``), which can exceed 1; and
+    ``concentration`` of the keys' phases, mean over the rotary subspaces (``subspace_patterns``).
 
     Args:
         model, tokens, attention_mask, distances, layers: as in ``controlled_distance``.
         seeds: random copies (``random_control``): how many, or a list of their seeds.
         by: one row per head, or per layer: the mean over its heads.
-        sinks: positions to leave out at the beginning of each text, among queries and keys.
+        sinks: positions to leave out at the beginning of each text, as queries and as keys.
         progress: show a bar over the models.
 
     Returns:
@@ -86,7 +80,7 @@ def trained_vs_random(
     results = []
     models = (m for group in ([reading], copies) for m in group)
     for m in tqdm(models, total=1 + len(seeds), desc="models", disable=not progress):
-        measured = _measure(read_model(m, layers), texts, distances=distances, layers=layers, sinks=sinks)
+        measured = _measure(read_model(m, layers), texts, distances, layers, sinks)
         long = measured.groupby(index).mean().reset_index().melt(index, var_name="measure")
         results.append(long.set_index([*index, "measure"])["value"])
     chance = pd.concat(results[1:], axis=1)
@@ -95,12 +89,7 @@ def trained_vs_random(
 
 
 def _measure(
-    reading: ModelReading,
-    texts: Texts,
-    *,
-    distances: Numbers | None,
-    layers: list[int] | None,
-    sinks: int,
+    reading: ModelReading, texts: Texts, distances: Numbers | None, layers: list[int], sinks: int
 ) -> pd.DataFrame:
     """One row per layer and head, one column per measure."""
     common: dict[str, Any] = {"tokens": texts, "layers": layers, "progress": False}
