@@ -191,12 +191,7 @@ def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     before = state(model)
     for options, words in (
-        ({"unit": "heads"}, "unit must be 'head', 'layer' or 'all', got 'heads'"),
-        ({"rungs": ["top"]}, r"rungs must be some of uniform, .* each once, got \['top'\]"),
-        ({"rungs": 3}, "rungs must be some of uniform, .* each once, got 3"),
         ({"rungs": ["static", "static"]}, "rungs must be some of uniform, .* each once"),
-        ({"controls": ["noise"]}, "controls must be some of shuffled, random, each once, got"),
-        ({"bands": ()}, "bands must be a sequence of distances"),
         (
             {"heldout": zoo.random_tokens(L + 3)},
             f"heldout must be no longer than the texts of tokens, {L + 2}, got {L + 3}",
@@ -208,11 +203,8 @@ def test_refusals(shared_model: Any) -> None:
     longer = {"heldout": zoo.random_tokens(L + 3), "rungs": ["additive"], "unit": "all", "controls": []}
     assert len(ladder(model, **longer)) == 3
     assert state(model) == before
-    for share in (0, 1.1, None):
-        with pytest.raises(ValueError, match="share must be"):
-            head_verdicts(made({}), share=share)
-    with pytest.raises(ValueError, match="noise must be"):
-        head_verdicts(made({}), noise=-1)
+    with pytest.raises(ValueError, match="share must be"):
+        head_verdicts(made({}), share=1.1)
     for table in (None, made({}).drop(columns="error"), made({})[:1], pd.concat([made({}), made({})])):
         with pytest.raises(ValueError, match="table must"):
             head_verdicts(table)

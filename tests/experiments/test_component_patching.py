@@ -49,17 +49,6 @@ def test_own_parts_change_nothing(kind: str, name: str, shared_model: Any) -> No
         close(logits(model, patch_scores(model, 1, own, component)), plain, 1e-5)
 
 
-@every_way
-def test_a_softmax_ignores_what_the_query_has_alone(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    plain, theirs = logits(model, []), scores(model, 0, OTHER)
-    for component in ("query", "mean", ("query", "mean")):
-        change = (logits(model, patch_scores(model, 0, theirs, component)) - plain).abs().max()
-        assert (change > 0.01) if name == "gpt_oss" else (change < 1e-4)  # beside a sink it counts
-    for component in ("distance", "key", "residual"):
-        assert (logits(model, patch_scores(model, 0, theirs, component)) - plain).abs().max() > 0.01
-
-
 @pytest.mark.parametrize(("kind", "name"), [case for case in FEW if case.values != ("bridge", "gptj")])
 def test_the_part_that_was_moved_and_no_other_is_the_other_run_s(kind: str, name: str, shared_model: Any) -> None:
     """By fitting the scores that come out: components add up, so each can be exchanged by itself."""
@@ -126,10 +115,8 @@ def test_models_without_rotation(shared_model: Any) -> None:
         ({}, "source or source_positions must be given, and not both"),
         ({"source": OTHER, "source_positions": REAL}, "source or source_positions must be given, and not both"),
         ({"source": OTHER[:, :7]}, r"source must have the shape of tokens, \(2, 12\), got \(2, 7\)"),
-        ({"source": TOKENS}, "source must change the metric, but it is"),
         ({"source_positions": REAL}, "source_positions must change the metric, but it is"),
         ({"source_positions": [[[1.0]]]}, r"positions must have shape \(pos,\) or"),
-        ({"component": "place", "source": OTHER}, "component must be one or several of mean, .*, got 'place'"),
         ({"component": ["key", "key"], "source": OTHER}, "component must be one or several of"),
     ],
 )

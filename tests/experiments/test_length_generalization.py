@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from support import stories, zoo
+from support import zoo
 from torch import Tensor
 
 from tl_posdisent import (
@@ -133,15 +132,6 @@ def test_what_follows_the_last_edge_is_not_read(kind: str, name: str, shared_mod
     assert not first.equals(table(model, changed.roll(1, 1), EDGES[:3]))
 
 
-def test_in_range_positions_lie_in_range(shared_model: Any) -> None:
-    """Of 99 % of the reference, a hundredth is outside; without hooks, and of many positions."""
-    model = shared_model("bridge", "llama-gqa")
-    rows = table(model, zoo.random_tokens(128, batch=12), [0, 100, 128], by="head")
-    within = rows[rows["start"] == 0]["outside"]
-    assert within.min() > 0.008
-    assert within.max() < 0.012
-
-
 def test_layers_that_would_not_use_edited_scores_say_nothing_of_them(shared_model: Any) -> None:
     model = shared_model("bridge", "gptj")
     plain, edited = table(model, TOKENS, EDGES), table(model, TOKENS, EDGES, lambda_mask(model, 1, 4, 4))
@@ -169,34 +159,6 @@ def _longer(name: str) -> Any:
     return zoo.hf_model(name, **{"n_positions" if name == "gptj" else "max_position_embeddings": 200})
 
 
-# --- a real model -----------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def own_stories() -> Tensor:
-    """Eight stories in a row, sampled from the model itself at temperature 0.7."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(logits: Tensor) -> Tensor:
-        return torch.multinomial((logits / 0.7).softmax(-1), 1, generator=generator)[:, 0]
-
-    return stories._continue(torch.full((8, 1), stories.BOS), 320, draw).flatten()[None]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("unchecked")
-def test_a_window_keeps_a_trained_model_alive(shared_model: Any) -> None:
-    """260 thousand parameters, trained on 512 positions: at four times as many it breaks down, and with a window shaped
-    like a Λ it does not."""
-    model, edges = shared_model("bridge", "stories"), [256, 512, 2304, 2560]
-    plain = table(model, own_stories(), edges, layers=[4])
-    kept = table(model, own_stories(), edges, lambda_mask(model, 4, 256, 256), layers=[4])
-    assert plain["loss"][2] > plain["loss"][0] + 2
-    assert kept["loss"][0] == pytest.approx(plain["loss"][0], abs=0.05)
-    assert kept["loss"][2] < plain["loss"][0] + 0.5
-    assert plain["outside"][2] > kept["outside"][2]
-
-
 # --- refusals ---------------------------------------------------------------------------------------------------
 
 ASCENDING = "lengths must be at least two ascending integers"
@@ -207,8 +169,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [0, 39, 40]}, r"a token to predict in the last, got \[0, 39, 40\]"),
     ({"lengths": [0, 2, 4]}, "three positions or more in the first bucket"),
     *(({"in_range": x}, f"in_range must be an integer from 7 to 40, got {x}") for x in (6, 41, 16.0, True)),
-    ({"hooks": [("blocks.7.attn.hook_z", print)]}, "hooks names 'blocks.7.attn.hook_z', which the model does not have"),
-    ({"hooks": [3]}, r"hooks must be a list of \(hook name or filter, function\), got 3 in it"),
 ]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tl_posdisent import component_patching, head_ablation, head_patching, logit_difference, position_patching
 from tl_posdisent.experiments import component_attribution
+from tl_posdisent.experiments.causal.metrics import as_numbers
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
 LENGTHS = [9, 6, 7]
@@ -79,24 +80,26 @@ def test_it_can_be_sent_and_compared() -> None:
     assert pickle.loads(pickle.dumps(metric)) == metric == logit_difference(torch.tensor(ANSWERS), torch.tensor(WRONG))
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"answers": " Mary"}, "answers must be token ids.*to_single_token"),
-        ({"answers": [1.5, 2]}, "answers must be token ids"),
-        ({"answers": True}, "answers must be token ids"),
-        ({"answers": [-1]}, "answers must be token ids"),
-        ({"answers": []}, "answers must be token ids"),
-        ({"answers": [[1], []]}, "answers must be token ids"),
-        ({"answers": 1, "wrong": [[[1]]]}, "wrong must be token ids"),
-        ({"answers": 1, "position": 0.5}, "position must be an integer"),
-        ({"answers": 1, "position": []}, "position must be an integer"),
-    ],
-    ids=str,
-)
-def test_refusals(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        logit_difference(**given)
+def test_refusals() -> None:
+    for answers in (" Mary", [1.5, 2], True, [-1], [], [[1], []]):
+        with pytest.raises(ValueError, match="answers must be token ids: an integer"):
+            logit_difference(answers)
+    with pytest.raises(ValueError, match="wrong must be token ids"):
+        logit_difference(1, [[[1]]])
+    with pytest.raises(ValueError, match="position must be an integer"):
+        logit_difference(1, position=[])
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3, 9), torch.zeros(1), torch.zeros(3, 1), 1j, None, "much"], ids=str)
+def test_what_is_no_number(value: Any) -> None:
+    with pytest.raises(ValueError, match="metric must return a number or one per text, "):
+        as_numbers(value, 3)
+
+
+def test_numbers_that_are_not_finite() -> None:
+    for value in (float("nan"), torch.tensor([0.0, float("inf"), 1.0])):
+        with pytest.raises(ValueError, match="metric must return finite numbers, got"):
+            as_numbers(value, 3)
 
 
 def test_refusals_when_called() -> None:

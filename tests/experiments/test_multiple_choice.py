@@ -10,7 +10,6 @@ from support import zoo
 
 from tl_posdisent import load_demo_model
 from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb, questions_from_text
-from tl_posdisent.experiments.robustness.multiple_choice import share_right
 from tl_posdisent.hooks import applied
 
 CONTEXT = zoo.random_tokens(10, 1)[0]
@@ -69,13 +68,6 @@ def test_text_is_tokenised_with_its_beginning_and_perturbed_by_words() -> None:
     context = torch.tensor([0, *ids[0]])
     for score, choice in zip(scores, ids[1:], strict=True):
         assert abs(float(score) - by_hand(model, context, torch.tensor(choice))) < 1e-5
-
-
-def test_the_share_right_counts_the_likeliest(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    best = int(choice_scores(model, MultipleChoice(CONTEXT, CHOICES, 0)).argmax())
-    questions = [MultipleChoice(CONTEXT, CHOICES, n) for n in (0, 1, 2, best)]
-    assert share_right(model, questions, None) == 2 / 4
 
 
 # --- refusals --------------------------------------------------------------------------------------------------

@@ -238,16 +238,6 @@ def test_ablation_of_padded_texts(mode: Any, shared_model: Any) -> None:
     assert found["value"][0] == pytest.approx(torch.stack(losses).mean().item(), abs=1e-5)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_pairs_must_have_the_same_lengths(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    tokens, mask = batch("right")
-    with pytest.raises(ValueError, match="source must have the shape of tokens"):
-        tp.head_patching(model, tokens, tokens[:, :7], real_logits, attention_mask=mask, progress=False)
-    with pytest.raises(ValueError, match=r"positions must have shape \(pos,\) or \(batch, pos\) with pos = 14"):
-        tp.position_patching(model, tokens, torch.arange(9), attention_mask=mask, progress=False)
-
-
 @pytest.mark.parametrize("side", SIDES)
 def test_perturbation_curve(side: str, shared_reading: Any) -> None:
     """Each text is perturbed as it would be alone; means are over tokens."""

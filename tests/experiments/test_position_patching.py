@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import REAL, TOKENS, UNORDERED, WAYS, by_brute_force, close, every_way, logits, mixed_of
+from support.intervention_cases import REAL, TOKENS, UNORDERED, by_brute_force, close, every_way, logits, mixed_of
 from torch import Tensor
 
 from tl_posdisent import capture, position_patching, swap_positions
@@ -93,21 +93,6 @@ def test_sixteen_bits(name: str) -> None:
     assert error < 0.02 * (lying - plain).abs().mean()
 
 
-def test_several_texts_and_positions_by_text(shared_model: Any) -> None:
-    """A text alone gives what it gives among others."""
-    model = shared_model("bridge", "neox")
-    both = logits(model, swap_positions(model, UNORDERED) + one_head(model, TOKENS, UNORDERED))
-    for row in range(2):
-        text, place = TOKENS[row : row + 1], UNORDERED[row]
-        alone = logits(model, swap_positions(model, place) + one_head(model, text, place), text)
-        close(both[row], alone[0], 1e-5)
-
-
-def one_head(model: Any, tokens: Tensor, positions: Tensor) -> list[Hook]:
-    clean = next(capture(model, tokens, layers=[1], scores=False))
-    return patch_vectors(model, 1, clean.q_rot, clean.k_rot, heads=[HEAD])
-
-
 # --- the table ------------------------------------------------------------------------------------------------
 
 
@@ -119,14 +104,16 @@ def table(model: Any, positions: Tensor = UNORDERED, **options: Any) -> pd.DataF
     return position_patching(model, TOKENS, positions, progress=False, **options)
 
 
+@pytest.mark.parametrize("positions", [UNORDERED, UNORDERED[0]], ids=["by text", "of all"])
 @pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa", "gptj"), ("bridge", "neox")])
-def test_table_is_a_loop_over_hooks(kind: str, name: str, shared_model: Any) -> None:
+def test_table_is_a_loop_over_hooks(kind: str, name: str, positions: Tensor, shared_model: Any) -> None:
+    """Positions of all texts allow shortcuts, those by text do not."""
     model = shared_model(kind, name)
-    clean, corrupted = vectors(model), vectors(model, UNORDERED)
-    swap = swap_positions(model, UNORDERED)
+    clean, corrupted = vectors(model), vectors(model, positions)
+    swap = swap_positions(model, positions)
     good, bad = (loss(logits(model, hooks), TOKENS).mean().item() for hooks in ([], swap))
     for what, which, direction in (("head", "qk", "denoise"), ("query", "q", "noise"), ("key", "k", "denoise")):
-        rows = table(model, what=what, direction=direction, layers=[1], heads=[HEAD, 0]).to_dict("records")
+        rows = table(model, positions, what=what, direction=direction, layers=[1], heads=[HEAD, 0]).to_dict("records")
         assert [(row["layer"], row["head"]) for row in rows] == [(1, 0), (1, HEAD)]
         for row in rows:
             if direction == "denoise":
@@ -166,18 +153,6 @@ def test_key_heads_are_patched_once_and_reported_for_all_who_read_them(shared_mo
     assert (abs(alone[:, 0] - alone[:, 1]) > 1e-4).all()
 
 
-@pytest.mark.parametrize("positions", [REAL, REAL + 1000, UNORDERED * 0], ids=["real", "shifted", "all at one"])
-def test_runs_that_are_the_same(positions: Tensor, shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    if bool((positions == 0).all()):  # which is another run
-        assert table(model, positions, layers=[0], heads=[0])["effect"].isna().sum() == 0
-        return
-    with pytest.raises(
-        ValueError, match=r"positions must change the metric, but it is .* there is no effect to divide"
-    ):
-        table(model, positions)
-
-
 def test_hooks_of_the_user_act_in_every_run() -> None:
     model = zoo.bridge("llama-gqa")
     model.hook_dict["blocks.0.attn.hook_z"].add_hook(lambda x, hook: 2 * x)
@@ -193,9 +168,7 @@ def test_hooks_of_the_user_act_in_every_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"what": "tail"}, "what must be 'head', 'query', 'key' or 'layer', got 'tail'"),
-        ({"keys": "all"}, "keys must be 'group' or 'head', got 'all'"),
-        ({"direction": "up"}, "direction must be 'denoise' or 'noise', got 'up'"),
+        ({"positions": REAL + 1000}, r"positions must change the metric, but it is .* there is no effect to divide"),
         ({"metric": lambda x, t: 3}, "positions must change the metric, but it is 3 in one run and 3 in the other"),
         ({"positions": torch.arange(11) * 2}, r"positions must have shape .* with pos = 12, got \(11,\)"),
         ({"positions": UNORDERED[[0, 0, 1]]}, "positions were given for 3 texts, and the model runs on 2"),
@@ -221,11 +194,10 @@ Q, K = torch.zeros(2, 12, 8, 8), torch.zeros(2, 12, 4, 8)
         ((None, K[:, :5]), r"k_rot must have the shape of the run's own, \(2, 12, 4, 8\), got \(2, 5, 4, 8\)"),
     ],
 )
-@pytest.mark.parametrize("keys", ["group", "head"])
-def test_what_are_no_vectors(arguments: Any, message: str, keys: Any, shared_model: Any) -> None:
+def test_what_are_no_vectors(arguments: Any, message: str, shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     with pytest.raises(ValueError, match=message):
-        logits(model, patch_vectors(model, 0, *arguments, heads=[1], keys=keys))
+        logits(model, patch_vectors(model, 0, *arguments, heads=[1]))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "deepseek_v3"])
@@ -233,14 +205,3 @@ def test_models_without_rotation_in_reach(name: str, shared_model: Any) -> None:
     for call in (lambda m: table(m), lambda m: patch_vectors(m, 0, Q, None)):
         with pytest.raises(ValueError, match=r"needs rotary position embeddings \(RoPE\) that hooks can reach"):
             call(shared_model("bridge", name))
-
-
-def test_ways_cover_both_kinds_of_doors(shared_model: Any) -> None:
-    """Of hooks behind the rotation and before it, with a table that is exchanged and without."""
-    seen = set()
-    for case in WAYS:
-        kind, name = case.values if hasattr(case, "values") else case
-        if kind == "bridge":
-            spec = read_model(shared_model(kind, name)).specs([0])[0]
-            seen.add((spec.turn_q.name == spec.q.name, spec.cos is not None))
-    assert seen >= {(True, True), (True, False), (False, True)}
