@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
-from jaxtyping import Float64
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -16,7 +15,7 @@ from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.positions import dummy_distance
-from tl_posdisent.models.capture import for_each_scores
+from tl_posdisent.models.capture import Captured, for_each_scores
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -25,7 +24,7 @@ from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 from tl_posdisent.utils.tables import index_columns, join_texts
 from tl_posdisent.utils.validation import check_integer, shown
 
-from .rotary_layers import RotaryLayer, measure_layers
+from .rotary_layers import measure_layers
 
 
 def controlled_distance(
@@ -75,8 +74,8 @@ def controlled_distance(
     def table(spec: AttentionSpec, parts: list[Moments]) -> pd.DataFrame:
         return decompose(functools.reduce(operator.add, parts), at, scale=spec.require_scale()).to_frame()
 
-    def measure(layer: RotaryLayer) -> Moments:
-        return Moments.from_qk(layer.q, layer.k, layer.rotary)
+    def measure(layer: Captured) -> Moments:
+        return Moments.from_qk(layer.q, layer.k, layer.spec.require_rotary("controlled_distance"))
 
     tool = "controlled_distance"
     return measure_layers(reading, texts, tool, measure, table, layers=layers, sinks=sinks, progress=progress)
@@ -164,24 +163,18 @@ def _fits(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> dict[int, A
 
 def _compared(layer: int, distance: int, real: AdditiveFit, dummy: AdditiveFit) -> pd.DataFrame:
     """What becomes of the components of one layer when all pairs are at one distance."""
-    index = index_columns(real.r.shape)
+    cells = real.mask.double()
+
+    def correlation(x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        x, y = (v - (v * weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True) for v in (x, y))
+        return (weights * x * y).sum(-1) / ((weights * x * x).sum(-1) * (weights * y * y).sum(-1)).sqrt()
+
     columns = {
-        "key_correlation": _correlation(real, dummy, "key"),
-        "query_correlation": _correlation(real, dummy, "query"),
+        "key_correlation": correlation(real.key, dummy.key, cells.sum(-2)),
+        "query_correlation": correlation(real.query, dummy.query, cells.sum(-1)),
         "mean": dummy.intercept,
         "component": real.intercept + real.distance[..., distance - int(real.distances[0])],
     }
+    batch, head = index_columns(real.r.shape).values()
     values = {name: x.flatten().tolist() for name, x in columns.items()}
-    return pd.DataFrame(
-        {"batch": index["batch"], "layer": layer, "head": index["head"], "distance": distance, **values}
-    )
-
-
-def _correlation(a: AdditiveFit, b: AdditiveFit, component: str) -> Float64[Tensor, "*batch"]:
-    """Correlation of one component of two fits, each coefficient weighted by its number of cells."""
-    weights = a.mask.double().sum(-2 if component == "key" else -1)
-    total = weights.sum(-1, keepdim=True)
-    values = [getattr(fit, component) for fit in (a, b)]
-    x, y = (v - (v * weights).sum(-1, keepdim=True) / total for v in values)
-    correlation: Tensor = (weights * x * y).sum(-1) / ((weights * x * x).sum(-1) * (weights * y * y).sum(-1)).sqrt()
-    return correlation
+    return pd.DataFrame({"batch": batch, "layer": layer, "head": head, "distance": distance, **values})

@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.tolerance import spread_rows
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -17,7 +18,7 @@ from tl_posdisent.rope.preference_flips import check_distance_sets, preference_f
 from tl_posdisent.rope.variance_decomposition import numbers
 from tl_posdisent.utils.validation import check_integer
 
-from .rotary_layers import RotaryLayer, measure_layers, rows_by_text
+from .rotary_layers import measure_layers, rows_by_text
 
 NEAR = range(8)
 _N_FAR = 8
@@ -76,9 +77,9 @@ def preference_flips(
         far = [int(d) for d in np.unique(steps) if d not in near_at.tolist()]
     sets = check_distance_sets(near_at, far)
 
-    def measure(layer: RotaryLayer) -> pd.DataFrame:
+    def measure(layer: Captured) -> pd.DataFrame:
         q = layer.q if queries is None else layer.q[:, spread_rows(layer.q.shape[1], queries)]
-        return preference_flips_qk(q, layer.k, layer.rotary, *sets).to_frame()
+        return preference_flips_qk(q, layer.k, layer.spec.require_rotary("preference_flips"), *sets).to_frame()
 
     options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress, "leave": 2}
     return measure_layers(reading, texts, "preference_flips", measure, rows_by_text(texts), **options)

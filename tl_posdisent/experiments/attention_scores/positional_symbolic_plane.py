@@ -8,12 +8,13 @@ from typing import Any
 import pandas as pd
 from torch import Tensor
 
+from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.utils.validation import check_flag
 
-from .rotary_layers import RotaryLayer, measure_layers, rows_by_text
+from .rotary_layers import measure_layers, rows_by_text
 
 
 def positional_symbolic(
@@ -53,8 +54,10 @@ def positional_symbolic(
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
 
-    def measure(layer: RotaryLayer) -> pd.DataFrame:
-        return positional_symbolic_qk(layer.q, layer.k, layer.rotary).to_frame(by_subspace=by_subspace)
+    def measure(layer: Captured) -> pd.DataFrame:
+        return positional_symbolic_qk(layer.q, layer.k, layer.spec.require_rotary("positional_symbolic")).to_frame(
+            by_subspace=by_subspace
+        )
 
     options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress, "leave": 2}
     return measure_layers(reading, texts, "positional_symbolic", measure, rows_by_text(texts), **options)

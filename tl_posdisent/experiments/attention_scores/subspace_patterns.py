@@ -9,13 +9,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.subspaces import subspace_patterns_qk
 from tl_posdisent.rope.variance_decomposition import Numbers
 
-from .rotary_layers import RotaryLayer, measure_layers
+from .rotary_layers import measure_layers
 
 
 def subspace_patterns(
@@ -56,11 +57,12 @@ def subspace_patterns(
     """
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
-    at = range(texts.longest) if distances is None else distances
+    at, tool = range(texts.longest) if distances is None else distances, "subspace_patterns"
 
-    def table(spec: AttentionSpec, parts: list[RotaryLayer]) -> pd.DataFrame:
+    def table(spec: AttentionSpec, parts: list[Captured]) -> pd.DataFrame:
         q, k = (torch.cat([x.flatten(0, 1) for x in side]) for side in zip(*((x.q, x.k) for x in parts), strict=True))
-        return subspace_patterns_qk(q, k, parts[0].rotary, at, scale=parts[0].scale).to_frame()
+        own = parts[0].spec
+        return subspace_patterns_qk(q, k, own.require_rotary(tool), at, scale=own.require_scale()).to_frame()
 
-    tool, same = "subspace_patterns", lambda layer: layer
-    return measure_layers(reading, texts, tool, same, table, layers=layers, sinks=sinks, progress=progress)
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    return measure_layers(reading, texts, tool, lambda layer: layer, table, **options)
