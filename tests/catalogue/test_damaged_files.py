@@ -16,8 +16,6 @@ from support import zoo
 from support.public_calls import FEW, TASK, synthetic
 
 from tl_posdisent import load_model
-from tl_posdisent.sweeps import Text, checkpoint_steps, failures, jobs, sweep
-from tl_posdisent.sweeps.storage import part_of
 from tl_posdisent.synthetic import load_checkpoint, save_checkpoint, train
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -162,9 +160,6 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "load_model: code of its own": (lambda at: load_model(own_code(at)), "cannot load"),
     "load_model: a configuration that is no JSON": (lambda at: load_model(folder(at, config__json="{")), "cannot load"),
     "load_model: a tokenizer that is no JSON": (lambda at: load_model(folder(at, tokenizer__json="{")), "cannot load"),
-    "checkpoint_steps: no such folder": (lambda at: checkpoint_steps(at / "none"), "none"),
-    "failures: no such folder": (lambda at: failures(at / "none"), "out must be the folder"),
-    "sweep: no jobs": (lambda at: sweep([], out=at, progress=False), "jobs must be"),
 }
 
 
@@ -191,10 +186,3 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Pat
         save_checkpoint(synthetic(), path, notes={"x": object()})
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_part_of_a_sweep_cut_short_is_done_again(tmp_path: Path) -> None:
-    (job,) = jobs("demo", ("additivity", {"layers": [0]}), Text.of("demo", length=12))
-    whole = sweep([job], out=tmp_path, progress=False)
-    cut(part_of(tmp_path, job))
-    assert sweep([job], out=tmp_path, progress=False).equals(whole)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -140,29 +139,6 @@ def test_a_users_hook_that_changes_queries_is_part_of_the_model(own: Any, model:
     assert state(own) == before
 
 
-def test_bfloat16(own: Any, model: Any) -> None:
-    """Scores rounded to 8 bits: close to those of the model in float32, and the table is float64."""
-    got = table(own.to(torch.bfloat16))["r2"]
-    assert ((got - table(model)["r2"]).abs() < 0.05).all()
-    assert got.dtype == "float64"
-
-
-def test_quantised_weights(own: Any) -> None:
-    """Logits are others; the table is that of the scores that it shows, and what it was made of is as it was."""
-    before, logits = state(own), own(TOKENS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch is going to move it elsewhere
-        eight = torch.ao.quantization.quantize_dynamic(own, {torch.nn.Linear}, dtype=torch.qint8)
-        from_hf = torch.ao.quantization.quantize_dynamic(zoo.hf_model("llama-gqa"), {torch.nn.Linear}, torch.qint8)
-    (seen,) = tp.capture(eight, TOKENS, layers=[1])
-    fitted = tp.additivity(eight, TOKENS, layers=[1], progress=False)["r2"].tolist()
-    torch.testing.assert_close(torch.tensor(fitted).double(), tp.fit_additive(seen.scores).r2.flatten().double())
-    assert not torch.equal(eight(TOKENS), logits)
-    assert state(own) == before
-    with pytest.raises(ValueError, match="cannot wrap LlamaForCausalLM"):
-        tp.bridge_from_hf(from_hf)
-
-
 def test_compiled_models(own: Any, model: Any) -> None:
     with pytest.raises(ValueError, match=r"compiled.*_orig_mod"):
         table(torch.compile(model))
@@ -188,23 +164,9 @@ def test_weights_or_tokens_on_no_device(own: Any, model: Any) -> None:
         tp.additivity(model, TOKENS.to("meta"), progress=False)
 
 
-def test_gradients_flow_through_hooks(own: Any) -> None:
-    with applied(own, tp.swap_positions(own, TARGETS)):
-        own(TOKENS).sum().backward()
-    assert all(p.grad is not None for p in own.original_model.model.layers[0].self_attn.q_proj.parameters())
-
-
 def test_hooks_that_never_fire(model: Any) -> None:
     with pytest.raises(RuntimeError, match="never fired"), applied(model, tp.dummy_distance(model, 1)):
         pass
-
-
-def test_a_longer_context_is_undone_by_ctrl_c() -> None:
-    demo = tp.load_demo_model()
-    before = state(demo)
-    with pytest.raises(KeyboardInterrupt), tp.longer_context(demo, 600):
-        raise KeyboardInterrupt
-    assert state(demo) == before
 
 
 # --- loading ----------------------------------------------------------------------------------------------------

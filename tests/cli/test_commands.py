@@ -247,14 +247,6 @@ def test_models(tmp_path: Path) -> None:
     assert len(names) < sum("pythia-70m" in name for name in table.index)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_models_of_one_class(backend: str) -> None:
-    words = [line.split() for line in run_command(f"models --search gpt2 --backend {backend}").stdout.splitlines()]
-    column = [row[1 if backend == "hooked" else 2] for row in words if len(row) == 4 and row[0] != "name"]
-    assert column
-    assert "–" not in column
-
-
 # Formats
 
 

@@ -20,9 +20,11 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.hooks import applied, phase_noise
+from tl_posdisent.hooks.edits.rotation import DistanceMap
 from tl_posdisent.models.reading.forward import Hook
 
 from . import zoo
+from .edited_scores import edited_results
 
 L = 12
 TOKENS = zoo.random_tokens(L)
@@ -69,35 +71,15 @@ def mixed_of(model: Any, hooks: list[Hook], layer: int = 0) -> Tensor:
         return model.run_with_cache(TOKENS, names_filter=name)[1][name].transpose(1, 2)
 
 
-def by_brute_force(
-    model: Any, wanted: Tensor, layer: int = 0, angles: Tensor | None = None, kept: Tensor | None = None
-) -> Tensor:
-    """The same at any distances ``[query, key]`` or ``[batch, head, query, key]``: by complex numbers in float64, from
-    queries, keys and values of the model; with other angles of each subspace, and some subspaces left out."""
-    captured = next(x for x in capture(model, TOKENS, layers=[layer]))
-    spec, rotary = captured.spec, captured.spec.rotary
-    name = f"blocks.{layer}.attn.hook_v"
+def by_brute_force(model: Any, wanted: Tensor, layer: int = 0) -> Tensor:
+    """The same at any distances ``[query, key]`` or ``[batch, head, query, key]``, by the oracle of interventions."""
+    (captured,) = capture(model, TOKENS, layers=[layer])
+    name, attn = f"blocks.{layer}.attn.hook_v", model.blocks[layer].attn
     with torch.no_grad():
-        values = model.run_with_cache(TOKENS, names_filter=name)[1][name].double()
-    q, k = captured.q.double(), captured.k.double()
-    k, values = (x.repeat_interleave(spec.n_heads // x.shape[2], 2) for x in (k, values))
-    n = len(rotary.frequencies)
-    halves = (slice(0, n), slice(n, 2 * n)) if rotary.pairing == "half" else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
-    zq, zk = (torch.complex(x[..., halves[0]], x[..., halves[1]]) for x in (q, k))
-    turn = torch.exp(
-        1j * (wanted.expand(2, spec.n_heads, L, L)[..., None] * rotary.frequencies if angles is None else angles)
-    )
-    turn = turn.expand(2, spec.n_heads, L, L, n) * (torch.ones(n) if kept is None else kept)
-    scores = torch.einsum("bqhc,bkhc,bhqkc->bhqk", zq, zk.conj(), turn).real * rotary.attention_factor**2
-    scores = scores + torch.einsum("bqhd,bkhd->bhqk", q[..., 2 * n :], k[..., 2 * n :])
-    scores = scores * spec.scale
-    if spec.soft_cap:
-        scores = spec.soft_cap * (scores / spec.soft_cap).tanh()
-    scores = scores.masked_fill(~spec.mask(L), -torch.inf)
-    sinks = getattr(getattr(model.blocks[layer].attn, "original_component", model.blocks[layer].attn), "sinks", None)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.detach().double()[:, None, None].expand(2, spec.n_heads, L, 1)], -1)
-    return torch.einsum("bhqk,bkhd->bhqd", scores.softmax(-1)[..., :L], values).float()
+        values = model.run_with_cache(TOKENS, names_filter=name)[1][name]
+    sinks = getattr(getattr(attn, "original_component", attn), "sinks", None)
+    map_ = DistanceMap("", wanted.expand(*wanted.shape[:-2], L, L))
+    return edited_results(captured, values, [map_], None if sinks is None else sinks.detach()).float()
 
 
 INTERVENTIONS: dict[str, Callable[[Any], list[Hook]]] = {

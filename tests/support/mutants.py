@@ -4,10 +4,8 @@
 
 cosmic-ray says where an operator, number, comparison or condition can be replaced. Of these places some are drawn per
 file (``--per-file 0`` takes all: a night), one replacement each, and the tests of that file are run on the package with
-it. A mutant is killed by a failing test, an error, or ten times the time; what survives is printed. Nothing here is
-changed: all happens in a copy. Torch and TransformerLens are imported once, and every mutant is a fork of that process.
-
-Left out is what cannot matter, in annotations, which nothing reads at run time, and what Python refuses or warns of.
+it. A mutant is killed by a failing test, an error, or ten times the time; what survives is printed. All happens in a
+copy, and every mutant is a fork of one process that has imported torch. Annotations, which nothing reads, are left out.
 """
 
 from __future__ import annotations
@@ -29,32 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # As `make test` runs them: without what is marked slow, and without checks of annotations.
 FAST_LANE = ["-m", "not slow", "-o", "addopts=--doctest-modules"]
-# The tests of ROOM/FILE.py are its own examples and tests/ROOM/test_FILE*.py (of ROOM/FOLDER/FILE.py,
-# test_FOLDER_FILE*.py), and these, from other files, by the name after test_.
-MORE_TESTS = {
-    "additive/attention/fit": "additive/static_attention additive/sharp_attention",
-    "additive/attention/fourier": "additive/attention_sums additive/attention_fit",
-    "additive/attention/layout": "additive/attention_sums additive/attention_fit",
-    "additive/attention/patterns": "additive/attention_fit additive/static_attention",
-    "additive/attention/query_term": "hooks/substitute_attention additive/attention_fit",
-    "additive/attention/result": "additive/attention_fit additive/static_attention",
-    "additive/attention/rungs": "hooks/substitute_attention experiments/attention_ladder",
-    "additive/attention/solver": "additive/attention_fit additive/sharp_attention",
-    "additive/attention/sums": "additive/attention_fit",
-    "additive/cells": "additive/solver additive/fit additive/fit_pooling",
-    "additive/identifiability": "additive/fit additive/fit_pooling",
-    "additive/marginals": "additive/fit additive/fit_inputs",
-    "additive/result": "additive/fit additive/fit_inputs additive/fit_pooling",
-    "additive/score_checks": "additive/fit_inputs additive/score_correlation",
-    "additive/solver": "additive/fit_pooling additive/attention_fit",
-    "rope/capacity": "rope/rope_refusals",
-    "rope/covariance": "rope/moments rope/variance_decomposition rope/subspaces",
-    "rope/moments": "rope/variance_decomposition rope/rope_refusals",
-    "rope/positional_symbolic": "rope/rope_refusals",
-    "rope/rotary": "rope/rope_refusals",
-    "rope/subspace_interactions": "rope/subspaces rope/variance_decomposition rope/rope_refusals",
-    "rope/toeplitz": "rope/rope_refusals",
-    "rope/variance_decomposition": "rope/subspace_interactions rope/subspaces rope/rope_refusals",
+# Tests in other folders of files below these.
+ELSEWHERE = {
+    "additive/attention": ["tests/hooks/test_substitute_attention.py", "tests/experiments/test_attention_ladder.py"]
 }
 
 
@@ -65,13 +40,12 @@ def all_files() -> list[str]:
 
 
 def tests_of(stem: str) -> list[str]:
-    """Paths of the tests of a file, its own first, each once; from the project's root."""
+    """Paths of the tests of a file: its own (tests/ROOM/test_FILE*.py) and its examples, then its room's."""
     room, name = stem.split("/", 1)
-    own = sorted(
-        path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / room).glob(f"test_{name.replace('/', '_')}*.py")
-    )
-    more = [f"tests/{test.replace('/', '/test_')}.py" for test in MORE_TESTS.get(stem, "").split()]
-    return list(dict.fromkeys([*own, *more, f"tl_posdisent/{stem}.py"]))
+    folder = ROOT / "tests" / room
+    own = sorted(path.relative_to(ROOT).as_posix() for path in folder.glob(f"test_{name.replace('/', '_')}*.py"))
+    more = [path for place, paths in ELSEWHERE.items() if stem.startswith(place) for path in paths]
+    return [*own, f"tl_posdisent/{stem}.py", *more, f"tests/{room}"]
 
 
 def without_annotations(source: str) -> str:

@@ -33,11 +33,7 @@ def read_text(text: Path | None, model: str) -> str:
 
 
 def name_of(model: str) -> str:
-    """The name of a model in titles: its own, or that of its folder or file.
-
-    >>> name_of("EleutherAI/pythia-70m"), name_of("/")
-    ('EleutherAI/pythia-70m', '/')
-    """
+    """The name of a model in titles: its own, or that of its folder or file."""
     folder = Path(model)
     return (folder.resolve().name or model) if folder.exists() else model
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from typer import Option
 
@@ -18,7 +18,6 @@ _STATUS = {0: "untested", 1: "tested", 2: "skipped", 3: "fails", 4: "in part"}
 def models(
     given: Given,
     search: str | None = Option(None, help="Only names and architectures that contain this."),
-    backend: Literal["any", "hooked", "bridge"] = Option("any", help="Only models of this class."),
     untested: bool = Option(
         False, "--untested", help="Also names that TransformerLens lists without having tested them."
     ),
@@ -33,17 +32,13 @@ def models(
 
     Examples:
       tl-posdisent models --search pythia
-      tl-posdisent models --search llama --backend hooked
       tl-posdisent models --untested --out models.csv
     """
     table = _known_models()
     if not untested:
         table = table[(table["bridge"] == "tested") | (table["hooked"] == "yes")]
-    if backend != "any":
-        table = table[table[backend] != "–"]
     if search is not None:
-        found = [table[name].str.contains(search, case=False, regex=False) for name in ("name", "architecture")]
-        table = table[found[0] | found[1]]
+        table = table[(table["name"] + " " + table["architecture"]).str.contains(search, case=False, regex=False)]
     if not len(table):
         hint = "" if untested else "; more are listed with --untested"
         raise ValueError(f"no model is like that{hint}. A directory with config.json and safetensors works too")
