@@ -9,6 +9,7 @@ import pytest
 from support.command_line import run_command
 from train_demo_model import save_weights
 
+from tl_posdisent import additivity, load_demo_model
 from tl_posdisent.demo.demo_model import demo_hf_model
 from tl_posdisent.sweeps import Text, jobs, sweep
 
@@ -29,6 +30,9 @@ def test_additivity_over_a_training(tmp_path: Path) -> None:
     shown = {words[1]: words[3] for words in map(str.split, result.stdout.splitlines()) if words[:1] == ["training"]}
     assert shown == {str(step): f"{r:.3f}" for step, r in means.items()}
     assert means[4000] != means[0]
+    model = load_demo_model()
+    direct = [additivity(model, text.tokens(model), progress=False)["r"].mean() for text in texts]
+    assert means[4000] == pytest.approx(sum(direct) / 2, abs=1e-9)
 
 
 def test_arguments_and_seeds_reach_the_experiment(tmp_path: Path) -> None:

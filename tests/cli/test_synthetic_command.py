@@ -77,9 +77,3 @@ def test_a_second_call_takes_up_what_is_there(tmp_path: Path, monkeypatch: pytes
         "tl_posdisent.synthetic.training.loop.TrainingLoop._step", lambda self: pytest.fail("trained again")
     )
     assert run_command(line).stdout == first.stdout
-
-
-def test_progress_goes_to_stderr(tmp_path: Path) -> None:
-    result = run_command("synthetic --encoding none --task count --out", tmp_path)
-    assert "training" in result.stderr
-    assert "training" not in result.stdout

@@ -1,8 +1,7 @@
 """A real language model for the tests: 260 thousand parameters, trained on TinyStories.
 
-It is no part of the package. The weights lie outside the project, in the folder that the environment variable
-`POSDISENT_DATA` names (default: `../shared/data` beside the project); where they are not at hand, whatever
-asks for them skips the test.
+The weights lie outside the project, in the folder that the environment variable `POSDISENT_DATA` names (default:
+`../shared/data` beside the project); where there are none, whatever asks for them skips the test.
 """
 
 from __future__ import annotations
@@ -47,9 +46,6 @@ def data_file(name: str) -> Path:
     return path
 
 
-# --- the tokenizer ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StoriesTokenizer:
     """Byte-pair encoding by scores, as SentencePiece does it; tokens 3 to 258 are the single bytes 0 to 255."""
@@ -57,11 +53,9 @@ class StoriesTokenizer:
     pieces: Tokenizer
 
     def encode(self, text: str, bos: bool = True) -> list[int]:
-        """Token ids of a text, which is read as if a space went before it."""
         return [BOS] * bos + self.pieces.encode(" " + text).ids
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of tokens; a BOS leaves nothing, nor does the space that `encode` put first."""
         text = self.pieces.decode([token for token in tokens if token > 2])
         return text[1:] if tokens[:1] == [BOS] and text.startswith(" ") else text
 
@@ -84,8 +78,6 @@ def stories_tokenizer() -> StoriesTokenizer:
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return StoriesTokenizer(tokenizer)
 
-
-# --- the model ----------------------------------------------------------------------------------------------
 
 DIM, HIDDEN, LAYERS, HEADS, KEY_HEADS, VOCAB, CONTEXT = SHAPE = (64, 172, 5, 8, 4, 512, 512)
 
@@ -146,18 +138,15 @@ def _llama() -> LlamaForCausalLM:
 
 
 def stories_bridge() -> TransformerBridge:
-    """The trained model in a fresh `TransformerBridge`."""
     return as_bridge(stories_hf())
 
 
 def stories_hooked() -> HookedTransformer:
-    """The trained model as a fresh `HookedTransformer`; skips the test under TransformerLens 4."""
     return as_hooked(stories_hf())
 
 
 @functools.cache
 def _reference() -> LlamaForCausalLM:
-    """The plain model, shared by the functions below and never handed out."""
     return stories_hf()
 
 
@@ -165,9 +154,6 @@ def stories_logits(tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos
     """The logits of the plain Hugging Face model, which no bridge has touched."""
     with torch.no_grad():
         return _reference()(tokens, use_cache=False).logits
-
-
-# --- texts --------------------------------------------------------------------------------------------------
 
 
 def greedy_continuation(length: int, prompt: str = PROMPT) -> str:
@@ -179,16 +165,7 @@ def greedy_continuation(length: int, prompt: str = PROMPT) -> str:
 
 
 def sample_story(length: int, seed: int, temperature: float = 1.0) -> Int[Tensor, "1 pos"]:
-    """A text sampled from the model itself, beginning with BOS; a shorter one of the same seed is its prefix.
-
-    Such a text is what the model was trained to expect, and there is no end of them. Stories are short: where
-    one ends, the model puts a BOS and begins another.
-
-    Args:
-        length: Tokens, BOS included; at most the context of 512.
-        seed: Seed of the sampling.
-        temperature: Below 1 for more likely texts.
-    """
+    """A text sampled from the model itself, beginning with BOS; a shorter one of the same seed is its prefix."""
     return _sample_story(length, seed, temperature).clone()
 
 

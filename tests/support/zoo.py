@@ -1,9 +1,6 @@
 """Tiny random models of every architecture the package meets, in both TransformerLens classes, offline.
 
-`hf_model(name)` builds a Hugging Face model from a config and a fixed seed. `bridge(name)` and `hooked(name)`
-carry the very same weights in a `TransformerBridge` and, where TransformerLens still has it, a
-`HookedTransformer`. Whether they compute what Hugging Face computes is not taken on trust: `hf_logits` is the
-reference, `test_zoo.py` the check.
+`bridge(name)` and `hooked(name)` carry the weights of `hf_model(name)`. `test_zoo.py` compares them with `hf_logits`.
 """
 
 from __future__ import annotations
@@ -56,12 +53,7 @@ needs_bridge = pytest.mark.skipif(TL_MAJOR < 3, reason=f"TransformerLens {TL_MAJ
 def hf_model(name: str, attn: str = "eager", **changes: Any) -> transformers.PreTrainedModel:
     """A fresh copy of the model, in `eval` mode and float32; fresh because a Bridge changes what it wraps.
 
-    Its parameters require gradients, as those of a model that a user has loaded do.
-
-    Args:
-        name: One of `NAMES`.
-        attn: Hugging Face's attention implementation. Not every architecture has "sdpa".
-        changes: Config arguments in place of the table's. The weights stay the same if their shapes do.
+    ``changes`` are config arguments in place of the table's. The weights stay the same if their shapes do.
     """
     architecture = ARCHITECTURES[name]
     config_class = getattr(transformers, architecture.config)
@@ -79,9 +71,7 @@ def hf_model(name: str, attn: str = "eager", **changes: Any) -> transformers.Pre
 def randomise(model: torch.nn.Module, scale: float, embedding: float) -> None:
     """Give every parameter a value that shows: peaked attention, norms not one, biases not zero.
 
-    With 64 inputs of unit size a weight of standard deviation 0.2 makes queries and keys of size 1.6, and
-    scores of size 2 to 3. At the usual initialisation of 0.02 the scores would be within 0.03 of zero, and a
-    wrong rotation would pass any tolerance.
+    At the usual initialisation of 0.02 scores are within 0.03 of zero, and a wrong rotation would pass any tolerance.
     """
     for name, parameter in model.named_parameters():
         noise = torch.randn_like(parameter)
@@ -97,7 +87,6 @@ def randomise(model: torch.nn.Module, scale: float, embedding: float) -> None:
 
 @functools.cache
 def _reference(name: str) -> transformers.PreTrainedModel:
-    """The plain Hugging Face model behind `hf_logits`; shared, so never handed out."""
     return hf_model(name)
 
 
@@ -109,13 +98,7 @@ def random_tokens(length: int = 12, batch: int = 2, seed: int = 0) -> Int[Tensor
 def hf_logits(
     name: str, tokens: Int[Tensor, "batch pos"], position_ids: Int[Tensor, "batch pos"] | None = None
 ) -> Float[Tensor, "batch pos vocab"]:
-    """The logits of the plain Hugging Face model, which no bridge has touched.
-
-    Args:
-        name: One of `NAMES`.
-        tokens: Token ids.
-        position_ids: Positions in place of 0, 1, 2, …; refused by models without such an argument.
-    """
+    """The logits of the plain Hugging Face model, which no bridge has touched."""
     arguments: dict[str, Any] = {}
     if position_ids is not None:
         # Without a mask transformers takes a jump in the positions for a new document, and hides the old one.
@@ -133,10 +116,7 @@ def bridge(name: str, attn: str = "eager", **changes: Any) -> TransformerBridge:
 
 
 def as_bridge(model: transformers.PreTrainedModel) -> TransformerBridge:
-    """Wrap a Hugging Face model, changing it in place. This door needs neither a tokenizer nor a network.
-
-    Skips the test under TransformerLens 2.
-    """
+    """Wrap a Hugging Face model, changing it in place; skips the test under TransformerLens 2."""
     _skip_without_bridge()
     from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_from_module
 
@@ -151,11 +131,7 @@ def _skip_without_bridge() -> None:
 
 
 def hooked(name: str, **changes: Any) -> HookedTransformer:
-    """The model as a fresh `HookedTransformer`, raw; skips the test where there is none.
-
-    Skips under TransformerLens 4, which has no such class, and for architectures that the class cannot
-    express.
-    """
+    """The model as a fresh `HookedTransformer`, raw; skips the test where there is none."""
     if name not in HOOKED_NAMES:
         pytest.skip(f"HookedTransformer of TransformerLens {TL_MAJOR} has no architecture for {name}")
     return as_hooked(hf_model(name, **changes))

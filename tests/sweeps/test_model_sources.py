@@ -12,13 +12,10 @@ import pandas as pd
 import pytest
 import torch
 from support.command_line import run_command
-from train_demo_model import Options, train_model
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from tl_posdisent import additivity, demo_tokens, load_demo_model, load_model
+from tl_posdisent import additivity, load_model
 from tl_posdisent.demo import demo_tokenizer
-from tl_posdisent.demo.demo_model import demo_hf_model, load_weights
-from tl_posdisent.models.loading.load import bridge_from_hf, has_hooked, hooked_from_hf
 from tl_posdisent.sweeps import Text, checkpoint_steps, failures, jobs, sweep
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, load_checkpoint, save_checkpoint
 
@@ -30,26 +27,6 @@ WORDS = "My friends and fellow citizens, we hold these truths"
 def of_step(table: pd.DataFrame, step: int) -> pd.DataFrame:
     rows = table[table["step"] == step].reset_index(drop=True)
     return rows[rows.columns[10:]]  # behind those that name the job
-
-
-def test_additivity_over_the_demo_models_training(tmp_path: Path) -> None:
-    """A real training of two steps, whose checkpoints are measured as direct calls measure its models."""
-    folder, direct = tmp_path / "training", {}
-    tokens = demo_tokens(length=32)
-    train_model(demo_tokens(length=900)[0], Options(steps=2, batch=1, checkpoint_every=1), folder, progress=False)
-    demo_tokenizer().backend_tokenizer.save(str(folder / "tokenizer.json"))
-    assert checkpoint_steps(folder) == [0, 1, 2]
-    todo = jobs(folder, "additivity", Text.of("demo", length=32), checkpoints="all")
-    table = sweep(todo, out=tmp_path / "out", progress=False)
-    for step in (0, 1, 2):
-        hf_model = demo_hf_model(trained=False)
-        load_weights(hf_model, folder / f"step-{step:06d}.safetensors")
-        model = (hooked_from_hf if has_hooked() else bridge_from_hf)(hf_model.eval())
-        direct[step] = additivity(model, tokens, progress=False)
-        pd.testing.assert_frame_equal(of_step(table, step), direct[step], check_exact=True)
-    assert not direct[0]["r"].equals(direct[2]["r"])
-    random = additivity(load_demo_model(trained=False), tokens, progress=False)
-    assert (direct[0]["r"] - random["r"]).abs().max() < 0.01  # step 0 is the initialisation, in half precision
 
 
 @functools.cache

@@ -50,21 +50,15 @@ def test_hash_is_the_same_in_every_process_and_version_of_python() -> None:
 
 def test_hash_knows_what_is_different_and_nothing_else(tmp_path: Path) -> None:
     base = Job("m", "step1", "", Text.of("some words"), "additivity", "{}")
-    others = [
-        dataclasses.replace(base, **change)
-        for change in (
-            {"model": "n"},
-            {"checkpoint": "step2"},
-            {"weights": "0" * 64},
-            {"text": Text.of("other words")},
-            {"text": Text.of("some words", length=3)},
-            {"experiment": "disentanglement"},
-            {"arguments": '{"layers":[0]}'},
-            {"seed": 0},
-            {"backend": "bridge"},
-            {"dtype": "bfloat16"},
-        )
-    ]
+    changes = {"model": "n", "checkpoint": "step2", "weights": "0" * 64, "text": Text.of("other words"), "seed": 0}
+    changes |= {
+        "experiment": "disentanglement",
+        "arguments": '{"layers":[0]}',
+        "backend": "bridge",
+        "dtype": "bfloat16",
+    }
+    others = [dataclasses.replace(base, **{name: value}) for name, value in changes.items()]
+    others.append(dataclasses.replace(base, text=Text.of("some words", length=3)))
     assert len({job.hash for job in [base, *others]}) == 11
     forward, backward = {"sinks": 2, "layers": range(2)}, {"layers": [0, 1], "sinks": 2}
     one, two = (jobs("demo", ("controlled_distance", x), "demo")[0] for x in (forward, backward))
@@ -128,18 +122,6 @@ def test_beginnings_of_the_demo_text_are_demo_tokens() -> None:
     assert torch.equal(later[:, 1:].flatten(), demo_tokens(length=151)[0, 51:])
 
 
-def test_finished_jobs_are_not_done_again_and_new_ones_are(tmp_path: Path) -> None:
-    texts = Text.of("demo", length=32, count=4).split(4)
-    first = sweep(jobs("demo", LAST, texts[:3]), out=tmp_path, progress=False)
-    before = inodes(tmp_path)
-    whole = sweep(jobs("demo", LAST, texts), out=tmp_path, progress=False)
-    after = inodes(tmp_path)
-    assert len(before) == 3
-    assert len(after) == 4
-    assert {name: after[name] for name in before} == before
-    pd.testing.assert_frame_equal(whole[: len(first)], first, check_exact=True)
-
-
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "of another job"])
 def test_damaged_parts_are_noticed_and_done_again(tmp_path: Path, damage: str) -> None:
     todo = jobs("demo", LAST, Text.of("demo", length=32, count=2).split(2))
@@ -199,9 +181,8 @@ def test_one_model_at_a_time_loaded_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(worker, "load", load)
     texts = Text.of("demo", length=16, count=2).split(2)
     backends = [jobs("demo", LAST, text, dtype=dtype) for text in texts for dtype in ("float32", "float64")]
-    table = sweep(
-        [*itertools.chain(*backends)], out=tmp_path, progress=False
-    )  # asked for in turns, and done model by model
+    # Asked for in turns, and done model by model.
+    table = sweep([*itertools.chain(*backends)], out=tmp_path, progress=False)
     assert len(models) == 2
     assert table["job"].drop_duplicates().tolist() == [job.hash for pair in backends for job in pair]
     gc.collect()
@@ -286,20 +267,15 @@ BAD = [
     (lambda: jobs("demo", ("additivity", {"layer": 3}), "demo"), "arguments of additivity must be its own"),
     (lambda: jobs("demo", "content_position_terms", "demo"), "arguments of content_position_terms .* 'layer'"),
     (lambda: jobs("demo", ("additivity", {"mask": torch.ones(2)}), "demo"), "arguments must be numbers, words"),
-    (
-        lambda: jobs("demo", ("controlled_distance", {"sinks": float("nan")}), "demo"),
-        "arguments must be numbers, words",
-    ),
+    (lambda: jobs("demo", ("additivity", {"layers": float("nan")}), "demo"), "arguments must be numbers, words"),
     (lambda: jobs("demo", ("additivity", 3), "demo"), "experiments must be names, or pairs"),
     (lambda: jobs("demo", "additivity", "demo", seeds=[1]), "seeds must be None, as none of additivity takes one"),
-    (lambda: jobs("demo", "trained_vs_random", "demo", seeds=[-1]), "seed must be a non-negative integer"),
     (lambda: jobs("demo", ("trained_vs_random", {"seeds": [1]}), "demo", seeds=[1]), "seeds must be given once"),
     (lambda: jobs("demo", "additivity", "demo", checkpoints=[3]), "checkpoint must be None for model='demo'"),
     (lambda: jobs("demo", "additivity", "demo", checkpoints="all"), "folder must have checkpoints .* got demo"),
     (lambda: jobs("./nowhere", "additivity", "demo"), "model must be a name, or a file or folder that exists"),
     (lambda: jobs([], "additivity", "demo"), "must name one or more each, got none"),
     (lambda: jobs("demo", "additivity", "demo", dtype="int8"), "dtype must be 'float32'"),
-    (lambda: jobs("demo", "additivity", "demo", backend="keras"), "backend must be one of"),
     (lambda: Text.of(Path("nowhere.txt")), "text must be a UTF-8 file that can be read"),
     (lambda: Text.of(__file__), r"got the name of a file: write Path\("),
     (lambda: Text.of([1.5]), "text must be .* token ids"),
@@ -308,14 +284,10 @@ BAD = [
     (lambda: Text.of("demo", length=8, count=0), "count must be an integer of at least 1, got 0"),
     (lambda: Text.of([1, 2], length=8), "length must be None for token ids"),
     (lambda: Text.of("demo", length=8).split(0), "parts must be an integer of at least 1, got 0"),
-    (
-        lambda: Text.of("demo", length=4000).tokens(load_demo_model()),
-        "too few for 1 stretches of 4000",
-    ),
+    (lambda: Text.of("demo", length=4000).tokens(load_demo_model()), "too few for 1 stretches of 4000"),
     (lambda: sweep([], out="nowhere"), "jobs must be a list of Job .* got none"),
     (lambda: sweep(["additivity"], out="nowhere"), "jobs must be a list of Job .* got str"),
     (lambda: sweep(jobs("demo", LAST, "demo"), 4, out="nowhere"), "executor must be .* got int"),
-    (lambda: sweep(jobs("demo", LAST, "demo"), out="nowhere", chunk=0), "chunk must be an integer of at least 1"),
     (lambda: sweep(jobs("demo", LAST, "demo"), out=__file__), "out must be a folder, .* got the file"),
     (lambda: Text.of(" "), "text must have words, got none"),
     (lambda: failures("nowhere"), "out must be the folder of a sweep"),
