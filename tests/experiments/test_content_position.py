@@ -140,6 +140,8 @@ def test_shares_by_hand() -> None:
             row = table.loc[(head, name)]
             assert row["share"] == pytest.approx(torch.cov(torch.stack([x, w]))[0, 1].item() / w.var().item(), abs=1e-9)
             assert row["size"] == pytest.approx((x.var() / w.var()).item(), abs=1e-9)
+    with pytest.raises(ValueError, match=r"name must be one of content:content, .* got 'content'"):
+        terms.term("content")
     toeplitz = toeplitz_share(terms.term("content:position"), pool=True)
     assert table.xs("content:position", level="term")["toeplitz"].tolist() == pytest.approx(toeplitz.tolist(), abs=1e-9)
 
@@ -158,16 +160,6 @@ def test_without_tokens_there_is_only_position() -> None:
     table = content_position_terms(model, latin(9), 0, grand_mean="bias").to_frame()
     size = table.groupby("term")["size"].max()
     assert all((size[name] < 1e-9) == ("content" in name or name in ("bias:bias", TERMS[-1])) for name in TERMS[:-2])
-
-
-@pytest.mark.parametrize("encoding", ["alibi", "t5", "relative"])
-def test_biases_are_toeplitz(encoding: str) -> None:
-    model = small_model(encoding=encoding)
-    terms = content_position_terms(model, TOKENS, 1)
-    bias = model.encoding.bias(9)
-    assert_close(terms.attention_bias, bias[-1])
-    table = terms.to_frame()
-    assert table[table["term"] == TERMS[-1]]["toeplitz"].tolist() == pytest.approx([1] * 3, abs=1e-6)
 
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -207,12 +199,6 @@ def test_hooks_in_between_are_noticed() -> None:
 
         with model.hooks(fwd_hooks=[(f"blocks.1.attn.{name}", change)]), pytest.raises(ValueError, match=message):
             content_position_terms(model, TOKENS, 1)
-
-
-def test_unknown_terms() -> None:
-    terms = content_position_terms(small_model(encoding="learned"), TOKENS, 1)
-    with pytest.raises(ValueError, match=r"name must be one of content:content, .* got 'content'"):
-        terms.term("content")
 
 
 # --- RoPE as a Hadamard product -------------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ BY_TEXT: dict[str, Call] = {
     "additivity": tp.additivity,
     "dummy_distance_check": lambda *x, **y: tp.experiments.dummy_distance_check(*x, distances=[1, 5], **y),
     "positional_symbolic": tp.positional_symbolic,
+    "preference_flips": lambda *x, **y: tp.preference_flips(*x, far=[8, 11], **y),
 }
 """One row or more for each text, with its number in ``batch``."""
 
