@@ -129,9 +129,6 @@ def demo() -> Any:
 PAIRS = [
     ([(0, 8)], r"heads must be pairs \(layer, head\) with layers from 0 to 1 and heads from 0 to 7 .*got \(0, 8\)"),
     ([(2, 0)], r"layers from 0 to 1 .*got \(2, 0\)"),
-    ([(-3, 0)], r"layers from 0 to 1 .*got \(-3, 0\)"),
-    ([(0, True)], r"heads must be integers from 0 to 7 .*got \(0, True\)"),
-    ([(0, 1.0)], r"heads must be integers from 0 to 7 .*got \(0, 1.0\)"),
     ([(0, 1, 2)], r"heads must be integers from 0 to 7 .*got \(0, 1, 2\)"),
     ([(0, 1), 2], r"heads must be pairs \(layer, head\) .*got 2"),
     ([(0, 1), (0, -7)], "heads must name none twice, got"),
@@ -140,13 +137,9 @@ PAIRS = [
 ]
 MODES = [
     ({"mode": "median"}, "mode must be one of zero, mean, resample, got 'median'"),
-    ({"mode": None}, "mode must be one of zero, mean, resample, got None"),
     ({"mode": "mean"}, 'reference must be tokens with mode "mean", got None'),
     ({"reference": TOKENS}, 'reference must not be given with mode "zero", got Tensor'),
-    ({"mode": "mean", "reference": TOKENS.float()}, "reference: tokens must be text or an integer tensor"),
     ({"mode": "mean", "reference": "a text"}, "reference: tokens were given as text, but the model has no tokenizer"),
-    ({"mode": "resample", "seed": -1}, r"seed must be a non-negative integer below 2\*\*63, got -1"),
-    ({"mode": "resample", "seed": 1.5}, r"seed must be a non-negative integer below 2\*\*63, got 1.5"),
 ]
 
 

@@ -7,28 +7,28 @@ installed separately do the same where they act on different things; on the same
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 from support import zoo
-from support.edited_scores import edited_results
-from support.intervention_cases import TOKENS, TOOLS_FOR_ANY_LENGTH, UNORDERED, L, close, logits, mixed_of
+from support.intervention_cases import (
+    TOKENS,
+    TOOLS,
+    TOOLS_FOR_ANY_LENGTH,
+    UNORDERED,
+    L,
+    close,
+    edited,
+    logits,
+    mixed_of,
+)
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, capture, dummy_distance, limit_frequencies, read_model, swap_positions
-from tl_posdisent.hooks import (
-    applied,
-    drop_component,
-    patch_scores,
-    patch_vectors,
-    phase_noise,
-    substitute_additive,
-    substitute_attention,
-)
+from tl_posdisent import ablate_heads, dummy_distance, limit_frequencies, read_model, swap_positions
+from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.hook_list import Hooks
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -37,32 +37,6 @@ MODELS = [
     *zoo.cases("llama-gqa"),
     *(pytest.param("bridge", name, marks=[pytest.mark.slow, pytest.mark.extended]) for name in ("gptj", "neox")),
 ]
-NOISE = torch.randn(L, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def _noise(model: Any, **where: Any) -> Hooks:
-    return phase_noise(model, NOISE[:, : len(read_model(model).specs(0)[0].rotary.frequencies)], **where)
-
-
-def _of_another_text(model: Any, patch: str, heads: Any) -> Hooks:
-    other = next(capture(model, TOKENS.flip(1), layers=[0]))
-    if patch == "vectors":
-        return patch_vectors(model, 0, other.q_rot, None, heads=heads)
-    return patch_scores(model, 0, other.scores, "distance", heads=heads)
-
-
-TOOLS: dict[str, Callable[..., Hooks]] = {
-    **{name: make for name, make in TOOLS_FOR_ANY_LENGTH.items() if name != "noise"},
-    "swap": lambda m, **w: swap_positions(m, UNORDERED, **w),
-    "noise": _noise,
-    "vectors": lambda m, layers, heads: _of_another_text(m, "vectors", heads),
-    "scores": lambda m, layers, heads: _of_another_text(m, "scores", heads),
-    "three axes": lambda m, **w: substitute_additive(m, **w),
-    "two axes": lambda m, **w: substitute_additive(m, axes="two", **w),
-    "attention": lambda m, **w: substitute_attention(m, "distance+sink", **w),
-    "component": lambda m, **w: drop_component(m, "key", **w),
-    "ablation": lambda m, layers, heads: ablate_heads(m, heads, layers=layers),
-}
 POSITIONS = {"swap", "dummy", "remap", "lambda"}
 REFUSED = {frozenset(pair) for pair in combinations(sorted(POSITIONS), 2)}
 REFUSED |= {frozenset(("two axes", x)) for x in (*POSITIONS, "noise", "vectors", "scores")} | {
@@ -98,11 +72,7 @@ WAYS = {"nested": nested, "separately": separately, "copied": copied}
 @pytest.mark.parametrize("heads", [None, [1, 6]], ids=["all heads", "some"])
 def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    seen = next(capture(model, TOKENS, layers=[0]))
-    spec = seen.spec
-    value = f"blocks.{0}.attn.hook_v"
-    with torch.no_grad():
-        values = model.run_with_cache(TOKENS, names_filter=value)[1][value]
+    editable = read_model(model).specs(0)[0].scores_editable
     plain, chosen = mixed_of(model, []), list(range(8)) if heads is None else heads
     rest = [h for h in range(8) if h not in chosen]
     made = {tool: make(model, layers=[0], heads=heads) for tool, make in TOOLS.items()}
@@ -116,16 +86,16 @@ def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, 
             both = None
         else:
             assert frozenset((a, b)) not in REFUSED, (a, b)
-            expected = edited_results(seen, values, [x.edit for x in both.interventions], None).float()
+            expected = edited(model, [x.edit for x in both.interventions])
             got = mixed_of(model, both)
             assert (got - expected)[:, chosen].abs().max() < 1e-4, (a, b)
             assert torch.equal(got[:, rest], plain[:, rest]), (a, b)
         way = list(WAYS)[n % 3]
-        apart = "ablation" in (a, b) and spec.scores_editable  # of another thing: what the head gathers
+        apart = "ablation" in (a, b) and editable  # of another thing: what the head gathers
         if apart:
             assert torch.equal(WAYS[way](model, made[a], made[b]), both and mixed_of(model, both)), (a, b, way)
             continue
-        with pytest.raises(ValueError, match="are installed separately: add the lists, a \\+ b"):
+        with pytest.raises(ValueError, match=r"installed separately: add the lists, a \+ b.*is that of an experiment"):
             WAYS[way](model, made[a], made[b])
 
 
@@ -189,13 +159,32 @@ def test_hooks_describe_themselves(shared_model: Any) -> None:
 
 
 def test_lists_of_different_models_or_times_are_not_added(shared_model: Any) -> None:
-    model = zoo.load("bridge", "llama-gqa")
-    hooks = dummy_distance(model, 5, heads=[0])
-    with pytest.raises(ValueError, match="made for different models, or one of them before the model was changed"):
-        hooks + limit_frequencies(shared_model("bridge", "llama-gqa"), 0.05, heads=[1])
+    model, refused = zoo.load("bridge", "llama-gqa"), "made for different models, or some of them before the model was"
+    hooks = dummy_distance(model, 5, layers=[0], heads=[0])
+    for layer in (0, 1):
+        with pytest.raises(ValueError, match=refused):
+            hooks + limit_frequencies(shared_model("bridge", "llama-gqa"), 0.05, layers=[layer], heads=[1])
     next(model.parameters()).data.mul_(2.0)
-    with pytest.raises(ValueError, match="made for different models, or one of them before the model was changed"):
+    with pytest.raises(ValueError, match=refused):
         hooks + limit_frequencies(model, 0.05, heads=[1])
+
+
+@pytest.mark.parametrize("run", [mixed_of, logits, lambda model, hooks: model.run_with_hooks(TOKENS, fwd_hooks=hooks)])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_hooks_of_another_model_are_refused(kind: str, name: str, run: Any, shared_model: Any) -> None:
+    """A twin, the other of TransformerLens's classes, and a model without the layer on which they act."""
+    model, other = shared_model(kind, name), "hooked" if kind == "bridge" else "bridge"
+    made = {tool: TOOLS[tool](model, layers=[1], heads=[1]) for tool in ("dummy", "lambda", "ablation")}
+    foreign = [zoo.load(kind, name), zoo.load(other, name)]
+    foreign += [zoo.bridge(name, num_hidden_layers=1)] if kind == "bridge" else []
+    for one in foreign:
+        before = state(one)
+        for hooks in made.values():
+            with pytest.raises(ValueError, match="were made for another model or another hook: make them for this mod"):
+                run(one, hooks)
+        assert state(one) == before
+    for hooks in made.values():
+        logits(model, hooks)
 
 
 def test_a_stopped_pass_leaves_no_trace(shared_model: Any) -> None:
@@ -244,11 +233,8 @@ def test_threads_with_hooks_of_their_own(shared: bool) -> None:
     assert all("give each thread a model of its own" in error for error in refused)
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "olmo2"))
-def test_a_model_that_was_changed_since_is_noticed(kind: str, name: str) -> None:
-    if (kind, name) != ("hooked", "llama-gqa"):
-        return
-    model = zoo.load(kind, name)
+def test_a_model_that_was_changed_since_is_noticed() -> None:
+    model = zoo.load("hooked", "llama-gqa")
     hooks = dummy_distance(model, 3, heads=[1])
     model.set_ungroup_grouped_query_attention(True)
     with pytest.raises(ValueError, match="make the hooks anew after changing the model"):

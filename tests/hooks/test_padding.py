@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
+from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, WAYS, L, close
 from torch import Tensor
 
 from tl_posdisent import ablate_heads, read_model
@@ -27,13 +27,6 @@ TOOLS: dict[str, Callable[..., list[Hook]]] = {
     "additive": lambda m, **w: substitute_attention(m, "additive", **w),
     "component": lambda m, **w: drop_component(m, "key", **w),
 }
-MODELS = [
-    *zoo.cases("llama-gqa", "gemma2"),
-    ("bridge", "neox"),
-    ("bridge", "codegen"),
-    ("bridge", "gpt_oss"),
-    ("bridge", "gptj"),
-]
 
 
 def padded(side: str) -> tuple[Tensor, Tensor, slice]:
@@ -58,7 +51,7 @@ def check(model: Any, make: Callable[..., list[Hook]], side: str, atol: float, *
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(("kind", "name"), MODELS)
+@pytest.mark.parametrize(("kind", "name"), WAYS)
 def test_each_text_is_as_it_is_alone(kind: str, name: str, side: str, shared_reading: Any) -> None:
     model = shared_reading(kind, name)
     for tool, make in TOOLS.items():

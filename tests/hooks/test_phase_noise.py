@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import BROKEN, FEW, REAL, TOKENS, L, close, every_way, logits, mixed_of
+from support.intervention_cases import BROKEN, FEW, REAL, L, close, every_way, logits
 
-from tl_posdisent import capture, read_model, swap_positions
+from tl_posdisent import read_model, swap_positions
 from tl_posdisent.hooks import applied, phase_noise
 from tl_posdisent.models.reading.forward import Hook
 
@@ -37,33 +37,6 @@ def test_angles_linear_in_the_frequency_are_other_positions(kind: str, name: str
         close(logits(model, of_shifts(model, shifts, heads=heads)), moved)
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj", "neox", "qwen3"))
-def test_scores_are_those_of_complex_numbers(kind: str, name: str, shared_model: Any) -> None:
-    """Angles of no position: every score, and with it what each head takes along, computed in float64."""
-    model = shared_model(kind, name)
-    seen = next(x for x in capture(model, TOKENS, layers=[0]))
-    rotary, n = seen.spec.rotary, len(seen.spec.rotary.frequencies)
-    noise = torch.randn(2, L, n, dtype=torch.float64)
-    with torch.no_grad():
-        v = model.run_with_cache(TOKENS, names_filter="blocks.0.attn.hook_v")[1]["v", 0].double()
-    q, k = seen.q.double(), seen.k.double()
-    k, v = (x.repeat_interleave(8 // x.shape[2], 2) for x in (k, v))
-    halves = (slice(0, n), slice(n, 2 * n)) if rotary.pairing == "half" else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
-    phase = torch.exp(1j * (REAL[:, None] * rotary.frequencies + noise))[:, :, None]
-    zq, zk = (torch.complex(x[..., halves[0]], x[..., halves[1]]) * phase for x in (q, k))
-    scores = torch.einsum("bqhc,bkhc->bhqk", zq, zk.conj()).real
-    scores += torch.einsum("bqhd,bkhd->bhqk", q[..., 2 * n :], k[..., 2 * n :])
-    scores = (scores * seen.spec.scale).masked_fill(REAL[:, None] < REAL, -torch.inf)
-    expected = torch.einsum("bhqk,bkhd->bhqd", scores.softmax(-1), v).float()
-    plain = mixed_of(model, [])
-    for heads in ([0, 1, 2, 3, 4, 5, 6, 7], [2, 3], [1, 6]):
-        got = mixed_of(model, phase_noise(model, noise, heads=heads))
-        others = [h for h in range(8) if h not in heads]
-        close(got[:, heads], expected[:, heads], 2e-5)
-        assert torch.equal(got[:, others], plain[:, others])
-        assert (got[:, heads] - plain[:, heads]).abs().amax((0, 2, 3)).min() > 1e-3
-
-
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
 def test_zero_changes_nothing_and_a_common_angle_next_to_nothing(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
@@ -75,15 +48,6 @@ def test_zero_changes_nothing_and_a_common_angle_next_to_nothing(kind: str, name
     close(logits(model, phase_noise(model, common)), plain)
     close(logits(model, phase_noise(model, common + 2 * torch.pi * torch.randint(-3, 3, (L, n)), heads=[0, 6])), plain)
     assert (logits(model, phase_noise(model, torch.randn(L, n))) - plain).abs().max() > 0.1
-
-
-@pytest.mark.parametrize(("kind", "name"), FEW)
-def test_layers_are_chosen(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    both = logits(model, phase_noise(model, 0.5))
-    apart = [hook for layer in (1, 0) for hook in phase_noise(model, 0.5, layers=[layer])]
-    assert torch.equal(logits(model, apart), both)
-    assert torch.equal(mixed_of(model, phase_noise(model, 0.5, layers=[1])), mixed_of(model, []))
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
@@ -115,17 +79,6 @@ def test_angles_drawn(kind: str, name: str, shared_model: Any) -> None:
     assert (angles(phase_noise(model, 0.3, seed=5, layers=[1]), spec.turn_k)[0, :, 0] - one).abs().mean() > 0.1
 
 
-def test_bfloat16_is_as_near_as_its_rounding(shared_model: Any) -> None:
-    exact = shared_model("bridge", "llama-gqa")
-    model = zoo.as_bridge(zoo.hf_model("llama-gqa").to(torch.bfloat16))
-    for heads in (None, [1, 6]):
-        changed = logits(exact, phase_noise(exact, 0.5, heads=heads))
-        rounding = (logits(exact, []) - logits(model, []).float()).abs().max()
-        got = logits(model, phase_noise(model, 0.5, heads=heads))
-        assert got.dtype == torch.bfloat16
-        assert (got.float() - changed).abs().max() < 3 * rounding < (changed - logits(exact, [])).abs().max()
-
-
 # --- refusals --------------------------------------------------------------------------------------------------
 
 
@@ -134,11 +87,6 @@ def test_bfloat16_is_as_near_as_its_rounding(shared_model: Any) -> None:
     ("noise", "message"),
     [
         (-0.1, "noise must be a finite number of at least 0, got -0.1"),
-        (float("nan"), "noise must be .* got nan"),
-        (float("inf"), "noise must be .* got inf"),
-        (True, "noise must be .* got True"),
-        ("0.1", "noise must be .* got '0.1'"),
-        (None, "noise must be .* got None"),
         (torch.zeros(12), r"noise must have shape \(pos, subspace\) or .* got \(12,\)"),
         (torch.zeros(0, 4), r"noise must have shape .* got \(0, 4\)"),
         (torch.full((12, 4), torch.nan), "noise must be finite real numbers, got"),
@@ -151,15 +99,6 @@ def test_what_is_no_noise(noise: Any, message: str, shared_model: Any) -> None:
         phase_noise(shared_model("bridge", "llama-gqa"), noise)
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_turned(shared_model: Any) -> None:
-    for seed in (-1, True, 0.5, None):
-        with pytest.raises(ValueError, match=r"seed must be a non-negative integer below 2\*\*63, got"):
-            phase_noise(shared_model("bridge", "llama-gqa"), 0.1, seed=seed)
-    with pytest.raises(ValueError, match=r"phase_noise needs rotary position embeddings .* layer 0 of GPT2"):
-        phase_noise(shared_model("bridge", "gpt2"), 0.1)
-
-
 @pytest.mark.parametrize(("kind", "name"), FEW)
 def test_what_does_not_fit_the_text(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
@@ -170,16 +109,3 @@ def test_what_does_not_fit_the_text(kind: str, name: str, shared_model: Any) -> 
             with pytest.raises(ValueError, match=rf"noise must have shape .* \({L}, {n}\) .* got \({shape[0]}, "):
                 logits(model, hooks)
     assert torch.equal(logits(model, []), plain)
-
-
-@pytest.mark.parametrize("heads", [None, [1]])
-def test_parts_of_texts_are_refused(heads: Any, shared_model: Any) -> None:
-    """The new token would get the noise of the first."""
-    model = shared_model("bridge", "llama-gqa")
-    with torch.no_grad():
-        _, cache = model(TOKENS, return_type="logits_and_cache", use_cache=True)
-        with (
-            pytest.raises(ValueError, match="sees 1 queries against 13 keys"),
-            applied(model, phase_noise(model, 0.3, heads=heads)),
-        ):
-            model(TOKENS[:, :1], past_key_values=cache, use_cache=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import zoo
 from support.intervention_cases import (
     EVERY_INTERVENTION,
     FEW,
@@ -18,7 +17,6 @@ from support.intervention_cases import (
 from torch import Tensor
 
 from tl_posdisent import dummy_distance, remap_distance, swap_positions
-from tl_posdisent.hooks import applied
 
 
 @EVERY_INTERVENTION
@@ -55,26 +53,6 @@ def test_nothing_is_held_after_the_run(kind: str, name: str, intervention: Any, 
     assert [ref for ref in seen if ref() is not None] == []
 
 
-@EVERY_INTERVENTION
-@pytest.mark.parametrize(("kind", "name"), FEW)
-def test_gradients_flow(kind: str, name: str, intervention: Any) -> None:
-    """The gradient through the hooks is that of finite differences."""
-    model = zoo.load(kind, name)
-    parameter = next(p for p in model.parameters() if p.shape[0] == zoo.VOCAB)  # the embedding
-    with applied(model, intervention(model)):
-        loss = model(TOKENS).double().pow(2).mean()
-        (gradient,) = torch.autograd.grad(loss, parameter)
-        assert gradient.abs().max() > 0
-        step = 1e-3 * gradient / gradient.norm()
-        with torch.no_grad():
-            parameter.add_(step)
-            up = model(TOKENS).double().pow(2).mean()
-            parameter.sub_(2 * step)
-            down = model(TOKENS).double().pow(2).mean()
-    slope = (up - down) / (2 * step.norm())
-    torch.testing.assert_close(slope, gradient.norm().double(), rtol=2e-2, atol=0)
-
-
 # --- refusals at once -----------------------------------------------------------------------------------------
 
 
@@ -87,20 +65,10 @@ def test_gradients_flow(kind: str, name: str, intervention: Any) -> None:
             r"positions must have shape \(pos,\) or .* got \(2, 2, 12\)",
         ),
         (lambda m: swap_positions(m, torch.tensor(3)), r"positions must have shape .* got \(\)"),
-        (lambda m: swap_positions(m, []), r"positions must have shape .* got \(0,\)"),
-        (lambda m: swap_positions(m, [0, 1, float("nan")]), "positions must be finite real numbers, got a Tensor"),
-        (lambda m: swap_positions(m, [0, float("inf")]), "positions must be finite real numbers, got a Tensor"),
-        (lambda m: swap_positions(m, REAL * 1j), "positions must be finite real numbers, got"),
         (lambda m: swap_positions(m, REAL > 3), "positions must be finite real numbers, got"),
-        (lambda m: swap_positions(m, "0123"), "positions must be real numbers, got '0123'"),
         (lambda m: swap_positions(m, None), "positions must be real numbers, got None"),
-        (lambda m: dummy_distance(m, float("nan")), "distance must be a finite number, got nan"),
-        (lambda m: dummy_distance(m, float("inf")), "distance must be a finite number, got inf"),
-        (lambda m: dummy_distance(m, True), "distance must be a finite number, got True"),
-        (lambda m: dummy_distance(m, "3"), "distance must be a finite number, got '3'"),
         (lambda m: dummy_distance(m, REAL), r"distance must be a finite number, got (a T|t)ensor"),
         (lambda m: remap_distance(m, 3), "distances must be a function or a tensor, got int"),
-        (lambda m: remap_distance(m, None), "distances must be a function or a tensor, got NoneType"),
         (lambda m: remap_distance(m, torch.zeros(12)), r"distances must have shape \(query, key\), .*got \(12,\)"),
         (lambda m: remap_distance(m, torch.zeros(0, 0)), r"distances must have shape .* got \(0, 0\)"),
         (lambda m: remap_distance(m, torch.zeros(1, 1, 1, 12, 12)), r"distances must have shape .*\(1, 1, 1, 12, 12\)"),

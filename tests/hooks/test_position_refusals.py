@@ -105,29 +105,6 @@ def test_generating_without_a_cache_works(kind: str, name: str, shared_model: An
             assert torch.equal(model.generate(prompt, max_new_tokens=3, **options), text)
 
 
-@every_way
-def test_padding_on_the_left(kind: str, name: str, shared_model: Any) -> None:
-    """The model then counts from the first real token: turning from 0, 1, 2 … would be off."""
-    model = shared_model(kind, name)
-    mask = torch.ones(2, L, dtype=torch.int64)
-    mask[0, :4] = 0
-    with torch.no_grad():
-        model(TOKENS, attention_mask=mask)
-    tools = {
-        "swap": lambda kept: swap_positions(model, BROKEN[-kept:]),
-        "dummy": lambda kept: dummy_distance(model, 4),
-        "remap": lambda kept: remap_distance(model, lambda d: d.clamp(max=2)),
-    }
-    for tool in tools.values():
-        if (kind, name) == ("bridge", "gptj"):  # which shows neither its scores nor its tables
-            refused(model, tool(L), "scores of layer 0 .* are not what its queries", attention_mask=mask)
-            continue
-        with torch.no_grad(), applied(model, tool(L)):
-            got = model(TOKENS, attention_mask=mask)
-        close(got[0, 4:], logits(model, tool(L - 4), TOKENS[:1, 4:])[0])
-        close(got[1], logits(model, tool(L))[1])
-
-
 @pytest.mark.parametrize("name", ["llama-gqa", "neox", "falcon", "qwen3"])
 def test_position_ids_of_the_users_own(name: str, shared_model: Any) -> None:
     """Distances from a position intervention are these whatever the model's own are."""

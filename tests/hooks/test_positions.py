@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,8 +23,7 @@ from support.intervention_cases import (
     mixed_of,
 )
 
-from tl_posdisent import dummy_distance, read_model, remap_distance, swap_positions
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent import read_model, remap_distance, swap_positions
 
 
 @pytest.mark.parametrize(("kind", "name"), ROTARY)
@@ -82,45 +80,9 @@ def test_texts_have_positions_of_their_own(kind: str, name: str, shared_model: A
 # --- some heads, some layers ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("intervention", ["swap", "remap"])
-@every_way
-def test_only_the_chosen_heads_change(kind: str, name: str, intervention: str, shared_model: Any) -> None:
-    """The others are the same to the last bit, also those that share their keys."""
-    model = shared_model(kind, name)
-    tool: Callable[..., list[Hook]] = {
-        "swap": lambda **more: swap_positions(model, UNORDERED, **more),
-        "remap": lambda **more: remap_distance(model, lambda d: d.clamp(max=2), **more),
-    }[intervention]
-    wanted = {
-        "swap": distances(UNORDERED)[:, None],
-        "remap": (REAL[:, None] - REAL).clamp(max=2).double(),
-    }[intervention]
-    plain, everything = mixed_of(model, []), by_brute_force(model, wanted)
-    for heads in ([0], [1, 6], [4, 5, 6, 7]):
-        others = [h for h in range(8) if h not in heads]
-        got = mixed_of(model, tool(heads=heads, layers=[0]))
-        assert torch.equal(got[:, others], plain[:, others])
-        close(got[:, heads], everything[:, heads], 2e-5)
-        assert (got[:, heads] - plain[:, heads]).abs().amax((0, 2, 3)).min() > 1e-3
-
-
 @every_way
 def test_heads_one_after_the_other_are_all_heads(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     for one_by_one in ([[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]):
         hooks = [hook for heads in one_by_one for hook in swap_positions(model, UNORDERED, heads=heads)]
         close(logits(model, hooks), zoo.hf_logits(name, TOKENS, position_ids=UNORDERED))
-
-
-@every_way
-def test_only_the_chosen_layers_are_lied_to(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    for hooks in (
-        swap_positions(model, UNORDERED, layers=[1]),
-        dummy_distance(model, 4, layers=[1], heads=[3]),
-        remap_distance(model, lambda d: d.sqrt(), layers=[1]),
-    ):
-        assert torch.equal(mixed_of(model, hooks, layer=0), mixed_of(model, [], layer=0))
-        assert not torch.equal(mixed_of(model, hooks, layer=1), mixed_of(model, [], layer=1))
-    separately = [hook for layer in (1, 0) for hook in swap_positions(model, UNORDERED, layers=[layer])]
-    close(logits(model, separately), logits(model, swap_positions(model, UNORDERED, layers=[0, 1])))

@@ -9,8 +9,7 @@ import pytest
 import torch
 from support import zoo
 from support.dense import dense_fitted
-from support.intervention_cases import TOKENS, L, close, logits, mixed_of
-from support.untouched import state
+from support.intervention_cases import TOKENS, close, logits, mixed_of
 from torch import Tensor
 
 from tl_posdisent import fit_additive
@@ -135,19 +134,6 @@ def test_without_its_distance_part_a_head_has_none(shared_model: Any) -> None:
         assert getattr(fit, part).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_a_padded_text_is_fitted_without_its_padding(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    mask = torch.ones(2, L, dtype=torch.int64)
-    mask[0, :4] = 0
-    for part in PARTS:
-        hooks = drop_component(model, part)
-        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
-            got = model(TOKENS, attention_mask=mask)
-        close(got[0, 4:], logits(model, hooks, TOKENS[:1, 4:])[0])
-        close(got[1], logits(model, hooks)[1])
-
-
 def test_bfloat16(shared_model: Any) -> None:
     """Scores are fitted in float64 and rounded once."""
     model = zoo.bridge("llama-gqa").to(torch.bfloat16)
@@ -163,44 +149,14 @@ def test_bfloat16(shared_model: Any) -> None:
     assert torch.equal(after[~inside], before[~inside])
 
 
-@pytest.mark.parametrize("component", ["mean", "Distance", "", None, 3, ("query",)])
-def test_what_is_no_component(component: Any, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match="component must be 'distance', 'query', 'key' or 'residual', got "):
-        drop_component(shared_model("bridge", "llama-gqa"), component)
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_after_an_error_the_model_is_as_before(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    plain, before = logits(model, []), state(model)
-
-    def interrupt(x: Tensor, hook: Any) -> None:
-        raise KeyboardInterrupt
-
-    hooks = [*drop_component(model, "key"), ("blocks.1.attn.hook_pattern", interrupt)]
-    with pytest.raises(KeyboardInterrupt):
-        logits(model, hooks)
+def test_scores_that_are_not_finite_are_refused(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
 
     def broken(x: Tensor, hook: Any) -> Tensor:
-        x = x.clone()
-        x[0, 3, 5, 2] = torch.nan
-        return x
+        return x.index_put(tuple(torch.tensor(i) for i in (0, 3, 5, 2)), torch.tensor(torch.nan))
 
     with pytest.raises(ValueError, match=r"scores must be finite inside the mask, got nan at index \(0, 3, 5, 2\)"):
         logits(model, [("blocks.1.attn.hook_attn_scores", broken), *drop_component(model, "key")])
-    assert state(model) == before
-    assert torch.equal(logits(model, []), plain)
-
-
-def test_a_part_of_a_text_is_refused(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    with torch.no_grad():
-        _, cache = model(TOKENS, return_type="logits_and_cache", use_cache=True)
-        with (
-            pytest.raises(ValueError, match="1 queries against 13 keys"),
-            model.hooks(fwd_hooks=drop_component(model, "key")),
-        ):
-            model(TOKENS[:, :1], past_key_values=cache, use_cache=True)
 
 
 @zoo.needs_bridge

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,11 +16,20 @@ from tl_posdisent import (
     lambda_mask,
     limit_frequencies,
     position_interpolation,
+    read_model,
     remap_distance,
     swap_positions,
 )
-from tl_posdisent.hooks import applied, phase_noise
-from tl_posdisent.hooks.edits.rotation import DistanceMap
+from tl_posdisent.hooks import (
+    applied,
+    drop_component,
+    patch_scores,
+    patch_vectors,
+    phase_noise,
+    substitute_additive,
+    substitute_attention,
+)
+from tl_posdisent.hooks.edits.rotation import DistanceMap, Edit
 from tl_posdisent.models.reading.forward import Hook
 
 from . import zoo
@@ -71,15 +80,19 @@ def mixed_of(model: Any, hooks: list[Hook], layer: int = 0) -> Tensor:
         return model.run_with_cache(TOKENS, names_filter=name)[1][name].transpose(1, 2)
 
 
-def by_brute_force(model: Any, wanted: Tensor, layer: int = 0) -> Tensor:
-    """The same at any distances ``[query, key]`` or ``[batch, head, query, key]``, by the oracle of interventions."""
-    (captured,) = capture(model, TOKENS, layers=[layer])
-    name, attn = f"blocks.{layer}.attn.hook_v", model.blocks[layer].attn
+def edited(model: Any, edits: Sequence[Edit], layer: int = 0) -> Tensor:
+    """The same under edits, by the oracle: from queries, keys and values of the model in float64."""
+    captured = next(x for x in capture(model, TOKENS, layers=[layer]))
+    name, attention = f"blocks.{layer}.attn.hook_v", model.blocks[layer].attn
     with torch.no_grad():
         values = model.run_with_cache(TOKENS, names_filter=name)[1][name]
-    sinks = getattr(getattr(attn, "original_component", attn), "sinks", None)
-    map_ = DistanceMap("", wanted.expand(*wanted.shape[:-2], L, L))
-    return edited_results(captured, values, [map_], None if sinks is None else sinks.detach()).float()
+    sinks = getattr(getattr(attention, "original_component", attention), "sinks", None)
+    return edited_results(captured, values, edits, None if sinks is None else sinks.detach()).float()
+
+
+def by_brute_force(model: Any, wanted: Tensor, layer: int = 0) -> Tensor:
+    """The same at any distances ``[query, key]`` or ``[batch, head, query, key]``."""
+    return edited(model, [DistanceMap("", wanted.expand(*wanted.shape[:-2], L, L))], layer)
 
 
 INTERVENTIONS: dict[str, Callable[[Any], list[Hook]]] = {
@@ -100,4 +113,31 @@ TOOLS_FOR_ANY_LENGTH: dict[str, Callable[..., list[Hook]]] = {
     "noise": lambda m, **w: phase_noise(m, 0.7, **w),
     "lambda": lambda m, **w: lambda_mask(m, 1, 4, 2, **w),
     "ablation": lambda m, **w: ablate_heads(m, w.get("heads") or [1, 2]),
+}
+NOISE = torch.randn(L, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def _noise(model: Any, **where: Any) -> list[Hook]:
+    return phase_noise(model, NOISE[:, : len(read_model(model).specs(0)[0].rotary.frequencies)], **where)
+
+
+def _of_another_text(model: Any, patch: str, heads: Any) -> list[Hook]:
+    other = next(capture(model, TOKENS.flip(1), layers=[0]))
+    if patch == "vectors":
+        return patch_vectors(model, 0, other.q_rot, None, heads=heads)
+    return patch_scores(model, 0, other.scores, "distance", heads=heads)
+
+
+# Each on a text of this length, on heads of the first layer.
+TOOLS: dict[str, Callable[..., list[Hook]]] = {
+    **TOOLS_FOR_ANY_LENGTH,
+    "swap": lambda m, **w: swap_positions(m, UNORDERED, **w),
+    "noise": _noise,
+    "vectors": lambda m, layers, heads: _of_another_text(m, "vectors", heads),
+    "scores": lambda m, layers, heads: _of_another_text(m, "scores", heads),
+    "three axes": lambda m, **w: substitute_additive(m, **w),
+    "two axes": lambda m, **w: substitute_additive(m, axes="two", **w),
+    "attention": lambda m, **w: substitute_attention(m, "distance+sink", **w),
+    "component": lambda m, **w: drop_component(m, "key", **w),
+    "ablation": lambda m, layers, heads: ablate_heads(m, heads, layers=layers),
 }

@@ -43,8 +43,7 @@ def ablate_heads(
     * ``"zero"``: 0;
     * ``"mean"``: its mean over all texts and positions of a reference, which depends on neither content nor position;
     * ``"resample"``: ``z[σ(b), i, h]``, its output at the same position of another text of the batch. σ is drawn
-      uniformly from the permutations that leave no text in its place; it is the same for all heads and depends on the
-      seed and the number of texts.
+      uniformly from the permutations that leave no text in its place; it is the same for all heads.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
@@ -55,13 +54,10 @@ def ablate_heads(
             if the model has a tokenizer. It is run now, with the hooks that the model has.
         seed: for ``"resample"``: of σ.
 
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``.
-
     Raises:
-        ValueError: pairs out of range, twice or none; an unknown mode; a reference where none is needed, none where one
-            is, or unusable tokens; a layer whose heads cannot be told apart at ``hook_z``, or whose ``hook_z`` has no
-            effect on the output. While running: ``"resample"`` in a batch of one text or with padding.
+        ValueError: heads out of range, twice or none; an unknown mode; a reference where none is needed, none where one
+            is, or unusable tokens; a layer whose heads cannot be ablated at ``hook_z``. While running: ``"resample"``
+            in a batch of one text or with padding.
 
     Example:
         >>> from tl_posdisent import ablate_heads, demo_tokens, load_demo_model
@@ -100,7 +96,7 @@ def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:
                 f"and no padding, got padding at {hook.name}: run texts of each length on their own"
             )
 
-    shown = [(hook_name(spec.layer, "hook_attn_scores"), spec.points.values()) for spec, _ in chosen]
+    shown = [(hook_name(spec.layer, "hook_attn_scores"), set(spec.points.values())) for spec, _ in chosen]
     return [(name, refuse) for name, there in shown if name in there]
 
 

@@ -18,16 +18,12 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     """Run a block with hooks on the model; on exit remove them and check that each fired.
 
     TransformerLens accepts some hook names that it never calls; an intervention then has no effect, without an error.
-    Other hooks on the model are not changed. The lists work without this
-    context too, in ``model.hooks(fwd_hooks=...)`` and ``model.run_with_hooks(...)``.
+    Other hooks on the model are not changed. The lists work in ``model.hooks(fwd_hooks=...)`` too.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
         hooks: hooks of this package, or any list of ``(hook name or filter, function)``. Lists that are added,
-            ``a + b``, act together: on each head at most one position intervention (swapped positions, a dummy or
-            remapped distance, the Λ-mask), with interpolation, frequency limits and phase noise; on its scores, edits
-            of components; on its result, one ablation. Lists in nested blocks act on different heads, or are refused
-            while the model runs.
+            ``a + b``, act together; lists in nested blocks act on different heads, or are refused while the model runs.
 
     Yields:
         The model itself.
@@ -65,7 +61,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         name
         for (_, function), counts in zip(hooks, fired, strict=True)
         for name, n in counts.items()
-        if not n and (isinstance(function, Compiled) or not any(counts.values()))
+        if not n and (function.places.get(there[name]) if isinstance(function, Compiled) else not any(counts.values()))
     ]
     if idle:
         raise RuntimeError(

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation import FrequencyLimit, PhaseNoise, within_band
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, hooks_for, rotary_heads
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, hooks_for, rotary_heads, rotation_hooks
+from tl_posdisent.hooks.positions import real_tensor
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.utils.validation import check_choice, check_number, check_seed, is_number, shown
+from tl_posdisent.utils.validation import check_choice, check_number, check_seed, is_number
 
 Mode = Literal["drop", "freeze"]
 
@@ -33,38 +33,27 @@ def limit_frequencies(
     """Restrict heads to the rotary frequencies ``low ≤ θ ≤ high`` (arXiv 2511.11579).
 
     The score of query i and key j is ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c (i - j)))`` and what RoPE does not
-    rotate. ``"drop"`` removes the terms outside the band, with their position and their content. ``"freeze"`` sets
-    their exponential to 1: content stays and position does not. Coordinates that RoPE does not rotate (the rest under
-    partial rotary, and frequency 0) always stay. With ``"drop"``, the scores of bands that partition the frequencies
-    add up to the scores, if the un-rotated rest is counted once.
+    rotate, which always stays. ``"drop"`` removes the terms outside the band; ``"freeze"`` sets their exponential to 1:
+    content stays and position does not.
 
-    A frequency is in radians per position: ``θ = 2π / wavelength``, so that ``low=2 * pi / 100`` keeps wavelengths up
-    to 100 positions. A model's own are ``read_attention(model, layer).rotary.frequencies``.
+    A frequency is in radians per position: ``θ = 2π / wavelength``. A model's own are
+    ``read_attention(model, layer).rotary.frequencies``.
 
     Args:
         model: a model with rotary embeddings.
         low, high: the band, both ends included (to 1e-6 of their size); None is no limit. ``high=0`` is the empty band:
             frozen, the model receives no positions at all, as under ``dummy_distance(model, 0)``.
         mode: how subspaces outside the band are removed.
-        layers: default all that rotate.
-        heads: query heads, default all. A head that shares its keys with others gets its own view of them.
-
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``, none for layers of which every frequency is in the band.
+        layers, heads: as in ``swap_positions``.
 
     Raises:
         ValueError: ``low`` or ``high`` negative, not finite or in the wrong order; a band above 0 that holds no
-            frequency of any of the layers; an unknown mode; a model or layer without rotary embeddings or without the
-            hooks for it; layers or heads out of range or repeated. While running: a KV
-            cache that was not filled under these hooks; a long text that the model rotates by other frequencies
-            (longrope, dynamic NTK), of which the band holds other subspaces.
+            frequency of any of the layers; an unknown mode; or what ``swap_positions`` refuses. While running: a long
+            text that the model rotates by other frequencies (longrope, dynamic NTK), with others in the band.
 
     Example:
-        >>> import torch
-        >>> from tl_posdisent import demo_tokens, limit_frequencies, load_demo_model, read_attention
+        >>> from tl_posdisent import demo_tokens, limit_frequencies, load_demo_model
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
-        >>> [float(f"{x:.1g}") for x in read_attention(model, 0).rotary.frequencies.tolist()]
-        [1.0, 0.3, 0.1, 0.03, 0.01, 0.003, 0.001, 0.0003]
         >>> losses = {"as it is": model(tokens, return_type="loss").item()}
         >>> for mode in ("drop", "freeze"):
         ...     hooks = limit_frequencies(model, 0.02, mode=mode)  # wavelengths up to 314
@@ -72,7 +61,12 @@ def limit_frequencies(
         >>> losses["as it is"] < losses["freeze"] < losses["drop"]  # slow subspaces hold content, and some position
         True
     """
-    low, high = _checked_band(low, high)
+    for name, value in (("low", low), ("high", high)):
+        if value is not None and not (is_number(value) and 0 <= value < float("inf")):
+            raise ValueError(f"{name} must be a frequency in radians per position, 0 or more, or None, got {value!r}")
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"low must be at most high, got {low!r} and {high!r}")
+    low, high = low or 0.0, float("inf") if high is None else high
     check_choice("mode", mode, get_args(Mode))
     chosen = rotary_heads(model, layers, heads, "limit_frequencies")
     _refuse_no_frequency([spec for spec, _ in chosen], low, high)
@@ -90,15 +84,6 @@ def _described(low: float, high: float, mode: Mode) -> str:
     given += [f"high={high:g}"] if high < float("inf") else []
     given += ["mode='freeze'"] if mode == "freeze" else []
     return f"limit_frequencies({', '.join(given)})"
-
-
-def _checked_band(low: float | None, high: float | None) -> tuple[float, float]:
-    for name, value in (("low", low), ("high", high)):
-        if value is not None and not (is_number(value) and 0 <= value < float("inf")):
-            raise ValueError(f"{name} must be a frequency in radians per position, 0 or more, or None, got {value!r}")
-    if low is not None and high is not None and low > high:
-        raise ValueError(f"low must be at most high, got {low!r} and {high!r}")
-    return low or 0.0, float("inf") if high is None else high
 
 
 def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float) -> None:
@@ -124,8 +109,7 @@ def phase_noise(
     """Add angles to those of RoPE, the same for the query and the key of a position.
 
     The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i (θ_c (i - j) + ε_ic - ε_jc)))``
-    and what RoPE does not rotate. Lengths of vectors, the mask, and a token's score of itself stay. Zero changes
-    nothing, nor does an angle that is the same at all positions; ``ε_pc = θ_c · δ_p`` is
+    and what RoPE does not rotate. ``ε_pc = θ_c · δ_p`` is
     ``swap_positions(model, p + δ)``.
 
     Args:
@@ -133,16 +117,11 @@ def phase_noise(
         noise: angles ε in radians, ``(pos, subspace)`` for all texts or ``(batch, pos, subspace)``; or a standard
             deviation in radians, of normal angles drawn for every position and subspace on its own.
         seed: of the angles drawn: the same for all texts, heads, and layers of equally many subspaces.
-        layers: default all that rotate.
-        heads: query heads, default all. A head that shares its keys with others gets its own view of them.
-
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``.
+        layers, heads: as in ``swap_positions``.
 
     Raises:
-        ValueError: a model or layer without rotary embeddings or without the hooks for it; angles of wrong rank or not
-            finite, a negative standard deviation or seed; layers or heads out of range or repeated. While running:
-            angles that do not fit the text or the subspaces; a KV cache that was not filled under these hooks.
+        ValueError: angles of wrong rank or not finite, a negative standard deviation or seed; or what
+            ``swap_positions`` refuses. While running: angles that do not fit the text or the subspaces.
 
     Example:
         >>> import torch
@@ -156,16 +135,12 @@ def phase_noise(
     """
     check_seed(seed)
     if isinstance(noise, Tensor):
-        edit = PhaseNoise(f"phase_noise({'×'.join(map(str, noise.shape))} angles)", _checked_angles(noise))
+        angles = real_tensor("noise", noise)
+        if angles.ndim not in (2, 3) or angles.numel() == 0:
+            got = tuple(angles.shape)
+            raise ValueError(f"noise must have shape (pos, subspace) or (batch, pos, subspace), got {got}")
+        edit = PhaseNoise(f"phase_noise({'×'.join(map(str, angles.shape))} angles)", angles)
     else:
         check_number("noise", noise, least=0)
         edit = PhaseNoise(f"phase_noise({noise:g}, seed={seed})", float(noise), seed)
-    return hooks_for(rotary_heads(model, layers, heads, "phase_noise"), edit)
-
-
-def _checked_angles(angles: Tensor) -> Float[Tensor, "*batch pos subspace"]:
-    if angles.is_complex() or angles.dtype == torch.bool or not bool(angles.double().isfinite().all()):
-        raise ValueError(f"noise must be finite real numbers, got {shown(angles)} of {angles.dtype}")
-    if angles.ndim not in (2, 3) or angles.numel() == 0:
-        raise ValueError(f"noise must have shape (pos, subspace) or (batch, pos, subspace), got {tuple(angles.shape)}")
-    return angles.detach().double()
+    return rotation_hooks(model, layers, heads, edit)

@@ -1,8 +1,7 @@
 """A list of hooks that knows its interventions: ``a + b`` composes them, and refuses what does not go together.
 
 One function acts on all layers. Two lists that are installed separately (in nested contexts, say) act on different
-heads, or one on the attention of a head and the other on its result; where they meet on the same head, the second to
-fire raises an error that says to add them.
+heads, or one on the attention of a head and the other on its result, or the second to fire raises.
 """
 
 from __future__ import annotations
@@ -12,15 +11,16 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
+from weakref import WeakKeyDictionary
 
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.layer_pass import CachedText, LayerPass
-from tl_posdisent.hooks.edits.layer_plan import LayerPlan
-from tl_posdisent.hooks.edits.rotation import Edit
+from tl_posdisent.hooks.edits.layer import CachedText, LayerPass, LayerPlan, at_head
+from tl_posdisent.hooks.edits.rotation import Edit, RotationEdit
 from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
 from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.probe import FIRST_HOOK
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import head_label, is_integer, listed
 
@@ -96,12 +96,10 @@ class Hooks(list[Any]):
 
     def _described(self) -> list[tuple[str, str]]:
         """Each call with the heads on which it acts."""
-        heads: dict[str, list[tuple[int, int]]] = {}
-        widths: dict[str, set[int]] = {}
+        found: dict[str, list[Intervention]] = {}
         for each in self.interventions:
-            heads.setdefault(each.edit.call, []).extend((each.spec.layer, head) for head in each.heads)
-            widths.setdefault(each.edit.call, set()).add(len(each.heads) if _whole(each) else 0)
-        return [(call, _shown_heads(some, widths[call])) for call, some in heads.items()]
+            found.setdefault(each.edit.call, []).append(each)
+        return [(call, _shown_heads(some)) for call, some in found.items()]
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each head and edit: ``layer``, ``head``, ``edit``."""
@@ -109,17 +107,13 @@ class Hooks(list[Any]):
         return pd.DataFrame(rows, columns=["layer", "head", "edit"])
 
 
-def _whole(each: Intervention) -> bool:
-    return len(each.heads) == each.spec.n_heads
-
-
-def _shown_heads(heads: Sequence[tuple[int, int]], widths: set[int]) -> str:
-    layers = len({layer for layer, _ in heads})
-    if 0 not in widths and len(widths) == 1:
-        return f"{layers} layer{'s' * (layers > 1)} × {min(widths)} heads"
-    if len(heads) <= 4:
-        return ", ".join(head_label(*head) for head in heads)
-    return f"{len(heads)} heads of {layers} layer{'s' * (layers > 1)}"
+def _shown_heads(interventions: Sequence[Intervention]) -> str:
+    heads = [head_label(x.spec.layer, head) for x in interventions for head in x.heads]
+    n, widths = len({x.spec.layer for x in interventions}), {len(x.heads) for x in interventions}
+    layers = f"{n} layer{'s' * (n > 1)}"
+    if len(widths) == 1 and all(len(x.heads) == x.spec.n_heads for x in interventions):
+        return f"{layers} × {min(widths)} heads"
+    return ", ".join(heads) if len(heads) <= 4 else f"{len(heads)} heads of {layers}"
 
 
 class Compiled:
@@ -128,20 +122,24 @@ class Compiled:
     def __init__(self, interventions: tuple[Intervention, ...]) -> None:
         self.interventions = interventions
         specs: dict[int, AttentionSpec] = {}
+        same = True
         for each in interventions:
-            if specs.setdefault(each.spec.layer, each.spec) is not each.spec:
-                raise ValueError(
-                    f"hooks of layer {each.spec.layer} of {each.spec.architecture} were made for different models, or "
-                    "one of them before the model was changed: make them anew, for one model"
-                )
+            same = same and specs.setdefault(each.spec.layer, each.spec) is each.spec
+        firsts = {point for spec in specs.values() for point, name in spec.points.items() if name == FIRST_HOOK}
+        if not same or len(firsts) > 1:
+            raise ValueError(
+                f"hooks of {interventions[0].spec.architecture} were made for different models, or some of them before "
+                "the model was changed: make them anew, for one model"
+            )
         self.layers = {
             layer: LayerPlan(spec, [(x.edit, x.heads) for x in interventions if x.spec is spec])
             for layer, spec in sorted(specs.items())
         }
-        self.places = {name: (layer, name) for layer, plan in self.layers.items() for name in plan.roles}
+        self.places: WeakKeyDictionary[Any, tuple[int, str] | None] = WeakKeyDictionary(dict.fromkeys(firsts))
         for layer, plan in self.layers.items():
-            own = {own: name for own, name in plan.spec.points.items() if name in plan.roles}
-            self.places.update({point: (layer, name) for point, name in own.items()})
+            self.places.update({point: (layer, x) for point, x in plan.spec.points.items() if x in plan.roles})
+        self.names = {FIRST_HOOK, *(point.name for point in self.places)}  # in a bridge others than in the plan
+        self.names.update(name for plan in self.layers.values() for name in plan.roles)
         self.tools = sorted({each.edit.tool for each in interventions})
         self.thread: int | None = None  # that installed it last
         self._state = threading.local()
@@ -153,15 +151,21 @@ class Compiled:
         """Whether the hook of this name is needed; TransformerLens asks when it installs the function."""
         _INSTALLING.here = True
         self.thread = threading.get_ident()
-        return name in self.places
+        return name in self.names
 
     def __call__(self, x: Tensor, hook: Any) -> Tensor | None:
         point = getattr(hook, "_target", hook)
         if point.name != hook.name:  # compatibility mode calls once more for each alias
             return None
-        if hook.name not in self.places:
-            raise ValueError(f"a hook of {' + '.join(self.tools)} was put at {hook.name}, where it does not belong")
-        layer, name = self.places[hook.name]
+        if point not in self.places:
+            raise ValueError(
+                f"hooks of {' + '.join(self.tools)} at {hook.name} were made for another model or another hook: make "
+                "them for this model, and leave them where they are"
+            )
+        place = self.places[point]
+        if place is None:  # the first hook of a pass only shows whose model it is
+            return None
+        layer, name = place
         self._meet_others(point, layer)
         state = self._state
         if not hasattr(state, "passes"):
@@ -209,14 +213,15 @@ class Compiled:
 
     def _refuse(self, other: Compiled, layer: int) -> None:
         mine, theirs = self.layers[layer], other.layers[layer]
-        same = (mine.heads & theirs.heads) | (set(mine.result_heads) & set(theirs.result_heads))
+        same = (mine.heads & theirs.heads) | (mine.result_heads & theirs.result_heads)
         if mine.writes_result or theirs.writes_result:
-            same |= (mine.heads & set(theirs.result_heads)) | (set(mine.result_heads) & theirs.heads)
+            same |= (mine.heads & theirs.result_heads) | (mine.result_heads & theirs.heads)
         if same:
             tools = [" + ".join(each.tools) for each in sorted((self, other), key=lambda each: each.tools)]
             raise ValueError(
-                f"layer {layer}, head {min(same)} ({head_label(layer, min(same))}): hooks of {tools[0]} and of "
-                f"{tools[1]} are installed separately: add the lists, a + b, so that they act together"
+                f"{at_head(layer, min(same))}: hooks of {tools[0]} and of {tools[1]} are installed separately: add the "
+                "lists, a + b, so that they act together. If one of them is that of an experiment, which cannot be "
+                "added: choose other layers or heads for the experiment, or run it without your hooks"
             )
 
 
@@ -239,6 +244,11 @@ def joined(hooks: Iterable[Hooks]) -> Hooks:
 def layer_hooks(spec: AttentionSpec, heads: Sequence[int], edit: Edit) -> Hooks:
     """Hooks under which one edit acts on these heads of a layer; refuses a layer that lacks the hooks for it."""
     return hooks_for([(spec, heads)], edit)
+
+
+def rotation_hooks(model: Any, layers: Layers, heads: Heads, edit: RotationEdit) -> Hooks:
+    """Hooks under which one edit of the rotation acts on these heads of a model."""
+    return hooks_for(rotary_heads(model, layers, heads, edit.tool), edit)
 
 
 def hooks_for(chosen: Iterable[tuple[AttentionSpec, Sequence[int]]], edit: Edit) -> Hooks:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation import DistanceMap, PositionScale
 from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, hooks_for, rotary_heads
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, hooks_for, rotary_heads, rotation_hooks
 from tl_posdisent.utils.validation import check_integer, check_number
 
 
@@ -26,9 +26,7 @@ def lambda_mask(
     """Restrict attention to the first and the nearest keys, with a ceiling on distances (LM-Infinite).
 
     The mask is shaped like a Λ (arXiv 2308.16137): query i sees key j if ``j < sinks`` or ``i - j < window``, and
-    RoPE sees the distance ``min(i - j, distance_ceiling)``. What the layer's own mask hides stays hidden. Up to the
-    ceiling the model's own scores are kept; beyond it a score is a plain product of the query, turned to the ceiling,
-    with the key, not turned.
+    RoPE sees the distance ``min(i - j, distance_ceiling)``. What the layer's own mask hides stays hidden.
 
     Args:
         model: a causal model with rotary embeddings. For texts beyond its tables of positions see ``longer_context``.
@@ -38,13 +36,9 @@ def lambda_mask(
         layers: default all that rotate; other layers are not changed.
         heads: query heads, default all.
 
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``.
-
     Raises:
-        ValueError: numbers that are no integers or too small; a model or layer that is not causal, has no rotary
-            embeddings or lacks the hooks; layers or heads out of range or repeated. While running: a KV cache that
-            was not filled under these hooks, another position intervention on the same head.
+        ValueError: numbers that are no integers or too small; a layer that is not causal; or what ``swap_positions``
+            refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, lambda_mask, load_demo_model
@@ -99,14 +93,11 @@ def position_interpolation(model: Any, factor: int | float, *, layers: Layers = 
     """Divide all positions by ``factor`` (position interpolation).
 
     With the factor by which a text exceeds the training length, every distance is within the trained range (arXiv
-    2306.15595), but neighbours are nearer than in training. Equals ``swap_positions(model, arange(pos) / factor)``.
+    2306.15595). Equals ``swap_positions(model, arange(pos) / factor)``.
 
     Args:
         model, layers, heads: as in ``swap_positions``. For texts beyond a model's tables see ``longer_context``.
         factor: a positive finite number; below 1 it spreads positions out.
-
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``.
 
     Raises:
         ValueError: a factor that is no positive finite number, or what ``swap_positions`` refuses.
@@ -121,6 +112,4 @@ def position_interpolation(model: Any, factor: int | float, *, layers: Layers = 
         True
     """
     check_number("factor", factor, above=0)
-    edit = PositionScale(f"position_interpolation({factor:g})", float(factor))
-    chosen = rotary_heads(model, layers, heads, "position_interpolation")
-    return hooks_for(chosen, edit)
+    return rotation_hooks(model, layers, heads, PositionScale(f"position_interpolation({factor:g})", float(factor)))

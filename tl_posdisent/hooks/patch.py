@@ -31,8 +31,7 @@ def patch_vectors(
 ) -> Hooks:
     """Patch the rotated queries, the rotated keys, or both, of a layer's heads.
 
-    The vectors are those of another run, as ``capture`` returns them. If no hook after the model's rotation takes
-    effect, they are rotated back by the angle by which the model will rotate them.
+    The vectors are those of another run, as ``capture`` returns them.
 
     Args:
         model: a model with rotary embeddings.
@@ -43,14 +42,9 @@ def patch_vectors(
         keys: which heads receive the patched keys if several share them. ``"group"``: all heads that read the key head,
             also those that are not in ``heads``. ``"head"``: the patched heads alone, whose scores are recomputed.
 
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``. The run's own vectors put in change nothing: bit for bit in most models, to
-        rounding where scores are recomputed.
-
     Raises:
-        ValueError: neither queries nor keys; vectors of wrong shape or not finite; a layer or heads out of range; a
-            layer without rotary embeddings that hooks can reach; an unknown ``keys``. While running: a text of another
-            shape.
+        ValueError: neither queries nor keys; vectors of wrong shape or not finite; an unknown ``keys``; what
+            ``swap_positions`` refuses. While running: a text of another shape.
 
     Example:
         >>> import torch
@@ -88,8 +82,7 @@ def patch_scores(
 ) -> Hooks:
     """Patch one or more additive components of the scores of a layer's heads.
 
-    Both are split as ``mean + distance[i - j] + query[i] + key[j] + residual`` (the three-axis fit of each text and
-    head, in the gauge of ``AdditiveFit``), the run's own within the pass. Rotary embeddings are not needed.
+    Both runs' scores are split as in ``drop_component``, the run's own within the pass.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
@@ -99,9 +92,6 @@ def patch_scores(
         component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them. Default all:
             the scores as they are. A softmax ignores ``"query"`` and ``"mean"``, except beside an attention sink.
         heads: query heads, default all.
-
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``. The run's own scores put in change nothing.
 
     Raises:
         ValueError: unknown components; scores of wrong shape; a layer or heads out of range; a layer whose scores

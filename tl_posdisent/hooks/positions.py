@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation import DistanceMap, PositionMap, mapped
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, hooks_for, rotary_heads
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, rotation_hooks
 from tl_posdisent.utils.validation import check_number, shown
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
@@ -32,24 +32,21 @@ def swap_positions(
     """Replace the positions that RoPE receives.
 
     The score of query i and key j becomes what it would be at the distance ``positions[i] - positions[j]``.
-    Only the rotation changes: the causal mask, and what each token is, stay. Giving 0, 1, 2 … or any constant more
-    changes nothing; on models of Hugging Face the result is that of ``position_ids=positions``.
+    Only the rotation changes, not the mask; on models of Hugging Face the result is that of
+    ``position_ids=positions``.
 
     Args:
         model: a model with rotary embeddings.
-        positions: ``(pos,)`` or ``(batch, pos)``, any finite real numbers, one for each slot of the batch, padding
-            included; or a function from a float64 tensor of the tokens' own positions (0 for a text's first token,
-            whatever the padding before it) to one of the same shape, for texts of any length and for generation.
+        positions: ``(pos,)`` or ``(batch, pos)``, finite real numbers, one for each slot of the batch, padding
+            included; or a function from a float64 tensor of the tokens' own positions (0 for a text's first token)
+            to one of the same shape, for texts of any length and for generation.
         layers: default all that rotate.
         heads: query heads, default all. A head that shares its keys with others gets its own view of them.
 
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``.
-
     Raises:
-        ValueError: a model or layer without rotary embeddings or without the hooks for it; positions of wrong rank
-            or not finite; layers or heads out of range or repeated. While running: positions whose length is not that
-            of the text, a second position intervention on the same head, a KV cache not filled under these hooks.
+        ValueError: a model or layer without rotary embeddings or the hooks for it; positions of wrong rank or not
+            finite; layers or heads out of range or repeated. While running: positions of another length than the
+            text, a KV cache not filled under these hooks, another model than ``model``.
 
     Example:
         >>> import torch
@@ -59,8 +56,7 @@ def swap_positions(
         >>> bool(torch.allclose(shifted, model(tokens), atol=1e-3))  # only differences matter
         True
     """
-    edit = positions_edit("swap_positions", positions)
-    return hooks_for(rotary_heads(model, layers, heads, "swap_positions"), edit)
+    return rotation_hooks(model, layers, heads, positions_edit("swap_positions", positions))
 
 
 def positions_edit(tool: str, positions: Positions) -> PositionMap:
@@ -83,9 +79,6 @@ def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, 
         model, layers, heads: as in ``swap_positions``.
         distance: query position minus key position, in positions; any finite real number, also a negative one.
 
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``.
-
     Raises:
         ValueError: a distance that is not a finite number, or what ``swap_positions`` refuses.
 
@@ -101,9 +94,7 @@ def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, 
         True
     """
     check_number("distance", distance)
-
-    edit = PositionMap(f"dummy_distance({distance:g})", float(distance), 0.0)
-    return hooks_for(rotary_heads(model, layers, heads, "dummy_distance"), edit)
+    return rotation_hooks(model, layers, heads, PositionMap(f"dummy_distance({distance:g})", float(distance), 0.0))
 
 
 def remap_distance(
@@ -116,18 +107,14 @@ def remap_distance(
     """Replace distances by a function of the real distance, or by a matrix.
 
     The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c D[i, j]))`` and what RoPE
-    does not rotate. The mask does not change: a distance changes the rotation of a pair, not its visibility.
-    Scores are recomputed: a function of few straight pieces (a ceiling, halving) by one product of turned vectors for
-    each piece; anything else subspace by subspace, in blocks of bounded memory.
+    does not rotate; the mask does not change. A function of few straight pieces (a ceiling, halving) costs one product
+    of turned vectors for each; anything else is computed subspace by subspace, in blocks of bounded memory.
 
     Args:
         distances: a function from a float64 tensor of real distances (query position minus key position) to one of
             the same shape, each distance by itself; or a matrix ``[query, key]``, ``[head, query, key]`` or
             ``[batch, head or 1, query, key]`` of finite numbers, of which only the cells inside the mask count.
         model, layers, heads: as in ``swap_positions``.
-
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``.
 
     Raises:
         ValueError: neither function nor tensor of 2 to 4 axes; values that are not finite; or what
@@ -137,36 +124,26 @@ def remap_distance(
         >>> import torch
         >>> from tl_posdisent import demo_tokens, load_demo_model, remap_distance
         >>> model, tokens = load_demo_model(), demo_tokens(length=48)
-        >>> same = model.run_with_hooks(tokens, fwd_hooks=remap_distance(model, lambda d: d))
-        >>> bool(torch.allclose(same, model(tokens), atol=1e-3))
-        True
-        >>> hooks = remap_distance(model, lambda d: d.clamp(max=16))  # nothing is further than 16
-        >>> bool((model.run_with_hooks(tokens, fwd_hooks=hooks) - same).abs().max() > 0.01)
+        >>> for most in (16, 48):  # nothing is further
+        ...     hooks = remap_distance(model, lambda d: d.clamp(max=most))
+        ...     print(torch.allclose(model.run_with_hooks(tokens, fwd_hooks=hooks), model(tokens), atol=1e-3))
+        False
         True
     """
-    edit = DistanceMap(f"remap_distance({_described(distances)})", _checked_distances(distances))
-    return hooks_for(rotary_heads(model, layers, heads, "remap_distance"), edit)
-
-
-def _described(distances: Any) -> str:
     if isinstance(distances, Tensor):
-        return f"{'×'.join(map(str, distances.shape))} distances"
-    return str(getattr(distances, "__name__", "a function"))
-
-
-def _checked_distances(distances: Tensor | Callable[[Tensor], Tensor]) -> Tensor | Callable[[Tensor], Tensor]:
-    if not isinstance(distances, Tensor):
-        if not callable(distances):
-            raise ValueError(f"distances must be a function or a tensor, got {type(distances).__name__}")
+        described = f"{'×'.join(map(str, distances.shape))} distances"
+        distances = real_tensor("distances", distances, finite=False)
+        if distances.ndim not in (2, 3, 4) or distances.numel() == 0:
+            raise ValueError(
+                "distances must have shape (query, key), (head, query, key) or (batch, head, query, key), "
+                f"got {tuple(distances.shape)}"
+            )
+    elif callable(distances):
+        described = getattr(distances, "__name__", "a function")
         mapped(distances, torch.arange(64).double(), "distances", "real distances")  # now rather than in a pass
-        return distances
-    matrix = real_tensor("distances", distances, finite=False)
-    if matrix.ndim not in (2, 3, 4) or matrix.numel() == 0:
-        raise ValueError(
-            "distances must have shape (query, key), (head, query, key) or (batch, head, query, key), "
-            f"got {tuple(matrix.shape)}"
-        )
-    return matrix
+    else:
+        raise ValueError(f"distances must be a function or a tensor, got {type(distances).__name__}")
+    return rotation_hooks(model, layers, heads, DistanceMap(f"remap_distance({described})", distances))
 
 
 def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float[Tensor, "*shape"]:

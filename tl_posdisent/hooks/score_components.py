@@ -28,15 +28,9 @@ _FITTED: tuple[Component, ...] = get_args(Component)
 def split_scores(
     scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
 ) -> dict[str, Float64[Tensor, "batch head query key"]]:
-    """The scores as a sum of ``"mean"``, ``"distance"``, ``"query"``, ``"key"`` and ``"residual"``.
+    """The scores as a sum of ``"mean"``, ``"distance"``, ``"query"``, ``"key"`` and ``"residual"``, 0 outside the mask.
 
-    Args:
-        scores: as a ``View`` has them, in any dtype; cells outside the mask may hold anything.
-        inside: as a ``View`` has it: what counts, shared or for each text and head. Rows without a cell are allowed.
-
-    Returns:
-        Five tensors in the shape of the scores, 0 outside the mask, that add up to the scores inside it to the
-        rounding of float64. Gradients flow through the residual alone: the fit counts as constant.
+    Scores and mask are those of a ``View``. Gradients flow through the residual alone: the fit counts as constant.
 
     Raises:
         ValueError: a text of which nothing is inside the mask; scores inside it that are not finite.
@@ -51,9 +45,9 @@ def split_scores(
 def keep_parts(
     scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"], keep: Collection[Part]
 ) -> Float[Tensor, "batch head query key"]:
-    """The mean and these parts of the scores, as ``split_scores`` has them; only those are laid out.
+    """The mean and these parts of the scores, as ``split_scores`` has them, but anything outside the mask.
 
-    Everything kept is the scores themselves, to the last bit. What is returned outside the mask has no meaning.
+    Only these parts are laid out; all of them are the scores themselves, to the last bit.
     """
     if len(keep) == len(get_args(Part)):
         return scores
@@ -83,27 +77,19 @@ def fewest_masks(inside: Tensor) -> Tensor:
 def drop_component(model: Any, component: Part, *, layers: Layers = None, heads: Heads = None) -> Hooks:
     """Remove one additive component from the scores of heads.
 
-    In each forward pass the scores of each text and head are fitted by ``mean + distance[i - j] + query[i] + key[j]``
-    (the three-axis model of arXiv 2503.13305, with the gauge of ``AdditiveFit``), and one component, or what the fit
-    leaves, is subtracted. Rotary embeddings are not needed.
-
-    A softmax over keys ignores what depends on the query alone: dropping ``"query"`` changes nothing, except in
-    models in which a score competes with an attention sink (GPT-OSS). The straight line that could belong to any of
-    the three components belongs to the distance. Scores are those that the model shows, after a soft cap.
+    In each forward pass the scores of each text and head, after a soft cap, are fitted by
+    ``mean + distance[i - j] + query[i] + key[j]`` (the three-axis model of arXiv 2503.13305, in the gauge of
+    ``AdditiveFit``), and one component, or what the fit leaves, is subtracted. Gradients take the fit for constant.
+    Rotary embeddings are not needed. A softmax ignores ``"query"``, except beside an attention sink (GPT-OSS).
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
         component: ``"distance"``, ``"query"``, ``"key"`` or ``"residual"``.
-        layers: default all.
-        heads: query heads, default all.
-
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``. Gradients flow through the scores, with the fit as a constant.
+        layers, heads: query heads of layers, default all.
 
     Raises:
         ValueError: an unknown component; layers or heads out of range or repeated; a layer whose scores cannot be
-            changed. While running: texts in parts (a key/value cache), a text that is nothing but padding, scores
-            that are not finite.
+            changed. While running: a KV cache, a text of padding alone, scores that are not finite.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -150,13 +136,9 @@ def keep_two_axis(
     inside: Bool[Tensor, "*lead query key"],
     keep: Collection[Part],
 ) -> Float[Tensor, "batch head query key"]:
-    """Scores with the mean and these parts alone, soft cap applied, mask not; in float32 (float64 for float64).
+    """Scores of a ``View``'s vectors with the mean and these parts alone, soft cap applied, mask not.
 
-    Args:
-        spec: the layer.
-        q, k: queries and keys before rotation, one key head per query head.
-        inside: as a ``View`` has it; keys that no query sees (padding) are not in the table.
-        keep: parts to keep.
+    In float32 (float64 for float64). Keys that no query sees (padding) are not in the table.
     """
     q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     parts = split_two_axis(spec, q, k, inside)

@@ -33,35 +33,28 @@ def substitute_additive(
 
     With ``axes="three"`` the scores of each text and head become ``mean + distance[i - j] + query[i] + key[j]``, fitted
     by least squares to the scores (``fit_additive``). With ``"two"`` they become a function of query and distance plus
-    a function of query and key, ``f(i, i - j) + g(i, j)``. The scores of one text do not determine these, so they are
-    those of the table ``W[d, i, j]``, in which each query of the text meets each of its keys (also later ones) at each
-    distance that the layer's mask allows, all with equal weight. With a dot for a mean::
+    a function of query and key. The scores of one text do not determine these, so they are those of the table
+    ``W[d, i, j]``, in which each query of the text meets each of its keys (also later ones) at each distance that the
+    layer's mask allows, all with equal weight. With a dot for a mean::
 
         distance = W[i - j, i, ·] - W[·, i, ·]       of this query and the distance
         key      = W[·, i, j]     - W[·, i, ·]       of this query and the key
         query    = W[·, i, ·]     - W[·, ·, ·]
         residual = W[i - j, i, j] - W[i - j, i, ·] - W[·, i, j] + W[·, i, ·]
 
-    by a mean key and a mean rotation. This needs rotary embeddings, and is done before a soft cap.
-
-    The mean of all stays in any case. A softmax without an attention sink ignores ``"query"``.
+    by a mean key and a mean rotation. This needs rotary embeddings, and is done before a soft cap. The mean of all
+    stays in any case.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
         keep: parts to keep, among ``"distance"``, ``"query"``, ``"key"``, ``"residual"``; ``()`` leaves uniform
             attention. All four leave the scores as they are, to the last bit.
         axes: the additive model, ``"three"`` or ``"two"``.
-        layers: default all (all that rotate, for two axes).
-        heads: query heads, default all.
-
-    Returns:
-        ``Hooks``: a list for ``fwd_hooks``.
+        layers, heads: query heads of layers, default all (all that rotate, for two axes).
 
     Raises:
-        ValueError: an unknown or repeated part; unknown axes; layers or heads out of range or repeated; a layer whose
-            scores cannot be changed, or without rotary embeddings for two axes. While running: texts in parts (a
-            key/value cache), a text that is nothing but padding, scores that are not finite; for two axes, positions
-            that are not consecutive.
+        ValueError: an unknown or repeated part; unknown axes; a layer without rotary embeddings for two axes; what
+            ``drop_component`` refuses. While running, for two axes: positions that are not consecutive.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -72,7 +65,9 @@ def substitute_additive(
         >>> loss([]) < loss(substitute_additive(model)) < loss(substitute_additive(model, keep=()))
         True
     """
-    kept = _checked_keep(keep)
+    kept = None if isinstance(keep, (str, bytes)) or not isinstance(keep, Iterable) else tuple(keep)
+    if kept is None or any(name not in PARTS for name in kept) or len(set(kept)) < len(kept):
+        raise ValueError(f"keep must be some of {', '.join(PARTS)}, each once, got {keep!r}")
     chosen = additive_heads(model, axes, layers, heads, "substitute_additive")
     return joined(keep_parts_hooks(spec, some, kept, axes) for spec, some in chosen)
 
@@ -103,13 +98,6 @@ def _check_consecutive(view: View) -> None:
             "axes must be 'three' for a text whose positions are not consecutive (position_ids, an attention mask with "
             f"a gap), as in layer {view.spec.layer}"
         )
-
-
-def _checked_keep(keep: Any) -> tuple[Part, ...]:
-    names = None if isinstance(keep, (str, bytes)) or not isinstance(keep, Iterable) else list(keep)
-    if names is None or any(name not in PARTS for name in names) or len(set(names)) < len(names):
-        raise ValueError(f"keep must be some of {', '.join(PARTS)}, each once, got {keep!r}")
-    return tuple(names)
 
 
 def additive_heads(model: Any, axes: Axes, layers: Layers, heads: Heads, tool: str) -> Chosen:

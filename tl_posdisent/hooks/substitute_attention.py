@@ -46,30 +46,28 @@ def substitute_attention(
 ) -> Hooks:
     """Replace the attention of heads by the best additive attention, with a given freedom.
 
-    ``by`` names a rung. In every forward pass, each head's pattern in the running model, whose other layers are
-    already replaced, is fitted by least Kullback-Leibler divergence (``fit_attention``), each text by itself:
+    ``by`` names a rung. In every forward pass, each head's pattern is fitted by least Kullback-Leibler divergence
+    (``fit_attention``), each text by itself:
 
     * ``"uniform"``: all keys alike;
     * ``"distance"``: ``softmax(d[i - j])``; ``"distance+sink"``: and a term of the first token;
     * ``"static"``: and ``u · k_j``, linear in the head's key vectors before rotation;
     * ``"additive"``: ``softmax(d[i - j] + k[j])``, with a free importance of each key;
     * ``"banded"``: importances of their own in each band of distances;
-    * ``"low-rank"``: and ``u_i · v_j`` of a small rank, added to the banded fit, which stays as it is; the problem is
-      not convex, and what is found is a local optimum (100 steps of L-BFGS from the leading singular vectors);
+    * ``"low-rank"``: and ``u_i · v_j`` of a small rank, added to the banded fit, which stays as it is (a local
+      optimum: 100 steps of L-BFGS from the leading singular vectors);
     * ``"untouched"``: the scores as they are, to the last bit.
 
-    Or ``by`` gives fits made before, which act whatever the scores are: with features of the keys (static heads,
-    ``fit_attention_layers``) on any text, and free importances on texts of the shape of those of the fit.
+    Or ``by`` gives fits made before: with features of the keys (static heads, ``fit_attention_layers``) for any text,
+    and free importances for texts of the shape of those of the fit.
 
-    Scores are replaced before the softmax, up to a number for each query, by which the sum of their exponentials stays
-    as it is: only a model with attention sinks beside the keys (GPT-OSS) sees that number. Distances are those of the
-    tokens, also under position interventions.
+    The sum of each query's exponentials stays as it is, which only attention sinks beside the keys (GPT-OSS) see.
+    Distances are those of the tokens, also under position interventions.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
         by: a rung, or ``{layer: AttentionFit}`` with all heads of the layer.
-        layers: default all, or those of the fits.
-        heads: query heads, default all.
+        layers, heads: query heads of layers, default all, or those of the fits.
         bands: for ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
         rank: for ``"low-rank"``.
         extrapolate: for static heads at distances that were not fitted: raise, or take the nearest that was.
@@ -79,9 +77,8 @@ def substitute_attention(
         and ``"uniform"`` would undo these, and refuse them), and not with others that replace or patch its scores.
 
     Raises:
-        ValueError: an unknown rung, bands, rank; fits of other layers or numbers of heads; layers or heads out of
-            range or repeated; a layer whose scores cannot be changed. While running: texts in parts (a KV cache), a
-            text that is nothing but padding, scores that are not finite, texts that a fit does not apply to.
+        ValueError: an unknown rung, bands, rank; fits of other layers or numbers of heads; what ``drop_component``
+            refuses. While running: texts that a fit does not apply to.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -111,13 +108,8 @@ def rung_hooks(spec: AttentionSpec, heads: Sequence[int], rung: Rung, bands: Seq
         keys = view.vectors()[1] if rung == "static" else None
         return _with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
 
-    of_keys, fixed = rung == "static", rung == "uniform"
-    return layer_hooks(spec, heads, _score_edit(rung, edit, vectors=of_keys, fixed=fixed))
-
-
-def _score_edit(by: str, edit: Any, *, vectors: bool, fixed: bool) -> ScoreEdit:
-    call = f"substitute_attention({by})"
-    return ScoreEdit(call, edit, Order.REPLACE, scores=True, vectors=vectors, plain=fixed)
+    more = {"scores": True, "vectors": rung == "static", "plain": rung == "uniform"}
+    return layer_hooks(spec, heads, ScoreEdit(f"substitute_attention({rung})", edit, Order.REPLACE, **more))
 
 
 def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
@@ -157,7 +149,8 @@ class StoredAttention:
             scores = view.scores()
             return _with_sums_of(scores, self._logits(view, scores), view.inside)
 
-        return layer_hooks(spec, heads, _score_edit("fits", edit, vectors=self.n_feature > 0, fixed=True))
+        more = {"scores": True, "vectors": self.n_feature > 0, "plain": True}
+        return layer_hooks(spec, heads, ScoreEdit("substitute_attention(fits)", edit, Order.REPLACE, **more))
 
     def _logits(self, view: View, scores: Tensor) -> Tensor:
         at = [self.heads.index(head) for head in view.heads]
@@ -228,8 +221,8 @@ def fit_attention_layers(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         heads: query heads that are to be replaced, default all. The fits are of all heads of a layer.
-        replaced: whether the layers before are already replaced, so that each layer is fitted to the attention that it
-            will have; else all layers are fitted to that of the unmodified model.
+        replaced: fit each layer in the model whose layers before are already replaced; else all in the unmodified
+            model.
 
     Returns:
         ``{layer: AttentionFit}``, pooled over the texts, for ``substitute_attention(model, fits)``.

@@ -86,7 +86,7 @@ def dummy_distance_check(
     tokens: Tokens,
     *,
     attention_mask: Tensor | None = None,
-    distances: Iterable[int] = (1, 2, 4, 8, 16, 32, 64),
+    distances: Iterable[int] | None = None,
     layers: int | Iterable[int] | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -97,7 +97,8 @@ def dummy_distance_check(
 
     Args:
         model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
-        distances: dummy distances that occur in every text (0 … pos - 1), each once.
+        distances: dummy distances that occur in every text (0 … pos - 1), each once; default 1, 2, 4 … 64, as far as
+            they do.
 
     Returns:
         One row per text, layer, head and dummy ``distance``: ``key_correlation`` and ``query_correlation``, the
@@ -125,7 +126,8 @@ def dummy_distance_check(
                 f"layers must show their scores, but layer {spec.layer} of {spec.architecture} shows only its pattern"
             )
     texts = read_texts(model, tokens, attention_mask)
-    chosen = _check_distances(distances, min(texts.lengths))
+    length = min(texts.lengths)
+    chosen = _check_distances([2**n for n in range(7) if 2**n < length] if distances is None else distances, length)
     tables, rows = [], []
     with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
         for group in texts.groups:

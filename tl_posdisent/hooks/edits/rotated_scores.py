@@ -1,14 +1,14 @@
 """Scores of a head under edits of its rotation: by turned vectors where they suffice, else at any distances.
 
-A function of the distance that is piecewise straight (a ceiling, a window, rounding to a few values) is a selection
-among products of turned vectors. Any other distances take each subspace of each pair by itself.
+A function of the distance that is piecewise straight (a ceiling, say) is a selection among products of turned vectors.
+Any other distances take each subspace of each pair by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -16,9 +16,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation import (
     DistanceMap,
-    FrequencyLimit,
     HeadRotation,
-    PhaseNoise,
     Side,
     check_patch,
 )
@@ -56,12 +54,12 @@ def rotated_scores(
         low = 0 if spec.causal else int(real.min())
         values, index = edit.values(low, int(real.max()), q.device), (real - low).clamp_min(0)
         index = index if index.ndim == 2 else index[:, None]  # texts with positions of their own
-        pieces = straight_pieces(values)
+        pieces = straight_pieces(values, low)
         if pieces is not None:
-            alone = before if len(rotation.edits) == 1 else None
-            return _selected(spec, rotation, q, k, own, [x.from_distance(low) for x in pieces], alone)
-    in_place = HeadRotation(tuple(edit for edit in rotation.edits if isinstance(edit, (PhaseNoise, FrequencyLimit))))
-    q, k = (in_place.turned_on(_wide(x), which, at, rotary, tables=True) for x, which, at in _sides(q, k, own))
+            return _selected(spec, rotation, q, k, own, pieces, before if len(rotation.edits) == 1 else None)
+    in_place: dict[str, Any] = {"rotary": rotary, "tables": True}  # noise and dropped subspaces
+    q = rotation.turned_on(_wide(q), "q", own[0], **in_place)
+    k = rotation.turned_on(_wide(k), "k", own[1], **in_place)
     return pair_scores(replace(spec, rotary=rotation.frequencies(rotary)), q, k, values, index)
 
 
@@ -77,16 +75,16 @@ def rotated_vectors(
     if not rotation:
         return spec.rotated(_wide(q), own[0]), spec.rotated(_wide(k), own[1])
     rotary = spec.require_rotary("rotation edits")
-    both = []
-    for x, which, at in _sides(q, k, own):
+
+    def side(x: Tensor, which: Side, at: Tensor, there: list[int]) -> Tensor:
         given = rotation.patch(which)
-        if given is None:
-            both.append(rotation.rotated(_wide(x), which, at, rotary))
-            continue
-        check_patch(f"{which}_rot", given, x)
-        patched = given[:, :, list(heads) if which == "q" else [spec.key_head(h) for h in heads]]
-        both.append(patched.to(_wide(x)))
-    return both[0], both[1]
+        if given is not None:
+            check_patch(f"{which}_rot", given, x)
+            return given[:, :, there].to(_wide(x))
+        kept = rotation.kept(_wide(x), rotary, which)
+        return rotation.turned(kept, rotation.places(which, at, len(x)), at, rotary)
+
+    return side(q, "q", own[0], list(heads)), side(k, "k", own[1], [spec.key_head(h) for h in heads])
 
 
 class Piece(NamedTuple):
@@ -96,13 +94,9 @@ class Piece(NamedTuple):
     slope: float
     shift: float
 
-    def from_distance(self, low: int) -> Piece:
-        """The same, where 0 was the distance ``low``."""
-        return Piece(self.start + low, self.slope, self.shift - self.slope * low)
 
-
-def straight_pieces(values: Float[Tensor, "distance"]) -> list[Piece] | None:
-    """A function at 0, 1, 2 … as few straight pieces, or None if it has many.
+def straight_pieces(values: Float[Tensor, "distance"], low: int = 0) -> list[Piece] | None:
+    """A function at ``low``, ``low + 1`` … as few straight pieces, or None if it has many.
 
     >>> straight_pieces(torch.tensor([0.0, 1.0, 2.0, 2.0, 2.0], dtype=torch.float64))
     [Piece(start=0, slope=1.0, shift=0.0), Piece(start=3, slope=0.0, shift=2.0)]
@@ -117,10 +111,10 @@ def straight_pieces(values: Float[Tensor, "distance"]) -> list[Piece] | None:
         if bend <= start:
             continue
         slope = float(steps[start]) if start < n - 1 else 0.0
-        pieces.append(Piece(start, slope, float(values[start]) - slope * start))
+        pieces.append(Piece(start + low, slope, float(values[start]) - slope * (start + low)))
         start = bend + 1
     if start < n:
-        pieces.append(Piece(start, 0.0, float(values[start])))
+        pieces.append(Piece(start + low, 0.0, float(values[start])))
     return pieces if len(pieces) <= _MOST_PIECES else None
 
 
@@ -198,12 +192,6 @@ def _planes(
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _sides(
-    q: Tensor, k: Tensor, own: tuple[Tensor, Tensor]
-) -> tuple[tuple[Tensor, Side, Tensor], tuple[Tensor, Side, Tensor]]:
-    return (q, "q", own[0]), (k, "k", own[1])
 
 
 def _check_matrix(spec: AttentionSpec, distances: Tensor, batch: int, shape: tuple[int, int]) -> None:

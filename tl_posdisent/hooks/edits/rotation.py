@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.models.reading.rotation_tables import table_like
-from tl_posdisent.rope.rotary import Rotary, rotate, turn
+from tl_posdisent.rope.rotary import Rotary, turn
 from tl_posdisent.utils.validation import shown
 
 Side = Literal["q", "k"]
@@ -82,7 +82,13 @@ class PositionMap(RotationEdit):
         """Positions for tokens at their own positions, ``(pos,)`` or ``(batch, pos)``."""
         given = self.queries if which == "q" else self.keys
         if isinstance(given, Tensor):
-            _check_slots(given, own.shape[-1], texts)
+            if given.shape[-1] != own.shape[-1]:
+                raise ValueError(
+                    f"positions were given for {given.shape[-1]} tokens, and the model runs on {own.shape[-1]} (at "
+                    "once): give a function of the position for texts of any length or with a KV cache"
+                )
+            if given.ndim == 2 and len(given) not in (1, texts):
+                raise ValueError(f"positions were given for {len(given)} texts, and the model runs on {texts}")
             return given.to(own.device)
         if callable(given):
             return mapped(given, own.double(), "positions", "positions").to(own.device)
@@ -124,14 +130,14 @@ class FrequencyLimit(RotationEdit):
 
     def outside(self, rotary: Rotary) -> Bool[Tensor, "subspace"]:
         """Subspaces that turn, at a frequency outside the band."""
-        return outside_band(rotary, self.low, self.high)
+        return ~within_band(rotary, self.low, self.high) & (rotary.frequencies != 0)
 
     def check(self, read: Rotary, running: Rotary, layer: int) -> None:
         """Refuse a text that is rotated by other frequencies, if the band holds other subspaces of these."""
-        surely_out = outside_band(running, self.low * (1 - _MEASURED), self.high * (1 + _MEASURED))
+        maybe_in = within_band(running, self.low * (1 - _MEASURED), self.high * (1 + _MEASURED))
         surely_in = within_band(running, self.low * (1 + _MEASURED), self.high * (1 - _MEASURED))
         outside = self.outside(read).to(surely_in.device)
-        if bool((surely_out & ~outside | surely_in & outside & (running.frequencies != 0)).any()):
+        if bool(((~maybe_in & ~outside | surely_in & outside) & (running.frequencies != 0)).any()):
             raise ValueError(
                 f"low and high of {self.tool} leave other subspaces in this text than in short ones: layer {layer} "
                 "rotates long texts by other frequencies. Give a text within the model's original context"
@@ -151,11 +157,16 @@ class PhaseNoise(RotationEdit):
         n = len(rotary.frequencies)
         if isinstance(self.angles, (int, float)):
             generator = torch.Generator().manual_seed(self.seed)  # anew each time: the next run and layer get the same
-            shape, blocks = (_NOISE_BLOCK, n), int(own.max()) // _NOISE_BLOCK + 1
-            drawn = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for _ in range(blocks)]
+            more: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+            drawn = [torch.randn(_NOISE_BLOCK, n, **more) for _ in range(int(own.max()) // _NOISE_BLOCK + 1)]
             return self.angles * torch.cat(drawn).to(own.device)[own]
         angles = self.angles if isinstance(self.angles, Tensor) else self.angles(rotary)
-        _check_phases(angles, (own.shape[-1], n), texts)
+        shape = own.shape[-1], n
+        if angles.shape[-2:] != shape or (angles.ndim == 3 and len(angles) not in (1, texts)):
+            raise ValueError(
+                f"noise must have shape (pos, subspace) = {shape} or (batch, pos, subspace) = {(texts, *shape)}, got "
+                f"{tuple(angles.shape)}"
+            )
         return angles.to(own.device)
 
 
@@ -188,24 +199,14 @@ class HeadRotation:
     def noise(self) -> tuple[PhaseNoise, ...]:
         return tuple(edit for edit in self.edits if isinstance(edit, PhaseNoise))
 
-    def frozen(self, rotary: Rotary) -> Tensor | None:
-        return self._outside("freeze", rotary)
-
-    def dropped(self, rotary: Rotary) -> Tensor | None:
-        return self._outside("drop", rotary)
-
-    def _outside(self, mode: str, rotary: Rotary) -> Tensor | None:
+    def outside(self, mode: str, rotary: Rotary) -> Bool[Tensor, "subspace"] | None:
+        """Subspaces that frequency limits drop, or freeze."""
         limits = [x.outside(rotary) for x in self.edits if isinstance(x, FrequencyLimit) and x.mode == mode]
         return torch.stack(limits).any(0) if limits else None
 
-    @cached_property
-    def freezes(self) -> bool:
-        return any(isinstance(x, FrequencyLimit) and x.mode == "freeze" for x in self.edits)
-
     def patch(self, which: Side) -> Tensor | None:
         """Rotated queries or keys of another run."""
-        patches = [x for x in self.edits if isinstance(x, VectorPatch)]
-        given = [x.q_rot if which == "q" else x.k_rot for x in patches]
+        given = [getattr(x, f"{which}_rot") for x in self.edits if isinstance(x, VectorPatch)]
         return next((x for x in given if x is not None), None)
 
     @cached_property
@@ -216,30 +217,25 @@ class HeadRotation:
     def of_positions(self) -> HeadRotation:
         """The edits that other rotation tables express: positions, interpolation, frozen frequencies."""
         kinds = (PositionMap, DistanceMap, PositionScale)
-        return HeadRotation(
-            tuple(e for e in self.edits if isinstance(e, kinds) or (isinstance(e, FrequencyLimit) and e.mode != "drop"))
-        )
+        return self._only(lambda e: isinstance(e, kinds) or (isinstance(e, FrequencyLimit) and e.mode == "freeze"))
 
     @cached_property
     def of_keys(self) -> HeadRotation:
         """The edits that change keys, which heads may share."""
-        return HeadRotation(
-            tuple(
-                e
-                for e in self.edits
-                if not (isinstance(e, FrequencyLimit) and e.mode == "drop")
+        return self._only(
+            lambda e: (
+                not (isinstance(e, FrequencyLimit) and e.mode == "drop")
                 and not (isinstance(e, VectorPatch) and e.k_rot is None)
             )
         )
+
+    def _only(self, wanted: Callable[[RotationEdit], bool]) -> HeadRotation:
+        return HeadRotation(tuple(filter(wanted, self.edits)))
 
     @property
     def pairwise(self) -> bool:
         """Whether no turning of queries and keys gives these distances."""
         return isinstance(self.position, DistanceMap)
-
-    @property
-    def only_frozen(self) -> bool:
-        return self.position is None and self.scale == 1.0 and not self.noise
 
     def conflict(self) -> str | None:
         """Why these edits cannot act on one head, or None."""
@@ -264,53 +260,37 @@ class HeadRotation:
 
     def angles(self, rotary: Rotary, places: Tensor) -> Tensor:
         """Angles of all subspaces at these positions, noise left out."""
-        angles, frozen = rotary.angles(places), self.frozen(rotary)
+        angles, frozen = rotary.angles(places), self.outside("freeze", rotary)
         return angles if frozen is None else angles.masked_fill(frozen.to(angles.device), 0.0)
 
     def phases(self, rotary: Rotary, own: Tensor, texts: int) -> Tensor | float:
         """The sum of all noise, in an order of its own (the sum in float64 of two does not depend on it)."""
-        drawn = [edit.phases(rotary, own, texts) for edit in self.noise]
-        return sum(drawn[1:], drawn[0]) if drawn else 0.0
-
-    def rotated(self, x: Float[Tensor, "batch pos head d_head"], which: Side, own: Tensor, rotary: Rotary) -> Tensor:
-        """Queries or keys, before rotation, at the places that they get."""
-        return self.turned(self.kept(x, rotary, which), self.places(which, own, len(x)), own, rotary)
+        return sum((edit.phases(rotary, own, texts) for edit in self.noise), 0.0)
 
     def turned(self, x: Tensor, places: Tensor, own: Tensor, rotary: Rotary) -> Tensor:
-        """Vectors turned to places, with the noise of their own positions."""
-        if not self.freezes and not self.noise:
-            return rotate(x, places, rotary)
+        """Vectors before rotation turned to places, with the noise of their own positions."""
         angles = self.angles(rotary, places) + self.phases(rotary, own, len(x))
         return turn(x, angles[..., None, :], rotary.pairing, rotary.attention_factor)
 
     def kept(self, x: Float[Tensor, "batch pos head d_head"], rotary: Rotary, which: Side = "q") -> Tensor:
         """Queries without the subspaces that are dropped (a term is gone when its query is 0); keys as they are."""
-        dropped = self.dropped(rotary) if which == "q" else None
+        dropped = self.outside("drop", rotary) if which == "q" else None
         return x if dropped is None else x.masked_fill(coordinates(rotary, dropped, x), 0)
 
     def turned_on(
         self, x: Tensor, which: Side, own: Tensor, rotary: Rotary, tables: bool
     ) -> Float[Tensor, "batch pos head d_head"]:
         """Vectors at their own positions (``tables``: at those of exchanged tables), turned by what is missing."""
-        edited = x if tables else self._moved(x, which, own, rotary)
-        if self.noise:
-            phases = self.phases(rotary, own, len(x))
-            assert isinstance(phases, Tensor)
-            edited = turn(edited, phases[..., None, :], rotary.pairing, 1.0)
-        return self.kept(edited, rotary, which)
-
-    def _moved(self, x: Tensor, which: Side, own: Tensor, rotary: Rotary) -> Tensor:
-        if self.position is None and self.scale == 1.0 and not self.freezes:
-            return x
-        places = self.places(which, own, len(x))
-        if not self.freezes:
-            return rotate(x, places, rotary, start=own)
-        angles = self.angles(rotary, places) - rotary.angles(own)
-        return turn(x, angles[..., None, :], rotary.pairing, 1.0)
+        angles = self.phases(rotary, own, len(x))
+        if self.of_positions and not tables:
+            angles = angles + self.angles(rotary, self.places(which, own, len(x))) - rotary.angles(own)
+        if isinstance(angles, Tensor):
+            x = turn(x, angles[..., None, :], rotary.pairing, 1.0)
+        return self.kept(x, rotary, which)
 
     def frequencies(self, rotary: Rotary) -> Rotary:
         """The rotation with frequencies frozen and divided, as distances see it."""
-        frequencies, frozen = rotary.frequencies / self.scale, self.frozen(rotary)
+        frequencies, frozen = rotary.frequencies / self.scale, self.outside("freeze", rotary)
         if frozen is not None:
             frequencies = frequencies.masked_fill(frozen.to(frequencies.device), 0.0)
         return replace(rotary, frequencies=frequencies)
@@ -319,7 +299,7 @@ class HeadRotation:
         """The model's own table of cosines or sines under these edits."""
         if self.position is not None or self.scale != 1.0:
             seen = table_like(seen, rotary, self.places("q", own, texts), which)
-        frozen = self.frozen(rotary)
+        frozen = self.outside("freeze", rotary)
         if frozen is not None:
             seen = seen.masked_fill(_columns(seen, frozen), rotary.attention_factor if which == "cos" else 0.0)
         return seen
@@ -338,11 +318,6 @@ def within_band(rotary: Rotary, low: float, high: float) -> Bool[Tensor, "subspa
     """Subspaces whose frequency lies in the band, both ends included."""
     size = rotary.frequencies.abs()
     return (size >= low * (1 - _ROUNDING)) & (size <= high * (1 + _ROUNDING))
-
-
-def outside_band(rotary: Rotary, low: float, high: float) -> Bool[Tensor, "subspace"]:
-    """Subspaces that turn, at a frequency outside the band."""
-    return ~within_band(rotary, low, high) & (rotary.frequencies != 0)
 
 
 def coordinates(rotary: Rotary, subspaces: Bool[Tensor, "subspace"], x: Tensor) -> Bool[Tensor, "d_head"]:
@@ -377,24 +352,6 @@ def mapped(function: Callable[[Tensor], Tensor], real: Tensor, name: str, what: 
             f"{'values that are not finite' if same_shape else shown(values)}"
         )
     return values.double()
-
-
-def _check_slots(positions: Tensor, length: int, texts: int) -> None:
-    if positions.shape[-1] != length:
-        raise ValueError(
-            f"positions were given for {positions.shape[-1]} tokens, and the model runs on {length} (at once): give a "
-            "function of the position for texts of any length or with a KV cache"
-        )
-    if positions.ndim == 2 and len(positions) not in (1, texts):
-        raise ValueError(f"positions were given for {len(positions)} texts, and the model runs on {texts}")
-
-
-def _check_phases(angles: Tensor, shape: tuple[int, int], texts: int) -> None:
-    if angles.shape[-2:] != shape or (angles.ndim == 3 and len(angles) not in (1, texts)):
-        raise ValueError(
-            f"noise must have shape (pos, subspace) = {shape} or (batch, pos, subspace) = {(texts, *shape)}, got "
-            f"{tuple(angles.shape)}"
-        )
 
 
 def check_patch(name: str, given: Tensor, own: Tensor) -> None:

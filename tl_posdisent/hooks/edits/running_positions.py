@@ -37,13 +37,10 @@ def positions_from_table(
     rows = cos.detach().float().flatten(0, 1)
     if table.shape[-1] != rows.shape[-1]:
         return None
-    nearest = torch.cat([_nearest(some, table) for some in rows.split(max(1, _CELLS_PER_BLOCK // len(table)))])
-    positions = nearest.view(cos.shape[:2])
+    blocks = rows.split(max(1, _CELLS_PER_BLOCK // len(table)))
+    distances = (torch.cdist(some, table, compute_mode="donot_use_mm_for_euclid_dist") for some in blocks)
+    positions = torch.cat([each.argmin(-1) for each in distances]).view(cos.shape[:2])
     return (positions[0] if len(positions) == 1 else positions) if fits(positions) else None
-
-
-def _nearest(rows: Tensor, table: Tensor) -> Tensor:
-    return torch.cdist(rows, table, compute_mode="donot_use_mm_for_euclid_dist").argmin(-1)
 
 
 def positions_from_vectors(
@@ -61,19 +58,14 @@ def positions_from_vectors(
 
     if fits(expected):
         return expected
-    turns = _turns(before, after, rotary).flatten(0, 1)
+    start, end = (to_complex(x.double(), rotary)[0] for x in (before, after))
+    turns = (end * start.conj()).sum(2).flatten(0, 1)  # by which angle each subspace was turned, of any length
     candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2), device=before.device)
     angles = rotary.angles(candidates)
     possible = torch.polar(torch.ones_like(angles), angles).to(turns.dtype).conj()
     blocks = turns.split(max(1, _CELLS_PER_BLOCK // len(candidates)))
     positions = torch.cat([(some @ possible.T).real.argmax(-1) for some in blocks]).view(before.shape[:2])
     return positions if fits(positions) else None
-
-
-def _turns(before: Tensor, after: Tensor, rotary: Rotary) -> Tensor:
-    """``[batch, pos, subspace]``: by which angle each subspace was turned, as complex numbers of any length."""
-    start, end = (to_complex(x.double(), rotary)[0] for x in (before, after))
-    return (end * start.conj()).sum(2)
 
 
 def measured_rotary(cos: Tensor, sin: Tensor, rotary: Rotary) -> Rotary | None:
@@ -86,16 +78,6 @@ def measured_rotary(cos: Tensor, sin: Tensor, rotary: Rotary) -> Rotary | None:
         if len(found.frequencies) == len(rotary.frequencies):
             return found
     return None
-
-
-def measured_from_vectors(before: Tensor, after: Tensor, rotary: Rotary) -> Rotary | None:
-    """The same from vectors before and after rotation."""
-    turns = _turns(before.detach(), after.detach(), rotary)
-    factor = float(after.detach().double().norm() / before.detach().double().norm()) if rotary.dim else 1.0
-    if abs(factor - rotary.attention_factor) < 1e-2:
-        factor = rotary.attention_factor
-    unit = turns / turns.abs().clamp_min(1e-300)
-    return measured_rotary(factor * unit.real, factor * unit.imag, rotary)
 
 
 def before_and_now(positions: Int[Tensor, "*batch query"], n_key: int) -> Int[Tensor, "*batch key"]:

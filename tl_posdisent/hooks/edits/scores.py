@@ -29,9 +29,8 @@ class View:
         inside: where a query sees a key, padding left out; broadcasts to the scores.
         rotation: the edits of these heads' rotation.
         own: the tokens' own positions, of queries and of keys, ``(pos,)`` or ``(batch, pos)``.
-        held_scores: ``[batch, head, query, key]`` in the model's dtype, soft cap included, anything outside the mask.
-        held_vectors: queries and keys before rotation, ``[batch, pos, head, d_head]`` each, keys repeated for every
-            query head that reads them; None if not asked for.
+        held_scores: what ``scores`` returns.
+        held_vectors: what ``vectors`` returns; None if not asked for.
     """
 
     spec: AttentionSpec
@@ -39,15 +38,16 @@ class View:
     inside: Bool[Tensor, "*lead query key"]
     rotation: HeadRotation
     own: tuple[Tensor, Tensor]
-    held_scores: Callable[[], Tensor]
+    held_scores: Tensor
     held_vectors: tuple[Tensor, Tensor] | None
 
     def scores(self) -> Float[Tensor, "batch head query key"]:
-        """The scores under all rotation edits and the score edits that come before."""
-        return self.held_scores()
+        """The scores under all rotation edits and the score edits that come before: in the model's dtype, soft cap
+        included, anything outside the mask."""
+        return self.held_scores
 
     def vectors(self) -> tuple[Float[Tensor, "batch pos head d_head"], Float[Tensor, "batch pos head d_head"]]:
-        """Queries and keys, if they were asked for."""
+        """Queries and keys before rotation, keys repeated for every query head that reads them."""
         assert self.held_vectors is not None
         return self.held_vectors
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Int
@@ -31,6 +32,8 @@ from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.models.reading.tolerance import mismatch
 from tl_posdisent.rope.rotary import Rotary
+
+FIRST_HOOK = "hook_embed"  # of a forward pass, in models of every class
 
 
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
@@ -87,6 +90,7 @@ def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> Atten
     causal = visible is None or not bool(visible.triu(1).any())
     window = next((w for w in facts.windows(model, attn) if is_mask(visible, causal, w)), None)
     scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
+    names = [FIRST_HOOK, *(hook_name(layer, short) for short in seen)]
 
     def named(short: str) -> str | None:
         return hook_name(layer, short) if short in seen else None
@@ -105,7 +109,7 @@ def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> Atten
         z=named("hook_z"),
         v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
         masked_below=masked_score(seen),
-        points={there[name].name: name for short in seen if (name := hook_name(layer, short)) in there},
+        points=WeakKeyDictionary({there[name]: name for name in names if name in there}),
     )
     if any(x is not None and bool((x.isnan() | (x == torch.inf)).any()) for x in (scores, pattern)):
         why = "its scores are NaN or infinite: look at the weights, or whether its dtype holds numbers so large"

@@ -79,7 +79,8 @@ class AttentionSpec:
         masked_below: scores at or below hold no score (see ``is_masked``).
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
-        points: from the names that hook points give themselves (of a bridge, others than above) to the names above.
+        points: this model's hook points, held weakly, with the names above (hook points of a bridge give themselves
+            others); those of the layer and the first of a pass.
 
     Example:
         >>> from tl_posdisent import load_demo_model, read_attention
@@ -113,7 +114,7 @@ class AttentionSpec:
     masked_below: float = -1e30
     problem: str | None = None
     no_rotation: str | None = None
-    points: Mapping[str, str] = field(default_factory=dict, repr=False)
+    points: Mapping[Any, str] = field(default_factory=dict, repr=False, compare=False)
 
     def sees(self, distance: Int[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
         """Whether the layer's mask leaves a query and a key at this distance."""

@@ -1,0 +1,576 @@
+"""One attention layer under edits: how each is done, and what is done at its hooks in one forward pass.
+
+A rotation is edited
+
+1. in the model's rotation tables, where all heads get the same positions;
+2. by turning queries and keys, where heads that share keys get the same;
+3. by recomputing scores, otherwise, and where the running text's table is not the expected one.
+
+Where a model discards edited scores, the attention's result is recomputed from them and put in at ``hook_z``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from tl_posdisent.hooks.edits import running_positions as text
+from tl_posdisent.hooks.edits.rotated_scores import rotated_scores, rotated_vectors
+from tl_posdisent.hooks.edits.rotation import (
+    Edit,
+    FrequencyLimit,
+    HeadRotation,
+    PositionMap,
+    RotationEdit,
+    Side,
+    check_patch,
+    compose,
+)
+from tl_posdisent.hooks.edits.scores import Order, ResultEdit, ScoreEdit, View, masked_softmax, score_conflict
+from tl_posdisent.models.reading.forward import hook_name
+from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below
+from tl_posdisent.models.reading.tolerance import mismatch, spread_rows
+from tl_posdisent.rope.rotary import turn
+from tl_posdisent.utils.validation import head_label
+
+Placed = tuple[Edit, tuple[int, ...]]
+"""An edit, and the heads of the layer on which it acts."""
+
+Grouped = dict[HeadRotation, list[int]]
+"""Heads, or key heads, by the edits of their rotation."""
+
+_ROWS_CHECKED = 8
+_FITTED = (Order.REPLACE, Order.COMPONENT)  # edits that fit a text's scores
+_NO_CACHE = "run the model on whole texts, without a KV cache (generate with use_past_kv_cache=False)"
+
+
+def at_head(layer: int, head: int) -> str:
+    """A head, for errors."""
+    return f"layer {layer}, head {head} ({head_label(layer, head)})"
+
+
+def _grouped(rotations: Iterable[tuple[int, HeadRotation]]) -> Grouped:
+    groups: Grouped = {}
+    for head, rotation in rotations:
+        groups.setdefault(rotation, []).append(head)
+    return groups
+
+
+class LayerPlan:
+    """What acts on each head of a layer, and how it is done."""
+
+    def __init__(self, spec: AttentionSpec, placed: Sequence[Placed]) -> None:
+        self.spec = spec
+        self.rotations = [
+            compose([edit for edit, heads in placed if isinstance(edit, RotationEdit) and head in heads])
+            for head in range(spec.n_heads)
+        ]
+        self.score_edits = sorted(
+            ((edit, heads) for edit, heads in placed if isinstance(edit, ScoreEdit)),
+            key=lambda pair: (pair[0].order, pair[0].call),
+        )
+        self.result_edits = [(edit, heads) for edit, heads in placed if isinstance(edit, ResultEdit)]
+        self.heads = {h for edit, some in placed if not isinstance(edit, ResultEdit) for h in some}
+        self.result_heads = {h for _, some in self.result_edits for h in some}
+        for head in sorted(self.heads | self.result_heads):
+            if problem := self._conflict(head):
+                raise ValueError(f"{at_head(spec.layer, head)}: {problem}")
+        self.table = self._table()
+        self.turned_q: Grouped = {}
+        self.turned_k: Grouped = {}
+        self.rescored: Grouped = {}
+        self._choose()
+        self.reads_vectors = bool(self.rescored or any(edit.vectors for edit, _ in self.score_edits))
+        reads_scores = any(edit.scores for edit, _ in self.score_edits)
+        self.recomputes = bool(self.rescored or (spec.scores is None and reads_scores))
+        self._check()
+        self.roles = self._roles()
+
+    def _conflict(self, head: int) -> str | None:
+        acting = [edit for edit, heads in self.score_edits if head in heads]
+        results = sorted(edit.tool for edit, heads in self.result_edits if head in heads)
+        if problem := self.rotations[head].conflict() or score_conflict(acting, self.rotations[head]):
+            return problem
+        return f"{' and '.join(results)} replace what it gathers: replace it once" if len(results) > 1 else None
+
+    def _table(self) -> HeadRotation:
+        """What the rotation tables can express: edits that all heads share, of queries and keys alike."""
+        shared = {rotation.of_positions for rotation in self.rotations}
+        first = self.rotations[0].of_positions
+        position = first.position
+        alike = position is None or (isinstance(position, PositionMap) and position.queries is position.keys)
+        return first if len(shared) == 1 and alike and self.spec.cos and self.spec.sin else HeadRotation()
+
+    def _choose(self) -> None:
+        """Turn queries and keys of the heads of a group where all get the same keys; recompute the others' scores."""
+        spec, turnable = self.spec, self.spec.turn_q is not None and self.spec.turn_k is not None
+        for group in range(spec.n_kv_heads):
+            heads = [head for head in range(spec.n_heads) if spec.key_head(head) == group]
+            keys = {self._left(self.rotations[head].of_keys) for head in heads}
+            together = turnable and len(keys) == 1 and not any(each.pairwise for each in keys)
+            if together and (shared := next(iter(keys))):
+                self.turned_k.setdefault(shared, []).append(group)
+            for head in heads:
+                rotation = self.rotations[head]
+                if self._left(rotation):
+                    turned = together or (spec.turn_q is not None and not self._left(rotation.of_keys))
+                    (self.turned_q if turned else self.rescored).setdefault(rotation, []).append(head)
+
+    def _left(self, rotation: HeadRotation) -> HeadRotation:
+        """What the tables do not do."""
+        return HeadRotation(tuple(edit for edit in rotation.edits if edit not in self.table.edits))
+
+    @property
+    def editable(self) -> bool:
+        return self.spec.scores_editable and self.spec.scores is not None
+
+    @property
+    def writes_result(self) -> bool:
+        """Whether an edit of the attention is put in at ``hook_z``."""
+        return not self.editable and bool(self.heads)
+
+    def _roles(self) -> dict[str, list[str]]:
+        """What is done at each hook."""
+        spec = self.spec
+        names: list[tuple[str, Tap | str | None]] = []
+        if self.heads:
+            names += [("q", spec.q), ("k", spec.k), ("cos", spec.cos), ("sin", spec.sin)]
+            names += [("turn_q", spec.turn_q), ("turn_k", spec.turn_k), ("scores", spec.scores)]
+            if not self.editable:
+                names += [("v", spec.v), ("z", spec.z), ("pattern", spec.pattern)]
+        if self.result_edits:
+            names.append(("result", spec.z or hook_name(spec.layer, "hook_z")))
+        roles: dict[str, list[str]] = {}
+        for role, where in names:
+            if where is not None:
+                roles.setdefault(where.name if isinstance(where, Tap) else where, []).append(role)
+        return roles
+
+    def _check(self) -> None:
+        """Refuse a layer whose hooks do not serve."""
+        spec = self.spec
+        if not (self.rescored or self.score_edits):
+            return
+        if not self.editable and (spec.v is None or spec.pattern is None or spec.z is None):
+            raise ValueError(
+                f"layer {spec.layer} of {spec.architecture} uses neither edited scores nor an edited hook_z: "
+                "its scores cannot be changed"
+            )
+        if (self.recomputes or self.reads_vectors) and (spec.q is None or spec.k is None):
+            raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
+        if self.recomputes:
+            spec.require_scale()
+
+
+@dataclass
+class CachedText:
+    """What is known of the text in the KV cache."""
+
+    texts: int = 0
+    n_key: int = 0  # keys in the cache
+    seen: int = 0  # tokens so far, of which a sliding window may have forgotten some
+    keys: Tensor | None = None  # unrotated; the last alone, by which one knows the text again, if no more are needed
+
+
+class LayerPass:
+    """One layer in one forward pass, with the mask and positions of the running text."""
+
+    def __init__(self, plan: LayerPlan, memory: CachedText) -> None:
+        self.plan, self.spec, self.memory = plan, plan.spec, memory
+        self.first = ""  # the hook that begins a pass
+        self.seen: set[str] = set()
+        self.held: dict[str, Tensor] = {}
+        self.rescored = plan.rescored
+        self.own: Tensor | None = None  # positions of the queries, as the model has them
+        self.texts, self.n_query, self.dtype = 1, 0, torch.float32
+
+    def see(self, name: str, x: Tensor) -> Tensor | None:
+        """What is done at one hook; None leaves its tensor as it is."""
+        self.first = self.first or name
+        self.seen.add(name)
+        new: Tensor | None = None
+        for role in self.plan.roles[name]:
+            changed = getattr(self, f"_at_{role}")(x if new is None else new)
+            new = new if changed is None else changed
+        return new
+
+    def _at_result(self, x: Tensor) -> Tensor:
+        """Heads replaced at ``hook_z``, whatever was recomputed there before."""
+        for edit, heads in self.plan.result_edits:
+            at = torch.tensor(heads, device=x.device)
+            x = x.index_copy(2, at, edit.replace(self.spec.layer, heads, x[:, :, at]).to(x.dtype))
+        return x
+
+    # --- what is seen before the rotation
+
+    def _at_q(self, x: Tensor) -> None:
+        vectors = self.held["q"] = self._read(self.spec.q, x, self.spec.n_heads)
+        self.texts, self.n_query, self.dtype = len(vectors), vectors.shape[1], vectors.dtype
+
+    def _at_k(self, x: Tensor) -> None:
+        self.held["k"] = self._read(self.spec.k, x, self.spec.n_kv_heads)
+
+    def _at_v(self, x: Tensor) -> None:
+        assert self.spec.v is not None
+        self.held["v"] = self.spec.v.read(x)
+        self.n_query = self.n_query or self.held["v"].shape[1]
+
+    def _read(self, tap: Tap | None, x: Tensor, n: int) -> Tensor:
+        assert tap is not None
+        vectors = tap.read(x)
+        if vectors.shape[2:] != (n, self.spec.d_head):
+            heads, size = vectors.shape[2:]
+            raise ValueError(
+                f"{tap.name} has {heads} heads of size {size}, and {n} of {self.spec.d_head} when the hooks were made: "
+                "make the hooks anew after changing the model"
+            )
+        return vectors
+
+    @property
+    def expected(self) -> Tensor:
+        """Positions that the queries have unless something else shows: 0, 1, 2 …, or the next of a cached text."""
+        start = self.memory.seen if self.n_query == 1 and self.memory.texts == self.texts else 0
+        return torch.arange(start, start + self.n_query, device=self.held["q"].device)
+
+    # --- the rotation
+
+    @property
+    def _moves(self) -> bool:
+        """Whether some edit needs to know where the vectors stand."""
+        return any(self.plan.rotations) or self.plan.reads_vectors
+
+    @property
+    def _turned_before(self) -> bool:
+        """Whether vectors are turned at a hook before the rotation, where the running table is still to come."""
+        before = self.spec.turn_q is not None and self.spec.q is not None and self.spec.turn_q.name == self.spec.q.name
+        turned = [*self.plan.turned_q, *self.plan.turned_k]
+        return before and any(each.of_positions or each.noise or each.patched for each in turned)
+
+    @property
+    def _fell_back(self) -> bool:
+        """Whether scores are recomputed that the plan would not have recomputed."""
+        return self.rescored != self.plan.rescored
+
+    def _at_cos(self, x: Tensor) -> Tensor | None:
+        self.held["cos"] = x
+        if self._moves:
+            self.own = text.positions_from_table(x, self.spec.require_rotary("rotation edits"), self.expected)
+        return self._exchanged(x, "cos")
+
+    def _at_sin(self, x: Tensor) -> Tensor | None:
+        cos = self.held.pop("cos")
+        if self._moves and self.own is None:
+            self._measure(cos, x)
+        elif self._turned_before and self.own is not None and not torch.equal(self.own, self.expected):
+            self._rescore()
+        return self._exchanged(x, "sin")
+
+    def _measure(self, cos: Tensor, sin: Tensor) -> None:
+        """Go on with the rotation of the running text, where it is another than was read from the model."""
+        read = self.spec.require_rotary("rotation edits")
+        rotary = text.measured_rotary(cos, sin, read)
+        self.own = None if rotary is None else text.positions_from_table(cos, rotary, self.expected)
+        if rotary is None or self.own is None:
+            self._refuse_rotation()
+        for edit in {edit for rotation in self.plan.rotations for edit in rotation.edits}:
+            if isinstance(edit, FrequencyLimit):
+                edit.check(read, rotary, self.spec.layer)
+        self.spec = replace(self.spec, rotary=rotary)
+        if self._turned_before or self.plan.table:
+            self._rescore()
+
+    def _refuse_rotation(self) -> NoReturn:
+        raise ValueError(
+            f"the rotation table of layer {self.spec.layer} is not that of positions 0, 1, 2 … nor of any others "
+            "that this model is known to use: run it on a whole text, unpadded, without position_ids or KV cache"
+        )
+
+    def _rescore(self) -> None:
+        """Recompute the scores of all edited heads instead."""
+        if not (self.plan.editable or (self.spec.v and self.spec.z and self.spec.pattern)):
+            raise ValueError(
+                f"the rotation table of layer {self.spec.layer} is not that of positions 0, 1, 2 …, and its scores "
+                "cannot be recomputed: run the model without padding, position_ids or a KV cache"
+            )
+        self.rescored = _grouped((head, rotation) for head, rotation in enumerate(self.plan.rotations) if rotation)
+
+    def _exchanged(self, x: Tensor, which: Any) -> Tensor | None:
+        table, rotary = self.plan.table, self.spec.rotary
+        if not table or rotary is None or self.own is None or self._fell_back:
+            return None
+        return table.table(x, self.own, rotary, which, self.texts)
+
+    def _at_turn_q(self, x: Tensor) -> Tensor | None:
+        assert self.spec.turn_q is not None
+        return self._turn(x, self.spec.turn_q, self.spec.q, "q", self.plan.turned_q)
+
+    def _at_turn_k(self, x: Tensor) -> Tensor | None:
+        assert self.spec.turn_k is not None
+        return self._turn(x, self.spec.turn_k, self.spec.k, "k", self.plan.turned_k)
+
+    def _turn(self, x: Tensor, tap: Tap, plain: Tap | None, which: Side, turned: Grouped) -> Tensor | None:
+        vectors, behind = tap.read(x), plain is not None and tap.name != plain.name
+        if self._moves and behind and not self.spec.cos and which == "q":
+            self._find(vectors)
+        if not turned or self._fell_back:
+            return None
+        own = self.expected if self.own is None else self.own
+        if which == "k":
+            own = text.before_and_now(own, vectors.shape[1])
+        for rotation, heads in turned.items():
+            at = torch.tensor(heads, device=vectors.device)
+            some = self._turned_on(vectors[:, :, at], rotation, heads, which, own, behind).to(vectors.dtype)
+            vectors = some if len(heads) == tap.n_heads else vectors.index_copy(2, at, some)
+        return tap.write(vectors)
+
+    def _find(self, q_rot: Tensor) -> None:
+        """The positions of a model that has no hooks for its tables, from what it did to its queries."""
+        heads = sorted(self.plan.heads)  # other lists of hooks may have turned the others
+        rotary, before = self.spec.require_rotary("rotation edits"), self.held["q"][:, :, heads]
+        self.own = text.positions_from_vectors(before, q_rot[:, :, heads], rotary, self.expected)
+        if self.own is None:
+            self._refuse_rotation()
+
+    def _turned_on(
+        self, x: Tensor, rotation: HeadRotation, heads: list[int], which: Side, own: Tensor, behind: bool
+    ) -> Tensor:
+        """Vectors of some heads as they have to be at the hook."""
+        rotary = self.spec.require_rotary("turning")
+        given = rotation.patch(which)
+        if given is None:
+            return rotation.turned_on(x, which, own, rotary, tables=bool(self.plan.table))
+        check_patch(f"{which}_rot", given, x)
+        given = given[:, :, heads].to(x.device)
+        if behind:
+            return given
+        table = self.plan.table  # in float64, or what is turned and turned back would not be the same
+        angles = table.angles(rotary, table.places(which, own, len(x)))
+        return turn(given.double(), -angles[..., None, :], rotary.pairing, 1 / rotary.attention_factor)
+
+    # --- scores
+
+    @property
+    def _edits(self) -> bool:
+        return bool(self.rescored or self.plan.score_edits)
+
+    def _at_scores(self, x: Tensor) -> Tensor | None:
+        n_key, cached = x.shape[-1], x.shape[-1] > x.shape[-2]
+        new: Tensor | None = None
+        if not self.plan.editable:
+            self.held["scores"] = x
+        self._check_cache(n_key)
+        if self._edits or self.own is None or cached:  # else nothing depends on the mask
+            inside, real = text.inside_mask(self.spec, x <= masked_below(x.dtype, self.dtype))
+            self._count(n_key, real)
+            if self._edits or cached:
+                self._compare(x, inside)
+            if self._edits and self.plan.editable:
+                new = self._edited(x, inside)
+        self._remember(n_key)
+        return new
+
+    def _count(self, n_key: int, real: Tensor) -> None:
+        """Positions of the queries where nothing but the mask shows them."""
+        if self.own is None:
+            self.own = text.positions_from_mask(real) + (n_key - self.n_query if self.n_query else 0)
+            if self._turned_before and not bool((self.own == self.expected).expand(real.shape)[real].all()):
+                self._rescore()
+
+    def _at_z(self, x: Tensor) -> Tensor | None:
+        if not self._edits:
+            return None
+        self.held["z"] = x
+        self._check_values()
+        if "scores" in self.held:
+            scores = self.held.pop("scores")
+            inside, _ = text.inside_mask(self.spec, scores <= masked_below(scores.dtype, self.dtype))
+        else:
+            at = torch.arange(self.n_query, device=x.device)
+            inside, self.own = self.spec.sees(at[:, None] - at), at if self.own is None else self.own
+            wanted = self.rescored or self.plan.recomputes
+            scores = self._own_scores() if wanted else x.new_zeros(len(x), self.spec.n_heads, *inside.shape)
+        self._check_whole(scores.shape[-1])
+        pattern = masked_softmax(self._edited(scores, inside), inside)
+        heads = sorted(self.plan.heads)
+        values = self.held["v"][:, :, [self.spec.key_head(h) for h in heads]]
+        mixed = torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads], values.to(pattern.dtype))
+        return x.index_copy(2, torch.tensor(heads, device=x.device), mixed.to(x.dtype))
+
+    def _check_values(self) -> None:
+        """What heads gather must be their pattern times ``hook_v``, or it could not be put together anew."""
+        if not {"z", "pattern"} <= set(self.held):
+            return
+        z, pattern, v = (self.held[name].detach().double() for name in ("z", "pattern", "v"))
+        rows, heads = spread_rows(z.shape[1], _ROWS_CHECKED, z.device), sorted(self.plan.heads)
+        values, z = v[:, :, [self.spec.key_head(head) for head in heads]], z[:, rows][:, :, heads]
+        ours = torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads][:, :, rows], values)
+        if ours.shape != z.shape or mismatch(z, ours, self.held["z"].dtype) > 1:
+            raise ValueError(
+                f"layer {self.spec.layer} of {self.spec.architecture} discards edited scores, and its hook_z is not "
+                "its pattern times hook_v (values are normalised or gated in between): its scores cannot be changed"
+            )
+
+    def _own_scores(self) -> Tensor:
+        """The scores of a model that does not show them, under the rotation edits that it has taken in."""
+        q, n = self.held["q"], self.n_query
+        self._check_whole(self.held["k"].shape[1])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = q.new_zeros(len(q), self.spec.n_heads, n, n, dtype=wide)
+        own = torch.arange(n, device=q.device)
+        for rotation, heads in self._alike(range(self.spec.n_heads)):
+            if rotation not in self.rescored:
+                scores[:, heads] = rotated_scores(self.spec, rotation, heads, *self._vectors(heads, n), (own, own))
+        return scores
+
+    def _alike(self, heads: Iterable[int]) -> Iterable[tuple[HeadRotation, list[int]]]:
+        """Heads by the edits of their rotation."""
+        return _grouped((head, self.plan.rotations[head]) for head in heads).items()
+
+    def _at_pattern(self, x: Tensor) -> None:
+        """Where a model shows its pattern alone: check that its mask and positions are those of a whole text."""
+        n_key = x.shape[-1]
+        if self._edits:
+            self._check_whole(n_key)
+            self.held["pattern"] = x
+            self._check_values()
+        if self.spec.scores is not None:
+            return
+        self._check_cache(n_key)
+        if self.n_query == n_key and (self._edits or any(self.plan.rotations)):
+            at = torch.arange(n_key, device=x.device)
+            self.own = at if self.own is None else self.own
+            self._compare(x, self.spec.sees(at[:, None] - at), pattern=True)
+        self._remember(n_key)
+
+    def _edited(self, x: Tensor, inside: Tensor) -> Tensor:
+        """The layer's scores under all edits; outside the mask they stay."""
+        x, n_key, own = x.clone(), x.shape[-1], self._places(x.shape[-1])
+        for rotation, heads in self.rescored.items():
+            before = None if self.spec.scores is None else x[:, heads]
+            new = rotated_scores(self.spec, rotation, heads, *self._vectors(heads, n_key), own, before)
+            x[:, heads] = torch.where(_some(inside, heads), new.to(x.dtype), x[:, heads])
+        for edit, chosen in self.plan.score_edits:
+            if not edit.cached:
+                self._check_whole(n_key, edit.tool)
+            if n_key == 1 and edit.order == Order.COMPONENT:
+                continue  # one score is its own mean
+            if edit.order in _FITTED and not edit.cached:
+                self._check_one_text(_some(inside, chosen), edit.tool)
+            for rotation, heads in self._alike(chosen) if edit.vectors else [(HeadRotation(), list(chosen))]:
+                before = x[:, heads]
+                left = _some(inside, heads) & (before != -torch.inf)
+                vectors = self._vectors(heads, n_key) if edit.vectors else None
+                view = View(self.spec, heads, left, rotation, own, before, vectors)
+                x[:, heads] = torch.where(left, edit.edit(view).to(x.dtype), before)
+        return x
+
+    def _check_one_text(self, inside: Tensor, tool: str) -> None:
+        """Scores are fitted text by text: several texts packed into a row, each masked from the others, are not one."""
+        at = torch.arange(inside.shape[-1], device=inside.device)
+        real = inside.diagonal(0, -2, -1)
+        whole = self.spec.sees(at[:, None] - at) & real[..., :, None] & real[..., None, :]
+        if not torch.equal(whole, inside):
+            raise ValueError(
+                f"attention_mask must leave one text in each row for {tool}, got a mask that hides tokens of a text "
+                "from each other, as of packed texts: pass them as a batch of texts"
+            )
+
+    def _places(self, n_key: int) -> tuple[Tensor, Tensor]:
+        """The model's own positions of queries and keys."""
+        assert self.own is not None
+        return self.own, text.before_and_now(self.own, n_key)
+
+    def _vectors(self, heads: Sequence[int], n_key: int) -> tuple[Tensor, Tensor]:
+        """Unrotated queries and keys of some heads, a key head for each query head."""
+        q, k = self.held["q"], self._keys(n_key)
+        if k.shape[1] != n_key:
+            self._refuse_part(n_key)
+        return q[:, :, list(heads)], k[:, :, [self.spec.key_head(h) for h in heads]]
+
+    # --- the cache
+
+    def _keys(self, n_key: int) -> Tensor:
+        """Unrotated keys, the last of ``n_key``: as many as are known."""
+        k = self.held["k"]
+        known = k if self.memory.keys is None or k.shape[1] >= n_key else torch.cat([self.memory.keys, k], 1)
+        return known[:, -n_key:]  # a sliding window forgets the first
+
+    def _check_whole(self, n_key: int, tool: str = "") -> None:
+        if n_key != self.n_query:
+            self._refuse_part(n_key, tool)
+
+    def _refuse_part(self, n_key: int, tool: str = "") -> NoReturn:
+        raise ValueError(
+            f"{tool}{': ' * bool(tool)}layer {self.spec.layer} sees {self.n_query} queries against {n_key} keys: "
+            f"{_NO_CACHE}"
+        )
+
+    def _check_cache(self, n_key: int) -> None:
+        """Keys and values in a cache come from earlier passes: these must have been under the same interventions."""
+        cached = n_key - self.n_query if self.n_query else 0
+        window = self.spec.window is not None and min(self.memory.n_key, self.spec.window - 1) <= cached
+        if cached and (self.memory.texts != self.texts or (self.memory.n_key != cached and not window)):
+            self._refuse_cache(n_key)
+
+    def _refuse_cache(self, n_key: int) -> NoReturn:
+        raise ValueError(
+            f"layer {self.spec.layer} sees {self.n_query} queries against {n_key} keys, of which the KV cache was "
+            f"not filled under these hooks: fill and use it in one model.hooks block, or {_NO_CACHE}"
+        )
+
+    def _remember(self, n_key: int) -> None:
+        """Keep what the next pass needs to know if it goes on with this text."""
+        continued = n_key > self.n_query
+        self.memory.seen = self.n_query + (self.memory.seen if continued else 0)
+        if "k" in self.held:
+            keys = self._keys(n_key) if self.plan.reads_vectors else self.held["k"][:, -1:]
+            self.memory.keys = keys.detach().clone()
+        self.memory.texts, self.memory.n_key = self.texts, n_key
+
+    def _compare(self, x: Tensor, inside: Tensor, *, pattern: bool = False) -> None:
+        """Recompute some rows of the model's own scores: they must be what vectors, rotation and cached keys give."""
+        n_key, cached = x.shape[-1], x.shape[-1] > self.n_query
+        unread = self.spec.problem is not None or "q" not in self.held
+        if unread or (self._fell_back and self._turned_before):
+            return
+        keys = self._keys(n_key).detach()
+        own, n_key = self._places(n_key), keys.shape[1]
+        rows = spread_rows(self.n_query, _ROWS_CHECKED, x.device)
+        for rotation, heads in self._done(pattern, cached):
+            if cached and (rotation.patched or (rotation.position is not None and rotation.position.slots)):
+                continue
+            q, k = self.held["q"][:, :, heads].detach(), keys[:, :, [self.spec.key_head(h) for h in heads]]
+            q_rot, k_rot = rotated_vectors(self.spec, rotation, heads, q, k, (own[0], own[1][..., -n_key:]))
+            ours = self.spec.score(q_rot[:, rows], k_rot)
+            theirs, seen = x[:, heads][:, :, rows, -n_key:].detach(), _some(inside, heads)[..., rows, -n_key:]
+            if pattern:
+                ours, seen = masked_softmax(ours, seen), torch.ones_like(seen)
+            seen = seen.expand(theirs.shape)
+            if mismatch(theirs[seen], ours[seen], self.dtype) <= 1:
+                continue
+            if cached:
+                self._refuse_cache(x.shape[-1])
+            self.spec.check_length(x.shape[-1], "interventions that recompute scores")
+            raise ValueError(
+                f"scores of layer {self.spec.layer} of {self.spec.architecture} are not what its queries, keys and "
+                "rotation give: padding, positions or tables that hooks cannot see here, or other hooks act on its "
+                "attention; run the model on whole, unpadded texts without them"
+            )
+
+    def _done(self, pattern: bool, cached: bool) -> Iterable[tuple[HeadRotation, list[int]]]:
+        """Heads whose scores must be known, by the edits that the model has taken in so far."""
+        rescored = {head for some in self.rescored.values() for head in some}
+        read = {h for edit, heads in self.plan.score_edits if edit.vectors or pattern for h in heads}
+        if cached or not self.spec.cos:
+            read |= self.plan.heads
+        now = HeadRotation() if self._fell_back else self.plan.table
+        wanted = sorted(rescored | read)
+        return _grouped((head, now if head in rescored else self.plan.rotations[head]) for head in wanted).items()
+
+
+def _some(inside: Tensor, heads: Sequence[int]) -> Tensor:
+    return inside[:, list(heads)] if inside.ndim == 4 and inside.shape[1] > 1 else inside
