@@ -358,7 +358,8 @@ class LayerPass:
         return bool(self.rescored or self.plan.score_edits)
 
     def _at_scores(self, x: Tensor) -> Tensor | None:
-        n_key, cached = x.shape[-1], x.shape[-1] > x.shape[-2]
+        self.n_query, n_key = x.shape[-2:]
+        cached = n_key > self.n_query
         new: Tensor | None = None
         if not self.plan.editable:
             self.held["scores"] = x
@@ -376,7 +377,7 @@ class LayerPass:
     def _count(self, n_key: int, real: Tensor) -> None:
         """Positions of the queries where nothing but the mask shows them."""
         if self.own is None:
-            self.own = text.positions_from_mask(real) + (n_key - self.n_query if self.n_query else 0)
+            self.own = text.positions_from_mask(real) + n_key - self.n_query
             if self._turned_before and not bool((self.own == self.expected).expand(real.shape)[real].all()):
                 self._rescore()
 
