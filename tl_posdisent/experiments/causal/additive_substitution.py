@@ -45,9 +45,7 @@ def additive_substitution(
 
     The scores of heads are replaced by their additive fit (``substitute_additive``) and the next token is predicted.
     There are two baselines on the same heads: zero output, and the fit of a *shuffled* text, the same tokens in another
-    order with the first one in place (it often marks the beginning and receives much attention). The shuffled fit does
-    not depend on which token has which position. Heads are changed from their layer on, several in one batch
-    (``head_ablation``).
+    order with the first one in place, which does not depend on which token has which position.
 
     Args:
         model, tokens, attention_mask, progress: as in ``head_ablation``.
@@ -64,8 +62,7 @@ def additive_substitution(
         ``"all"`` has a row for each subset of the four components.
 
     Raises:
-        ValueError: unusable tokens, layers, axes or seed; what ``substitute_additive`` refuses; a layer whose
-            heads cannot be ablated (``ablate_heads``). RuntimeError: hooks that never fired.
+        ValueError: unusable tokens, layers, axes or seed; what ``substitute_additive`` and ``ablate_heads`` refuse.
 
     Example:
         >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model
@@ -132,7 +129,7 @@ def _puts(axes: Axes) -> Iterator[tuple[str, str, Put]]:
 
     yield "fit", "+".join(ADDITIVE), fit(ADDITIVE)
     yield "shuffled fit", "+".join(ADDITIVE), lambda spec, heads, fits: _stored_fit(spec, heads, fits[spec.layer])
-    yield "zero", "", _zero
+    yield "zero", "", lambda spec, heads, fits: replace_heads(spec, heads, lambda layer, heads, z: torch.zeros_like(z))
     for n in range(len(PARTS) + 1):
         for keep in combinations(PARTS, n):
             if keep != ADDITIVE:
@@ -152,10 +149,6 @@ def _stored_fit(spec: AttentionSpec, heads: Sequence[int], stored: Captured | Ad
         return keep_two_axis(stored.spec, q[:, :, some], k[:, :, some], view.inside, ADDITIVE)
 
     return replace_scores(spec, heads, fit, "additive_substitution")
-
-
-def _zero(spec: AttentionSpec, heads: Sequence[int], fits: Fits) -> Hooks:
-    return replace_heads(spec, heads, lambda layer, heads, z: torch.zeros_like(z))
 
 
 def _fits_of(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[AttentionSpec], axes: Axes) -> Fits:

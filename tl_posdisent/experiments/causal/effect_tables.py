@@ -45,13 +45,12 @@ def effect_table(
     source: tuple[Texts, Sequence[Sequence[Hook]], str] | None = None,
     under: Sequence[list[Hook]] | None = None,
     target: Texts | None = None,
-    batch_size: int | None = None,
     progress: bool,
 ) -> pd.DataFrame:
     """Measure a metric with some heads at a time changed in a run on ``texts``.
 
     Args:
-        model, metric, batch_size, progress: as in ``head_ablation``, checked.
+        model, metric, progress: as in ``head_ablation``, checked.
         texts: what is run and changed.
         units: what is changed.
         hooks_in: for a layer, hooks that change some of its heads; called layer by layer, when they are needed.
@@ -67,7 +66,7 @@ def effect_table(
     """
     rows, failures, target = [], Failures(), target or texts
     with evaluating(model), tqdm(total=sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar:
-        runs = Runs(model, texts, [spec.layer for spec, _, _ in units], batch_size, under)
+        runs = Runs(model, texts, [spec.layer for spec, _, _ in units], under)
         ends = {} if source is None else {"source": value_of(metric, run_texts(model, *source[:2]), target)}
         ends["baseline"] = value_of(metric, runs.clean, target)
         if source is not None:

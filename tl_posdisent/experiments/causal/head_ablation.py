@@ -13,7 +13,6 @@ from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.validation import check_integer
 
 from .effect_tables import effect_table, units_of
 from .metrics import Metric, check_metric, next_token_loss
@@ -30,7 +29,6 @@ def head_ablation(
     mode: AblationMode = "zero",
     reference: Tokens | Texts | None = None,
     seed: int = 0,
-    batch_size: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Ablate each head alone and measure the change of a metric.
@@ -43,17 +41,14 @@ def head_ablation(
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        metric: ``f(logits, tokens)``, called with what the model returns for ``tokens``, once for every head: a number,
-            or one for each text, of which the mean is taken. At padding its logits are NaN. Default: the mean loss of
-            each text's next tokens, in nats.
+        metric: ``f(logits, tokens)``, called once for every head: a number, or one for each text, of which the mean is
+            taken. At padding logits are NaN. Default: the mean loss of each text's next tokens, in nats.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all that have attention.
         heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.
         mode: "zero", "mean" or "resample", see ``ablate_heads``; "resample" needs texts of equal length.
         reference: texts for the mean, without padding; default ``tokens``.
         seed: of "resample".
-        batch_size: texts in one forward pass at most (but all of ``tokens``, where it must be); default by a rough
-            estimate of what is fast on a processor and fits on a GPU.
         progress: show a bar.
 
     Returns:
@@ -62,8 +57,7 @@ def head_ablation(
 
     Raises:
         ValueError: unusable tokens, layers, heads or mode; what ``ablate_heads`` refuses; a metric that returns neither
-            a number nor one for each text, or one that is not finite; no ``metric`` for a model that returns no
-            logits per token.
+            a number nor one for each text, or one that is not finite.
 
     Example:
         >>> from tl_posdisent import ablate_heads, demo_tokens, head_ablation, load_demo_model
@@ -81,8 +75,6 @@ def head_ablation(
     averaged: Any = texts if reference is None and mode == "mean" else reference
     check_mode(mode, averaged, seed)
     check_metric(metric)
-    if batch_size is not None:
-        check_integer("batch_size", batch_size, 1)
     if mode == "resample":
         derangement(len(texts.one_group('mode="resample"')), seed)
     attending = [spec.layer for spec, _ in chosen]
@@ -96,7 +88,6 @@ def head_ablation(
             [units_of(spec, some) for spec, some in chosen],
             lambda spec: lambda group, some: replace_heads(spec, some, other),
             metric,
-            batch_size=batch_size,
             progress=progress,
         )
     )

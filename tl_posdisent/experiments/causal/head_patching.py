@@ -38,27 +38,22 @@ def head_patching(
     """Patch the activation of each head at all positions from a run on one text into a run on another.
 
     The values are those of ``transformer_lens.patching.get_act_patch_attn_head_{out,q,k,v,pattern}_all_pos``, in one
-    table for every model, and faster: heads are changed from their layer on, several in one batch (``head_ablation``).
-    Where those functions are wrong without an error (in TransformerLens 3.9 and 4.3), these are right or refuse:
+    table, and faster: heads are changed from their layer on, several in one batch (``head_ablation``). Where those
+    functions are wrong without an error (in TransformerLens 3.9 and 4.3), these are right or refuse:
 
-    * Grouped heads: there, keys and values have a column per key head, and columns of zeros in the ``..._every``
-      functions. Here each query head has a row, with the effect of the key head that it reads. Of a HookedTransformer
-      that repeats keys for every head (``ungroup_grouped_query_attention``) they patch only as many as there are key
-      heads; here all are.
-    * Bridges that leave attention to Hugging Face (GPT-J, GPT-Neo, OPT): there, a patched pattern is discarded, and
-      every effect is 0. Here the attention's result is recomputed from the pattern.
-    * Multi-head latent attention (DeepSeek): its hooks have no axis of heads, and there positions are patched. Here
-      that is an error.
+    * Grouped heads, which have a column per key head there, or not all of one, have a row each, with the effect of the
+      key head that they read.
+    * Bridges that leave attention to Hugging Face (GPT-J, GPT-Neo, OPT) discard a patched pattern. Here the attention's
+      result is recomputed from it.
+    * Multi-head latent attention (DeepSeek) has hooks without an axis of heads: positions are patched there. Here that
+      is an error.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile.
-        tokens: the run that is patched (the *corrupted* run, to restore a clean result): ids ``[batch, pos]``, or text
-            if the model has a tokenizer: one, or a list of any lengths.
+        model, attention_mask, layers, heads, progress: as in ``head_ablation``; the mask is of both runs.
+        tokens: as there: the run that is patched (the *corrupted* run, to restore a clean result).
         source: the run from which activations come, in the shape or of the lengths of ``tokens``.
-        metric: a function of ``(logits [batch, pos, vocab], source)`` that returns a number or one for each text, of
-            which the mean counts. At padding its logits are NaN.
+        metric: as there, but a function of logits and ``source``.
         activation: ``"z"`` (a head's result), ``"q"``, ``"k"``, ``"v"`` (before rotation and norm) or ``"pattern"``.
-        attention_mask, layers, heads, progress: as in ``head_ablation``; the mask is of both runs.
 
     Returns:
         One row per layer and head: ``layer``, ``head``; ``source``, ``baseline`` and ``value``, the metric of the run
@@ -66,8 +61,8 @@ def head_patching(
         ``(value - baseline) / (source - baseline)``.
 
     Raises:
-        ValueError: tokens of different shape, or with the same metric; layers or heads out of range; an unknown
-            activation, or one that the model does not show by heads; a metric that returns anything else.
+        ValueError: tokens of different shape, or with the same metric; an unknown activation, or one that the model
+            does not show by heads; what ``head_ablation`` refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_patching, load_demo_model
@@ -109,7 +104,6 @@ def head_patching(
 
 
 def _hooks(spec: AttentionSpec, heads: Sequence[int], held: Tensor, activation: Activation) -> list[Hook]:
-    """Hooks that put in what some heads have in another run."""
     some = sorted({spec.key_head(head) if activation in ("k", "v") else head for head in heads})
     if activation == "pattern" and not spec.scores_editable:  # as scores of which it is the softmax
         return replace_scores(spec, heads, lambda view: held[:, list(view.heads)].log(), "head_patching")

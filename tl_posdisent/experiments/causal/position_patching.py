@@ -44,7 +44,7 @@ def position_patching(
 
     The *clean* run has the positions 0, 1, 2 …; in the *corrupted* one RoPE receives others, in every layer
     (``swap_positions``). Then one head at a time receives its rotated vectors of the clean run, while all else stays
-    corrupted. As in ``transformer_lens.patching``, 0 is the corrupted run and 1 the clean one::
+    corrupted::
 
         effect = (value - corrupted) / (clean - corrupted)
 
@@ -52,27 +52,24 @@ def position_patching(
     (``keys="group"``) or each text has positions of its own: then one forward pass for each row.
 
     Args:
-        model, tokens, attention_mask, progress: as in ``head_ablation``; the model has rotary embeddings.
-        positions: what RoPE sees in the corrupted run: ``(pos,)``, counted from each text's first token, or
-            ``(batch, pos)``, laid out like ``tokens``.
-        metric: as in ``head_ablation``.
+        model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; the model and the
+            layers that are patched have rotary embeddings.
+        positions: what RoPE sees in the corrupted run, in all layers: ``(pos,)``, counted from each text's first
+            token, or ``(batch, pos)``, laid out like ``tokens``.
         what: what is moved: queries and keys of a ``"head"``, its ``"query"`` or its ``"key"`` alone, or both of all
             heads of a ``"layer"``.
-        keys: where heads share keys, ``"group"`` moves the key head's, which all heads of the group then see: by
-            ``"key"`` they all have the same effect. ``"head"`` moves them for the one head alone, so that ``"head"``
-            restores this head's scores and no others.
-        direction: ``"denoise"`` moves from the clean run into the corrupted one, ``"noise"`` the other way. The effect
-            is on the same scale, so that noise in vain leaves 1.
-        layers: layers that are patched, default all that rotate. The corrupted run sees other positions in all.
-        heads: query heads that are patched, default all: of each of these layers, or pairs ``(layer, head)``.
+        keys: where heads share keys, ``"group"`` moves the key head's, which all heads of the group then see;
+            ``"head"`` moves them for the one head alone.
+        direction: ``"denoise"`` moves from the clean run into the corrupted one, ``"noise"`` the other way; an effect
+            of 1 is the clean run in both.
 
     Returns:
         One row per layer and head (per layer for ``"layer"``): ``layer``, ``head``, ``clean``, ``corrupted`` and
         ``value``, the metric of the three runs, and ``effect``.
 
     Raises:
-        ValueError: positions that leave the metric as it is, such as 0, 1, 2 … themselves; what ``swap_positions``
-            refuses; an unknown option; a metric that returns anything else. While running: positions of another length.
+        ValueError: positions that leave the metric as it is, such as 0, 1, 2 … themselves; what ``swap_positions`` and
+            ``head_ablation`` refuse; an unknown option.
 
     Example:
         >>> import torch
@@ -140,7 +137,7 @@ def _listened(
 
 
 def positions_of(texts: Texts, group: TextGroup, positions: Any) -> Tensor:
-    """Positions of texts of equal length, from those of the batch: ``(pos,)`` or ``(batch, pos)``."""
+    """Positions of texts of equal length, from those of the batch."""
     place = real_tensor("positions", positions)
     if place.ndim in (1, 2) and place.shape[-1] != texts.tokens.shape[1]:
         raise ValueError(
@@ -173,28 +170,22 @@ def component_patching(
 
         effect = (value - baseline) / (source - baseline)
 
-    Heads are changed from their layer on, several in one batch (``head_ablation``). One layer's scores are held
-    meanwhile.
-
     Args:
-        model, tokens, attention_mask, layers, heads, progress: as in ``head_ablation``; with rotary embeddings for
-            ``source_positions``.
-        component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them together; all
-            five are the scores themselves. A softmax ignores ``"query"`` and ``"mean"``: their effect is 0, except
-            beside an attention sink.
+        model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; the metric's tokens are
+            ``tokens`` in all three runs.
+        component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them together. A
+            softmax ignores ``"query"`` and ``"mean"``: their effect is 0, except beside an attention sink.
         source: the run from which the component comes: tokens, in the shape or of the lengths of ``tokens``.
         source_positions: or its positions, as in ``position_patching``.
-        metric: as in ``head_ablation``. Its tokens are ``tokens`` in all three runs.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``; ``source``, ``baseline`` and ``value``, the metric of the run
-        that was patched from, of the one that was patched, and with the patch; ``effect``, 0 for the result of the
-        baseline, 1 for that of the source.
+        One row per layer and head: ``layer``, ``head``; ``source``, ``baseline`` and ``value``, the metric of the
+        source, of the baseline, and with the patch; ``effect``.
 
     Raises:
         ValueError: not one of ``source`` and ``source_positions``; two runs with the same metric; tokens of other
-            shape; unknown components; a layer whose scores cannot be read or changed; padded texts; what
-            ``position_patching`` refuses.
+            shape; unknown components; a layer whose scores cannot be read or changed; what ``position_patching``
+            refuses.
 
     Example:
         >>> from tl_posdisent import component_patching, demo_tokens, load_demo_model

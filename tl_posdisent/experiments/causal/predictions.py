@@ -28,13 +28,6 @@ def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch
     return -log_p[:, : following.shape[1]].gather(-1, following[..., None])[..., 0]
 
 
-def token_divergences(
-    log_p: Float[Tensor, "batch pos v"], log_q: Float[Tensor, "batch pos v"]
-) -> Float[Tensor, "batch pos"]:
-    """KL(p ‖ q) at each position."""
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
 @torch.no_grad()
 def run_texts(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]]) -> list[Any]:
     """What the model returns for each group of texts, under hooks for it."""
@@ -48,7 +41,7 @@ def run_texts(model: Any, texts: Texts, hooks: Sequence[Sequence[Hook]]) -> list
 def compare(
     outputs: Sequence[Any], texts: Texts, clean: Sequence[Tensor]
 ) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "token"]]:
-    """Losses, and divergences from the clean predictions, by token of all texts."""
+    """Losses, and divergences KL(clean ‖ this) of predictions, by token of all texts."""
     losses, divergences = [], []
     for group, before, output in zip(texts.groups, clean, outputs, strict=True):
         rows = max(1, _AT_A_TIME // (output.shape[0] * output.shape[-1]))  # logits of a large vocabulary are gigabytes
@@ -56,7 +49,8 @@ def compare(
         for first in range(0, output.shape[1], rows):
             log_p = as_log_probabilities(output[:, first : first + rows])
             loss = token_losses(log_p, group.tokens[:, first : first + rows + 1])
-            parts.append((loss, token_divergences(before[:, first : first + rows], log_p)))
+            log_q = before[:, first : first + rows]
+            parts.append((loss, (log_q.exp() * (log_q - log_p)).sum(-1)))
         losses.append(torch.cat([loss for loss, _ in parts], 1))
         divergences.append(torch.cat([divergence for _, divergence in parts], 1))
     return all_tokens(losses), all_tokens(divergences)

@@ -44,20 +44,14 @@ class Runs:
         model: in evaluation mode (``evaluating``), with the hooks of the user's, if any.
         texts: what is run.
         layers: those that are to be changed.
-        batch_size: texts in one forward pass at most, default by a rough estimate of what is fast.
         under: hooks for each group of texts, in force in all of these runs.
     """
 
     def __init__(
-        self,
-        model: Any,
-        texts: Texts,
-        layers: Sequence[int],
-        batch_size: int | None = None,
-        under: Sequence[list[Hook]] | None = None,
+        self, model: Any, texts: Texts, layers: Sequence[int], under: Sequence[list[Hook]] | None = None
     ) -> None:
         of_groups = zip(texts.groups, under or [[]] * len(texts.groups), strict=True)
-        self._groups = [_Group(model, group.tokens, layers, batch_size, hooks) for group, hooks in of_groups]
+        self._groups = [_Group(model, group.tokens, layers, hooks) for group, hooks in of_groups]
         self.clean: list[Any] = [group.clean.output for group in self._groups]
 
     def each(
@@ -80,9 +74,7 @@ class Runs:
 class _Group:
     """Texts of equal length, their unmodified run, and whether shortcuts have not failed."""
 
-    def __init__(
-        self, model: Any, tokens: Tensor, layers: Sequence[int], batch_size: int | None, under: list[Hook]
-    ) -> None:
+    def __init__(self, model: Any, tokens: Tensor, layers: Sequence[int], under: list[Hook]) -> None:
         self.model, self.tokens, self.under = model, tokens, under
         with applied(model, under):
             self.clean = run_clean(model, tokens, layers)
@@ -90,7 +82,7 @@ class _Group:
         # Hooks of the user's may count on every block to run, and on the batch as it is.
         self.shortcuts = isinstance(output, Tensor) and len(output) == len(tokens) and not has_hooks(model)
         self.agreeing: dict[Hashable, bool] = {None: True, COUPLED: False}
-        self.at_once = batch_size or _texts_at_once(model, tokens, output)
+        self.at_once = _texts_at_once(model, tokens, output)
 
     def each(
         self, layer: int, units: Sequence[Sequence[int]], hooks_of: Callable[[Sequence[int]], list[Hook]], kind: Any

@@ -29,18 +29,16 @@ def streaming_ablation(
     window: int | None = None,
     layers: Layers = None,
     heads: Heads = None,
-    batch_size: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Restrict each head alone to the first keys and a window of the last, and measure the change of a metric.
 
     A *streaming* head loses nothing: it attends to attention sinks and to near keys. A *retrieval* head looks further
     back (DuoAttention, arXiv 2410.10819). Query i of the head sees key j if ``j < sinks`` or ``i - j < window``, with
-    the scores that it has; all other heads are as they are. The numbers equal those of a loop over masked scores, at
-    the cost of ``head_ablation``: within a layer, one pass gives what all heads gather under the restriction.
+    the scores that it has. It costs as much as ``head_ablation``.
 
     Args:
-        model, tokens, metric, attention_mask, layers, heads, batch_size, progress: as in ``head_ablation``.
+        model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``.
         sinks: keys at the beginning of each text that stay visible.
         window: last keys that stay visible, the query's own included; default a quarter of the longest text.
 
@@ -49,8 +47,8 @@ def streaming_ablation(
         head restricted), ``effect`` (value − baseline).
 
     Raises:
-        ValueError: sinks and a window that hide nothing in the longest text; a layer whose scores cannot be changed or
-            whose heads cannot be ablated; a metric that returns anything but finite numbers.
+        ValueError: sinks and a window that hide nothing in the longest text; a layer whose scores cannot be changed;
+            what ``head_ablation`` refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -61,8 +59,6 @@ def streaming_ablation(
     """
     check_metric(metric)
     check_integer("sinks", sinks, 0)
-    if batch_size is not None:
-        check_integer("batch_size", batch_size, 1)
     reading = read_model(model, layers)
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
@@ -89,7 +85,6 @@ def streaming_ablation(
             lambda spec: lambda group, some: layer_hooks(spec, some, edit),
             metric,
             kind=lambda spec: "streaming",
-            batch_size=batch_size,
             progress=progress,
         )
     )

@@ -247,7 +247,8 @@ def _drift(
     every = torch.arange(n, device=z.device)
     known = reference.mean[:, None] + reference.sample @ reference.axes.mT
     limit = torch.quantile(reference.distance_without(known, every), _QUANTILE, dim=1)
-    distance, cosine = (f(z.flatten(1, 2)).unflatten(1, (batch, -1)) for f in (reference.distance, reference.cosine))
+    distance = reference.distance(z.flatten(1, 2)).unflatten(1, (batch, -1))
+    cosine = torch.cosine_similarity(z.double(), reference.mean[:, None, None], dim=-1)
     inside = z[:, :, start:end].flatten(1, 2)
     distance[:, :, start:end] = reference.distance_without(inside, every).unflatten(1, (batch, -1))
     return distance, cosine, limit

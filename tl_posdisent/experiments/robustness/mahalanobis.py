@@ -14,8 +14,7 @@ class ReferenceSample:
     """A sample of vectors as a Gaussian: its mean, and its covariance shrunk towards a multiple of the identity.
 
     The covariance of n vectors, ``S = Σ (x - mean)(x - mean)ᵀ / n``, is replaced by ``(1 - ρ) S + ρ μ I`` with
-    ``μ = tr S / d`` and the ρ of Ledoit and Wolf (J. Multivariate Anal. 88, 2004), which is best for samples like this
-    one: near 0 where n is much larger than d, near 1 where the sample is too small to say anything of directions.
+    ``μ = tr S / d`` and the ρ of Ledoit and Wolf (J. Multivariate Anal. 88, 2004).
 
     Attributes:
         mean: ``[*batch, d]``.
@@ -30,14 +29,6 @@ class ReferenceSample:
     shrinkage: Float64[Tensor, "*batch"]
     sample: Float64[Tensor, "*batch n d"]
 
-    def covariance(self) -> Float64[Tensor, "*batch d d"]:
-        """The shrunk covariance."""
-        return (self.axes * self._variances(1.0)[..., None, :]) @ self.axes.mT
-
-    def cosine(self, x: Float[Tensor, "*batch m d"]) -> Float64[Tensor, "*batch m"]:
-        """Cosine of each vector with the mean."""
-        return torch.cosine_similarity(x.double(), self.mean[..., None, :], dim=-1)
-
     def distance(self, x: Float[Tensor, "*batch m d"]) -> Float64[Tensor, "*batch m"]:
         """Mahalanobis distance of each vector from the mean."""
         deviation = (x.double() - self.mean[..., None, :]) @ self.axes
@@ -46,8 +37,8 @@ class ReferenceSample:
     def distance_without(self, x: Float[Tensor, "*batch m d"], member: Int[Tensor, "m"]) -> Float64[Tensor, "*batch m"]:
         """The distance of each vector if one member of the sample had been left out (its own place, for instance).
 
-        A member is nearer to a sample with itself in it, the more so the smaller the sample: compare members and
-        strangers by this. A rank-one update of mean and covariance; ρ and μ are kept.
+        A member is nearer to a sample with itself in it: compare members and strangers by this. A rank-one update of
+        mean and covariance; ρ and μ are kept.
         """
         n = self.sample.shape[-2]
         left = self.sample[..., member, :]

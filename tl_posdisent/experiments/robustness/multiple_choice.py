@@ -122,14 +122,14 @@ def questions_from_text(
     The context is ``before`` consecutive sentences of the text, and the model chooses how it goes on:
 
     * ``"next_sentence"``: the sentence that follows, or one from elsewhere in the text with as many words;
-    * ``"last_word"`` (a cloze): the context goes on with the next sentence up to its last word, and the model chooses
-      between this word and the last word of another sentence, of as many letters.
+    * ``"last_word"``: the context goes on up to the last word of that sentence, and the model chooses between it and
+      the last word of another sentence, of as many letters.
 
     What tells the choices apart is thus the context. Chance is ``1 / choices``.
 
     Args:
         text: with punctuation; a sentence ends at ``.``, ``!`` or ``?`` before white space and a capital letter.
-        ask: see above.
+        ask: as above.
         n: how many questions, drawn at random; None for all that the text allows.
         choices: per question, the correct one included; 2 or more.
         before: sentences in the context, 1 or more.

@@ -36,8 +36,7 @@ def output_projection(
     The picture of arXiv 2503.13305, §6. An output is ``z`` of all heads of a layer side by side, at one position. The
     reference is the outputs at positions ``start … in_range - 1`` of the same texts, read in a pass that ends there,
     without ``hooks``; its mean is subtracted, and each coordinate is in standard deviations of the reference along that
-    component. Outputs far from 0 there are unlike those that later layers were trained on. For distances in all
-    directions, head by head, see ``mahalanobis`` of ``length_generalization``.
+    component. Distances in all directions, head by head: ``mahalanobis`` of ``length_generalization``.
 
     Args:
         model, attention_mask: as in ``head_ablation``.
@@ -56,7 +55,6 @@ def output_projection(
     Raises:
         ValueError: unusable tokens, layers or hooks; numbers out of range; a layer without ``hook_z``; outputs that are
             not finite, or that do not vary within range; a model that cannot read so far (``longer_context``).
-        RuntimeError: hooks that never fired.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model

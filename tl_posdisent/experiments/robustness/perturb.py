@@ -1,9 +1,4 @@
-"""Perturbations of the order of a text, of the positions that RoPE receives, or of RoPE's phases, from the same pairs.
-
-Pairs of units (words or tokens) are exchanged. Then either the text has the new order, or RoPE receives the new
-positions for the unchanged text, or each subspace of RoPE receives the same displacements in another order, so that
-subspaces disagree about the position.
-"""
+"""Perturbations of the order of a text, of the positions that RoPE receives, or of its phases, with the same pairs."""
 
 from __future__ import annotations
 
@@ -86,36 +81,27 @@ def perturb(
     word after one. Then
 
     * ``"order"``: the tokens have the new order;
-    * ``"index"``: tokens and mask are unchanged, and RoPE receives for each token its position under ``"order"``. Each
-      token then has the same position as there; only the causal mask differs (see ``perturbation_curve``);
+    * ``"index"``: tokens and mask are unchanged, and RoPE receives for each token its position under ``"order"``;
     * ``"feature"``: tokens and mask are unchanged, and in each of RoPE's subspaces the displacements of ``"index"`` are
-      permuted among the positions that moved. Each frequency has the same phase errors at the same positions as
-      with ``"index"``, but the subspaces of a token have different displacements.
+      permuted among the positions that moved, so that the subspaces of a token disagree about its position.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings unless
-            ``kind`` is ``"order"``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths. Each text is
-            perturbed as it would be alone.
+        model, tokens, attention_mask: as in ``head_ablation``; the model has rotary embeddings unless ``kind`` is
+            ``"order"``. Each text is perturbed as it would be alone.
         kind: what is perturbed.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Padding stays where it is.
         fraction: of the units that can move, from 0 (the model and the text as they are, no hooks) to 1.
         seed: the same seed draws the same pairs for every kind; those of a smaller fraction are, nearly, a part of
             those of a larger one.
         window: how far apart the places of a pair are at most, in units: 1 exchanges neighbours.
-        unit: ``"word"`` moves whole words, a word being what a tokenizer's decoding puts between white space, with
-            the space before it; ``"token"`` moves single tokens. Default words for text and tokens for ids.
+        unit: ``"word"`` moves whole words with the space before them, ``"token"`` single tokens. Default words for text
+            and tokens for ids.
         jitter: instead of exchanging them, let RoPE see the moved positions off by normal displacements of this
             standard deviation, in positions (``"index"`` and ``"feature"``).
         until: positions of each text from here on stay; default none.
 
-    Returns:
-        A ``Perturbed``.
-
     Raises:
-        ValueError: an unknown kind or unit; a fraction outside 0 … 1; an invalid seed, window, jitter or ``until``;
-            unusable tokens or fewer than two units that can move; words of a model without tokenizer; positions
-            of a model without rotary embeddings.
+        ValueError: an argument out of range; unusable tokens or fewer than two units that can move; words of a model
+            without tokenizer; positions of a model without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import load_demo_model
@@ -186,9 +172,6 @@ def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence
         return permuted[..., : len(rotary.frequencies)] * rotary.frequencies.cpu()
 
     return PhaseNoise("perturb", angles)
-
-
-# --- which units move, and to which places --------------------------------------------------------------------------
 
 
 def _reordered(
