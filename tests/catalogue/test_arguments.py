@@ -58,14 +58,14 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "count": (
         [0, 2.5, True, "3", NAN],
         "batch batch_size batches before block choices chunk components count d_head d_key_latent d_mlp d_model "
-        "d_query_latent d_rope d_vocab epochs length local log_every max_fill max_gap max_length "
-        "max_side min_length n n_ctx n_fillers n_heads n_keys n_layers n_logits n_out n_pairs n_places "
-        "n_symbols n_test n_train n_triggers n_values pieces rank samples stop_at t5_buckets "
+        "d_query_latent d_rope d_vocab epochs length local log_every max_gap max_length "
+        "max_side min_length n n_ctx n_heads n_layers n_logits n_out "
+        "n_test n_train n_triggers pieces rank samples stop_at t5_buckets "
         "t5_max_distance test_every texts top window",
     ),
     "count or none": (
         [-1, 0.5, True, "a", NAN],
-        "control distance_ceiling first first_label max_count min_count min_fill min_gap min_side n_sink pad_id"
+        "control distance_ceiling first first_label max_count min_count min_gap min_side n_sink pad_id"
         " rotary_heads sinks split_seed start until",
     ),
     "seed": ([-1, 0.5, True, "a"], "seed"),

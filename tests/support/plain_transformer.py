@@ -96,8 +96,6 @@ def _bias(model: Any, layer: int, h: int, distance: int) -> float | Tensor:
     if c.encoding == "alibi":
         slope = alibi_slopes(c.n_heads)[h] if c.alibi_slopes == "powers" else math.exp(-h / c.n_heads)
         return -slope * abs(distance)
-    if c.encoding == "relative":
-        return model.encoding.table[layer, h, distance + c.n_ctx - 1].double()
     if c.encoding == "t5":
         bucket = t5_bucket(torch.tensor(distance), c.t5_buckets, c.t5_max_distance, causal=c.causal)
         return model.encoding.table[h, bucket].double()

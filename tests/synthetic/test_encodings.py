@@ -11,7 +11,7 @@ from torch import Tensor
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.model.encodings import alibi_slopes, t5_bucket, toeplitz
 
-RELATIVE = ("none", "t5", "relative", "alibi", "rope", "mla")
+RELATIVE = ("none", "t5", "alibi", "rope", "mla")
 ABSOLUTE = ("sinusoidal", "learned", "random", "absolute_rope", "sinusoidal_rope", "absolute_mla")
 LIMITED = ("learned", "random", "absolute_rope", "absolute_mla")
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
@@ -24,7 +24,7 @@ def config(**changed: Any) -> SyntheticConfig:
 
 def with_strong_biases(model: SyntheticModel) -> SyntheticModel:
     """Learned biases are small at first; here they shall matter."""
-    if model.config.encoding in ("t5", "relative"):
+    if model.config.encoding == "t5":
         with torch.no_grad():
             model.encoding.table.copy_(torch.randn(model.encoding.table.shape))
     return model.eval()
@@ -112,4 +112,4 @@ def test_texts_longer_than_the_context(encoding: str) -> None:
             ValueError, match=rf"tokens must be at most n_ctx = 6 long with encoding='{encoding}', got 9"
         ):
             short(TOKENS)
-    assert (short.encoding.longest is None) == (encoding not in (*LIMITED, "relative"))
+    assert (short.encoding.longest is None) == (encoding not in LIMITED)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 
 from tl_posdisent.synthetic import (
     Preset,
-    SyntheticModel,
     TriggerCount,
     TriggerDistance,
     accuracies,
@@ -99,15 +97,8 @@ def test_all_of_them_are_trained_each_in_its_folder(tmp_path: Path) -> None:
     assert table.loc[0, ["chance", "steps", "samples"]].tolist() == [1 / 16, 2, 64]
 
 
-def test_seeds_give_other_weights_and_the_same_samples() -> None:
-    one, two = (train_preset(brief(), encodings=["none"], tasks=["count"], seeds=[s], progress=False) for s in (0, 1))
-    (a,), (b,) = one.values(), two.values()
+def test_seeds_give_other_weights_and_the_same_samples_and_changes_reach_the_models() -> None:
+    a, b = train_preset(brief(), encodings=["rope"], tasks=["count"], seeds=2, progress=False, rotary_heads=1).values()
     assert not torch.equal(a.model.embed.W_E, b.model.embed.W_E)
     assert torch.equal(a.split().test_tokens, b.split().test_tokens)
-
-
-def test_changes_reach_the_models() -> None:
-    runs = train_preset(brief(), encodings=["rope"], tasks=["count"], progress=False, rotary_heads=1)
-    assert runs["rope", "count", 0].model.config.rotary_heads == 1
-    assert not math.isnan(runs["rope", "count", 0].test_accuracy)
-    assert isinstance(runs["rope", "count", 0].model, SyntheticModel)
+    assert a.model.config.rotary_heads == 1

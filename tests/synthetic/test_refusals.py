@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -32,7 +31,7 @@ from tl_posdisent.synthetic import (
     train,
     train_preset,
 )
-from tl_posdisent.synthetic.training.runs import TrainRun
+from tl_posdisent.synthetic.training.train import TrainRun
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 SHAPE: dict[str, Any] = {
@@ -51,56 +50,23 @@ def config(**changed: Any) -> SyntheticConfig:
     return SyntheticConfig(**SHAPE | changed)
 
 
-CLASSES: list[Callable[..., Any]] = [config, TrainConfig, TriggerDistance, TriggerCount]
-
-
-@pytest.mark.parametrize("make", CLASSES)
-def test_every_field_refuses_values_of_another_type(make: Callable[..., Any]) -> None:
-    """Integers, flags and choices, found by their annotations."""
-    tried = 0
-    made = SyntheticConfig if make is config else make
-    hints = get_type_hints(made)
-    for name in inspect.signature(made).parameters:
-        kind = hints[name]
-        optional = type(None) in get_args(kind)
-        if kind is int or (optional and int in get_args(kind)):
-            wrong: list[Any] = [True, 2.5, "3", -1, *[None] * (not optional)]
-        elif kind is bool or get_origin(kind) is Literal:
-            wrong = [1, None, "other"]
-        else:
-            continue
-        for value in wrong:
-            tried += 1
-            with pytest.raises(ValueError, match=f"^{name} must be .* got {value!r}"):
-                make(**{name: value})
-    assert tried > 9
-
-
 FIELDS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (config, {"n_heads": 5}, "n_heads must divide d_model = 24 unless d_head is given, got 5"),
     (config, {"dropout_at": "embed"}, "dropout_at must be a sequence of .* got 'embed'"),
     (config, {"dropout_at": ["values"]}, "dropout_at must be 'embed', .* got 'values'"),
     (config, {"d_rope": 4, "encoding": "learned"}, "d_rope must be left out with encoding='learned'"),
-    (config, {"d_rope": 4}, "d_rope must be left out with encoding='rope'"),
-    (config, {"d_key_latent": 4}, "d_key_latent must be left out with encoding='rope'"),
     (config, {"rotary_heads": 1, "encoding": "alibi"}, "rotary_heads must be left out with encoding='alibi'"),
     (config, {"rotary_heads": 4}, "rotary_heads must be an integer from 0 to 3 .n_heads., got 4"),
     (config, {"d_head": 7}, "d_head must be even to be rotated in pairs, got 7"),
-    (config, {"d_head": 7, "encoding": "absolute_rope"}, "d_head must be even"),
     (config, {"d_model": 25, "d_head": 8, "encoding": "sinusoidal"}, "d_model must be even .* got 25"),
     (config, {"rope_base": 0.0}, "rope_base must be a finite number above 0, got 0.0"),
-    (config, {"rope_base": "10"}, "rope_base must be a finite number above 0, got '10'"),
-    (config, {"rope_base": math.inf}, "rope_base must be a finite number above 0, got inf"),
     (config, {"encoding": "mla", "d_rope": 3}, "d_rope must be even, above 0 and below d_head = 8, got 3"),
-    (config, {"encoding": "mla", "d_rope": 8}, "d_rope must be even, above 0 and below d_head = 8, got 8"),
     (config, {"encoding": "t5", "t5_buckets": 6}, "t5_buckets must be a multiple of 4, got 6"),
     (config, {"encoding": "t5", "t5_max_distance": 8}, "t5_max_distance must be an integer of at least 9 .* got 8"),
     (config, {"dropout": 1.0}, "dropout must be a finite number of at least 0 and below 1, got 1.0"),
-    (config, {"dropout": math.nan}, "dropout must be a finite number of at least 0 and below 1, got nan"),
     (config, {"pad_id": 20}, "pad_id must be an integer from 0 to 19 .a token id., got 20"),
     (TrainConfig, {"n_train": 511}, "n_train must be an integer of at least 512 .one batch., got 511"),
     (TrainConfig, {"lr": 0.0}, "lr must be a finite number above 0, got 0.0"),
-    (TrainConfig, {"lr": math.nan}, "lr must be a finite number above 0, got nan"),
     (TrainConfig, {"betas": (0.9, 1.0)}, "betas must be a finite number of at least 0 and below 1, got 1.0"),
     (TrainConfig, {"betas": (0.9,)}, "betas must be a sequence of 2 numbers"),
     (TrainConfig, {"weight_decay": -1.0}, "weight_decay must be a finite number of at least 0, got -1.0"),
@@ -154,7 +120,6 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: TASK.batch(0), "n must be an integer of at least 1, got 0"),
     (lambda: TASK.batch(1, seed=-1), "seed must be an integer from 0 to 4294967295, got -1"),
     (lambda: TASK.split(1, 1, seed=2**32), "seed must be an integer from 0 to 4294967295, got 4294967296"),
-    (lambda: TASK.split(1, 0), "n_test must be an integer of at least 1, got 0"),
     (lambda: TASK.batch(1, torch.Generator(), device="meta"), "device must be the generator's, cpu, or None, got meta"),
     # training
     (lambda: train(model(d_vocab=5), TASK), "model must have d_vocab of 6 or more for this task, got 5"),
@@ -163,36 +128,25 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: train(model(pad_id=1), TASK), "model must have pad_id=0, the task's, or None to read padding .* got 1"),
     (lambda: train(LINEAR, TASK), "model must be a SyntheticModel, got Linear"),
     (lambda: train(model(), "distance"), "task must be a Task, got str"),  # type: ignore[arg-type]
-    (lambda: train(model(), TASK, stop_at=0), "stop_at must be an integer of at least 1, got 0"),
     (lambda: evaluate(model(), SAMPLES[0], SAMPLES[1][:4]), "labels must be one per row of tokens, got 4 for 12 rows"),
     (lambda: evaluate(model(), SAMPLES[0], SAMPLES[1][:, None]), "labels must be integers of shape"),
-    (lambda: evaluate(model(), *SAMPLES, batch_size=0), "batch_size must be an integer of at least 1, got 0"),
     (lambda: evaluate(model(), SAMPLES[0], SAMPLES[1] * 0 - 100), "labels must have one or more that are not -100"),
     # presets
-    (lambda: preset("large"), "name must be 'small', 'medium' or 'paper', got 'large'"),  # type: ignore[arg-type]
     (lambda: train_preset(BRIEF, tasks=["sum"]), "task must be 'distance' or 'count', got 'sum'"),
     (lambda: train_preset(BRIEF, encodings=["rope", "rotary"]), "encoding must be .*got 'rotary'"),
-    (lambda: train_preset(BRIEF, seeds=[]), "seeds must name at least one"),
     (lambda: Preset("x", {"a/b": TASK}, (), {}, TrainConfig(), {}), "tasks must have names that can be a folder's"),
     # deposit
     (lambda: deposit(DROPS.drop(columns="effect")), "drops must .* as head_ablation makes it, got no column 'effect'"),
-    (lambda: deposit(DROPS[:0]), "drops must .* got no rows"),
-    (lambda: deposit(pd.concat([DROPS, DROPS[1:]])), "drops must have one row per head, got several for L0H1"),
     (lambda: deposit(DROPS.assign(effect=[0.1, math.nan])), "drops must have finite numbers as effect, got nan"),
     (lambda: deposit(DROPS.assign(baseline=math.inf)), "drops must have finite numbers as baseline, got inf"),
     (lambda: deposit(DROPS.assign(baseline=[0.1, 0.2])), r"drops must be of one model, .* got \[0.1, 0.2\]"),
-    (lambda: deposit(DROPS, better="more"), "better must be 'higher' or 'lower', got 'more'"),  # type: ignore[arg-type]
-    (lambda: deposit(DROPS, measure="nats"), "measure must be 'metric' or 'loss', got 'nats'"),  # type: ignore[arg-type]
     (lambda: deposit(DROPS, measure="loss"), "drops must have the column 'loss_baseline'"),
     (lambda: deposit(DROPS, sufficient=[1]), "sufficient must be of type SufficientHeads, got int"),  # type: ignore[list-item]
-    (lambda: head_drops(model(), *SAMPLES, layers=[2]), "layers"),
     (
         lambda: head_drops(model(), *SAMPLES, mode="resample"),
         'tokens must be .* for mode "resample"',
     ),
     # sufficient heads
-    (lambda: sufficient_heads(model(), *SAMPLES, keep=0), "keep must be a finite number above 0 and at most 1, got 0"),
-    (lambda: sufficient_heads(model(), *SAMPLES, by="values"), "by must be 'rotation' or 'attention', got 'values'"),  # type: ignore[arg-type]
     (lambda: sufficient_heads(model(encoding="alibi"), *SAMPLES), "by must be \"attention\" with encoding='alibi'"),
     (lambda: sufficient_heads(LINEAR, *SAMPLES), "model must be a SyntheticModel, got Linear"),
     (lambda: sufficient_heads(model(), *SAMPLES, order=pd.DataFrame()), "order must be a table of head_drops"),
@@ -206,15 +160,11 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: only_heads(model(), [], reference=SAMPLES[0]), 'reference must be None with by="rotation", got Tensor'),
     # gradients and dynamics
     (lambda: margins(batches=1), "batches must be an integer of at least 2, got 1"),
-    (lambda: margins(batch_size=0), "batch_size must be an integer of at least 1, got 0"),
-    (lambda: margins(part="query"), "part must be 'distance' or 'encoding', got 'query'"),
     (lambda: margins(batches=4), r"at least batches · batch_size = 16 texts, got 12 texts and 12 labels"),
     (lambda: margins(task=(SAMPLES[0], SAMPLES[1][:3])), "got 12 texts and 3 labels"),
     (lambda: margins(model=LINEAR), "model must be a SyntheticModel, got Linear"),
     (lambda: margins(model=model(read_out="token")), 'model must have one answer per text .* got "token"'),
     (lambda: margins(model=model(encoding="learned"), part="encoding"), 'part must be "distance" with encoding=\'lea'),
-    (lambda: gradient_margins(NORMS), "table must have at least two heads in every layer, got 1"),
-    (lambda: gradient_margins(NORMS, by="ratio"), "by must be 'mean_norm', 'norm_of_mean' or .* got 'ratio'"),  # type: ignore[arg-type]
     (lambda: gradient_margins(NORMS, by="mean_norm"), "table must have the column 'mean_norm', as"),
     (lambda: dynamics(RUN), "run must have checkpoints"),
     (lambda: dynamics(replace(RUN, checkpoints={0: Path("nowhere.safetensors")}), progress=False), "nowhere"),

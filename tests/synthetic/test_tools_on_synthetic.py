@@ -66,7 +66,7 @@ def test_read_and_captured(encoding: str, causal: bool) -> None:
     model = small_model(encoding=encoding, causal=causal)
     spec = read_attention(model, 1)
     assert (spec.causal, spec.window, spec.scores_editable) == (causal, None, True)
-    if encoding in ("t5", "relative", "alibi"):
+    if encoding in ("t5", "alibi"):
         assert spec.problem is not None
         with pytest.raises(ValueError, match="an additive bias"):
             next(capture(model, TOKENS))

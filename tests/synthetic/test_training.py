@@ -89,7 +89,7 @@ def test_is_the_plain_loop(pieces: int | None, clip: float | None) -> None:
     config = TrainConfig(
         epochs=8, batch_size=12, n_train=12, n_test=9, lr=1e-3, warmup=0.3, weight_decay=0.1, log_every=1, clip=clip
     )
-    expected, model = small(3, encoding="relative"), small(3, encoding="relative")
+    expected, model = small(3, encoding="t5"), small(3, encoding="t5")
     losses, norms = plain_loop(expected, config)
     run = go(model, changed(config, pieces=pieces))
     torch.testing.assert_close(run.metrics["loss"].tolist(), losses, rtol=1e-4, atol=1e-5)
@@ -327,7 +327,7 @@ def test_checkpoints_are_the_weights_of_their_steps(tmp_path: Path) -> None:
         run.at(4)
 
 
-@pytest.mark.parametrize("encoding", ["learned", "relative", "t5", "rope", "mla"])
+@pytest.mark.parametrize("encoding", ["learned", "t5", "rope", "mla"])
 def test_saved_and_loaded(encoding: str, tmp_path: Path) -> None:
     model = small(2, encoding=encoding, causal=True, read_out="last")
     tokens, _ = TASK.batch(20)
@@ -337,15 +337,8 @@ def test_saved_and_loaded(encoding: str, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["x.safetensors"]  # nothing unfinished beside it
 
 
-def test_files_that_are_refused(tmp_path: Path) -> None:
-    path = save_checkpoint(small(), tmp_path / "good.safetensors")
-    whole = path.read_bytes()
-    for name, content in {"cut": whole[:-20], "head": whole[:50], "empty": b"", "other": b"PK\x03\x04" * 100}.items():
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"path must be a whole checkpoint, but .*{name} cannot be read"):
-            load_checkpoint(tmp_path / name)
-    with pytest.raises(ValueError, match=r"path must be a checkpoint, but .* does not exist"):
-        load_checkpoint(tmp_path / "nowhere")
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    whole = save_checkpoint(small(), tmp_path / "good.safetensors").read_bytes()
     size = int.from_bytes(whole[:8], "little")
     head = json.loads(whole[8 : 8 + size])
     head["__metadata__"]["notes"] = head["__metadata__"]["notes"].replace('"d_model": 16', '"d_model": 32')
@@ -374,10 +367,6 @@ def test_resuming_something_else_is_refused(tmp_path: Path) -> None:
         go(small(), folder=tmp_path)
     with pytest.raises(ValueError, match="folder must be given with resume=True"):
         go(small(), resume=True)
-    state = tmp_path / "state.safetensors"
-    state.write_bytes(state.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"path must be a whole checkpoint, but .*state.safetensors cannot be read"):
-        go(small(), folder=tmp_path, resume=True)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------

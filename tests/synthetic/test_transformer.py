@@ -229,7 +229,7 @@ def test_what_the_cache_holds_adds_up(encoding: str) -> None:
         assert_close(cache["resid_pre", n], x)
         q, k = (cache[name, n] for name in (("rot_q", "rot_k") if model.encoding.rotates else ("q", "k")))
         bias = model.encoding.bias(9)
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5 + (0 if bias is None else bias[n % len(bias)])
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5 + (0 if bias is None else bias)
         inside = torch.ones(9, 9).tril().bool()
         assert_close(cache["attn_scores", n], scores.masked_fill(~inside, -torch.inf))
         assert_close(cache["pattern", n], cache["attn_scores", n].softmax(-1))

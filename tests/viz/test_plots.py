@@ -17,7 +17,7 @@ import torch
 from tl_posdisent import fit_additive, plot_distance, plot_heads, plot_shares
 from tl_posdisent.rope import COMPONENTS
 from tl_posdisent.synthetic import SufficientHeads, deposit
-from tl_posdisent.synthetic.training.runs import TrainRun
+from tl_posdisent.synthetic.training.train import TrainRun
 from tl_posdisent.viz import (
     plot_deposit,
     plot_dynamics,

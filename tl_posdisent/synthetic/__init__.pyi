@@ -10,10 +10,10 @@ from .analysis.training_dynamics import dynamics as dynamics
 from .model.config import SyntheticConfig as SyntheticConfig
 from .model.to_hooked import to_hooked_transformer as to_hooked_transformer
 from .model.transformer import SyntheticModel as SyntheticModel
-from .tasks.sampling import Split as Split
-from .tasks.sampling import Task as Task
-from .tasks.triggers import TriggerCount as TriggerCount
-from .tasks.triggers import TriggerDistance as TriggerDistance
+from .tasks import Split as Split
+from .tasks import Task as Task
+from .tasks import TriggerCount as TriggerCount
+from .tasks import TriggerDistance as TriggerDistance
 from .training.checkpoints import load_checkpoint as load_checkpoint
 from .training.checkpoints import save_checkpoint as save_checkpoint
 from .training.evaluate import evaluate as evaluate
@@ -21,6 +21,6 @@ from .training.presets import Preset as Preset
 from .training.presets import accuracies as accuracies
 from .training.presets import preset as preset
 from .training.presets import train_preset as train_preset
-from .training.runs import TrainConfig as TrainConfig
-from .training.runs import TrainRun as TrainRun
+from .training.train import TrainConfig as TrainConfig
+from .training.train import TrainRun as TrainRun
 from .training.train import train as train

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.hooks.ablate import AblationMode
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import IGNORED
+from tl_posdisent.synthetic.tasks import IGNORED
 from tl_posdisent.synthetic.training.evaluate import answers, check_samples
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.validation import check_choice, head_label
@@ -42,8 +42,7 @@ class DepositReport(HasTable):
         second: second largest drop; NaN if there is one head.
         share: ``max p``, from 1 / heads (equal drops) to 1 (one head has the whole drop). NaN if all drops are 0.
         effective_heads: ``exp(-Σ p log p)``, from 1 (one head has the whole drop) to the number of heads. NaN likewise.
-        layer: of the largest drop (the first, if several are equal); None if all drops are 0.
-        head: likewise.
+        layer, head: of the largest drop (the first, if several are equal); None if all drops are 0.
         drops: one row per head: ``layer``, ``head``, ``drop`` (negative: a gain), ``share`` (its p).
         sufficient: small sets of heads that suffice, where they were searched for.
 
@@ -77,10 +76,7 @@ class DepositReport(HasTable):
         return table.assign(total=layers["drop"].sum().to_numpy(), share=share)
 
     def to_frame(self) -> pd.DataFrame:
-        """One row with all measures; ``layer`` and ``head`` are <NA> where no head costs anything.
-
-        With ``sufficient``, also ``rotating`` or ``attending``, the number of heads that suffice.
-        """
+        """One row with all measures, and with ``sufficient`` the numbers of heads, ``rotating`` and ``attending``."""
         row = {name: [getattr(self, name)] for name in _MEASURES}
         row |= {_SETS[found.by]: [len(found.heads)] for found in self.sufficient}
         return pd.DataFrame(row).astype({"layer": "Int64", "head": "Int64"})
@@ -117,13 +113,12 @@ def deposit(
     Args:
         drops: a table of ``head_ablation`` or ``head_drops``: ``layer``, ``head``, ``baseline``, ``effect``.
         better: whether a ``"higher"`` metric is better, as for accuracy, or a ``"lower"`` one, as for a loss.
-        measure: ``"metric"``, or ``"loss"``: the columns ``loss_baseline`` and ``loss_effect`` of ``head_drops``
-            (``better`` is then ``"lower"``).
+        measure: ``"metric"``, or ``"loss"``: the columns ``loss_baseline`` and ``loss_effect`` of ``head_drops``.
         sufficient: results of ``sufficient_heads`` on the same model, reported beside the drops.
 
     Raises:
         ValueError: a table without these columns or rows, with a head twice, numbers that are not finite, or several
-            baselines; another ``better`` or ``measure``.
+            baselines.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
@@ -180,7 +175,7 @@ def head_drops(
     """Measure accuracy and loss of a synthetic model without each of its heads: ``head_ablation`` with labels.
 
     Args:
-        model: trained; where it is.
+        model: trained.
         tokens: samples ``[sample, pos]`` that it was not trained on, ``split.test_tokens`` for instance.
         labels: ``[sample]``; those of -100 do not count.
         layers, heads, mode, seed, batch_size, progress: as in ``head_ablation``. arXiv 2505.13027 zeroes heads.

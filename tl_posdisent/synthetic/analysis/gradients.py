@@ -20,7 +20,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import evaluating, hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import Samples, Task
+from tl_posdisent.synthetic.tasks import Samples, Task
 from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, shown
 
 Part = Literal["distance", "encoding"]
@@ -49,16 +49,14 @@ def positional_gradients(
       scores: all that changes with the distance. For RoPE and MLA, ``P_c`` is subspace c of the scores minus its
       average over all distances ``1 - pos … pos - 1``; for a bias (ALiBi, T5) it is the bias, and g has one entry.
 
-    If batches agree, the (Euclidean) norm of the mean is near the mean of the norms; if they cancel, it is about
-    ``1/√batches`` of it: at initialisation, by propositions 6.1 and 6.2 of arXiv 2505.13027, RoPE has a lower bound,
-    and ALiBi cancels. Dropout is off, and the model is left unchanged.
+    If batches agree, the norm of the mean is near the mean of the norms; if they cancel, it is about ``1/√batches`` of
+    it (arXiv 2505.13027, propositions 6.1 and 6.2: RoPE has a lower bound, ALiBi cancels). Dropout is off.
 
     Args:
         model: with one answer per text (``read_out`` "mean" or "last"), trained or not.
         task: from which batches are drawn; or tokens ``[sample, pos]`` and labels ``[sample]``, cut into batches.
         part: ``"encoding"`` for encodings that act on queries and keys or on scores.
-        batches: at least 2.
-        batch_size: texts in each.
+        batches, batch_size: how many, at least 2, and texts in each.
         seed: of the batches that are drawn.
 
     Returns:
@@ -69,7 +67,7 @@ def positional_gradients(
 
     Raises:
         ValueError: a model with an answer per token; ``part="encoding"`` with an encoding that does not act on scores;
-            invalid numbers of batches or texts, or more than there are samples; a loss that is not finite.
+            more batches or texts than there are samples; a loss that is not finite.
 
     Example:
         >>> from tl_posdisent.synthetic import positional_gradients, preset
@@ -169,7 +167,7 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
         where one of the two margins is below two standard errors.
 
     Raises:
-        ValueError: another ``by``; a table without these columns; a layer with a single head.
+        ValueError: a table without these columns; a layer with a single head.
 
     Example:
         >>> import pandas as pd

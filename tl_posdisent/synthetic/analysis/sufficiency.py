@@ -89,14 +89,13 @@ def only_heads(
       under ``ablate_heads(mode="mean")``.
 
     Args:
-        model: synthetic.
         heads: pairs ``(layer, head)`` or labels ``"L0H1"``; may be empty.
         by: what the others lack.
         reference: for ``"attention"``: texts ``[sample, pos]``, padded as the model's training samples.
 
     Raises:
-        ValueError: another ``by``; a model that does not rotate; no reference, or one where none is needed; heads out
-            of range or twice.
+        ValueError: a model that does not rotate; no reference, or one where none is needed; heads out of range or
+            twice.
 
     Example:
         >>> from tl_posdisent.synthetic import evaluate, only_heads, preset
@@ -128,9 +127,8 @@ def sufficient_heads(
 ) -> SufficientHeads:
     """Find a small set of heads that suffices for a task, by greedy elimination.
 
-    A head is *necessary* if accuracy falls without it (``head_drops``); of two redundant heads neither is. A set is
-    *sufficient* if the model keeps its accuracy with these heads alone (``only_heads``); of two redundant heads one is
-    in the set.
+    A set is *sufficient* if the model keeps its accuracy with these heads alone (``only_heads``); of two redundant
+    heads one is in the set, though neither is *necessary* (``head_drops``).
 
     The search ranks the heads by their own effect, finds by bisection how many of the first suffice, and removes heads
     from these, the last ones first, as long as accuracy stays at ``keep`` of the baseline or above, until each head of
@@ -138,17 +136,15 @@ def sufficient_heads(
     each, and removed in that order.
 
     Args:
-        model: trained; where it is.
-        tokens: samples ``[sample, pos]`` that it was not trained on.
-        labels: ``[sample]``.
+        model: trained.
+        tokens, labels: samples ``[sample, pos]`` that it was not trained on, and ``[sample]``.
         by: ``"rotation"`` (the others are frozen) or ``"attention"`` (the others are mean-ablated).
         keep: share of the baseline's accuracy that suffices, above 0 and at most 1.
         order: a table with ``layer``, ``head`` and ``loss_effect``, as from ``head_drops``: heads with the largest
             effect rank first. Default: by their own effect under ``by``.
 
     Raises:
-        ValueError: as ``evaluate`` and ``only_heads``; ``keep`` out of range; an ``order`` without these columns or
-            without some head.
+        ValueError: as ``evaluate`` and ``only_heads``; an ``order`` without these columns or without some head.
 
     Example:
         >>> from tl_posdisent.synthetic import preset, sufficient_heads

@@ -9,8 +9,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.attention_scores.disentanglement import disentanglement
-from tl_posdisent.synthetic.tasks.sampling import Task
-from tl_posdisent.synthetic.training.runs import TrainRun
+from tl_posdisent.synthetic.tasks import Task
+from tl_posdisent.synthetic.training.train import TrainRun
 from tl_posdisent.utils.validation import check_integer
 
 from .gradients import positional_gradients

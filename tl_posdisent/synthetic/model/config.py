@@ -14,7 +14,6 @@ EncodingName = Literal[
     "learned",
     "random",
     "t5",
-    "relative",
     "alibi",
     "rope",
     "absolute_rope",
@@ -22,13 +21,6 @@ EncodingName = Literal[
     "mla",
     "absolute_mla",
 ]
-"""Position encodings; see ``encodings.py``."""
-ReadOut = Literal["mean", "last", "token"]
-KeysFrom = Literal["layer", "input"]
-Activation = Literal["gelu", "relu"]
-Initialisation = Literal["scaled", "torch"]
-SinusoidOrder = Literal["alternating", "halves"]
-AlibiSlopes = Literal["powers", "exponential"]
 DropoutPlace = Literal["embed", "pattern", "attn_out", "mlp_out"]
 
 _LATENT = ("mla", "absolute_mla")
@@ -45,9 +37,9 @@ class SyntheticConfig:
         n_out: classes of the read-out (``d_vocab`` for a language model).
         d_head: coordinates of a query, key or value; default ``d_model / n_heads``.
         encoding: ``"none"``, ``"sinusoidal"``, ``"learned"`` (absolute), ``"random"`` (absolute, fixed), ``"t5"``,
-            ``"relative"`` (learned biases), ``"alibi"``, ``"rope"``, ``"absolute_rope"`` (learned absolute and RoPE),
-            ``"sinusoidal_rope"`` (sinusoidal and RoPE), ``"mla"`` (latent attention
-            with a decoupled rotary part), ``"absolute_mla"`` (learned absolute and MLA).
+            ``"alibi"``, ``"rope"``, ``"absolute_rope"`` (learned absolute and RoPE), ``"sinusoidal_rope"`` (sinusoidal
+            and RoPE), ``"mla"`` (latent attention with a decoupled rotary part), ``"absolute_mla"`` (learned absolute
+            and MLA).
         rope_base: frequencies are ``rope_base ** (-2c / rotated coordinates)``.
         rotary_heads: number of heads with RoPE in every layer (the first ones); default all.
         sinusoids: coordinates of sinusoidal positions: sine and cosine in turns, or all sines, then all cosines.
@@ -91,8 +83,8 @@ class SyntheticConfig:
     encoding: EncodingName = "rope"
     rope_base: float = 10000.0
     rotary_heads: int | None = None
-    sinusoids: SinusoidOrder = "alternating"
-    alibi_slopes: AlibiSlopes = "powers"
+    sinusoids: Literal["alternating", "halves"] = "alternating"
+    alibi_slopes: Literal["powers", "exponential"] = "powers"
     t5_buckets: int = 32
     t5_max_distance: int = 128
     d_query_latent: int | None = None
@@ -101,12 +93,12 @@ class SyntheticConfig:
     latent_norm: bool = True
     shared_rotary_query: bool = False
     causal: bool = False
-    read_out: ReadOut = "mean"
-    keys_from: KeysFrom = "layer"
+    read_out: Literal["mean", "last", "token"] = "mean"
+    keys_from: Literal["layer", "input"] = "layer"
     source_norm: bool = True
     final_norm: bool = True
-    activation: Activation = "gelu"
-    initialisation: Initialisation = "scaled"
+    activation: Literal["gelu", "relu"] = "gelu"
+    initialisation: Literal["scaled", "torch"] = "scaled"
     dropout: float = 0.0
     dropout_at: tuple[DropoutPlace, ...] = ("embed", "attn_out", "mlp_out")
     pad_id: int | None = None
@@ -130,12 +122,10 @@ class SyntheticConfig:
 
     @property
     def query_latent(self) -> int:
-        """Size of MLA's latent queries."""
         return self.d_query_latent or max(1, self.d_model // 2)
 
     @property
     def key_latent(self) -> int:
-        """Size of MLA's latent that keys and values share."""
         return self.d_key_latent or max(1, self.d_model // 4)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,5 @@
-"""Position encodings with a common interface.
+"""Position encodings: added to the embedded text (absolute), to the scores (biases), or rotating queries and keys.
 
-An encoding may add to the embedded text (absolute), rotate queries and keys (rotary) or add to the scores (biases).
 Fixed tables are made once for ``n_ctx`` positions, and computed for longer texts where a formula allows it.
 """
 
@@ -16,15 +15,11 @@ from .config import SyntheticConfig
 
 
 class Encoding(nn.Module):
-    """No position (NoPE); the base class of the other encodings.
-
-    Distances are query position minus key position. Nothing here depends on the text, only on its length.
-    """
+    """No position (NoPE); the base class of the other encodings. Distances are query minus key position."""
 
     rotates = False
     learns_bias = False
-    longest: int | None = None
-    """Length of the longest text that has positions; None for any."""
+    longest: int | None = None  # text that has positions; None for any
 
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
@@ -37,8 +32,8 @@ class Encoding(nn.Module):
         """Queries or keys, rotated by their positions."""
         return x
 
-    def bias(self, length: int) -> Float[Tensor, "layer_or_1 head query key"] | None:
-        """What is added to the scores: of each layer, or of all alike."""
+    def bias(self, length: int) -> Float[Tensor, "head query key"] | None:
+        """What is added to the scores of every layer."""
         return None
 
     @torch.no_grad()
@@ -49,7 +44,7 @@ class Encoding(nn.Module):
 def make_encoding(config: SyntheticConfig) -> Encoding:
     """The encoding that a configuration names."""
     name = config.encoding
-    others = {"none": Encoding, "t5": T5Bias, "relative": RelativeBias, "alibi": ALiBi}
+    others = {"none": Encoding, "t5": T5Bias, "alibi": ALiBi}
     if name in others:
         return others[name](config)
     absolute: Encoding | None = None
@@ -109,8 +104,7 @@ class Learned(Encoding):
 
 
 class ALiBi(Encoding):
-    """``-slope_h · |distance|`` (arXiv 2108.12409), with the published slopes, also for 6 or 12 heads, or exponential
-    ones."""
+    """``-slope_h · |distance|`` (arXiv 2108.12409), with the published slopes or exponential ones."""
 
     slopes: Tensor
     table: Tensor
@@ -126,46 +120,32 @@ class ALiBi(Encoding):
         distance = torch.arange(1 - length, length, device=self.slopes.device)
         return toeplitz(-self.slopes[:, None] * distance.abs())
 
-    def bias(self, length: int) -> Float[Tensor, "1 head query key"]:
+    def bias(self, length: int) -> Float[Tensor, "head query key"]:
         table = self.table if length <= self.table.shape[-1] else self._table(length)
-        return table[None, :, :length, :length]
+        return table[:, :length, :length]
 
 
-class RelativeBias(Encoding):
-    """A learned number for every layer, head and distance."""
-
-    learns_bias = True
-
-    def __init__(self, config: SyntheticConfig) -> None:
-        super().__init__(config)
-        self.longest = config.n_ctx
-        self.table = nn.Parameter(torch.empty(config.n_layers, config.n_heads, 2 * config.n_ctx - 1))
-        """``[layer, head, distance + n_ctx - 1]``"""
-
-    def bias(self, length: int) -> Float[Tensor, "layer_or_1 head query key"]:
-        middle = self.table.shape[-1] // 2
-        return toeplitz(self.table[..., middle - length + 1 : middle + length])
-
-    @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        self.table.copy_(0.02 * torch.randn(self.table.shape, generator=generator))
-
-
-class T5Bias(RelativeBias):
+class T5Bias(Encoding):
     """A learned number for every head and bucket of distances, shared by all layers (arXiv 1910.10683).
 
     Scores keep their factor ``1/√d_head``, which T5 leaves out, so that encodings compare.
     """
 
+    learns_bias = True
+
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__(config)
-        self.longest, self.config = None, config
+        self.config = config
         self.table = nn.Parameter(torch.empty(config.n_heads, config.t5_buckets))
 
-    def bias(self, length: int) -> Float[Tensor, "layer_or_1 head query key"]:
+    def bias(self, length: int) -> Float[Tensor, "head query key"]:
         c, distance = self.config, torch.arange(1 - length, length, device=self.table.device)
         bucket = t5_bucket(distance, c.t5_buckets, c.t5_max_distance, causal=c.causal)
-        return toeplitz(self.table[None, :, bucket])
+        return toeplitz(self.table[:, bucket])
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        self.table.copy_(0.02 * torch.randn(self.table.shape, generator=generator))
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -247,10 +227,8 @@ class Rope(Encoding):
 
     def tables(self, length: int) -> tuple[Float[Tensor, "pos columns"], Float[Tensor, "pos columns"]]:
         """Cosines and sines of positions 0 … length - 1."""
-        if length <= len(self.rotary_cos):
-            return self.rotary_cos[:length], self.rotary_sin[:length]
-        cos, sin = self._tables(length)
-        return cos.to(self.rotary_cos), sin.to(self.rotary_sin)
+        cos, sin = (self.rotary_cos, self.rotary_sin) if length <= len(self.rotary_cos) else self._tables(length)
+        return cos[:length].to(self.rotary_cos), sin[:length].to(self.rotary_cos)
 
     def rotate(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_head"]:
         n, heads = self.dim // 2, x.shape[2] if self.heads is None else self.heads

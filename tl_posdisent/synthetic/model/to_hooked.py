@@ -45,10 +45,23 @@ def to_hooked_transformer(model: SyntheticModel) -> HookedTransformer:
         True
     """
     _check_expressible(model)
-    from transformer_lens import HookedTransformer
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
 
+    c, weights = model.config, model.embed.W_E
+    sizes = ("n_layers", "d_model", "n_heads", "d_head", "d_mlp", "d_vocab", "n_ctx", "eps", "act_fn")
+    rotary = {"rotary_dim": c.head_size, "rotary_base": c.rope_base, "rotary_adjacent_pairs": False}
+    config = HookedTransformerConfig(
+        **{name: getattr(model.cfg, name) for name in sizes},
+        **(rotary if c.encoding == "rope" else {}),
+        d_vocab_out=c.n_out,
+        normalization_type="LN",
+        positional_embedding_type=_KINDS[c.encoding],
+        init_weights=False,
+        device=str(weights.device),
+        dtype=weights.dtype,
+    )
     with quietly():
-        hooked = HookedTransformer(_config(model))
+        hooked = HookedTransformer(config)
     hooked.load_state_dict(_state(model, hooked.state_dict()), strict=True)
     if model.config.encoding == "alibi":
         # HookedTransformer has other slopes unless there are 2, 4, 8 … heads. It reads this table from the last row
@@ -56,9 +69,13 @@ def to_hooked_transformer(model: SyntheticModel) -> HookedTransformer:
         bias = model.encoding.bias(model.config.n_ctx)
         assert bias is not None
         for block in hooked.blocks:
-            block.attn.alibi = bias[0].detach().tril()
+            block.attn.alibi = bias.detach().tril()
     hooked.eval()
-    _check_same(model, hooked)
+    real = torch.tensor([t for t in range(min(c.d_vocab, 4096)) if t != c.pad_id])
+    picked = torch.randint(len(real), (2, min(c.n_ctx, 64)), generator=torch.Generator().manual_seed(0))
+    tokens = real[picked].to(weights.device)
+    with evaluating(model), torch.no_grad():
+        check_same_logits(hooked(tokens), model(tokens), what="the HookedTransformer made of the synthetic model")
     return hooked
 
 
@@ -76,24 +93,6 @@ def _check_expressible(model: SyntheticModel) -> None:
             raise ValueError(f"{name} must be {words} for a HookedTransformer, got {getattr(c, name)!r}")
 
 
-def _config(model: SyntheticModel) -> Any:
-    from transformer_lens import HookedTransformerConfig
-
-    c, weights = model.config, model.embed.W_E
-    sizes = ("n_layers", "d_model", "n_heads", "d_head", "d_mlp", "d_vocab", "n_ctx", "eps", "act_fn")
-    rotary = {"rotary_dim": c.head_size, "rotary_base": c.rope_base, "rotary_adjacent_pairs": False}
-    return HookedTransformerConfig(
-        **{name: getattr(model.cfg, name) for name in sizes},
-        **(rotary if c.encoding == "rope" else {}),
-        d_vocab_out=c.n_out,
-        normalization_type="LN",
-        positional_embedding_type=_KINDS[c.encoding],
-        init_weights=False,
-        device=str(weights.device),
-        dtype=weights.dtype,
-    )
-
-
 @torch.no_grad()
 def _state(model: SyntheticModel, there: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Our weights under HookedTransformer's names, and its own buffers."""
@@ -108,14 +107,3 @@ def _state(model: SyntheticModel, there: dict[str, torch.Tensor]) -> dict[str, t
         elif last in ("mask", "IGNORE"):
             ours[name] = buffer
     return ours
-
-
-@torch.no_grad()
-def _check_same(model: SyntheticModel, hooked: Any) -> None:
-    """Raise unless the converted model computes the same logits."""
-    real = torch.tensor([t for t in range(min(model.config.d_vocab, 4096)) if t != model.config.pad_id])
-    picked = torch.randint(len(real), (2, min(model.config.n_ctx, 64)), generator=torch.Generator().manual_seed(0))
-    tokens = real[picked].to(model.embed.W_E.device)
-    with evaluating(model):
-        expected = model(tokens)
-    check_same_logits(hooked(tokens), expected, what="the HookedTransformer made of the synthetic model")

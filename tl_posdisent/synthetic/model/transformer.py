@@ -13,10 +13,9 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.utils.validation import check_choice, check_seed
 
-from .attention import causal_cells, dropout, hooked
-from .blocks import Block, LayerNorm
+from .attention import Attention, LatentAttention, causal_cells, dropout, hooked
 from .config import SyntheticConfig
-from .encodings import make_encoding
+from .encodings import Encoding, make_encoding
 
 try:
     from transformer_lens import HookedRootModule
@@ -53,6 +52,72 @@ class Unembed(nn.Module):
         return logits
 
 
+class LayerNorm(nn.Module):
+    """``w · (x - mean) / √(variance + eps) + b``."""
+
+    def __init__(self, d_model: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.w, self.b = nn.Parameter(torch.ones(d_model)), nn.Parameter(torch.zeros(d_model))
+        self.hook_scale = HookPoint()  # [batch, pos, 1]
+        self.hook_normalized = HookPoint()  # [batch, pos, d_model]
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        if not hooked(self.hook_scale, self.hook_normalized):
+            return F.layer_norm(x, self.w.shape, self.w, self.b, self.eps)
+        x = x - x.mean(-1, keepdim=True)
+        scale = self.hook_scale((x.square().mean(-1, keepdim=True) + self.eps).sqrt())
+        normalized: Tensor = self.hook_normalized(x / scale)
+        return normalized * self.w + self.b
+
+
+class MLP(nn.Module):
+    """One hidden layer."""
+
+    def __init__(self, config: SyntheticConfig) -> None:
+        super().__init__()
+        self.W_in = nn.Parameter(torch.empty(config.d_model, config.d_mlp))
+        self.b_in = nn.Parameter(torch.zeros(config.d_mlp))
+        self.W_out = nn.Parameter(torch.empty(config.d_mlp, config.d_model))
+        self.b_out = nn.Parameter(torch.zeros(config.d_model))
+        self.activation = config.activation
+        self.hook_pre, self.hook_post = HookPoint(), HookPoint()  # [batch, pos, d_mlp]
+
+    def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
+        pre = self.hook_pre(torch.addmm(self.b_in, x.flatten(0, 1), self.W_in).view(*x.shape[:2], -1))
+        post = self.hook_post(F.relu(pre) if self.activation == "relu" else F.gelu(pre))
+        return torch.addmm(self.b_out, post.flatten(0, 1), self.W_out).view(*x.shape)
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on the normalised residual stream."""
+
+    def __init__(self, config: SyntheticConfig, encoding: Encoding, cfg: Any) -> None:
+        super().__init__()
+        self.dropout_attn, self.dropout_mlp = (
+            config.dropout if place in config.dropout_at else 0.0 for place in ("attn_out", "mlp_out")
+        )
+        self.ln1, self.ln2 = (LayerNorm(config.d_model, cfg.eps) for _ in range(2))
+        self.source_norm = config.keys_from == "input" and config.source_norm
+        if self.source_norm:
+            self.ln_source = LayerNorm(config.d_model, cfg.eps)
+        kind = LatentAttention if config.latent else Attention
+        self.attn = kind(config, encoding, cfg)
+        self.mlp = MLP(config)
+        self.hook_attn_out, self.hook_mlp_out = HookPoint(), HookPoint()  # [batch, pos, d_model], as all below
+        self.hook_resid_pre, self.hook_resid_mid, self.hook_resid_post = HookPoint(), HookPoint(), HookPoint()
+
+    def forward(self, x: Tensor, source: Tensor | None, mask: Tensor | None) -> Tensor:
+        """``x`` is the residual stream after ``hook_resid_pre``; keys read ``source``, or ``x`` too."""
+        asked = self.ln1(x)
+        looked_at = asked if source is None else self.ln_source(source) if self.source_norm else source
+        added = dropout(self.attn(asked, looked_at, mask), self.dropout_attn, self.training)
+        x = self.hook_resid_mid(x + self.hook_attn_out(added))
+        added = dropout(self.mlp(self.ln2(x)), self.dropout_mlp, self.training)
+        resid_post: Tensor = self.hook_resid_post(x + self.hook_mlp_out(added))
+        return resid_post
+
+
 class SyntheticModel(HookedRootModule):  # type: ignore[misc]
     """A pre-norm transformer whose hooks and parameters have HookedTransformer's names and shapes.
 
@@ -83,7 +148,17 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         if not isinstance(config, SyntheticConfig):
             raise ValueError(f"config must be a SyntheticConfig, got {type(config).__name__}")
         check_seed(seed)
-        self.config, self.cfg = config, _transformer_lens_config(config, seed)
+        self.config = config
+        sizes = ("d_model", "n_layers", "n_ctx", "n_heads", "d_mlp", "d_vocab")
+        self.cfg = TransformerLensConfig(
+            **{name: getattr(config, name) for name in sizes},
+            d_head=config.head_size,
+            device="cpu",
+            positional_embedding_type=_KINDS.get(config.encoding, "relative_positional_bias"),
+            act_fn=config.activation,
+        )
+        self.cfg.pad_id, self.cfg.seed = config.pad_id, seed
+        self.cfg.attention_dir = "causal" if config.causal else "bidirectional"
         self.embed, self.unembed = Embed(config), Unembed(config)
         self.hook_embed = HookPoint()  # [batch, pos, d_model]
         self.encoding = make_encoding(config)
@@ -143,10 +218,10 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         self.check_tokens(tokens, values=not checked)
         tokens = tokens if tokens.ndim == 2 else tokens[None]
         real = None if self.config.pad_id is None else tokens != self.config.pad_id
-        masks = self._masks(real, tokens.shape[1], tokens.device)
+        mask = self._mask(real, tokens.shape[1], tokens.device)
         x, source = self._embedded(tokens), None
         blocks: Any = self.blocks if stop_at_layer is None else self.blocks[:stop_at_layer]
-        for block, mask in zip(blocks, masks, strict=False):
+        for block in blocks:
             x = block.hook_resid_pre(x)
             if source is None and self.config.keys_from == "input":
                 source = x
@@ -172,16 +247,15 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             if least < 0 or most >= self.config.d_vocab:
                 raise ValueError(f"tokens must be ids from 0 to {self.config.d_vocab - 1}, got {least} … {most}")
 
-    def _masks(self, real: Tensor | None, length: int, device: torch.device) -> list[Tensor | None]:
-        """Each layer's mask, made once where the layers agree: it may be as large as all scores."""
-        causal, bias = self.config.causal, self.encoding.bias(length)
-        visible = None if real is None else visible_keys(real, causal=causal)
+    def _mask(self, real: Tensor | None, length: int, device: torch.device) -> Tensor | None:
+        """Of all layers, made once: it may be as large as all scores."""
+        bias = self.encoding.bias(length)
+        visible = None if real is None else visible_keys(real, causal=self.config.causal)
         if bias is None:
-            return [visible] * self.config.n_layers
-        if visible is None and causal:
+            return visible
+        if visible is None and self.config.causal:
             visible = causal_cells(length, device)
-        masks = [one if visible is None else torch.where(visible, one, -torch.inf) for one in bias[:, None]]
-        return masks * (self.config.n_layers // len(masks))
+        return bias[None] if visible is None else torch.where(visible, bias[None], -torch.inf)
 
     def _embedded(self, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos d_model"]:
         x: Tensor = self.hook_embed(F.embedding(tokens, self.embed.W_E))
@@ -193,9 +267,11 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
 
     def _read_out(self, x: Float[Tensor, "batch pos d_model"], real: Bool[Tensor, "batch pos"] | None) -> Tensor:
         if self.config.read_out == "mean":
-            x = x.mean(1) if real is None else _mean_where(x, real)
+            shares = None if real is None else real.to(x.dtype) / real.sum(1, keepdim=True).clamp_min(1)
+            x = x.mean(1) if shares is None else (shares[:, None] @ x)[:, 0]
         elif self.config.read_out == "last":
-            x = x[:, -1] if real is None else x[torch.arange(len(x), device=x.device), _last_where(real)]
+            behind = 0 if real is None else real.flip(1).int().argmax(1) * real.any(1)
+            x = x[torch.arange(len(x), device=x.device), x.shape[1] - 1 - behind]
         logits: Tensor = self.unembed(x)
         return logits
 
@@ -232,28 +308,3 @@ def visible_keys(real: Bool[Tensor, "batch pos"], *, causal: bool) -> Bool[Tenso
     leading = real.cumsum(1) == 0
     past = causal_cells(real.shape[1], real.device)
     return (past & (real[:, None] | leading[:, :, None]))[:, None]
-
-
-def _mean_where(x: Float[Tensor, "batch pos d_model"], real: Bool[Tensor, "batch pos"]) -> Tensor:
-    weights = real.to(x.dtype) / real.sum(1, keepdim=True).clamp_min(1)
-    return (weights[:, None] @ x)[:, 0]
-
-
-def _last_where(real: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch"]:
-    """The last true place of each row (the last of all if none is)."""
-    return real.shape[1] - 1 - real.flip(1).int().argmax(1) * real.any(1)
-
-
-def _transformer_lens_config(config: SyntheticConfig, seed: int) -> TransformerLensConfig:
-    sizes = {name: getattr(config, name) for name in ("d_model", "n_layers", "n_ctx", "n_heads", "d_mlp", "d_vocab")}
-    cfg = TransformerLensConfig(
-        **sizes,
-        d_head=config.head_size,
-        device="cpu",
-        positional_embedding_type=_KINDS.get(config.encoding, "relative_positional_bias"),
-        act_fn=config.activation,
-    )
-    more = {"pad_id": config.pad_id, "seed": seed, "attention_dir": "causal" if config.causal else "bidirectional"}
-    for name, value in more.items():
-        setattr(cfg, name, value)
-    return cfg

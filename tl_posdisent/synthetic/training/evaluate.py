@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import IGNORED
+from tl_posdisent.synthetic.tasks import IGNORED
 from tl_posdisent.utils.validation import check_integer
 
 
@@ -28,7 +28,6 @@ def evaluate(
     Hooks on the model act: call it within ``model.hooks(fwd_hooks=…)`` to measure an intervention.
 
     Args:
-        model: left in the mode it was in.
         tokens: ``[sample, pos]``, from ``task.batch`` or a split; padding behind.
         labels: ``[sample]``; those of -100 are outside loss and accuracy.
         batch_size: samples at a time, those of like length together.

@@ -34,13 +34,11 @@ class TrainingLoop(ABC):
     (``gradients``), what is measured and what is saved.
 
     Attributes:
-        model: trained in place.
-        optimizer: of all parameters of the model.
-        steps: number of steps of the whole training run.
+        model, optimizer: trained in place; of all its parameters.
+        steps, done: steps of the whole training run, and those done.
         clip: greatest norm of the gradient; None for no clipping.
         log_every: steps per row of metrics.
         folder: of checkpoints and state; None keeps nothing.
-        done: number of steps done.
         rows: the metrics, one dict per row.
         checkpoints: step → file with its weights.
     """
@@ -101,13 +99,9 @@ class TrainingLoop(ABC):
         on_step: Callable[[int, Any], None] | None = None,
         progress: bool = True,
     ) -> None:
-        """Train to the end or to ``stop_at``.
+        """Train to the end or to ``stop_at``: see ``train`` for the errors.
 
         The model ends in evaluation mode; after an error it stays in its modes, with the weights of the last step.
-
-        Raises:
-            ValueError: a loss that is not finite; ``resume`` without a folder, or a folder with another training run or
-                a damaged state; a folder with a state, without ``resume``; a folder in which another one is running.
         """
         if resume and self.folder is None:
             raise ValueError("folder must be given with resume=True, got None")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 
 from tl_posdisent.synthetic.model.transformer import SyntheticConfig, SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import Task
-from tl_posdisent.synthetic.tasks.triggers import TriggerCount, TriggerDistance
+from tl_posdisent.synthetic.tasks import Task, TriggerCount, TriggerDistance
 from tl_posdisent.utils.validation import check_choice, check_seeds, shown
 
-from .runs import TrainConfig, TrainRun
-from .train import train
+from .train import TrainConfig, TrainRun, train
 
 Key = tuple[str, str, int]
 """Encoding, task, seed."""
@@ -63,8 +62,8 @@ class Preset:
 
     def config(self, encoding: str, task: str, **changed: Any) -> SyntheticConfig:
         """Make the configuration of a model; ``changed`` are other arguments of ``SyntheticConfig``."""
-        of = self._task(task)
-        sizes = {"d_vocab": of.d_vocab, "n_ctx": of.n_ctx, "n_out": of.n_out, "pad_id": of.pad_id}
+        check_choice("task", task, self.tasks)
+        sizes = {name: getattr(self.tasks[task], name) for name in ("d_vocab", "n_ctx", "n_out", "pad_id")}
         own = self.per_encoding.get(encoding, {})
         return SyntheticConfig(**{**sizes, **self.shape, "encoding": encoding, **own, **changed})
 
@@ -74,13 +73,9 @@ class Preset:
 
     def train_config(self, task: str, seed: int = 0, encoding: str | None = None, **changed: Any) -> TrainConfig:
         """Make the settings of a training run; ``changed`` are other fields of ``TrainConfig``."""
-        self._task(task)
+        check_choice("task", task, self.tasks)
         own = self.per_encoding_training.get(encoding or "", {})
         return replace(self.training, **{**self.per_task.get(task, {}), **own, "seed": seed, **changed})
-
-    def _task(self, name: str) -> Task:
-        check_choice("task", name, self.tasks)
-        return self.tasks[name]
 
 
 SMALL = Preset(
@@ -167,9 +162,6 @@ def preset(name: Literal["small", "medium", "paper"]) -> Preset:
       padding is read; ``"sinusoidal_rope"`` is the paper's RoPE, ``"sinusoidal"`` its absolute positions,
       ``"absolute_mla"`` its MLA. It needs a GPU.
 
-    Raises:
-        ValueError: another name.
-
     Example:
         >>> from tl_posdisent.synthetic import preset
         >>> paper = preset("paper")
@@ -204,7 +196,6 @@ def train_preset(
             those of ``split_seed``.
         folder: save each training run in a subfolder there; an interrupted run is resumed.
         device: where to train.
-        progress: show a bar per training run.
         changed: other arguments of ``SyntheticConfig`` for all models, ``rotary_heads=1`` for instance.
 
     Returns:
@@ -224,33 +215,29 @@ def train_preset(
         0     rope  count     0     10
         1     none  count     0     10
     """
-    runs: dict[Key, TrainRun] = {}
-    for encoding, task, seed in chosen_jobs(preset, encodings, tasks, seeds, **changed):
-        own = None if folder is None else Path(folder) / f"{task}-{encoding}-seed{seed}"
-        model, how = preset.model(encoding, task, seed, **changed), preset.train_config(task, seed, encoding)
-        runs[encoding, task, seed] = train(
-            model.to(device), preset.tasks[task], how, folder=own, resume=own is not None, progress=progress
-        )
-    return runs
-
-
-def chosen_jobs(preset: Preset, encodings: Any, tasks: Any, seeds: Any, **changed: Any) -> list[Key]:
-    """The training runs that were asked for, by default of all encodings and tasks; a configuration that does not exist
-    raises before the first run."""
     if not isinstance(preset, Preset):
         raise ValueError(f"preset must be a Preset (preset('small') makes one), got {type(preset).__name__}")
     for name, given in (("tasks", tasks), ("encodings", encodings)):
         if given is not None and (isinstance(given, (str, bytes)) or not isinstance(given, Iterable)):
             raise ValueError(f"{name} must be a sequence of names, got {shown(given)}")
-    names = list(preset.tasks if tasks is None else tasks)
-    chosen = list(preset.encodings if encodings is None else encodings)
-    jobs = [(encoding, task, seed) for seed in check_seeds(seeds) for task in names for encoding in chosen]
+    chosen = [
+        list(all_ if some is None else some) for some, all_ in ((tasks, preset.tasks), (encodings, preset.encodings))
+    ]
+    jobs = dict.fromkeys((encoding, task, seed) for seed in check_seeds(seeds) for task, encoding in product(*chosen))
     if not jobs:
         raise ValueError("encodings and tasks must name one or more each, got none")
-    for encoding, task, seed in jobs:
-        preset.config(encoding, task, **changed)
-        preset.train_config(task, seed, encoding)
-    return list(dict.fromkeys(jobs))
+    # All of them first: what does not exist is an error before anything is trained.
+    plans = {
+        key: (preset.config(key[0], key[1], **changed), preset.train_config(key[1], key[2], key[0])) for key in jobs
+    }
+    runs: dict[Key, TrainRun] = {}
+    for (encoding, task, seed), (config, how) in plans.items():
+        own = None if folder is None else Path(folder) / f"{task}-{encoding}-seed{seed}"
+        model = SyntheticModel(config, seed=seed).to(device)
+        runs[encoding, task, seed] = train(
+            model, preset.tasks[task], how, folder=own, resume=own is not None, progress=progress
+        )
+    return runs
 
 
 def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:

@@ -1,12 +1,14 @@
-"""Training of synthetic models: fast, seeded, and resumable with identical weights."""
+"""Training of synthetic models, seeded and resumable with identical weights: settings, the run, its result."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -16,15 +18,198 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
-from tl_posdisent.synthetic.tasks.sampling import IGNORED, Task
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
+from tl_posdisent.utils.pictures import HasTable, figure_function
+from tl_posdisent.utils.validation import check_fields, check_integer, check_number, shown
 
-from .checkpoints import save_checkpoint
+from .checkpoints import load_checkpoint, save_checkpoint
 from .evaluate import answers, evaluate, lengths_of, padded_width
 from .loop import Settings, TrainingLoop
-from .runs import TrainConfig, TrainRun
 
 _COLUMNS = ["step", "samples", "lr", "loss", "accuracy", "grad_norm", "test_loss", "test_accuracy", "seconds"]
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Settings of a training run: optimiser, schedule, samples, seeds.
+
+    AdamW's learning rate rises linearly to ``lr`` over the first ``warmup`` of all steps and falls to 0 along half a
+    cosine. An epoch uses the training samples in a new order. The defaults are those of arXiv 2505.13027 except
+    clipping and the last batch (``preset("paper")`` has all of its settings).
+
+    Attributes:
+        epochs: times that every sample is seen.
+        batch_size: samples per step.
+        lr: peak learning rate.
+        betas: AdamW's, each from 0 to 1 (not included).
+        weight_decay: AdamW's, 0 or more.
+        warmup: share of the steps, from 0 to 1.
+        clip: greatest norm of the gradient, above 0; None for no clipping.
+        keep_last: an epoch ends with a smaller batch if ``batch_size`` does not divide ``n_train``; by default these
+            samples are left out.
+        n_train: samples to train on.
+        n_test: samples to test with; no sample is in both.
+        seed: of the order of samples and of dropout; the initial weights are the model's.
+        split_seed: which samples.
+        log_every: steps per row of metrics.
+        test_every: steps between measurements on the test samples; None for the end alone.
+        checkpoints: after these steps the weights are kept; 0 is before the first.
+        precision: ``"bfloat16"`` is autocast with weights in float32. ``"auto"``: bfloat16 on a GPU, float32 on a CPU.
+        pieces: split a batch, sorted by length, into so many pieces, each as long as its longest text, so that less
+            padding is computed; gradients are equal up to rounding. None: 4 on a CPU, 1 on a GPU.
+
+    Raises:
+        ValueError: a value out of range.
+
+    Example:
+        >>> from tl_posdisent.synthetic import TrainConfig
+        >>> TrainConfig(epochs=2, batch_size=10, n_train=105).steps
+        20
+    """
+
+    epochs: int = 100
+    batch_size: int = 512
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.98, 0.9)
+    weight_decay: float = 1e-5
+    warmup: float = 0.06
+    clip: float | None = 1.0
+    keep_last: bool = False
+    n_train: int = 70_000
+    n_test: int = 30_000
+    seed: int = 0
+    split_seed: int = 0
+    log_every: int = 50
+    test_every: int | None = None
+    checkpoints: tuple[int, ...] = ()
+    precision: Precision = "auto"
+    pieces: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole training."""
+        return self.epochs * self.steps_per_epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch."""
+        return -(-self.n_train // self.batch_size) if self.keep_last else self.n_train // self.batch_size
+
+    def samples(self, steps: int) -> int:
+        """Samples seen in the first steps."""
+        epochs, within = divmod(steps, self.steps_per_epoch)
+        of_epoch = self.n_train if self.keep_last else self.steps_per_epoch * self.batch_size
+        return epochs * of_epoch + within * self.batch_size
+
+    def learning_rate(self, step: int) -> float:
+        """During step 0, 1, … ``steps - 1``."""
+        warm = round(self.warmup * self.steps)
+        if step < warm:
+            return self.lr * (step + 1) / warm
+        return self.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / (self.steps - warm)))
+
+    def __post_init__(self) -> None:
+        check_fields(self, least={"seed": 0, "split_seed": 0})
+        check_integer("n_train", self.n_train, self.batch_size, why="one batch")
+        for name in ("seed", "split_seed"):
+            check_integer(name, getattr(self, name), 0, LARGEST_SEED)
+        check_number("lr", self.lr, above=0)
+        check_number("weight_decay", self.weight_decay, least=0)
+        check_number("warmup", self.warmup, least=0, most=1)
+        if self.clip is not None and self.clip != math.inf:
+            check_number("clip", self.clip, above=0)
+        for name in ("betas", "checkpoints"):
+            values = getattr(self, name)
+            if not isinstance(values, Sequence) or isinstance(values, str) or (name == "betas" and len(values) != 2):
+                raise ValueError(f"{name} must be a sequence of {'2 ' * (name == 'betas')}numbers, got {shown(values)}")
+        for beta in self.betas:
+            check_number("betas", beta, least=0, below=1)
+        for step in self.checkpoints:
+            check_integer("checkpoints", step, 0, self.steps, why="the steps of this training")
+        object.__setattr__(self, "betas", tuple(self.betas))
+        object.__setattr__(self, "checkpoints", tuple(sorted(set(self.checkpoints))))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainRun(HasTable):
+    """A training run, finished or stopped.
+
+    Attributes:
+        model: as it is after the last step, in evaluation mode.
+        task: what it was trained on.
+        config: how.
+        metrics: one row per ``log_every`` steps and wherever the test samples were measured: ``step`` and ``samples``
+            so far, ``lr``; means over the steps since the previous row of ``loss`` (nats), ``accuracy`` (both with
+            dropout) and ``grad_norm`` (before clipping); ``test_loss`` and ``test_accuracy``, NaN where not measured;
+            ``seconds`` of training.
+        checkpoints: step → file with the weights.
+
+    Example:
+        >>> from tl_posdisent.synthetic import TrainConfig, preset, train
+        >>> small, how = preset("small"), TrainConfig(epochs=1, batch_size=32, n_train=320, n_test=100)
+        >>> run = train(small.model("rope", "count"), small.tasks["count"], how, progress=False)
+        >>> run.metrics["step"].tolist()
+        [10]
+    """
+
+    model: SyntheticModel
+    task: Task
+    config: TrainConfig
+    metrics: pd.DataFrame
+    checkpoints: dict[int, Path] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps done."""
+        return int(self.metrics["step"].iloc[-1]) if len(self.metrics) else 0
+
+    @property
+    def test_accuracy(self) -> float:
+        """When last measured; NaN if never."""
+        return _last(self.metrics["test_accuracy"])
+
+    @property
+    def test_loss(self) -> float:
+        """In nats, when last measured; NaN if never."""
+        return _last(self.metrics["test_loss"])
+
+    def split(self, device: str | torch.device | None = None) -> Split:
+        """The samples that it was trained on and tested with."""
+        return self.task.split(self.config.n_train, self.config.n_test, self.config.split_seed, device=device)
+
+    def at(self, step: int) -> SyntheticModel:
+        """The model as it was after a step, from its checkpoint; a new model each time, on the CPU.
+
+        Raises:
+            ValueError: no checkpoint of that step; a file that is damaged.
+        """
+        if step not in self.checkpoints:
+            raise ValueError(f"step must be one of the checkpoints {sorted(self.checkpoints)}, got {step!r}")
+        return load_checkpoint(self.checkpoints[step])
+
+    def to_frame(self) -> pd.DataFrame:
+        """A copy of the metrics."""
+        return self.metrics.copy()
+
+    def plot(self, **options: Any) -> Any:
+        """Plot loss and accuracy: ``plot_training``, with its options."""
+        return figure_function("plot_training")(self, **options)
+
+    def __repr__(self) -> str:
+        kept = f", {len(self.checkpoints)} checkpoints" if self.checkpoints else ""
+        accuracy, loss, seconds = (_last(self.metrics[name]) for name in ("accuracy", "loss", "seconds"))
+        return (
+            f"TrainRun of {self.model.config.encoding} on {self.task}: {self.steps} of {self.config.steps} steps\n"
+            f"  test accuracy {self.test_accuracy:.4f}; in training {accuracy:.4f}, loss {loss:.4g}; "
+            f"{seconds:.0f} s{kept}"
+        )
+
+
+def _last(column: pd.Series) -> float:
+    measured = column.dropna()
+    return float(measured.iloc[-1]) if len(measured) else math.nan
 
 
 def train(
@@ -49,22 +234,21 @@ def train(
         model: its weights are where training begins; trained where it is, on CPU or GPU.
         task: the samples. The model's ``d_vocab``, ``n_ctx``, ``n_out`` and ``pad_id`` must fit it; with
             ``pad_id=None`` it reads padding.
-        config: how to train; default ``TrainConfig()``, as in the paper.
+        config: default ``TrainConfig()``.
         folder: save ``step-000123.safetensors`` there for each of ``config.checkpoints`` and the end, and
             ``state.safetensors``, from which ``resume`` continues, at these steps and once a minute. Without it nothing
             is saved. One training at a time may write to a folder.
         resume: continue from the state in ``folder``, if there is one.
         stop_at: stop after this step, to resume another time.
         on_step: called with the number of steps done and the model after every step.
-        progress: show a bar with loss and accuracy.
 
     Returns:
         ``TrainRun``: model (in evaluation mode), metrics, checkpoints.
 
     Raises:
         ValueError: a model that does not fit the task; a loss that is NaN or infinite; ``resume`` without a folder,
-            with another training in it, or with a damaged state; a folder with a state, without ``resume``; a folder in
-            which another training is running.
+            with another training in it, or with a damaged state; a folder with a state, without ``resume``, or in which
+            another training is running.
 
     Example:
         >>> from tl_posdisent.synthetic import TrainConfig, preset, train
@@ -94,7 +278,7 @@ def train(
 
 
 class TaskTraining(TrainingLoop):
-    """Training on the samples of a task. Orders and dropout are drawn from the seed and the number of epoch or step."""
+    """Training on a task. Orders and dropout are drawn from the seed and the number of epoch or step."""
 
     model: SyntheticModel
 

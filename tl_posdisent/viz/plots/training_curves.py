@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from tl_posdisent.synthetic.training.runs import TrainRun
+from tl_posdisent.synthetic.training.train import TrainRun
 from tl_posdisent.viz.palette import BLUE, ORANGE, line_style
 
 from .axis_titles import add_title, natural_range, title_of, without_unit
