@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -183,7 +183,7 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
     if missing:
         raise ValueError(f"table must have the column {missing[0]!r}, as from positional_gradients, got {shown(table)}")
     keys, error = [name for name in ("step", "layer") if name in table.columns], f"{by}_se"
-    layers = table.sort_values(by, ascending=False, kind="stable").groupby(keys)
+    layers: Any = table.sort_values(by, ascending=False, kind="stable").groupby(keys)
     if layers.size().min() < 2:
         raise ValueError(f"table must have at least two heads in every layer, got {layers.size().min()}")
     first, second = (layers.nth(n).sort_values(keys, ignore_index=True) for n in (0, 1))
