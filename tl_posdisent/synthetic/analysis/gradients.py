@@ -187,7 +187,9 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
     if layers.size().min() < 2:
         raise ValueError(f"table must have at least two heads in every layer, got {layers.size().min()}")
     first, second = (layers.nth(n).sort_values(keys, ignore_index=True) for n in (0, 1))
-    margins = first[[*keys, "head"]].assign(largest=first[by], second=second[by], margin=first[by] - second[by])
+    margins: pd.DataFrame = first[[*keys, "head"]].assign(
+        largest=first[by], second=second[by], margin=first[by] - second[by]
+    )
     known = margins["margin"]
     if error in table.columns:
         margins["margin_se"] = np.hypot(first[error], second[error])
