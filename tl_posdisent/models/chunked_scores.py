@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import Hook, has_plain_layers, run
+from tl_posdisent.models.reading.forward import Hook, run
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.reading.tolerance import score_tolerance, spread_rows
 
@@ -96,11 +96,11 @@ def check_blocks(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[Atten
 def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
     """An empty cache of keys and values, as an argument of the model's forward pass."""
     if hasattr(model, "original_model"):
-        from transformers.cache_utils import DynamicCache
+        from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
         cache = DynamicCache(config=model.original_model.config)
-        if has_plain_layers(cache):
-            cache = DynamicCache()  # of all keys, also behind a sliding window
+        if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+            cache = DynamicCache()  # of all keys, also behind a sliding window; hybrids keep other states
         return {"use_cache": True, "past_key_values": cache}
     if "past_kv_cache" in inspect.signature(model.forward).parameters:
         try:

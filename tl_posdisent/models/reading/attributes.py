@@ -49,7 +49,7 @@ def plain_settings(model: Any) -> list[Any]:
             for name, x in vars(each).items()
             if (isinstance(x, (bool, int, float, str)) or name == "rope_parameters")
             and name[0] != "_"  # what modules note for themselves
-            and name != "training"
+            and name not in ("training", "use_cache")
         }
         for each in holders
         if each is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -70,22 +69,18 @@ def _ending_after(model: Any, stop: int | None) -> Iterator[None]:
     if stop is None:
         yield
         return
-    thread, passes = threading.get_ident(), 0
+    thread, passes = threading.get_ident(), [0]
 
-    def count(step: int) -> Callable[..., None]:
-        def add(*_: Any) -> None:
-            nonlocal passes
-            passes += step if threading.get_ident() == thread else 0
-
-        return add
+    def count(step: int, *_: Any) -> None:
+        passes[0] += step if threading.get_ident() == thread else 0
 
     def end(*_: Any) -> None:
-        if passes == 1 and threading.get_ident() == thread:
+        if passes == [1] and threading.get_ident() == thread:
             raise _Ended
 
     handles = [
-        model.register_forward_pre_hook(count(1)),
-        model.register_forward_hook(count(-1), always_call=True),
+        model.register_forward_pre_hook(functools.partial(count, 1)),
+        model.register_forward_hook(functools.partial(count, -1), always_call=True),
         model.blocks[stop - 1].register_forward_hook(end),
     ]
     try:
@@ -196,62 +191,19 @@ def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_cache(model: Any) -> Iterator[None]:
-    """Passes of this thread keep no keys and values of all layers, unless they ask for them or are given some: models
-    of transformers do so by default, for a next token that is not to come. Those with other states keep all."""
-    inner, thread = getattr(model, "original_model", None), threading.get_ident()
-    if not isinstance(inner, torch.nn.Module) or not _keeps_keys_and_values(inner):
+    """Passes keep no keys and values of all layers unless they ask for them or are given a cache: models of
+    transformers do so by default, for a next token that is not to come. Hybrids keep theirs."""
+    config: Any = getattr(getattr(model, "original_model", None), "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else None
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    if not getattr(config, "use_cache", False) or not kinds <= {"full_attention", "sliding_attention"}:
         yield
         return
-    forgetful = _forgetful_cache()
-
-    def give(_: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        asked = any(given.get(name) is not None for name in ("past_key_values", "use_cache"))
-        if threading.get_ident() != thread or asked:
-            return None
-        return args, given | {"past_key_values": forgetful()}
-
-    handle = inner.register_forward_pre_hook(give, with_kwargs=True)
+    config.use_cache = False
     try:
         yield
     finally:
-        handle.remove()
-
-
-def _keeps_keys_and_values(inner: Any) -> bool:
-    """Whether this is a model that by default keeps the keys and values of attention layers and nothing else."""
-    from transformers.cache_utils import DynamicCache
-
-    config: Any = getattr(inner, "config", None)
-    takes = "past_key_values" in inspect.signature(inner.forward).parameters
-    if not takes or not hasattr(config, "get_text_config"):  # TransformerLens has models of its own
-        return False
-    config = config.get_text_config()
-    if not getattr(config, "use_cache", False) or getattr(config, "is_encoder_decoder", False):
-        return False
-    return has_plain_layers(DynamicCache(config=inner.config))
-
-
-def has_plain_layers(cache: Any) -> bool:
-    """Whether a cache holds keys and values alone; hybrids keep other states beside."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-
-
-@functools.cache
-def _forgetful_cache() -> Any:
-    """A cache that stays empty. Without any, transformers would look at the positions for packed texts, which a model
-    on ``meta`` does not have."""
-    from transformers.cache_utils import DynamicCache
-
-    class Forgetful(DynamicCache):  # type: ignore[misc]
-        def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            # As if joined to an empty cache of the keys' dtype, to the last bit: values are promoted to it (OLMo 2 in
-            # half precision), and both are contiguous (products of GPT-J's round otherwise).
-            dtype = torch.promote_types(keys.dtype, values.dtype)
-            return keys.contiguous(), values.to(dtype).contiguous()
-
-    return Forgetful
+        config.use_cache = True
 
 
 _READING = threading.RLock()
