@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -155,22 +155,22 @@ def _vectors(spec: AttentionSpec, scores: bool) -> _Wanted:
     spec.require_scale()
     vectors = [tap.name for tap in (spec.q, spec.k, spec.turn_q, spec.turn_k) if tap]
     tables = [spec.cos, spec.sin] if spec.holds_to is not None else []
-    names = [*dict.fromkeys([*vectors, *(name for name in tables if name), _last_hook(spec)])]
+    names = [*dict.fromkeys([*vectors, *(name for name in tables if name), spec.scores or spec.pattern])]
     return _Wanted(spec.layer, names, partial(_gather, spec, scores))
 
 
 def _scores(spec: AttentionSpec) -> _Wanted:
-    if spec.scores is not None:
-        return _Wanted(spec.layer, [spec.scores], partial(_alone, spec))
-    computed = _vectors(spec, scores=False)
-    return _Wanted(spec.layer, computed.names, lambda held: (spec, computed.make(held).scores))
+    if spec.scores is None:
+        computed = _vectors(spec, scores=False)
+        return _Wanted(spec.layer, computed.names, lambda held: (spec, computed.make(held).scores))
 
+    def make(held: dict[str, Tensor]) -> tuple[AttentionSpec, Tensor]:
+        (seen,) = held.values()
+        rows = spread_rows(seen.shape[-2], _ROWS_CHECKED, seen.device)
+        _check_mask(spec, seen[:, :, rows], rows)
+        return spec, seen
 
-def _last_hook(spec: AttentionSpec) -> str:
-    end = spec.scores or spec.pattern
-    if end is None:
-        raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
-    return end
+    return _Wanted(spec.layer, [spec.scores], make)
 
 
 def _called_back(
@@ -200,7 +200,8 @@ def _generated(model: Any, tokens: Int[Tensor, "batch pos"], wanted: Sequence[_W
     box: queue.Queue[list[Any] | BaseException | None] = queue.Queue()
     resume = threading.Semaphore(0)
     stopped, ended = threading.Event(), threading.Event()
-    modes = _modes(device_of(model))
+    kinds = dict.fromkeys(("cpu", device_of(model).type))  # autocast of this thread, which another does not inherit
+    modes = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
     def hand_over(item: Any) -> None:
         box.put([item])
@@ -213,7 +214,9 @@ def _generated(model: Any, tokens: Int[Tensor, "batch pos"], wanted: Sequence[_W
         end: BaseException | None = None
         try:
             if not stopped.is_set():
-                with _in_modes(modes):
+                with contextlib.ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(torch.autocast(*mode))
                     run(model, tokens, _listeners(wanted, hand_over), stop=max(w.layer for w in wanted) + 1)
         except BaseException as error:  # whatever it is, the caller must hear of it
             end = None if isinstance(error, _Stopped) else error
@@ -238,20 +241,6 @@ def _generated(model: Any, tokens: Int[Tensor, "batch pos"], wanted: Sequence[_W
         resume.release()
         if worker.ident is not None:  # it has begun; otherwise it finds that it is to stop, and leaves the model alone
             _wait(ended)
-
-
-def _modes(device: torch.device) -> list[tuple[str, bool, torch.dtype]]:
-    """Autocast in this thread, which another does not inherit."""
-    kinds = dict.fromkeys(("cpu", device.type))
-    return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-
-
-@contextlib.contextmanager
-def _in_modes(modes: list[tuple[str, bool, torch.dtype]]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for kind, enabled, dtype in modes:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-        yield
 
 
 def _check_delivered(delivered: int, wanted: int) -> None:
@@ -294,14 +283,6 @@ def _listeners(wanted: Sequence[_Wanted], hand_over: Callable[[Any], None]) -> l
                 busy.clear()
 
     return [(name, partial(listen, w, name)) for w in wanted for name in w.names]
-
-
-def _alone(spec: AttentionSpec, held: dict[str, Tensor]) -> tuple[AttentionSpec, Tensor]:
-    """Scores without queries and keys."""
-    (seen,) = held.values()
-    rows = spread_rows(seen.shape[-2], _ROWS_CHECKED, seen.device)
-    _check_mask(spec, seen[:, :, rows], rows)
-    return spec, seen
 
 
 def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captured:

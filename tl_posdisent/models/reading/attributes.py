@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import hook_points, modules
+from tl_posdisent.models.reading.forward import hook_name, hook_points, modules
 from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import Tap
 from tl_posdisent.rope.rotary import Rotary, rotary_from_table
@@ -66,25 +66,31 @@ def lengths_of_note(model: Any) -> tuple[list[int], int]:
     names = ("original_max_position_embeddings", "max_position_embeddings", "floor_scale")
     values += [getattr(config, name, None) for name in names] + [getattr(model.cfg, "n_ctx", None)]
     noted = [int(x) for x in values if isinstance(x, (int, float)) and x > 1]
-    if not noted:
-        return [], 0
     # Positions looked up in a table end with it; computed ones (whose table passes a hook) go on.
-    computed = any(name.endswith("attn.hook_cos") for name in hook_points(model)) and not hasattr(model, "pos_embed")
-    ends = [x for x in (getattr(config, "max_position_embeddings", None), getattr(model.cfg, "n_ctx", None)) if x]
-    return noted, 4 * max(noted) if computed else min(ends, default=0)
+    if any(name.endswith("attn.hook_cos") for name in hook_points(model)) and not hasattr(model, "pos_embed"):
+        return noted, 4 * max(noted, default=0)
+    ends = [getattr(config, "max_position_embeddings", None), getattr(model.cfg, "n_ctx", None)]
+    return noted, min(filter(None, ends), default=0)
 
 
-def query_or_key(attn: Any, which: str, seen: dict[str, Tensor], n_heads: int) -> Tap | None:
+def query_or_key(model: Any, layer: int, which: str, seen: dict[str, Tensor]) -> Tap | None:
     """The last hook that carries queries or keys before rotation."""
+    attn, n_heads = model.blocks[layer].attn, model.cfg.n_heads
+    if which == "k":
+        n_heads = getattr(model.cfg, "n_key_value_heads", None) or n_heads
     if f"hook_{which}_normed" in seen:
         flat = seen[f"hook_{which}_normed"].ndim == 3
-        return Tap(f"hook_{which}_normed", "flat" if flat else "head pos", n_heads)
+        return Tap(hook_name(layer, f"hook_{which}_normed"), "flat" if flat else "head pos", n_heads)
     if f"hook_{which}" not in seen:
         return None
-    norm = getattr(attn, f"{which}_norm", None)
-    if hasattr(attn, "_apply_qk_norm") and norm is not None:  # HookedTransformer: no hook after the norm
-        return Tap(f"hook_{which}", "pos head", n_heads, _hooked_norm(attn, norm))
-    return Tap(f"hook_{which}", "pos head", n_heads)
+    own = getattr(attn, f"{which}_norm", None)
+    norm: Any = None
+    if hasattr(attn, "_apply_qk_norm") and own is not None:  # HookedTransformer: no hook after the norm
+        if own.w.numel() == attn.cfg.d_head:
+            norm = partial(attn._apply_qk_norm, norm_module=own)
+        else:  # OLMo 2 normalises all heads together
+            norm = lambda x: own(x.flatten(2)).view_as(x)  # noqa: E731
+    return Tap(hook_name(layer, f"hook_{which}"), "pos head", n_heads, norm)
 
 
 def scales(attn: Any, d_head: int) -> Iterator[float]:
@@ -92,15 +98,10 @@ def scales(attn: Any, d_head: int) -> Iterator[float]:
     original = getattr(attn, "original_component", None)
     if original is None and getattr(attn, "attn_scale", None) is not None:
         yield 1 / float(attn.attn_scale)
-    for name, divides in (
-        ("scaling", False),
-        ("softmax_scale", False),
-        ("inv_norm_factor", False),
-        ("scale_attn", True),
-    ):
+    for name in ("scaling", "softmax_scale", "inv_norm_factor", "scale_attn"):
         value = _number(getattr(original, name, None))
         if value:
-            yield 1 / value if divides else value
+            yield 1 / value if name == "scale_attn" else value
     yield d_head**-0.5
     yield 1.0
 
@@ -233,12 +234,6 @@ def _exact(measured: Rotary, dtype: torch.dtype, own: OwnNumbers) -> Rotary:
         if abs(number - measured.attention_factor) < close:
             factor = number
     return replace(measured, frequencies=frequencies, attention_factor=factor)
-
-
-def _hooked_norm(attn: Any, norm: Any) -> Any:
-    if norm.w.numel() == attn.cfg.d_head:
-        return lambda x: attn._apply_qk_norm(x, norm)
-    return lambda x: norm(x.flatten(2)).view_as(x)  # OLMo 2 normalises all heads together
 
 
 def _number(value: Any) -> float | None:

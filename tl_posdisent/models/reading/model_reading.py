@@ -158,7 +158,12 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
         reading = model
     else:
         n = n_layers(model)
-        without = tuple(sorted(set(range(n)) - set(attending_layers(model))))
+        without = tuple(layer for layer in range(n) if getattr(model.blocks[layer], "attn", None) is None)
+        if len(without) == n:
+            raise ValueError(
+                f"model must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of "
+                f"whose {n} blocks has them"
+            )
         state, kept = _state(model), _READINGS.get(model)
         if kept is None or kept[0] != state:
             kept = _READINGS[model] = state, {}, {}
@@ -173,18 +178,6 @@ def model_of(model: Any) -> Any:
         _check_unchanged(model)
         return model.model
     return model
-
-
-def attending_layers(model: Any) -> list[int]:
-    """Layers that have TransformerLens's attention, or a refusal of a model that has none."""
-    n = n_layers(model)
-    found = [layer for layer in range(n) if getattr(model.blocks[layer], "attn", None) is not None]
-    if not found:
-        raise ValueError(
-            f"model must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of whose "
-            f"{n} blocks has them"
-        )
-    return found
 
 
 def _state(model: Any) -> dict[str, Any]:

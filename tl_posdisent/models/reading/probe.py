@@ -7,7 +7,8 @@ Then the same at far positions: up to which length does that hold? Then disturb 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -31,7 +32,6 @@ from tl_posdisent.models.reading.forward import (
 from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.models.reading.tolerance import mismatch
-from tl_posdisent.rope.rotary import Rotary
 
 FIRST_HOOK = "hook_embed"  # of a forward pass, in models of every class
 
@@ -44,8 +44,12 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         seen = listen(model, tokens, layers)
         own = facts.own_numbers(model)  # after the pass, which may write them over
         specs = [_explain(model, layer, seen[layer], own) for layer in layers]
-        edits = [
-            edit for layer in layers if not shows_scores(seen[layer]) for edit in _gentle(model, layer, seen[layer])
+        # A pattern alone shows little of scores that are very large or all but equal.
+        edits: list[Hook] = [
+            (tap.name, _to_unit_size)
+            for layer in layers
+            for which in "qk"
+            if not shows_scores(seen[layer]) and (tap := facts.query_or_key(model, layer, which, seen[layer]))
         ]
         if edits:
             seen = listen(model, tokens, layers, edits)
@@ -54,14 +58,6 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         specs = check_lengths(model, tokens, specs, edits)
         specs = check_turns(model, tokens, specs, edits)
         return check_tables_and_scores(model, tokens, specs, edits)
-
-
-def _gentle(model: Any, layer: int, seen: Seen) -> list[Hook]:
-    """Edits that bring a layer's queries and keys to ordinary size: a pattern alone shows little of scores that are
-    very large or all but equal."""
-    attn, n = model.blocks[layer].attn, model.cfg.n_heads
-    taps = [facts.query_or_key(attn, which, seen, n) for which in "qk"]
-    return [(hook_name(layer, tap.name), _to_unit_size) for tap in taps if tap is not None]
 
 
 def _to_unit_size(x: Tensor, hook: Any) -> Tensor:
@@ -85,7 +81,6 @@ def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Te
 
 def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> AttentionSpec:
     attn, cfg = model.blocks[layer].attn, model.cfg
-    n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     visible, there = visible_cells(seen), hook_points(model)
     causal = visible is None or not bool(visible.triu(1).any())
     window = next((w for w in facts.windows(model, attn) if is_mask(visible, causal, w)), None)
@@ -95,7 +90,8 @@ def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> Atten
     def named(short: str) -> str | None:
         return hook_name(layer, short) if short in seen else None
 
-    q, k = facts.query_or_key(attn, "q", seen, cfg.n_heads), facts.query_or_key(attn, "k", seen, n_kv)
+    q, k = (facts.query_or_key(model, layer, which, seen) for which in "qk")
+    n_kv = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     spec = AttentionSpec(
         layer=layer,
         architecture=facts.architecture(model),
@@ -124,24 +120,27 @@ def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> Atten
         return replace(spec, problem="its mask is neither causal nor full nor a sliding window")
     if q is None or k is None:
         return replace(spec, problem="hook_q and hook_k do not fire")
-    rotaries = facts.rotaries(model, attn, seen, own)
-    return _explain_scores(model, attn, spec, q, k, seen, visible, rotaries)
+    rotaries = [*facts.rotaries(model, attn, seen, own), None]
+    scales, caps = dict.fromkeys(facts.scales(attn, spec.d_head)), dict.fromkeys(facts.soft_caps(model, attn))
+    return _explain_scores(spec, q, k, seen, visible, itertools.product(rotaries, scales, caps))
 
 
 def _explain_scores(
-    model: Any, attn: Any, spec: AttentionSpec, q: Tap, k: Tap, seen: Seen, visible: Tensor, rotaries: Iterable[Rotary]
+    spec: AttentionSpec, q: Tap, k: Tap, seen: Seen, visible: Tensor, explanations: Iterable[Any]
 ) -> AttentionSpec:
-    """The rotation, scale and soft cap under which queries and keys give the scores that were seen."""
-    fits = q.read(seen[q.name]), k.read(seen[k.name])
+    """The rotation, scale and soft cap, the most specific first, under which queries and keys give the scores."""
+    fits = q.read(seen[short_name(q)]), k.read(seen[short_name(k)])
     if any(x.ndim != 4 or x.shape[1] != len(visible) or spec.n_heads % x.shape[2] for x in fits):
         return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
     spec = replace(spec, n_kv_heads=fits[1].shape[2])  # as many as the hooks show: TransformerLens may ungroup keys
     k = replace(k, n_heads=spec.n_kv_heads)
     positions = torch.arange(len(visible), device=visible.device)
     tried: list[tuple[float, AttentionSpec, tuple[Tensor, Tensor]]] = []
-    for candidate, turned in _candidates(model, attn, spec, fits, rotaries, positions):
+    for rotary, scale, cap in explanations:
+        candidate = replace(spec, rotary=rotary, scale=scale, soft_cap=cap)
+        turned = candidate.rotated(fits[0].double(), positions), candidate.rotated(fits[1].double(), positions)
         tried.append((misfit(candidate, *turned, seen, visible), candidate, turned))
-        if tried[-1][0] < _EXACT:
+        if tried[-1][0] < 0.02:  # of what is taken for rounding: no other candidate can be right
             break
     best = min(error for error, *_ in tried)
     if best > 1:
@@ -153,21 +152,6 @@ def _explain_scores(
     # Of those that fit equally well (a high soft cap leaves no trace in 16 bits) the first is the most specific.
     _, chosen, turned = next(t for t in tried if t[0] <= 3 * best)
     return _with_taps(chosen, q, k, turned, seen)
-
-
-_EXACT = 0.02  # of what is taken for rounding: no other candidate can be right where this one is
-
-
-def _candidates(
-    model: Any, attn: Any, spec: AttentionSpec, fits: Sequence[Tensor], rotaries: Iterable[Rotary], positions: Tensor
-) -> Iterator[tuple[AttentionSpec, tuple[Tensor, Tensor]]]:
-    """Every rotation, scale and soft cap there may be, with the vectors turned; the most specific first."""
-    for rotary in [*rotaries, None]:
-        rotating = replace(spec, rotary=rotary)
-        q_rot, k_rot = (rotating.rotated(x.double(), positions) for x in fits)
-        for scale in dict.fromkeys(facts.scales(attn, spec.d_head)):
-            for cap in dict.fromkeys(facts.soft_caps(model, attn)):
-                yield replace(rotating, scale=scale, soft_cap=cap), (q_rot, k_rot)
 
 
 _ROTATED_EARLIER = (
@@ -187,25 +171,21 @@ def _with_taps(spec: AttentionSpec, q: Tap, k: Tap, turned: Sequence[Tensor], se
     if spec.rotary is None:
         if any(name in seen and not fires(name, x) for name, x in rotated.items()):
             return replace(spec, problem=_ROTATED_EARLIER, no_rotation=_ROTATED_EARLIER)
-        return replace(spec, q=_full(layer, q), k=_full(layer, k))
+        return replace(spec, q=q, k=k)
     turn_q, turn_k = (
-        Tap(name, "pos head", tap.n_heads) if fires(name, x) else tap
+        Tap(hook_name(layer, name), "pos head", tap.n_heads) if fires(name, x) else tap
         for (name, x), tap in zip(rotated.items(), (q, k), strict=True)
     )
     tables = "hook_cos" in seen and "hook_sin" in seen
     return replace(
         spec,
-        q=_full(layer, q),
-        k=_full(layer, k),
-        turn_q=None if turn_q.norm is not None else _full(layer, turn_q),  # a norm would have to be undone
-        turn_k=None if turn_k.norm is not None else _full(layer, turn_k),
+        q=q,
+        k=k,
+        turn_q=None if turn_q.norm is not None else turn_q,  # a norm would have to be undone
+        turn_k=None if turn_k.norm is not None else turn_k,
         cos=hook_name(layer, "hook_cos") if tables else None,
         sin=hook_name(layer, "hook_sin") if tables else None,
     )
-
-
-def _full(layer: int, tap: Tap) -> Tap:
-    return replace(tap, name=hook_name(layer, tap.name))
 
 
 # --- what fires in a pass, and how well an explanation fits it
@@ -329,7 +309,16 @@ def check_lengths(model: Any, tokens: Tensor, specs: list[AttentionSpec], first:
         return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in explained}
 
     def longest(layer: int) -> int | None:
-        return _longest(lambda length: held(length)[layer], n, noted, farthest)
+        if held(farthest)[layer]:
+            return None
+        low, high = n, farthest
+        for length in sorted({x + more for x in noted for more in (-1, 0, 1)}):  # where models change, if they do
+            if low < length < high:
+                low, high = (length, high) if held(length)[layer] else (low, length)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if held(middle)[layer] else (low, middle)
+        return low
 
     found = {spec.layer: longest(spec.layer) for spec in explained}
     return [replace(spec, holds_to=found.get(spec.layer)) for spec in specs]
@@ -348,20 +337,6 @@ def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> bool:
     return False
 
 
-def _longest(holds: Callable[[int], bool], shortest: int, noted: Sequence[int], farthest: int) -> int | None:
-    """The greatest length that holds; None if the farthest does."""
-    if holds(farthest):
-        return None
-    low, high = shortest, farthest
-    for length in sorted({x + more for x in noted for more in (-1, 0, 1)}):  # where models change, if they do
-        if low < length < high:
-            low, high = (length, high) if holds(length) else (low, length)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
-
-
 # --- edits that take effect
 #
 # Vectors are disturbed by additive noise, not by factors, which a norm after the hook would undo. Scores are replaced
@@ -373,7 +348,9 @@ def check_turns(model: Any, tokens: Tensor, specs: list[AttentionSpec], first: S
     generator = torch.Generator().manual_seed(1)
 
     def disturb(x: Tensor, hook: Any) -> Tensor:
-        return x + noise_like(x, generator)
+        size = x.detach().double().square().mean().sqrt().clamp_min(1e-3)  # less would be lost in large vectors
+        noise = torch.randn(x.shape, generator=generator, device="cpu").to(x.device)
+        return x + (noise * size).to(x.dtype)
 
     turning = [s for s in specs if s.turn_q and s.turn_k]
     edits = [*first] + [(tap.name, disturb) for s in turning for tap in (s.turn_q, s.turn_k) if tap]
@@ -381,31 +358,22 @@ def check_turns(model: Any, tokens: Tensor, specs: list[AttentionSpec], first: S
     return [judge_turns(spec, seen.get(spec.layer, {})) for spec in specs]
 
 
-def noise_like(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Noise of the size of ``x``: less would be lost in large vectors."""
-    size = x.detach().double().square().mean().sqrt().clamp_min(1e-3)
-    return (torch.randn(x.shape, generator=generator, device="cpu").to(x.device) * size).to(x.dtype)
-
-
 def judge_turns(spec: AttentionSpec, now: Seen) -> AttentionSpec:
     if spec.rotary is None:
         return spec
     if not (spec.turn_q and spec.turn_k):
         return replace(spec, no_rotation="has no hook at which turned queries and keys can be set")
-    q, k = (_rotated(spec, tap, now) for tap in (spec.turn_q, spec.turn_k))
-    visible = visible_cells(now)
+    taps, visible = (spec.turn_q, spec.turn_k), visible_cells(now)
+    q, k = (tap.read(now[short_name(tap)]).double() for tap in taps)
+    places = torch.arange(q.shape[1], device=q.device)
+    q, k = (  # a hook lies behind the rotation or before it
+        x if short_name(tap).startswith("hook_rot") else spec.rotated(x, places)
+        for x, tap in zip((q, k), taps, strict=True)
+    )
     if visible is not None and misfit(spec, q, k, now, visible) <= 1:
         return spec
     reason = f"discards edits at {spec.turn_q.name} and {spec.turn_k.name}"
     return replace(spec, turn_q=None, turn_k=None, no_rotation=reason)
-
-
-def _rotated(spec: AttentionSpec, tap: Tap, now: Seen) -> Tensor:
-    """What a tap for turned vectors comes to, whether it lies behind the rotation or before it."""
-    x = tap.read(now[short_name(tap)]).double()
-    if short_name(tap).startswith("hook_rot"):
-        return x
-    return spec.rotated(x, torch.arange(x.shape[1], device=x.device))
 
 
 def check_tables_and_scores(
