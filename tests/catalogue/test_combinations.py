@@ -13,7 +13,6 @@ from support.public_calls import (
     DROPS,
     FEW,
     HEADS,
-    ROTARY,
     SAMPLES,
     SCORES,
     TASK,
@@ -28,7 +27,6 @@ from support.public_calls import (
     synthetic,
 )
 
-from tl_posdisent.rope import Moments, Rotary
 from tl_posdisent.synthetic import TriggerCount
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -37,7 +35,6 @@ NAN, INF = float("nan"), float("inf")
 X = numbers(3, 6, 6)
 NOTHING = torch.zeros(6, 6, dtype=torch.bool)
 ONE_CELL = NOTHING.index_put((torch.tensor(4), torch.tensor(2)), torch.tensor(True))
-OTHER_ROTATION = Moments.from_qk(Q, K, Rotary(ROTARY.frequencies * 2))
 FEW_SAMPLES = TriggerCount(d_vocab=3, n_triggers=1, max_count=1, min_length=2, max_length=2, n_ctx=6)
 
 ONE_SUBSET = pd.DataFrame({"scope": ["all"], "put_in": ["fit"], "keep": ["distance"], "loss": [1.0]})

@@ -98,16 +98,6 @@ def _notes(path: Path, **changed: Any) -> None:
     save_file(tensors, path, metadata={"notes": json.dumps({**notes, **changed})})
 
 
-def not_text(at: Path) -> Path:
-    (at / "not.txt").write_bytes(b"\xff\xfe\x00\xd8")
-    return at / "not.txt"
-
-
-def blocked(at: Path) -> Path:
-    (at / "file").write_text("x")
-    return at / "file"
-
-
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "load_checkpoint: no such file": (lambda at: load_checkpoint(at / "none"), "path must be.*does not exist"),
     "load_checkpoint: a folder": (lambda at: load_checkpoint(at), "path must be"),

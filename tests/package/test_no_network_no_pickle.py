@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import gc
 import socket
-import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,20 +139,3 @@ def test_a_folder_is_read_without_a_network_and_a_name_is_not(no_network: list[A
     with pytest.raises((ValueError, AssertionError)):
         tl_posdisent.load_model("no-such-model-anywhere")
     assert no_network, "only a name may ask"
-
-
-@pytest.mark.parametrize("category", [DeprecationWarning, PendingDeprecationWarning, FutureWarning])
-def test_warnings_from_our_own_code_are_errors(category: type[Warning]) -> None:
-    """And not from that of others."""
-    with pytest.raises(category):
-        warnings.warn_explicit("it goes away", category, "x.py", 1, module="tl_posdisent.additive.fit")
-    with pytest.warns(category):
-        warnings.warn_explicit("it goes away", category, "x.py", 1, module="another.module")
-
-
-def test_files_left_open_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raised: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda args: raised.append(args.exc_value))
-    (tmp_path / "x").open("w")
-    gc.collect()
-    assert [type(error) for error in raised] == [ResourceWarning]

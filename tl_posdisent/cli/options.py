@@ -27,11 +27,6 @@ def _quiet(progress: bool) -> bool:
     return progress
 
 
-def _models(incomplete: str) -> list[str]:
-    """For the shell's completion, which completes directories by itself."""
-    return [name for name in ("demo", "smollm2") if name.startswith(incomplete)]
-
-
 @dataclass
 class Given:
     """Values of the shared options, declared here in the order in which the help lists them."""
@@ -40,7 +35,7 @@ class Given:
         "demo",
         metavar="demo|NAME|PATH",
         help="A name (see 'models'), a directory, or a GGUF file.",
-        autocompletion=_models,
+        autocompletion=lambda: ["demo", "smollm2"],  # shells complete directories by themselves
     )
     text: Path | None = Option(
         None, metavar="FILE|-", allow_dash=True, help="UTF-8 text, - for stdin; the demo model has its own."
@@ -147,11 +142,7 @@ def head_numbers(text: str | None) -> list[Any] | None:
 
 
 def numbers(option: str, text: str) -> list[float]:
-    """``"0,0.1,1"`` as numbers.
-
-    >>> numbers("fractions", "0,0.1,1")
-    [0.0, 0.1, 1.0]
-    """
+    """``"0,0.1,1"`` as numbers."""
     try:
         return [float(x) for x in text.split(",")]
     except ValueError as error:
@@ -165,11 +156,7 @@ def repeated(known: Sequence[str]) -> Any:
 
 
 def one_of(option: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """Validate the values of an option that may be repeated, and drop duplicates; None is all.
-
-    >>> one_of("way", ["plain", "plain"], ["plain", "fancy"])
-    ['plain']
-    """
+    """Validate the values of an option that may be repeated, and drop duplicates; None is all."""
     for word in given or known:
         if word not in known:
             raise ValueError(f"--{option} must be one of {', '.join(known)}, got {word!r}")

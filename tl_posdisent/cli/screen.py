@@ -43,10 +43,6 @@ def frame(table: Any, title: str, digits: int = 2) -> list[str]:
 
 
 def spread(error: float, digits: int = 2) -> str:
-    """
-    >>> spread(0.126), spread(float("nan"))
-    (' ± 0.13', '')
-    """
     return "" if math.isnan(error) else f" ± {error:.{digits}f}"
 
 

@@ -49,12 +49,6 @@ def locked(folder: str | os.PathLike[str], name: str, work: str) -> Iterator[Non
 
     The operating system releases the lock when its process ends. Errors name the argument ``name`` and the ``work``,
     a noun such as ``"training"``.
-
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as out, locked(out, "out", "sweep"), locked(out, "out", "sweep"):
-        ...     pass
-        Traceback (most recent call last):
-        ValueError: out must be a folder that no other process writes to, got ...: another sweep is running there ...
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     try:
