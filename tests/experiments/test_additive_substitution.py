@@ -15,7 +15,7 @@ from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import additive_substitution, capture
-from tl_posdisent.hooks import drop_component, substitute_additive
+from tl_posdisent.hooks import substitute_additive
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.score_components import Part, split_scores
 
@@ -61,31 +61,6 @@ def test_three_axes_by_a_dense_fit(kind: str, name: str, shared_model: Any) -> N
         pattern = put_in.masked_fill(~inside, -torch.inf).softmax(-1)
         expected = torch.einsum("bhqk,bkhd->bhqd", pattern, v).float()
         close(mixed_of(model, substitute_additive(model, keep, layers=[0])), expected)
-
-
-def test_less_the_residual_is_the_fit(shared_model: Any) -> None:
-    for kind, name in (("bridge", "llama-gqa"), ("bridge", "gptj"), ("bridge", "gpt2"), ("bridge", "gpt_oss")):
-        model = shared_model(kind, name)
-        got = logits(model, substitute_additive(model, heads=[1, 4]))
-        close(got, logits(model, drop_component(model, "residual", heads=[1, 4])), 1e-5)
-        close(got, logits(model, substitute_additive(model, ["key", "query", "distance"], heads=[4, 1])), 1e-5)
-
-
-@pytest.mark.parametrize("axes", ["three", "two"])
-def test_scores_that_are_additive_stay_as_they_are(axes: Any, shared_model: Any) -> None:
-    """Keys that are all alike leave nothing but a distance and a query part."""
-    model = shared_model("bridge", "llama-gqa")
-
-    def alike(k: Tensor, hook: Any) -> Tensor:
-        return k[:, :1].expand_as(k).clone()
-
-    same = ("blocks.0.attn.hook_k", alike)
-    plain = logits(model, [same])
-    assert (plain - logits(model, [])).abs().max() > 0.1
-    got = logits(model, [same, *substitute_additive(model, axes=axes, layers=[0], keep=ADDITIVE)])
-    # A distance profile of the query's own is additive for two axes, and not for three.
-    assert ((got - plain).abs().max() < 1e-4) == (axes == "two")
-    close(logits(model, [same, *substitute_additive(model, axes="two", layers=[0], keep=["distance"])]), plain)
 
 
 # --- two axes -------------------------------------------------------------------------------------------------

@@ -77,7 +77,6 @@ def test_text_is_tokenised_with_its_beginning_and_perturbed_by_words() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"answer": 3}, "answer must be an integer from 0 to 2, got 3"),
         *(({"choices": x}, "choices must be a sequence of at least two") for x in (CHOICES[:1], "ab", CONTEXT)),
         ({"choices": [" a", ""]}, r"choices\[1\] must be text or integer token ids .* not empty, got ''"),
         ({"choices": [" a", torch.zeros(2)]}, r"choices\[1\] must be .* got torch.float32 of shape \(2,\)"),

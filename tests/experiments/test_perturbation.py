@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import zoo
 
-from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve, read_model
+from tl_posdisent import load_demo_model, perturbation_curve, read_model
 from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
 from tl_posdisent.experiments.robustness.perturb import _exchanged
 from tl_posdisent.hooks import applied
@@ -105,16 +105,6 @@ def test_a_text_without_beginning_of_text_keeps_its_first_word() -> None:
     assert model.tokenizer.decode(got[0]) == "We people the of"
 
 
-def test_ids_are_read_as_words_too() -> None:
-    model = load_demo_model()
-    ids = model.to_tokens(SPEECH)
-    for kind in KINDS[:2]:
-        by_text, by_ids = (perturb(model, x, kind, 0.5, unit="word") for x in (SPEECH, ids))
-        assert torch.equal(by_text.tokens, by_ids.tokens)
-        assert torch.equal(by_text.moved, by_ids.moved)
-    assert not torch.equal(perturb(model, ids, "order", 0.5).moved, by_ids.moved)
-
-
 # --- order and index, index and feature ---------------------------------------------------------------------------
 
 
@@ -142,19 +132,6 @@ def test_index_gives_every_pair_of_tokens_the_score_that_order_gives_it(
     torch.testing.assert_close(here[:, both], there[:, both], rtol=0, atol=2e-5)
     plain = seen_at(model, tokens, [], spec.scores)[0]
     assert (here - plain)[:, both].abs().max() > 0.1
-
-
-def test_in_one_layer_order_and_index_are_one_where_the_text_is_intact() -> None:
-    """Neighbours that change places are both behind a position or both before it; only their own mask differs."""
-    for layers in (1, 2):
-        model = zoo.bridge("llama-gqa", num_hidden_layers=layers)
-        order, index = (perturb(model, TEXT, kind, 0.4, seed=1) for kind in KINDS[:2])
-        with torch.no_grad():
-            one = model(order.tokens)
-            with applied(model, index.hooks):
-                other = model(index.tokens)
-        apart = (one - other)[~order.moved].abs().max()
-        assert (apart < 1e-4) if layers == 1 else (apart > 1e-2)
 
 
 def phase_errors(model: Any, perturbed: Any, spec: Any) -> torch.Tensor:
@@ -315,7 +292,6 @@ def test_questions_are_a_downstream(shared_model: Any) -> None:
     [
         ({"unit": "word"}, 'unit must be "token" for a model without a tokenizer, got "word"'),
         ({"until": 2}, "tokens must have at least two tokens that can move .* got 1"),
-        ({"tokens": TEXT[:, :2]}, "tokens must have at least two tokens that can move .* got 1"),
     ],
 )
 def test_what_cannot_be_perturbed(changed: dict[str, Any], message: str, shared_model: Any) -> None:
@@ -324,23 +300,12 @@ def test_what_cannot_be_perturbed(changed: dict[str, Any], message: str, shared_
         perturb(shared_model("bridge", "llama-gqa"), **arguments)
 
 
-def test_short_texts_are_refused() -> None:
-    model = load_demo_model()
-    for text, n in (("", 0), ("We the", 1)):
-        with pytest.raises(ValueError, match=f"at least two (words that can move .* got {n}|positions)"):
-            CURVE(model, text)
-    with pytest.raises(ValueError, match=r"at least two words that can move .* got 0"):
-        perturb(model, demo_tokens(length=2), "order", 0.5, unit="word")
-
-
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        *(({"kinds": x}, "kinds must have at least one and none twice") for x in ([], ["order", "order"])),
-        ({"fractions": [0, 1, 0.0]}, "fractions must have at least one and none twice"),
+        ({"kinds": ["order", "order"]}, "kinds must have at least one and none twice"),
         ({"downstream": 3}, "downstream must be a function, a MultipleChoice or some of them, got 3"),
-        ({"downstream": []}, "downstream must be a function"),
         ({"downstream": lambda model, perturb: None}, "downstream must return a number, got None"),
         ({"downstream": lambda model, perturb: float("nan")}, "downstream must return a finite number, got nan"),
         ({"downstream": lambda model, perturb: torch.zeros(2)}, "downstream must return a number"),

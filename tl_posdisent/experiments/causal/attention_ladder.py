@@ -88,16 +88,16 @@ def attention_ladder(
         One row for each run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``,
         ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
         loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
-        standard error; ``kl``, mean divergence KL(untouched ‖ this) of
-        the predictions, nats per token; ``error``, the standard error of this loss minus the untouched one, as if
-        tokens were independent; ``parameters``, numbers that were fitted for the replaced heads, in all texts;
+        standard error; ``kl``, KL(untouched ‖ this) of the predictions, nats per token; ``error``, the standard error
+        of this loss minus the untouched one, as if tokens were independent; ``parameters``, numbers that were fitted
+        for the replaced heads, in all texts;
         ``causal``, whether predictions depend on earlier tokens alone. With ``metric``, its mean over texts is in a
         column ``value`` before ``loss``, ``recovered`` is its share between the same two ends, and ``error`` is over
         texts: NaN for one text or a metric that is one number, when any difference of the ends counts.
 
     Raises:
-        ValueError: unusable tokens, layers, heads, rungs, controls or metric; held-out texts longer than those of
-            ``tokens``; what ``substitute_attention`` refuses. RuntimeError: hooks that never fired.
+        ValueError: an unknown option; held-out texts longer than those of ``tokens``; what ``head_ablation`` and
+            ``substitute_attention`` refuse.
 
     Example:
         >>> from tl_posdisent import attention_ladder, demo_tokens, load_demo_model
@@ -317,10 +317,10 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
         noise: standard errors.
 
     Returns:
-        One row for each head (or layer, or all, as the table has them): ``layer``, ``head``, ``verdict``, ``rung``,
-        ``recovered`` (by this rung), ``causal``, ``gap`` (loss of uniform attention minus the untouched one, nats per
-        token) and ``error`` (its standard error). Without effect, ``rung`` is ``"uniform"``. Of a table with a metric,
-        ``gap`` is the difference of its column ``value``, and one of either sign is an effect.
+        One row for each head (or layer, or all): ``layer``, ``head``, ``verdict``, ``rung``, ``recovered`` (by this
+        rung), ``causal``, ``gap`` (loss of uniform attention minus the untouched one, nats per token; of the metric,
+        where the table has one, and then of either sign) and ``error`` (its standard error). Without effect, ``rung``
+        is ``"uniform"``.
 
     Raises:
         ValueError: a table without the columns or rows of ``attention_ladder``; a share or noise out of range.

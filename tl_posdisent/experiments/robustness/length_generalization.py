@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -19,7 +19,7 @@ from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.validation import check_choice, check_integer, is_integer
+from tl_posdisent.utils.validation import check_choice, check_integer, is_integer, shown
 
 from .attention_outputs import for_each_output, require_finite
 from .mahalanobis import ReferenceSample, fit_reference
@@ -88,10 +88,9 @@ def length_generalization(
 ) -> pd.DataFrame:
     """Measure loss, attention and attention outputs by position, in texts that may be longer than the model's context.
 
-    Attention at untrained distances can fail in several ways: scores may become very large, attention may spread over
-    more and more keys, and the outputs of heads (``z``) may leave the distribution that later layers were trained on.
-    Each has a column, beside the loss. Each text is one pass; position tables are extended where the model has them
-    (``longer_context``).
+    At untrained distances scores may become very large, attention may spread over more and more keys, and the outputs
+    of heads (``z``) may leave the distribution that later layers were trained on. Each has a column, beside the loss.
+    Position tables are extended where the model has them (``longer_context``).
 
     **The drift of z.** The reference of each head is its z at positions ``lengths[0] … in_range - 1`` of the same
     texts, read in a separate pass that ends there, without ``hooks``. Its covariance is shrunk (Ledoit and Wolf). A
@@ -125,10 +124,8 @@ def length_generalization(
 
     Raises:
         ValueError: unusable tokens, layers or hooks; lengths that are no ascending integers within the text, or that
-            leave nothing to predict; ``in_range`` with fewer than three positions; a model that cannot read so far
-            (``longer_context``); a layer without ``hook_z`` and ``hook_pattern``; attention outputs that are not
-            finite.
-        RuntimeError: hooks that never fired.
+            leave nothing to predict; ``in_range`` with fewer than three positions; a model that cannot read so far; a
+            layer without ``hook_z`` and ``hook_pattern``; attention outputs that are not finite.
 
     Example:
         >>> from tl_posdisent import demo_tokens, lambda_mask, length_generalization, load_demo_model
@@ -179,11 +176,10 @@ def length_generalization(
 
 
 def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
-    if isinstance(lengths, (str, bytes)) or not isinstance(lengths, Iterable):
-        raise ValueError(f"lengths must be a sequence of integers, got {lengths!r}")
-    edges = list(lengths)
+    given = isinstance(lengths, Iterable) and not isinstance(lengths, (str, bytes))
+    edges = list(lengths) if given else []
     if not all(map(is_integer, edges)) or len(edges) < 2 or any(b <= a for a, b in pairwise(edges)):
-        raise ValueError(f"lengths must be at least two ascending integers, got {edges}")
+        raise ValueError(f"lengths must be at least two ascending integers, got {edges if given else shown(lengths)}")
     if edges[0] < 0 or edges[-1] > length or edges[-2] > length - 2 or edges[1] < edges[0] + 3:
         cut = ". The text is as long as the model's context: TransformerLens's to_tokens truncates longer ones there; "
         cut += "pass the text itself as a string, or to_tokens(text, truncate=False)"
@@ -204,30 +200,28 @@ def _observers(
     edited: bool,
 ) -> list[Hook]:
     """Hooks that add to ``rows`` what one layer shows: a value per bucket and head for each measure."""
-    buckets = list(pairwise(edges))
 
-    def note(measure: str, by_head: Sequence[Tensor]) -> None:
-        for (start, stop), values in zip(buckets, by_head, strict=True):
+    def note(measure: str, of_bucket: Callable[[int, int], Tensor]) -> None:
+        for start, stop in pairwise(edges):
             where = {"start": start, "stop": stop, "layer": spec.layer, "measure": measure}
-            rows.extend({**where, "head": head, "value": x} for head, x in enumerate(values.tolist()))
+            rows.extend({**where, "head": head, "value": x} for head, x in enumerate(of_bucket(start, stop).tolist()))
 
     def at_scores(x: Tensor, hook: Any) -> None:
         largest = largest_by_query(x, spec)
-        note("largest_score", [largest[..., a:b].mean((0, 2)) for a, b in buckets])
-        note("share_key", [share_key(x, spec, a, b).mean(0) for a, b in buckets])
+        note("largest_score", lambda a, b: largest[..., a:b].mean((0, 2)))
+        note("share_key", lambda a, b: share_key(x, spec, a, b).mean(0))
 
     def at_pattern(x: Tensor, hook: Any) -> None:
         entropy = entropy_by_query(x)
-        note("entropy", [entropy[..., a:b].mean((0, 2)) for a, b in buckets])
+        note("entropy", lambda a, b: entropy[..., a:b].mean((0, 2)))
 
     def at_z(x: Tensor, hook: Any) -> None:
         require_finite(x, spec.layer)
         distance, cosine, limit = _drift(rearrange(x, "batch pos head d -> head batch pos d"), reference, edges[0])
-        size = x.shape[-1] ** 0.5
-        note("mahalanobis", [distance[..., a:b].mean((1, 2)) / size for a, b in buckets])
-        note("cosine", [cosine[..., a:b].mean((1, 2)) for a, b in buckets])
-        outside = distance > limit[:, None, None]
-        note("outside", [outside[..., a:b].double().mean((1, 2)) for a, b in buckets])
+        outside = (distance > limit[:, None, None]).double()
+        note("mahalanobis", lambda a, b: distance[..., a:b].mean((1, 2)) / x.shape[-1] ** 0.5)
+        note("cosine", lambda a, b: cosine[..., a:b].mean((1, 2)))
+        note("outside", lambda a, b: outside[..., a:b].mean((1, 2)))
         bar.update()
 
     assert spec.z

@@ -65,16 +65,14 @@ def perturbation_curve(
 
     Returns:
         One row per kind and fraction: ``kind``, ``fraction``; ``moved`` and ``intact``, the shares of all positions
-        that moved, and of those with a next token that are intact; ``perplexity`` and ``accuracy`` of the next
-        token, at all positions; ``added_loss`` (nats per token over the unmodified model) and ``kl`` (nats, of the
-        unmodified model's prediction from this one, KL(unmodified ‖ perturbed)), means over intact positions, NaN where
-        there are none, as at fraction 1; and ``downstream``, if asked for. Each is a mean over seeds, followed
-        by its standard error, such as ``perplexity_se`` (NaN for a single seed).
+        that moved, and of those with a next token that are intact; ``perplexity`` and ``accuracy`` of the next token;
+        ``added_loss`` (nats per token over the unmodified model) and ``kl`` (nats, KL(unmodified ‖ perturbed) of the
+        predictions), NaN where no position is intact; and ``downstream``, if asked for. Each is a mean over seeds,
+        followed by its standard error, such as ``perplexity_se`` (NaN for a single seed).
 
     Raises:
-        ValueError: unusable tokens, kinds, fractions or seeds; what ``perturb`` refuses; a model that sees what
-            follows; logits that are not finite; ``downstream`` that is neither questions nor a function to a finite
-            number.
+        ValueError: what ``perturb`` refuses; a model that sees what follows; logits that are not finite;
+            ``downstream`` that is neither questions nor a function to a finite number.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve
