@@ -42,16 +42,6 @@ def test_the_block_sees_the_hooks_and_nothing_after_it_does(kind: str, name: str
 
 
 @CASES
-def test_hooks_act_in_their_order(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    order: list[str] = []
-    hooks = [(Z, lambda x, hook, n=n: order.append(f"{hook.name.split('.')[1]} {n}")) for n in range(3)]
-    with applied(model, hooks):
-        run(model)
-    assert order == ["0 0", "0 1", "0 2"]
-
-
-@CASES
 def test_idle_hooks_are_named(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
     idle = [hook for hook in ("blocks.0.attn.hook_rot_q", "blocks.1.attn.hook_rot_k") if kind == "bridge"]

@@ -18,17 +18,15 @@ from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import (
-    additivity,
     capture,
     dummy_distance,
-    fit_additive,
     lambda_mask,
     position_interpolation,
     remap_distance,
     swap_positions,
 )
 from tl_posdisent.experiments import perturb
-from tl_posdisent.hooks import applied, drop_component, patch_scores, patch_vectors, phase_noise
+from tl_posdisent.hooks import applied, patch_scores, patch_vectors, phase_noise
 
 pytestmark = [
     pytest.mark.usefixtures("unchecked"),
@@ -134,25 +132,6 @@ def test_its_own_put_in_again_changes_nothing(run: Any, layer: int, heads: list[
     else:
         hooks = patch_scores(model, layer, seen.scores, heads=heads)
     assert_same(model, tokens, hooks, [])
-
-
-@examples(30)
-@given(runs(), st.integers(0, 1), st.booleans())
-def test_the_table_is_the_fit_of_the_scores(run: Any, layer: int, pool: bool) -> None:
-    model, tokens = run
-    (seen,) = capture(model, tokens, layers=[layer])
-    table = additivity(model, tokens, layers=[layer], pool=pool, progress=False)
-    fit = fit_additive(seen.scores, window=seen.spec.window, pool=pool)
-    found = torch.tensor(table["r2"].tolist(), dtype=torch.float64)
-    torch.testing.assert_close(found, fit.r2.flatten(), rtol=0, atol=1e-6, equal_nan=True)
-
-
-@examples(20)
-@given(runs(), places())
-def test_a_part_that_no_softmax_sees(run: Any, where: dict[str, Any]) -> None:
-    """The query part is the same for all keys of a query."""
-    model, tokens = run
-    assert_same(model, tokens, drop_component(model, "query", **where), [])
 
 
 @examples(30)

@@ -56,6 +56,19 @@ def step_by_step(model: Any, kind: str, hooks: list[Hook], tokens: Tensor, mask:
         return torch.cat(out, 1)
 
 
+def continuing(model: Any, kind: str, tokens: Tensor) -> dict[str, Any]:
+    """Arguments that go on with a text, one token for each, against a cache that is filled now."""
+    with torch.no_grad():
+        if kind == "bridge":
+            _, cache = model(tokens, return_type="logits_and_cache", use_cache=True)
+            return {"past_key_values": cache, "use_cache": True}
+        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
+
+        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", len(tokens))
+        model(tokens, past_kv_cache=cache, attention_mask=torch.ones_like(tokens))
+        return {"past_kv_cache": cache, "attention_mask": torch.ones_like(tokens[:, :1])}
+
+
 @pytest.mark.parametrize(("kind", "name"), MODELS)
 def test_a_cache_gives_the_logits_of_one_whole_pass(kind: str, name: str, shared_reading: Any) -> None:
     reading = shared_reading(kind, name)
@@ -156,15 +169,7 @@ def test_a_cache_of_another_text_is_refused(kind: str, name: str, shared_model: 
     hooked = dummy_distance(model, 3)
     with torch.no_grad():
         model.run_with_hooks(TEXTS[:, :START], fwd_hooks=hooked)
-        if kind == "bridge":
-            _, cache = model(TEXTS[:, :START].flip(1), return_type="logits_and_cache", use_cache=True)
-            again = {"past_key_values": cache, "use_cache": True}
-        else:
-            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-            cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
-            model(TEXTS[:, :START].flip(1), past_kv_cache=cache, attention_mask=torch.ones_like(TEXTS[:, :START]))
-            again = {"past_kv_cache": cache, "attention_mask": torch.ones_like(TEXTS[:, :1])}
+        again = continuing(model, kind, TEXTS[:, :START].flip(1))
         with pytest.raises(ValueError, match="not filled under these hooks"):
             model.run_with_hooks(TEXTS[:, START : START + 1], fwd_hooks=hooked, **again)
 

@@ -69,40 +69,11 @@ def test_another_number_of_texts_is_refused(kind: str, name: str, shared_model: 
 def test_a_cache_that_was_filled_without_the_hooks_is_refused(
     kind: str, name: str, intervention: Any, shared_model: Any
 ) -> None:
+    from hooks.test_generation import continuing
+
     model = shared_model(kind, name)
-    after = TOKENS[:, :1]
     message = "KV cache was not filled under these hooks|12 tokens, and the model runs on 1|use_past_kv_cache=False"
-    if kind == "bridge":
-        with torch.no_grad():
-            _, cache = model(TOKENS, return_type="logits_and_cache", use_cache=True)
-        refused(model, intervention(model), message, tokens=after, past_key_values=cache, use_cache=True)
-    else:
-        from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-
-        cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 2)
-        with torch.no_grad():
-            model(TOKENS, past_kv_cache=cache, attention_mask=torch.ones_like(TOKENS))
-        refused(
-            model,
-            intervention(model),
-            message,
-            tokens=after,
-            past_kv_cache=cache,
-            attention_mask=torch.ones_like(after),
-        )
-
-
-@every_way
-def test_generating_without_a_cache_works(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    prompt = TOKENS[:1, :4]
-    with torch.no_grad(), model.hooks(fwd_hooks=dummy_distance(model, 3)):
-        text = prompt
-        for _ in range(3):
-            text = torch.cat([text, model(text)[:, -1:].argmax(-1)], 1)
-        if kind == "hooked":
-            options = {"do_sample": False, "use_past_kv_cache": False, "verbose": False, "stop_at_eos": False}
-            assert torch.equal(model.generate(prompt, max_new_tokens=3, **options), text)
+    refused(model, intervention(model), message, tokens=TOKENS[:, :1], **continuing(model, kind, TOKENS))
 
 
 @pytest.mark.parametrize("name", ["llama-gqa", "neox", "falcon", "qwen3"])

@@ -114,9 +114,8 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
     if mode == "mean":
         try:
             if isinstance(reference, Tensor):
-                refuse_padding(
-                    model, check_tokens(model, reference, padded=True), "ids", "cut it off, or give a list of strings"
-                )
+                ids = check_tokens(model, reference, padded=True)
+                refuse_padding(model, ids, "ids", "cut it off, or give a list of strings")
             texts = reference if isinstance(reference, Texts) else read_texts(model, reference)
             means = mean_z(model, [group.tokens for group in texts.groups], layers)
         except ValueError as error:
@@ -163,7 +162,6 @@ def derangement(n: int, seed: int) -> Int[Tensor, "text"]:
 
 
 def check_mode(mode: Any, reference: Any, seed: Any) -> None:
-    """Validate ``mode`` and its arguments."""
     if mode not in get_args(AblationMode):
         raise ValueError(f"mode must be one of {', '.join(get_args(AblationMode))}, got {mode!r}")
     if (mode == "mean") != (reference is not None):
@@ -185,10 +183,7 @@ def check_reach(model: Any, layers: Sequence[int]) -> None:
 
 
 def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
-    """Why heads of these layers cannot be ablated, empty where they can.
-
-    One pass over copies of a few tokens: each of the layers is disturbed in one copy, and one copy is not disturbed.
-    """
+    """Why heads of these layers cannot be ablated, empty where they can: by disturbing each in a copy of the tokens."""
     seen: dict[int, tuple[int, ...]] = {}
     tokens = probe_tokens(model)[:1].expand(len(layers) + 1, -1)
     generator = torch.Generator().manual_seed(3)

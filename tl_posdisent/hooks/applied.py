@@ -51,10 +51,10 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         _check_hook(hook, there)
     fired: list[dict[str, int]] = []
     counting = []
-    for name, function in hooks:
-        names = [name] if isinstance(name, str) else _each_point_once(there, name)
-        fired.append(dict.fromkeys(names, 0))
-        counting += [(there[x], _counted(function, fired[-1], x)) for x in names]
+    for name, function in hooks:  # of a filter each point once: a bridge has several names for some
+        points = {there[x]: x for x in reversed(there) if (x == name if isinstance(name, str) else name(x))}
+        fired.append(dict.fromkeys(reversed(points.values()), 0))
+        counting += [(there[x], _counted(function, fired[-1], x)) for x in fired[-1]]
     with _added(counting):
         yield model
     idle = [
@@ -65,7 +65,8 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     ]
     if idle:
         raise RuntimeError(
-            f"these hooks never fired, so nothing was changed there: {_first(idle)}"
+            f"these hooks never fired, so nothing was changed there: {', '.join(idle[:6])}"
+            + (f" and {len(idle) - 6} more" if len(idle) > 6 else "")
             + ("; was the model run inside the block?" if not any(n for x in fired for n in x.values()) else "")
         )
 
@@ -78,12 +79,6 @@ def _check_hook(hook: Any, there: Collection[str]) -> None:
         raise ValueError(f"hooks names {hook[0]!r}, which the model does not have")
 
 
-def _each_point_once(there: dict[str, Any], accepts: Callable[[str], bool]) -> list[str]:
-    """The names that a filter accepts, one for each hook point: a bridge has several for some."""
-    names = {id(there[name]): name for name in reversed(there) if accepts(name)}
-    return [name for name in there if name in names.values()]
-
-
 def _counted(function: Callable[..., Any], counts: dict[str, int], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def count(x: Any, hook: Any) -> Any:
@@ -91,10 +86,6 @@ def _counted(function: Callable[..., Any], counts: dict[str, int], name: str) ->
         return function(x, hook=hook)
 
     return count
-
-
-def _first(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 @contextlib.contextmanager

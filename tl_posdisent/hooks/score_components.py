@@ -112,11 +112,8 @@ def component_edit(call: str, keep: Collection[Part]) -> ScoreEdit:
     return ScoreEdit(call, lambda view: keep_parts(view.scores(), view.inside, keep), Order.COMPONENT, scores=True)
 
 
-# The two-axis model of a text's scores: a function of query and distance plus a function of query and key.
-#
-# Observed scores do not determine the two, because query and distance determine the key. They are parts of the table
-# ``W[d, i, j]`` in which each query meets each key at each distance (arXiv 2503.13305, §3). Its means over keys and
-# over distances are the scores of a mean key and of a mean rotation, so the table is never made.
+# The two-axis model (``substitute_additive``). Means of the table over keys and over distances are the scores of a mean
+# key and of a mean rotation, so the table is never made (arXiv 2503.13305, §3).
 
 
 class TwoAxisParts(NamedTuple):
@@ -151,12 +148,7 @@ def keep_two_axis(
     return spec.capped(sum((-part for name, part in named.items() if name not in keep), own))
 
 
-def split_two_axis(
-    spec: AttentionSpec,
-    q: Float[Tensor, "batch pos head d_head"],
-    k: Float[Tensor, "batch pos head d_head"],
-    inside: Bool[Tensor, "*lead query key"],
-) -> TwoAxisParts:
+def split_two_axis(spec: AttentionSpec, q: Tensor, k: Tensor, inside: Tensor) -> TwoAxisParts:
     """The parts at the real distances, in closed form."""
     rotary, positions = spec.require_rotary("two axes"), torch.arange(q.shape[1], device=q.device)
     there = keys_there(inside)  # of a text on itself: also the queries that are

@@ -124,23 +124,16 @@ def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class StoredAttention:
-    """Attention that was fitted before, for some heads of a layer.
-
-    Attributes:
-        of: static heads, or logits ``[text, head, query, key]`` of given texts.
-        heads: the layer's heads that it is of, in its order.
-        extrapolate: as in ``AttentionFit.static_scores``.
-    """
+    """Attention that was fitted before, for some heads of a layer: static heads, or logits of given texts."""
 
     of: AttentionFit | Float[Tensor, "text head query key"]
     heads: tuple[int, ...]
     extrapolate: bool = False
 
     @property
-    def n_feature(self) -> int:
-        """Features of the keys that it needs."""
-        static = isinstance(self.of, AttentionFit) and self.of.direction is not None
-        return int(self.of.direction.shape[-1]) if static else 0  # type: ignore[union-attr]
+    def direction(self) -> Tensor | None:
+        """That of static heads, in which keys count."""
+        return self.of.direction if isinstance(self.of, AttentionFit) else None
 
     def hooks(self, spec: AttentionSpec, heads: Sequence[int]) -> Hooks:
         """Hooks that put it in the place of these heads' attention."""
@@ -149,16 +142,16 @@ class StoredAttention:
             scores = view.scores()
             return _with_sums_of(scores, self._logits(view, scores), view.inside)
 
-        more = {"scores": True, "vectors": self.n_feature > 0, "plain": True}
+        of_keys = self.direction is not None and self.direction.shape[-1] > 0
+        more = {"scores": True, "vectors": of_keys, "plain": True}
         return layer_hooks(spec, heads, ScoreEdit("substitute_attention(fits)", edit, Order.REPLACE, **more))
 
     def _logits(self, view: View, scores: Tensor) -> Tensor:
         at = [self.heads.index(head) for head in view.heads]
-        if isinstance(self.of, AttentionFit) and self.of.direction is not None:
-            inside = fewest_masks(view.inside)
-            keys = view.vectors()[1] if self.n_feature else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
-            keys = seen_keys(keys, inside)
-            return self.of.static_scores(keys, mask=inside, heads=at, extrapolate=self.extrapolate)
+        if isinstance(self.of, AttentionFit) and self.direction is not None:
+            inside, length = fewest_masks(view.inside), scores.shape[-1]
+            keys = view.vectors()[1] if self.direction.shape[-1] else scores.new_zeros(len(scores), length, 1, 0)
+            return self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at, extrapolate=self.extrapolate)
         logits = self.of.logits() if isinstance(self.of, AttentionFit) else self.of
         logits = (logits if logits.ndim == 4 else logits[None])[:, at]
         if logits.shape != scores.shape or not bool(
@@ -321,15 +314,11 @@ def _attended(
     model: Any, tokens: Int[Tensor, "text pos"], specs: list[AttentionSpec], hooks: Hooks, *, with_keys: bool
 ) -> dict[int, _Attended]:
     found: dict[int, _Attended] = {}
-
-    def keep_scores(spec: AttentionSpec, scores: Tensor) -> None:
-        found[spec.layer] = scores, None
-
     with applied(model, hooks):
         if with_keys:
             for_each_layer(model, tokens, specs, lambda x: found.update({x.layer: (x.scores, x.k)}))
         else:
-            for_each_scores(model, tokens, specs, keep_scores)
+            for_each_scores(model, tokens, specs, lambda spec, scores: found.update({spec.layer: (scores, None)}))
     return found
 
 

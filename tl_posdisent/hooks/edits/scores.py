@@ -63,25 +63,15 @@ class Order(IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class ScoreEdit(Edit):
-    """What one call of a tool does to the scores of the heads that it names.
+    """What one call of a tool does to the scores of the heads that it names."""
 
-    Attributes:
-        edit: from what is there to new scores ``[batch, head, query, key]``; ``-inf`` hides a key. What it returns
-            counts inside the mask only.
-        order: when it acts.
-        scores, vectors: what it wants to see.
-        plain: whether it needs the real distances, so that of rotation edits it bears only limits and interpolation.
-        cached: whether it also serves a part of a text against a KV cache.
-        components: those that a patch puts in.
-    """
-
-    edit: Callable[[View], Tensor]
+    edit: Callable[[View], Tensor]  # to new scores, which count inside the mask only; -inf hides a key
     order: Order
-    scores: bool = False
+    scores: bool = False  # whether it looks at scores
     vectors: bool = False
-    plain: bool = False
-    cached: bool = False
-    components: frozenset[str] = frozenset()
+    plain: bool = False  # needs the real distances: of rotation edits it bears only limits and interpolation
+    cached: bool = False  # also serves a part of a text against a KV cache
+    components: frozenset[str] = frozenset()  # those that a patch puts in
 
 
 def score_conflict(edits: Sequence[ScoreEdit], rotation: HeadRotation) -> str | None:
