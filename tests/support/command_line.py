@@ -17,5 +17,5 @@ def run_command(line: str, *more: Any, code: int = 0, stdin: bytes | None = None
     """Run a command: a line as a shell takes it, and further words as they are."""
     words = [*shlex.split(line), *map(str, more)]
     result = CliRunner(charset).invoke(app, words, input=stdin, env=ENVIRONMENT)
-    assert result.exit_code == code, result.output
+    assert result.exit_code == code, (result.output, result.exc_info)
     return result
