@@ -169,7 +169,6 @@ def head_drops(
     mode: AblationMode = "zero",
     reference: Int[Tensor, "sample pos"] | None = None,
     seed: int = 0,
-    batch_size: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure accuracy and loss of a synthetic model without each of its heads: ``head_ablation`` with labels.
@@ -178,7 +177,7 @@ def head_drops(
         model: trained.
         tokens: samples ``[sample, pos]`` that it was not trained on, ``split.test_tokens`` for instance.
         labels: ``[sample]``; those of -100 do not count.
-        layers, heads, mode, seed, batch_size, progress: as in ``head_ablation``. arXiv 2505.13027 zeroes heads.
+        layers, heads, mode, seed, progress: as in ``head_ablation``. arXiv 2505.13027 zeroes heads.
         reference: for the mean, padded like ``tokens``, which are the default; padding is excluded unless the model
             reads it.
 
@@ -217,7 +216,7 @@ def head_drops(
 
     options: dict[str, Any] = {"layers": layers, "heads": heads, "mode": mode, "reference": averaged, "seed": seed}
     with torch.no_grad():
-        table = head_ablation(model, tokens, accuracy, batch_size=batch_size, progress=progress, **options)
+        table = head_ablation(model, tokens, accuracy, progress=progress, **options)
     loss = np.array(losses)
     return table.assign(loss_baseline=loss[0], loss_value=loss[1:], loss_effect=loss[1:] - loss[0])
 
