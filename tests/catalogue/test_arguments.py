@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         ["no such thing", 3],
         "activation alibi_slopes ask axes backend better by component count_from direction dtype encoding "
         "experiment grand_mean initialisation keys keys_from kind mask measure measured mode name order pairing "
-        "part precision read_out rung scope sinusoids tool unit value what",
+        "part precision read_out rung sinusoids tool unit value what",
     ),
     "column": ([("no such thing", "table must have the columns .*no such thing")], ""),
     "": ([], ""),

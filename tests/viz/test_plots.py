@@ -92,7 +92,7 @@ PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (plot_shares, SHARES.query("layer == 1").drop(columns="layer"), ["head", *COMPONENTS]),
     (partial(plot_subspaces, value="key_size"), ONE_LAYER, ["head", "subspace", "frequency", "key_size"]),
     (partial(plot_deposit, better="lower"), HEADS, ["layer", "head", "effect"]),
-    (plot_substitution, SUBSTITUTION, ["scope", "layer", "put_in", "keep", "change"]),
+    (plot_substitution, SUBSTITUTION, ["scope", "put_in", "keep", "change"]),
     (plot_perturbation, PERTURBATION, ["kind", "fraction", "added_loss", "added_loss_se"]),
     (partial(plot_length, measures=["loss"]), LENGTH, ["start", "stop", "loss"]),
     (plot_training, METRICS, ["step", "loss", "accuracy", "test_loss", "test_accuracy"]),
@@ -291,8 +291,8 @@ def test_many_heads_are_named_by_layer() -> None:
 
 @pytest.mark.usefixtures("unchecked")
 def test_tables_of_another_kind() -> None:
-    with pytest.raises(ValueError, match='rows of scope "layer"'):
-        plot_substitution(SUBSTITUTION[:3], scope="layer")
+    with pytest.raises(ValueError, match='rows of scope "all"'):
+        plot_substitution(SUBSTITUTION[5:])
     with pytest.raises(ValueError, match="measures must be a sequence of columns, got 'loss'"):
         plot_length(LENGTH, "loss")
     with pytest.raises(ValueError, match="one row per bucket"):
@@ -316,14 +316,6 @@ def test_substitution_ranks_everything_with_the_worst_on_top(measure: Any) -> No
     assert {bar.name: len(bar.y) for bar in figure.data} == {"fit": 3, "shuffled fit": 1, "zero": 1}
     low, high = figure.layout.xaxis.range
     assert low <= min(values.values()) < max(values.values()) < high
-
-
-def test_substitution_layer_by_layer() -> None:
-    bars = {bar.name: bar for bar in plot_substitution(SUBSTITUTION, scope="layer").data}
-    assert {name: (list(bar.x), list(bar.y)) for name, bar in bars.items() if len(bar.x)} == {
-        "fit": (["0", "2"], [0, 2]),
-        "zero": (["0", "2"], [1, 3]),
-    }
 
 
 def test_distance_draws_each_profile_of_a_fit() -> None:
@@ -427,8 +419,6 @@ def test_error_bars_are_those_of_the_table() -> None:
     assert "±" in heat.hovertemplate
     for bar in plot_substitution(SUBSTITUTION.assign(change_se=0.5)).data:
         assert list(bar.error_x.array) == [0.5] * len(bar.x)
-    for bar in plot_substitution(SUBSTITUTION.assign(change_se=0.5), scope="layer").data:
-        assert list(bar.error_y.array) == [0.5] * len(bar.x)
 
 
 def test_titles_say_what_is_shown_or_what_was_asked_for() -> None:

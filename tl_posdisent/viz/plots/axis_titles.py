@@ -25,14 +25,12 @@ _TITLES = {
     "key_phase": "phase of keys (radians)",
     "key_size": "mean size of keys",
     "kl": "KL(untouched ‖ this) (nats per token)",
-    "largest_score": "largest score",
     "loss": "loss (nats per token)",
     "margin": "margin of the leading head (gradient)",
     "mahalanobis": "Mahalanobis distance of z / √d_head",
     "mean_norm": "‖g‖, mean over batches",
     "norm_of_mean": "‖g‖ of the mean over batches",
     "outside": "z outside its usual range (share of positions)",
-    "perplexity": "perplexity",
     "query_concentration": "concentration of queries (0 … 1)",
     "query_phase": "phase of queries (radians)",
     "query_size": "mean size of queries",
@@ -46,18 +44,8 @@ _TITLES = {
     "share_query": f"query alone ({_SHARE})",
     "turn": "turn (0 stands still … 1)",
 }
-
-
-_FROM_0_TO_1 = {
-    "accuracy",
-    "key_concentration",
-    "query_concentration",
-    "outside",
-    "r",
-    "r2",
-    "r_three_axis",
-    "r_two_axis",
-}
+_FROM_0_TO_1 = {"accuracy", "key_concentration", "query_concentration", "outside"}
+_FROM_0_TO_1 |= {"r", "r2", "r_three_axis", "r_two_axis"}
 
 
 def natural_range(name: str, low: float, high: float) -> tuple[float, float] | None:

@@ -13,11 +13,9 @@ from tl_posdisent.synthetic.analysis.sufficiency import SufficientHeads
 from tl_posdisent.utils.validation import check_choice
 from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
 
-from .axis_titles import add_title, title_of, whole
+from .axis_titles import add_title, title_of
 from .heatmaps import head_axis, head_names, head_ticks
 from .table_checks import check_table, head_index, mean_over_texts
-
-_PUT_IN_COLOURS = {"fit": BLUE, "shuffled fit": ORANGE, "zero": GREY}
 
 
 def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
@@ -27,9 +25,6 @@ def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
         table: of ``controlled_distance``, or ``to_frame`` of ``VarianceShares``: one row per head, or per layer, with
             a column for each of ``COMPONENTS``.
         title: of the figure; default says what it shows.
-
-    Returns:
-        A figure with a bar for each head, or layer. Interactions of the distance, which break additivity, are on top.
 
     Raises:
         ValueError: a table without these columns or without rows; several rows for a head.
@@ -78,9 +73,6 @@ def plot_deposit(
 ) -> go.Figure:
     """Plot how much worse the model is without each head, the heads with the largest drops first.
 
-    According to arXiv 2505.13027, in models with RoPE trained on a position-sensitive task one head of the first layer
-    does nearly all of the positional work, the *deposit*.
-
     Args:
         table: of ``head_ablation``.
         better: which values of its metric are better: ``"lower"``, as of a loss, or ``"higher"``, as of an accuracy.
@@ -88,10 +80,9 @@ def plot_deposit(
         title: of the figure; default says what it shows.
 
     Returns:
-        A figure with a bar for each head: by how much the metric is worse without it, in the units of the metric. A
-        bar below 0 is a head without which the metric is better. The head with the largest drop is labelled. Bars have
-        the standard errors of a column ``effect_se``, if the table has one. With ``sufficient``, a second panel:
-        accuracy with the most important heads alone against their number, and the sufficient set as a larger marker.
+        A figure with a bar for each head: by how much the metric is worse without it, in the units of the metric, with
+        the standard errors of a column ``effect_se``. With ``sufficient``, a second panel: accuracy with the most
+        important heads alone against their number, and the sufficient set as a larger marker.
 
     Raises:
         ValueError: a table without ``layer``, ``head`` and ``effect``, or without rows; several rows for a head; an
@@ -133,56 +124,42 @@ def plot_deposit(
     figure.update_yaxes(
         title="how much worse without the head<br>(units of the metric: nats for the loss)", row=1, col=1
     )
-    if sufficient:
-        _add_paths(figure, sufficient)
-    return add_title(figure, title, "Effect of removing each head")
-
-
-_ALONE = {"rotation": "if only these rotate", "attention": "if only these attend"}
-
-
-def _add_paths(figure: go.Figure, sufficient: Sequence[SufficientHeads]) -> None:
-    """The second panel of ``plot_deposit``."""
+    alone = {"rotation": "if only these rotate", "attention": "if only these attend"}
     for found, colour in zip(sufficient, (RUST, BLUE, GREY), strict=False):
         path = found.path.sort_values("heads")
-        sizes = [12 if n == len(found.heads) else 6 for n in path["heads"]]
         figure.add_scatter(
             x=path["heads"].to_numpy(),
             y=path["accuracy"].to_numpy(),
-            name=_ALONE[found.by],
+            name=alone[found.by],
             mode="lines+markers",
             line={"color": colour},
-            marker={"size": sizes},
+            marker={"size": [12 if n == len(found.heads) else 6 for n in path["heads"]]},
             row=2,
             col=1,
         )
-    figure.update_xaxes(title="heads kept", row=2, col=1)
-    figure.update_yaxes(title="accuracy (share)", rangemode="tozero", row=2, col=1)
+    if sufficient:
+        figure.update_xaxes(title="heads kept", row=2, col=1)
+        figure.update_yaxes(title="accuracy (share)", rangemode="tozero", row=2, col=1)
+    return add_title(figure, title, "Effect of removing each head")
 
 
 def plot_substitution(
-    table: pd.DataFrame,
-    measure: Literal["change", "kl", "loss"] = "change",
-    *,
-    scope: Literal["all", "layer"] = "all",
-    title: str | None = None,
+    table: pd.DataFrame, measure: Literal["change", "kl", "loss"] = "change", *, title: str | None = None
 ) -> go.Figure:
-    """Plot the added loss if scores are replaced by some of their components.
+    """Plot the added loss if all scores are replaced by some of their components.
 
     Args:
         table: of ``additive_substitution``.
-        measure: the column to draw: ``"change"``, the loss beyond that of the unmodified model, ``"kl"`` or
-            ``"loss"``, all in nats per token.
-        scope: ``"all"``, everything replaced at once, with a bar for each subset of the components and each control,
-            the worst on top; or ``"layer"``, one layer at a time, the additive fit beside the controls.
+        measure: the column to draw: ``"change"`` (of the loss), ``"kl"`` or ``"loss"``, all in nats per token.
         title: of the figure; default says what it shows.
 
     Returns:
-        A figure. Bars have the standard errors of a column such as ``change_se``, if the table has one.
+        A figure with a bar for each subset of the components and each control, the worst on top, with the standard
+        errors of a column such as ``change_se``.
 
     Raises:
-        ValueError: a table without ``scope``, ``layer``, ``put_in``, ``keep`` and ``measure``, or without rows of that
-            scope; an unknown option.
+        ValueError: a table without ``scope``, ``put_in``, ``keep`` and ``measure``, or without rows of scope ``"all"``;
+            an unknown measure.
 
     Example:
         >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model
@@ -194,46 +171,25 @@ def plot_substitution(
         True
     """
     check_choice("measure", measure, ("change", "kl", "loss"))
-    check_choice("scope", scope, ("all", "layer"))
-    table = check_table(table, ["scope", "layer", "put_in", "keep"], [measure], "additive_substitution")
-    rows = table[table["scope"] == scope]
-    if rows.empty:
-        raise ValueError(f'table must have rows of scope "{scope}", as made by additive_substitution, got none')
-    unit = title_of(measure, table)
-    figure = _each_layer(rows, measure, unit) if scope == "layer" else _everything(rows, measure, unit)
-    where = "everywhere" if scope == "all" else "in one layer at a time"
-    return add_title(figure, title, f"Scores replaced by components of their additive fit, {where}")
-
-
-def _everything(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
-    """Draw a bar for each run, named by its replacement, the highest loss on top."""
-    ranked = rows.sort_values(measure, kind="stable")
+    table = check_table(table, ["scope", "put_in", "keep"], [measure], "additive_substitution")
+    ranked = table[table["scope"] == "all"].sort_values(measure, kind="stable")
+    if ranked.empty:
+        raise ValueError('table must have rows of scope "all", as made by additive_substitution, got none')
     names = ranked["keep"].str.replace("+", " + ", regex=False)
     names = names.mask(names == "mean", "uniform attention").mask(ranked["put_in"] == "zero", "no attention output")
     ranked["name"] = names.mask(ranked["put_in"] == "shuffled fit", names + ", shuffled text")
     figure = go.Figure()
-    for put_in, colour in _PUT_IN_COLOURS.items():
+    for put_in, colour in {"fit": BLUE, "shuffled fit": ORANGE, "zero": GREY}.items():
         chosen = ranked[ranked["put_in"] == put_in]
-        bars = figure.add_bar(
-            x=chosen[measure].to_numpy(), y=chosen["name"].to_numpy(), name=put_in, marker={"color": colour}
-        )
-        bars.data[-1].update(orientation="h", error_x=_errors(chosen, measure))
+        x, y, errors = chosen[measure].to_numpy(), chosen["name"].to_numpy(), _errors(chosen, measure)
+        figure.add_bar(x=x, y=y, error_x=errors, name=put_in, marker={"color": colour}, orientation="h")
     figure.update_traces(texttemplate="%{x:.2f}", textposition="outside", cliponaxis=False)
     figure.update_layout(height=140 + 22 * len(ranked), barmode="overlay", legend={"title": "scores replaced by"})
     low, high = min(ranked[measure].min(), 0) * 1.15, max(ranked[measure].max(), 0) * 1.15 or 1  # room for numbers
-    figure.update_xaxes(title=title, range=[low, high])
+    figure.update_xaxes(title=title_of(measure, table), range=[low, high])
     order = {"categoryorder": "array", "categoryarray": ranked["name"].to_numpy()}
-    return figure.update_yaxes(title="components that are kept", automargin=True, showgrid=False, **order)
-
-
-def _each_layer(rows: pd.DataFrame, measure: str, title: str) -> go.Figure:
-    figure = go.Figure().update_layout(legend={"title": "scores replaced by"})
-    for put_in, colour in _PUT_IN_COLOURS.items():
-        chosen = rows[rows["put_in"] == put_in].sort_values("layer")
-        x, errors = whole(chosen["layer"]), _errors(chosen, measure)
-        figure.add_bar(x=x, y=chosen[measure].to_numpy(), name=put_in, marker={"color": colour}, error_y=errors)
-    figure.update_xaxes(title="layer", type="category", showgrid=False)
-    return figure.update_yaxes(title=title)
+    figure.update_yaxes(title="components that are kept", automargin=True, showgrid=False, **order)
+    return add_title(figure, title, "Scores replaced by components of their additive fit")
 
 
 def _errors(table: pd.DataFrame, measure: str) -> dict[str, Any] | None:

@@ -35,19 +35,14 @@ def plot_distance(
         profiles: an ``AdditiveFit`` or ``AttentionFit``; or a table with ``distance`` and ``value``, and ``layer`` and
             ``head`` where there are several: from ``AdditiveFit.to_frame("distance")`` or ``dummy_distance_check``. Of
             several texts the mean is drawn.
-        wavelengths: of RoPE, in positions, marked by dotted lines as far as they lie within the distances:
+        wavelengths: of RoPE, in positions, marked by dotted lines within the distances:
             ``read_attention(model, layer).rotary.wavelengths.tolist()``.
         value: the column to draw.
-        top: heads in colour at most. If there are more, those are coloured of which the distance alone explains the
-            largest share (``share_distance`` of an ``AdditiveFit``, ``explained_distance`` of an ``AttentionFit``),
-            in a table those whose profile varies most (standard deviation over distances); the others are grey, and
-            the title says which.
-        log: a logarithmic axis, of 1 + distance, so that distance 0 is drawn as well: ``x`` of the lines is 1 +
-            distance, and the axis shows the distance. Default: if no distance is negative.
+        top: heads in colour at most: of a fit those of which the distance alone explains the largest share, of a table
+            those whose profile varies most (standard deviation over distances). The others are grey.
+        log: a logarithmic axis, of ``x`` = 1 + distance, so that distance 0 is drawn as well. Default: if no distance
+            is negative.
         title: of the figure; default says what it shows.
-
-    Returns:
-        A figure.
 
     Raises:
         ValueError: neither a fit nor a table with these columns; several rows for a distance of a head; wavelengths
@@ -64,8 +59,6 @@ def plot_distance(
         ['head 5', 'head 6', 'head 7', 'wavelengths']
         >>> bool(figure.data[5].y[100] == fit.distance[0, 5, 100])
         True
-        >>> [round(x) for x in figure.data[8].x[::3]]  # those below 128
-        [6, 20, 63]
         >>> [line.name for line in plot_distance(fit, top=2).data][-3:]  # the grey ones, and two in colour
         ['6 other heads', 'head 5', 'head 2']
     """
@@ -75,7 +68,15 @@ def plot_distance(
     table = check_table(table, [], ["distance", value], makers)
     heads = head_index(table)
     means = mean_over_texts(table, [*heads, "distance"], [value])
-    logarithmic = _checked_log(log, means["distance"])
+    distances = means["distance"]
+    if log is not None:
+        check_flag("log", log)
+    logarithmic = bool(distances.min() >= 0) if log is None else log
+    if logarithmic and distances.min() < 0:
+        raise ValueError(
+            f"log must be False or None for negative distances, got distances from {int(distances.min())}: "
+            "these heads attend in both directions"
+        )
     lines: dict[str, pd.DataFrame] = {}
     groups: Any = means.groupby(heads) if heads else [((), means)]
     for which, rows in groups:
@@ -91,26 +92,17 @@ def plot_distance(
     for number, name in enumerate(ranked[:top]):
         figure.add_trace(_profile(lines[name], value, logarithmic).update(line=line_style(number), name=name))
     if wavelengths is not None:
-        figure.add_trace(_marks(_checked_wavelengths(wavelengths), means["distance"], means[value], logarithmic))
+        figure.add_trace(_marks(wavelengths, distances, means[value], logarithmic))
     figure.update_layout(showlegend=len(figure.data) > 1)
-    figure.update_xaxes(**_distance_axis(means["distance"], logarithmic))
+    figure.update_xaxes(title="distance, query − key (positions)")
+    if logarithmic:
+        ticks = [0, *(2**n for n in range(int(distances.max()).bit_length()))]
+        figure.update_xaxes(type="log", tickvals=[d + 1 for d in ticks], ticktext=[str(d) for d in ticks])
     named = "distance component<br>(units of the scores)" if value == "value" else title_of(value, table)
     figure.update_yaxes(title=named)
     note = f"In colour: the {top} of {len(lines)} heads {how}" if others else ""
     default = "Distance component of the scores" if value == "value" else f"{without_unit(named)}, by distance"
     return add_title(figure, title, default, note)
-
-
-def _checked_log(log: bool | None, distances: Any) -> bool:
-    if log is not None:
-        check_flag("log", log)
-    negative = bool((distances < 0).any())
-    if log and negative:
-        raise ValueError(
-            f"log must be False or None for negative distances, got distances from {int(distances.min())}: "
-            "these heads attend in both directions"
-        )
-    return not negative if log is None else log
 
 
 def _most_positional(
@@ -134,31 +126,15 @@ def _profile(rows: pd.DataFrame, value: str, logarithmic: bool) -> go.Scatter:
     return go.Scatter(x=x, y=rows[value].to_numpy(), customdata=distance, hovertemplate=hover, mode="lines")
 
 
-def _distance_axis(distances: Any, logarithmic: bool) -> dict[str, Any]:
-    """Ticks at 0, 1, 2, 4, 8 … on a logarithmic axis of 1 + distance."""
-    title = "distance, query − key (positions)"
-    if not logarithmic:
-        return {"title": title}
-    ticks = [0, *(2**n for n in range(int(distances.max()).bit_length()))]
-    return {"title": title, "type": "log", "tickvals": [d + 1 for d in ticks], "ticktext": [str(d) for d in ticks]}
-
-
-def _checked_wavelengths(wavelengths: Any) -> list[float]:
+def _marks(wavelengths: Any, distances: Any, values: Any, logarithmic: bool) -> go.Scatter:
+    """One dotted upright line each, named where there is room. A trace, so that it follows any type of axis."""
     try:
-        numbers = [float(x) for x in wavelengths]
+        inside = sorted({float(x) for x in wavelengths})
     except (TypeError, ValueError):
-        numbers = [-1.0]
-    if any(not x > 0 for x in numbers):
+        inside = [-1.0]
+    if any(not x > 0 for x in inside):
         raise ValueError(f"wavelengths must be numbers above 0, got {wavelengths!r}")
-    return sorted(set(numbers))
-
-
-def _marks(wavelengths: list[float], distances: Any, values: Any, logarithmic: bool) -> go.Scatter:
-    """One dotted upright line each, named where there is room. A trace, so that it follows any type of axis.
-
-    Distances and values are columns (``pd.Series[float]`` can be said from pandas 3 on only).
-    """
-    inside = [x for x in wavelengths if distances.min() <= x <= distances.max()]
+    inside = [x for x in inside if distances.min() <= x <= distances.max()]
     low, high = float(values.min()), float(values.max())
     place = np.log1p if logarithmic else float
     span = float(place(distances.max()) - place(distances.min()))
@@ -192,8 +168,7 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title
         title: of the figure; default names the measure.
 
     Returns:
-        A figure with a line for each kind, and around it mean ± standard error over seeds (no band where there was a
-        single seed). Fractions without a figure, such as 1 for ``"added_loss"``, are left out.
+        A figure with a line for each kind, and around it mean ± standard error over seeds, if there were several.
 
     Raises:
         ValueError: a table without ``kind``, ``fraction``, the measure and its standard error, or without rows.
@@ -249,12 +224,9 @@ def plot_length(
     Args:
         tables: of ``length_generalization`` with ``by="bucket"``, one, or several by name, such as
             ``{"as it is": …, "Λ-shaped window": …}``.
-        measures: columns to draw.
+        measures: columns to draw. Each bucket is a level stretch over its positions.
         in_range: the length of the training texts, marked by a dotted line.
         title: of the figure; default says what it shows.
-
-    Returns:
-        A figure. Each bucket is a level stretch over its positions.
 
     Raises:
         ValueError: no table; a table without ``start``, ``stop`` and the measures, or without rows; one by layer or

@@ -33,20 +33,17 @@ def plot_heads(
 
     Args:
         table: with the columns ``layer``, ``head`` and ``value``, one row per layer and head, or per text, layer and
-            head (column ``batch``): then the mean over texts is drawn. ``additivity``, ``controlled_distance``,
-            ``head_ablation``, ``position_patching``, ``component_patching``, ``head_patching`` and
-            ``positional_symbolic`` make such tables. Select rows first where there are several for a head: of
-            ``trained_vs_random`` those of one measure, of ``additive_substitution`` those of one ``put_in`` at scope
-            ``"head"``.
+            head (column ``batch``): then the mean over texts is drawn. Select rows first where there are several for a
+            head, such as one measure of ``trained_vs_random``.
         value: the column to draw. NaN is left blank.
         signed: colours that part below and above 0, over a range symmetric about 0. Default: if a value is negative.
-        limits: lowest and highest value of the colour scale, instead of those that follow from the values: from 0 to
-            1 for correlations and shares, otherwise from 0, or symmetric.
+        limits: lowest and highest value of the colour scale; default from 0 to 1 for correlations and shares, otherwise
+            from 0, or symmetric.
         title: of the figure; default names the measure.
 
     Returns:
         A figure. Small maps have the numbers written in; all show them where the mouse is, with the standard error if
-        the table has a column of them, such as ``effect_se``.
+        the table has a column such as ``effect_se``.
 
     Raises:
         ValueError: a table without these columns or without rows; a value that is no column of numbers; several rows
@@ -86,14 +83,12 @@ def plot_subspaces(
 
     Args:
         table: with the columns ``subspace``, ``frequency`` and ``value``, and ``head`` or ``layer`` or both: from
-            ``subspace_patterns``, from ``to_frame`` of ``SubspacePatterns``, or from
-            ``positional_symbolic(..., by_subspace=True)``, whose mean over texts is drawn.
+            ``subspace_patterns``, or ``positional_symbolic(..., by_subspace=True)``, whose mean over texts is drawn.
         value: the column to draw, such as ``"key_size"``, ``"key_concentration"``, ``"distance"`` or ``"semantic"``.
         signed, limits, title: as in ``plot_heads``.
 
     Returns:
-        A figure. Subspaces are named by their wavelength in positions; by their number, where layers differ in their
-        frequencies.
+        A figure. Subspaces are named by their wavelength in positions, or by number where layers differ in frequencies.
 
     Raises:
         ValueError: as ``plot_heads``; several rows for a subspace of a head.
@@ -150,12 +145,10 @@ def plot_distance_sources(
         limits, title: as in ``plot_heads``.
 
     Returns:
-        A figure. Colours part above and below 0; the shares of all pairs, also of those that are not shown, add up
-        to 1.
+        A figure. The shares of all pairs, also of those that are not shown, add up to 1.
 
     Raises:
-        ValueError: a table without these columns or without rows; a head that is not in the table, or None where there
-            are several; ``top`` that is no positive integer; limits that are not two ascending numbers.
+        ValueError: as ``plot_heads``; a head that is not in the table, or None where there are several.
 
     Example:
         >>> from tl_posdisent import demo_tokens, distance_sources, load_demo_model
@@ -197,7 +190,7 @@ def _source_order(names: Any) -> list[str]:
         numbers = [float(x) for x in re.findall(r"\d+", name)]
         if not numbers:
             return (-1.0,) if name == "embedding" else (math.inf,)
-        return (*numbers, *([math.inf, float(name.endswith("MLP"))] if len(numbers) == 1 else []))
+        return (*numbers, math.inf, float(name.endswith("MLP")))
 
     return sorted(names, key=key)
 
@@ -206,8 +199,8 @@ def head_axis(heads: pd.DataFrame) -> list[Any]:
     """Put heads or layers on an x axis: as categories, heads grouped by layer; many heads of layers as numbers."""
     if _crowded(heads):
         return list(range(len(heads)))
-    if len(head_index(heads)) == 1:
-        return whole(heads[head_index(heads)[0]])
+    if len(index := head_index(heads)) == 1:
+        return whole(heads[index[0]])
     return [[f"layer {layer}" for layer in whole(heads["layer"])], whole(heads["head"])]
 
 
@@ -237,7 +230,12 @@ def _heat_map(
     low, high = float(np.nanmin(z, initial=0)), float(np.nanmax(z, initial=0))
     signed = low < 0 if signed is None else signed
     if limits is not None:
-        low, high = _checked_limits(limits)
+        try:
+            low, high = (float(x) for x in (() if isinstance(limits, (str, bytes)) else limits))
+        except (TypeError, ValueError):
+            low = high = math.nan
+        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            raise ValueError(f"limits must be two ascending numbers, got {limits!r}")
     elif signed:
         high = max(-low, high) or 1.0
         low = -high
@@ -252,16 +250,6 @@ def _heat_map(
         texttemplate="%{z:.2f}" if z.size <= room else None,
         name="",
     )
-
-
-def _checked_limits(limits: Any) -> tuple[float, float]:
-    try:
-        low, high = (float(x) for x in (() if isinstance(limits, (str, bytes)) else limits))
-    except (TypeError, ValueError):
-        low = high = math.nan
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"limits must be two ascending numbers, got {limits!r}")
-    return low, high
 
 
 def wavelengths(subspaces: pd.DataFrame) -> list[str]:

@@ -61,15 +61,13 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str 
     """Plot a measure of every head, or of every layer, over training steps.
 
     Args:
-        table: from ``dynamics``; from ``disentanglement`` or any other table by head, with a column ``step``, one
-            checkpoint below the other; or from ``gradient_margins`` of such a table.
+        table: from ``dynamics``, or any other table by head with a column ``step``; or from ``gradient_margins``.
         value: the column to draw.
         title: of the figure; default names the measure.
 
     Returns:
         A figure with a panel for each layer and a line for each of its heads, all panels on the same axes. Of a table
         with one row per step and layer, one panel with a line for each layer.
-        ``figure.update_xaxes(type="log")`` shows the beginning better, and leaves step 0 out.
 
     Raises:
         ValueError: a table without ``step``, ``layer`` or this column, without rows, or with several rows for a step of

@@ -15,16 +15,11 @@ from .table_checks import check_table, mean_over_texts
 def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """Plot the verdict of each head: layers on y, the first at the top, heads on x.
 
-    For the share of the loss that one rung recovers: ``plot_heads(table[table["rung"] == "static"], "recovered")``
-    with rows of ``attention_ladder`` without a control.
+    Hovering shows the rung and the gap in nats per token.
 
     Args:
         table: of ``head_verdicts``: ``layer``, ``head``, ``verdict`` and ``gap``, one row for each head.
         title: of the figure; default counts the heads of each verdict.
-
-    Returns:
-        A figure. The colour bar names the verdicts; small maps have their first letters written in, and all show the
-        rung and the gap in nats per token where the mouse is.
 
     Raises:
         ValueError: a table without these columns or without rows; rows of layers or of the whole model; several for a
