@@ -54,8 +54,6 @@ def test_a_sample_is_named_and_its_numbers_are_those_of_its_heads(
     sentences = re.findall(r"<li>(.*?)</li>", document.source.split('<section id="verdict">')[1].split("</section>")[0])
     assert len(sentences) == 2
     assert all("12 of the 40 heads were measured" in sentence for sentence in sentences)
-    (cell,) = [row["this model"] for row in document.rows("headline") if "largest added loss" in row["measure"]]
-    assert cell.endswith("; 12 of the 40 heads were measured")
     assert "additivity" not in {found.get("id") for _, found in document.attributes}  # measured for the sample only
 
 
@@ -109,7 +107,6 @@ def test_a_section_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pyt
         document = Document(tp.report(model, TOKENS, tmp_path / "r.html", **options))
     assert document.wrong == []
     assert "Not measured. RuntimeError: out of <memory>" in said(document)
-    assert [row["this model"] for row in document.rows("headline")][-1] == "not measured"
     assert len(document.rows("heads-r")) == 8
     options |= {"sections": ["ablation"]}
     with pytest.warns(UserWarning, match="RuntimeError"), pytest.raises(ValueError, match=r"nothing .*: RuntimeError"):

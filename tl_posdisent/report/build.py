@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tl_posdisent.models.texts import Tokens
 from tl_posdisent.utils.files import whole_file
-from tl_posdisent.utils.validation import check_integer, check_seed, head_label, shown
+from tl_posdisent.utils.validation import check_integer, check_seed, check_subset, head_label, shown
 
 from .measurements import SECTIONS, SectionName, measure
 from .page import page
 from .sections import TITLES, section
-from .subject import Subject, read_subject
+from .subject import read_subject
 from .summary import analysed, headline, reproduce, verdict
 
 
@@ -37,23 +37,18 @@ def report(
 ) -> Path:
     """Measure which positions and tokens the heads of a model attend to in a text, and write one HTML file.
 
-    The file has plotly figures and circuitsvis widgets, needs no network and loads nothing from one (its
-    Content-Security-Policy names its own scripts), can be read on a phone, in dark mode and on paper, and is the same,
-    byte for byte, when made again. Its numbers are those of the experiments called alone; random initialisations read
-    the same text.
+    The file has plotly figures and circuitsvis widgets, loads nothing from a network, and is the same, byte for byte,
+    when made again. Its numbers are those of the experiments called alone; random initialisations read the same text.
 
-    What is read: texts of at most 1024 tokens (or the model's context), at most 4096 tokens altogether; a string of
-    more than 512 tokens is cut into equal stretches of at most 512, each behind the token that begins texts. What
-    costs a forward pass for each run reads less of it: at most 512 tokens of each text and 1024 altogether
-    (perturbation), 128 and 512 (ablation), 128 and 1024 (ladder). Of a large model, ablation and the ladder measure a
-    sample of the heads. Each section says what was read.
+    Texts of at most 1024 tokens (or the model's context) are read, at most 4096 tokens altogether; a string of more
+    than 512 tokens is cut into equal stretches. Sections that cost a forward pass for each run read less, and of a
+    large model measure a sample of the heads; each says what it read.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; hooks on it act on all that is
             measured. It is read once.
         text: ids ``[batch, pos]``, or text if the model has a tokenizer: a string, or a list of strings of any lengths.
-        path: the HTML file; its folder is made if need be, and a file that is there is replaced once the new one is
-            whole.
+        path: the HTML file; its folder is made if need be.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
@@ -71,8 +66,8 @@ def report(
         The path.
 
     Raises:
-        ValueError: unusable arguments; unknown sections; a model for which none of these sections can be measured.
-            After any exception no file is left.
+        ValueError: unusable arguments; a model for which none of these sections can be measured. After any exception
+            an older file is as it was.
 
     Example:
         >>> import pathlib, tempfile
@@ -86,16 +81,31 @@ def report(
         ('report.html', True)
     """
     subject = read_subject(model, text, attention_mask, layers, heads)
-    wanted = _check_sections(sections)
+    chosen = check_subset("sections", SECTIONS if sections is None else sections, SECTIONS)
+    wanted = [name for name in SECTIONS if name in chosen]
+    if not wanted:
+        raise ValueError(f"sections must be some of {', '.join(SECTIONS)}, got none")
     check_seed(seed)
     control = check_integer("control", control, 0)
     for name, value in (("title", title), ("command", command)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name} must be text, got {shown(value)}")
-    target = _check_path(path)
+    if not isinstance(path, (str, PathLike)) or not str(path) or Path(path).is_dir():
+        raise ValueError(f"path must be that of the HTML file, got {shown(path)}")
+    target = Path(path)
     found = measure(subject, wanted, control=control, seed=seed, progress=progress)
     found = {name: found[name] for name in wanted}
-    call = command or _call(subject, text, target, wanted if sections is not None else None, control, heads, seed)
+    options = {
+        "layers": subject.asked,
+        "control": control if control != 1 else None,
+        "heads": None if heads is None else [head_label(*pair) for pair in subject.pairs],
+        "sections": None if sections is None else wanted,
+        "seed": seed or None,
+    }
+    given = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
+    given += "" if isinstance(text, list) or bool(subject.real.all()) else ", attention_mask=attention_mask"
+    what = "text" if isinstance(text, (str, list)) else "tokens"
+    call = command or f"from tl_posdisent import report\n\nreport(model, {what}, {target.name!r}{given})"
     measured = {name: section(name, subject, one) for name, one in found.items()}
     parts = [
         verdict(found),
@@ -112,41 +122,3 @@ def report(
     with whole_file(target) as file:
         file.write(page(name, parts, contents, scripts).encode("utf-8"))
     return target
-
-
-def _check_sections(sections: Any) -> list[SectionName]:
-    """The sections wanted, in the order of the report."""
-    if sections is None:
-        return list(SECTIONS)
-    if isinstance(sections, (str, bytes)) or not isinstance(sections, Iterable):
-        raise ValueError(f"sections must be a sequence of {', '.join(SECTIONS)}, got {shown(sections)}")
-    wanted = list(sections)
-    if not wanted or not set(wanted) <= set(SECTIONS) or len(set(wanted)) < len(wanted):
-        raise ValueError(f"sections must be some of {', '.join(SECTIONS)}, at least one and none twice, got {wanted}")
-    return [name for name in SECTIONS if name in wanted]
-
-
-def _check_path(path: Any) -> Path:
-    if not isinstance(path, (str, PathLike)) or not str(path):
-        raise ValueError(f"path must be that of the HTML file, got {shown(path)}")
-    if Path(path).is_dir():
-        raise ValueError(f"path must be that of the HTML file, but {path} is a folder")
-    return Path(path)
-
-
-def _call(
-    subject: Subject, text: Any, path: Path, sections: list[SectionName] | None, control: int, heads: Any, seed: int
-) -> str:
-    """The Python call that makes this report again."""
-    padded = not bool(subject.real.all()) and not isinstance(text, list)
-    options = {
-        "layers": subject.asked,
-        "control": control if control != 1 else None,
-        "heads": None if heads is None else [head_label(*pair) for pair in subject.pairs],
-        "sections": sections,
-        "seed": seed or None,
-    }
-    given = "".join(f", {name}={value!r}" for name, value in options.items() if value is not None)
-    given += ", attention_mask=attention_mask" if padded else ""
-    what = "text" if isinstance(text, (str, list)) else "tokens"
-    return f"from tl_posdisent import report\n\nreport(model, {what}, {path.name!r}{given})"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import torch
 
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.widgets.layout import Layout, coloured_text
 from tl_posdisent.viz.widgets.offline import Widget, text_token
-from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns, show_scores
+from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns
 
 from .markup import paragraph, table
 from .measurements import SHARES, Exhibits
@@ -19,7 +21,6 @@ SHOWN = 24
 TEXT = 48
 """Tokens of coloured text."""
 ALONE = {name: f"{name.removeprefix('share_')} alone" for name in SHARES}
-_HEADS = 12  # of one layer, each with a chart
 
 
 def exhibits(subject: Subject, shown: Exhibits) -> tuple[str, list[str]]:
@@ -44,28 +45,13 @@ def exhibits(subject: Subject, shown: Exhibits) -> tuple[str, list[str]]:
         pattern = scores.double().masked_fill(~fit.mask.to(scores.device), -torch.inf).softmax(-1)
         components, patterns = f"{label}: the scores and their components", f"{label}: softmax of scores and fit"
         content += f"<h3>{title}: {label}</h3>" + paragraph(f"r = {float(fit.r[0, head]):.3f} in this text.")
-        content += place(
-            show_parts(fit, subject.words, head, scores=scores, positions=range(n), title=components),
-        )
+        options: dict[str, Any] = {"positions": range(n)}
+        content += place(show_parts(fit, subject.words, head, scores=scores, title=components, **options))
         content += paragraph("The softmax of these scores, and that of the fit alone.")
-        content += place(
-            show_patterns(fit, subject.words, pattern, heads=[head], positions=range(n), title=patterns),
-        )
-    layer = shown.most[0]
-    fit, scores, heads = shown.fits[layer], shown.scores[layer], _most_additive(shown, subject.heads[layer])
-    title = f"Scores of layer {layer}, heads {', '.join(map(str, heads))}"
-    small = show_scores(fit, subject.words, "scores", scores=scores, heads=heads, positions=range(n), title=title)
-    content += f"<h3>Heads of layer {layer}</h3>"
-    content += paragraph("Their scores. Point at a head or select it to see it in full.")
-    content += f'<div class="narrow">{place(small)}</div><h3>Key component by token</h3>'
-    content += paragraph("The key component of their scores, as the colours of the text.")
+        content += place(show_patterns(fit, subject.words, pattern, heads=[head], title=patterns, **options))
+    content += "<h3>Key component by token</h3>"
+    content += paragraph("The key component of the scores of these layers, as the colours of the text.")
     return content + place(_key_importance(subject, shown)), scripts
-
-
-def _most_additive(shown: Exhibits, heads: list[int]) -> list[int]:
-    """At most twelve heads of the most additive head's layer, those with the highest r, in ascending order."""
-    r = shown.fits[shown.most[0]].r[0].nan_to_num(nan=-1.0)
-    return sorted(sorted(heads, key=lambda head: -float(r[head]))[:_HEADS])
 
 
 def _key_importance(subject: Subject, shown: Exhibits) -> Widget:

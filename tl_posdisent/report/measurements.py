@@ -50,8 +50,7 @@ class Found:
     Attributes:
         trained: a table; for the section ``heads`` an ``Exhibits``; None if refused.
         random: the same table for all random initialisations, with a column ``seed``; None without.
-        refused: why there is no measurement: the model does not support it, or it failed.
-        failed: whether it failed.
+        refused: why there is no measurement: the model does not support it, or (``failed``) there was an error.
         note: what was left out of it, and why.
         read: the texts and heads that were measured.
     """
@@ -73,13 +72,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Exhibits:
-    """The most and the least additive head (layer, head), and their layers in the first text.
-
-    Attributes:
-        most, least: layer and head.
-        ranking: ``layer``, ``head``, ``r`` and shares of heads, most additive first; means over texts.
-        fits, scores: of each of their layers, ``[1, head, query, key]``.
-    """
+    """The most and the least additive head (layer, head), all heads by r, and scores of the two's layers."""
 
     most: tuple[int, int]
     least: tuple[int, int]
@@ -164,8 +157,7 @@ def _common(subject: Subject) -> dict[str, Any]:
 
 
 def _chosen(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
-    shown = pd.MultiIndex.from_frame(table[HEAD]).isin(subject.pairs)
-    return table[shown].reset_index(drop=True)
+    return table[pd.MultiIndex.from_frame(table[HEAD]).isin(subject.pairs)].reset_index(drop=True)
 
 
 def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
@@ -194,39 +186,25 @@ def _ladder(subject: Subject, seed: int) -> pd.DataFrame:
 
     Heads of which a run failed have no verdict, and so no rows.
     """
-    options: dict[str, Any] = {**_ladder_texts(subject), "controls": [], "progress": False}
-    ends = attention_ladder(subject.reading, heads=subject.pairs, rungs=["uniform"], **options)
-    failures = dict(ends.attrs.get("failures", {}))
-    ends = _measured(ends)
-    verdicts = head_verdicts(ends)
-    found = verdicts[verdicts["verdict"] != "no effect"]
-    if found.empty:
-        return _with_failures(ends, failures)
-    effective = [(int(layer), int(head)) for layer, head in zip(found["layer"], found["head"], strict=True)]
-    table = attention_ladder(subject.reading, heads=effective, rungs=LADDER, **options)
-    failures |= table.attrs.get("failures", {})
-    without = ~pd.MultiIndex.from_frame(ends[HEAD]).isin(effective)
-    both = pd.concat([ends[without], _measured(table)]).sort_values(HEAD, kind="stable", ignore_index=True)
-    return _with_failures(both, failures)
-
-
-def _measured(rungs: pd.DataFrame) -> pd.DataFrame:
-    """The rows of heads without a missing loss."""
-    return rungs[rungs["loss"].notna().groupby([rungs[name] for name in HEAD]).transform("all")]
-
-
-def _with_failures(table: pd.DataFrame, failures: dict[str, str]) -> pd.DataFrame:
-    table.attrs = {**table.attrs, "failures": failures}
-    return table
-
-
-def _ladder_texts(subject: Subject) -> dict[str, Any]:
-    """Arguments of the ladder: every second text is held out, the longest is not; a single text is both."""
     tokens, real, order = subject.tokens, subject.real, np.argsort([-n for n in subject.lengths], kind="stable")
     texts: dict[str, Any] = {"tokens": tokens[order[::2]], "attention_mask": real[order[::2]]}
-    if len(order) > 1:
+    if len(order) > 1:  # every second text is held out, the longest is not; a single text is both
         texts |= {"heldout": tokens[order[1::2]], "heldout_mask": real[order[1::2]]}
-    return texts
+    failures: dict[str, str] = {}
+
+    def climb(heads: list[tuple[int, int]], rungs: Sequence[Rung]) -> pd.DataFrame:
+        table = attention_ladder(subject.reading, heads=heads, rungs=rungs, controls=[], progress=False, **texts)
+        failures.update(table.attrs.get("failures", {}))
+        return table[table["loss"].notna().groupby([table[name] for name in HEAD]).transform("all")]
+
+    table = climb(subject.pairs, ["uniform"])
+    verdicts = head_verdicts(table)
+    effective = [*verdicts[verdicts["verdict"] != "no effect"][HEAD].astype(int).itertuples(index=False, name=None)]
+    if effective:
+        without = table[~pd.MultiIndex.from_frame(table[HEAD]).isin(effective)]
+        table = pd.concat([without, climb(effective, LADDER)]).sort_values(HEAD, kind="stable", ignore_index=True)
+    table.attrs = {"failures": failures}
+    return table
 
 
 def _distance(subject: Subject, seed: int) -> pd.DataFrame:

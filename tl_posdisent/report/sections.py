@@ -115,37 +115,28 @@ def _distance(subject: Subject, found: Found) -> str:
     if profiles["head"].nunique() > _LINES:
         text += f" Of each layer, the {_LINES} heads whose distance component varies most are drawn."
     figures = [
-        figure(plot_distance(_binned(_most_varied(rows))), f"Distance component of the heads of layer {layer}")
+        figure(plot_distance(_drawn(rows)), f"Distance component of the heads of layer {layer}")
         for layer, rows in profiles.groupby("layer")
     ]
-    ticks = _distance_ticks(int(profiles["distance"].min()), int(profiles["distance"].max()))
+    both_ways, last = bool(profiles["distance"].min() < 0), int(profiles["distance"].max())
+    powers = [0, *(2**n for n in range(last.bit_length()))]
+    ticks = [n * max(1, last // 4) for n in range(-4, 5)] if both_ways else powers
     at = profiles[profiles["distance"].isin(ticks)].groupby(["layer", "distance"])["value"].mean().unstack("distance")
     at = at.rename(columns=lambda d: f"d = {d}").reset_index()
     numbers = table("distance", "Distance component of the scores, mean over all heads of a layer", at)
     return paragraph(text) + _grid(*figures) + folded("Numbers at some distances", numbers)
 
 
-def _most_varied(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the heads whose distance component varies most over the cells of the scores."""
+def _drawn(rows: pd.DataFrame) -> pd.DataFrame:
+    """Profiles of the heads that vary most: to distance 16 one by one, then means over an eighth of an octave."""
     squares = (rows["value"] ** 2 * rows["cells"]).groupby(rows["head"]).sum()
-    return rows[rows["head"].isin(squares.nlargest(_LINES).index)]
-
-
-def _binned(rows: pd.DataFrame) -> pd.DataFrame:
-    """Distances up to 16 one by one, beyond that means over an eighth of an octave, weighted by their cells."""
+    rows = rows[rows["head"].isin(squares.nlargest(_LINES).index)]
     size = rows["distance"].abs().clip(lower=1)
     octave = np.where(size <= 16, size, 16 + np.floor(8 * np.log2(size / 16)))
     bins = (np.sign(rows["distance"]) * octave).rename("bin")
     weighted = rows[["distance", "value"]].mul(rows["cells"], axis=0).assign(cells=rows["cells"])
     totals = weighted.groupby([rows["head"], bins]).sum()
     return totals[["distance", "value"]].div(totals["cells"], axis=0).reset_index("head")
-
-
-def _distance_ticks(low: int, high: int) -> list[int]:
-    if low >= 0:
-        return [d for d in (0, *(2**n for n in range(high.bit_length()))) if d <= high]
-    quarter = max(1, high // 4)
-    return [d for d in range(-4 * quarter, 4 * quarter + 1, quarter) if low <= d <= high]
 
 
 def _shares(subject: Subject, found: Found) -> str:
@@ -164,12 +155,8 @@ def _shares(subject: Subject, found: Found) -> str:
     if found.random is not None:
         means.insert(2, "random r_two_axis", means["layer"].map(found.random.groupby("layer")["r_two_axis"].mean()))
     titles = {name: name.replace("_", " ").replace(":", " × ") for name in means.columns}
-    every = table(
-        "heads-shares",
-        "Every head at controlled distances",
-        rows[[*HEAD, "r_two_axis", "r_three_axis", *order]],
-        titles,
-    )
+    columns = [*HEAD, "r_two_axis", "r_three_axis", *order]
+    every = table("heads-shares", "Every head at controlled distances", rows[columns], titles)
     return (
         paragraph(text)
         + figure(drawn, caption, height=440)

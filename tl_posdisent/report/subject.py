@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_posdisent.models.reading.forward import token_words
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.models.texts import Tokens, read_texts
 
 POSITIONS = 1024
 """The longest text that is measured: scores grow with its square."""
@@ -22,7 +22,6 @@ STRETCH = 512
 """Longer strings are cut into stretches of at most so many tokens."""
 TOKENS = 4096
 """All texts together."""
-_EXCERPT = 60
 _NAMELESS = ("", "custom", "external")  # what TransformerLens calls models that were not loaded by a name
 
 
@@ -31,16 +30,12 @@ class Subject:
     """A model, and what of it and of a text is measured.
 
     Attributes:
-        reading: of the model, all layers.
-        tokens: ``[batch, pos]``, ids of the texts that are measured, padded on the right.
-        real: ``[batch, pos]``, False at padding.
+        tokens: ids of the texts that are measured, padded on the right, where ``real`` is False.
         given: number of tokens that were given.
         words: of the first text, one string per position.
         asked: the layers asked for; None for all.
-        specs: of these layers.
-        heads: those shown, of each of these layers.
-        sample: if they are a sample of those asked for, which one.
-        sampled: the number of heads that it was drawn from; 0 if it is none.
+        specs, heads: of these layers.
+        sample: if the heads are a sample of those asked for, which one; ``sampled`` is how many those were, or 0.
     """
 
     reading: ModelReading
@@ -56,7 +51,7 @@ class Subject:
 
     @property
     def model(self) -> Any:
-        """As given."""
+        """The model itself."""
         return self.reading.model
 
     @property
@@ -113,13 +108,8 @@ class Subject:
 
     def excerpt(self) -> str:
         """How the first text begins."""
-        shown = "".join(self.words[:_EXCERPT]) if self.has_words else " ".join(self.words[:_EXCERPT])
-        return shown + (" …" if len(self.words) > _EXCERPT else "")
-
-    @property
-    def has_words(self) -> bool:
-        """Whether tokens have names besides their numbers."""
-        return self.words != [str(i) for i in self.tokens[0].tolist()]
+        nameless = self.words == [str(i) for i in self.first[0].tolist()]  # a model without a tokenizer
+        return (" " if nameless else "").join(self.words[:60]) + (" …" if len(self.words) > 60 else "")
 
     def name(self) -> str:
         """What the model is called, as far as it knows."""
@@ -151,7 +141,8 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
             raise
         raise ValueError(f"text cannot be used: {error}") from error
     context = getattr(model.cfg, "n_ctx", None) or POSITIONS
-    tokens, real = _padded_right(texts)
+    order = texts.real.long().argsort(dim=1, descending=True, stable=True)[:, : texts.longest]
+    tokens, real = texts.tokens.gather(1, order), texts.real.gather(1, order)  # padding behind the texts
     if isinstance(text, str) and tokens.shape[1] > min(STRETCH, context):
         tokens = _stretches(model, text, tokens[0], min(STRETCH, context))
         real = torch.ones_like(tokens, dtype=torch.bool)
@@ -159,11 +150,6 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
     whole = Subject(reading, tokens, real, sum(texts.lengths), [], asked, specs, chosen)
     subject = whole.some(min(POSITIONS, context), TOKENS)
     return replace(subject, words=token_words(model, subject.first[0]))
-
-
-def _padded_right(texts: Texts) -> tuple[Int[Tensor, "batch pos"], Bool[Tensor, "batch pos"]]:
-    order = texts.real.long().argsort(dim=1, descending=True, stable=True)[:, : texts.longest]
-    return texts.tokens.gather(1, order), texts.real.gather(1, order)
 
 
 def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) -> Int[Tensor, "batch pos"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from functools import partial
 from importlib.metadata import version
 
 import pandas as pd
@@ -164,34 +163,26 @@ def analysed(subject: Subject) -> str:
 
 
 def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
-    """The papers' claims beside the figures of this model."""
-    two_axis = partial(_correlation, column="r_two_axis")
-    three_axis = partial(_correlation, column="r_three_axis")
-    of_text = partial(_correlation, column="r")
-    claims: dict[str, tuple[SectionName, Callable[[Found], tuple[str, str]], str]] = {
+    """The correlations of this model beside those of the papers."""
+    claims: dict[str, tuple[SectionName, str, str]] = {
         "r, two-axis model, at controlled distances": (
             "shares",
-            two_axis,
+            "r_two_axis",
             f"0.959 {A}; random initialisation far lower",
         ),
-        "r, three-axis model, at controlled distances": ("shares", three_axis, MISSING),
-        "r, three-axis fit of the text’s own scores": ("additivity", of_text, MISSING),
-        "loss added with 5 % of the tokens exchanged (nats)": (
-            "perturbation",
-            _disorder,
-            f"up to 5 % is tolerated {A}",
-        ),
-        "head with the largest added loss": ("ablation", _largest_drop, f"one head of an early layer {B}"),
+        "r, three-axis model, at controlled distances": ("shares", "r_three_axis", MISSING),
+        "r, three-axis fit of the text’s own scores": ("additivity", "r", MISSING),
     }
     rows = []
-    for measure, (name, read, papers) in claims.items():
-        one = found.get(name)
+    for measure, (name, column, papers) in claims.items():
+        one, random = found.get(name), MISSING
         if one is None or one.refused:
-            absent = "not measured" if one and one.failed else "not for this model"
-            here, random = absent if one else "not asked for", MISSING
+            here = "not asked for" if one is None else "not measured" if one.failed else "not for this model"
         else:
-            here, random = read(one)
-            here += f"; {one.sampled}" if one.sampled else ""
+            r = by_head(one.trained)[column]
+            here = f"{number(r.mean())} ({number(r.min())} to {number(r.max())})" if len(r) > 1 else number(r.mean())
+            here = here if r.notna().any() else "undefined: no head’s scores vary"
+            random = MISSING if one.random is None else number(one.random[column].mean())
         rows.append({"measure": measure, "this model": here, "random": random, "the papers": papers})
     small = "Results for a small model may not transfer to a large one, or the other way round. "
     text = (
@@ -202,29 +193,6 @@ def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
     )
     body = table("headline", "The papers’ claims, and this model", pd.DataFrame(rows))
     return f'<section id="headline"><h2>Headline numbers</h2>{body}{paragraph(text)}</section>\n'
-
-
-def _correlation(found: Found, column: str) -> tuple[str, str]:
-    r = by_head(found.trained)[column]
-    random = MISSING if found.random is None else number(found.random[column].mean())
-    if not r.notna().any():
-        return "undefined: no head’s scores vary", random
-    return f"{number(r.mean())} ({number(r.min())} to {number(r.max())})" if len(r) > 1 else number(r.mean()), random
-
-
-def _disorder(found: Found) -> tuple[str, str]:
-    rows = found.trained[found.trained["fraction"] == _FEW].set_index("kind")
-    changes = ", ".join(f"{kind} {signed(value)}" for kind, value in rows["added_loss"].items())
-    return changes if rows["moved"].any() else "no token moves in so short a text", MISSING
-
-
-def _largest_drop(found: Found) -> tuple[str, str]:
-    effects = found.trained.set_index(HEAD)["effect"]
-    most = effects.max()
-    if not most > 0:
-        return "none: the loss is no higher without any of them", MISSING
-    share = 100 * most / effects.clip(lower=0).sum()
-    return f"{head_label(*effects.idxmax())}: {signed(most)} nats, {share:.0f} % of the sum over heads", MISSING
 
 
 def _millions(n: int) -> str:

@@ -189,7 +189,7 @@ def plot_substitution(
     figure.update_xaxes(title=title_of(measure, table), range=[low, high])
     order = {"categoryorder": "array", "categoryarray": ranked["name"].to_numpy()}
     figure.update_yaxes(title="components that are kept", automargin=True, showgrid=False, **order)
-    return add_title(figure, title, "Scores replaced by components of their additive fit")
+    return add_title(figure, title, "Scores replaced by components of their additive fit, everywhere")
 
 
 def _errors(table: pd.DataFrame, measure: str) -> dict[str, Any] | None:
