@@ -17,7 +17,6 @@ from tl_posdisent.report.sample import narrowed
 from tl_posdisent.report.subject import read_subject
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
-HEAD = ["layer", "head"]
 OPTIONS: Any = {"control": 0, "seed": 5, "progress": False}
 
 
@@ -35,9 +34,7 @@ def test_a_sample_is_named_and_its_numbers_are_those_of_its_heads(
     document = Document(path)
     assert document.wrong == []
     text = said(document)
-    assert "Measured on 12 of the 40 heads: 2 whose scores the distance explains best, 2 whose scores the key" in text
-    assert "8 drawn from all layers with seed 5." in text  # of ablation
-    assert "2 without which the loss rises most, 6 drawn" in text  # of the ladder
+    assert text.count("Measured on 12 of the 40 heads, drawn from all layers with seed 5.") == 2
     lists = [re.findall(r"L\dH\d", part) for part in document.source.split("The heads measured</summary>")[1:]]
     ablated, climbed = (list(dict.fromkeys(part[:12])) for part in lists)
     assert len(ablated) == len(climbed) == 12
@@ -46,15 +43,9 @@ def test_a_sample_is_named_and_its_numbers_are_those_of_its_heads(
     shown = [as_number(row["loss without it"]) for row in document.rows("heads-ablation")]
     assert shown == pytest.approx(drops["value"].tolist(), abs=6e-5)
     assert sum(int((~np.isnan(trace["z"].astype(float))).sum()) for trace in document.drawn("Verdict by head")) == 12
-    r = tp.additivity(model, TOKENS, progress=False).groupby(HEAD).mean()
-    for column in ("share_distance", "share_key"):
-        assert {tp.utils.validation.head_label(*pair) for pair in r[column].nlargest(2).index} <= set(ablated)
-    worst = drops.set_index(HEAD)["effect"].nlargest(2).index
-    assert {tp.utils.validation.head_label(*pair) for pair in worst} <= set(climbed)
     sentences = re.findall(r"<li>(.*?)</li>", document.source.split('<section id="verdict">')[1].split("</section>")[0])
     assert len(sentences) == 2
     assert all("12 of the 40 heads were measured" in sentence for sentence in sentences)
-    assert "additivity" not in {found.get("id") for _, found in document.attributes}  # measured for the sample only
 
 
 @pytest.mark.parametrize("n", [1, 3, 5, 12, 39])
@@ -62,7 +53,7 @@ def test_drawn_heads_are_spread_over_layers_and_follow_the_seed(n: int, monkeypa
     monkeypatch.setattr(sample, "BUDGET", 0.0)
     monkeypatch.setattr(sample, "LEAST", n)
     subject = read_subject(tp.load_demo_model(), TOKENS, None, None, None)
-    samples = [narrowed("ablation", subject, {}, seed).pairs for seed in (0, 0, 1)]
+    samples = [narrowed("ablation", subject, seed).pairs for seed in (0, 0, 1)]
     assert samples[0] == samples[1]
     assert samples[0] != samples[2] or n == 39
     for pairs in samples:
@@ -71,13 +62,13 @@ def test_drawn_heads_are_spread_over_layers_and_follow_the_seed(n: int, monkeypa
         sizes = pd.Series([layer for layer, _ in pairs]).value_counts()
         assert len(sizes) == min(n, 5)
         assert sizes.max() - sizes.min() <= 1
-    assert narrowed("shares", subject, {}, 0).pairs == subject.pairs
+    assert narrowed("shares", subject, 0).pairs == subject.pairs
 
 
 def test_small_models_are_measured_whole() -> None:
     subject = read_subject(tp.load_demo_model(), tp.demo_tokens(length=1024).view(2, 512), None, None, None)
     for name in measurements.SECTIONS:
-        part = narrowed(name, subject, {}, 0)
+        part = narrowed(name, subject, 0)
         assert (part.pairs, part.sample) == (subject.pairs, "")
 
 

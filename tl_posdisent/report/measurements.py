@@ -28,7 +28,7 @@ from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 
-from .sample import affordable, narrowed
+from .sample import narrowed
 from .subject import Subject
 
 SectionName = Literal["additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation", "ladder"]
@@ -89,9 +89,7 @@ def measure(
     Raises:
         ValueError: none of them can be made for this model.
     """
-    # What shows or samples heads by their additivity.
-    ranked = "heads" in wanted or any(affordable(name, subject) < len(subject.pairs) for name in wanted)
-    needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and ranked)]
+    needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and "heads" in wanted)]
     found: dict[SectionName, Found] = {}
     with tqdm(total=len(needed) + control, desc="report", disable=not progress) as bar:
         for name in needed:
@@ -127,12 +125,7 @@ def by_head(table: pd.DataFrame) -> pd.DataFrame:
 
 def _try(name: SectionName, subject: Subject, found: Mapping[SectionName, Found], seed: int) -> Found:
     """A measurement, or why there is none: errors of the input (``ValueError``) and of the computation."""
-    by_heads: dict[str, pd.DataFrame] = {
-        other: by_head(one.trained)
-        for other, one in found.items()
-        if other in ("additivity", "ablation") and not one.refused
-    }
-    part = narrowed(name, subject, by_heads, seed)
+    part = narrowed(name, subject, seed)
     try:
         if name == "heads":
             return found["additivity"] if found["additivity"].refused else Found(_heads(part, found["additivity"]))

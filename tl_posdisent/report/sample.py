@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import zip_longest
 
 import numpy as np
-import pandas as pd
 
 from .subject import POSITIONS, TOKENS, Subject
 
@@ -19,11 +17,6 @@ BUDGET = 3e12
 processor; for models of a few million parameters that is more than all heads need."""
 LEAST = 12
 """Heads that are always measured."""
-_ENDS = (  # column of a table by head, and what its largest values are
-    ("share_distance", "whose scores the distance explains best"),
-    ("share_key", "whose scores the key explains best"),
-    ("effect", "without which the loss rises most"),
-)
 
 
 def texts_of(name: str, subject: Subject) -> Subject:
@@ -40,27 +33,13 @@ def affordable(name: str, subject: Subject) -> int:
     return min(len(subject.pairs), max(LEAST, int(BUDGET / each)))
 
 
-def narrowed(name: str, subject: Subject, tables: Mapping[str, pd.DataFrame], seed: int) -> Subject:
-    """The texts that a section reads, and the heads that it measures: all, or a sample within its budget.
-
-    A sixth of a sample each are the heads with the highest values of what ``tables`` have; the others are drawn.
-    """
+def narrowed(name: str, subject: Subject, seed: int) -> Subject:
+    """The texts that a section reads, and the heads that it measures: all, or a random sample within its budget."""
     part, n = texts_of(name, subject), affordable(name, subject)
     if n == len(subject.pairs):
         return part
-    chosen: list[tuple[int, int]] = []
-    said: list[str] = []
-    for column, what in _ENDS:
-        for table in (table for table in tables.values() if column in table):
-            ranked = table.dropna(subset=column).sort_values(column, ascending=False, kind="stable")
-            pairs = [(int(layer), int(head)) for layer, head in zip(ranked["layer"], ranked["head"], strict=True)]
-            new = [pair for pair in pairs if pair in subject.pairs and pair not in chosen][: n // 6]
-            chosen += new
-            said += [f"{len(new)} {what}"] if new else []
-    drawn = _spread([pair for pair in subject.pairs if pair not in chosen], n - len(chosen), seed)
-    said.append(f"{len(drawn)} drawn from all layers with seed {seed}")
-    how = f"Measured on {n} of the {len(subject.pairs)} heads: {', '.join(said)}."
-    return part.only([*chosen, *drawn], how)
+    how = f"Measured on {n} of the {len(subject.pairs)} heads, drawn from all layers with seed {seed}."
+    return part.only(_spread(subject.pairs, n, seed), how)
 
 
 def _spread(pairs: list[tuple[int, int]], n: int, seed: int) -> list[tuple[int, int]]:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
 from tl_posdisent.rope.variance_decomposition import COMPONENTS
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
 from tl_posdisent.viz.plots.curves import plot_distance, plot_perturbation
-from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_subspaces, wavelengths
-from tl_posdisent.viz.plots.verdict_maps import plot_verdicts
+from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_subspaces, plot_verdicts, wavelengths
+from tl_posdisent.viz.widgets.layout import Layout, coloured_text
+from tl_posdisent.viz.widgets.offline import Widget, text_token
+from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns
 
-from .head_widgets import ALONE, exhibits
 from .markup import ROWS, escape, figure, folded, map_height, paragraph, table
-from .measurements import HEAD, LADDER, PERTURBATIONS, SHARES, Found, SectionName, by_head
+from .measurements import HEAD, LADDER, PERTURBATIONS, SHARES, Exhibits, Found, SectionName, by_head
 from .subject import Subject
 from .summary import A, B
 
@@ -31,6 +34,8 @@ TITLES: dict[SectionName, str] = {
     "ablation": "Head ablation",
     "ladder": "Attention ladder",
 }
+_SHOWN = 24  # tokens on the axes of a chart
+_ALONE = {name: f"{name.removeprefix('share_')} alone" for name in SHARES}
 _RANKED = 12  # heads in the table of the most positional
 _LINES = 8  # heads in one figure of profiles
 _BARS = 96  # heads with a bar each; of more, the means by layer
@@ -44,7 +49,7 @@ def section(name: SectionName, subject: Subject, found: Found) -> tuple[str, lis
         why = "Not measured." if found.failed else "Not for this model."
         content = paragraph(f"<strong>{why}</strong> {escape(found.refused)}", "refused")
     elif name == "heads":
-        content, scripts = exhibits(subject, found.trained)
+        content, scripts = _exhibits(subject, found.trained)
     else:
         content = (_reads(subject, found.read) if found.read else "") + _SECTIONS[name](subject, found)
         content += paragraph(escape(found.note), "refused") if found.note else ""
@@ -86,7 +91,7 @@ def _additivity(subject: Subject, found: Found) -> str:
         trained = trained.merge(random[[*HEAD, "r"]], on=HEAD, suffixes=("", "_random"), how="left")
         columns.append("r_random")
     titles = {"r2_adjusted": "adjusted r²", "r_random": "random r", "r_without_first": "r without the first token"}
-    titles |= ALONE
+    titles |= _ALONE
     ranked = trained.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
     listed = trained if len(trained) <= ROWS else ranked  # of many heads those that are linked to
     every = table("heads-r", "Every head, mean over texts", listed[columns], titles, heads="named")
@@ -258,6 +263,54 @@ def _ladder(subject: Subject, found: Found) -> str:
     titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
     caption = "Heads with an effect: the gap, and the share of it that each pattern recovers"
     return content + table("ladder", caption, listed, titles)
+
+
+def _exhibits(subject: Subject, shown: Exhibits) -> tuple[str, list[str]]:
+    """The HTML of the widgets, with what to look for; and their scripts."""
+    n, scripts = min(_SHOWN, subject.lengths[0]), list[str]()
+
+    def place(widget: Widget) -> str:
+        element, script = widget.element_and_script(f"widget-{len(scripts)}")
+        scripts.append(script)
+        return f'<div class="widget">{element}</div>'
+
+    ends = shown.ranking if len(shown.ranking) <= 6 else pd.concat([shown.ranking.head(3), shown.ranking.tail(3)])
+    content = paragraph(
+        f"Scores of the first {n} tokens of the first text: rows are queries, columns keys, red is high, blue low. The "
+        "distance component has stripes along the diagonal, the query component rows, the key component columns; "
+        "fitted is their sum, and the residual is the difference between scores and fit."
+    )
+    content += table("ends", "The most and the least additive heads, mean over texts", ends, _ALONE)
+    both = {"Most additive": shown.most, "Least additive": shown.least}
+    for title, (layer, head) in list(both.items())[: len(set(both.values()))]:
+        fit, scores, label = shown.fits[layer], shown.scores[layer], head_label(layer, head)
+        pattern = scores.double().masked_fill(~fit.mask.to(scores.device), -torch.inf).softmax(-1)
+        components, patterns = f"{label}: the scores and their components", f"{label}: softmax of scores and fit"
+        content += f"<h3>{title}: {label}</h3>" + paragraph(f"r = {float(fit.r[0, head]):.3f} in this text.")
+        options: dict[str, Any] = {"positions": range(n)}
+        content += place(show_parts(fit, subject.words, head, scores=scores, title=components, **options))
+        content += paragraph("The softmax of these scores, and that of the fit alone.")
+        content += place(show_patterns(fit, subject.words, pattern, heads=[head], title=patterns, **options))
+    content += "<h3>Key component by token</h3>"
+    content += paragraph("The key component of the scores of these layers, as the colours of the text.")
+    return content + place(_key_importance(subject, shown)), scripts
+
+
+def _key_importance(subject: Subject, shown: Exhibits) -> Widget:
+    """``show_key_importance`` of the first tokens. The first of all is often a sink, and would leave others pale."""
+    n = min(2 * _SHOWN, subject.lengths[0])
+    layers = sorted(shown.fits.items(), key=lambda one: one[0] != shown.most[0])
+    heads = sorted({head for layer, _ in layers for head in subject.heads[layer]})
+    values = {f"layer {layer}": fit.key[0, heads, :n].double() for layer, fit in layers}
+    largest = max(float(key[:, 1:].abs().max()) for key in values.values())
+    note = (
+        "How much higher than the head’s average a token’s scores are as a key. The first token may be beyond the "
+        "scale. Point at a token for its number."
+    )
+    words = [text_token(word) for word in subject.words[:n]]
+    return coloured_text(
+        values, [str(head) for head in heads], words, Layout(max(largest, 1e-9), "Key importance", note)
+    )
 
 
 _SECTIONS: dict[SectionName, Callable[[Subject, Found], str]] = {

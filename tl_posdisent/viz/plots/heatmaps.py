@@ -1,4 +1,4 @@
-"""Heat maps: a number for each head, or for each subspace of each head."""
+"""Heat maps: a number or a verdict for each head, or a number for each subspace of each head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.utils.validation import check_integer
-from tl_posdisent.viz.palette import DIVERGING, SEQUENTIAL
+from tl_posdisent.viz.palette import DIVERGING, GREY, SEQUENTIAL, VERDICTS
 
 from .axis_titles import add_title, natural_range, title_of, whole, without_unit
 from .table_checks import check_table, head_index, mean_over_texts
@@ -68,7 +68,7 @@ def plot_heads(
         errors = table.pivot(index="layer", columns="head", values=error)
         heat.update(customdata=errors.to_numpy(dtype=float), hovertemplate=heat.hovertemplate + " ± %{customdata:.2g}")
     figure = add_title(go.Figure(heat), title, f"{without_unit(title_of(value, table))}, by layer and head")
-    return as_map(figure, "head", "layer")
+    return _as_map(figure, "head", "layer")
 
 
 def plot_subspaces(
@@ -174,10 +174,68 @@ def plot_distance_sources(
     heat = _heat_map(grid, "share of the distance profile's variance", True, limits, "share")
     heat.update(x=order, y=order, hovertemplate="query from %{y}, key from %{x}: %{z:.4g}")
     figure = add_title(go.Figure(heat), title, f"Sources of the distance profile of head {head}")
-    return as_map(figure, "source of the key", "source of the query")
+    return _as_map(figure, "source of the key", "source of the query")
 
 
-def as_map(figure: go.Figure, x: str, y: str) -> go.Figure:
+def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
+    """Plot the verdict of each head: layers on y, the first at the top, heads on x.
+
+    Hovering shows the rung and the gap in nats per token.
+
+    Args:
+        table: of ``head_verdicts``: ``layer``, ``head``, ``verdict`` and ``gap``, one row for each head.
+        title: of the figure; default counts the heads of each verdict.
+
+    Raises:
+        ValueError: a table without these columns or without rows; rows of layers or of the whole model; several for a
+            head.
+
+    Example:
+        >>> import pandas as pd
+        >>> from tl_posdisent.viz import plot_verdicts
+        >>> verdicts = pd.DataFrame(
+        ...     {"layer": [0, 0], "head": [0, 1], "verdict": ["static", "no effect"], "gap": [0.2, 0.0]}
+        ... )
+        >>> plot_verdicts(verdicts).data[0].text.tolist()
+        [['S', '–']]
+    """
+    table = check_table(table, ["layer", "head", "verdict"], ["gap"], "head_verdicts")
+    index = ["layer", "head"]
+    mean_over_texts(table, index, ["gap"])  # refuses what has no head, or several rows for one
+    verdicts = table["verdict"].astype(str)
+    names = [name for name in VERDICTS if name in set(verdicts)] + sorted(set(verdicts) - set(VERDICTS))
+    rungs, errors = table.get("rung", verdicts), table.get("error", [float("nan")] * len(table))
+    cells = table[["layer", "head"]].assign(
+        number=verdicts.map(names.index),
+        letter=["–" if name == "no effect" else name[0].upper() for name in verdicts],
+        hover=[
+            f"{verdict} ({rung})<br>gap {gap:.3g} ± {error:.2g} nats per token"
+            for verdict, rung, gap, error in zip(verdicts, rungs, table["gap"], errors, strict=True)
+        ],
+    )
+    grids = cells.pivot(index="layer", columns="head")
+    codes, n = grids["number"], len(names)
+    steps = [(k / n, VERDICTS.get(name, GREY)) for k, name in enumerate(names)]
+    heat = go.Heatmap(
+        x=whole(codes.columns),
+        y=whole(codes.index),
+        z=codes.to_numpy(dtype=float, na_value=float("nan")),
+        zmin=-0.5,
+        zmax=n - 0.5,
+        colorscale=[(at + part / n, colour) for at, colour in steps for part in (0, 1)],
+        colorbar={"title": "verdict", "tickvals": list(range(n)), "ticktext": names},
+        text=grids["letter"].fillna("").to_numpy(),
+        texttemplate="%{text}" if codes.size <= WRITTEN else None,
+        customdata=grids["hover"].fillna("").to_numpy(),
+        hovertemplate="layer %{y}, head %{x}: %{customdata}",
+        name="",
+    )
+    counted = ", ".join(f"{(verdicts == name).sum()} {name}" for name in names)
+    figure = add_title(go.Figure(heat), title, "What the predictions need of each head's attention", counted)
+    return _as_map(figure, "head", "layer")
+
+
+def _as_map(figure: go.Figure, x: str, y: str) -> go.Figure:
     """Title the axes of a map of categories, with the first row at the top."""
     figure.update_xaxes(title=x, type="category", showgrid=False)
     return figure.update_yaxes(title=y, type="category", autorange="reversed", showgrid=False)

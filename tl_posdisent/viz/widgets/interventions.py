@@ -104,7 +104,7 @@ def show_interventions(
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer.
-        hooks: ``[(hook name, function), ...]``, as every intervention of this package returns them.
+        hooks: of an intervention, or any ``fwd_hooks``.
         layer: whose attention to show; the hooks may act anywhere.
         what: ``"pattern"``, or ``"scores"`` where the model shows them.
         heads: default all.
@@ -143,12 +143,7 @@ def show_interventions(
 
 
 def _seen(model: Any, ids: Tensor, tap: str, hooks: Sequence[Hook]) -> Tensor:
-    """Activation at one hook of the model, under other hooks."""
     held: list[Tensor] = []
-
-    def listen(x: Tensor, hook: Any) -> None:
-        held.append(x.detach())
-
     with applied(model, hooks):
-        run(model, ids, [(tap, listen)])
+        run(model, ids, [(tap, lambda x, hook: held.append(x.detach()))])
     return held[-1]

@@ -1,8 +1,7 @@
 """circuitsvis without a network: the page contains its library, and data in the page are never run as code.
 
-circuitsvis's own HTML contacts google.com at every display and then loads its library from unpkg.com; it allows a token
-of the text to become a script of the page; and it leaves its ``<div>`` open, which then contains what follows. So the
-page is written here, and only the drawing code is circuitsvis's.
+circuitsvis's own HTML contacts google.com at every display and allows a token of the text to become a script of the
+page, so the page is written here, and only the drawing code is circuitsvis's.
 """
 
 from __future__ import annotations

@@ -1,25 +1,26 @@
-"""Score matrices of heads as circuitsvis widgets: the scores, their components, and the attention patterns."""
+"""Score matrices of heads as widgets: scores, components and patterns. Only the cells shown are computed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.utils.validation import check_choice, is_integer
+from tl_posdisent.additive.score_checks import check_scores
+from tl_posdisent.utils.validation import check_choice, check_flag, is_integer
 
-from .fit_cells import additive_pattern, check_alike, check_fit, components_of
 from .layout import head_selector
 from .offline import Widget
 from .raster import beside
-from .selection import Options, choose
+from .selection import Choice, Options, choose, pick
 
 ScoreComponent = Literal["scores", "fitted", "distance", "query", "key", "residual"]
 _COMPONENTS = get_args(ScoreComponent)
+Matrices = Float64[Tensor, "head query key"]
 _MEAN = "Scores and fitted scores are shown without each head's mean."
 
 
@@ -77,7 +78,7 @@ def show_scores(
         raise ValueError(f"scores must be given to show the component {component!r}: the fit does not keep them")
     options = Options(heads, text, positions, scale, title, raster)
     choice = choose(check_fit(fit), tokens, options, more=1)
-    components = components_of(fit, choice, scores, centred=centred)
+    components = _components(fit, choice, scores, centred=centred)
     titles = {"fitted": "The fitted scores", "scores": "The scores", "residual": "What the fit leaves of the scores"}
     layout = choice.layout(
         components.values(),
@@ -128,7 +129,7 @@ def show_parts(
     names = [name for name in _COMPONENTS if scores is not None or name not in ("scores", "residual")]
     options = Options([head], text, positions, scale, title, raster)
     choice = choose(check_fit(fit), tokens, options, charts=len(names))
-    components = components_of(fit, choice, scores, centred=centred)
+    components = _components(fit, choice, scores, centred=centred)
     layout = choice.layout(
         components.values(),
         f"Head {head}: the scores and their components",
@@ -169,10 +170,10 @@ def show_patterns(
         >>> show_patterns(fit, model.to_str_tokens(tokens[0]), cache["pattern", 3])
         Widget('Attention patterns: the model and its additive scores')
     """
-    check_alike(fit, "pattern", pattern)
+    _check_alike(fit, "pattern", pattern)
     options = Options(heads, text, positions, scale, title, raster)
     choice = choose(check_fit(fit), tokens, options, charts=2)
-    additive, inside = additive_pattern(fit, choice)
+    additive, inside = _additive_pattern(fit, choice)
     own = choice.of(pattern.detach()).to(additive.device)
     if not bool(((own >= 0) & (own <= 1.01))[inside].all()):  # 1.01: bfloat16
         raise ValueError("pattern must be probabilities, from 0 to 1, as the softmax of scores is")
@@ -184,3 +185,59 @@ def show_patterns(
         causal=fit.cells.low >= 0,
     )
     return beside(shown, choice, layout)
+
+
+def check_fit(fit: Any) -> tuple[int, ...]:
+    """The shape of the scores that were fitted."""
+    if not isinstance(fit, AdditiveFit):
+        raise ValueError(f"fit must be an AdditiveFit, got {type(fit).__name__}")
+    return (*fit.intercept.shape, fit.cells.n_query, fit.cells.n_key)
+
+
+def _check_alike(fit: AdditiveFit, name: str, x: Any) -> None:
+    """Raise unless a tensor has the scores' shape."""
+    shape = check_fit(fit)
+    if not isinstance(x, Tensor) or tuple(check_scores(x).shape) != shape:
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must have the fitted shape {shape}, got {got}")
+
+
+def _components(fit: AdditiveFit, choice: Choice, scores: Tensor | None, *, centred: bool) -> dict[str, Matrices]:
+    """All components of the chosen cells, 0 outside the mask; without the intercept if ``centred``."""
+    check_flag("centred", centred)
+    if scores is not None:
+        _check_alike(fit, "scores", scores)
+    components, mean, inside = _cells(fit, choice, choice.positions)
+    fitted = components["distance"] + components["query"] + components["key"] + (0.0 if centred else mean)
+    components["fitted"] = fitted
+    if scores is not None:
+        components["scores"] = choice.of(scores.detach()).to(mean.device) - (mean if centred else 0.0)
+        components["residual"] = components["scores"] - fitted
+    return {name: torch.where(inside, x, 0.0) for name, x in components.items()}
+
+
+def _additive_pattern(fit: AdditiveFit, choice: Choice) -> tuple[Matrices, Bool[Tensor, "head query key"]]:
+    """The softmax of the fitted scores over all keys, of the chosen cells; and which of these the mask leaves."""
+    components, mean, inside = _cells(fit, choice, range(fit.cells.n_key))
+    fitted = components["distance"] + components["query"] + components["key"] + mean
+    pattern = fitted.masked_fill(~inside, -torch.inf).softmax(-1)[:, :, choice.positions]
+    inside = inside[:, :, choice.positions]
+    return torch.where(inside, pattern, 0.0), inside  # a row of nothing has no softmax
+
+
+def _cells(
+    fit: AdditiveFit, choice: Choice, keys: Sequence[int]
+) -> tuple[dict[str, Matrices], Float64[Tensor, "head 1 1"], Bool[Tensor, "head query key"]]:
+    """The three components at the chosen queries and these keys, the intercept, and the mask there."""
+    cells, device = fit.cells, fit.query.device
+    rows, columns = (torch.tensor(list(x), device=device) for x in (choice.positions, keys))
+    block = cells.inside(slice(int(rows[0]), int(rows[-1]) + 1), slice(int(columns[0]), int(columns[-1]) + 1))
+    inside = block[..., rows - rows[0], :][..., columns - columns[0]]
+    inside = pick(inside.expand(*fit.intercept.shape, *inside.shape[-2:]), choice.rows)
+    distance, query, key = (pick(x, choice.rows, cell_axes=1) for x in (fit.distance, fit.query, fit.key))
+    components = {
+        "distance": distance[:, (rows[:, None] - columns).clamp(cells.low, cells.high) - cells.low],
+        "query": query[:, rows, None].expand(inside.shape),
+        "key": key[:, None, columns].expand(inside.shape),
+    }
+    return components, pick(fit.intercept, choice.rows, cell_axes=0)[:, None, None], inside

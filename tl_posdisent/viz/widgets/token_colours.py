@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from tl_posdisent.additive.result import AdditiveFit
 
-from .fit_cells import check_fit
 from .layout import Layout, coloured_text
 from .offline import Widget, text_token
+from .score_matrices import check_fit
 from .selection import check_heads, check_scale, check_title, check_tokens, pick
 
 
@@ -24,9 +24,8 @@ def show_key_importance(
 ) -> Widget:
     """Show the text with tokens coloured by their key component: tokens with high scores for all queries.
 
-    Red keys get more attention than the head's average from every query, blue ones less; in units of the scores, so
-    that 0.69 more doubles a key's weight in the softmax. A list chooses the head; all have the same colour scale. Point
-    at a token for its number.
+    Red keys get more attention than the head's average from every query, blue ones less; 0.69 more doubles a key's
+    weight in the softmax. A list chooses the head; all have the same colour scale.
 
     Args:
         fit: of scores ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``; or one for each layer,
@@ -36,9 +35,6 @@ def show_key_importance(
         text: which entry of the first axis, if the scores have four.
         scale: magnitude of the darkest colours, in units of the scores; default the largest there is.
         title: default says what is shown.
-
-    Returns:
-        A ``Widget``: circuitsvis's ``RenderedHTML`` with ``save(path)``.
 
     Raises:
         ValueError: unusable arguments.
@@ -52,7 +48,7 @@ def show_key_importance(
         >>> show_key_importance(fits, model.to_str_tokens(tokens[0]))
         Widget('Key importance')
     """
-    return _show("key", fit, tokens, heads, text, scale, check_title(title, "Key importance"))
+    return _show("key", fit, tokens, heads, text, scale=scale, title=title)
 
 
 def show_query_bias(
@@ -83,24 +79,16 @@ def show_query_bias(
         >>> show_query_bias(fit_additive(cache["attn_scores", 3]), model.to_str_tokens(tokens[0]))
         Widget('Query bias')
     """
-    return _show("query", fit, tokens, heads, text, scale, check_title(title, "Query bias"))
+    return _show("query", fit, tokens, heads, text, scale=scale, title=title)
 
 
-_NOTES = {
-    "key": "How much higher than the head's average a token's scores are as a key, apart from distance and query.",
-    "query": "How much higher than the head's average a token's scores are as a query; the softmax ignores that.",
+_COMPONENTS = {
+    "key": ("Key importance", "as a key, apart from distance and query."),
+    "query": ("Query bias", "as a query; the softmax ignores that."),
 }
 
 
-def _show(
-    component: Literal["key", "query"],
-    fit: AdditiveFit | Mapping[int, AdditiveFit],
-    tokens: Sequence[str],
-    heads: Iterable[int] | None,
-    text: int,
-    scale: float | None,
-    title: str,
-) -> Widget:
+def _show(component: Literal["key", "query"], fit: Any, tokens: Any, heads: Any, text: int, **look: Any) -> Widget:
     fits = {f"layer {layer}": one for layer, one in fit.items()} if isinstance(fit, Mapping) else {"": fit}
     shapes = {check_fit(one) for one in fits.values()}
     if len(shapes) != 1:
@@ -110,6 +98,7 @@ def _show(
     words = words[-n_query:] if component == "query" else words
     chosen, rows = check_heads(batch, heads, text)
     shown = {name: pick(getattr(one, component), rows, cell_axes=1) for name, one in fits.items()}
-    note = f"{_NOTES[component]} Point at a token for its number."
-    layout = Layout(check_scale(scale, shown.values()), title, note)
+    title, note = _COMPONENTS[component]
+    note = f"How much higher than the head's average a token's scores are {note} Point at a token for its number."
+    layout = Layout(check_scale(look["scale"], shown.values()), check_title(look["title"], title), note)
     return coloured_text(shown, [str(head) for head in chosen], [text_token(word) for word in words], layout)
