@@ -140,14 +140,6 @@ def test_a_figure_can_be_zoomed_and_saved(path: Path, opened: Open, tmp_path: Pa
     assert page.complaints == []
 
 
-def test_contents_lead_to_sections(path: Path, opened: Open) -> None:
-    page = opened(path)
-    page.settle(CANVASES)
-    page.page.get_by_role("link", name="Head ablation").click()
-    top = page.page.locator("#ablation").evaluate("x => x.getBoundingClientRect().top")
-    assert abs(top) < 5
-
-
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_on_a_phone(dark: bool, path: Path, opened: Open) -> None:
     page = opened(path, width=390, dark=dark)

@@ -120,20 +120,6 @@ def test_patterns(opened: Open, tmp_path: Path) -> None:
     assert page.picture(0) == first
 
 
-def test_interventions_of_the_demo_model(opened: Open, tmp_path: Path) -> None:
-    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=24)
-    widget = tp.show_interventions(model, tokens, tp.dummy_distance(model, 3), layer=4)
-    page = opened(saved(widget, tmp_path))
-    page.settle(3)
-    page.screenshot("interventions")
-    assert page.page.locator("figcaption").all_inner_texts() == ["before", "after", "after − before"]
-    pictures = [page.picture(n) for n in range(3)]
-    assert len(set(pictures)) == 3
-    page.page.get_by_label("head").select_option("5")
-    page.settle(3)
-    assert all(page.picture(n) != pictures[n] for n in range(3))
-
-
 def test_coloured_text(opened: Open, tmp_path: Path) -> None:
     _, fit = two_heads()
     page = opened(saved(tp.viz.show_key_importance({3: fit, 7: fit}, WORDS), tmp_path))
@@ -151,15 +137,6 @@ def test_coloured_text(opened: Open, tmp_path: Path) -> None:
     assert tooltip[0] == "·two"
     assert float(tooltip[1]) == pytest.approx(key[2].item(), abs=1e-3)
     page.screenshot("key_importance_tooltip")
-
-
-def test_query_bias(opened: Open, tmp_path: Path) -> None:
-    scores = torch.tensor([0.0, 0, 0, 0, 3, 0])[:, None].expand(6, 6).clone()
-    page = opened(saved(tp.viz.show_query_bias(tp.fit_additive(scores), WORDS), tmp_path))
-    tokens = page.page.locator(".colored-tokens").locator("span > span")
-    colours = tokens.evaluate_all("all => all.map(x => getComputedStyle(x).backgroundColor)")
-    assert colours[4] == "rgb({}, {}, {})".format(*HIGH)
-    assert page.page.locator("select").count() == 0  # of a single head
 
 
 def hostile_widgets() -> dict[str, Callable[[], Widget]]:

@@ -16,7 +16,6 @@ from support.imports import PACKAGE, sources
 import tl_posdisent as tp
 from tl_posdisent.rope import COMPONENTS
 from tl_posdisent.viz import palette
-from tl_posdisent.viz.widgets.raster import palette as raster_palette
 
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear sRGB: rows are red, green, blue.
 VISION = {
@@ -130,8 +129,6 @@ def test_every_picture_has_these_colours() -> None:
     widget = str(tp.show_scores(fit, list("abcd"), heads=[0]))
     assert f'"negativeColor":"{palette.NEGATIVE}","positiveColor":"{palette.POSITIVE}"' in widget
     assert f"{palette.NEGATIVE},#fff,{palette.POSITIVE}" in widget
-    image = raster_palette()
-    assert image[1:] == [tuple(bytes.fromhex(palette.diverging(n / 127)[1:])) for n in range(-127, 128)]
 
 
 def test_no_other_file_has_colours_of_its_own() -> None:

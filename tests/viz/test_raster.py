@@ -53,21 +53,6 @@ def fitted(heads: int, length: int) -> tuple[Tensor, tp.AdditiveFit, list[str]]:
     return scores, tp.fit_additive(scores), [f" w{i}" for i in range(length)]
 
 
-def test_pixels_are_the_values() -> None:
-    """Of every head and part, to half a step of the scale; grey after the query, and nowhere else."""
-    scores, fit, words = fitted(3, 20)
-    widget = tp.show_scores(fit, words, "residual", scores=scores, heads=[2, 0], raster=True)
-    data = data_of(widget)
-    residual = fit.residual(scores)
-    for picture, head in zip(data["choices"], (2, 0), strict=True):
-        numbers, _ = decoded(picture[0]["src"])
-        seen = values(numbers, data["scale"])
-        causal = torch.ones(20, 20, dtype=torch.bool).tril()
-        assert torch.equal(seen.isnan(), ~causal)
-        assert (seen - residual[head])[causal].abs().max() <= 0.5001 * data["scale"] / 127
-        assert f"of head {head}, 20 queries (rows)" in picture[0]["alt"]
-
-
 def test_colours_are_those_of_the_charts() -> None:
     """White is 0, the ends are the two colours, and both ways the colours only get darker."""
     palette = raster.palette()
@@ -98,23 +83,29 @@ def test_what_is_refused_as_a_chart_is_drawn_as_an_image() -> None:
     assert "raster" not in str(refusal.value)
 
 
-def test_other_widgets_too() -> None:
-    """Patterns and differences: the same numbers as the charts of the same call."""
-    scores, fit, words = fitted(2, 10)
-    pattern = scores.masked_fill(torch.ones(10, 10, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+def test_images_have_the_numbers_of_the_charts() -> None:
+    """To half a step of the scale, of every widget, head and component; grey after the query, and nowhere else."""
+    scores, fit, words = fitted(3, 20)
+    pattern = scores.masked_fill(torch.ones(20, 20, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
     for make in (
-        lambda r: tp.show_patterns(fit, words, pattern, raster=r),
+        lambda r: tp.show_patterns(fit, words, pattern, heads=[2, 0], raster=r),
         lambda r: tp.viz.show_change(pattern, pattern.flip(0), words, positions=[2, 5, 9], raster=r),
         lambda r: tp.show_parts(fit, words, 1, scores=scores, raster=r),
     ):
         chart, images = data_of(make(False)), data_of(make(True))
         assert images["captions"] == chart["captions"]
+        assert images["tokens"] == chart["common"]["tokens"]
         assert images["scale"] == chart["common"]["maxValue"]
         for of_chart, of_image in zip(chart["choices"], images["choices"], strict=True):
             for one, image in zip(of_chart, of_image, strict=True):
                 seen = values(decoded(image["src"])[0], images["scale"])
                 known = torch.tensor(one["attention"], dtype=torch.float64)
                 inside = torch.ones_like(known, dtype=torch.bool).tril()
+                assert torch.equal(seen.isnan(), ~inside)
                 error = (seen - known)[inside].abs().max()
                 assert error <= (0.5 / 127 + 0.001) * images["scale"]  # half a step, and the chart's rounding
-    assert data_of(tp.viz.show_change(pattern, pattern, words, positions=[2, 5], raster=True))["positions"] == [2, 5]
+    assert data_of(tp.show_patterns(fit, words, pattern, positions=[2, 5], raster=True))["positions"] == [2, 5]
+    full = tp.fit_additive(scores, mask="full")
+    (image,) = data_of(tp.show_scores(full, words, heads=[0], raster=True))["choices"][0]
+    assert not (decoded(image["src"])[0] == 0).any()
+    assert "of head 0, 20 queries (rows)" in image["alt"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from circuitsvis.utils.render import RenderedHTML
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import zoo
 
@@ -110,9 +110,7 @@ def test_side_by_side_they_add_up() -> None:
 
 def test_all_parts_have_one_scale() -> None:
     fit = tp.fit_additive(random_scores(2))
-    scales = {data(tp.show_scores(fit, WORDS, p))["common"]["maxValue"] for p in PARTS[:4]}
-    assert len(scales) == 1
-    assert scales == {data(tp.show_scores(fit, WORDS, heads=[0, 1]))["common"]["maxValue"]}
+    assert len({data(tp.show_scores(fit, WORDS, p))["common"]["maxValue"] for p in PARTS[:4]}) == 1
 
 
 @pytest.mark.parametrize("kind", FITS)
@@ -336,10 +334,12 @@ def test_the_library_is_where_it_was() -> None:
 
 
 @given(st.text(st.characters(), max_size=12))
+@example("λόγος日本naïve🙂<|endoftext|>Ġcat")
 def test_tokens_are_visible_and_harmless(token: str) -> None:
     seen = offline.visible(token)
     assert seen
     assert seen.isprintable()
+    assert seen == token or not token.isprintable() or " " in token or not token
     assert not any(c.isspace() for c in seen)
     assert len(offline.axis_token(token)) <= 24
     text = offline.text_token(token)
@@ -349,8 +349,3 @@ def test_tokens_are_visible_and_harmless(token: str) -> None:
     assert script.isascii()
     assert not set("<>&") & set(script)
     assert json.loads(script) == {"tokens": [token]}
-
-
-def test_plain_words_stay_as_they_are() -> None:
-    for word in ("the", "λόγος", "日本", "naïve", "🙂", "<|endoftext|>", "Ġcat"):
-        assert offline.visible(word) == word

@@ -19,34 +19,19 @@ LEAST = 12
 """Heads that are always measured."""
 
 
-def texts_of(name: str, subject: Subject) -> Subject:
-    """The subject with the texts that a section reads."""
-    positions, tokens = READ.get(name, (POSITIONS, TOKENS))
-    return subject.some(min(subject.lengths) if name == "distance" else positions, tokens)
-
-
-def affordable(name: str, subject: Subject) -> int:
-    """How many heads of the subject a section measures."""
-    if name not in PASSES:
-        return len(subject.pairs)
-    each = PASSES[name] * subject.parameters() * sum(texts_of(name, subject).lengths)
-    return min(len(subject.pairs), max(LEAST, int(BUDGET / each)))
-
-
 def narrowed(name: str, subject: Subject, seed: int) -> Subject:
     """The texts that a section reads, and the heads that it measures: all, or a random sample within its budget."""
-    part, n = texts_of(name, subject), affordable(name, subject)
-    if n == len(subject.pairs):
+    positions, tokens = READ.get(name, (POSITIONS, TOKENS))
+    part = subject.some(min(subject.lengths) if name == "distance" else positions, tokens)
+    each = PASSES.get(name, 0) * subject.parameters() * sum(part.lengths)
+    n = max(LEAST, int(BUDGET / each)) if each else len(subject.pairs)
+    if n >= len(subject.pairs):
         return part
-    how = f"Measured on {n} of the {len(subject.pairs)} heads, drawn from all layers with seed {seed}."
-    return part.only(_spread(subject.pairs, n, seed), how)
-
-
-def _spread(pairs: list[tuple[int, int]], n: int, seed: int) -> list[tuple[int, int]]:
-    """Heads drawn one after another from each layer, layers in random order."""
     random = np.random.default_rng(seed)
     layers: dict[int, list[tuple[int, int]]] = {}
-    for index in random.permutation(len(pairs)):
-        layers.setdefault(pairs[index][0], []).append(pairs[index])
-    rounds = zip_longest(*layers.values())
-    return [pair for some in rounds for pair in some if pair is not None][:n]
+    for index in random.permutation(len(subject.pairs)):
+        layers.setdefault(subject.pairs[index][0], []).append(subject.pairs[index])
+    # One after another from each layer, layers in random order.
+    drawn = [pair for some in zip_longest(*layers.values()) for pair in some if pair is not None][:n]
+    how = f"Measured on {n} of the {len(subject.pairs)} heads, drawn from all layers with seed {seed}."
+    return part.only(drawn, how)

@@ -85,17 +85,13 @@ def plot_deposit(
         important heads alone against their number, and the sufficient set as a larger marker.
 
     Raises:
-        ValueError: a table without ``layer``, ``head`` and ``effect``, or without rows; several rows for a head; an
-            unknown option; ``sufficient`` that is no result of ``sufficient_heads``.
+        ValueError: a table without these columns or rows; several rows for a head; an unknown option.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
         >>> from tl_posdisent.viz import plot_deposit
         >>> table = head_ablation(load_demo_model(), demo_tokens(length=64), layers=[4], progress=False)
-        >>> figure = plot_deposit(table, better="lower")
-        >>> bool(figure.data[0].y[5] == table["effect"][5])
-        True
-        >>> figure.layout.annotations[0].text == f"layer 4, head {table['effect'].argmax()}"
+        >>> bool(plot_deposit(table, better="lower").data[0].y[5] == table["effect"][5])
         True
     """
     check_choice("better", better, ("lower", "higher"))
@@ -158,8 +154,7 @@ def plot_substitution(
         errors of a column such as ``change_se``.
 
     Raises:
-        ValueError: a table without ``scope``, ``put_in``, ``keep`` and ``measure``, or without rows of scope ``"all"``;
-            an unknown measure.
+        ValueError: a table without these columns, or without rows of scope ``"all"``; an unknown measure.
 
     Example:
         >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model

@@ -47,7 +47,7 @@ def plot_distance(
 
     Raises:
         ValueError: neither a fit nor a table with these columns; several rows for a distance of a head; wavelengths
-            that are not numbers above 0; ``log`` with negative distances.
+            not above 0; ``log`` with negative distances.
 
     Example:
         >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, plot_distance, read_attention
@@ -56,10 +56,8 @@ def plot_distance(
         >>> fit = fit_additive(cache["attn_scores", 3])
         >>> wavelengths = read_attention(model, 3).rotary.wavelengths.tolist()
         >>> figure = plot_distance(fit, wavelengths=wavelengths, log=False)
-        >>> [line.name for line in figure.data][5:]
-        ['head 5', 'head 6', 'head 7', 'wavelengths']
-        >>> bool(figure.data[5].y[100] == fit.distance[0, 5, 100])
-        True
+        >>> figure.data[5].name, figure.data[8].name, bool(figure.data[5].y[100] == fit.distance[0, 5, 100])
+        ('head 5', 'wavelengths', True)
         >>> [line.name for line in plot_distance(fit, top=2).data][-3:]  # the grey ones, and two in colour
         ['6 other heads', 'head 5', 'head 2']
     """
@@ -177,14 +175,10 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve
         >>> from tl_posdisent.viz import plot_perturbation
-        >>> table = perturbation_curve(
-        ...     load_demo_model(), demo_tokens(length=96), ["index"], [0, 0.1, 0.5], seeds=2, progress=False
-        ... )
+        >>> table = perturbation_curve(load_demo_model(), demo_tokens(length=96), ["index"], [0, 0.5], progress=False)
         >>> band, line = plot_perturbation(table).data
         >>> line.name, list(line.y) == table["added_loss"].tolist()
         ('index', True)
-        >>> bool(band.y[2] == table["added_loss"][2] + table["added_loss_se"][2])  # the upper edge
-        True
     """
     table = check_table(table, ["kind"], ["fraction", measure, f"{measure}_se"], "perturbation_curve")
     figure = go.Figure()
@@ -230,8 +224,7 @@ def plot_length(
         title: of the figure; default says what it shows.
 
     Raises:
-        ValueError: no table; a table without ``start``, ``stop`` and the measures, or without rows; one by layer or
-            head; no measure.
+        ValueError: no table or measure; a table without ``start``, ``stop`` and the measures; one by layer or head.
 
     Example:
         >>> from tl_posdisent import demo_tokens, length_generalization, load_demo_model
@@ -276,24 +269,19 @@ def plot_training(run: TrainRun | pd.DataFrame, *, title: str | None = None) -> 
         title: of the figure; default says what it shows.
 
     Returns:
-        A figure of two panels. A training point is the mean since the previous point, with dropout; a test point is
-        measured with the model at that step.
+        A figure of two panels. A training point is the mean since the previous point, with dropout.
 
     Raises:
-        ValueError: neither a run nor a table with ``step``, ``loss``, ``accuracy``, ``test_loss`` and
-            ``test_accuracy``; no rows.
+        ValueError: neither a run nor a table with its columns and rows.
 
     Example:
-        >>> from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, train
+        >>> import pandas as pd
         >>> from tl_posdisent.viz import plot_training
-        >>> task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=4, max_length=6, n_ctx=6)
-        >>> shape = dict(d_vocab=task.d_vocab, n_ctx=task.n_ctx, n_out=task.n_out, pad_id=task.pad_id)
-        >>> model = SyntheticModel(SyntheticConfig(n_layers=1, d_model=16, n_heads=2, d_mlp=16, **shape))
-        >>> config = TrainConfig(epochs=1, batch_size=32, n_train=320, n_test=100, lr=1e-2, log_every=5)
-        >>> run = train(model, task, config, progress=False)
-        >>> loss, test_loss, accuracy, test_accuracy = plot_training(run).data
-        >>> loss.x.tolist(), float(test_accuracy.y[-1]) == run.test_accuracy
-        ([5, 10], True)
+        >>> columns = ["step", "loss", "accuracy", "test_loss", "test_accuracy"]
+        >>> rows = pd.DataFrame([(5, 2.0, 0.1, 2.1, 0.1), (10, 1.0, 0.6, 1.2, 0.5)], columns=columns)
+        >>> loss, test_loss, accuracy, test_accuracy = plot_training(rows).data
+        >>> loss.x.tolist(), test_accuracy.y.tolist()
+        ([5, 10], [0.1, 0.5])
     """
     measures = ("loss", "accuracy")
     table = run.metrics if isinstance(run, TrainRun) else run
@@ -326,8 +314,7 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str 
         with one row per step and layer, one panel with a line for each layer.
 
     Raises:
-        ValueError: a table without ``step``, ``layer`` or this column, without rows, or with several rows for a step of
-            one head.
+        ValueError: a table without these columns or rows; several rows for a step of one head.
 
     Example:
         >>> import pandas as pd

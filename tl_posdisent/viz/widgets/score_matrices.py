@@ -58,9 +58,6 @@ def show_scores(
         raster: draw images instead of charts, a pixel for each cell: for 2048 positions of two heads, or 512 of 32. A
             list chooses the head.
 
-    Returns:
-        A ``Widget``: circuitsvis's ``RenderedHTML`` with ``save(path)``.
-
     Raises:
         ValueError: unusable arguments; more cells than a browser draws: the error names a choice that is not.
 
