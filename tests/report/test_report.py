@@ -58,65 +58,50 @@ def agrees(document: Document, table: str, titles: dict[str, str], frame: pd.Dat
         assert any(shown), (table, title)
 
 
+def over_texts(model: Any, **options: Any) -> pd.DataFrame:
+    return tp.additivity(model, TOKENS, progress=False, **options).groupby(HEAD, as_index=False).mean()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str], tuple[Any, Document]]) -> None:
     model, document = made(backend)
-    copies = list(tp.random_control(model, [5, 6]))
-
-    def over_texts(m: Any) -> pd.DataFrame:
-        return tp.additivity(m, TOKENS, progress=False).groupby(HEAD, as_index=False).mean()
-
-    r, chance = over_texts(model), sum(over_texts(m)["r"] for m in copies) / 2
-    r["chance"] = chance
-    without = tp.additivity(model, TOKENS, sinks=1, progress=False).groupby(HEAD, as_index=False).mean()
-    r["without"] = without["r"]
-    columns = {"r": "r", "adjusted r²": "r2_adjusted", "random r": "chance"}
-    columns["r without the first token"] = "without"
+    copies, quiet = list(tp.random_control(model, [5, 6])), {"progress": False}
+    r = over_texts(model)
+    r["random r"] = sum(over_texts(m)["r"] for m in copies) / 2
+    r["r without the first token"] = over_texts(model, sinks=1)["r"]
+    columns = {name: name for name in ("r", "random r", "r without the first token")} | {"adjusted r²": "r2_adjusted"}
     columns |= {f"{part} alone": f"share_{part}" for part in ("distance", "query", "key")}
     agrees(document, "heads-r", columns, r)
-    by_layer = r.groupby("layer").agg(
-        mean=("r", "mean"),
-        low=("r", "min"),
-        high=("r", "max"),
-        chance=("chance", "mean"),
-        without=("without", "mean"),
-    )
-    titles = {"mean r": "mean", "lowest": "low", "highest": "high", "random": "chance"}
-    titles["without the first token"] = "without"
-    agrees(document, "layers-r", titles, by_layer)
+    by_layer = r.groupby("layer")[["r", "random r", "r without the first token"]].mean()
+    by_layer["low"], by_layer["high"] = r.groupby("layer")["r"].min(), r.groupby("layer")["r"].max()
+    titles = {"mean r": "r", "lowest": "low", "highest": "high", "random": "random r"}
+    agrees(document, "layers-r", titles | {"without the first token": "r without the first token"}, by_layer)
     ends = r.sort_values("r", ascending=False, kind="stable")
     agrees(document, "ends", {"r": "r"}, pd.concat([ends.head(3), ends.tail(3)]))
 
-    shares = tp.controlled_distance(model, TOKENS, progress=False)
+    shares = tp.controlled_distance(model, TOKENS, **quiet)
+    random_shares = pd.concat([tp.controlled_distance(m, TOKENS, **quiet) for m in copies])
     titles = {"r two axis": "r_two_axis", "r three axis": "r_three_axis"}
-    titles |= {effect.replace(":", " × "): effect for effect in tp.rope.COMPONENTS}
-    agrees(document, "heads-shares", titles, shares)
-    random_shares = [tp.controlled_distance(m, TOKENS, progress=False) for m in copies]
-    agrees(
-        document,
-        "layers-shares",
-        {"random r two axis": "r_two_axis"},
-        pd.concat(random_shares).groupby("layer").mean(),
-    )
+    agrees(document, "heads-shares", titles | {e.replace(":", " × "): e for e in tp.rope.COMPONENTS}, shares)
+    agrees(document, "layers-shares", {"random r two axis": "r_two_axis"}, random_shares.groupby("layer").mean())
 
-    patterns = tp.subspace_patterns(model, TOKENS, progress=False).groupby("subspace").mean()
-    titles = {"turn": "turn", "concentration of keys": "key_concentration", "distance": "distance"}
-    agrees(document, "subspaces", titles | {"semantic": "semantic", "interaction": "interaction"}, patterns)
+    patterns = tp.subspace_patterns(model, TOKENS, **quiet).groupby("subspace").mean()
+    titles = {name: name for name in ("turn", "distance", "semantic", "interaction")}
+    agrees(document, "subspaces", titles | {"concentration of keys": "key_concentration"}, patterns)
 
-    curve = tp.perturbation_curve(model, TOKENS, fractions=FRACTIONS, seeds=[5, 6], progress=False)
+    curve = tp.perturbation_curve(model, TOKENS, fractions=FRACTIONS, seeds=[5, 6], **quiet)
     assert [row["kind"] for row in document.rows("perturbation")] == curve["kind"].tolist()
     titles = {"added loss": "added_loss", "standard error": "added_loss_se", "KL": "kl"}
     agrees(document, "perturbation", titles, curve, 4)
     agrees(document, "perturbation", {"accuracy": "accuracy", "tokens moved": "moved"}, curve)
 
-    drops = tp.head_ablation(model, TOKENS, progress=False)
+    drops = tp.head_ablation(model, TOKENS, **quiet)
     agrees(document, "heads-ablation", {"loss without it": "value", "added loss": "effect"}, drops, 4)
     worst = drops.sort_values("effect", ascending=False).head(8)
     agrees(document, "ablation", {"added loss": "effect"}, worst, 4)
 
-    texts: dict[str, Any] = {"tokens": TOKENS[:1], "heldout": TOKENS[1:], "controls": [], "progress": False}
-    ladder = tp.attention_ladder(model, rungs=LADDER, **texts)
+    ladder = tp.attention_ladder(model, TOKENS[:1], rungs=LADDER, heldout=TOKENS[1:], controls=[], **quiet)
     found = tp.head_verdicts(ladder).query("verdict != 'no effect'").sort_values("gap", ascending=False)
     recovered = ladder.pivot(index=HEAD, columns="rung", values="recovered").reset_index()
     found = found.merge(recovered, on=HEAD, how="left", suffixes=("", "_rung"))
@@ -124,16 +109,15 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     titles = {"gap (nats per token)": "gap", "± standard error": "error", "distance + sink": "distance+sink"}
     agrees(document, "ladder", titles | {rung: rung for rung in ("static", "banded")}, found)
 
-    headline = {row["measure"]: row for row in document.rows("headline")}
-    two_axis, three_axis, own = headline.values()
-    for row, here, random in (
-        (two_axis, shares["r_two_axis"], pd.concat(random_shares)["r_two_axis"]),
-        (three_axis, shares["r_three_axis"], pd.concat(random_shares)["r_three_axis"]),
-        (own, r["r"], chance),
-    ):
+    correlations = (
+        (shares["r_two_axis"], random_shares["r_two_axis"]),
+        (shares["r_three_axis"], random_shares["r_three_axis"]),
+        (r["r"], r["random r"]),
+    )
+    for row, (here, random) in zip(document.rows("headline"), correlations, strict=True):
         assert row["this model"] == f"{here.mean():.3f} ({here.min():.3f} to {here.max():.3f})"
         assert as_number(row["random"]) == pytest.approx(random.mean(), abs=6e-4)
-    assert "0.959" in two_axis["the papers"]
+    assert "0.959" in document.rows("headline")[0]["the papers"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -315,9 +299,9 @@ def test_hooks_of_the_user_are_measured(tmp_path: Path) -> None:
     model = tp.load_demo_model()
     with model.hooks(fwd_hooks=tp.dummy_distance(model, 3, layers=[4])):
         path = tp.report(model, TOKENS, tmp_path / "r.html", sections=["additivity"], control=0, progress=False)
-        table = tp.additivity(model, TOKENS, progress=False).groupby(HEAD, as_index=False).mean()
+        table = over_texts(model)
     agrees(Document(path), "heads-r", {"r": "r", "distance alone": "share_distance"}, table)
-    plain = tp.additivity(model, TOKENS, progress=False).groupby(HEAD, as_index=False).mean()
+    plain = over_texts(model)
     assert (plain["r"] - table["r"]).abs().max() > 0.01
 
 

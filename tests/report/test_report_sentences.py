@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 from support.documents import Document
 
-from tl_posdisent.report.markup import table
 from tl_posdisent.report.measurements import Found
 from tl_posdisent.report.sections import section
 from tl_posdisent.report.summary import verdict
@@ -125,14 +124,6 @@ def test_each_sentence_links_to_its_section_or_to_heads() -> None:
     assert len(items) == 4
     assert all('href="#' in item for item in items)
     assert 'href="#L0H1">L0H1</a> (0.50)' in page
-
-
-def test_links_lead_to_rows() -> None:
-    rows = heads(r=[0.1, 0.2, 0.3, 0.4])
-    named, linked, plain = (table("a", "A", rows, heads=kind) for kind in ("named", "linked", "plain"))
-    assert set(re.findall(r'href="#(L\dH\d)"', linked)) == set(re.findall(r'<a id="(L\dH\d)"', named))
-    assert len(re.findall("<a ", linked)) == 4
-    assert "<a" not in plain
 
 
 @pytest.mark.usefixtures("unchecked")

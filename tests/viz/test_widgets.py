@@ -238,50 +238,41 @@ def _editable(model: Any) -> bool:
     return tp.read_attention(model, 0).scores_editable
 
 
-def test_hooks_that_do_not_fire(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    with pytest.raises(ValueError, match="does not have"):
-        tp.show_interventions(model, zoo.random_tokens(), [("no.hook", lambda x, hook: x)], layer=0)
-
-
 # --- refusals -----------------------------------------------------------------------------------------------
 
-
-def shown(**changed: Any) -> Widget:
-    scores = random_scores(2, 3)
-    arguments = {"fit": tp.fit_additive(scores), "tokens": WORDS, **changed}
-    return tp.show_scores(arguments.pop("fit"), arguments.pop("tokens"), arguments.pop("component", "key"), **arguments)
+SCORES = random_scores(2, 3)
+FIT = tp.fit_additive(SCORES)
+LOWEST = torch.finfo(torch.float32).min
 
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("show", "message"),
     [
-        ({"fit": tp.fit_additive(random_scores(1, 1, 2))}, r"to be shown, got 3 leading axes: \(1, 1, 2\)"),
-        ({"tokens": [*WORDS[:-1], 3]}, "tokens must be a list of strings, .* got 3 in it"),
-        ({"component": "scores"}, "scores must be given to show the component 'scores'"),
-        ({"component": "residual"}, "scores must be given to show the component 'residual'"),
-        ({"scores": random_scores(3)}, r"scores must have the fitted shape \(2, 3, 8, 8\), got \(3, 8, 8\)"),
-        ({"positions": [3, 2]}, r"positions must be ascending, got \[3, 2\]"),
+        (lambda: tp.show_scores(tp.fit_additive(random_scores(1, 1, 2)), WORDS), r"got 3 leading axes: \(1, 1, 2\)"),
+        (lambda: tp.show_scores(FIT, [*WORDS[:-1], 3]), "tokens must be a list of strings, .* got 3 in it"),
+        (lambda: tp.show_scores(FIT, WORDS, "scores"), "scores must be given to show the component 'scores'"),
+        (lambda: tp.show_scores(FIT, WORDS, "residual"), "scores must be given to show the component 'residual'"),
+        (lambda: tp.show_scores(FIT, WORDS, scores=SCORES[0]), r"scores must have the fitted shape \(2, 3, 8, 8\)"),
+        (lambda: tp.show_scores(FIT, WORDS, positions=[3, 2]), r"positions must be ascending, got \[3, 2\]"),
+        (
+            lambda: tp.viz.show_change(SCORES.masked_fill(torch.eye(N).bool(), -torch.inf), SCORES, WORDS),
+            "before must be finite inside the mask",
+        ),
+        (
+            lambda: tp.viz.show_change(SCORES, SCORES.masked_fill(torch.eye(N).bool(), LOWEST), WORDS),
+            "after must be finite inside the mask",
+        ),
+        (
+            lambda: tp.viz.show_key_importance({0: FIT, 1: tp.fit_additive(SCORES[:1])}, WORDS),
+            "one of the same shape for each layer",
+        ),
+        (lambda: tp.viz.show_key_importance({}, WORDS), "one of the same shape for each layer"),
     ],
 )
-def test_refusals(wrong: dict[str, Any], message: str) -> None:
+def test_refusals(show: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shown(**wrong)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_other_refusals() -> None:
-    scores = random_scores(2)
-    fit = tp.fit_additive(scores)
-    with pytest.raises(ValueError, match="before must be finite inside the mask"):
-        tp.viz.show_change(scores.masked_fill(torch.eye(N).bool(), -torch.inf), scores, WORDS)
-    with pytest.raises(ValueError, match="after must be finite inside the mask"):
-        tp.viz.show_change(scores, scores.masked_fill(torch.eye(N).bool(), torch.finfo(torch.float32).min), WORDS)
-    with pytest.raises(ValueError, match="one of the same shape for each layer"):
-        tp.viz.show_key_importance({0: fit, 1: tp.fit_additive(scores[:1])}, WORDS)
-    with pytest.raises(ValueError, match="one of the same shape for each layer"):
-        tp.viz.show_key_importance({}, WORDS)
+        show()
 
 
 @pytest.mark.parametrize(("charts", "more"), [(1, 1), (3, 0)])
