@@ -226,30 +226,3 @@ def test_tools_for_rotation_name_what_is_missing(kind: str, name: str, tool: str
     missing = "rotated already" if name == "deepseek_v3" else "has no rotary position embedding"
     with pytest.raises(ValueError, match=rf"{tool} needs rotary .* layer 0 of {architecture} .*{missing}"):
         TOOLS[tool](model)
-
-
-WRONG_LAYERS = [
-    ([2], r"layers must be integers from 0 to 1 \(.*\), got 2"),
-    ([-3], r"layers must be integers from 0 to 1 \(.*\), got -3"),
-    ([True], r"layers must be integers from 0 to 1 \(.*\), got True"),
-    ([1.0], r"layers must be integers from 0 to 1 \(.*\), got 1\.0"),
-    (["0"], r"layers must be integers from 0 to 1 \(.*\), got '0'"),
-    ([0, 0], r"layers must name at least one and none twice, got \[0, 0\]"),
-    ([], r"layers must name at least one and none twice, got \[\]"),
-    ("01", "layers must be an integer or a sequence of integers, got '01'"),
-    ({0: [1]}, r"layers must be an integer or a sequence of integers, got \{0: \[1\]\}"),
-]
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(("layers", "message"), WRONG_LAYERS)
-def test_wrong_layers_are_told_what_is_wrong(layers: Any, message: str, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_model(shared_model("bridge", "llama-gqa"), layers)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("layer", [5, -3, True, "0", None])
-def test_wrong_layer(layer: Any, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match=rf"layers? must be integers from 0 to 1 \(.*\), got {layer!r}"):
-        read_attention(shared_model("bridge", "llama-gqa"), layer)

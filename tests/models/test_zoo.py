@@ -94,44 +94,11 @@ def test_no_parameter_is_trivial(name: str) -> None:
     assert not constant, "a model whose norms are all one and biases all zero hides mistakes"
 
 
-def test_copies_are_fresh_and_equal_and_leave_the_global_generator_alone() -> None:
-    state = torch.get_rng_state()
-    first, second = zoo.hf_model("llama"), zoo.hf_model("llama")
-    assert torch.equal(torch.get_rng_state(), state)
-    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
-    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in pairs)
-    assert not torch.equal(first.lm_head.weight, zoo.hf_model("llama-gqa").lm_head.weight)
-
-
-def test_hf_logits_do_not_notice_a_bridge() -> None:
-    before = zoo.hf_logits("gemma2", TOKENS)
-    bridge = zoo.bridge("gemma2")
-    with torch.no_grad():
-        bridge.blocks[0].attn.original_component.scaling = 0.0
-        assert not torch.allclose(bridge(TOKENS, return_type="logits"), before)
-    assert torch.equal(zoo.hf_logits("gemma2", TOKENS), before)
-
-
 def test_a_bridge_over_sdpa_attention() -> None:
     bridge = zoo.bridge("llama", attn="sdpa")
     assert bridge.original_model.config._attn_implementation == "sdpa"
     with torch.no_grad():
         assert_same_logits(bridge(TOKENS, return_type="logits"), zoo.hf_logits("llama", TOKENS))
-
-
-def test_names_are_told_apart() -> None:
-    assert set(zoo.BRIDGE_NAMES) | set(zoo.HOOKED_NAMES) <= set(zoo.NAMES)
-    assert ("cohere" in zoo.BRIDGE_NAMES) == (zoo.TL_MAJOR >= 4)
-    with pytest.raises(pytest.skip.Exception, match="no architecture for falcon"):
-        zoo.hooked("falcon")
-    with pytest.raises(ValueError, match="no such architecture"):
-        zoo.cases("lama")
-
-
-@pytest.mark.skipif(zoo.TL_MAJOR < 4, reason="TransformerLens 3 has HookedTransformer")
-def test_hooked_transformer_is_skipped_where_it_is_gone() -> None:
-    with pytest.raises(pytest.skip.Exception, match="removed in TransformerLens 4"):
-        zoo.hooked("llama")
 
 
 # --- the trained model --------------------------------------------------------------------------------------
@@ -150,22 +117,6 @@ def test_stories_logits_are_those_of_hugging_face(kind: str, shared_model: Any) 
     torch.testing.assert_close(got, stories.stories_logits(tokens), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["Once upon a time", "Lily said, “No!”", "日本\ntwo  spaces", "a", ""])
-def test_tokenizer_reads_back_what_it_wrote(text: str) -> None:
-    tokenizer = stories.stories_tokenizer()
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_sampled_stories() -> None:
-    story = stories.sample_story(64, seed=3)
-    assert story.shape == (1, 64)
-    assert story[0, 0] == stories.BOS
-    assert torch.equal(stories.sample_story(20, seed=3), story[:, :20])
-    assert not torch.equal(stories.sample_story(64, seed=4), story)
-    with pytest.raises(ValueError, match="at most the context of 512, got 513"):
-        stories.sample_story(513, seed=3)
-
-
 def test_training_shows() -> None:
     tokens = stories.sample_story(64, seed=0)
     with torch.no_grad():
@@ -179,10 +130,3 @@ def test_training_shows() -> None:
     with torch.no_grad():
         assert torch.equal(again(tokens).logits, logits["random"])
         assert not torch.allclose(other(tokens).logits, logits["random"])
-
-
-# --- the fixture that shares models -------------------------------------------------------------------------
-
-
-def test_shared_model_is_the_same_each_time(shared_model: Any) -> None:
-    assert shared_model("bridge", "llama") is shared_model("bridge", "llama")
