@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tl_posdisent.models.reading.forward import modules, points_among
+from tl_posdisent.models.reading.forward import modules
 
 
 def state(model: Any) -> tuple[Any, ...]:
@@ -28,7 +28,7 @@ def state(model: Any) -> tuple[Any, ...]:
 def state_of_model(model: Any) -> tuple[Any, ...]:
     """Hooks of both kinds, training flags, and a number per parameter that grows with every change in place."""
     parts: list[Any] = modules(model)  # without the names that torch and TransformerLens would make for them
-    points = points_among(parts)
+    points = [part for part in parts if "fwd_hooks" in vars(part)]
     return (
         [[id(handle.user_hook) for handle in (*point.fwd_hooks, *point.bwd_hooks)] for point in points],
         [list(point._forward_hooks) for point in points],

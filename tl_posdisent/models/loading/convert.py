@@ -178,26 +178,19 @@ def _check_lengths(model: HookedTransformer, hf_model: PreTrainedModel, *, what:
     kinds = {kind for x in named for kind in (x.values() if isinstance(x, dict) else [x]) if isinstance(kind, str)}
     if changing := sorted(kinds - {"default", "linear", "llama3", "yarn"}):
         raise _different(what, f"rotary frequencies change with the length of the text (rope_type {changing[0]})")
-    windows = [model.cfg.window_size if block.attn.attn_type == "local" else None for block in model.blocks]
-    found, wanted = (
-        [window if window and window < model.cfg.n_ctx else None for window in either]
-        for either in (windows, _hf_windows(hf_model.config))
-    )
+    config: Any = hf_model.config.get_text_config()
+    window, n_ctx = getattr(config, "sliding_window", None), model.cfg.n_ctx
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    if getattr(config, "attention_layers", None) is not None:  # GPT-Neo
+        window = config.window_size
+        layers = ["sliding_attention" if kind == "local" else "" for kind in config.attention_layers]
+    if getattr(config, "use_sliding_window", True) is False or not window or window >= n_ctx:
+        window = None
+    wanted = [window if kind == "sliding_attention" else None for kind in layers]
+    own = [model.cfg.window_size if block.attn.attn_type == "local" else None for block in model.blocks]
+    found = [size if size and size < n_ctx else None for size in own]
     if wanted != found:
         raise _different(what, f"sliding windows, layer by layer, are {found} instead of {wanted}")
-
-
-def _hf_windows(config: Any) -> list[int | None]:
-    """The sliding window of each layer; None where there is none."""
-    config = config.get_text_config()
-    n, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    kinds = getattr(config, "attention_layers", None)  # GPT-Neo
-    if kinds is not None:
-        return [config.window_size if kind == "local" else None for kind in kinds]
-    if not window or getattr(config, "use_sliding_window", True) is False:
-        return [None] * n
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * n
-    return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:

@@ -143,13 +143,11 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         tokenizer: given to the model (as a copy), so that ``to_tokens`` works without a network.
 
     Returns:
-        The converted model in evaluation mode: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
+        The converted model in evaluation mode.
 
     Raises:
-        ValueError: if this is no model of transformers; if the installed TransformerLens has no
-            HookedTransformer, does not know the architecture, or converts it to a model that computes
-            something else (largest difference of logits on random tokens above 1e-3 of the largest logit,
-            or rotary tables that differ).
+        ValueError: no model of transformers; the installed TransformerLens has no HookedTransformer, does not know the
+            architecture, or converts it to a model that computes something else (``check_same_logits``, rotary tables).
 
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
     >>> assert not has_hooked() or hooked_from_hf(demo_hf_model()).cfg.n_key_value_heads == 4
@@ -175,11 +173,11 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         tokenizer: given to the bridge (as a copy), so that ``to_tokens`` works without a network.
 
     Returns:
-        The bridge in evaluation mode: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
+        The bridge in evaluation mode.
 
     Raises:
-        ValueError: if this is no model of transformers; if TransformerLens is older than 3.4 or does not know the
-            architecture, or the bridge computes something else than the model did before it was wrapped.
+        ValueError: no model of transformers; TransformerLens is older than 3.4 or does not know the architecture; the
+            bridge computes something else than the model did before it was wrapped.
 
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
     >>> assert not has_bridge() or bridge_from_hf(demo_hf_model())(torch.tensor([[1, 2]])).shape == (1, 2, 1024)
@@ -279,13 +277,12 @@ def load_model(
         dtype: of the weights, to which those of a GGUF file are dequantised; float32 by default.
 
     Returns:
-        The model with its tokenizer, if it has one: token ids ``(batch, pos)`` to logits ``(batch, pos, vocab)``.
+        The model with its tokenizer, if it has one.
 
     Raises:
-        ValueError: for an unknown backend, device or dtype; a path where there is no directory; a directory or
-            repository without a whole model in safetensors format; a GGUF file of which transformers does not read
-            all; a package that is not installed; a model that the backend cannot represent truly. Code shipped
-            with a model is never run, and weights in pickles are never read.
+        ValueError: unknown backend, device or dtype; no such path; no whole model in safetensors format; a GGUF file
+            of which transformers does not read all; a package that is not installed; a model that the backend cannot
+            represent. Code shipped with a model is never run, and weights in pickles are never read.
 
     >>> import tempfile
     >>> from tl_posdisent.demo.demo_model import demo_hf_model

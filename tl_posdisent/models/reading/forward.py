@@ -95,23 +95,16 @@ def _ending_after(model: Any, stop: int | None) -> Iterator[None]:
 def hooked(model: Any, hooks: Sequence[Hook]) -> Iterator[None]:
     """``model.hooks``, but in this thread alone, and independent of other such contexts: ours may begin inside one and
     end outside."""
-    handles = []
+    points, handles = hook_points(model), []
     try:
-        for point, function in placed(model, hooks):
-            handles.append(point.register_forward_hook(_InThread(function, threading.get_ident())))
+        for name, function in hooks:
+            chosen = [points[name]] if isinstance(name, str) else [point for key, point in points.items() if name(key)]
+            for point in dict.fromkeys(chosen):  # once for a filter, which may accept several of its names
+                handles.append(point.register_forward_hook(_InThread(function, threading.get_ident())))
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def placed(model: Any, hooks: Sequence[Hook]) -> list[tuple[Any, Callable[..., Any]]]:
-    """Hook points and functions, in order; each point once for a filter, which may accept several of its names."""
-    points, found = hook_points(model), []
-    for name, function in hooks:
-        chosen = [points[name]] if isinstance(name, str) else [point for key, point in points.items() if name(key)]
-        found += [(point, function) for point in dict.fromkeys(chosen)]
-    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,11 +132,6 @@ def modules(model: Any) -> list[torch.nn.Module]:
             found[id(part)] = part
             waiting += [x for x in reversed(part._modules.values()) if x is not None]
     return list(found.values())
-
-
-def points_among(parts: list[torch.nn.Module]) -> list[Any]:
-    """The hook points among ``modules``; ``hook_dict``, which a bridge makes anew, takes longer."""
-    return [part for part in parts if "fwd_hooks" in vars(part)]
 
 
 _POINTS: ContextVar[tuple[Any, dict[str, Any]]] = ContextVar("points of the model at rest", default=(None, {}))
@@ -219,7 +207,8 @@ def at_rest(model: Any) -> Iterator[None]:
     """
     by_name = hook_points(model)
     points = list({id(point): point for point in by_name.values()}.values())
-    with _READING, restored(model), _known(model, by_name):
+    with _READING, restored(model):
+        token = _POINTS.set((model, by_name))
         before = [(point, vars(point).get("_call_impl")) for point in points]
         try:
             for point in points:
@@ -228,20 +217,11 @@ def at_rest(model: Any) -> Iterator[None]:
                 warnings.filterwarnings("ignore", message=".*edit is discarded.*")
                 yield
         finally:
+            _POINTS.reset(token)
             for point, own in before:
                 vars(point).pop("_call_impl", None)
                 if own is not None:
                     vars(point)["_call_impl"] = own
-
-
-@contextlib.contextmanager
-def _known(model: Any, points: dict[str, Any]) -> Iterator[None]:
-    """``hook_points`` of this model for the duration, in this thread."""
-    token = _POINTS.set((model, points))
-    try:
-        yield
-    finally:
-        _POINTS.reset(token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,19 +250,15 @@ def restored(model: Any) -> Iterator[None]:
     beside (such as the longest text so far), is the object that it was.
 
     Vectors, such as frequencies, which some models write over for each text, have the values that they had. Flags stay
-    as they are: a bridge notes in one that it has installed hooks of its own, which stay too, and would install them
-    again at every pass after one."""
+    as they are: a bridge notes in one that it has installed hooks of its own, which stay too."""
     plain = (int, float, Tensor, type(None))
-    saved = [
-        (
-            part,
-            dict(part._buffers),
-            {k: x for k, x in vars(part).items() if isinstance(x, plain) and type(x) is not bool},
-        )
-        for part in modules(model)
-    ]
-    found = [x for _, buffers, _ in saved for x in buffers.values() if x is not None and x.ndim == 1 and not x.is_meta]
-    vectors = {id(x): (x, x.clone()) for x in found}
+    saved = []
+    vectors: dict[int, tuple[Tensor, Tensor]] = {}
+    for part in modules(model):
+        numbers = {k: x for k, x in vars(part).items() if isinstance(x, plain) and type(x) is not bool}
+        saved.append((part, dict(part._buffers), numbers))
+        found = [x for x in part._buffers.values() if x is not None and x.ndim == 1 and not x.is_meta]
+        vectors |= {id(x): (x, x.clone()) for x in found if id(x) not in vectors}
     try:
         yield
     finally:
@@ -310,7 +286,11 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     """
     n_layers(model)
     if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
-        tokens, padded = _encode(model, [tokens] if isinstance(tokens, str) else tokens), True
+        rows, padded = encode(model, [tokens] if isinstance(tokens, str) else tokens), True
+        if len({row.shape[1] for row in rows}) != 1:  # padding is no text
+            lengths = [row.shape[1] for row in rows]
+            raise ValueError(f"tokens were given as texts of unequal length ({lengths} tokens): pass them one by one")
+        tokens = torch.cat(rows)
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens must be text or an integer tensor of shape (batch, pos), got {kind}")
@@ -396,12 +376,3 @@ def encode(model: Any, texts: list[str]) -> list[Int[Tensor, "1 _pos"]]:
         except UnicodeEncodeError as error:  # half a surrogate pair, as a broken JSON file may hold
             raise ValueError(f"tokens were given as text that is no UTF-8: {error}") from error
     return [model.to_tokens(text, truncate=False) for text in texts]
-
-
-def _encode(model: Any, texts: list[str]) -> Tensor:
-    """Texts of equal length as one batch."""
-    rows = encode(model, texts)
-    lengths = [row.shape[1] for row in rows]
-    if len(set(lengths)) != 1:  # padding is no text
-        raise ValueError(f"tokens were given as texts of unequal length ({lengths} tokens): pass them one by one")
-    return torch.cat(rows)

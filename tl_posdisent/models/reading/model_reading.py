@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from tl_posdisent.models.reading.attributes import architecture, attention_implementations, plain_settings
-from tl_posdisent.models.reading.forward import device_of, modules, points_among
+from tl_posdisent.models.reading.forward import device_of, modules
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
 from tl_posdisent.utils.validation import check_heads, check_indices
@@ -193,7 +193,11 @@ def _state(model: Any) -> dict[str, Any]:
         "grouping of keys": bool(getattr(model.cfg, "ungroup_grouped_query_attention", False)),
         "settings": plain_settings(model),
         "permanent hooks": {
-            (point.name, h.hook.id) for point in points_among(parts) for h in point.fwd_hooks if h.is_permanent
+            (part.name, handle.hook.id)
+            for part in parts
+            if "fwd_hooks" in vars(part)  # a hook point; a bridge makes its hook_dict anew, which takes longer
+            for handle in part.fwd_hooks
+            if handle.is_permanent
         },
     }
 
