@@ -120,10 +120,10 @@ def test_bad_vectors_are_refused(q: Any, k: Any, rotary: Rotary, match: str) -> 
 @pytest.mark.usefixtures("unchecked")
 def test_moments_of_different_layers_are_not_added() -> None:
     one = Moments.from_qk(*draw("half"), HALF)
-    with pytest.raises(ValueError, match="must have the same rotary"):
-        one + replace(one, rotary=Rotary(frequencies(4, 1e4)))
-    with pytest.raises(ValueError, match="must have the same rotary"):
-        one + replace(one, rotary=replace(HALF, pairing="adjacent"))
+    changes: dict[str, Any] = {"frequencies": frequencies(4, 1e4), "pairing": "adjacent", "angle_dtype": torch.float32}
+    for name, value in changes.items():
+        with pytest.raises(ValueError, match=f"must have the same rotary, got rotations that differ in {name}"):
+            one + replace(one, rotary=replace(HALF, **{name: value}))
     with pytest.raises(ValueError, match=r"must have the same shape, got \(2, 8\) and \(4, 8\)"):
         one + Moments.from_qk(torch.randn(3, 4, 8), torch.randn(3, 2, 8), HALF)
     with pytest.raises(TypeError, match="unsupported operand"):
