@@ -98,7 +98,7 @@ def test_text_and_files() -> None:
     assert torch.equal(long[:, :10], demo_tokens(length=10))
     assert int(long[0, 0]) == 0
     for length in (0, 100_000):
-        with pytest.raises(ValueError, match=f"length must be between 1 and .* got {length}"):
+        with pytest.raises(ValueError, match=f"length must be an integer from 1 to .* got {length}"):
             demo_tokens(length=length)
     with pytest.raises((ValueError, TypeCheckError), match="keras"):
         load_demo_model(backend="keras")  # type: ignore[arg-type]

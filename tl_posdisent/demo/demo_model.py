@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Int
-from safetensors.torch import load, load_file
+from safetensors import SafetensorError
+from safetensors.torch import load
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tl_posdisent.models.loading.load import Backend, TransformerLensModel, as_backend, check_backend, check_device
-from tl_posdisent.utils.validation import check_flag, check_seed, is_integer
+from tl_posdisent.utils.validation import check_flag, check_integer, check_seed
 
 BOS = "<|endoftext|>"
 
@@ -60,12 +61,8 @@ def demo_tokenizer(*, folder: Path | None = None) -> PreTrainedTokenizerFast:
 def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) -> Int[Tensor, "1 pos"]:
     """Return ``<|endoftext|>`` and the first ``length - 1`` tokens of the demo text, shape ``(1, length)``.
 
-    The model was trained on 512 positions; a longer excerpt tests how it extrapolates (a HookedTransformer has no
-    more positions than its context, except within ``longer_context``).
-
-    Args:
-        length: in tokens, the first one included.
-        device: where the ids go; the CPU by default.
+    The model was trained on 512 positions; a longer excerpt tests how it extrapolates (a HookedTransformer reads it
+    within ``longer_context``).
 
     Raises:
         ValueError: if ``length`` is below 1 or the text is shorter.
@@ -74,10 +71,7 @@ def demo_tokens(*, length: int = 256, device: str | torch.device | None = None) 
     (torch.Size([1, 3]), 0)
     """
     ids = demo_tokenizer().encode(demo_text())
-    if not is_integer(length):
-        raise ValueError(f"length must be an integer, got {length!r}")
-    if not 1 <= length <= len(ids):
-        raise ValueError(f"length must be between 1 and {len(ids)}, the length of the demo text, got {length}")
+    check_integer("length", length, 1, len(ids), why="the length of the demo text")
     return torch.tensor([ids[:length]], device=check_device(device))
 
 
@@ -101,25 +95,20 @@ def demo_hf_model(*, trained: bool = True, seed: int = 0, checkpoint: Path | Non
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(check_seed(seed))
         model = LlamaForCausalLM(config)
-    if checkpoint is not None:
+    if checkpoint is not None or trained:
         load_weights(model, checkpoint)
-    elif trained:
-        _put_weights(model, load(_file("weights.safetensors")))
     return model.eval()
 
 
-def load_weights(model: PreTrainedModel, path: str | Path) -> None:
-    """Read a checkpoint of ``examples/train_demo_model.py`` into a model of the same architecture."""
+def load_weights(model: PreTrainedModel, path: Path | None = None) -> None:
+    """Read a checkpoint of ``examples/train_demo_model.py``, or the demo model's weights, into such a model."""
     try:
-        _put_weights(model, load_file(path))
-    except (RuntimeError, KeyError) as error:
+        weights = load(_file("weights.safetensors") if path is None else path.read_bytes())
+        state = {name: value.float() for name, value in weights.items()}
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied, so stored once
+        model.load_state_dict(state)
+    except (RuntimeError, KeyError, SafetensorError) as error:
         raise ValueError(f"path must have weights of the demo model's architecture, got {path}: {error}") from error
-
-
-def _put_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
-    state = {name: value.float() for name, value in weights.items()}
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied, so stored once
-    model.load_state_dict(state, strict=True)
 
 
 def load_demo_model(
@@ -135,8 +124,7 @@ def load_demo_model(
     Args:
         backend: ``'hooked'`` (HookedTransformer, TransformerLens 2 and 3), ``'bridge'`` (TransformerBridge, from 3.4
             on) or ``'auto'``: the first of the two that the installed TransformerLens has.
-        trained: False gives the same architecture at random initialisation.
-        seed: of the random initialisation.
+        trained, seed: as in ``demo_hf_model``.
         device: where the model goes; the CPU by default.
         checkpoint: weights of ``examples/train_demo_model.py``, with ``config.json`` and ``tokenizer.json`` beside them
             or the demo model's.
