@@ -119,23 +119,25 @@ def multiples_of_a_pass() -> None:
 
 
 def steps(fit: Callable[[], object]) -> dict[str, int]:
-    """Newton steps and products with the Hessian, of the whole model."""
-    from tl_posdisent.additive.attention import fit as fitting
+    """Newton steps and products with the Hessian, of the whole model and of the distance alone together."""
+    from tl_posdisent.additive.attention import solver
 
-    found, solve = [], fitting.solve_attention
+    counts = dict.fromkeys(("steps", "products"), 0)
 
-    def counted(problem: Any) -> object:
-        solution = solve(problem)
-        if problem.distance and problem.keys == "free":
-            found.append(solution)
-        return solution
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            counts[name] += 1
+            return function(*args)
 
-    fitting.solve_attention = counted
+        return call
+
+    step, product = solver._newton_step, solver.AttentionSums.product
+    solver._newton_step, solver.AttentionSums.product = counted("steps", step), counted("products", product)
     try:
         fit()
     finally:
-        fitting.solve_attention = solve
-    return {name: max(getattr(x, name) for x in found) for name in ("steps", "products")}
+        solver._newton_step, solver.AttentionSums.product = step, product
+    return counts
 
 
 def by_length(lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768)) -> None:

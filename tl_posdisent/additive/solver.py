@@ -54,7 +54,7 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False) -> Stacked:
     size = dot(residual, residual * inverse)
     tiny = torch.finfo(size.dtype).tiny
     for _ in range(3):
-        step, _, _ = conjugate_gradients(
+        step, _ = conjugate_gradients(
             product,
             lambda x: x * inverse,
             dot,
@@ -91,7 +91,7 @@ def conjugate_gradients(
     *,
     most: int,
     allowed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, int]:
+) -> tuple[Tensor, Tensor]:
     """Solve ``product(x) = target`` until the residual of every system is small, or rounding has taken over.
 
     Args:
@@ -103,16 +103,16 @@ def conjugate_gradients(
         allowed: a residual whose entries are all at most these is small enough, too.
 
     Returns:
-        The solution, for which systems it is one, and the number of products.
+        The solution, and for which systems it is one.
     """
     solution, residual = torch.zeros_like(target), target.clone()
     direction = precondition(residual)
     rho = least = dot(residual, direction)
     solved = rho <= goal
     active = ~solved
-    n = 0
-    while n < most and bool(active.any()):
-        n += 1
+    for _ in range(most):
+        if not bool(active.any()):
+            break
         image = product(direction)
         curvature = dot(direction, image)
         # A solved system stands still while others go on: what is left of its residual is rounding, part of it in
@@ -131,4 +131,4 @@ def conjugate_gradients(
         active = active & ~enough & (new <= 1e6 * least)
         direction = torch.addcmul(z, torch.where(active, new / rho, 0.0), direction)
         rho = new
-    return solution, solved, n
+    return solution, solved

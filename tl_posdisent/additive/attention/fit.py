@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,14 +21,13 @@ from tl_posdisent.additive.attention.patterns import (
     refuse_unusable,
 )
 from tl_posdisent.additive.attention.result import AttentionFit
-from tl_posdisent.additive.attention.solver import AIM, Keys, Problem, Solution, solve_attention, solve_keys_alone
+from tl_posdisent.additive.attention.solver import Problem, Solution, solve_attention, solve_keys_alone
 from tl_posdisent.additive.attention.sums import AttentionSums
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit_from_qk import check_vectors
 from tl_posdisent.additive.score_checks import check_finite_tensor, check_scores
 from tl_posdisent.utils.validation import check_flag, check_integer, check_number, is_integer
 
-_AT_ONCE = 2**14  # keys of all texts of the systems that are solved together
 _AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``Problem``
 _NEGLIGIBLE = 1e-13  # of the largest singular value of the features
 
@@ -95,17 +94,16 @@ def fit_attention(
     """
     if (scores is None) == (pattern is None):
         raise ValueError("scores or pattern= must be given, and not both")
-    x = check_scores(pattern, "pattern") if scores is None else check_scores(scores)
-    pool, sinks, pseudo_count, edges = _check_options(x.shape, keys, sinks, pool, pseudo_count, bands)
-    cells = make_cells(x.shape, mask, window, device=x.device)
-    layout = Layout.of(cells, edges, x.shape[:-2], pool=pool, named=isinstance(mask, str))
-    features = None if keys is None else _Features.of(keys, x.shape, layout, pool=pool, sinks=sinks)
-    arranged = by_system(x.detach(), 2, pool=pool)
-    if scores is not None:
+    x = (check_scores(pattern, "pattern") if scores is None else check_scores(scores)).detach()
+
+    def read(cells: Cells, layout: Layout, pool: bool) -> tuple[Pattern, Sequence[int]]:
+        arranged = by_system(x, 2, pool=pool)
+        if scores is None:
+            return pattern_of_pattern(layout, arranged), arranged.shape[:2]
         refuse_unusable(x, arranged, cells, layout, pool=pool, suspicious=isinstance(mask, str))
-    read = (pattern_of_pattern if scores is None else pattern_of_scores)(arranged, layout)
-    data = _Data.read(read, layout, arranged.shape[:2], pseudo_count)
-    return _fit(data, features, cells, x.shape[:-2], pool=pool, sinks=sinks, pseudo_count=pseudo_count)
+        return pattern_of_scores(layout, arranged), arranged.shape[:2]
+
+    return _fit(x, x.shape, read, mask, window, bands, keys, sinks, pool, pseudo_count)
 
 
 @torch.no_grad()
@@ -152,24 +150,33 @@ def fit_attention_qk(
     """
     check_vectors(q_rot, k_rot, scale, mask, bool(pool))
     q, k = (x.detach().transpose(-3, -2) for x in (q_rot, k_rot))
-    shape = (*q.shape[:-1], k.shape[-2])
-    pool, sinks, pseudo_count, edges = _check_options(shape, keys, sinks, pool, pseudo_count, bands)
-    cells = make_cells(shape, mask, window, device=q.device)
-    layout = Layout.of(cells, edges, shape[:-2], pool=pool, named=True)
-    features = None if keys is None else _Features.of(keys, shape, layout, pool=pool, sinks=sinks)
-    q, k = (by_system(x, 2, pool=pool) for x in (q, k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)))
-    data = _Data.read(pattern_of_vectors(q, k, scale, layout), layout, q.shape[:2], pseudo_count)
-    return _fit(data, features, cells, shape[:-2], pool=pool, sinks=sinks, pseudo_count=pseudo_count)
+
+    def read(cells: Cells, layout: Layout, pool: bool) -> tuple[Pattern, Sequence[int]]:
+        of_heads = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        arranged, other = (by_system(x, 2, pool=pool) for x in (q, of_heads))
+        return pattern_of_vectors(layout, arranged, other, scale), arranged.shape[:2]
+
+    return _fit(q, (*q.shape[:-1], k.shape[-2]), read, mask, window, bands, keys, sinks, pool, pseudo_count)
 
 
-def _check_options(
-    shape: Sequence[int], keys: Any, sinks: Any, pool: Any, pseudo_count: Any, bands: Any
-) -> tuple[bool, int, float, tuple[int, ...]]:
-    """Whether to pool, how many first keys have a term, the pseudo-count, and the edges of the bands."""
+def _fit(
+    given: Tensor,
+    shape: Sequence[int],
+    read: Callable[[Cells, Layout, bool], tuple[Pattern, Sequence[int]]],
+    mask: MaskKind | Tensor,
+    window: int | None,
+    bands: Sequence[int],
+    keys: Any,
+    sinks: int | None,
+    pool: bool | None,
+    pseudo_count: float,
+) -> AttentionFit:
+    """Check the options; fit what ``read`` returns: passes over the pattern, and numbers of systems and texts."""
     if pool is not None:
         check_flag("pool", pool)
     if pool and len(shape) < 3:
         raise ValueError(f"pool=True needs a leading axis of texts, got scores of shape {tuple(shape)}")
+    pool = (keys is not None and len(shape) > 3) if pool is None else pool
     sinks = int(keys is not None) if sinks is None else check_integer("sinks", sinks, 0)
     if sinks and keys is None:
         raise ValueError(
@@ -181,8 +188,43 @@ def _check_options(
         raise ValueError(f"bands must be a sequence of distances, got {bands!r}")
     if any(a >= b for a, b in pairwise(bands)):
         raise ValueError(f"bands must be distances that ascend, got {bands!r}")
-    pool = (keys is not None and len(shape) > 3) if pool is None else pool
-    return pool, sinks, pseudo_count, tuple(map(int, bands))
+    batch = torch.Size(shape[:-2])
+    cells = make_cells(shape, mask, window, device=given.device)
+    layout = Layout.of(cells, tuple(map(int, bands)), batch, pool=pool, named=isinstance(mask, str))
+    features = None if keys is None else _Features.of(keys, shape, layout, pool=pool, sinks=sinks)
+    data = _Data.read(*read(cells, layout, pool), layout, pseudo_count)
+    values = None if features is None else features.values
+    found = solve_attention(Problem(layout, data.marginals, features=values))
+    kl = data.divergence(found)
+    by_distance, by_key = _fix_gauge(layout, found.stacked, free=features is None)
+    fit = batch[1:] if pool else batch
+    direction = of_sinks = None
+    if features is not None:
+        combined = found.coefficients[:, layout.n_distance :].unflatten(-1, (layout.n_band, -1))
+        direction = torch.einsum("sfc,sbc->sbf", features.weights, combined).reshape(*fit, layout.n_band, -1)
+        n_feature = direction.shape[-1] - sinks
+        direction, of_sinks = direction[..., :n_feature], direction[..., n_feature:] if sinks else None
+    no_features = data.own.new_zeros(*data.own.shape[:2], layout.n_key, 0)
+    n_rows = layout.queries.expand(kl.shape).sum((-2, -1))
+    result = AttentionFit(
+        distance=by_distance.reshape(*fit, -1),
+        key=to_batch(by_key, batch, pool=pool),
+        distances=cells.distances,
+        edges=layout.edges,
+        direction=direction,
+        sinks=of_sinks,
+        kl=to_batch(kl, batch, pool=pool),
+        explained=data.explained(kl.sum((-2, -1))).reshape(fit),
+        explained_distance=data.explained_alone(distance=True, features=no_features).reshape(fit),
+        explained_key=data.explained_alone(distance=False, features=values).reshape(fit),
+        converged=found.converged.reshape(fit),
+        gap=found.gap.minimum(kl.sum((-2, -1)).clamp_min(0) / n_rows).reshape(fit),  # no divergence is below 0
+        cells=cells,
+        pooled=pool,
+        pseudo_count=pseudo_count,
+    )
+    _warn_of_unconverged(result)
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,15 +265,7 @@ class _Features:
 
 @dataclass(frozen=True, eq=False)
 class _Data:
-    """What a fit needs of a pattern: its marginals, and those of uniform attention.
-
-    Attributes:
-        pattern: a pass over it.
-        own: marginals of the pattern.
-        marginals: the same with the pseudo-count.
-        entropy: of each query.
-        uniform: uniform attention over the same cells.
-    """
+    """What a fit needs of a pattern: its marginals, also with the pseudo-count, and the entropy of each query."""
 
     pattern: Pattern
     layout: Layout
@@ -241,7 +275,7 @@ class _Data:
     uniform: AttentionSums
 
     @classmethod
-    def read(cls, pattern: Pattern, layout: Layout, shape: Sequence[int], pseudo_count: float) -> _Data:
+    def read(cls, pattern: Pattern, shape: Sequence[int], layout: Layout, pseudo_count: float) -> _Data:
         """One pass over the pattern."""
         own = torch.zeros(*shape, layout.n_coefficient, dtype=torch.float64, device=layout.queries.device)
         entropy = own.new_zeros(*shape, layout.n_query)
@@ -250,20 +284,6 @@ class _Data:
             entropy[systems][..., rows] = torch.special.entr(block).sum(-1)
         uniform = AttentionSums(layout, torch.zeros_like(own))
         return cls(pattern, layout, own, torch.lerp(own, uniform.marginals, pseudo_count), entropy, uniform)
-
-    def without_bands(self) -> _Data:
-        """The same for fits with one importance for each key."""
-        own, marginals = (self.layout.drop_bands(x) for x in (self.own, self.marginals))
-        return replace(self, layout=self.layout.without_bands(), own=own, marginals=marginals)
-
-    def solve(self, features: _Features | None, keys: Keys, *, distance: bool = True, aim: float = AIM) -> Solution:
-        """Newton's method, some systems at a time."""
-        n_system, n_text = self.marginals.shape[:2]
-        values = features.values if features is not None and keys == "features" else None
-        problem = Problem(self.layout, self.marginals, distance, keys, values, aim)
-        at_once = max(1, _AT_ONCE // (n_text * self.layout.n_key))
-        order = torch.arange(n_system, device=self.own.device)
-        return Solution.join([solve_attention(problem.select(some)) for some in order.split(at_once)])
 
     def divergence(self, found: Solution) -> Float64[Tensor, "system text query"]:
         """KL(pattern ‖ additive attention) of each query: another pass."""
@@ -278,59 +298,18 @@ class _Data:
         from_uniform = (self.uniform.log_z - self.entropy).sum((-2, -1))
         return torch.where(from_uniform > 1e-12 * self.layout.n_query, 1 - divergence / from_uniform, torch.nan)
 
-    def explained_alone(self, features: _Features | None, keys: Keys, *, distance: bool) -> Float64[Tensor, "system"]:
+    def explained_alone(self, *, distance: bool, features: Tensor | None) -> Float64[Tensor, "system"]:
         """The share that the distance or the keys explain alone; NaN where that fit has not converged."""
-        if keys == "free" and self.layout.is_causal:
-            stacked, log_z = solve_keys_alone(self.layout, self.marginals)
-            converged = torch.ones_like(log_z[:, 0, 0], dtype=torch.bool)
+        layout = self.layout.without_bands()
+        own, marginals = (self.layout.drop_bands(x) for x in (self.own, self.marginals))
+        if not distance and features is None and layout.is_causal:
+            stacked, log_z = solve_keys_alone(layout, marginals)
+            converged = torch.ones(len(log_z), dtype=torch.bool, device=log_z.device)
         else:
-            found = self.solve(features, keys, distance=distance, aim=_AIM_ALONE)
+            found = solve_attention(Problem(layout, marginals, distance, features, _AIM_ALONE))
             stacked, log_z, converged = found.stacked, found.log_z, found.converged
-        divergence = (log_z - self.entropy).sum((-2, -1)) - (stacked * self.own).sum((-2, -1))
+        divergence = (log_z - self.entropy).sum((-2, -1)) - (stacked * own).sum((-2, -1))
         return torch.where(converged, self.explained(divergence), torch.nan)
-
-
-def _fit(
-    data: _Data,
-    features: _Features | None,
-    cells: Cells,
-    batch: Sequence[int],
-    *,
-    pool: bool,
-    sinks: int,
-    pseudo_count: float,
-) -> AttentionFit:
-    keys: Keys = "free" if features is None else "features"
-    found, plain = data.solve(features, keys), data.without_bands()
-    kl = data.divergence(found)
-    n_rows = data.layout.queries.expand(kl.shape).sum((-2, -1))
-    by_distance, by_key = _fix_gauge(data.layout, found.stacked, free=features is None)
-    direction = of_sinks = None
-    fit = batch[1:] if pool else batch
-    if features is not None:
-        combined = found.coefficients[:, data.layout.n_distance :].unflatten(-1, (data.layout.n_band, -1))
-        direction = torch.einsum("sfc,sbc->sbf", features.weights, combined).reshape(*fit, data.layout.n_band, -1)
-        n_feature = direction.shape[-1] - sinks
-        direction, of_sinks = direction[..., :n_feature], direction[..., n_feature:] if sinks else None
-    result = AttentionFit(
-        distance=by_distance.reshape(*fit, -1),
-        key=to_batch(by_key, batch, pool=pool),
-        distances=cells.distances,
-        edges=data.layout.edges,
-        direction=direction,
-        sinks=of_sinks,
-        kl=to_batch(kl, batch, pool=pool),
-        explained=data.explained(kl.sum((-2, -1))).reshape(fit),
-        explained_distance=plain.explained_alone(features, "none", distance=True).reshape(fit),
-        explained_key=plain.explained_alone(features, keys, distance=False).reshape(fit),
-        converged=found.converged.reshape(fit),
-        gap=found.gap.minimum(kl.sum((-2, -1)).clamp_min(0) / n_rows).reshape(fit),  # no divergence is below 0
-        cells=cells,
-        pooled=pool,
-        pseudo_count=pseudo_count,
-    )
-    _warn_of_unconverged(result)
-    return result
 
 
 def _warn_of_unconverged(fit: AttentionFit) -> None:

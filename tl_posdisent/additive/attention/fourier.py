@@ -1,9 +1,8 @@
 """Sums of additive attention by Fourier transforms, where the cells are a band of distances.
 
 The normalisers ``Z_i = Σ_j e^{d[i - j]} e^{k[j]}`` are a convolution, and the marginals of the pattern are correlations
-with ``1/Z``. Rounding errors are relative to the largest normaliser. Where that matters, the distances next to the
-query, where profiles are steepest, are summed cell by cell, and queries whose normaliser is still too small are left
-to the caller.
+with ``1/Z``. Rounding errors are relative to the largest normaliser, so the distances next to the query, where profiles
+are steepest, are summed cell by cell, and queries whose normaliser is still too small are left to the caller.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ _TINY = 1e-140  # normalisers whose inverse squares overflow soon
 _NEAR = 32  # distances next to the query
 
 Queries = Float64[Tensor, "system text query"]
+NearCells = Float64[Tensor, "system text query near"]
 
 
 class FourierSums:
@@ -35,56 +35,49 @@ class FourierSums:
         log_z, marginals: with 0 for those.
     """
 
-    unsafe: list[slice]
-    log_z: Queries
-    marginals: Stacked
-
     def __init__(self, layout: Layout, stacked: Stacked, tiles: list[slice]) -> None:
         """Evaluate at these coefficients; queries are left out by whole tiles."""
         self._layout = layout
         self._length = 1 << (layout.n_key + layout.n_distance - 2).bit_length()
         self._first = layout.offset - layout.low
         by_distance, by_key = layout.split(stacked)
-        member = layout.band == torch.arange(layout.n_band, device=stacked.device)[:, None]
+        band, device = layout.band, stacked.device
         level = by_key.masked_fill(~layout.keys[..., None, :], -torch.inf).amax(-1, keepdim=True)
+        member = band == torch.arange(layout.n_band, device=device)[:, None]
         logits = (by_distance[..., None, :] + level).masked_fill(~member, -torch.inf)
         shift = logits.amax((-2, -1))
         distance, key = (logits - shift[..., None, None]).exp_(), (by_key - level).exp_() * layout.keys[..., None, :]
-        self._near: _Near | None = None
-        self._bands = list(range(layout.n_band))  # those that are transformed
-        z, bad = self._transform(distance, key)
-        if bool(bad.any()):
-            self._near = _Near(layout)
-            close = self._near.distances
-            cells = self._near.of_keys(key) * distance[..., close].sum(-2)[..., None, :]
-            far = torch.cat([layout.band[: close.start], layout.band[close.stop :]]).unique().tolist()
-            self._bands = far or [0]
-            distance = distance.index_fill(-1, torch.arange(close.start, close.stop, device=distance.device), 0.0)
-            z, bad = self._transform(distance[..., self._bands, :], key[..., self._bands, :], cells.sum(-1))
-        touched = {
-            query // (tiles[0].stop - tiles[0].start) for query in bad.flatten(0, -2).any(0).nonzero()[:, 0].tolist()
-        }
-        self.unsafe = [tiles[t] for t in sorted(touched)]
+
+        first = max(layout.low, -(_NEAR // 2) if layout.low < 0 else 0)
+        first = min(first, layout.high)
+        d = torch.arange(first, min(layout.high + 1, first + _NEAR), device=device)
+        self._near = slice(first - layout.low, first - layout.low + len(d))
+        at = torch.arange(layout.n_query, device=device)[:, None] + layout.offset - d
+        exists = (at >= 0) & (at < layout.n_key)
+        # Where a near cell's key is among those of all bands; one past them where there is no key.
+        self._key_of_near = torch.where(exists, band[self._near] * layout.n_key + at, layout.n_band * layout.n_key)
+        cells = self._of_keys(key) * distance[..., self._near].sum(-2)[..., None, :]
+
+        distance[..., self._near] = 0.0
+        far = torch.cat([band[: self._near.start], band[self._near.stop :]])
+        self._bands = (far if len(far) else band).unique()  # those that are transformed
+        self._distance, self._key = distance[..., self._bands, :], key[..., self._bands, :]
+        self._distance_spectrum, self._key_spectrum = self._spectrum(self._distance), self._spectrum(self._key)
+        z = self._at_queries(self._distance_spectrum * self._key_spectrum) + cells.sum(-1)
+        norms = torch.linalg.vector_norm(self._distance, dim=-1) * torch.linalg.vector_norm(self._key, dim=-1)
+        bad = ((z < _SAFE * norms.sum(-1, keepdim=True)) | (z < _TINY)) & layout.queries
+        self.unsafe = [rows for rows in tiles if bool(bad[..., rows].any())]
         safe = layout.queries.expand(z.shape).clone()
         for rows in self.unsafe:
             safe[..., rows] = False
         self.log_z = torch.where(safe, z.log() + shift[..., None], 0.0)
         self._inverse = torch.where(safe, 1 / z, 0.0)
-        if self._near is not None:
-            self._cells = cells.mul_(self._inverse[..., None])
+        self._cells = cells.mul_(self._inverse[..., None])
         self._spectrum_of_inverse = self._spectrum_of_queries(self._inverse)
         to_distance = self._spectrum_of_inverse * self._key_spectrum.conj()
         to_key = self._spectrum_of_inverse * self._distance_spectrum.conj()
         self._far = self._stacked(to_distance, to_key, self._distance, self._key)
-        self.marginals = self._far if self._near is None else self._near.add(self._cells, self._far.clone())
-
-    def _transform(self, distance: Tensor, key: Tensor, near: Queries | float = 0.0) -> tuple[Queries, Tensor]:
-        """Normalisers, and for which of them rounding is not negligible."""
-        self._distance, self._key = distance, key
-        self._distance_spectrum, self._key_spectrum = self._spectrum(distance), self._spectrum(key)
-        z = self._at_queries(self._distance_spectrum * self._key_spectrum) + near
-        norms = torch.linalg.vector_norm(distance, dim=-1) * torch.linalg.vector_norm(key, dim=-1)
-        return z, ((z < _SAFE * norms.sum(-1, keepdim=True)) | (z < _TINY)) & self._layout.queries
+        self.marginals = self._add_near(self._cells, self._far.clone())
 
     def _spectrum(self, x: Tensor) -> Tensor:
         spectrum: Tensor = torch.fft.rfft(x, self._length)
@@ -105,10 +98,20 @@ class FourierSums:
         """Spectra as sums for each coefficient, weighted with these exponentials."""
         of_distance = (distance * self._inverse_transform(to_distance, self._layout.n_distance)).sum(-2)
         of_key = key * self._inverse_transform(to_key, self._layout.n_key)
-        if len(self._bands) < self._layout.n_band:
-            others = torch.zeros_like(of_key[..., :1, :]).expand(*of_key.shape[:-2], self._layout.n_band, -1)
-            of_key = others.index_copy(-2, torch.tensor(self._bands, device=of_key.device), of_key)
-        return torch.cat([of_distance, of_key.flatten(-2)], -1)
+        of_bands = of_key.new_zeros(*of_key.shape[:-2], self._layout.n_band, self._layout.n_key)
+        return torch.cat([of_distance, of_bands.index_copy(-2, self._bands, of_key).flatten(-2)], -1)
+
+    def _of_keys(self, by_key: Float64[Tensor, "system text band key"]) -> NearCells:
+        """The coefficient of each near cell's key in the cell's band; 0 where there is no key."""
+        return pad(by_key.flatten(-2), (0, 1))[..., self._key_of_near]
+
+    def _add_near(self, cells: NearCells, sums: Stacked) -> Stacked:
+        """Add the sums of near cells along distances and keys to ``sums``; cells without a key must be 0."""
+        sums[..., self._near] += cells.sum(-2)
+        by_key = sums.new_zeros(*sums.shape[:-1], self._layout.n_band * self._layout.n_key + 1)
+        by_key.scatter_add_(-1, self._key_of_near.flatten().expand(*sums.shape[:-1], -1), cells.flatten(-2))
+        sums[..., self._layout.n_distance :] += by_key[..., :-1]
+        return sums
 
     def diagonal(self) -> Stacked:
         """These queries' part of ``AttentionSums.diagonal``."""
@@ -116,57 +119,18 @@ class FourierSums:
         distance, key = self._distance.square(), self._key.square()
         to_distance, to_key = squares * self._spectrum(key).conj(), squares * self._spectrum(distance).conj()
         removed = self._stacked(to_distance, to_key, distance, key)
-        return self.marginals - (removed if self._near is None else self._near.add(self._cells.square(), removed))
+        return self.marginals - self._add_near(self._cells.square(), removed)
 
     def product(self, x: Stacked) -> Stacked:
         """These queries' part of ``AttentionSums.product``."""
         by_distance, by_key = self._layout.split(x)
         distance = self._spectrum(self._distance * by_distance[..., None, :])
-        key = self._spectrum(self._key * (by_key if self._near is None else by_key[..., self._bands, :]))
+        key = self._spectrum(self._key * by_key[..., self._bands, :])
+        near = self._of_keys(by_key).add_(by_distance[..., None, self._near])
         mean = self._at_queries(distance * self._key_spectrum + self._distance_spectrum * key) * self._inverse
-        if self._near is not None:
-            near = self._near.of_keys(by_key) + by_distance[..., None, self._near.distances]
-            mean += (near * self._cells).sum(-1)
+        mean += torch.einsum("stqn,stqn->stq", near, self._cells)
         removed = self._spectrum_of_queries(mean * self._inverse)
         to_distance = self._spectrum_of_inverse * key.conj() - removed * self._key_spectrum.conj()
         to_key = self._spectrum_of_inverse * distance.conj() - removed * self._distance_spectrum.conj()
         out = self._stacked(to_distance, to_key, self._distance, self._key).addcmul_(self._far, x)
-        if self._near is not None:
-            self._near.add(near.sub_(mean[..., None]).mul_(self._cells), out)
-        return out
-
-
-class _Near:
-    """Cells at the distances next to the query, as ``[..., query, distance]``."""
-
-    def __init__(self, layout: Layout) -> None:
-        first = max(layout.low, -(_NEAR // 2) if layout.low < 0 else 0)
-        first = first if first <= layout.high else layout.low
-        stop = min(layout.high + 1, first + _NEAR)
-        self._layout = layout
-        self.distances = slice(first - layout.low, stop - layout.low)
-        self._start = layout.offset - first  # the key that the first query sees at the first distance
-        self._bands: list[tuple[int, slice]] = []
-        for band in layout.band[self.distances].unique().tolist():
-            some = (layout.band[self.distances] == band).nonzero()[:, 0]
-            self._bands.append((band, slice(int(some[0]), int(some[-1]) + 1)))
-
-    def of_keys(self, by_key: Float64[Tensor, "system text band key"]) -> Float64[Tensor, "system text query near"]:
-        """The coefficient of each cell's key in the cell's band; 0 where there is no key."""
-        parts = []
-        for band, some in self._bands:
-            n, first = some.stop - some.start, self._start - some.stop + 1
-            x = pad(by_key[..., band, :], (-first, first + self._layout.n_query + n - 1 - self._layout.n_key))
-            parts.append(x.unfold(-1, n, 1).flip(-1))
-        return torch.cat(parts, -1)
-
-    def add(self, cells: Float64[Tensor, "system text query near"], sums: Stacked) -> Stacked:
-        """Add the sums of cells along distances and keys to ``sums``; cells without a key must be 0."""
-        by_distance, by_key = self._layout.split(sums)
-        by_distance[..., self.distances] += cells.sum(-2)
-        n, n_key = cells.shape[-1], self._layout.n_key
-        rows = pad(cells, (0, 0, self._start, n_key - self._start + n - 1 - self._layout.n_query)).contiguous()
-        of_key = rows.as_strided((*rows.shape[:-2], n_key, n), (*rows.stride()[:-2], n, n + 1))  # row = key + column
-        for band, some in self._bands:
-            by_key[..., band, :] += of_key[..., some].sum(-1)
-        return sums
+        return self._add_near(near.sub_(mean[..., None]).mul_(self._cells), out)

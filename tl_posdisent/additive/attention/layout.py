@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from jaxtyping import Bool, Float64, Int64
@@ -17,6 +16,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells, cell_distances, diagonal_sums
 
 Stacked = Float64[Tensor, "system text coefficient"]
+_ROWS = 64  # queries whose cells are counted together
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,18 +63,11 @@ class Layout:
 
     def _count(self) -> Stacked:
         """The counts, with keys counted in each band."""
-        counts = self.counts.clone()
-        by_key = self.split(counts)[1]
-        if self.mask is not None:
-            counts.zero_()
-            self.add_sums(counts, self.mask.double(), slice(0, self.n_query), slice(0, self.n_key))
-            return counts
-        starts = [self.low, *(min(max(e, self.low), self.high + 1) for e in self.edges), self.high + 1]
-        before = torch.nn.functional.pad(self.queries.cumsum(-1), (1, 0))
-        key = torch.arange(self.n_key, device=before.device) - self.offset
-        for b, (first, stop) in enumerate(pairwise(starts)):
-            end, begin = ((key + x).clamp(0, self.n_query) for x in (stop, first))
-            by_key[..., b, :] = (before[..., end] - before[..., begin]) * self.keys
+        counts = torch.zeros_like(self.counts)
+        for row in range(0, self.n_query, _ROWS):
+            rows = slice(row, min(row + _ROWS, self.n_query))
+            columns = self.columns(rows)
+            self.add_sums(counts, self.inside(rows, columns).double(), rows, columns)
         return counts
 
     @property

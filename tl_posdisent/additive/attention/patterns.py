@@ -16,7 +16,7 @@ _BLOCK = 2**20  # cells that are read at a time
 _ROWS = 64  # queries that are read together at least, if need be of one system at a time
 _HUGE = 1e30  # no score comes near
 
-# Systems, queries, keys, and the pattern of these.
+# Systems, queries, keys, and the pattern of these; each call is a pass over it.
 Block = tuple[slice, slice, slice, Float64[Tensor, "system text row column"]]
 Pattern = Callable[[], Iterator[Block]]
 
@@ -36,26 +36,20 @@ def _blocks(layout: Layout, n_system: int, n_text: int) -> Iterator[tuple[slice,
                 yield systems, some, columns, chosen.inside(some, columns)
 
 
-def pattern_of_scores(scores: Tensor, layout: Layout) -> Pattern:
-    """The softmax of scores, which are arranged by system and text."""
-
-    def blocks() -> Iterator[Block]:
-        for systems, rows, columns, inside in _blocks(layout, *scores.shape[:2]):
-            x = scores[systems][..., rows, columns].to(torch.float64, copy=True)
-            yield systems, rows, columns, _softmax(x, inside)
-
-    return blocks
+def pattern_of_scores(layout: Layout, scores: Tensor) -> Pattern:
+    """The softmax of scores that are arranged by system and text."""
+    return lambda: (
+        (systems, rows, columns, _softmax(scores[systems][..., rows, columns].to(torch.float64, copy=True), inside))
+        for systems, rows, columns, inside in _blocks(layout, *scores.shape[:2])
+    )
 
 
-def pattern_of_vectors(q: Tensor, k: Tensor, scale: float, layout: Layout) -> Pattern:
-    """The softmax of inner products of rotated queries and keys, which are arranged by system and text."""
-
-    def blocks() -> Iterator[Block]:
-        for systems, rows, columns, inside in _blocks(layout, *q.shape[:2]):
-            x = (q[systems][..., rows, :].double() * scale) @ k[systems][..., columns, :].double().mT
-            yield systems, rows, columns, _softmax(x, inside)
-
-    return blocks
+def pattern_of_vectors(layout: Layout, q: Tensor, k: Tensor, scale: float) -> Pattern:
+    """The softmax of inner products of queries and keys that are arranged by system and text."""
+    return lambda: (
+        (s, rows, columns, _softmax((scale * q[s][..., rows, :].double()) @ k[s][..., columns, :].double().mT, inside))
+        for s, rows, columns, inside in _blocks(layout, *q.shape[:2])
+    )
 
 
 def _softmax(x: Tensor, inside: Tensor) -> Tensor:
@@ -65,7 +59,7 @@ def _softmax(x: Tensor, inside: Tensor) -> Tensor:
     return x.div_(x.sum(-1, keepdim=True).clamp_min(1))
 
 
-def pattern_of_pattern(pattern: Tensor, layout: Layout) -> Pattern:
+def pattern_of_pattern(layout: Layout, pattern: Tensor) -> Pattern:
     """A pattern, arranged by system and text, with rows that add up to 1 exactly.
 
     Its blocks raise ValueError where that is not so to the precision of its dtype.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float64, Int64
@@ -24,6 +24,7 @@ from tl_posdisent.additive.attention.layout import Layout, Stacked
 from tl_posdisent.additive.attention.sums import AttentionSums
 from tl_posdisent.additive.solver import conjugate_gradients
 
+_AT_ONCE = 2**14  # keys of all texts of the systems that are solved together
 AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less
 GAP = 1e-10  # nats per query: a divergence this near to its lowest is as good as solved
 _LONGEST = 8.0  # nats that a sweep may change a coefficient by
@@ -32,7 +33,6 @@ _DENSE = 2**26  # cells times coefficients of a system whose Hessian may be form
 _LEAST = 1e-3  # of its marginal, that a diagonal entry is taken to be
 _NEGLIGIBLE = 1e-12  # of the largest eigenvalue of the features' second moments
 
-Keys = Literal["free", "none", "features"]
 Coefficients = Float64[Tensor, "system parameter"]
 PerSystem = Float64[Tensor, "system 1"]
 
@@ -45,15 +45,14 @@ class Problem:
         layout: of the cells.
         marginals: that the model should have; one distance profile serves all texts of a system.
         distance: whether there is a profile.
-        keys: a coefficient for each key of each text (``"free"``), none, or linear in the features of the keys.
-        features: of each key; one direction per system and band.
+        features: of the keys, whose importances are linear in them, with one direction per system and band; none at all
+            leaves the profile; None is a coefficient for each key of each text.
         aim: how near to come to each marginal. The objective then errs by about its square.
     """
 
     layout: Layout
     marginals: Stacked
     distance: bool = True
-    keys: Keys = "free"
     features: Float64[Tensor, "system text key feature"] | None = None
     aim: float = AIM
 
@@ -93,8 +92,6 @@ class Problem:
         rest = x[:, self.n_profile :]
         if self.features is not None:
             rest = torch.einsum("stkf,sbf->stbk", self.features, rest.unflatten(-1, (layout.n_band, -1)))
-        elif self.keys == "none":
-            rest = x.new_zeros(n, n_text, layout.n_band * layout.n_key)
         return torch.cat([by_distance, rest.reshape(n, n_text, -1)], -1)
 
     def reduce(self, stacked: Stacked) -> Coefficients:
@@ -103,14 +100,14 @@ class Problem:
         parts = [by_distance.sum(1)] if self.distance else []
         if self.features is not None:
             parts.append(torch.einsum("stkf,stbk->sbf", self.features, by_key).flatten(1))
-        elif self.keys == "free":
+        else:
             parts.append(by_key.flatten(1))
-        return torch.cat(parts, -1) if parts else stacked.new_zeros(len(stacked), 0)
+        return torch.cat(parts, -1)
 
     def preconditioner(self, sums: AttentionSums) -> Callable[[Coefficients], Coefficients]:
         """Division by the Hessian's diagonal; of features, by their second moments, weighted with it."""
         diagonal = sums.diagonal.maximum(_LEAST * sums.marginals)
-        weights = replace(self, features=None, keys="free").reduce(diagonal)
+        weights = replace(self, features=None).reduce(diagonal)
         inverse = torch.where(weights > 0, 1 / weights, 0.0)
         n, n_band = self.n_profile, self.layout.n_band
         if self.features is None:
@@ -154,8 +151,7 @@ class Point:
         return cls(x, stacked, sums, value, problem.reduce(sums.marginals) - problem.target)
 
 
-@dataclass(frozen=True, eq=False)
-class Solution:
+class Solution(NamedTuple):
     """What Newton's method found.
 
     Attributes:
@@ -164,7 +160,6 @@ class Solution:
         log_z: normalisers there.
         gap: estimate of how far the divergence is above its lowest, in nats per query: half the Newton decrement.
         converged: whether each marginal is as near as was asked, or the gap is below ``GAP``.
-        steps, products: of Newton's method, and products with the Hessian.
     """
 
     coefficients: Coefficients
@@ -172,32 +167,28 @@ class Solution:
     log_z: Float64[Tensor, "system text query"]
     gap: Float64[Tensor, "system"]
     converged: Bool[Tensor, "system"]
-    steps: int = 0
-    products: int = 0
-
-    @classmethod
-    def join(cls, parts: list[Solution]) -> Solution:
-        """Solutions of several groups of systems; the most steps and products of any."""
-        names = ("coefficients", "stacked", "log_z", "gap", "converged")
-        tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        steps, products = (max(getattr(part, name) for part in parts) for name in ("steps", "products"))
-        return cls(**tensors, steps=steps, products=products)
 
 
 def solve_attention(problem: Problem) -> Solution:
     """Find coefficients at which the model has the given marginals, as far as the problem can tell them apart."""
+    n_system, n_text = problem.marginals.shape[:2]
+    order = torch.arange(n_system, device=problem.marginals.device)
+    groups = order.split(max(1, _AT_ONCE // (n_text * problem.layout.n_key)))
+    parts = [_solve_together(problem.select(some)) for some in groups]
+    return Solution(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+
+def _solve_together(problem: Problem) -> Solution:
     x = _begin(problem)
     zero = x.new_zeros(len(x))
     log_z = x.new_zeros(*problem.marginals.shape[:2], problem.layout.n_query)
     found = Solution(x.clone(), torch.zeros_like(problem.marginals), log_z, zero, zero > 0)
     open_ = torch.arange(len(x), device=x.device)  # the systems that are not solved yet
     small = x.new_zeros(len(x), 1)  # steps in a row whose gap was small
-    products = 0
     for step in range(_MAX_STEPS + 1):
         here = _sweep(problem, x)
         near = (here.gradient.abs() <= problem.allowed).all(-1, keepdim=True)
-        direction, gap, solved, n = _newton_step(problem, here, ~near)
-        products += n
+        direction, gap, solved = _newton_step(problem, here, ~near)
         small = torch.where(solved & (gap <= GAP), small + 1, 0.0)
         moved = _line_search(problem, here, direction)
         lost = ~here.gradient.isfinite().all(-1, keepdim=True) | (moved == here.x).all(-1, keepdim=True)
@@ -212,7 +203,7 @@ def solve_attention(problem: Problem) -> Solution:
         if bool(done.any()):
             left = (~done).nonzero()[:, 0]
             problem, open_, x, small = problem.select(left), open_[left], x[left], small[left]
-    return replace(found, steps=step, products=products)
+    return found
 
 
 def _begin(problem: Problem) -> Coefficients:
@@ -254,7 +245,7 @@ def _sweep(problem: Problem, x: Coefficients) -> Point:
     """
     here = Point.at(problem, x)
     groups = [slice(0, problem.n_profile)] if problem.distance else []
-    groups += [slice(problem.n_profile, None)] if problem.keys == "free" else []
+    groups += [slice(problem.n_profile, None)] if problem.features is None else []
     for group in groups:  # of coefficients of which each cell has one at most
         target, gradient = problem.target[:, group], here.gradient[:, group]
         ratio = target.clamp_min(1e-300).log() - (target + gradient).clamp_min(1e-12).log()
@@ -285,13 +276,13 @@ def _line_search(problem: Problem, here: Point, step: Coefficients) -> Coefficie
 
 def _newton_step(
     problem: Problem, here: Point, wanted: Bool[Tensor, "system 1"]
-) -> tuple[Coefficients, PerSystem, Bool[Tensor, "system 1"], int]:
-    """The step of each wanted system, the gap that it closes, whether it solves Newton's equation; products."""
+) -> tuple[Coefficients, PerSystem, Bool[Tensor, "system 1"]]:
+    """The step of each wanted system, the gap that it closes, whether it solves Newton's equation."""
     precondition = problem.preconditioner(here.sums)
     norm = (here.gradient * precondition(here.gradient)).sum(-1, keepdim=True)
     size = (norm / problem.n_rows).sqrt()
     n = here.x.shape[-1]
-    step, solved, products = conjugate_gradients(
+    step, solved = conjugate_gradients(
         lambda x: problem.reduce(here.sums.product(problem.expand(x))),
         precondition,
         lambda x, y: (x * y).sum(-1, keepdim=True),
@@ -304,12 +295,12 @@ def _newton_step(
         for system in (~solved[:, 0]).nonzero()[:, 0].tolist():
             dense = _dense_step(problem, here.x, here.gradient, system)
             if dense is not None:
-                step[system], solved[system], products = dense, True, products + n
+                step[system], solved[system] = dense, True
     decrement = -(here.gradient * step).sum(-1, keepdim=True) / problem.n_rows
     failed = wanted & ~(decrement > 0)  # by rounding: the pattern is as good as 0 or 1 everywhere
     step = torch.where(failed, -precondition(here.gradient), step)
     gap = torch.where(wanted, decrement, size.square()) / 2
-    return step, gap.masked_fill(failed, torch.inf), solved & ~failed, products
+    return step, gap.masked_fill(failed, torch.inf), solved & ~failed
 
 
 def _dense_step(problem: Problem, x: Coefficients, gradient: Coefficients, system: int) -> Tensor | None:
