@@ -172,15 +172,6 @@ def test_finer_bands_explain_more_and_static_heads_less() -> None:
     assert bool((shares[0] > fit_attention(scores).explained_key).all())
 
 
-def test_the_inputs_are_left_alone() -> None:
-    scores = CASES["causal-9"].scores()
-    for given in ({"scores": scores.clone()}, {"pattern": pattern_of(scores, causal(9))}):
-        (x,) = given.values()
-        before = x.clone()
-        fit_attention(**given)
-        assert torch.equal(x, before)
-
-
 @pytest.mark.parametrize("pool", [False, True])
 def test_padding_changes_nothing(pool: bool) -> None:
     """A text in a padded batch is that text alone; texts that are pooled share their profile, padded or not."""

@@ -7,18 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.dense import allowed, dense_fitted
-from support.masks import CASES, Case, boolean, cells_of, distances, named, random_mask
+from support.masks import CASES, Case, cells_of, distances, named
 from torch import Tensor
 
 from tl_posdisent import fit_additive
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-
-quick = settings(max_examples=40, derandomize=True, deadline=None)
-
 
 @every_case
 def test_fitted_scores_are_those_of_dense_least_squares(case: Case) -> None:
@@ -33,11 +28,6 @@ def test_fitted_scores_are_those_of_dense_least_squares(case: Case) -> None:
 )
 def test_fitted_scores_are_those_of_dense_least_squares_at_length(case: Case) -> None:
     test_fitted_scores_are_those_of_dense_least_squares(case)
-
-
-@pytest.mark.slow
-def test_fitted_scores_are_those_of_dense_least_squares_at_1024() -> None:
-    test_fitted_scores_are_those_of_dense_least_squares(named(1024, 1024, batch=(1,)))
 
 
 @pytest.mark.parametrize("options", [{"window": 50}, {"window": 2}, {"mask": "full"}], ids=str)
@@ -139,25 +129,6 @@ def test_a_fit_without_residual_degrees_of_freedom_has_no_correlation(mask: Any)
     pooled = fit_additive(scores, mask=mask, pool=True)
     spare = pooled.n_cells > pooled.n_parameters
     assert torch.equal(pooled.r.isnan(), ~spare)
-
-
-@quick
-@given(st.integers(1, 7), st.integers(2, 7), st.floats(0.1, 0.95), st.integers(0, 10**6), st.booleans())
-def test_any_mask(n_query: int, n_key: int, density: float, seed: int, shared: bool) -> None:
-    leading = () if shared else (2,)
-    case = boolean(random_mask(*leading, n_query, n_key, density=density, seed=seed))
-    test_fitted_scores_are_those_of_dense_least_squares(case)
-
-
-@quick
-@given(st.integers(1, 8), st.integers(0, 6), st.integers(-9, 9), st.integers(0, 9))
-def test_any_band(n_query: int, more: int, low: int, width: int) -> None:
-    n_key = max(2, n_query + more)
-    distance = torch.arange(n_query)[:, None] + (n_key - n_query) - torch.arange(n_key)
-    mask = (distance >= low) & (distance <= low + width)
-    if mask.any():
-        case = boolean(mask)
-        test_fitted_scores_are_those_of_dense_least_squares(case)
 
 
 def test_constant_scores_have_no_correlation() -> None:

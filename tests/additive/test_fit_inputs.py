@@ -125,20 +125,6 @@ def test_expanded_scores() -> None:
     assert fit_additive(row, mask="full").share_key.item() == pytest.approx(1.0)
 
 
-def test_works_without_gradients_and_in_inference_mode() -> None:
-    scores = noise(2, 9, 9)
-    with torch.inference_mode():
-        fit = fit_additive(scores)
-    assert_equal(fit, fit_additive(scores))
-
-
-def test_the_global_state_is_left_alone() -> None:
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    fit_additive(noise(2, 9, 9))
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([[1.0, 2.0]], {}, "scores of layer 0 must be a torch.Tensor, got"),
     (None, {}, "scores must be a torch.Tensor, a list of them or a cache, got NoneType"),
@@ -186,22 +172,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 def test_refuses(scores: Any, options: dict[str, Any], message: str, unchecked: None) -> None:
     with pytest.raises(ValueError, match=message):
         fit_additive(scores, **options)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def test_queries_before_the_first_key_change_no_fit() -> None:
-    """Whole blocks of queries without a cell: rows whose mask is empty are no data, wherever they stand."""
-    scores, lone = normal(6, 6), 40
-    mask = torch.ones(6, 6, dtype=torch.bool).tril()
-    padded = torch.cat([normal(lone, 6, seed=2), scores])
-    outside = torch.cat([torch.zeros(lone, 6, dtype=torch.bool), mask])
-    fit, same = fit_additive(scores, mask=mask), fit_additive(padded, mask=outside)
-    torch.testing.assert_close(fit.r, same.r)
-    torch.testing.assert_close(fit.share_distance, same.share_distance)
-    assert int(fit.n_cells) == int(same.n_cells) == 21
 
 
 def test_scores_of_several_layers_are_fitted_as_each_alone() -> None:

@@ -147,12 +147,3 @@ def test_all_at_once_is_one_by_one(options: dict, mask: Tensor) -> None:
             # The same distances, and 0 at those which only other masks have.
             there = torch.isin(fit.distances, alone.distances)
             assert float(fit.distance[text, head, ~there].abs().sum()) == 0
-
-
-def test_masks_may_leave_out_leading_axes() -> None:
-    scores, mask = noise(N_TEXT, N_HEAD, LENGTH, LENGTH), random_mask(N_HEAD, LENGTH, LENGTH, density=0.6)
-    short = fit_additive(scores, mask=mask)
-    long = fit_additive(scores, mask=mask.expand(N_TEXT, -1, -1, -1))
-    same_fits(short, long, of_text=lambda x: x, of_fit=lambda x: x)
-    shared = fit_additive(scores, mask=mask[:1])
-    same_fits(shared, fit_additive(scores, mask=mask[0]), of_text=lambda x: x, of_fit=lambda x: x)

@@ -10,7 +10,6 @@ from support import zoo
 from support.dense import Dense, allowed, dense_fitted
 
 from tl_posdisent import additivity, fit_additive
-from tl_posdisent.additive.cells import make_cells
 
 CASES: list[dict[str, Any]] = [
     {"mask": "causal"},
@@ -68,18 +67,6 @@ def test_a_sink_hides_an_additive_head() -> None:
 def test_refusals(sinks: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         fit_additive(scores(), sinks=sinks)
-
-
-def test_cells_by_range_are_those_of_the_mask() -> None:
-    for n_query, n_key in ((6, 6), (4, 6), (1, 6)):
-        for mask in ("causal", "full"):
-            for window in (None, 1, 3):
-                for sinks in range(4):
-                    wanted = allowed(n_query, n_key, mask, window) & (torch.arange(n_key) >= sinks)
-                    if bool(wanted.any()):
-                        cells = make_cells((n_query, n_key), mask, window, sinks=sinks)
-                        assert torch.equal(cells.to_mask(), wanted)
-                        assert torch.equal(cells.split(cells.counts).query, wanted.sum(-1).double())
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "mistral"))

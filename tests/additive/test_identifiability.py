@@ -110,14 +110,3 @@ def test_any_mask(n_query: int, n_key: int, density: float, seed: int, shared: b
     case = boolean(random_mask(*leading, n_query, n_key, density=density, seed=seed))
     test_parameters_are_the_rank_of_the_design(case)
     test_components_have_mean_0_and_the_key_no_trend(case)
-
-
-@quick
-@given(st.integers(1, 8), st.integers(0, 6), st.integers(-9, 9), st.integers(0, 9))
-def test_any_band(n_query: int, more: int, low: int, width: int) -> None:
-    n_key = max(2, n_query + more)
-    distance = torch.arange(n_query)[:, None] + (n_key - n_query) - torch.arange(n_key)
-    mask = (distance >= low) & (distance <= low + width)
-    if mask.any():
-        case = boolean(mask)
-        test_parameters_are_the_rank_of_the_design(case)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent import fit_additive
 from tl_posdisent.additive import score_correlation
-from tl_posdisent.additive.score_checks import check_queries_and_keys, is_pattern
+from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.rope import toeplitz_share
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -136,13 +136,6 @@ def test_negative_scores_whose_rows_sum_to_one_are_fitted() -> None:
     fit_additive(scores, mask="full")
 
 
-def test_two_keys_are_enough_and_one_is_not() -> None:
-    q, k = torch.randn(5, 4, 8), torch.randn(2, 2, 8)
-    check_queries_and_keys(q=q, k=k)
-    with pytest.raises(ValueError, match=r"at least two keys.*\(1, 2, 8\)"):
-        check_queries_and_keys(q=q, k=k[:1])
-
-
 def test_vectors_are_warned_of_unless_insisted() -> None:
     z = torch.randn(1, 12, 4, 8)  # as cache["z", 3] and cache["q", 3]: batch, pos, head, d_head
     for x in (z, z[0], z.bfloat16()):
@@ -157,10 +150,3 @@ def test_vectors_are_warned_of_unless_insisted() -> None:
         fit_additive(torch.randn(2, 3, 9, 9))
         for value in (-torch.inf, -1e9, torch.finfo(torch.float32).min, 0.0):  # the last queries of cached generation
             fit_additive(z.masked_fill(~allowed(4, 8), value))
-
-
-@pytest.mark.parametrize("flag", ["check", "pool"])
-@pytest.mark.usefixtures("unchecked")
-def test_flags_are_true_or_false(flag: str) -> None:
-    with pytest.raises(ValueError, match=f"{flag} must be True or False, got 'no'"):
-        fit_additive(torch.randn(1, 3, 3), **{flag: "no"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,11 +48,6 @@ def test_does_not_depend_on_scale_level_order_or_what_is_masked(dtype: torch.dty
         assert torch.equal(score_correlation(b, masked), score_correlation(b, a))
 
 
-def test_two_dtypes() -> None:
-    a = torch.randn(2, 9, 9)
-    torch.testing.assert_close(score_correlation(a, a.double()), torch.ones(2).double(), rtol=0, atol=1e-14)
-
-
 def test_a_mean_large_against_the_spread_costs_no_digits() -> None:
     a, b = torch.randn(2, 1, 40, 40, dtype=torch.float64)
     expected = score_correlation((1e4 + a) - 1e4, b)
@@ -92,21 +86,8 @@ def test_what_varies_a_little_is_correlated() -> None:
     torch.testing.assert_close(score_correlation(small, noise), torch.ones(2).double(), rtol=0, atol=1e-6)
 
 
-ONES = torch.ones(3, 3)
-REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
-    ([1.0], ONES, {}, "a must be a torch.Tensor, got list"),
-    (ONES, None, {}, "b must be a torch.Tensor, got NoneType"),
-    (ONES, ONES.int(), {}, "b must be floating point, got torch.int32"),
-    (torch.ones(3), torch.ones(3), {}, r"a must have shape \(\.\.\., query, key\), got \(3,\)"),
-    (ONES, torch.ones(2, 3, 3), {}, r"a and b must have the same shape, got \(3, 3\) and \(2, 3, 3\)"),
-    (ONES, ONES, {"mask": "none"}, "mask must be"),
-    (ONES, ONES, {"window": 0}, "window must be"),
-    (ONES, ONES * math.nan, {}, r"b must be finite inside the mask, got nan at index \(0, 0\)"),
-    (ONES * math.inf, ONES, {}, r"a must be finite inside the mask, got inf at index \(0, 0\)"),
-]
-
-
-@pytest.mark.parametrize(("a", "b", "options", "message"), REFUSED)
-def test_refuses(a: Any, b: Any, options: dict[str, Any], message: str, unchecked: None) -> None:
-    with pytest.raises(ValueError, match=message):
-        score_correlation(a, b, **options)
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_refuses(name: str) -> None:
+    scores = {"a": torch.ones(3, 3), "b": torch.ones(3, 3)}
+    with pytest.raises(ValueError, match=rf"{name} must be finite inside the mask, got nan at index \(0, 0\)"):
+        score_correlation(**scores | {name: scores[name] * math.nan})

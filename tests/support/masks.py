@@ -106,6 +106,7 @@ CASES = {
     "one-column": boolean(allowed(9, 9) & (torch.arange(9) == 3)),
     "two-distances": boolean((torch.arange(11)[:, None] - torch.arange(11)).abs() == 4),
     "more-queries-than-keys": boolean(random_mask(9, 5, density=0.7)),
+    "queries-before-the-keys": boolean(torch.cat([torch.zeros(7, 6, dtype=torch.bool), allowed(6, 6)])),
     "documents": boolean(documents(5, 8, 3, 1)),
     "packed-pairs": boolean(documents(2, 2, 2, 2)),
     "sinks": boolean(sinks(18, 2, 4)),

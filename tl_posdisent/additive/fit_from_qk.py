@@ -1,8 +1,7 @@
 """Additive fit from queries and keys, without the scores: time O(length · d²), memory O(length · d).
 
-Plain scores are inner products of rotated queries and keys, and all that the fit needs of them (``Marginals``) can be
-computed from the vectors: row and column sums from cumulative sums, sums along diagonals by a Fourier transform, the
-sum of squares from Gram matrices of blocks of keys.
+All that the fit needs of plain scores (``Marginals``) can be computed from the vectors: row and column sums from
+cumulative sums, sums along diagonals by a Fourier transform, the sum of squares from Gram matrices of blocks of keys.
 
 Means first leave the vectors. With ``u = q - q̄`` and ``v = k - k̄`` the score is ``u_i·v_j + q_i·k̄ + q̄·v_j``, whose
 last two terms are a query and a key component already: their marginals are known exactly, and nothing large is left to
@@ -71,7 +70,7 @@ def fit_additive_qk(
     queries, keys = (x.reshape(-1, *x.shape[-3:]) for x in (q_rot, k_rot))
     groups = queries.unflatten(2, (n_kv, -1))
     parts = [
-        _read_group(_own(groups[text, :, head].movedim(1, 0)).mul_(scale), _own(keys[text, :, head]), cells)
+        _read_group(groups[text, :, head].movedim(1, 0).double() * scale, keys[text, :, head].double(), cells)
         for text in range(len(queries))
         for head in range(n_kv)
     ]
@@ -81,22 +80,14 @@ def fit_additive_qk(
     return fit_marginals(read, cells, pool=pool, size=size.reshape(shape))
 
 
-def _own(x: Tensor) -> Tensor:
-    """A copy in float64."""
-    return x.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-
-
 def _read_group(
     q: Float64[Tensor, "head query d"], k: Float64[Tensor, "key d"], cells: Cells
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pivot, marginal sums, sum of squares and size ``|q|·|k|`` for the query heads of a key head.
-
-    Changes ``q`` and ``k``.
-    """
+    """Pivot, marginal sums, sum of squares and size ``|q|·|k|`` for the query heads of a key head."""
     size = q.square().sum(-1).mean(-1).sqrt() * k.square().sum(-1).mean().sqrt()
     q_mean, k_mean = q.mean(1, keepdim=True), k.mean(0)
     of_query = q @ k_mean
-    u, v = q.sub_(q_mean), k.sub_(k_mean)
+    u, v = q - q_mean, k - k_mean
     of_key = (q_mean @ v.T)[:, 0]
     pivot = of_query.mean(-1)
     # The components that are known beforehand, as a model: its marginals need no scores either.

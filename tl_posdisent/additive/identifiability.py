@@ -12,12 +12,10 @@ from tl_posdisent.additive.cells import Cells, Parts, Runs, Scattered
 def fix_gauge(
     cells: Cells, weights: Float64[Tensor, "*mask coefficient"], solution: Tensor, *, pool: bool = False
 ) -> tuple[Float64[Tensor, "*batch"], Parts]:
-    """Return the intercept and components that have mean 0, with a key component that has no trend.
+    """Return the intercept and components in the gauge of ``AdditiveFit``.
 
-    Three changes leave every fitted value as it is: two constants that move between the components, and the
-    straight line ``a[d] + t·d, b[i] − t·i, c[j] + t·j``. The convention: every component has mean 0 over the
-    cells, and the least-squares slope of ``c`` over key positions, weighted by cells, is 0. Texts that are pooled
-    share one distance profile, so there it is the slope over all of them.
+    Two constants and the straight line ``a[d] + t·d, b[i] − t·i, c[j] + t·j`` change no fitted value. Components get
+    mean 0 over the cells, and ``c`` a least-squares slope of 0 over key positions (of all texts, if they are pooled).
     """
     numbers = cells.split(weights)
     key = torch.arange(cells.n_key, device=solution.device).double()
@@ -38,11 +36,6 @@ def fix_gauge(
 def _mean(x: Tensor, weights: Tensor) -> Tensor:
     return (x * weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
 
-
-# Number of parameters: the rank of the design on a given set of cells, intercept included.
-#
-# Three coefficients a token explain something even of noise, so the adjusted R² needs the exact number. It is counted
-# from the cells, not computed from a matrix, wherever that can be done.
 
 _NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
 

@@ -76,13 +76,12 @@ def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:
     return causal and bool((rows >= 0).all() & ((sums > 0) & (sums < 1.01)).all())
 
 
-def refuse_patterns(scores: Float[Tensor, "*batch query key"]) -> None:
+def refuse_patterns(scores: Float[Tensor, "*batch query key"], advice: str) -> None:
     """Raise if the tensor is an attention pattern."""
     if is_pattern(scores):
         raise ValueError(
             "scores must be attention logits before the softmax, got rows that are non-negative and sum to 1, which "
-            "is an attention pattern (or to less, as beside an attention sink); "
-            'pass cache["attn_scores", layer], or check=False to fit these values as they are'
+            f"is an attention pattern (or to less, as beside an attention sink); {advice}"
         )
 
 
@@ -114,7 +113,7 @@ def refuse_non_finite(scores: Tensor, cells: Cells, squares: Tensor, name: str) 
     bad = ~(scores > sentinel) | ~(scores < -sentinel)
     bad &= cells.to_mask()
     if bool(bad.any()):
-        raise ValueError(f"{name} must be finite inside the mask, {_where(scores, bad)}; {_advice(bad, cells)}")
+        raise ValueError(f"{name} must be finite inside the mask, {_where(scores, bad, cells)}")
 
 
 def refuse_masking_values(scores: Tensor, cells: Cells, lowest: Tensor, name: str) -> None:
@@ -136,7 +135,7 @@ def refuse_masking_values(scores: Tensor, cells: Cells, lowest: Tensor, name: st
     bad = bad.reshape(scores.shape)
     if bool(bad.any()):
         raise ValueError(
-            f"{name} must not hold masking values inside the mask, {_where(scores, bad)}; {_advice(bad, cells)} "
+            f"{name} must not hold masking values inside the mask, {_where(scores, bad, cells)} "
             "(a boolean mask is taken as it is)"
         )
 
@@ -162,27 +161,22 @@ def _beside(some: Tensor, others: Tensor) -> bool:
     return bool((some.any(-1) & others.any(-1)).any())
 
 
-def _where(scores: Tensor, bad: Tensor) -> str:
+def _where(scores: Tensor, bad: Tensor, cells: Cells) -> str:
+    """The first bad cell, and the argument that leaves exactly those of its matrix out, if there is one."""
     first = tuple(bad.nonzero()[0].tolist())
-    return (
-        f"got {scores[first].item():g} at index {first} (query {first[-2]}, key {first[-1]}) "
-        f"and {int(bad.sum()) - 1} more such cells"
-    )
-
-
-def _advice(bad: Tensor, cells: Cells) -> str:
-    """The argument that leaves exactly the bad cells of a matrix out, if there is one."""
-    matrix = tuple(bad.nonzero()[0, :-2].tolist())
-    inside = cells.to_mask().expand(bad.shape)[matrix]
-    kept, distance = inside & ~bad[matrix], cell_distances(cells.n_query, cells.n_key, bad.device)
+    inside = cells.to_mask().expand(bad.shape)[first[:-2]]
+    kept, distance = inside & ~bad[first[:-2]], cell_distances(cells.n_query, cells.n_key, bad.device)
+    advice = "pass the mask that the model used"
     if bool(kept.any()):
         window = int(distance[kept].abs().max()) + 1
-        for causal in (False, True):
-            for limit in (None, window):
-                left = (distance >= 0) | (not causal)
-                if limit is not None:
-                    left &= distance.abs() < limit
-                if torch.equal(kept, inside & left):
-                    words = ['mask="causal"'] * causal + [f"window={limit}"] * (limit is not None)
-                    return "pass " + ", ".join(words)
-    return "pass the mask that the model used"
+        near = inside & (distance.abs() < window)
+        for words, left in (
+            (f'mask="causal", window={window}', near & (distance >= 0)),
+            (f"window={window}", near),
+            ('mask="causal"', inside & (distance >= 0)),
+        ):
+            advice = f"pass {words}" if torch.equal(kept, left) else advice
+    return (
+        f"got {scores[first].item():g} at index {first} (query {first[-2]}, key {first[-1]}) "
+        f"and {int(bad.sum()) - 1} more such cells; {advice}"
+    )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.attention.layout import Layout, to_batch
 from tl_posdisent.additive.cells import Cells
-from tl_posdisent.additive.score_checks import is_pattern, refuse_masking_values, refuse_non_finite
+from tl_posdisent.additive.score_checks import refuse_masking_values, refuse_non_finite, refuse_patterns
 
 _BLOCK = 2**20  # cells that are read at a time
 _ROWS = 64  # queries that are read together at least, if need be of one system at a time
@@ -85,11 +85,7 @@ def refuse_unusable(
     scores: Tensor, arranged: Tensor, cells: Cells, layout: Layout, *, pool: bool, suspicious: bool
 ) -> None:
     """Raise if scores are an attention pattern, or not finite, or hold masking values (looked for if suspicious)."""
-    if is_pattern(scores):
-        raise ValueError(
-            "scores must be attention logits before the softmax, got rows that are non-negative and sum to 1: pass an "
-            "attention pattern as pattern="
-        )
+    refuse_patterns(scores, "pass it as pattern=")
     lowest = torch.zeros(arranged.shape[:2], dtype=torch.float64, device=scores.device)
     highest = lowest.clone()
     for systems, rows, columns, inside in _blocks(layout, *lowest.shape):

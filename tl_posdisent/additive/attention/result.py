@@ -93,9 +93,7 @@ class AttentionFit(HasTable):
         by_distance = self.distance[..., d.clamp(cells.low, cells.high) - cells.low]
         return torch.where(self.mask, by_distance + self._by_key(self.key, d), -torch.inf)
 
-    def _by_key(
-        self, key: Float64[Tensor, "*batch band key"], d: Int64[Tensor, "query key"]
-    ) -> Float64[Tensor, "*batch query key"]:
+    def _by_key(self, key: Float64[Tensor, "*batch band key"], d: Int64[Tensor, "query key"]) -> Tensor:
         """The importance of each cell's key in the band of the cell's distance."""
         band = torch.bucketize(d, d.new_tensor(self.edges), right=True)
         return key[..., band, torch.arange(key.shape[-1], device=d.device).expand_as(d)]
@@ -193,10 +191,7 @@ class AttentionFit(HasTable):
             )
         low, high = int(cells.min()), int(cells.max())
         distances = torch.arange(low, high + 1, device=cells.device)
-        after = torch.searchsorted(fitted, distances).clamp(max=len(fitted) - 1)
-        before = (after - 1).clamp_min(0)
-        nearer = (distances - fitted[before]).abs() <= (fitted[after] - distances).abs()
-        nearest = torch.where(nearer & (fitted[after] != distances), before, after)
+        nearest = (distances[:, None] - fitted).abs().argmin(-1)  # the shorter one of two
         entry = fitted[nearest] - self.cells.low
         return entry[cells - low]
 
@@ -215,18 +210,14 @@ class AttentionFit(HasTable):
         values = self.kl if component == "query" else getattr(self, component)
         axis = (self.distances if component == "distance" else torch.arange(values.shape[-1])).tolist()
         leading = values.shape[: values.ndim - (2 if component == "key" else 1)]
-        bands = {} if component != "key" or not self.edges else self._bands(len(axis))
         n_row = len(axis) * (values.shape[-2] if component == "key" else 1)
         index = index_columns(leading, pooled=self.pooled and component == "distance", repeat=n_row)
-        n_leading = leading.numel()
-        columns = {name: column * n_leading for name, column in bands.items()}
+        columns = {}
+        if component == "key" and self.edges:  # the first distance of the band of each key's coefficient
+            starts = [min(self.cells.low, *self.edges), *self.edges]
+            columns["band"] = [start for start in starts for _ in axis] * leading.numel()
         columns |= {component: axis * (values.numel() // len(axis)), "value": values.flatten().tolist()}
         return pd.DataFrame({**index, **columns})
-
-    def _bands(self, repeat: int) -> dict[str, list[int]]:
-        """First distance of the band of each key's coefficient."""
-        starts = [min(self.cells.low, *self.edges), *self.edges]
-        return {"band": [start for start in starts for _ in range(repeat)]}
 
     def _mean_kl(self) -> Float64[Tensor, "*fit"]:
         used = (self.cells.split(self.cells.counts).query > 0).expand(self.kl.shape)
