@@ -24,7 +24,7 @@ UNCHECKED = -o addopts='--doctest-modules --strict-markers --strict-config'
 OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/%.py, \
     docs/test_support_table docs/test_docs models/test_zoo demo/test_demo \
     additive/test_fit_inputs experiments/test_additivity hooks/test_position_hooks hooks/test_ablate \
-    experiments/test_head_patching experiments/test_component_patching models/test_chunked_scores synthetic/test_transformer \
+    experiments/test_head_patching experiments/test_component_patching synthetic/test_transformer \
     viz/test_plots viz/test_widgets cli/test_commands sweeps/test_sweep)
 # What meets TransformerLens only through what other tests try (mathematics, figures, report, sweeps, command line,
 # files, training of synthetic models, rules for sources and words): in one environment only.

@@ -26,8 +26,6 @@ from transformers.initialization import no_init_weights
 
 import tl_posdisent as tp
 
-BLOCK = 256
-
 
 def pythia(layers: int | None) -> PretrainedConfig:
     return GPTNeoXConfig(
@@ -79,7 +77,6 @@ QUIET = {"progress": False}
 STEPS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "forward": lambda model, tokens: model(tokens),
     "additivity": partial(tp.additivity, **QUIET),
-    f"additivity block={BLOCK}": partial(tp.additivity, block=BLOCK, **QUIET),
     "controlled_distance": partial(tp.controlled_distance, **QUIET),
     "fit_attention": fit_attention,
     "attention_ladder": attention_ladder,
@@ -89,7 +86,6 @@ STEPS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 BUILD = {"bridge": tp.bridge_from_hf, "hooked": tp.hooked_from_hf}
 PLANS: dict[str, dict[str, Any]] = {  # what estimate is asked for
     "additivity": {},
-    f"additivity block={BLOCK}": {"block": BLOCK},
     "controlled_distance": {"tool": "controlled_distance"},
     "fit_attention": {"tool": "fit_attention"},
 }

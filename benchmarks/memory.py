@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tl_posdisent as tp
 from tl_posdisent.models.loading.load import has_hooked
 
-D_HEAD, VOCABULARY, BLOCK = 32, 1000, 256
+D_HEAD, VOCABULARY = 32, 1000
 GRID = [(length, heads, layers) for length in (512, 1024, 2048, 4096) for heads in (8, 16) for layers in (2, 6)]
 
 
@@ -44,7 +44,6 @@ def linear(model: Any, tokens: torch.Tensor) -> None:
 TOOLS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "forward": lambda model, tokens: model(tokens),
     "additivity": lambda model, tokens: tp.additivity(model, tokens, progress=False),
-    f"additivity, block={BLOCK}": lambda model, tokens: tp.additivity(model, tokens, block=BLOCK, progress=False),
     "queries and keys": linear,
     "controlled_distance": lambda model, tokens: tp.controlled_distance(model, tokens, progress=False),
     "subspace_patterns": lambda model, tokens: tp.subspace_patterns(model, tokens, progress=False),

@@ -15,6 +15,7 @@ from tl_posdisent import fit_additive
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
+
 @every_case
 def test_fitted_scores_are_those_of_dense_least_squares(case: Case) -> None:
     scores, fit = case.fitted

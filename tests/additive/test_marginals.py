@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tl_posdisent import fit_additive
 from tl_posdisent.additive import marginals as module
-from tl_posdisent.additive.cells import Cells, Runs, make_cells
-from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals, read_marginals
+from tl_posdisent.additive.cells import Cells, make_cells
+from tl_posdisent.additive.marginals import Marginals, read_marginals
 
 KINDS = [name for name in CASES if name not in ("narrow-window",)]
 
@@ -39,24 +39,6 @@ def test_sums_are_those_over_the_cells(blocks: tuple[int, int], monkeypatch: pyt
         scores, cells = 40 + case.scores(), cells_of(case)
         for dtype in (torch.float64, torch.float16):
             assert_sums(read_marginals(scores.to(dtype), cells), scores.to(dtype), case, cells)
-
-
-@pytest.mark.parametrize("window", [None, 1, 4])
-def test_rows_add_up_to_the_whole(window: int | None) -> None:
-    """As a model with a KV cache gives them: more and more keys, the last query at the last key."""
-    n, shape = 13, (2, 3)
-    scores = 7 + torch.randn(*shape, n, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    cells = make_cells((*shape, n, n), "causal", window)
-    whole, total, first = read_marginals(scores, cells), no_marginals(torch.Size(shape), cells), 0
-    for stop in (1, 4, 5, n):
-        rows = Runs.band(stop - first, stop, 0, min(cells.high, stop - 1), "cpu")
-        total = add_rows(total, scores[..., first:stop, :stop], rows, cells, first=first)
-        first = stop
-    shift = (total.pivot - whole.pivot)[..., None]
-    torch.testing.assert_close(total.sums, whole.sums - cells.counts * shift, rtol=0, atol=1e-10)
-    sums = cells.split(whole.sums).query.sum(-1)
-    squares = whole.squares - shift[..., 0] * (2 * sums - cells.n_cells * shift[..., 0])
-    torch.testing.assert_close(total.squares, squares, rtol=1e-10, atol=1e-9)
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -12,6 +12,7 @@ import torch
 from support import stories, zoo
 from torch import Tensor
 
+import tl_posdisent as tp
 from tl_posdisent import additivity, dummy_distance, random_control
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_model
@@ -230,3 +231,27 @@ def test_refusals(options: dict[str, Any], message: str, shared_model: Any) -> N
     model = shared_model("bridge", "llama-gqa")
     with pytest.raises(ValueError, match=message):
         additivity(model, **{"tokens": TOKENS, "progress": False, **options})
+
+
+def test_bfloat16_is_widened_layer_by_layer() -> None:
+    """Scores of a bfloat16 model are fitted in float64, as are its queries and keys: what remains is their rounding."""
+    model, tokens = zoo.bridge("llama-gqa").to(torch.bfloat16), zoo.random_tokens(64, 1)
+    table = tp.additivity(model, tokens, progress=False)
+    controlled = tp.controlled_distance(model, tokens, progress=False)
+    for layer in tp.capture(model, tokens):
+        assert layer.q_rot.dtype == layer.scores.dtype == torch.bfloat16
+        own = table[table["layer"] == layer.layer]["r"]
+        wide = tp.fit_additive(layer.scores.double())
+        assert own.tolist() == pytest.approx(wide.r[0].tolist(), abs=1e-12)  # not one sum was made in 16 bits
+        scale = layer.spec.require_scale()
+        linear, float32 = (
+            tp.fit_additive_qk(q, k, scale=scale).r
+            for q, k in ((layer.q_rot, layer.k_rot), (layer.q_rot.float(), layer.k_rot.float()))
+        )
+        assert torch.equal(linear, float32)
+        assert own.tolist() == pytest.approx(linear[0].tolist(), abs=0.01)  # scores that were rounded to 8 bits
+        shares = tp.rope.decompose(
+            tp.rope.Moments.from_qk(layer.q.double(), layer.k.double(), layer.spec.rotary), range(64), scale=scale
+        )
+        of_layer = controlled[controlled["layer"] == layer.layer]["r_three_axis"]
+        assert of_layer.tolist() == pytest.approx(shares.to_frame()["r_three_axis"].tolist(), abs=1e-9)

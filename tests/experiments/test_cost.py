@@ -49,16 +49,15 @@ def test_passes_are_counted(tool: str, layers: int, heads: int) -> None:
     assert sum(seen) / layers / 24 == pytest.approx(tp.estimate(model, 24, tool=tool).passes, rel=0.1)
 
 
-@pytest.mark.parametrize("tool", [*TOOLS, "additivity in blocks"])
+@pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox"))
 def test_no_tool_holds_more(kind: str, name: str, tool: str) -> None:
     """The tensors that are alive at the worst step, at lengths where scores are the smaller and the larger part."""
     model = {"bridge": zoo.bridge, "hooked": zoo.hooked}[kind](name, max_position_embeddings=1024)
-    tool, options = ("additivity", {"block": 50}) if "blocks" in tool else (tool, {})
     for length in (64, 256) if "head" in tool or "position" in tool else (100, 600):
         with torch.no_grad(), LiveBytes() as live:
-            run_tool(model, tool, zoo.random_tokens(length, 1), **options)
-        needed = tp.estimate(model, length, tool=tool, **options).needed_bytes
+            run_tool(model, tool, zoo.random_tokens(length, 1))
+        needed = tp.estimate(model, length, tool=tool).needed_bytes
         assert max(live.steps) + 2**22 < needed
     if tool not in ("head_ablation", "head_patching", "position_patching"):
         assert needed < 3 * max(live.steps) + 2**25
@@ -78,16 +77,16 @@ def test_live_bytes_by_hand() -> None:
     assert live.now == 4000 + product.nbytes
 
 
-@pytest.mark.parametrize(("tool", "block"), [("additivity", None), ("additivity", 16), ("controlled_distance", None)])
-def test_longer_takes_more(tool: Any, block: int | None) -> None:
+@pytest.mark.parametrize("tool", ["additivity", "controlled_distance"])
+def test_longer_takes_more(tool: Any) -> None:
     model = tp.load_demo_model()
-    plans = [tp.estimate(model, length, tool=tool, block=block) for length in (32, 100, 300_000, 3_000_000)]
+    plans = [tp.estimate(model, length, tool=tool) for length in (32, 100, 300_000, 3_000_000)]
     table = pd.concat([plan.to_frame() for plan in plans])
     for column in ("needed_bytes", "score_bytes", "other_bytes"):
         assert table[column].is_monotonic_increasing, column
     growth = plans[-1].needed_bytes / plans[-2].needed_bytes
-    assert growth == pytest.approx(100 if block is None else 10, rel=0.05)  # length², or length
-    more = tp.estimate(model, 300_000, batch=3, tool=tool, block=block)
+    assert growth == pytest.approx(100, rel=0.05)  # length²
+    more = tp.estimate(model, 300_000, batch=3, tool=tool)
     assert more.needed_bytes == pytest.approx(3 * plans[2].needed_bytes, rel=0.05)
     tensors = {x.data_ptr(): x.numel() * x.element_size() for x in [*model.parameters(), *model.buffers()]}
     assert more.model_bytes == pytest.approx(sum(tensors.values()), rel=0.01)
@@ -105,7 +104,7 @@ def test_seconds_are_those_of_the_passes() -> None:
 
 @pytest.mark.parametrize("available", [10**9, 3 * 10**7])
 def test_what_is_advised_is_accepted(available: int) -> None:
-    """Smaller blocks, and fewer texts or a shorter one where no block helps."""
+    """Fewer texts, or a shorter one where one does not fit."""
     model = tp.load_demo_model()
     for asked in (
         {"length": 20_000},
@@ -121,7 +120,7 @@ def test_what_is_advised_is_accepted(available: int) -> None:
             plan.check()
         assert plan.advice in str(refusal.value)
         assert "does not fit" in repr(plan)
-        changed = dict(re.findall(r"(block|batch|length)=(\d+)", plan.advice))
+        changed = dict(re.findall(r"(batch|length)=(\d+)", plan.advice))
         again = tp.estimate(model, **asked | {k: int(v) for k, v in changed.items()}, available=available)
         assert again.check().fits, plan.advice
 
@@ -148,11 +147,10 @@ def test_additivity_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> 
     model, tokens = tp.load_demo_model(), tp.demo_tokens(length=256)
     scores = 8 * 256**2 * 4
     monkeypatch.setattr(memory, "free_memory", lambda devices: scores - 1)
-    with pytest.raises(MemoryError, match=r"scores of one layer .* use block="):
+    with pytest.raises(MemoryError, match=r"scores of one layer .* use fewer"):
         tp.additivity(model, tokens, progress=False)
-    found = tp.additivity(model, tokens, block=64, progress=False)
     monkeypatch.setattr(memory, "free_memory", lambda devices: scores)
-    pd.testing.assert_frame_equal(found, tp.additivity(model, tokens, progress=False), atol=1e-6)
+    assert len(tp.additivity(model, tokens, layers=[0], progress=False)) == 8
     monkeypatch.setattr(memory, "free_memory", lambda devices: None)  # not known: not refused
     assert len(tp.additivity(model, tokens, layers=[1], progress=False)) == 8
 
@@ -166,9 +164,3 @@ def test_free_memory(tmp_path: Any) -> None:
         (tmp_path / f"memory.{name}").write_text(text)
     assert memory._left_by_group(tmp_path) == [350]
     assert [memory.gigabytes(n) for n in (2.5e9, 3e13)] == ["2.5 GB", "30,000 GB"]
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_blocks_are_additivity_s_alone() -> None:
-    with pytest.raises(ValueError, match="block must be None for subspace_patterns"):
-        tp.estimate(tp.load_demo_model(), 100, block=8, tool="subspace_patterns")

@@ -167,10 +167,3 @@ def test_bands_that_hold_other_subspaces_are_refused(mode: Any, models: list[Any
     for band in ((0.9, None), (None, 0)):
         found, expected = (_numbers(tp.limit_frequencies(model, *band, mode=mode), model)[0] for model in models)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-
-
-def test_blocks_are_refused_beyond(models: list[Any]) -> None:
-    """The first blocks would be rotated as short texts are."""
-    tp.additivity(models[0], TEXTS[:, :12], block=8, progress=False)
-    with pytest.raises(ValueError, match="tokens must be at most 16 long for block, got 28"):
-        tp.additivity(models[0], TEXTS, block=8, progress=False)

@@ -88,14 +88,6 @@ def test_a_layer_without_attention_is_named(shared_model: Any) -> None:
 
 
 @zoo.needs_bridge
-def test_blocks_of_queries(shared_model: Any) -> None:
-    """The other layers keep a state of their own between blocks."""
-    model = shared_model("bridge", "lfm2")
-    whole, blocks = (additivity(model, TOKENS, block=block, progress=False) for block in (None, 5))
-    pd.testing.assert_frame_equal(blocks, whole, rtol=1e-4, atol=1e-5)
-
-
-@zoo.needs_bridge
 @pytest.mark.parametrize("name", WITHOUT)
 def test_models_without_attention_are_refused_by_name(name: str) -> None:
     model = bridge(name, WITHOUT[name])

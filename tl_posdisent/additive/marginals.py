@@ -1,7 +1,6 @@
 """Marginal sums of a score tensor along distances, queries and keys, and its sum of squares, in one pass.
 
-This is all of the scores that the additive fit needs. Blocks of a few megabytes are converted to float64 and
-summed while they are in cache; cells outside the mask are never looked at.
+Blocks of a few megabytes are converted to float64 and summed while they are in cache.
 """
 
 from __future__ import annotations
@@ -73,12 +72,15 @@ def read_marginals(
                 continue
             shift = row + cells.offset - left
             low, high = max(cells.low, shift - (right - left - 1)), min(cells.high, shift + stop - row - 1)
-            block = _centred(flat[some, row:stop, left:right], pivot[some], max(right - left, high - low))
-            _hide(block[..., : right - left], cells.inside(slice(row, stop), slice(left, right), masks))
-            diagonals = slice(low - cells.low, high - cells.low + 1)
-            by_distance[some, diagonals] += diagonal_sums(block, low - shift, high - shift)
+            block = flat[some, row:stop, left:right].to(torch.float64, copy=True).sub_(pivot[some, None, None])
+            inside = cells.inside(slice(row, stop), slice(left, right), masks)
+            touched = (~inside).flatten(0, -2).any(0).nonzero()
+            if len(touched):  # most columns have no cell to hide
+                hidden = slice(int(touched[0]), int(touched[-1]) + 1)
+                block[..., hidden].masked_fill_(~inside[..., hidden], 0.0)
+            by_distance[some, low - cells.low : high - cells.low + 1] += diagonal_sums(block, low - shift, high - shift)
             by_query[some, row:stop] += block.sum(-1)
-            by_key[some, left:right] += block.sum(-2)[..., : right - left]
+            by_key[some, left:right] += block.sum(-2)
             lowest[some] = lowest[some].minimum(block.amin((-2, -1)) + pivot[some])
             squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
     pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
@@ -90,31 +92,12 @@ def read_marginals(
 
 
 def _block_size(scores: Float[Tensor, "matrix query key"]) -> tuple[int, int]:
-    """Choose how many rows and matrices to read at a time.
-
-    A processor keeps them in its cache, and few rows have few keys that only some of them see; a GPU needs many cells.
-    """
+    """Rows and matrices to read at a time: few on a processor, to stay in its cache, many on a GPU."""
     _, n_query, n_key = scores.shape
     on_cpu = scores.device.type == "cpu"
     cells = 2**18 if on_cpu else 2**24
     rows = min(n_query, max(1, cells // n_key), 64 if on_cpu else n_query)
     return rows, max(1, cells // (rows * n_key))
-
-
-def _centred(x: Float[Tensor, "matrix row column"], pivot: Tensor, width: int) -> Float64[Tensor, "matrix row width"]:
-    """``x - pivot`` in float64, with columns of zeros up to a width."""
-    block = x.new_empty(*x.shape[:-1], width, dtype=torch.float64)
-    block[..., x.shape[-1] :] = 0.0
-    block[..., : x.shape[-1]].copy_(x).sub_(pivot[:, None, None])
-    return block
-
-
-def _hide(block: Float64[Tensor, "matrix row column"], inside: Tensor) -> None:
-    """Zero the cells that do not count; most columns have none."""
-    touched = (~inside).flatten(0, -2).any(0).nonzero()
-    if len(touched):
-        some = slice(int(touched[0]), int(touched[-1]) + 1)
-        block[..., some].masked_fill_(~inside[..., some], 0.0)
 
 
 def _mask_of_matrix(cells: Cells, batch: torch.Size) -> Int64[Tensor, "matrix"] | None:
@@ -137,37 +120,3 @@ def _typical(
             break
     mean = x[:, rows].double().masked_fill(~inside, 0.0).sum((-2, -1)) / count
     return torch.where(mean.abs() < 1e30, mean, 0.0)  # NaN and masking values are reported later
-
-
-# Streaming: the marginals of a score matrix whose rows come a block at a time, as from a model with a KV cache.
-
-
-def no_marginals(batch: torch.Size, cells: Cells) -> Marginals:
-    """Marginals of no scores: zeros, to which ``add_rows`` adds."""
-    device = cells.counts.device
-    zero = torch.zeros(batch, dtype=torch.float64, device=device)
-    return Marginals(zero, zero.new_zeros(*batch, cells.counts.shape[-1]), zero.clone())
-
-
-def add_rows(
-    total: Marginals, scores: Float[Tensor, "*batch row seen"], rows: Cells, cells: Cells, *, first: int
-) -> Marginals:
-    """Add the scores of the queries ``first …`` to ``total``; the last of them is at the last key seen.
-
-    Args:
-        total: of all queries before, about 0 or about a pivot; its sums are added to.
-        rows: the cells of these scores; one set for all matrices.
-        cells: those of the whole matrix.
-        first: number of queries before.
-    """
-    read = read_marginals(scores, rows)
-    n_row, n_seen = scores.shape[-2:]
-    if first:  # the pivot of the first rows is near their mean, so that squares do not cancel
-        read = read.about(total.pivot, rows)
-    added = rows.split(read.sums)
-    of_all = cells.split(total.sums)
-    low = rows.low - cells.low
-    of_all.distance[..., low : low + rows.n_distance] += added.distance
-    of_all.query[..., first : first + n_row] += added.query
-    of_all.key[..., :n_seen] += added.key
-    return Marginals(read.pivot, total.sums, total.squares + read.squares)

@@ -11,10 +11,8 @@ from typing import Any, Literal, get_args
 import pandas as pd
 import torch
 
-from tl_posdisent.models.chunked_scores import check_blocks
 from tl_posdisent.models.memory import free_memory, gigabytes, model_bytes, model_devices
 from tl_posdisent.models.reading.forward import evaluating, output_of
-from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.rope.covariance import NUMBERS_AT_ONCE
@@ -44,12 +42,12 @@ class Estimate(HasTable):
     """Forward passes, memory and time of a measurement.
 
     Attributes:
-        tool, length, batch, block: the measurement.
+        tool, length, batch: the measurement.
         passes: forward passes through all layers, of all texts; parts of passes add up.
         seconds: of these passes, from one that was timed; None if it was not.
         model_bytes: parameters and buffers.
         score_bytes: upper bound for the score matrices, patterns and masks of one layer.
-        other_bytes: upper bound for activations, the cache of keys and values, logits, and the tool's own sums.
+        other_bytes: upper bound for activations, logits, and the tool's own sums.
         available_bytes: free memory in addition to the model; None if unknown, and then everything fits.
         advice: arguments that would fit, if this does not; else empty.
     """
@@ -57,7 +55,6 @@ class Estimate(HasTable):
     tool: str
     length: int
     batch: int
-    block: int | None
     passes: float
     seconds: float | None
     model_bytes: int
@@ -98,8 +95,7 @@ class Estimate(HasTable):
         there = "" if self.available_bytes is None else f" of {gigabytes(self.available_bytes)} available"
         took = "" if self.seconds is None else f", {self.seconds:.3g} s"
         return (
-            f"Estimate: {self.tool} of {self.batch}×{self.length} tokens"
-            f"{'' if self.block is None else f' in blocks of {self.block} queries'}: {self.passes:g} passes{took}\n"
+            f"Estimate: {self.tool} of {self.batch}×{self.length} tokens: {self.passes:g} passes{took}\n"
             f"  model {gigabytes(self.model_bytes)}, beside it at most {gigabytes(self.needed_bytes)}{there} (scores "
             f"{gigabytes(self.score_bytes)}): {'fits' if self.fits else f'does not fit: use {self.advice}'}"
         )
@@ -111,7 +107,6 @@ def estimate(
     *,
     batch: int = 1,
     tool: Measured = "additivity",
-    block: int | None = None,
     available: int | None = None,
     timed: bool = False,
 ) -> Estimate:
@@ -127,7 +122,6 @@ def estimate(
         batch: texts that run at once.
         tool: what will run, on all layers and heads; ``"fit_attention"`` of one layer that ``capture`` returns. Tools
             that run once, layer by layer, need about as much as ``"controlled_distance"``.
-        block: as in ``additivity``, which alone has it.
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
             or the limit of the process's control group; memory of the fullest GPU).
         timed: whether to run the model once on a text of this length; seconds are those of all passes at this rate,
@@ -137,7 +131,7 @@ def estimate(
         An ``Estimate``. ``estimate(...).check()`` raises a ``MemoryError`` if it does not fit.
 
     Raises:
-        ValueError: unusable arguments; ``block`` for another tool; ``timed`` for a model on ``meta``.
+        ValueError: unusable arguments; ``timed`` for a model on ``meta``.
         MemoryError: ``timed``, and it does not fit.
 
     Example:
@@ -145,9 +139,7 @@ def estimate(
         >>> model = load_demo_model()
         >>> plan = estimate(model, 4096, available=10**9)
         >>> plan.fits, plan.advice
-        (False, 'block=1024')
-        >>> estimate(model, 4096, available=10**9, block=1024).check().fits
-        True
+        (False, 'length=2425, batch=1')
         >>> estimate(model, 100, tool="position_patching").passes  # 5 layers of 8 heads
         42.0
     """
@@ -158,10 +150,6 @@ def estimate(
     check_flag("timed", timed)
     if available is not None:
         check_integer("available", available, 0)
-    if block is not None:
-        check_integer("block", block, 1)
-        if tool != "additivity":
-            raise ValueError(f"block must be None for {tool}: only additivity runs in blocks")
     devices, weights = model_devices(model), model_bytes(model)
     on_meta = all(device.type == "meta" for device in devices)
     if timed and on_meta:
@@ -169,32 +157,30 @@ def estimate(
     free = free_memory(devices) if available is None else available
     if available is None and on_meta and free is not None:
         free = max(0, free - weights)  # the model is still to come
-    scores, other = _memory(model, tool, length, batch, block)
+    scores, other = _memory(model, tool, length, batch)
     fits = free is None or scores + other <= free
     passes = float(_PASSES[tool](layers, model.cfg.n_heads)) if tool in _PASSES else 1.0
-    advice = "" if fits or free is None else _advice(model, tool, length, batch, block, free)
-    plan = Estimate(tool, length, batch, block, passes, None, weights, scores, other, free, advice)
+    advice = "" if fits or free is None else _advice(model, tool, length, batch, free)
+    plan = Estimate(tool, length, batch, passes, None, weights, scores, other, free, advice)
     if not timed:
         return plan
     plan.check()
     return replace(plan, seconds=passes * batch * _seconds(model, length))
 
 
-def _memory(model: Any, tool: str, length: int, batch: int, block: int | None) -> tuple[int, int]:
+def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
     """Upper bounds for the bytes of scores and of everything else beside the model."""
     cfg, layers = model.cfg, n_layers(model)
     heads, kv, width = cfg.n_heads, getattr(cfg, "n_key_value_heads", None) or cfg.n_heads, cfg.d_head
     size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-    rows, tokens = min(block or length, length), batch * length
+    tokens = batch * length
     copies = 3 if size > 2 and hasattr(model, "original_model") else 5
-    scores = copies * batch * heads * rows * length * size
+    scores = copies * heads * tokens * length * size
     d_model, d_mlp = getattr(cfg, "d_model", heads * width), getattr(cfg, "d_mlp", None) or 0
-    other = batch * rows * (8 * d_model + 4 * d_mlp + 8 * heads * width) * size
-    if block is not None:
-        other += 2 * (layers + 2) * tokens * kv * width * size  # the cache
+    other = tokens * (8 * d_model + 4 * d_mlp + 8 * heads * width) * size
     if tool == "additivity":
         at_once = 2**24 if any(device.type == "cuda" for device in model_devices(model)) else 2**18
-        other += 3 * 8 * ((layers + 12) * tokens * heads + min(tokens * heads * rows, at_once))
+        other += 3 * 8 * ((layers + 12) * tokens * heads + min(tokens * heads * length, at_once))
     elif tool == "fit_attention":
         cells = heads * batch * length**2
         step = min(cells, max(2**20, min(64 * length, 2**22)))
@@ -217,30 +203,16 @@ def _seconds(model: Any, length: int) -> float:
         return time.perf_counter() - start
 
 
-def _advice(model: Any, tool: str, length: int, batch: int, block: int | None, free: int) -> str:
-    """Arguments with which it would fit: smaller blocks, then fewer texts, then a shorter text."""
+def _advice(model: Any, tool: str, length: int, batch: int, free: int) -> str:
+    """Arguments with which it would fit: fewer texts, then a shorter text."""
 
-    def fits(length: int, batch: int, block: int | None) -> bool:
-        return sum(_memory(model, tool, length, batch, block)) <= free
+    def fits(length: int, batch: int) -> bool:
+        return sum(_memory(model, tool, length, batch)) <= free
 
-    sizes = [2**n for n in range(10, 3, -1) if 2**n < (block or length)]
-    blocks = [block, *sizes] if tool == "additivity" and _runs_in_blocks(model) else [block]
-    for texts in range(batch, 0, -1):
-        for size in blocks:
-            if fits(length, texts, size):
-                found = {"batch": texts} if texts < batch else {}
-                return ", ".join(f"{k}={v}" for k, v in (found | ({"block": size} if size != block else {})).items())
-    longest = 1 + bisect.bisect(range(2, length), False, key=lambda n: not fits(n, 1, block))
+    for texts in range(batch - 1, 0, -1):
+        if fits(length, texts):
+            return f"batch={texts}"
+    longest = 1 + bisect.bisect(range(2, length), False, key=lambda n: not fits(n, 1))
     if longest < 2:
         return "a smaller model, a narrower dtype or another machine: not even two tokens fit"
     return f"length={longest}, batch=1"
-
-
-def _runs_in_blocks(model: Any) -> bool:
-    if next(model.parameters()).device.type == "meta":  # there, nothing can be compared
-        return True
-    try:
-        check_blocks(model, probe_tokens(model)[:1], read_model(model).specs())
-    except ValueError:
-        return False
-    return True

@@ -26,7 +26,7 @@ from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive
 from tl_posdisent.hooks.substitute_attention import substitute_attention
 from tl_posdisent.models.capture import capture, for_each_scores
-from tl_posdisent.models.chunked_scores import empty_cache, with_mask
+from tl_posdisent.models.key_value_cache import empty_cache, with_mask
 from tl_posdisent.models.partial_forward import forwards
 from tl_posdisent.models.reading.forward import Hook, evaluating, padding_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model

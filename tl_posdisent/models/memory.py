@@ -55,7 +55,7 @@ def _tensors(model: Any) -> list[Tensor]:
     return [x for x in held if x is not None]
 
 
-def require_room(model: Any, n_matrices: int, length: int, block: int | None) -> None:
+def require_room(model: Any, n_matrices: int, length: int) -> None:
     """Refuse a text of which the score matrices of one layer alone are more than there is.
 
     The forward pass holds them at least twice, as scores and as pattern: what is refused would not have run.
@@ -64,13 +64,12 @@ def require_room(model: Any, n_matrices: int, length: int, block: int | None) ->
         MemoryError: says what would.
     """
     size = min((x.element_size() for x in model.parameters() if x.is_floating_point()), default=4)
-    scores = n_matrices * (length if block is None else min(block, length)) * length * size
+    scores = n_matrices * length**2 * size
     free = free_memory(model_devices(model)) if scores > 2**20 else None
     if free is not None and scores > free:
-        smaller = max(1, free // (8 * n_matrices * length * size))
         raise MemoryError(
             f"scores of one layer take {gigabytes(scores)}, several times over, and {gigabytes(free)} are free: use "
-            f"block={smaller} or less (estimate(model, {length}, block={smaller}) says what it takes), or fewer texts"
+            f"fewer or shorter texts (estimate(model, {length}) says which fit)"
         )
 
 

@@ -98,7 +98,8 @@ class Layout:
     @property
     def is_causal(self) -> bool:
         """Whether each query sees all keys up to its own, without bands."""
-        return self.mask is None and self.n_band == 1 and self.low == 0 and self.high == self.n_key - 1
+        whole = self.mask is None and self.n_band == 1 and self.offset >= 0
+        return whole and self.low == 0 and self.high == self.n_key - 1
 
     @property
     def band(self) -> Int64[Tensor, "distance"]:

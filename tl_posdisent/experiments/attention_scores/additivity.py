@@ -13,9 +13,8 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import fit_marginals
-from tl_posdisent.additive.marginals import Marginals, add_rows, no_marginals
+from tl_posdisent.additive.marginals import Marginals, read_marginals
 from tl_posdisent.models.capture import for_each_scores
-from tl_posdisent.models.chunked_scores import read_blocks
 from tl_posdisent.models.memory import require_room
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -33,7 +32,6 @@ def additivity(
     mask: MaskKind | Bool[Tensor, "query key"] | None = None,
     sinks: int = 0,
     pool: bool = False,
-    block: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Fit the three-axis model to every head's scores: one forward pass, one layer in memory.
@@ -53,8 +51,6 @@ def additivity(
         sinks: leave this many keys at the beginning of each text out of the fit (``fit_additive``). The scores of an
             attention sink are unlike all others; ``r`` with and without the first token shows how much it does.
         pool: one distance profile per head for all texts, each text with its own query and key component.
-        block: run this many queries at a time, with a cache of keys and values: for texts whose score matrices do not
-            fit (``estimate`` says so). The same numbers, to rounding; the model must have no hooks of yours.
         progress: show a bar.
 
     Returns:
@@ -65,8 +61,7 @@ def additivity(
 
     Raises:
         ValueError: unusable tokens, layers, mask or sinks; padding without ``attention_mask``; a model whose scores
-            neither show nor can be recomputed from its queries and keys; ``block`` with a model that has hooks, takes
-            no cache, or whose queries see later keys.
+            neither show nor can be recomputed from its queries and keys.
         MemoryError: one layer's scores alone are more than the memory that is free.
 
     Example:
@@ -77,8 +72,6 @@ def additivity(
         (40, True, True)
     """
     check_flag("pool", pool)
-    if block is not None:
-        check_integer("block", block, 1)
     reading = read_model(model, layers)
     model, specs = reading.model, reading.specs(layers)
     texts = read_texts(model, tokens, attention_mask)
@@ -91,9 +84,9 @@ def additivity(
         )
     n_heads = max(spec.n_heads for spec in specs)
     for group in texts.groups:
-        require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1], block)
+        require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1])
     with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
-        read = [_read_group(model, group, specs, mask, sinks, block, bar) for group in texts.groups]
+        read = [_read_group(model, group, specs, mask, sinks, bar) for group in texts.groups]
     tables = []
     for layer in sorted(read[0]):
         parts = [of_group.pop(layer) for of_group in read]
@@ -116,38 +109,17 @@ class Part(NamedTuple):
 
 
 def _read_group(
-    model: Any,
-    group: TextGroup,
-    specs: list[AttentionSpec],
-    mask: MaskKind | Tensor | None,
-    sinks: int,
-    block: int | None,
-    bar: Any,
+    model: Any, group: TextGroup, specs: list[AttentionSpec], mask: MaskKind | Tensor | None, sinks: int, bar: Any
 ) -> dict[int, Part]:
-    """The marginal sums of each layer, from one pass, or added up block by block."""
-    n = group.tokens.shape[1]
+    """The marginal sums of each layer, from one pass."""
     parts: dict[int, Part] = {}
 
-    def add(spec: AttentionSpec, first: int, scores: Tensor) -> None:
-        batch, seen, options = scores.shape[:2], scores.shape[-1], _cells(spec, mask, n)
-        if spec.layer not in parts:
-            whole = make_cells((*batch, n, n), device=scores.device, sinks=sinks, **options)
-            parts[spec.layer] = Part(group, no_marginals(batch, whole), whole)
-        _, before, cells = parts[spec.layer]
-        if isinstance(options["mask"], Tensor):
-            options["mask"] = options["mask"][first:seen, :seen]
-        bar.update(seen == n)
-        if seen <= sinks or (isinstance(options["mask"], Tensor) and not bool(options["mask"][:, sinks:].any())):
-            return  # none of these cells counts
-        rows = make_cells(scores.shape, device=scores.device, sinks=sinks, **options) if block else cells
-        parts[spec.layer] = Part(group, add_rows(before, scores, rows, cells, first=first), cells)
+    def read(spec: AttentionSpec, scores: Tensor) -> None:
+        cells = make_cells(scores.shape, device=scores.device, sinks=sinks, **_cells(spec, mask, group.tokens.shape[1]))
+        parts[spec.layer] = Part(group, read_marginals(scores, cells), cells)
+        bar.update()
 
-    if block is None:
-        for_each_scores(model, group.tokens, specs, lambda spec, scores: add(spec, 0, scores))
-        return parts
-    if mask == "full" or (mask is None and not all(spec.causal for spec in specs)):
-        raise ValueError('block must be None with mask="full": a cache holds the keys before a query')
-    read_blocks(model, group.tokens, specs, block, add)
+    for_each_scores(model, group.tokens, specs, read)
     return parts
 
 
@@ -161,7 +133,8 @@ def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
     for part in parts:
         inside[part.group.rows, :, : part.cells.n_query, : part.cells.n_key] = part.cells.to_mask()
     cells = make_cells((batch, n_heads, n, n), inside, device=inside.device)
-    whole = no_marginals(torch.Size((batch, n_heads)), cells)
+    zero = cells.counts.new_zeros(batch, n_heads)
+    whole = Marginals(zero, zero.new_zeros(*zero.shape, cells.counts.shape[-1]), zero.clone())
     for group, read, own in parts:
         whole.pivot[group.rows], whole.squares[group.rows] = read.pivot, read.squares
         low = own.low - cells.low
