@@ -32,24 +32,21 @@ def fit_additive(
 ) -> AdditiveFit:
     """Fit ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]`` by least squares, for all heads at once.
 
-    This is the three-axis model of arXiv 2503.13305, §3: position (the distance), a bias of the query and an
-    importance of the key. Cells outside the mask may hold anything. Sums run in float64 whatever the dtype; the cost
-    is one pass over the scores and about fifteen steps of O(length) each.
+    The three-axis model of arXiv 2503.13305, §3: position (the distance), a bias of the query and an importance of the
+    key. Cells outside the mask may hold anything. Sums run in float64 whatever the dtype.
 
     Args:
         scores: attention logits before the softmax, ``[*batch, query, key]``, e.g. ``cache["attn_scores", 3]``. The
             last query stands at the last key: with fewer queries than keys, query ``i`` is at ``i + n_key - n_query``.
-            Or the scores of several layers: a list of such tensors, or a whole cache of ``run_with_cache``, of which
-            all ``hook_attn_scores`` are taken. They get one more axis, before the heads, and tables a column ``layer``.
+            Or a list of such tensors, or a cache of ``run_with_cache`` with ``hook_attn_scores``: scores of several
+            layers get one more axis, before the heads, and tables a column ``layer``.
         mask: ``"causal"`` (key not after query), ``"full"`` (bidirectional), or a boolean tensor that is True where a
             cell counts, shared ``[query, key]`` or one per matrix (broadcast against the leading axes).
         window: keep only cells with ``|distance| < window`` (Mistral's and Gemma's sliding window).
-        sinks: leave this many keys at the beginning out of the fit: an attention sink, often the first token, has
-            scores unlike all others. A left-out key has importance 0.
+        sinks: leave this many keys at the beginning (attention sinks) out of the fit; their importance is 0.
         pool: one distance profile for all entries of the first axis (texts), each with its own query and key part.
         check: refuse an attention pattern (rows that are non-negative and sum to 1), and warn of what may be q, k, v
-            or z (fewer "queries" than "keys", finite also where a causal mask is). False fits it without a word.
-            With as many heads as coordinates, q, k, v and z look like scores, and there is no warning.
+            or z (fewer "queries" than "keys", finite also where a causal mask is).
 
     Returns:
         An ``AdditiveFit``: components with their gauge fixed, ``r``, shares, ``fitted()``, ``residual()``, tables.

@@ -30,10 +30,9 @@ class AdditiveFit(HasTable):
 
     **Gauge.** Fitted values, residuals, ``r`` and ``r2`` are unique; the components are not: constants can move
     between them, and so can a straight line (``+t·d`` in the distance, ``-t·i`` in the query, ``+t·j`` in the key).
-    The convention is that every component has mean 0 over the cells and ``key`` has no linear trend over
-    positions, so that a trend is always the distance's. With pooled texts the trend is that of all texts together.
-    A mask that falls into pieces (packed documents) leaves further freedoms, in which the components are what the
-    solver found: compare them within a piece.
+    The convention: every component has mean 0 over the cells, and ``key`` has no linear trend over positions (of all
+    texts together, if pooled). A mask that falls into pieces (packed documents) leaves further freedoms: compare
+    components within a piece.
 
     Attributes:
         intercept: ``[*batch]``, the mean of the scores; of each text, if texts with equal masks are pooled.
@@ -42,8 +41,7 @@ class AdditiveFit(HasTable):
         key: ``[*batch, key]``; 0 for a key without cells.
         distances: ``[distance]``, query position minus key position, ascending.
         r: ``[*fit]``, Pearson correlation of scores and fitted scores. NaN where the scores do not vary, and where
-            the fit has no residual degrees of freedom (``n_cells == n_parameters``, as with two tokens): it then
-            equals the scores, whatever they are.
+            the fit has no residual degrees of freedom (``n_cells == n_parameters``, as with two tokens).
         r2: ``[*fit]``, its square, the share of the scores' variance that the fit explains; NaN likewise.
         r2_adjusted: ``[*fit]``, ``1 - (1 - r2)·(n_cells - 1)/(n_cells - n_parameters)``: about 0 for noise; NaN
             likewise.
@@ -131,9 +129,8 @@ class AdditiveFit(HasTable):
     def to_frame(self, component: TableComponent = "summary") -> pd.DataFrame:
         """Return the fit as a table.
 
-        ``"summary"`` has one row per fit: its leading index (``head``, or ``batch`` and ``head``, as TransformerLens
-        lays scores out, with ``layer`` before ``head`` for scores of several layers), ``r``, ``r2``, ``r2_adjusted``
-        and the shares. ``"distance"``, ``"query"`` and ``"key"`` have one row per coefficient of that component.
+        ``"summary"`` has one row per fit: its index (``batch``, ``layer``, ``head``, as far as there are), ``r``,
+        ``r2``, ``r2_adjusted`` and the shares; the others have one row per coefficient of that component.
         """
         check_choice("component", component, get_args(TableComponent))
         if component == "summary":

@@ -47,32 +47,29 @@ def fit_attention(
 ) -> AttentionFit:
     """Fit ``softmax_j(distance[i - j] + key[j])`` to attention patterns by least Kullback-Leibler divergence.
 
-    ``fit_additive`` fits the scores by least squares, where a softmax may spoil what is left. This fits what the
-    softmax makes of them: it minimises ``Σ_i KL(P_i ‖ Q_i)`` over the queries. The problem is convex, and at its
-    optimum the total attention of every distance and of every key is that of the data. Sums run in float64.
+    Minimises ``Σ_i KL(P_i ‖ Q_i)`` over the queries, in float64. The problem is convex, and at its optimum the total
+    attention of every distance and of every key is that of the data.
 
     Args:
         scores: attention logits before the softmax, ``[*batch, query, key]``, e.g. ``cache["attn_scores", 3]``.
         pattern: instead of scores, attention after the softmax; the rows must add up to 1 within the mask.
         mask, window: as in ``fit_additive``.
-        bands: distances at which a new band begins, ascending. Keys have an importance of their own in each band:
-            ``bands=(1, 2, 4, 8)`` tells the distances {0}, {1}, {2, 3}, {4 … 7} and {8 …} apart.
+        bands: distances at which a new band begins, ascending; keys have an importance of their own in each band.
+            ``(1, 2, 4, 8)`` tells the distances {0}, {1}, {2, 3}, {4 … 7} and {8 …} apart.
         keys: features of the keys ``[*texts, key, kv_head, feature]``, e.g. unrotated key vectors. The importance is
-            then ``direction · keys[j]``, a *static* head, which applies to texts that it was not fitted on. Leading
-            axes are those of the scores less the last (the heads); head h reads key head ``h // (heads // kv_heads)``.
-            With no features at all (``keys[..., :0]``) a head has its distance profile and ``sinks`` alone.
-        sinks: how many first keys have a term of their own each. Default: 1 with ``keys``, else 0, as free
-            importances contain them.
+            then ``direction · keys[j]``: a *static* head, which applies to other texts. Leading axes are those of the
+            scores less the heads; head h reads key head ``h // (heads // kv_heads)``. With no features
+            (``keys[..., :0]``) a head has its distance profile and ``sinks`` alone.
+        sinks: how many first keys have a term of their own each. Default: 1 with ``keys``, else 0.
         pool: one distance profile (and direction) for all entries of the first axis (texts), each with its own keys.
             Default: with ``keys`` and an axis of texts only.
         pseudo_count: this part of the pattern is replaced by uniform attention, which keeps coefficients finite where
-            a key or a distance gets none. 0 fits the pattern itself; where its optimum is at infinity (a key that gets
-            all attention, or none), coefficients stop where the pattern no longer changes.
+            a key or a distance gets none. With 0, coefficients that would be infinite stop where the pattern no longer
+            changes.
 
     Returns:
-        An ``AttentionFit``: profile, importances, divergence per query, share explained, ``pattern()``, tables. A fit
-        that does not converge (``converged``) is the best found, with an estimate of its ``gap``, and one warning
-        names all of them.
+        An ``AttentionFit``. One warning names all fits that have not converged: these are the best found, with an
+        estimate of their ``gap``.
 
     Raises:
         ValueError: neither or both of scores and pattern, or one taken for the other; values that are not finite or
@@ -122,14 +119,10 @@ def fit_attention_qk(
 ) -> AttentionFit:
     """Fit additive attention to ``softmax(scale · ⟨q_rot[i], k_rot[j]⟩)`` without holding the scores.
 
-    The same fit as of ``fit_attention``, in memory O(length · d_head): the pattern is formed a block at a time, twice.
-    Between the two passes, normalisers and marginals are convolutions of the coefficients.
+    Memory is O(length · d_head): the pattern is formed a block at a time, twice.
 
     Args:
-        q_rot: rotated queries ``[*batch, query, head, d_head]``, as ``capture`` yields them.
-        k_rot: rotated keys ``[*batch, key, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
-        scale: what the inner products are multiplied by, usually ``d_head ** -0.5`` (``AttentionSpec.scale``).
-        mask: ``"causal"`` or ``"full"``.
+        q_rot, k_rot, scale, mask: as in ``fit_additive_qk``.
         window, bands, keys, sinks, pool, pseudo_count: as in ``fit_attention``.
 
     Returns:
@@ -327,12 +320,10 @@ def _warn_of_unconverged(fit: AttentionFit) -> None:
 
 
 def _fix_gauge(layout: Layout, stacked: Stacked, *, free: bool) -> tuple[Tensor, Tensor]:
-    """The same pattern from components in their convention: ``[system, distance]`` and ``[system, text, band, key]``.
+    """The same pattern in the gauge of ``AttentionFit``: ``[system, distance]`` and ``[system, text, band, key]``.
 
-    A softmax does not see constants, nor the straight line ``d[δ] + t·δ, k[j] + t·j``, which changes all logits of a
-    query alike. The convention is that of ``fit_additive``: means 0 over the cells and no trend in the keys. With
-    bands, constants move between the keys of a band and its distances, so keys have mean 0 in each band.
-    Directions of features fix their importances, so there only the distances are centred.
+    With bands, constants move between the keys of a band and its distances. Directions of features fix their
+    importances, so there only the distances are centred.
     """
     by_distance, by_key = (x.clone() for x in layout.split(stacked))
     of_distance, of_key = layout.split(layout.counts.expand_as(stacked))

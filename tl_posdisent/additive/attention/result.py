@@ -29,10 +29,9 @@ class AttentionFit(HasTable):
     All tensors are float64; coefficients are in nats, the units of scores. ``*batch`` are the leading axes of the
     scores; ``*fit`` are the same, less the first (the texts) if the fit is pooled.
 
-    **Gauge.** The pattern and ``kl`` are unique, the components are not: the softmax ignores constants, and a straight
-    line (``+t·d`` in the distance, ``+t·j`` in the key) changes all logits of a query alike. The convention is that of
-    ``AdditiveFit``: components have mean 0 over the cells (the key in each band) and ``key`` has no linear trend over
-    positions. With features of the keys, ``key`` is ``direction · features`` as it is, and the distance has mean 0.
+    **Gauge.** The pattern and ``kl`` are unique; the components are not: the softmax ignores constants and a straight
+    line (``+t·d`` in the distance, ``+t·j`` in the key). The convention is that of ``AdditiveFit``: mean 0 over the
+    cells (the key in each band), no linear trend in ``key``. With features, only the distance is centred.
 
     Attributes:
         distance: ``[*fit, distance]``, entry ``n`` belongs to ``distances[n]``; 0 for a distance without cells.
@@ -113,16 +112,12 @@ class AttentionFit(HasTable):
     ) -> Float64[Tensor, "*texts head query key"]:
         """Apply static heads to keys of other texts: ``distance[i - j] + direction · keys[j] + sinks``.
 
-        A score depends on its key and its distance alone. Under a causal mask nothing that follows a query matters.
-
         Args:
             keys: features of the keys ``[*texts, key, kv_head, feature]``, as in ``fit_attention``. The texts may be
                 any if the fit is pooled (or of scores without an axis of texts), else those of the fit.
             mask, window: of these texts, as in ``fit_attention``; the first key is the first that some query sees.
-            heads: which of the fit's heads to apply, default all; head n of these reads key head
-                ``n // (heads // kv_heads)``.
-            extrapolate: what to do at distances that no cell of the fit had: raise, or take the coefficient of the
-                nearest distance that had some.
+            heads: which of the fit's heads to apply, default all; ``keys`` has the key heads of these.
+            extrapolate: take the coefficient of the nearest fitted distance where no cell of the fit had a distance.
 
         Returns:
             Scores, ``-inf`` outside the mask; ``.softmax(-1)`` is the attention pattern.
