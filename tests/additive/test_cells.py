@@ -90,13 +90,6 @@ def test_a_band_from_numbers_is_the_band_from_its_mask(n_query: int, more: int, 
         torch.testing.assert_close(found.product(x), band.product(x), rtol=0, atol=1e-12)
 
 
-def test_a_mask_shared_by_all_is_one_mask() -> None:
-    mask = allowed(6, 6)
-    for leading in ((), (1,), (1, 1)):
-        assert make_cells((2, 3, 6, 6), mask.reshape(*leading, 6, 6)).counts.ndim == 1
-    assert make_cells((2, 3, 6, 6), mask.expand(3, 6, 6)).counts.shape[:-1] == (1, 3)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"window": 3}, {"mask": documents(4, 5)}], ids=["causal", "window", "documents"]
 )

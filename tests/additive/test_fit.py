@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.dense import allowed, dense_fitted
+from support.dense import dense_fitted
 from support.masks import CASES, Case, cells_of, distances, named
 from torch import Tensor
 
@@ -142,16 +142,6 @@ def test_constant_scores_have_no_correlation() -> None:
         torch.testing.assert_close(fit.intercept, torch.full((2,), value).double(), rtol=1e-12, atol=0)
 
 
-def test_one_constant_head_leaves_the_others_alone() -> None:
-    scores = torch.randn(3, 9, 9)
-    scores[1] = 2.5
-    fit = fit_additive(scores)
-    assert fit.r.isnan().tolist() == [False, True, False]
-    others = fit_additive(scores[[0, 2]])
-    torch.testing.assert_close(fit.fitted()[[0, 2]], others.fitted(), rtol=0, atol=1e-11)
-    torch.testing.assert_close(fit.r[[0, 2]], others.r, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("level", [1e4, -1e4, 1e6])
 def test_a_mean_large_against_the_spread_costs_no_digits(level: float) -> None:
     scores = torch.randn(2, 30, 30, dtype=torch.float64)
@@ -160,13 +150,3 @@ def test_a_mean_large_against_the_spread_costs_no_digits(level: float) -> None:
     fit = fit_additive(shifted)
     torch.testing.assert_close(fit.r, expected.r, rtol=0, atol=1e-9 if level < 1e5 else 1e-8)
     torch.testing.assert_close(fit.distance, expected.distance, rtol=0, atol=1e-8)
-
-
-def test_rows_with_another_level_cost_no_digits() -> None:
-    """The level that is taken out beforehand is only a guess; here it is a bad one."""
-    scores = torch.randn(1, 64, 64, dtype=torch.float64)
-    scores[:, ::8] += 1e4
-    y = fit_additive(scores).residual(scores)[allowed(64, 64)[None]]
-    x = scores[allowed(64, 64)[None]]
-    expected = 1 - (y @ y) / (x - x.mean()).square().sum()
-    assert fit_additive(scores).r2.item() == pytest.approx(expected.item(), abs=1e-9)

@@ -127,17 +127,6 @@ def test_toeplitz_share_and_r_by_other_ways(drawn: Drawn) -> None:
     assert bool(((fit.r2 >= 0) & (fit.r2 <= 1) | fit.r2.isnan()).all())
 
 
-@examples(40)
-@given(drawn_scores(("plain", "far", "few", "uneven")))
-def test_pooled_texts_share_their_distances(drawn: Drawn) -> None:
-    n_query, n_key = drawn.scores.shape[-2:]
-    texts, cells = (x.reshape(-1, n_query, n_key) for x in (drawn.scores, drawn.cells))
-    fit = fit_additive(texts, mask=cells, pool=True, check=False)
-    expected, rank = least_squares(texts, cells)
-    assert_near(fit.fitted()[cells], expected[cells], size(texts, cells))
-    assert int(fit.n_parameters) == rank
-
-
 @st.composite
 def bands(draw: Any) -> dict[str, Any]:
     return {"mask": draw(st.sampled_from(["causal", "full"])), "window": draw(st.none() | st.integers(1, 12))}

@@ -62,13 +62,6 @@ def test_a_component_table_has_a_row_for_each_coefficient(part: Any, pool: bool)
         assert row.value == values[(*index, at)].item()
 
 
-def test_a_pooled_summary_has_a_row_for_each_head() -> None:
-    fit = fit_additive(noise(2, 3, 9, 9), pool=True)
-    table = fit.to_frame()
-    assert list(table.columns[:2]) == ["head", "r"]
-    assert table["r"].tolist() == fit.r.tolist()
-
-
 def test_repr_tells_the_numbers() -> None:
     fit = fit_additive(noise(2, 3, 9, 9))
     shown = repr(fit)

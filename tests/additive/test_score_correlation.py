@@ -48,19 +48,6 @@ def test_does_not_depend_on_scale_level_order_or_what_is_masked(dtype: torch.dty
         assert torch.equal(score_correlation(b, masked), score_correlation(b, a))
 
 
-def test_a_mean_large_against_the_spread_costs_no_digits() -> None:
-    a, b = torch.randn(2, 1, 40, 40, dtype=torch.float64)
-    expected = score_correlation((1e4 + a) - 1e4, b)
-    torch.testing.assert_close(score_correlation(1e4 + a, b), expected, rtol=0, atol=1e-10)
-
-
-def test_of_scores_that_do_not_vary_is_undefined() -> None:
-    a = torch.randn(3, 9, 9)
-    b = torch.stack([a[0], torch.full((9, 9), 0.1), torch.zeros(9, 9)])
-    assert score_correlation(a, b).isnan().tolist() == [False, True, True]
-    assert score_correlation(b, a).isnan().tolist() == [False, True, True]
-
-
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [(torch.float64, x) for x in (0.1, -3.7, 12345.678, 1e-300)]
