@@ -78,10 +78,9 @@ def test_it_is_zero_for_an_additive_head_to_rounding() -> None:
     rotary = Rotary(torch.tensor([1.0, 0.3], dtype=torch.float64), "adjacent")
     k[..., :4] = torch.tensor([30.0, -20.0, 5.0, 70.0])
     k[..., 4:] = 1 + 1e-9 * k[..., 4:]
-    orders = torch.stack([torch.tensor([0.1, 0.2, 0.3, 0.7])[torch.randperm(4)] for _ in range(40)])
-    summed = torch.cat(
-        [k[..., :4], orders.double()[:, None].expand(2, -1, 2, -1)], -1
-    )  # the same sum, rounded by order
+    parts = torch.tensor([0.1, 0.2, 0.3, 0.7], dtype=torch.float64)  # one sum, rounded by the order of its parts
+    orders = torch.stack([parts[torch.randperm(4)] for _ in range(40)])[:, None].expand(2, -1, 2, -1)
+    summed = torch.cat([k[..., :4], orders], -1)
     q[..., 4:] = 1
     for keys in (k, k.float(), summed):
         found = preference_flips_qk(q.to(keys.dtype), keys, rotary, range(8), range(8, 40))
