@@ -228,22 +228,8 @@ def test_synthetic_models(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_metrics_of_every_kind(shared_model: Any) -> None:
+def test_a_metric_gets_logits_and_tokens_once_for_every_head(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    per_text = head_ablation(model, TOKENS, loss, layers=[0], progress=False)["value"].tolist()
-    for metric in (
-        lambda logits, tokens: loss(logits, tokens).mean(),
-        lambda logits, tokens: loss(logits, tokens).mean().item(),
-        lambda logits, tokens: loss(logits, tokens).tolist(),
-        lambda logits, tokens: loss(logits, tokens).numpy(),
-    ):
-        assert head_ablation(model, TOKENS, metric, layers=[0], progress=False)["value"].tolist() == pytest.approx(
-            per_text, abs=1e-6
-        )
-    right = head_ablation(
-        model, TOKENS, lambda x, tokens: x[:, 3].argmax(-1) == x[0, 3].argmax(-1), layers=[0], progress=False
-    )
-    assert right["baseline"].tolist() == pytest.approx([1 / 3] * 8)  # the first text of three
     seen = []
     head_ablation(model, TOKENS, lambda x, t: seen.append((x.shape, torch.equal(t, TOKENS))) or 0, progress=False)
     assert seen == [((3, 9, 61), True)] * (1 + model.cfg.n_layers * 8)

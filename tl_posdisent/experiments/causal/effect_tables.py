@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -17,7 +16,7 @@ from tl_posdisent.models.texts import Texts, read_texts
 
 from .metrics import Metric, value_of
 from .predictions import run_texts
-from .runs import Failures, HooksOf, Run, Runs
+from .runs import Failures, HooksOf, Runs
 
 Units = tuple[AttentionSpec, list[list[int]], list[list[int]]]
 """A layer, the heads that are changed together, and for each of these the heads whose rows they are."""
@@ -74,7 +73,7 @@ def effect_table(
         for spec, changed, reported in units:
             each = runs.each(spec.layer, changed, hooks_in(spec), kind(spec))
             for heads, run in zip(reported, each, strict=True):
-                value = failures.attempt(partial(_measured, metric, run, target), spec.layer, heads[0])
+                value = failures.attempt(lambda run=run: value_of(metric, run(), target), spec.layer, heads[0])
                 rows += [(spec.layer, head, *ends.values(), value) for head in heads]
                 bar.update()
     table = pd.DataFrame(rows, columns=["layer", "head", *ends, "value"]).astype({"value": float})
@@ -82,10 +81,6 @@ def effect_table(
     if source is not None:
         table["effect"] /= ends["source"] - ends["baseline"]
     return failures.note(table.sort_values(["layer", "head"], ignore_index=True))
-
-
-def _measured(metric: Metric, run: Run, texts: Texts) -> float:
-    return value_of(metric, run(), texts)
 
 
 def _check_apart(model: Any, a: float, b: float, argument: str) -> None:

@@ -195,12 +195,6 @@ def _size(choice: str, ask: Ask) -> int:
     return len(choice.split()) if ask == "next_sentence" else len(choice)
 
 
-def share_right(model: Any, questions: Sequence[MultipleChoice], perturb: Perturb | None) -> float:
-    """Compute the share of questions in which the correct choice has the highest score; ties go to the first."""
-    right = [int(choice_scores(model, q, perturb=perturb).argmax()) == q.answer for q in questions]
-    return sum(right) / len(right)
-
-
 def _ids(model: Any, name: str, text: Text, *, begins: bool) -> Int[Tensor, " pos"]:
     if isinstance(text, Tensor):
         refuse_padding(model, text[None], name, "cut it off")

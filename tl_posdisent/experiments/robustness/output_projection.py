@@ -82,15 +82,22 @@ def output_projection(
         reference = _outputs(model, read[:, :end], specs, [])
         outputs = _outputs(model, read, specs, list(hooks or []))
     tables, explained = [], {}
+    texts_at, pos = torch.cartesian_prod(torch.arange(len(texts)), torch.arange(start, length)).T.numpy()
     for spec in specs:
-        axes, shares, mean = _principal(reference[spec.layer][:, start:].flatten(0, 1), spec.layer, components)
-        points = ((outputs[spec.layer][:, start:] - mean) @ axes).flatten(0, 1).cpu()
-        names = [f"pc{n}" for n in range(1, components + 1)]
-        where = torch.cartesian_prod(torch.arange(len(texts)), torch.arange(start, length)).T
-        table = pd.DataFrame({"layer": spec.layer, "text": where[0].numpy(), "pos": where[1].numpy()})
-        table["in_range"] = table["pos"] < end
-        tables.append(pd.concat([table, pd.DataFrame(points.numpy(), columns=names)], axis=1))
-        explained[spec.layer] = shares.tolist()
+        x = reference[spec.layer][:, start:].flatten(0, 1)
+        mean = x.mean(0)
+        _, spread, axes = torch.linalg.svd(x - mean, full_matrices=False)
+        variances, axes = spread.square() / len(x), axes[:components]
+        if not bool(variances[components - 1] > 1e-20 * variances.sum().clamp_min(1e-200)):
+            raise ValueError(
+                f"the attention outputs of layer {spec.layer} must vary in range along {components} components"
+            )
+        largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
+        scaled = axes * largest.sign() / variances[:components, None].sqrt()
+        points = ((outputs[spec.layer][:, start:] - mean) @ scaled.T).flatten(0, 1).cpu()
+        where = {"layer": spec.layer, "text": texts_at, "pos": pos, "in_range": pos < end}
+        tables.append(pd.DataFrame(where | {f"pc{n + 1}": points[:, n].numpy() for n in range(components)}))
+        explained[spec.layer] = (variances[:components] / variances.sum()).tolist()
     found = reading.note(pd.concat(tables, ignore_index=True))
     found.attrs["explained"] = explained
     return found
@@ -102,16 +109,3 @@ def _outputs(
     found: dict[int, Tensor] = {}
     for_each_output(model, tokens, specs, lambda layer, z: found.update({layer: z.flatten(2).double()}), hooks)
     return found
-
-
-def _principal(x: Float[Tensor, "n d"], layer: int, components: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Axes ``[d, component]`` divided by the standard deviation along them, shares of the variance, mean."""
-    mean = x.mean(0)
-    _, spread, axes = torch.linalg.svd(x - mean, full_matrices=False)
-    variances = spread.square() / len(x)
-    if not bool(variances[components - 1] > 1e-20 * variances.sum().clamp_min(1e-200)):
-        raise ValueError(f"the attention outputs of layer {layer} must vary in range along {components} components")
-    axes = axes[:components]
-    largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
-    axes = axes * largest.sign() / variances[:components, None].sqrt()
-    return axes.T, variances[:components] / variances.sum(), mean

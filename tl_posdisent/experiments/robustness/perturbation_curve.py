@@ -19,7 +19,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
-from .multiple_choice import MultipleChoice, share_right
+from .multiple_choice import MultipleChoice, choice_scores
 from .perturb import Kind, Perturb, Perturbed, Unit, perturb
 
 Downstream = Callable[[Any, Perturb], float | int] | MultipleChoice | Sequence[MultipleChoice]
@@ -142,7 +142,12 @@ def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None
         return None
     questions = [downstream] if isinstance(downstream, MultipleChoice) else downstream
     if isinstance(questions, Sequence) and questions and all(isinstance(q, MultipleChoice) for q in questions):
-        return lambda model, perturb: share_right(model, questions, perturb)
+
+        def share_right(model: Any, perturb: Perturb) -> float:  # ties go to the first choice
+            right = [int(choice_scores(model, q, perturb=perturb).argmax()) == q.answer for q in questions]
+            return sum(right) / len(right)
+
+        return share_right
     if not callable(downstream):
         raise ValueError(f"downstream must be a function, a MultipleChoice or some of them, got {downstream!r}")
 
@@ -166,27 +171,19 @@ def _logits(model: Any, tokens: Tensor, hooks: list[Hook]) -> Float[Tensor, "bat
 
 
 def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-    """All measures of one run, at each position. Texts one by one: log-probabilities take room."""
-    per_text = [_of_text(*each) for each in zip(clean, logits, tokens, perturbed.tokens, strict=True)]
-    loss, right, added, kl = (torch.stack(values) for values in zip(*per_text, strict=True))
-    if not bool(loss.isfinite().all() and added.isfinite().all()):
-        raise ValueError("the model's logits are not finite")
-    intact = perturbed.intact
-    return {
-        "moved": perturbed.moved.double().flatten(),
-        "intact": intact.double().flatten(),
-        "perplexity": loss.flatten(),
-        "accuracy": right.flatten(),
-        "added_loss": added[intact],
-        "kl": kl[intact],
-    }
-
-
-def _of_text(clean: Tensor, logits: Tensor, tokens: Tensor, perturbed: Tensor) -> tuple[Tensor, ...]:
-    """Loss, hit, loss minus that of the unmodified model on its own text, and KL, at each position but the last."""
+    """All measures of one run, at each position."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    before, now = (x[:-1].to(wide).log_softmax(-1) for x in (clean, logits))
-    loss = -now.gather(-1, perturbed[1:, None])[:, 0].double()
-    added = loss + before.gather(-1, tokens[1:, None])[:, 0].double()
-    right = (now.argmax(-1) == perturbed[1:]).double()
-    return loss, right, added, (before.exp() * (before - now)).sum(-1).double()
+    found: dict[str, list[Tensor]] = {"perplexity": [], "accuracy": [], "added_loss": [], "kl": []}
+    # Texts one by one: log-probabilities take room.
+    for *both, text, target, intact in zip(clean, logits, tokens, perturbed.tokens, perturbed.intact, strict=True):
+        before, now = (x[:-1].to(wide).log_softmax(-1) for x in both)
+        loss = -now.gather(-1, target[1:, None])[:, 0].double()
+        added = loss + before.gather(-1, text[1:, None])[:, 0].double()
+        if not bool(loss.isfinite().all() and added.isfinite().all()):
+            raise ValueError("the model's logits are not finite")
+        found["perplexity"].append(loss)
+        found["accuracy"].append((now.argmax(-1) == target[1:]).double())
+        found["added_loss"].append(added[intact])
+        found["kl"].append((before.exp() * (before - now)).sum(-1).double()[intact])
+    shares = {"moved": perturbed.moved.double().flatten(), "intact": perturbed.intact.double().flatten()}
+    return shares | {name: torch.cat(values) for name, values in found.items()}
