@@ -233,6 +233,9 @@ def test_a_metric_gets_logits_and_tokens_once_for_every_head(shared_model: Any) 
     seen = []
     head_ablation(model, TOKENS, lambda x, t: seen.append((x.shape, torch.equal(t, TOKENS))) or 0, progress=False)
     assert seen == [((3, 9, 61), True)] * (1 + model.cfg.n_layers * 8)
+    values: list[float] = []  # in the order of the rows, whatever that of the heads
+    metric = lambda x, t: values.append(float(loss(x, t).mean())) or values[-1]  # noqa: E731
+    assert head_ablation(model, TOKENS, metric, heads=[6, 1], progress=False)["value"].tolist() == values[1:]
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -16,16 +17,16 @@ from tl_posdisent.models.texts import Texts, read_texts
 
 from .metrics import Metric, value_of
 from .predictions import run_texts
-from .runs import Failures, HooksOf, Runs
+from .runs import Failures, HooksOf, Run, Runs
 
-Units = tuple[AttentionSpec, list[list[int]], list[list[int]]]
-"""A layer, the heads that are changed together, and for each of these the heads whose rows they are."""
+Units = tuple[AttentionSpec, list[list[int]], Sequence[Sequence[int | None]]]
+"""A layer, the heads that are changed together, and for each of these the heads whose rows they are (None: all)."""
 
 
 def units_of(spec: AttentionSpec, heads: list[int], *, by_key: bool = False) -> Units:
     """Heads one by one; or where their keys or values are changed, all heads that read a key head together."""
     groups: dict[int, list[int]] = {}
-    for head in heads:
+    for head in sorted(heads):  # in the order of the rows
         groups.setdefault(spec.key_head(head) if by_key else head, []).append(head)
     if not by_key:
         return spec, list(groups.values()), list(groups.values())
@@ -69,11 +70,11 @@ def effect_table(
         ends = {} if source is None else {"source": value_of(metric, run_texts(model, *source[:2]), target)}
         ends["baseline"] = value_of(metric, runs.clean, target)
         if source is not None:
-            _check_apart(model, *ends.values(), source[2])
+            _check_apart(model, ends["source"], ends["baseline"], source[2])
         for spec, changed, reported in units:
             each = runs.each(spec.layer, changed, hooks_in(spec), kind(spec))
             for heads, run in zip(reported, each, strict=True):
-                value = failures.attempt(lambda run=run: value_of(metric, run(), target), spec.layer, heads[0])
+                value = failures.attempt(partial(_value, metric, run, target), spec.layer, heads[0])
                 rows += [(spec.layer, head, *ends.values(), value) for head in heads]
                 bar.update()
     table = pd.DataFrame(rows, columns=["layer", "head", *ends, "value"]).astype({"value": float})
@@ -81,6 +82,10 @@ def effect_table(
     if source is not None:
         table["effect"] /= ends["source"] - ends["baseline"]
     return failures.note(table.sort_values(["layer", "head"], ignore_index=True))
+
+
+def _value(metric: Metric, run: Run, texts: Texts) -> float:
+    return value_of(metric, run(), texts)
 
 
 def _check_apart(model: Any, a: float, b: float, argument: str) -> None:

@@ -68,7 +68,15 @@ class Runs:
         """
         runs = [group.each(layer, units, partial(hooks_of, n), kind) for n, group in enumerate(self._groups)]
         for outputs in zip(*runs, strict=True):
-            yield lambda outputs=outputs: [output() for output in outputs]
+            yield partial(_called, outputs)
+
+
+def _called(functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    return [function() for function in functions]
+
+
+def _itself(x: Any) -> Any:
+    return x
 
 
 class _Group:
@@ -113,7 +121,7 @@ class _Group:
                 z = None
                 continue
             for output in outputs[:-1].unflatten(0, (len(some), -1)):
-                yield lambda output=output: output
+                yield partial(_itself, output)
             waiting = waiting[len(some) :]
 
     def _full_pass(self, hooks_of: Callable[[Sequence[int]], list[Hook]], heads: Sequence[int]) -> Any:
