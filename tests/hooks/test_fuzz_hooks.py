@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tl_posdisent import (
     capture,
-    dummy_distance,
     lambda_mask,
     position_interpolation,
     remap_distance,
@@ -104,22 +103,6 @@ def test_what_changes_nothing_changes_nothing(run: Any, where: dict[str, Any], w
         lambda: swap_positions(model, torch.arange(length) - 5.0, **where),
     ][which]()
     assert_same(model, tokens, hooks, [])
-
-
-@examples(30)
-@given(runs(), places(), st.integers(2, 7))
-def test_interpolated_positions_are_divided_ones(run: Any, where: dict[str, Any], factor: int) -> None:
-    model, tokens = run
-    divided = swap_positions(model, torch.arange(tokens.shape[1]) / factor, **where)
-    assert_same(model, tokens, position_interpolation(model, factor, **where), divided)
-
-
-@examples(30)
-@given(runs(), places(), st.integers(0, 300))
-def test_one_distance_said_in_two_ways(run: Any, where: dict[str, Any], distance: int) -> None:
-    model, tokens = run
-    table = torch.full((tokens.shape[1],) * 2, float(distance))
-    assert_same(model, tokens, dummy_distance(model, distance, **where), remap_distance(model, table, **where))
 
 
 @examples(30)

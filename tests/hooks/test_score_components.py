@@ -12,7 +12,6 @@ from support.dense import dense_fitted
 from support.intervention_cases import TOKENS, close, logits, mixed_of
 from torch import Tensor
 
-from tl_posdisent import fit_additive
 from tl_posdisent.hooks import drop_component, substitute_additive
 from tl_posdisent.hooks.score_components import Part, keep_parts, split_scores
 
@@ -122,16 +121,6 @@ def test_a_softmax_does_not_see_the_query_part(kind: str, name: str, shared_mode
 def test_a_sink_sees_it(shared_model: Any) -> None:
     model = shared_model("bridge", "gpt_oss")
     assert (logits(model, drop_component(model, "query")) - logits(model, [])).abs().max() > 0.1
-
-
-def test_without_its_distance_part_a_head_has_none(shared_model: Any) -> None:
-    """The fit of what is put in has no such part any more, in the residual's gauge too."""
-    model = shared_model("bridge", "llama-gqa")
-    name = "blocks.1.attn.hook_attn_scores"
-    for part in ("distance", "key"):
-        with torch.no_grad(), model.hooks(fwd_hooks=drop_component(model, part, layers=[1])):
-            fit = fit_additive(model.run_with_cache(TOKENS, names_filter=name)[1][name])
-        assert getattr(fit, part).abs().max() < 1e-5
 
 
 def test_bfloat16(shared_model: Any) -> None:

@@ -29,8 +29,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
         The model itself.
 
     Raises:
-        ValueError: hooks that are not such a list; names that the model does not have; a model that is not
-            TransformerLens's.
+        ValueError: hooks that are not such a list, are of another model, or name what the model does not have.
         RuntimeError: at the end of the block, names of hooks that never fired (unless an exception is on its way).
 
     Example:

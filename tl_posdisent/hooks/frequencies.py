@@ -1,7 +1,6 @@
 """Interventions on the subspaces of RoPE: limit heads to a band of frequencies, or add noise to the phases.
 
-RoPE rotates subspace c at position p by ``θ_c · p``. Other positions (``swap_positions``) displace all subspaces of a
-token alike; here each subspace is edited by itself.
+RoPE rotates subspace c at position p by ``θ_c · p``. Here each subspace is edited by itself.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def _described(low: float, high: float, mode: Mode) -> str:
 
 
 def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float) -> None:
-    """A wavelength given for a frequency, say, would otherwise blind the model without a word."""
+    """A wavelength given for a frequency, say."""
     rotaries = [spec.require_rotary("limit_frequencies") for spec in specs]
     if high == 0 or any(bool(within_band(rotary, low, high).any()) for rotary in rotaries):
         return

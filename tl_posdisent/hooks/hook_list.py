@@ -268,15 +268,11 @@ def replace_scores(
 
 def rotary_heads(model: Any, layers: Layers, heads: Heads, tool: str) -> Chosen:
     """Layers in which ``tool`` must find a rotation that it can change (default all that rotate), with their heads."""
-    return _chosen(model, layers, heads, tool)
+    return any_heads(model, layers, heads, tool)
 
 
-def any_heads(model: Any, layers: Layers, heads: Heads) -> Chosen:
-    """Layers with attention of any kind, with their heads."""
-    return _chosen(model, layers, heads, None)
-
-
-def _chosen(model: Any, layers: Layers, heads: Heads, tool: str | None) -> Chosen:
+def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None) -> Chosen:
+    """Layers with attention of any kind, with their heads; given a ``tool``, as ``rotary_heads``."""
     layers, heads = listed(layers), listed(heads)
     reading = read_model(model, layers)
     chosen = reading.heads(layers, heads)

@@ -305,14 +305,13 @@ class LayerPass:
         return table.table(x, self.own, rotary, which, self.texts)
 
     def _at_turn_q(self, x: Tensor) -> Tensor | None:
-        assert self.spec.turn_q is not None
         return self._turn(x, self.spec.turn_q, self.spec.q, "q", self.plan.turned_q)
 
     def _at_turn_k(self, x: Tensor) -> Tensor | None:
-        assert self.spec.turn_k is not None
         return self._turn(x, self.spec.turn_k, self.spec.k, "k", self.plan.turned_k)
 
-    def _turn(self, x: Tensor, tap: Tap, plain: Tap | None, which: Side, turned: Grouped) -> Tensor | None:
+    def _turn(self, x: Tensor, tap: Tap | None, plain: Tap | None, which: Side, turned: Grouped) -> Tensor | None:
+        assert tap is not None
         vectors, behind = tap.read(x), plain is not None and tap.name != plain.name
         if self._moves and behind and not self.spec.cos and which == "q":
             self._find(vectors)
