@@ -108,7 +108,7 @@ def rung_hooks(spec: AttentionSpec, heads: Sequence[int], rung: Rung, bands: Seq
         keys = view.vectors()[1] if rung == "static" else None
         return _with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
 
-    more = {"scores": True, "vectors": rung == "static", "plain": rung == "uniform"}
+    more: dict[str, Any] = {"scores": True, "vectors": rung == "static", "plain": rung == "uniform"}
     return layer_hooks(spec, heads, ScoreEdit(f"substitute_attention({rung})", edit, Order.REPLACE, **more))
 
 
@@ -143,7 +143,7 @@ class StoredAttention:
             return _with_sums_of(scores, self._logits(view, scores), view.inside)
 
         of_keys = self.direction is not None and self.direction.shape[-1] > 0
-        more = {"scores": True, "vectors": of_keys, "plain": True}
+        more: dict[str, Any] = {"scores": True, "vectors": of_keys, "plain": True}
         return layer_hooks(spec, heads, ScoreEdit("substitute_attention(fits)", edit, Order.REPLACE, **more))
 
     def _logits(self, view: View, scores: Tensor) -> Tensor:
