@@ -97,7 +97,7 @@ def random_table(seed: int, layers: int = 3, heads: int = 5) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_names_of_heads_and_order_of_rows_do_not_matter(seed: int) -> None:
+def test_names_of_heads_order_of_rows_and_units_do_not_matter(seed: int) -> None:
     drops = random_table(seed)
     shuffled = drops.sample(frac=1, random_state=seed)
     assert measures(shuffled) == pytest.approx(measures(drops))
@@ -106,23 +106,12 @@ def test_names_of_heads_and_order_of_rows_do_not_matter(seed: int) -> None:
     assert measures(renamed) == pytest.approx(measures(drops))
     one, other = deposit(drops), deposit(renamed)
     assert (one.layer, one.head) == (2 - (other.layer or 0), 4 - (other.head or 0))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_units_do_not_matter_to_shares(seed: int) -> None:
-    drops = random_table(seed)
     scaled = drops.assign(effect=drops["effect"] * 7.5)
-    expected = np.array(measures(drops)) * [7.5, 7.5, 1, 1]
-    assert measures(scaled) == pytest.approx(expected.tolist())
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_bounds(seed: int) -> None:
-    """One over the share is at most the effective number: of all means of p, the largest is the maximum."""
-    drop, second, share, effective = measures(random_table(seed))
-    assert 1 / 15 <= share <= 1
-    assert 1 / share <= effective + 1e-12 <= 15 + 1e-12
-    assert drop >= second >= 0
+    assert measures(scaled) == pytest.approx([7.5 * one.drop, 7.5 * one.second, one.share, one.effective_heads])
+    # Of all means of p, the largest is the maximum.
+    assert 1 / 15 <= one.share <= 1
+    assert 1 / one.share <= one.effective_heads + 1e-12 <= 15 + 1e-12
+    assert one.drop >= one.second >= 0
 
 
 def test_heads_that_cost_nothing_do_not_count() -> None:

@@ -36,14 +36,13 @@ def dynamics(
         texts: see ``tokens``.
         batches, batch_size: for the gradients, as in ``positional_gradients``.
         seed: of the texts and the batches, the same for all checkpoints.
-        progress: show a bar.
 
     Returns:
         One row per checkpoint, layer and head: ``step`` and the columns of ``disentanglement`` and
         ``positional_gradients``. ``gradient_margins`` of it has the leading heads.
 
     Raises:
-        ValueError: a training without checkpoints, or whose files are gone or damaged; unusable tokens or numbers.
+        ValueError: a training without checkpoints, or whose files are gone or damaged.
 
     Example:
         >>> import tempfile

@@ -93,6 +93,7 @@ SMALL = Preset(
     per_task={},
 )
 
+# What the authors' models have in common, whatever their size.
 _AUTHORS: dict[str, Any] = {
     "keys_from": "input",
     "source_norm": False,
@@ -102,7 +103,6 @@ _AUTHORS: dict[str, Any] = {
     "sinusoids": "halves",
     "alibi_slopes": "exponential",
 }
-"""What the authors' models have in common, whatever their size."""
 
 MEDIUM = Preset(
     name="medium",
