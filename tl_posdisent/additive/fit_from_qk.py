@@ -108,20 +108,15 @@ def _bilinear_sums(
     j = torch.arange(cells.n_key, device=u.device) - cells.offset
     length = 1 << (cells.n_query + cells.n_key - 1).bit_length()
     by_query, by_key = u.new_zeros(len(u), cells.n_query), u.new_zeros(len(u), cells.n_key)
-    spectrum = torch.zeros(len(u), length, dtype=torch.complex128, device=u.device)
+    spectrum = torch.zeros(len(u), length // 2 + 1, dtype=torch.complex128, device=u.device)
     for column in range(0, u.shape[-1], _COLUMNS):
         x, y = (z[..., column : column + _COLUMNS].contiguous() for z in (u, v))
         by_query += (x * _run_sums(y, i - cells.high, i - cells.low + 1)).sum(-1)
         by_key += (y * _run_sums(x, j + cells.low, j + cells.high + 1)).sum(-1)
         # Σ_i u_i·v_{i + offset - d} for every d is a correlation: a product of Fourier transforms.
-        spectrum += (torch.fft.fft(_pairs(x), length, dim=1) * torch.fft.fft(_pairs(y), length, dim=0).conj()).sum(-1)
-    by_distance = torch.fft.ifft(spectrum, dim=-1).real[:, (cells.distances - cells.offset) % length]
+        spectrum += (torch.fft.rfft(x, length, dim=1) * torch.fft.rfft(y, length, dim=0).conj()).sum(-1)
+    by_distance = torch.fft.irfft(spectrum, length)[:, (cells.distances - cells.offset) % length]
     return torch.cat([by_distance, by_query, by_key], -1)
-
-
-def _pairs(x: Float64[Tensor, "*lead d"]) -> Tensor:
-    """Two coordinates as one complex number: the real part of ``x·conj(y)`` is their inner product."""
-    return torch.view_as_complex(torch.nn.functional.pad(x, (0, x.shape[-1] % 2)).unflatten(-1, (-1, 2)))
 
 
 def _run_sums(x: Float64[Tensor, "*head n d"], start: Tensor, stop: Tensor) -> Float64[Tensor, "*head run d"]:

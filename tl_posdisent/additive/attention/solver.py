@@ -114,9 +114,7 @@ class Problem:
             return lambda x: x * inverse[:, : x.shape[-1]]
         by_key = self.layout.split(diagonal)[1]
         moments = torch.einsum("stkf,stbk,stkg->sbfg", self.features, by_key, self.features)
-        values, vectors = torch.linalg.eigh(moments)
-        kept = values > _NEGLIGIBLE * values[..., -1:].clamp_min(torch.finfo(values.dtype).tiny)
-        moments_inverse = (vectors * torch.where(kept, 1 / values, 0.0)[..., None, :]) @ vectors.mT
+        moments_inverse = torch.linalg.pinv(moments, rtol=_NEGLIGIBLE, hermitian=True)
 
         def divide(x: Coefficients) -> Coefficients:
             of_features = torch.einsum("sbfg,sbg->sbf", moments_inverse, x[:, n:].unflatten(-1, (n_band, -1)))
