@@ -25,6 +25,7 @@ from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.validation import head_label
 
 _BYTES_PER_TENSOR = 2**22
+_BYTES_HELD = 2**29
 _Measured = TypeVar("_Measured")
 COUPLED = "coupled"
 """The kind of changes in which heads that are changed together with others differ from each changed alone."""
@@ -164,10 +165,12 @@ def _texts_at_once(model: Any, tokens: Int[Tensor, "text pos"], output: Any) -> 
     """
     length, cfg = tokens.shape[1], model.cfg
     numbers: int = length * max(cfg.n_heads * length, 4 * getattr(cfg, "d_model", 0))
-    room = _BYTES_PER_TENSOR
-    if isinstance(output, Tensor) and output.device.type == "cuda":
-        room = int(torch.cuda.mem_get_info(output.device)[0]) // 16
-    return max(1, room // (4 * numbers))
+    room, few = _BYTES_PER_TENSOR, 1
+    if isinstance(output, Tensor):
+        few = min(8, _BYTES_HELD // max(1, output[:1].numel() * output.element_size()))  # for each proof
+        if output.device.type == "cuda":
+            room = int(torch.cuda.mem_get_info(output.device)[0]) // 16
+    return max(1, few, room // (4 * numbers))
 
 
 class Failures:
