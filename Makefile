@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST = -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 # Without the check of every annotation at every call, which plain pytest and `make coverage` make.
 UNCHECKED = -o addopts='--doctest-modules --strict-markers --strict-config'
-# Tests for old versions: every tool on every architecture, and tests that use TransformerLens, pandas, plotly, rich and
+# Tests for old versions: every tool on every architecture, and tests that use TransformerLens, pandas, plotly and
 # typer. Annotations are not checked: TransformerLens 2 pins a beartype too old for it.
 OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/%.py, \
     docs/test_support_table docs/test_docs models/test_zoo demo/test_demo \
