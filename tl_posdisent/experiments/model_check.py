@@ -60,8 +60,8 @@ def check_model(
 
     Each tool is tried against laws that hold for any model: an intervention with the real positions changes nothing,
     other positions do change something, a fit is that of dense least squares, an ablation is that of zeros in the
-    attention's output, a text in a padded batch gives what it gives alone, and a text read in parts with a KV cache
-    gives what it gives in one pass. Tokens are drawn at random.
+    attention's output, a text in a padded batch gives what it gives alone, and a text read token by token with a KV
+    cache gives what it gives in one pass. Tokens are drawn at random.
 
     Args:
         model: a HookedTransformer, a TransformerBridge or alike, or its ``read_model``. Laws are checked in its own
@@ -210,9 +210,10 @@ class Trial:
         return logits
 
     def logits_in_parts(self, hooks: list[Hook]) -> Tensor:
-        """The logits of the text but its last three tokens in one pass, then of one after the other."""
+        """The logits of the first half in one pass, then of three tokens one after the other, with a KV cache."""
+        n = self.tokens.shape[1] // 2
         cache, parts = empty_cache(self.reading.model, self.tokens), []
-        for part in (self.tokens[:, :-3], *self.tokens[:, -3:].split(1, 1)):
+        for part in (self.tokens[:, :n], *self.tokens[:, n : n + 3].split(1, 1)):
             parts.append(Trial(self.reading, part).logits(hooks, **with_mask(cache, part)))
         return torch.cat(parts, 1)
 
@@ -448,10 +449,10 @@ def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterat
 
 
 def _cached_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
-    edits = hooks(trial)
-    if _gap(trial.plain_in_parts, trial.plain) > TOLERANCE[trial.plain.dtype]:
+    edits, n = hooks(trial), trial.plain_in_parts.shape[1]
+    if _gap(trial.plain_in_parts, trial.plain[:, :n]) > TOLERANCE[trial.plain.dtype]:
         raise ValueError("the model itself gives other logits with a KV cache")
-    yield "in parts with a KV cache", _gap(trial.logits_in_parts(edits), trial.logits(edits))
+    yield "token by token with a KV cache", _gap(trial.logits_in_parts(edits), trial.logits(edits)[:, :n])
 
 
 def _some_heads(trial: Trial) -> Iterator[Law]:

@@ -85,7 +85,7 @@ def check(
 
     Columns:
       tool      which function
-      text      its length, padded, or in parts (KV cache)
+      text      its length, padded, or token by token (KV cache)
       verdict   works, refused or wrong
       error     the largest relative error of the tool's laws
       reason    why it is refused, or which law fails
