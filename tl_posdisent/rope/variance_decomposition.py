@@ -186,7 +186,7 @@ class VarianceShares(HasTable):
         return figure_function("plot_shares")(self.to_frame(), **options)
 
     def __repr__(self) -> str:
-        named = [*zip(COMPONENTS, self.shares, strict=True)]
+        named: list[tuple[str, Tensor]] = [*zip(COMPONENTS, self.shares, strict=True)]
         named += [("\n  r three-axis", self.r_three_axis), ("r two-axis", self.r_two_axis)]
         means = "   ".join(f"{name} {x.nanmean().item():.3f}" for name, x in named)
         return f"VarianceShares of {len(self.total)} heads, on average:\n  {means}"

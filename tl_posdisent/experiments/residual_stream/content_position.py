@@ -60,7 +60,7 @@ class ContentPosition(HasTable):
             raise ValueError(f"name must be one of {', '.join(TERMS)}, got {name!r}")
         if name == TERMS[-1]:
             return torch.where(self._mask, self.attention_bias.expand(self.query.shape[1], -1, -1, -1), 0.0)
-        query, key = (SOURCES.index(source) for source in name.split(":"))  # type: ignore[arg-type]
+        query, key = (SOURCES.index(source) for source in name.split(":"))
         return self._product(self.query[query], self.key[key])
 
     def scores(self) -> Float64[Tensor, "batch head query key"]:
@@ -170,16 +170,16 @@ def content_position_terms(
     tables = [spec.cos, spec.sin] if spec.rotary and spec.holds_to is not None else []
     names += [name for name in tables if name]
     seen: list[dict[str, Tensor]] = []
-    squares: list[tuple[Tensor, Tensor]] = []  # scores and mask, queries and keys up to the longest text with zeros
+    own: list[Tensor] = []
+    squares: list[tuple[Tensor, ...]] = []  # scores and mask, queries and keys up to the longest text with zeros
     for group in texts.groups:
         held: dict[str, Tensor] = {}
-        found: list[Tensor] = []
         with applied(model, [keep(name, held) for name in dict.fromkeys(names)]):
-            for_each_scores(model, group.tokens, [spec], lambda spec, x, found=found: found.append(x))
+            for_each_scores(model, group.tokens, [spec], lambda _, x: own.append(x))
         missing = texts.longest - group.tokens.shape[1]
         inside = spec.mask(group.tokens.shape[1], group.tokens.device).expand(len(group.tokens), -1, -1)
         seen.append(held)
-        squares.append(tuple(torch.nn.functional.pad(x, (0, missing, 0, missing)) for x in (found[0], inside)))
+        squares.append(tuple(torch.nn.functional.pad(x, (0, missing, 0, missing)) for x in (own[-1], inside)))
     scores = texts.from_the_start([x.transpose(1, 2) for x, _ in squares]).transpose(1, 2)
     mask = texts.from_the_start([x for _, x in squares])
     (query, position), (key, _) = (_parts(spec, readout, seen, texts, grand_mean) for readout in readouts)
