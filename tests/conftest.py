@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported, which reads it once
+# Some virtual machines announce matrix units (AMX) and end a program that uses them: oneDNN does, in half precision.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import functools
 import importlib.metadata
