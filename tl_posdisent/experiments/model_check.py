@@ -458,7 +458,8 @@ def _cached_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterat
 def _some_heads(trial: Trial) -> Iterator[Law]:
     hooks = dummy_distance(trial.reading, 3, layers=[trial.layer], heads=[trial.head])
     name, axis = ("hook_pattern", 1) if trial.spec.scores_editable else ("hook_z", 2)  # some norm z over all heads
-    before, after = (trial.held(trial.layer, name, some).movedim(axis, 0) for some in ([], hooks))
+    before = trial.held(trial.layer, name, []).movedim(axis, 0)
+    after = trial.held(trial.layer, name, hooks).movedim(axis, 0)
     others = [h for h in range(trial.spec.n_heads) if h != trial.head]
     if others:
         yield "the other heads stay", _gap(after[others], before[others])

@@ -155,7 +155,7 @@ def _vectors(spec: AttentionSpec, scores: bool) -> _Wanted:
     spec.require_scale()
     vectors = [tap.name for tap in (spec.q, spec.k, spec.turn_q, spec.turn_k) if tap]
     tables = [spec.cos, spec.sin] if spec.holds_to is not None else []
-    names = [*dict.fromkeys([*vectors, *(name for name in tables if name), spec.scores or spec.pattern])]
+    names = [name for name in dict.fromkeys([*vectors, *tables, spec.scores or spec.pattern]) if name]
     return _Wanted(spec.layer, names, partial(_gather, spec, scores))
 
 

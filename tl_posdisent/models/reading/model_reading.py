@@ -196,7 +196,7 @@ def _state(model: Any) -> dict[str, Any]:
             (part.name, handle.hook.id)
             for part in parts
             if "fwd_hooks" in vars(part)  # a hook point; a bridge makes its hook_dict anew, which takes longer
-            for handle in part.fwd_hooks
+            for handle in vars(part)["fwd_hooks"]
             if handle.is_permanent
         },
     }
