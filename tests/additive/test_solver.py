@@ -23,11 +23,11 @@ def marginals_of_noise(n_system: int, length: int, window: int) -> tuple[Cells, 
 
 
 @pytest.mark.parametrize(
-    ("n_system", "length", "window", "most"),
-    [(4, 64, 64, 30), (1, 16384, 4096, 50), (2, 1024, 64, 90), (2, 1024, 2, 2500), (1, 4096, 16, 2500)],
+    ("n_system", "length", "window"),
+    [(4, 64, 64), (2, 1024, 2), (2, 1024, 64), (1, 4096, 3), (1, 16384, 64), (1, 16384, 4096)],
 )
-def test_takes_few_steps_unless_the_window_is_narrow(
-    n_system: int, length: int, window: int, most: int, monkeypatch: pytest.MonkeyPatch
+def test_takes_few_steps_whatever_the_length_and_the_window(
+    n_system: int, length: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if window == 4096:  # too many cells to draw
         cells = make_cells((n_system, length, length), "causal", window)
@@ -42,7 +42,7 @@ def test_takes_few_steps_unless_the_window_is_narrow(
 
     monkeypatch.setattr(Runs, "product", counted)
     solution = solve(cells, marginals)
-    assert products[0] <= most
+    assert products[0] <= 50
     error = cells.product(solution) - marginals
     assert float(error.abs().max()) < 1e-10 * float(marginals.abs().max())
 

@@ -72,7 +72,9 @@ def read_marginals(
                 continue
             shift = row + cells.offset - left
             low, high = max(cells.low, shift - (right - left - 1)), min(cells.high, shift + stop - row - 1)
-            block = flat[some, row:stop, left:right].to(torch.float64, copy=True).sub_(pivot[some, None, None])
+            block = flat[some, row:stop, left:right]
+            block = block.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+            block.sub_(pivot[some, None, None])
             inside = cells.inside(slice(row, stop), slice(left, right), masks)
             touched = (~inside).flatten(0, -2).any(0).nonzero()
             if len(touched):  # most columns have no cell to hide

@@ -2,7 +2,7 @@
 
 The three blocks on the diagonal of the normal matrix are diagonal themselves (numbers of cells), and a product with the
 rest is cheap (``Cells.product``), so conjugate gradients with the diagonal as preconditioner needs about fifteen
-O(length) steps (more for a window that is narrow beside the length). The system is singular (see
+O(length) steps; a narrow window needs ``_tension`` too. The system is singular (see
 ``identifiability.py``) but consistent, and conjugate gradients then converges to one of its solutions.
 """
 
@@ -37,6 +37,10 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False) -> Stacked:
     """
     weights = pooled(cells, cells.counts.expand_as(marginals)) if pool else cells.counts
     inverse = torch.where(weights > 0, 1 / weights, 0.0)
+    narrow = 0 < cells.high - cells.low < cells.n_query // 4
+
+    def precondition(x: Stacked) -> Stacked:
+        return torch.addcmul(_tension(cells, x, pool=pool), x, inverse) if narrow else x * inverse
 
     def product(x: Stacked) -> Stacked:
         y = cells.product(x)
@@ -51,12 +55,12 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False) -> Stacked:
     scale = marginals.abs().amax((0, -1) if pool else -1, keepdim=True)
     marginals = marginals / torch.where(scale > 0, scale, 1.0)  # so that no square is too large or too small
     solution, residual = torch.zeros_like(marginals), marginals
-    size = dot(residual, residual * inverse)
+    size = dot(residual, precondition(residual))
     tiny = torch.finfo(size.dtype).tiny
     for _ in range(3):
         step, _ = conjugate_gradients(
             product,
-            lambda x: x * inverse,
+            precondition,
             dot,
             residual,
             (AIM**2 * size).clamp_min(tiny),
@@ -64,7 +68,7 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False) -> Stacked:
         )
         solution = solution + step
         residual = marginals - product(solution)
-        left = dot(residual, residual * inverse)
+        left = dot(residual, precondition(residual))
         if bool((left <= ENOUGH**2 * size).all()):
             break
     reached = float((left / size.clamp_min(tiny)).max().sqrt())
@@ -80,6 +84,28 @@ def pooled(cells: Cells, stacked: Stacked) -> Stacked:
     """Sum the distance part over the texts (the first axis) and give each text the whole sum."""
     distance, query, key = cells.split(stacked)
     return torch.cat([distance.sum(0, keepdim=True).expand_as(distance), query, key], -1)
+
+
+def _tension(cells: Cells, x: Stacked, *, pool: bool) -> Stacked:
+    """What to add to ``x`` over the diagonal in a window that is narrow beside the length.
+
+    There a smooth function of the position, added to the queries and taken from the keys, hardly changes a cell: its
+    energy is that of a stretched string, the integral of the squared slope, which cumulative sums forth and back
+    invert. A level and a straight line, which no cell or a change of the distances shows, are left out.
+    """
+    middle = (cells.low + cells.high) // 2  # on a common grid a key is where the queries are that see it
+    at_query, at_key = max(0, cells.offset - middle), max(0, middle - cells.offset)
+    queries, keys = slice(at_query, at_query + cells.n_query), slice(at_key, at_key + cells.n_key)
+    distance, by_query, by_key = cells.split(x)
+    grid = x.new_zeros(*x.shape[:-1], max(queries.stop, keys.stop))
+    grid[..., queries] += by_query
+    grid[..., keys] -= by_key
+    slope = (grid - grid.mean(-1, keepdim=True)).cumsum(-1)
+    slope -= slope.mean((0, -1) if pool else -1, keepdim=True)
+    smooth = slope.flip(-1).cumsum(-1).flip(-1) / (cells.distances - middle).double().square().sum()
+    smooth -= smooth.mean(-1, keepdim=True)
+    moved = torch.cat([torch.zeros_like(distance), smooth[..., queries], -smooth[..., keys]], -1)
+    return torch.where(cells.counts > 0, moved, 0.0)
 
 
 def conjugate_gradients(
