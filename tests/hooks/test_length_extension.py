@@ -85,6 +85,6 @@ def test_bidirectional_models_are_refused(shared_model: Any, monkeypatch: pytest
 
     model = shared_model("bridge", "llama-gqa")
     spec = replace(read_attention(model, 0), causal=False)
-    monkeypatch.setattr(windows, "rotary_heads", lambda *_: [(spec, [0])])
+    monkeypatch.setattr(windows, "any_heads", lambda *_: [(spec, [0])])
     with pytest.raises(ValueError, match="lambda_mask needs causal attention, but layer 0 of LlamaForCausalLM is not"):
         lambda_mask(model, 1, 4, 4)

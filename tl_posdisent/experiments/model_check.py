@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pandas as pd
 import torch
@@ -23,12 +23,11 @@ from tl_posdisent.hooks.length_extension import lambda_mask, position_interpolat
 from tl_posdisent.hooks.patch import MovedComponent, patch_vectors
 from tl_posdisent.hooks.positions import dummy_distance, remap_distance, swap_positions
 from tl_posdisent.hooks.score_components import drop_component
-from tl_posdisent.hooks.substitute import substitute_additive
-from tl_posdisent.hooks.substitute_attention import substitute_attention
+from tl_posdisent.hooks.substitute import substitute_additive, substitute_attention
 from tl_posdisent.models.capture import capture, for_each_scores
 from tl_posdisent.models.key_value_cache import empty_cache, with_mask
 from tl_posdisent.models.partial_forward import forwards
-from tl_posdisent.models.reading.forward import Hook, evaluating, padding_id
+from tl_posdisent.models.reading.forward import Hook, evaluating, hook_name, padding_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -58,30 +57,26 @@ def check_model(
 ) -> pd.DataFrame:
     """Check every tool of this package on a model: does it do what it says, and is what it cannot do refused?
 
-    Each tool is tried against laws that hold for any model: an intervention with the real positions changes nothing,
-    other positions do change something, a fit is that of dense least squares, an ablation is that of zeros in the
-    attention's output, a text in a padded batch gives what it gives alone, and a text read token by token with a KV
-    cache gives what it gives in one pass. Tokens are drawn at random.
+    Each tool is tried on random tokens, against laws that hold for any model: an intervention with the real positions
+    changes nothing, a fit is that of dense least squares, an ablation is that of zeros in the attention's output, and
+    a text in a padded batch, or read token by token with a KV cache, gives what it gives alone in one pass.
 
     Args:
         model: a HookedTransformer, a TransformerBridge or alike, or its ``read_model``. Laws are checked in its own
             dtype: to 2e-4 in float32 and float64, 2e-2 in float16, 8e-2 in bfloat16.
         tools: which to check, by name; default all.
         every_layer: whether to check all layers. Default the first two of each kind (that differ in rotation, window,
-            soft cap or heads); the layers after the last of them are skipped, so that a deep model takes little time.
+            soft cap or heads); the layers after the last of them are skipped.
         lengths: of the texts, in tokens. Where the rotation changes beyond some length (longrope, dynamic NTK), give
             one beyond it as well. The first is also that of the padded and the cached texts.
         seed: of the random tokens.
         progress: whether to show a progress bar.
 
     Returns:
-        One row per tool and text (only one for a tool that refuses the text itself):
-
-        * ``tool``;
-        * ``text``: for instance ``"12 tokens"``, ``"padded"`` or ``"KV cache"``;
-        * ``verdict``: ``"works"``, ``"refused"`` or ``"wrong"``;
-        * ``error``: the largest relative error of the tool's laws, NaN where refused;
-        * ``reason``: the law that fails, or the refusal.
+        One row per tool and text (only one for a tool that refuses the text itself): ``tool``; ``text``, for instance
+        ``"12 tokens"``, ``"padded"`` or ``"KV cache"``; ``verdict``: ``"works"``, ``"refused"`` or ``"wrong"``;
+        ``error``, the largest relative error of the tool's laws, NaN where refused; ``reason``: the law that fails, or
+        the refusal.
 
     Raises:
         ValueError: tools that do not exist, lengths below 4, a model that ``read_model`` refuses.
@@ -175,30 +170,23 @@ class Trial:
     mask: Int[Tensor, "batch pos"] | None = None
 
     @property
-    def head(self) -> int:
-        """The head on which tools for single heads are tried."""
-        return min(1, self.reading.attention[0].n_heads - 1)
+    def spec(self) -> AttentionSpec:
+        """The first layer that rotates, or else the first that attends."""
+        return next((spec for spec in self.reading.attention if spec.rotary is not None), self.reading.attention[0])
 
     @property
     def layer(self) -> int:
-        """The first layer that rotates, or else the first that attends."""
-        attention = self.reading.attention
-        return next((spec.layer for spec in attention if spec.rotary is not None), attention[0].layer)
+        return self.spec.layer
 
     @property
-    def spec(self) -> AttentionSpec:
-        """Of that layer."""
-        return self.reading.specs(self.layer)[0]
+    def head(self) -> int:
+        """The head on which tools for single heads are tried."""
+        return min(1, self.spec.n_heads - 1)
 
     @cached_property
     def plain(self) -> Tensor:
         """The logits without hooks."""
         return self.logits([])
-
-    @cached_property
-    def plain_in_parts(self) -> Tensor:
-        """The same, with a KV cache."""
-        return self.logits_in_parts([])
 
     def logits(self, hooks: Sequence[Hook], **options: Any) -> Tensor:
         """The model's logits on the text under hooks, all of which must fire."""
@@ -208,6 +196,10 @@ class Trial:
         with torch.no_grad(), evaluating(model), applied(model, hooks):
             logits: Tensor = model(self.tokens, **options)
         return logits
+
+    @cached_property
+    def plain_in_parts(self) -> Tensor:
+        return self.logits_in_parts([])
 
     def logits_in_parts(self, hooks: list[Hook]) -> Tensor:
         """The logits of the first half in one pass, then of three tokens one after the other, with a KV cache."""
@@ -224,7 +216,7 @@ class Trial:
     def held(self, layer: int, name: str, hooks: Sequence[Hook] = ()) -> Tensor:
         """What fired at a hook of a layer's attention, under other hooks."""
         seen: list[Tensor] = []
-        self.logits([*hooks, (f"blocks.{layer}.attn.{name}", lambda x, hook: seen.append(x.clone()))])
+        self.logits([*hooks, (hook_name(layer, name), lambda x, hook: seen.append(x.clone()))])
         return seen[0]
 
     @cached_property
@@ -236,12 +228,13 @@ class Trial:
     @cached_property
     def padded(self) -> dict[str, Trial]:
         """By side of the padding: these two as a batch."""
-        fill, found = padding_id(self.reading.model) or 0, {}
-        rows = [text.tokens[0] for text in self.alone]
-        for side in ("left", "right"):
+        fill, rows = padding_id(self.reading.model) or 0, [text.tokens[0] for text in self.alone]
+
+        def batch(side: str) -> Trial:
             pad = partial(pad_sequence, batch_first=True, padding_side=side)
-            found[side] = Trial(self.reading, pad(rows, padding_value=fill), pad([torch.ones_like(x) for x in rows]))
-        return found
+            return Trial(self.reading, pad(rows, padding_value=fill), pad([torch.ones_like(x) for x in rows]))
+
+        return {side: batch(side) for side in ("left", "right")}
 
 
 # --- comparisons ------------------------------------------------------------------------------------------------------
@@ -263,8 +256,7 @@ def _effect(changed: Tensor, plain: Tensor) -> float:
 def _metric(logits: Tensor, tokens: Tensor) -> Tensor:
     """A number per text in which every logit counts, each by another weight; about as large as a logit."""
     weights = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(5)).to(logits)
-    total = (logits.detach() * weights).double().sum((1, 2))
-    return torch.div(total, weights.numel() ** 0.5)
+    return (logits.detach() * weights).double().sum((1, 2)) / weights.numel() ** 0.5
 
 
 def _set_z(trial: Trial, layer: int, new: Tensor | None) -> list[Hook]:
@@ -275,7 +267,7 @@ def _set_z(trial: Trial, layer: int, new: Tensor | None) -> list[Hook]:
         z[:, :, trial.head] = 0 if new is None else new[:, :, trial.head]
         return z
 
-    return [(f"blocks.{layer}.attn.hook_z", replace_head)]
+    return [(hook_name(layer, "hook_z"), replace_head)]
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -333,22 +325,23 @@ def _controlled_distance(trial: Trial) -> Iterator[Law]:
         yield "the variance is that of all scores at all distances", _gap(rows["total"].tolist(), variance)
 
 
-def _one_head(trial: Trial, layer: int) -> dict[str, Any]:
-    return {"layers": [layer], "heads": [trial.head], "progress": False}
+def _value(trial: Trial, layer: int, tool: Callable[..., pd.DataFrame], *arguments: Any, **options: Any) -> float:
+    """What a table of single heads says of one head."""
+    options |= {"metric": _metric, "layers": [layer], "heads": [trial.head], "progress": False}
+    return float(tool(trial.reading, trial.tokens, *arguments, **options)["value"][0])
 
 
 def _head_ablation(trial: Trial) -> Iterator[Law]:
     for spec in trial.reading.attention:
-        table = head_ablation(trial.reading, trial.tokens, _metric, **_one_head(trial, spec.layer))
         zeros = trial.metric(_set_z(trial, spec.layer, None))
-        yield "the value is that without the head", _gap(table["value"][0], zeros)
+        yield "the value is that without the head", _gap(_value(trial, spec.layer, head_ablation), zeros)
 
 
 def _head_patching(trial: Trial) -> Iterator[Law]:
     layer, source = trial.reading.attention[-1].layer, Trial(trial.reading, trial.tokens.flip(1))
-    table = head_patching(trial.reading, trial.tokens, source.tokens, _metric, **_one_head(trial, layer))
     by_hand = trial.metric(_set_z(trial, layer, source.held(layer, "hook_z")))
-    yield "z of another text, put in by hand", _gap(table["value"][0], by_hand)
+    value = _value(trial, layer, head_patching, source.tokens)
+    yield "z of another text, put in by hand", _gap(value, by_hand)
 
 
 def _position_patching(trial: Trial) -> Iterator[Law]:
@@ -366,11 +359,9 @@ def _position_patching(trial: Trial) -> Iterator[Law]:
 
 def _component_patching(trial: Trial) -> Iterator[Law]:
     layer, source = trial.reading.attention[-1].layer, trial.tokens.flip(1)
-    components: list[MovedComponent] = ["mean", "distance", "query", "key", "residual"]
-    options = _one_head(trial, layer)
-    whole = component_patching(trial.reading, trial.tokens, components, source=source, metric=_metric, **options)
-    pattern = head_patching(trial.reading, trial.tokens, source, _metric, activation="pattern", **options)
-    yield "all components are another text's pattern", _gap(whole["value"][0], pattern["value"][0])
+    whole = _value(trial, layer, component_patching, get_args(MovedComponent), source=source)
+    pattern = _value(trial, layer, head_patching, source, activation="pattern")
+    yield "all components are another text's pattern", _gap(whole, pattern)
 
 
 # --- interventions ----------------------------------------------------------------------------------------------------
@@ -449,10 +440,10 @@ def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterat
 
 
 def _cached_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
-    edits, n = hooks(trial), trial.plain_in_parts.shape[1]
-    if _gap(trial.plain_in_parts, trial.plain[:, :n]) > TOLERANCE[trial.plain.dtype]:
+    edits, plain = hooks(trial), trial.plain_in_parts
+    if _gap(plain, trial.plain[:, : plain.shape[1]]) > TOLERANCE[plain.dtype]:
         raise ValueError("the model itself gives other logits with a KV cache")
-    yield "token by token with a KV cache", _gap(trial.logits_in_parts(edits), trial.logits(edits)[:, :n])
+    yield "token by token with a KV cache", _gap(trial.logits_in_parts(edits), trial.logits(edits)[:, : plain.shape[1]])
 
 
 def _some_heads(trial: Trial) -> Iterator[Law]:

@@ -10,6 +10,6 @@ from .positions import dummy_distance as dummy_distance
 from .positions import remap_distance as remap_distance
 from .positions import swap_positions as swap_positions
 from .score_components import drop_component as drop_component
+from .substitute import fit_attention_layers as fit_attention_layers
 from .substitute import substitute_additive as substitute_additive
-from .substitute_attention import fit_attention_layers as fit_attention_layers
-from .substitute_attention import substitute_attention as substitute_attention
+from .substitute import substitute_attention as substitute_attention

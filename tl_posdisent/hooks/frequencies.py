@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation import FrequencyLimit, PhaseNoise, within_band
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, hooks_for, rotary_heads, rotation_hooks
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, rotation_hooks
 from tl_posdisent.hooks.positions import real_tensor
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, is_number
@@ -67,7 +67,7 @@ def limit_frequencies(
         raise ValueError(f"low must be at most high, got {low!r} and {high!r}")
     low, high = low or 0.0, float("inf") if high is None else high
     check_choice("mode", mode, get_args(Mode))
-    chosen = rotary_heads(model, layers, heads, "limit_frequencies")
+    chosen = any_heads(model, layers, heads, "limit_frequencies")
     _refuse_no_frequency([spec for spec, _ in chosen], low, high)
     edit = FrequencyLimit(_described(low, high, mode), low, high, mode)
     acting = [

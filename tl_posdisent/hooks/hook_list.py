@@ -248,7 +248,7 @@ def layer_hooks(spec: AttentionSpec, heads: Sequence[int], edit: Edit) -> Hooks:
 
 def rotation_hooks(model: Any, layers: Layers, heads: Heads, edit: RotationEdit) -> Hooks:
     """Hooks under which one edit of the rotation acts on these heads of a model."""
-    return hooks_for(rotary_heads(model, layers, heads, edit.tool), edit)
+    return hooks_for(any_heads(model, layers, heads, edit.tool), edit)
 
 
 def hooks_for(chosen: Iterable[tuple[AttentionSpec, Sequence[int]]], edit: Edit) -> Hooks:
@@ -266,13 +266,9 @@ def replace_scores(
 # --- the layers and heads on which an intervention acts
 
 
-def rotary_heads(model: Any, layers: Layers, heads: Heads, tool: str) -> Chosen:
-    """Layers in which ``tool`` must find a rotation that it can change (default all that rotate), with their heads."""
-    return any_heads(model, layers, heads, tool)
-
-
 def any_heads(model: Any, layers: Layers, heads: Heads, tool: str | None = None) -> Chosen:
-    """Layers with attention of any kind, with their heads; given a ``tool``, as ``rotary_heads``."""
+    """Layers with attention of any kind, with their heads; given a ``tool``, those that rotate, and it must find a
+    rotation that it can change in each."""
     layers, heads = listed(layers), listed(heads)
     reading = read_model(model, layers)
     chosen = reading.heads(layers, heads)

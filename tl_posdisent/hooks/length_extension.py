@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation import DistanceMap, PositionScale
 from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, hooks_for, rotary_heads, rotation_hooks
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, rotation_hooks
 from tl_posdisent.utils.validation import check_integer, check_number
 
 
@@ -50,7 +50,7 @@ def lambda_mask(
     """
     for name, value, least in (("sinks", sinks, 0), ("window", window, 1), ("distance_ceiling", distance_ceiling, 1)):
         check_integer(name, value, least)
-    chosen = rotary_heads(model, layers, heads, "lambda_mask")
+    chosen = any_heads(model, layers, heads, "lambda_mask")
     for spec, _ in chosen:
         if not spec.causal:
             raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation import VectorPatch
 from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, layer_hooks, rotary_heads
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, layer_hooks
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.utils.validation import check_choice, shown
@@ -59,7 +59,7 @@ def patch_vectors(
         >>> bool(torch.equal(patched[name], model.run_with_cache(tokens, names_filter=name)[1][name]))
         True
     """
-    ((spec, chosen),) = rotary_heads(model, [layer], heads, "patch_vectors")
+    ((spec, chosen),) = any_heads(model, [layer], heads, "patch_vectors")
     check_choice("keys", keys, get_args(Keys))
     if q_rot is None and k_rot is None:
         raise ValueError("q_rot or k_rot must be given, got neither")

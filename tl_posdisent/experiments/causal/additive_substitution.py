@@ -20,7 +20,7 @@ from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.edits.scores import View
 from tl_posdisent.hooks.hook_list import Hooks, joined, replace_scores
 from tl_posdisent.hooks.score_components import Part, fit_inside, keep_two_axis
-from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_specs, keep_parts_hooks
+from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_heads, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
@@ -73,7 +73,8 @@ def additive_substitution(
         True
     """
     reading = read_model(model, layers)
-    model, specs = reading.model, additive_specs(reading, axes, layers, "additive_substitution")
+    model = reading.model
+    specs = [spec for spec, _ in additive_heads(reading, axes, layers, None, "additive_substitution")]
     texts = read_texts(model, tokens, attention_mask)
     shuffled = [group.tokens[:, shuffled_order(group.tokens.shape[1], seed)] for group in texts.groups]
     check_reach(model, [spec.layer for spec in specs])

@@ -17,14 +17,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
-from tl_posdisent.hooks.substitute_attention import (
-    BANDS,
-    Stored,
-    fit_static_heads,
-    fit_texts,
-    rung_hooks,
-    stored_hooks,
-)
+from tl_posdisent.hooks.substitute import BANDS, Stored, fit_in_turn, rung_hooks, stored_hooks
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
@@ -224,11 +217,10 @@ class _Ladder:
             tokens = [group.tokens for group in (self.fitted if rung in PER_HEAD else self.texts).groups]
             if shuffled:
                 tokens = [each[:, shuffled_order(each.shape[1], self.seed)] for each in tokens]
-            if rung in PER_HEAD:
-                stored = [fit_static_heads(model, tokens, together, rung, replaced=replaced)] * len(self.texts.groups)
-            else:
-                options: dict[str, Any] = {"bands": self.bands, "rank": self.rank, "replaced": replaced}
-                stored = [fit_texts(model, each, together, rung, **options) for each in tokens]
+            options: dict[str, Any] = {"bands": self.bands, "rank": self.rank, "replaced": replaced}
+            apart = [tokens] if rung in PER_HEAD else [[each] for each in tokens]
+            stored = [fit_in_turn(model, some, together, rung, **options) for some in apart]
+            stored = stored * len(self.texts.groups) if rung in PER_HEAD else stored
 
         def hooks(group: int, where: Chosen) -> Hooks:
             if stored:

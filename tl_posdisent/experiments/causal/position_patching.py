@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, rotary_heads
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import real_tensor, swap_positions
 from tl_posdisent.models.reading.forward import Hook, run
@@ -84,7 +84,7 @@ def position_patching(
         check_choice(name, option, get_args(options))
     check_metric(metric)
     reading = read_model(model)
-    model, chosen = reading.model, rotary_heads(reading, layers, heads, "position_patching")
+    model, chosen = reading.model, any_heads(reading, layers, heads, "position_patching")
     texts = read_texts(model, tokens, attention_mask)
     places = [positions_of(texts, group, positions) for group in texts.groups]
     hooks = {"clean": [Hooks([]) for _ in places], "corrupted": [swap_positions(reading, place) for place in places]}
