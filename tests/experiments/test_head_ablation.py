@@ -134,6 +134,9 @@ def test_hooks_of_the_user_stay_in_force(kind: str, name: str) -> None:
         model.reset_hooks()
 
 
+SHARING: dict[str, type[Exception]] = {"keys": KeyError, "attributes": AttributeError, "asserted": AssertionError}
+
+
 class Attention(nn.Module):
     def __init__(self, deaf: bool) -> None:
         super().__init__()
@@ -160,6 +163,10 @@ class Block(nn.Module):
             y = y - y.mean(0)  # the texts of a batch see each other
         if owner.trait == "secretive":
             y, owner.secret = y + owner.secret, y  # what a block hands on past the stream
+        if owner.trait in SHARING:  # keys of an earlier block, as Gemma 4 has them
+            if self is owner.blocks[1] and owner.secret == 0.0:
+                raise SHARING[owner.trait]("shared_kv_states")
+            owner.secret = 1.0
         if owner.trait == "noisy":
             y = nn.functional.dropout(y, 0.5, self.training)
         return x + y.tanh()
@@ -187,7 +194,7 @@ class Micro(HookedRootModule):
         return {"classes": x} if self.trait == "talkative" else x
 
 
-@pytest.mark.parametrize("trait", ["plain", "proud", "secretive", "full", "noisy"])
+@pytest.mark.parametrize("trait", ["plain", "proud", "secretive", "full", "noisy", *SHARING])
 @pytest.mark.usefixtures("unchecked")
 def test_models_that_do_not_bear_shortcuts(trait: str) -> None:
     model = Micro(trait).eval()

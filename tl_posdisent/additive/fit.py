@@ -17,10 +17,11 @@ from tl_posdisent.additive.marginals import ROUNDING, Marginals, read_marginals
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores, refuse_patterns, warn_of_vectors
 from tl_posdisent.additive.solver import pooled, solve
+from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.validation import check_flag
 
 
-@torch.no_grad()
+@own_sums()
 def fit_additive(
     scores: Float[Tensor, "*batch query key"] | Mapping[str, Tensor] | Sequence[Tensor] | Any,
     *,

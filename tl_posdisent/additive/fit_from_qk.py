@@ -21,13 +21,14 @@ from tl_posdisent.additive.fit import fit_marginals
 from tl_posdisent.additive.marginals import Marginals
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_queries_and_keys
+from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.validation import check_flag, check_number
 
 _BLOCK = 256  # queries and keys a side in the blocks of which some cells are masked
 _COLUMNS = 8  # coordinates summed and transformed at a time: what they need stays in cache
 
 
-@torch.no_grad()
+@own_sums()
 def fit_additive_qk(
     q_rot: Float[Tensor, "*batch query head d_head"],
     k_rot: Float[Tensor, "*batch key kv d_head"],

@@ -9,9 +9,10 @@ from torch import Tensor
 from tl_posdisent.additive.cells import MaskKind, make_cells
 from tl_posdisent.additive.marginals import ROUNDING, read_marginals
 from tl_posdisent.additive.score_checks import check_scores
+from tl_posdisent.utils.own_sums import own_sums
 
 
-@torch.no_grad()
+@own_sums()
 def score_correlation(
     a: Float[Tensor, "*batch query key"],
     b: Float[Tensor, "*batch query key"],

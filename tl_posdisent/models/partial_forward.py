@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import Hook, output_of
+from tl_posdisent.models.reading.forward import UNSUPPORTED, Hook, output_of
 
 _Result = TypeVar("_Result")
 Forward = Callable[..., Any]
@@ -118,7 +118,7 @@ def attempted(shortcut: Callable[[], _Result]) -> _Result | None:
         return shortcut()
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, RuntimeError, TypeError, IndexError):
+    except UNSUPPORTED:  # a full pass says whether the model is to blame
         return None
 
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
+from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.validation import check_flag, check_number
 
@@ -84,7 +85,7 @@ class RopeCapacity(HasTable):
         )
 
 
-@torch.no_grad()
+@own_sums()
 def rope_capacity(
     rotary: Rotary, distances: Numbers, target: Numbers, *, ridge: float = 0.0, intercept: bool = False
 ) -> RopeCapacity:

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from tl_posdisent.utils.own_sums import own_sums
+
 from .covariance import Spread, chunks, spread_of, total
 from .rotary import Rotary, check_rotary, to_complex
 
@@ -45,7 +47,7 @@ class Moments:
     rotary: Rotary
 
     @classmethod
-    @torch.no_grad()
+    @own_sums()
     def from_qk(
         cls, q: Float[Tensor, "*n_q head d_head"], k: Float[Tensor, "*n_k kv_head d_head"], rotary: Rotary
     ) -> Moments:

@@ -22,6 +22,7 @@ from jaxtyping import Complex, Float, Float64
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import check_queries_and_keys
+from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 
@@ -66,7 +67,7 @@ class Plane(HasTable):
         return f"Plane of {self.positional.numel()} heads, (positional, symbolic): {points}"
 
 
-@torch.no_grad()
+@own_sums()
 def positional_symbolic_qk(
     q: Float[Tensor, "*batch pos head d_head"], k: Float[Tensor, "*batch pos kv d_head"], rotary: Rotary
 ) -> Plane:

@@ -16,6 +16,7 @@ from jaxtyping import Float, Float64, Int16
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import check_queries_and_keys
+from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.tables import index_columns
 
@@ -55,7 +56,7 @@ class PreferenceFlips(HasTable):
         return f"PreferenceFlips of {self.near.numel()} heads (near, far, near–far): {said}"
 
 
-@torch.no_grad()
+@own_sums()
 def preference_flips_qk(
     q: Float[Tensor, "*batch query head d_head"],
     k: Float[Tensor, "*batch key kv d_head"],

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.pictures import HasTable, figure_function
 
 from .covariance import Spread, chunks, spread_of, total
@@ -100,7 +101,7 @@ class SubspacePatterns(HasTable):
         return "\n".join(lines)
 
 
-@torch.no_grad()
+@own_sums()
 def subspace_patterns_qk(
     q: Float[Tensor, "*n_q head d_head"],
     k: Float[Tensor, "*n_k kv_head d_head"],

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
+from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_number, shown
@@ -86,7 +87,7 @@ class Factors(NamedTuple):
         return (self.distance.power.amax(-1) * vectors).flatten()
 
 
-@torch.no_grad()
+@own_sums()
 def read_factors(moments: Moments, distances: Numbers, weights: Numbers | None, scale: float) -> Factors:
     """Compute the factors' means and covariances; the key's are those of its conjugate, so that all three multiply."""
     d, w = check_distances(moments, distances, weights)

@@ -26,13 +26,14 @@ from tl_posdisent.additive.attention.sums import AttentionSums
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit_from_qk import check_vectors
 from tl_posdisent.additive.score_checks import check_finite_tensor, check_scores
+from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.validation import check_flag, check_integer, check_number, is_integer
 
 _AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``Problem``
 _NEGLIGIBLE = 1e-13  # of the largest singular value of the features
 
 
-@torch.no_grad()
+@own_sums()
 def fit_attention(
     scores: Float[Tensor, "*batch query key"] | None = None,
     *,
@@ -103,7 +104,7 @@ def fit_attention(
     return _fit(x, x.shape, read, mask, window, bands, keys, sinks, pool, pseudo_count)
 
 
-@torch.no_grad()
+@own_sums()
 def fit_attention_qk(
     q_rot: Float[Tensor, "*batch query head d_head"],
     k_rot: Float[Tensor, "*batch key kv d_head"],

@@ -12,12 +12,15 @@ import torch
 from jaxtyping import Bool, Float64
 from torch import Tensor
 
+from tl_posdisent.utils.own_sums import own_sums
+
 _STEPS = 100
 _PENALTY = 1e-4  # nats for a unit of u² or v²: where a query sees one key, or a key gets nothing, all else is arbitrary
 
 Cells = Float64[Tensor, "query key"]
 
 
+@own_sums()
 def fit_query_term(
     pattern: Float64[Tensor, "*batch query key"], logits: Float64[Tensor, "*batch query key"], rank: int
 ) -> Float64[Tensor, "*batch query key"]:

@@ -19,6 +19,7 @@ from tl_posdisent.hooks.score_components import Part, split_scores
 from tl_posdisent.models.reading.forward import evaluating, output_of
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.own_sums import with_gradients
 from tl_posdisent.utils.validation import check_choice
 
 from .metrics import Metric, as_numbers, check_metric, next_token_loss, values_of
@@ -130,10 +131,11 @@ def component_attribution(
     check_metric(metric)
     reading = read_model(model, layers)
     model, chosen = reading.model, any_heads(reading, layers, heads)
-    texts = read_texts(model, tokens, attention_mask)
+    with torch.inference_mode(False):  # whose tensors cannot be differentiated with
+        texts = read_texts(model, tokens.clone() if isinstance(tokens, Tensor) else tokens, attention_mask)
     taps = [[_Tap(spec.layer) for spec, _ in chosen] for _ in texts.groups]
     outputs = []
-    with torch.inference_mode(False), torch.enable_grad(), evaluating(model):
+    with with_gradients(model), evaluating(model):
         for group, of_group in zip(texts.groups, taps, strict=True):
             added = joined(
                 layer_hooks(spec, some, ScoreEdit("component_attribution", tap.add_zero, Order.COMPONENT, scores=True))

@@ -35,6 +35,7 @@ from tl_posdisent.models.reading.forward import hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below
 from tl_posdisent.models.reading.tolerance import mismatch, spread_rows
 from tl_posdisent.rope.rotary import turn
+from tl_posdisent.utils.own_sums import no_autocast
 from tl_posdisent.utils.validation import head_label
 
 Placed = tuple[Edit, tuple[int, ...]]
@@ -188,6 +189,7 @@ class LayerPass:
         self.own: Tensor | None = None  # positions of the queries, as the model has them
         self.texts, self.n_query, self.dtype = 1, 0, torch.float32
 
+    @no_autocast()
     def see(self, name: str, x: Tensor) -> Tensor | None:
         """What is done at one hook; None leaves its tensor as it is."""
         self.first = self.first or name

@@ -21,6 +21,9 @@ from tl_posdisent.utils.validation import is_integer
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
 """What ``model.hooks(fwd_hooks=[...])`` takes: a name or a filter of names, and a function of ``(tensor, hook)``."""
 
+UNSUPPORTED = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
+"""What a model may raise in a pass that leaves out a part of it, or with an argument that it does not take."""
+
 
 def hook_name(layer: int, short: str) -> str:
     """Full name of an attention hook: ``hook_name(3, "hook_q")`` is ``"blocks.3.attn.hook_q"``."""

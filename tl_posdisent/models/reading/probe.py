@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading import attributes as facts
 from tl_posdisent.models.reading.forward import (
+    UNSUPPORTED,
     Hook,
     at_rest,
     check_tokens,
@@ -304,7 +305,7 @@ def check_lengths(model: Any, tokens: Tensor, specs: list[AttentionSpec], first:
             positions = torch.arange(length - n, length, device=tokens.device)
             more = {"position_ids": positions[None].expand(len(tokens), -1), "attention_mask": torch.ones_like(tokens)}
             seen = listen(model, tokens, [spec.layer for spec in explained], first, **more)
-        except (RuntimeError, ValueError, TypeError, IndexError):  # a model that takes no positions
+        except UNSUPPORTED:  # a model that takes no positions
             return {spec.layer: True for spec in explained}
         return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in explained}
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.rope.rotary import Rotary, rotate
+from tl_posdisent.utils.own_sums import no_autocast
 
 Layout = Literal["pos head", "head pos", "flat"]
 
@@ -146,6 +147,7 @@ class AttentionSpec:
         """Queries or keys as the model turns them to these positions (as they are, if it does not)."""
         return x if self.rotary is None else rotate(x, positions, self.rotary)
 
+    @no_autocast()
     def score(
         self, q_rot: Float[Tensor, "batch query head d_head"], k_rot: Float[Tensor, "batch key kv d_head"]
     ) -> Float[Tensor, "batch head query key"]:

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tl_posdisent.utils.own_sums import autocast_dtypes
+
 
 def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, "row"]:
     """Some of n rows all over a matrix, first and last included; in float64, which rounds no index of a long text."""
@@ -23,6 +25,7 @@ def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = No
 
 
 def score_tolerance(*dtypes: torch.dtype | None) -> float:
-    """How nearly recomputed scores must agree, relative to the largest, if numbers of these dtypes went into them."""
+    """How nearly recomputed scores must agree, relative to the largest, if numbers of these dtypes, or of those of
+    autocast where it is on, went into them."""
     known = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2}  # rotation tables are float32 at best
-    return max(known.get(dtype, 6e-2) for dtype in dtypes if dtype)
+    return max(known.get(dtype, 6e-2) for dtype in (*dtypes, *autocast_dtypes()) if dtype)

@@ -21,6 +21,7 @@ from tl_posdisent.models.reading.forward import evaluating, hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import Samples, Task
+from tl_posdisent.utils.own_sums import with_gradients
 from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, shown
 
 Part = Literal["distance", "encoding"]
@@ -114,11 +115,13 @@ def _vectors(model: SyntheticModel, tokens: Tensor, labels: Tensor, part: Part) 
     """The vector g of every head, for one batch."""
     seen: dict[str, Tensor] = {}
     length, layers = tokens.shape[1], range(model.cfg.n_layers)
-    nothing = torch.zeros(len(layers), len(tokens), model.cfg.n_heads, length, length, device=tokens.device)
-    nothing.requires_grad_()
+    with torch.inference_mode(False):  # whose tensors cannot be differentiated with
+        tokens, labels = tokens.clone(), labels.clone()
+        nothing = torch.zeros(len(layers), len(tokens), model.cfg.n_heads, length, length, device=tokens.device)
+        nothing.requires_grad_()
     names = [hook_name(layer, f"hook_{side}") for layer in layers for side in "qk"] if part == "encoding" else []
     hooks = [(hook_name(n, "hook_attn_scores"), lambda x, hook, n=n: x + nothing[n]) for n in layers]
-    with torch.enable_grad(), evaluating(model), applied(model, [*hooks, *(keep(name, seen) for name in names)]):
+    with with_gradients(model), evaluating(model), applied(model, [*hooks, *(keep(name, seen) for name in names)]):
         loss = cross_entropy(model(tokens).float(), labels)
         (gradient,) = torch.autograd.grad(loss, nothing)
     if not bool(loss.isfinite()) or not bool(gradient.isfinite().all()):

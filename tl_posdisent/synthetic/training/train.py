@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
+from tl_posdisent.utils.own_sums import no_autocast, with_gradients
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.validation import check_fields, check_integer, check_number, shown
 
@@ -271,8 +272,9 @@ def train(
         )
     if stop_at is not None:
         check_integer("stop_at", stop_at, 1)
-    training = TaskTraining(model, task, config, folder)
-    training.run(resume=resume, stop_at=stop_at, on_step=on_step, progress=progress)
+    with with_gradients(model), no_autocast():  # config.precision says in which numbers
+        training = TaskTraining(model, task, config, folder)
+        training.run(resume=resume, stop_at=stop_at, on_step=on_step, progress=progress)
     rows = [{**row, "samples": config.samples(row["step"])} for row in training.rows]
     return TrainRun(model, task, config, pd.DataFrame(rows, columns=_COLUMNS), training.checkpoints)
 

@@ -1,0 +1,107 @@
+"""Every function gives the same numbers in all of torch's modes; autocast changes those of the model alone."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.public_calls import ROTARY, TOKENS, call, callables, numbers, synthetic, takes_synthetic
+from support.results import assert_same
+
+import tl_posdisent as tp
+from tl_posdisent.hooks.hook_list import Hooks
+from tl_posdisent.rope import preference_flips_qk
+
+
+def autocast() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def llama() -> Any:
+    return zoo.load("bridge" if zoo.TL_MAJOR > 2 else "hooked", "llama-gqa")
+
+
+Mode = Callable[[], contextlib.AbstractContextManager[Any]]
+MODES: dict[str, Mode] = {"gradients": torch.enable_grad, "inference": torch.inference_mode}
+OF_MODELS = {
+    name: function
+    for name, function in callables().items()
+    if inspect.isfunction(function) and [*inspect.signature(function).parameters][:1] == ["model"]
+}
+OF_TENSORS = {
+    name: function
+    for name, function in callables().items()
+    if name not in OF_MODELS and function.__module__.split(".")[1] in ("additive", "rope")
+}
+# All others take minutes together; these differentiate, optimise, or take shortcuts.
+QUICK = {"component_attribution", "head_ablation", "positional_gradients", "substitute_attention", "train"}
+
+
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_functions_of_tensors(name: str) -> None:
+    with torch.no_grad():
+        expected = call(OF_TENSORS[name])
+    for mode in (*MODES.values(), autocast):
+        with mode():
+            assert_same(call(OF_TENSORS[name]), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in OF_MODELS])
+def test_functions_of_models(name: str, mode: str) -> None:
+    results = []
+    for within in (torch.no_grad, MODES[mode]):
+        torch.manual_seed(0)
+        model = synthetic() if takes_synthetic(OF_MODELS[name]) else llama()
+        with within():
+            made = call(OF_MODELS[name], model)
+            results.append(model.run_with_hooks(TOKENS, fwd_hooks=made) if isinstance(made, Hooks) else made)
+    assert_same(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_low_rank_attention_where_gradients_are_recorded() -> None:
+    model = llama()
+    hooks = tp.hooks.substitute_attention(model, "low-rank", layers=[1])
+    recorded = model.run_with_hooks(TOKENS, fwd_hooks=hooks)
+    with torch.no_grad():
+        assert_same(recorded, model.run_with_hooks(TOKENS, fwd_hooks=hooks))
+
+
+def test_a_model_made_in_inference_mode_is_refused_where_gradients_are_needed() -> None:
+    with torch.inference_mode():
+        model = synthetic()
+    with pytest.raises(ValueError, match="model must be made outside"):
+        call(tp.synthetic.positional_gradients, model)
+
+
+def test_counts_beyond_256_under_autocast() -> None:
+    """More distances than bfloat16 can count."""
+    q, k = numbers(40, 1, 4, seed=3), numbers(50, 1, 4, seed=4)
+    near, far = range(300), range(300, 700)
+    expected = preference_flips_qk(q, k, ROTARY, near, far).near_far
+    with autocast():
+        assert_same(preference_flips_qk(q, k, ROTARY, near, far).near_far, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_hooks_do_not_round_products_to_the_dtype_of_autocast(kind: str, name: str) -> None:
+    """Scores with all their components are the model's own to the rounding of the scores, not of products."""
+    model = zoo.load(kind, name)
+    hooks = tp.hooks.substitute_attention(model, "untouched")
+    with torch.no_grad(), autocast():
+        assert_same(model.run_with_hooks(TOKENS, fwd_hooks=hooks), model(TOKENS), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_sources_of_the_distance_profile_under_autocast(kind: str, name: str) -> None:
+    model = zoo.load(kind, name)
+    plain = tp.distance_sources(model, TOKENS, 1).profile()
+    with autocast():
+        rounded = tp.distance_sources(model, TOKENS, 1)
+    assert_same(rounded.profile(), plain, rtol=0, atol=0.05 * plain.abs().max().item())
+    assert rounded.error().max() < 0.05

@@ -1,0 +1,42 @@
+"""The numbers within any result of the package, to compare two of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+
+def numbers_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each numeric array, with where it is."""
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        yield path, (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    elif isinstance(value, pd.DataFrame):
+        for name, column in value.items():
+            if column.dtype != object:
+                yield f"{path}.{name}", column.to_numpy()
+    elif isinstance(value, (bool, int, float, np.ndarray)):
+        yield path, np.asarray(value)
+    elif isinstance(value, Mapping):
+        for name, x in value.items():
+            yield from numbers_in(x, f"{path}[{name!r}]")
+    elif isinstance(value, (list, tuple)):
+        for n, x in enumerate(value):
+            yield from numbers_in(x, f"{path}[{n}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from numbers_in(vars(value), path)
+
+
+def assert_same(found: Any, expected: Any, *, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """Equal to rounding, number by number."""
+    left, right = dict(numbers_in(found)), dict(numbers_in(expected))
+    assert left.keys() == right.keys()
+    for path, x in right.items():
+        if x.dtype.kind in "biufc" and "seconds" not in path:
+            np.testing.assert_allclose(left[path], x, rtol=rtol, atol=atol, err_msg=path)
