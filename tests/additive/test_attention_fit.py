@@ -92,22 +92,6 @@ def test_equals_a_generic_convex_solver(name: str, bands: tuple[int, ...]) -> No
     torch.testing.assert_close(fit.pattern(), convex_optimum(data, case.mask, bands), rtol=0, atol=1e-6)
 
 
-def test_equals_poisson_regression_with_fixed_effects() -> None:
-    """Of the cells' attention on queries, distances and keys, by reweighted least squares, which know no softmax."""
-    n = 12
-    scores = 1.5 * torch.randn(n, n, dtype=torch.float64)
-    i, j = torch.tril_indices(n, n)
-    data = mixed(pattern_of(scores, causal(n)), causal(n), 1e-2)[i, j]
-    design = torch.cat([torch.nn.functional.one_hot(x, n) for x in (i, j, i - j)], 1).double()
-    logits = data.log()
-    for _ in range(30):
-        weight = logits.exp()
-        target = design.mT @ (weight * logits + data - weight)
-        logits = design @ (torch.linalg.pinv(design.mT @ (weight[:, None] * design), hermitian=True) @ target)
-    fit = fit_attention(scores, pseudo_count=1e-2)
-    torch.testing.assert_close(fit.pattern()[i, j], logits.exp(), rtol=0, atol=1e-8)
-
-
 def planted(n: int = 24, bands: tuple[int, ...] = (), seed: int = 0) -> tuple[Tensor, Tensor]:
     """A distance component, and logits of it and of importances."""
     generator = torch.Generator().manual_seed(seed)

@@ -63,17 +63,6 @@ def test_nearly_additive_scores_do_not_cancel(options: dict) -> None:
     assert_same(fit_additive_qk(q, k, scale=1.0, **options), expected, scores.std())
 
 
-@pytest.mark.parametrize("options", MASKS[:5], ids=str)
-def test_pooled(options: dict) -> None:
-    q, k = vectors(300, batch=(3,))
-    scores = dense(q, k, 1.0)
-    assert_same(
-        fit_additive_qk(q, k, scale=1.0, pool=True, **options),
-        fit_additive(scores, pool=True, **options),
-        scores.std(),
-    )
-
-
 @pytest.mark.parametrize(("heads", "kv"), [(4, 4), (4, 1), (1, 1)])
 def test_shared_keys_and_no_batch(heads: int, kv: int) -> None:
     q, k = vectors(120, heads=heads, kv=kv, batch=())

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dense import Dense
-from support.masks import CASES, Case, boolean, cells_of, distances, named, random_mask
+from support.masks import CASES, Case, cells_of, distances, named
 from torch import Tensor
 
 from tl_posdisent import fit_additive
@@ -101,12 +101,3 @@ def test_moves_with_what_is_added(length: int, window: int, level: float, slope:
     torch.testing.assert_close(after.key, factor * before.key, rtol=0, atol=1e-9)
     residual = after.residual(factor * scores + level + slope * distance)
     torch.testing.assert_close(residual, factor * before.residual(scores), rtol=0, atol=1e-9)
-
-
-@quick
-@given(st.integers(1, 7), st.integers(2, 7), st.floats(0.1, 0.95), st.integers(0, 10**6), st.booleans())
-def test_any_mask(n_query: int, n_key: int, density: float, seed: int, shared: bool) -> None:
-    leading = () if shared else (2,)
-    case = boolean(random_mask(*leading, n_query, n_key, density=density, seed=seed))
-    test_parameters_are_the_rank_of_the_design(case)
-    test_components_have_mean_0_and_the_key_no_trend(case)

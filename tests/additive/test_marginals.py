@@ -31,9 +31,10 @@ def assert_sums(read: Marginals, scores: Tensor, case: Case, cells: Cells) -> No
     torch.testing.assert_close(read.squares, x.square().sum((-2, -1)), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("blocks", [(64, 2**18), (3, 1)], ids=["whole", "blocks"])
+@pytest.mark.parametrize("blocks", [(64, 2**18), (3, 1), (3, 2**18)], ids=str)
 def test_sums_are_those_over_the_cells(blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_block_size", lambda _: blocks)
+    for name, value in zip(("_ROWS", "_CELLS"), blocks, strict=True):
+        monkeypatch.setattr(module, name, value)
     for name in KINDS:
         case = CASES[name]
         scores, cells = 40 + case.scores(), cells_of(case)

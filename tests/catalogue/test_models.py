@@ -10,14 +10,13 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.public_calls import TARGETS, TOKENS, Function, call, functions, synthetic
+from support.public_calls import TARGETS, TOKENS, Function, call, functions
 from support.untouched import state
 
 import tl_posdisent as tp
 from tl_posdisent.experiments import rope_hadamard
 from tl_posdisent.hooks import applied, phase_noise
 from tl_posdisent.models.loading.load import has_hooked
-from tl_posdisent.synthetic import to_hooked_transformer
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -181,10 +180,3 @@ def test_what_cannot_be_wrapped(model: Any) -> None:
     if not has_hooked():
         with pytest.raises(ValueError, match="no HookedTransformer"):
             tp.hooked_from_hf(zoo.hf_model("llama"))
-
-
-def test_synthetic_models_that_no_hooked_transformer_can_be() -> None:
-    with pytest.raises(ValueError, match="model must be a SyntheticModel, got Linear"):
-        to_hooked_transformer(LINEAR)
-    with pytest.raises(ValueError, match="causal must be" if has_hooked() else "no HookedTransformer"):
-        to_hooked_transformer(synthetic())

@@ -28,7 +28,6 @@ from tl_posdisent.experiments import dummy_distance_check
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_model
 from tl_posdisent.rope import Rotary, rotate
-from tl_posdisent.synthetic import to_hooked_transformer
 
 ROTARY = ("rope", "absolute_rope", "mla")
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
@@ -165,7 +164,7 @@ def test_every_public_function_serves_or_refuses(encoding: str) -> None:
     model = small_model(encoding=encoding, causal=True, read_out="token", **LIKE_THE_ZOO)
     refused: dict[Any, str] = {}
     for function in functions():
-        if function.__name__ in OTHER | GROUPED or function is to_hooked_transformer:
+        if function.__name__ in OTHER | GROUPED:
             continue
         if encoding == "mla" and function.__name__ in AFFINE:
             continue  # queries and keys through a norm of their own: refused, which its own tests check

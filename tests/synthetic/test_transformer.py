@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import zoo
 from support.plain_transformer import plain_logits
 from support.small_models import ENCODINGS, both_directions, every_encoding, small_model
 from torch import Tensor
 
 from tl_posdisent import read_attention
-from tl_posdisent.models.loading.load import has_hooked
-from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, to_hooked_transformer
+from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.model.attention import dropout
 
 TOKENS = torch.randint(1, 20, (3, 9), generator=torch.Generator().manual_seed(3))
@@ -165,55 +163,6 @@ def test_dropout_acts_in_training_only() -> None:
     model.train()
     assert (model(TOKENS) - model(TOKENS)).abs().max() > 0.01
     assert torch.equal(twin.train()(TOKENS), twin(TOKENS))
-
-
-# --- HookedTransformer --------------------------------------------------------------------------------------------
-
-
-EXPRESSIBLE = {"causal": True, "read_out": "token"}
-
-
-@pytest.mark.skipif(not has_hooked(), reason="HookedTransformer was removed in TransformerLens 4")
-@pytest.mark.parametrize("n_heads", [3, 4])
-@pytest.mark.parametrize("encoding", ["none", "sinusoidal", "learned", "random", "rope", "alibi"])
-def test_hooked_transformer_with_the_same_weights(encoding: str, n_heads: int) -> None:
-    model = small_model(encoding=encoding, n_heads=n_heads, **EXPRESSIBLE)
-    hooked = to_hooked_transformer(model)
-    for m in (model, hooked):
-        m.set_use_attn_result(True)
-    with torch.no_grad():
-        assert_close(hooked(TOKENS), model(TOKENS))
-        (theirs, there), (ours, here) = hooked.run_with_cache(TOKENS), model.run_with_cache(TOKENS)
-    assert_close(ours, theirs)
-    absolute = {"hook_pos_embed"} if encoding == "none" else set()  # there a table of zeros
-    later = {"unembed.hook_in", "unembed.hook_out"} if zoo.TL_MAJOR < 3 else set()
-    assert set(here) - later == set(there) - absolute
-    for name in set(here) & set(there):
-        if zoo.TL_MAJOR < 3 and name.endswith("hook_normalized"):
-            continue  # there behind the weights of the norm
-        one, other = here[name], there[name]
-        if encoding == "alibi" and name.endswith("scores"):  # there up to a constant for each query
-            one, other = one - one[..., :1], other - other[..., :1]
-        assert_close(one, other, 1e-5 * max(1.0, other[other.isfinite()].abs().max().item()))
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"final_norm": False}, "final_norm must be True for a HookedTransformer, got False"),
-        ({"encoding": "t5"}, "encoding must be 'none' or .* got 't5'"),
-        ({"encoding": "mla"}, "encoding must be .* got 'mla'"),
-        ({"encoding": "absolute_rope"}, "encoding must be .* got 'absolute_rope'"),
-        ({"causal": False}, "causal must be True .* got False"),
-        ({"read_out": "mean"}, "read_out must be 'token' .* got 'mean'"),
-        ({"keys_from": "input"}, "keys_from must be 'layer' .* got 'input'"),
-        ({"rotary_heads": 1}, "rotary_heads must be None or 3 .* got 1"),
-    ],
-)
-def test_what_hooked_transformer_cannot_express(changed: dict[str, Any], message: str) -> None:
-    message = message if has_hooked() else "the installed TransformerLens has no HookedTransformer"
-    with pytest.raises(ValueError, match=message):
-        to_hooked_transformer(small_model(**(EXPRESSIBLE | changed)))
 
 
 # --- a TransformerLens model ----------------------------------------------------------------------------------------

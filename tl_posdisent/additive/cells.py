@@ -197,19 +197,8 @@ class Runs(Cells):
         stops += [key + d_stop, distance_down - q_start, distance_up + k_stop]
         counts = torch.cat([stop - start for start, stop in runs], -1).double()
         last = counts.shape[-1]  # an empty run may lie anywhere: its two ends are equal
-        return cls(
-            n_query=n_query,
-            n_key=n_key,
-            low=low,
-            high=low + n_distance - 1,
-            counts=counts,
-            first_key=q_start,
-            stop_key=q_stop,
-            first_query=d_start,
-            stop_query=d_stop,
-            starts=torch.cat(starts, -1).clamp(0, last),
-            stops=torch.cat(stops, -1).clamp(0, last),
-        )
+        ends = (torch.cat(x, -1).clamp(0, last) for x in (starts, stops))
+        return cls(n_query, n_key, low, low + n_distance - 1, counts, q_start, q_stop, d_start, d_stop, *ends)
 
     def inside(
         self, rows: slice, columns: slice, which: Int64[Tensor, "matrix"] | None = None
@@ -277,18 +266,9 @@ class Scattered(Cells):
         # Seen backwards, a key is a query whose last key stands at the last position too, that is `offset` off.
         offset = n_key - n_query
         key_distance = by_distance(mask.mT.flip(-1, -2), low - offset, high - offset).flip(-2)
-        counts = [query_distance.sum(-2), mask.sum(-1), mask.sum(-2)]
-        return cls(
-            n_query=n_query,
-            n_key=n_key,
-            low=low,
-            high=high,
-            counts=torch.cat(counts, -1).double(),
-            mask=mask,
-            query_key=mask.double(),
-            query_distance=query_distance.double(),
-            key_distance=key_distance.double(),
-        )
+        counts = torch.cat([query_distance.sum(-2), mask.sum(-1), mask.sum(-2)], -1)
+        laid_out = (x.double() for x in (mask, query_distance, key_distance))
+        return cls(n_query, n_key, low, high, counts.double(), mask, *laid_out)
 
     def inside(
         self, rows: slice, columns: slice, which: Int64[Tensor, "matrix"] | None = None
@@ -298,17 +278,13 @@ class Scattered(Cells):
 
     def product(self, x: Float64[Tensor, "*batch coefficient"]) -> Float64[Tensor, "*batch coefficient"]:
         a, b, c = self.split(x)
+        over_first, over_second = "...n,...nm->...m", "...m,...nm->...n"
         from_others = (
-            _product(b, self.query_distance) + _product(c, self.key_distance),
-            _product(c, self.query_key.mT) + _product(a, self.query_distance.mT),
-            _product(b, self.query_key) + _product(a, self.key_distance.mT),
+            torch.einsum(over_first, b, self.query_distance) + torch.einsum(over_first, c, self.key_distance),
+            torch.einsum(over_second, c, self.query_key) + torch.einsum(over_second, a, self.query_distance),
+            torch.einsum(over_first, b, self.query_key) + torch.einsum(over_second, a, self.key_distance),
         )
         return torch.addcmul(torch.cat(from_others, -1), self.counts, x)
-
-
-def _product(x: Float64[Tensor, "*batch n"], weights: Float64[Tensor, "*mask n m"]) -> Tensor:
-    product: Tensor = torch.einsum("...n,...nm->...m", x, weights)
-    return product
 
 
 MaskKind = Literal["causal", "full"]

@@ -14,6 +14,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells, diagonal_sums
 from tl_posdisent.additive.score_checks import refuse_masking_values, refuse_non_finite
 
+_ROWS, _CELLS = 64, 2**18  # that are read at a time, at most, to stay in a processor's cache
 ROUNDING = 1e-14  # scores that vary by less than this of their size do not vary
 
 
@@ -52,13 +53,18 @@ def read_marginals(
         ValueError: a cell inside the mask is NaN, infinite or a masking value; says where the first one is.
     """
     batch, (n_query, n_key) = scores.shape[:-2], scores.shape[-2:]
-    flat, which = scores.reshape(-1, n_query, n_key), _mask_of_matrix(cells, batch)
+    flat, which = scores.reshape(-1, n_query, n_key), None  # flat index of the mask of every matrix, if not shared
+    if leading := cells.counts.shape[:-1]:
+        which = torch.arange(leading.numel(), device=scores.device).reshape(leading).expand(batch).flatten()
     n = flat.shape[0]
     sums = flat.new_zeros(n, cells.counts.shape[-1], dtype=torch.float64)
     by_distance, by_query, by_key = cells.split(sums)
     pivot, squares, lowest = (flat.new_zeros(n, dtype=torch.float64) for _ in range(3))
 
-    rows, heads = _block_size(flat)
+    on_cpu = scores.device.type == "cpu"
+    at_once = _CELLS if on_cpu else 2**24
+    rows = min(n_query, max(1, at_once // n_key), _ROWS if on_cpu else n_query)
+    heads = max(1, at_once // (rows * n_key))
     for first in range(0, n, heads):
         some = slice(first, first + heads)
         masks = None if which is None else which[some]
@@ -91,23 +97,6 @@ def read_marginals(
     if suspicious:
         refuse_masking_values(scores, cells, lowest, name)
     return Marginals(pivot, sums, squares)
-
-
-def _block_size(scores: Float[Tensor, "matrix query key"]) -> tuple[int, int]:
-    """Rows and matrices to read at a time: few on a processor, to stay in its cache, many on a GPU."""
-    _, n_query, n_key = scores.shape
-    on_cpu = scores.device.type == "cpu"
-    cells = 2**18 if on_cpu else 2**24
-    rows = min(n_query, max(1, cells // n_key), 64 if on_cpu else n_query)
-    return rows, max(1, cells // (rows * n_key))
-
-
-def _mask_of_matrix(cells: Cells, batch: torch.Size) -> Int64[Tensor, "matrix"] | None:
-    """Flat index of the mask of every score matrix, or None if they share one."""
-    leading = cells.counts.shape[:-1]
-    if not leading:
-        return None
-    return torch.arange(leading.numel(), device=cells.counts.device).reshape(leading).expand(batch).flatten()
 
 
 def _typical(

@@ -15,7 +15,7 @@ from tl_posdisent.additive.attention.rungs import (
     PER_HEAD,
     RUNGS,
     Rung,
-    check_rung,
+    check_rung_options,
     fit_rung,
     rung_logits,
     seen_keys,
@@ -187,7 +187,8 @@ def substitute_attention(
     check_flag("extrapolate", extrapolate)
     if isinstance(by, Mapping):
         return _stored_fits(model, by, layers, heads, extrapolate=extrapolate)
-    check_rung("by", by, bands, rank)
+    check_choice("by", by, RUNGS)
+    check_rung_options(bands, rank)
     chosen = any_heads(model, layers, heads)
     return joined(rung_hooks(spec, some, by, bands, rank) for spec, some in chosen)
 

@@ -8,7 +8,6 @@ from .analysis.sufficiency import only_heads as only_heads
 from .analysis.sufficiency import sufficient_heads as sufficient_heads
 from .analysis.training_dynamics import dynamics as dynamics
 from .model.config import SyntheticConfig as SyntheticConfig
-from .model.to_hooked import to_hooked_transformer as to_hooked_transformer
 from .model.transformer import SyntheticModel as SyntheticModel
 from .tasks import Split as Split
 from .tasks import Task as Task

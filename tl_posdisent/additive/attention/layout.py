@@ -21,7 +21,7 @@ _ROWS = 64  # queries whose cells are counted together
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which cells there are, and which coefficients each of them has. A system is what is fitted by itself.
+    """Which cells there are, and which coefficients each of them has.
 
     Attributes:
         n_query, n_key, low, high: as in ``Cells``.
@@ -69,11 +69,6 @@ class Layout:
             columns = self.columns(rows)
             self.add_sums(counts, self.inside(rows, columns).double(), rows, columns)
         return counts
-
-    @property
-    def used(self) -> Bool[Tensor, "some_systems some_texts coefficient"]:
-        """Coefficients that have cells."""
-        return self.counts > 0
 
     @property
     def offset(self) -> int:

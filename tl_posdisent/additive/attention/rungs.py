@@ -23,14 +23,14 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.additive.attention.fit import fit_attention
 from tl_posdisent.additive.attention.query_term import fit_query_term
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.cells import cell_distances
-from tl_posdisent.utils.validation import check_choice, check_integer, is_integer
+from tl_posdisent.utils.validation import check_integer, is_integer
 
 Rung = Literal["uniform", "distance", "distance+sink", "static", "additive", "banded", "low-rank", "untouched"]
 RUNGS: tuple[Rung, ...] = get_args(Rung)
@@ -40,12 +40,6 @@ PER_HEAD: tuple[Rung, ...] = ("distance", "distance+sink", "static")
 """Rungs whose coefficients belong to the head and not to the tokens of one text: they apply to other texts."""
 
 _PSEUDO_COUNT = 1e-3
-
-
-def check_rung(name: str, rung: Any, bands: Any, rank: Any) -> None:
-    """Validate a rung and its options; ``name`` is the argument's."""
-    check_choice(name, rung, RUNGS)
-    check_rung_options(bands, rank)
 
 
 def check_rung_options(bands: Any, rank: Any) -> None:
@@ -65,16 +59,7 @@ def fit_rung(
     bands: Sequence[int],
     pool: bool,
 ) -> AttentionFit:
-    """The fit of a rung, other than the first and the last two.
-
-    Args:
-        rung: which.
-        scores: of all heads that are fitted.
-        inside: where a query sees a key.
-        keys: features of the keys, for ``"static"``.
-        bands: for ``"banded"``.
-        pool: one fit for all texts.
-    """
+    """The fit of a rung, other than the first and the last two; ``keys`` are for ``"static"``."""
     if rung in ("additive", "banded"):
         return fit_attention(scores, mask=inside, bands=bands if rung == "banded" else (), pool=pool)
     if rung != "static":
@@ -110,14 +95,11 @@ def rung_logits(
     if rung != "low-rank":
         return fit_rung(rung, scores, inside, keys, bands=bands, pool=False).logits()
     logits = fit_rung("banded", scores, inside, keys, bands=bands, pool=False).logits()
-    return logits + fit_query_term(_smoothed_pattern(scores, inside), logits, rank)
-
-
-def _smoothed_pattern(scores: Tensor, inside: Tensor) -> Float64[Tensor, "*texts head query key"]:
-    """The attention pattern with a pseudo-count of uniform attention, as ``fit_attention`` has it."""
     inside = inside.expand(scores.shape)
     pattern = scores.double().masked_fill(~inside, -torch.inf).softmax(-1).nan_to_num(nan=0.0)
-    return torch.lerp(pattern, inside / inside.sum(-1, keepdim=True).clamp_min(1).double(), _PSEUDO_COUNT)
+    # A pseudo-count of uniform attention, as in ``fit_attention``.
+    pattern = torch.lerp(pattern, inside / inside.sum(-1, keepdim=True).clamp_min(1).double(), _PSEUDO_COUNT)
+    return logits + fit_query_term(pattern, logits, rank)
 
 
 def n_parameters(

@@ -58,8 +58,9 @@ class AttentionSums:
                 self._stored.append(pattern)
             layout.add_sums(self.marginals, pattern, rows, layout.columns(rows))
             layout.add_sums(self.diagonal, pattern * (1 - pattern), rows, layout.columns(rows))
-        self.marginals *= layout.used  # where there are no cells, transforms leave rounding errors
-        self.diagonal *= layout.used
+        used = layout.counts > 0
+        self.marginals *= used  # where there are no cells, transforms leave rounding errors
+        self.diagonal *= used
 
     def product(self, x: Stacked) -> Stacked:
         """Product of the Hessian of ``Σ log Z`` with ``x``: marginals of the pattern times ``x - mean per query``.
@@ -71,7 +72,7 @@ class AttentionSums:
             weighted = self._layout.spread(x, rows, columns).mul_(pattern)
             mean = weighted.sum(-1, keepdim=True)
             self._layout.add_sums(out, weighted.addcmul_(pattern, mean, value=-1), rows, columns)
-        return out.mul_(self._layout.used)
+        return out.mul_(self._layout.counts > 0)
 
     def _logits(self, rows: slice) -> Float64[Tensor, "system text row column"]:
         columns = self._layout.columns(rows)
