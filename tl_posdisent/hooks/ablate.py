@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -81,7 +82,7 @@ def ablate_heads(
 
 
 def replace_heads(spec: AttentionSpec, heads: Sequence[int], replace: StandIn) -> Hooks:
-    """Hooks that put something else in the place of these heads' z."""
+    """Hooks that replace the z of these heads."""
     return layer_hooks(spec, heads, ResultEdit("ablate_heads", replace))
 
 
@@ -117,7 +118,14 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
                 ids = check_tokens(model, reference, padded=True)
                 refuse_padding(model, ids, "ids", "cut it off, or give a list of strings")
             texts = reference if isinstance(reference, Texts) else read_texts(model, reference)
-            means = mean_z(model, [group.tokens for group in texts.groups], layers)
+            n_tokens = sum(group.tokens.numel() for group in texts.groups)
+
+            def add(layer: int, z: Tensor, hook: Any) -> None:  # in float64
+                means[layer] = means.get(layer, 0.0) + z.double().sum((0, 1)) / n_tokens
+
+            listeners = [(hook_name(layer, "hook_z"), partial(add, layer)) for layer in layers]
+            for group in texts.groups:
+                run(model, group.tokens, listeners, stop=max(layers) + 1)
         except ValueError as error:
             raise ValueError(f"reference: {error}") from error
 
@@ -129,25 +137,6 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
         return z[derangement(len(z), seed).to(z.device)]
 
     return replace
-
-
-def mean_z(
-    model: Any, batches: Sequence[Int[Tensor, "_batch _pos"]], layers: Sequence[int]
-) -> dict[int, Float[Tensor, "head d_head"]]:
-    """Each layer's z averaged over texts and positions, summed in float64."""
-    means: dict[int, Tensor] = {}
-    n_tokens = sum(batch.numel() for batch in batches)
-
-    def average(layer: int) -> Hook:
-        def listen(z: Tensor, hook: Any) -> None:
-            part = z.double().mean((0, 1)) * (z.shape[0] * z.shape[1] / n_tokens)
-            means[layer] = means[layer] + part if layer in means else part
-
-        return hook_name(layer, "hook_z"), listen
-
-    for batch in batches:
-        run(model, batch, [average(layer) for layer in layers], stop=max(layers) + 1)
-    return means
 
 
 def derangement(n: int, seed: int) -> Int[Tensor, "text"]:
@@ -174,8 +163,7 @@ def check_mode(mode: Any, reference: Any, seed: Any) -> None:
 def check_reach(model: Any, layers: Sequence[int]) -> None:
     """Raise for layers in which an edit of z has no effect on the output, or whose z is not laid out by heads."""
     reading = read_model(model, layers)
-    missing = [layer for layer in layers if layer not in reading.no_results]
-    if missing:
+    if missing := [layer for layer in layers if layer not in reading.no_results]:
         reading.no_results.update(_without_results(reading.model, missing))
     for layer in layers:
         if problem := reading.no_results[layer]:
@@ -188,17 +176,15 @@ def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
     tokens = probe_tokens(model)[:1].expand(len(layers) + 1, -1)
     generator = torch.Generator().manual_seed(3)
 
-    def disturb(copy: int, layer: int) -> Hook:
-        def edit(z: Tensor, hook: Any) -> Tensor:
-            seen[layer] = tuple(z.shape)
-            z = z.clone()
-            noise = torch.randn(z[copy].shape, generator=generator, device="cpu").to(z)
-            z[copy] += noise * z.detach().double().square().mean().sqrt().clamp_min(1e-3).to(z)
-            return z
+    def disturb(copy: int, z: Tensor, hook: Any) -> Tensor:
+        seen[layers[copy]] = tuple(z.shape)
+        z = z.clone()
+        noise = torch.randn(z[copy].shape, generator=generator, device="cpu").to(z)
+        z[copy] += noise * z.detach().double().square().mean().sqrt().clamp_min(1e-3).to(z)
+        return z
 
-        return hook_name(layer, "hook_z"), edit
-
-    edits = [edit for edit in (disturb(*x) for x in enumerate(layers)) if edit[0] in model.hook_dict]
+    there, names = model.hook_dict, [hook_name(layer, "hook_z") for layer in layers]
+    edits = [(name, partial(disturb, copy)) for copy, name in enumerate(names) if name in there]
     with torch.no_grad(), at_rest(model), hooked(model, edits):
         output = model(tokens)
     found = dict.fromkeys(layers, "")

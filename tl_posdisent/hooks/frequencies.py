@@ -69,20 +69,15 @@ def limit_frequencies(
     check_choice("mode", mode, get_args(Mode))
     chosen = any_heads(model, layers, heads, "limit_frequencies")
     _refuse_no_frequency([spec for spec, _ in chosen], low, high)
-    edit = FrequencyLimit(_described(low, high, mode), low, high, mode)
+    given = [f"low={low:g}"] * bool(low) + [f"high={high:g}"] * (high < float("inf"))
+    given += ["mode='freeze'"] * (mode == "freeze")
+    edit = FrequencyLimit(f"limit_frequencies({', '.join(given)})", low, high, mode)
     acting = [
         (spec, some)
         for spec, some in chosen
         if spec.holds_to is not None or bool(edit.outside(spec.require_rotary("limit_frequencies")).any())
     ]
     return hooks_for(acting, edit)
-
-
-def _described(low: float, high: float, mode: Mode) -> str:
-    given = [f"low={low:g}"] if low else []
-    given += [f"high={high:g}"] if high < float("inf") else []
-    given += ["mode='freeze'"] if mode == "freeze" else []
-    return f"limit_frequencies({', '.join(given)})"
 
 
 def _refuse_no_frequency(specs: Sequence[AttentionSpec], low: float, high: float) -> None:
@@ -108,8 +103,7 @@ def phase_noise(
     """Add angles to those of RoPE, the same for the query and the key of a position.
 
     The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i (θ_c (i - j) + ε_ic - ε_jc)))``
-    and what RoPE does not rotate. ``ε_pc = θ_c · δ_p`` is
-    ``swap_positions(model, p + δ)``.
+    and what RoPE does not rotate. ``ε_pc = θ_c · δ_p`` is ``swap_positions(model, p + δ)``.
 
     Args:
         model: a model with rotary embeddings.

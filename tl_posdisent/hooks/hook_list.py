@@ -82,8 +82,7 @@ class Hooks(list[Any]):
     def __radd__(self, other: Any) -> Hooks:
         return Hooks(self.interventions, [*other, *self._others])
 
-    def __iadd__(self, other: Any) -> Hooks:
-        return self.__add__(other)
+    __iadd__ = __add__  # type: ignore[assignment]
 
     def __mul__(self, times: SupportsIndex) -> Any:
         raise ValueError("hooks are applied once: they cannot be multiplied")
@@ -91,15 +90,11 @@ class Hooks(list[Any]):
     __rmul__ = __imul__ = __mul__
 
     def __repr__(self) -> str:
-        more = [f"{len(self._others)} more"] if self._others else []
-        return " + ".join([*(f"{call} on {where}" for call, where in self._described()), *more]) or "no hooks"
-
-    def _described(self) -> list[tuple[str, str]]:
-        """Each call with the heads on which it acts."""
         found: dict[str, list[Intervention]] = {}
         for each in self.interventions:
             found.setdefault(each.edit.call, []).append(each)
-        return [(call, _shown_heads(some)) for call, some in found.items()]
+        more = [f"{len(self._others)} more"] if self._others else []
+        return " + ".join([*(f"{call} on {_shown_heads(some)}" for call, some in found.items()), *more]) or "no hooks"
 
     def to_frame(self) -> pd.DataFrame:
         """One row for each head and edit: ``layer``, ``head``, ``edit``."""
@@ -242,17 +237,17 @@ def joined(hooks: Iterable[Hooks]) -> Hooks:
 
 
 def layer_hooks(spec: AttentionSpec, heads: Sequence[int], edit: Edit) -> Hooks:
-    """Hooks under which one edit acts on these heads of a layer; refuses a layer that lacks the hooks for it."""
+    """Hooks under which one edit acts on these heads of a layer."""
     return hooks_for([(spec, heads)], edit)
 
 
 def rotation_hooks(model: Any, layers: Layers, heads: Heads, edit: RotationEdit) -> Hooks:
-    """Hooks under which one edit of the rotation acts on these heads of a model."""
+    """The same of an edit of the rotation of a model's heads."""
     return hooks_for(any_heads(model, layers, heads, edit.tool), edit)
 
 
 def hooks_for(chosen: Iterable[tuple[AttentionSpec, Sequence[int]]], edit: Edit) -> Hooks:
-    """``layer_hooks`` for one edit of several layers."""
+    """Hooks under which one edit acts on these heads; refuses a layer that lacks the hooks for it."""
     return Hooks(Intervention(edit, spec, tuple(heads)) for spec, heads in chosen)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,40 +57,21 @@ def lambda_mask(
                 f"lambda_mask needs causal attention, but layer {spec.layer} of {spec.architecture} is not"
             )
 
-    call = f"lambda_mask({sinks}, {window}, {distance_ceiling})"
-    hide = ScoreEdit(call, LambdaMask(sinks, window), Order.HIDE, scores=True, cached=True)
-    return hooks_for(chosen, DistanceMap(call, Ceiling(distance_ceiling))) + hooks_for(chosen, hide)
-
-
-@dataclass(frozen=True)
-class Ceiling:
-    """No distance above the ceiling."""
-
-    ceiling: int
-
-    def __call__(self, distance: Tensor) -> Tensor:
-        return distance.clamp(max=self.ceiling)
-
-
-@dataclass(frozen=True)
-class LambdaMask:
-    """Scores with ``-inf`` where a key is neither among the first nor in the window."""
-
-    sinks: int
-    window: int
-
-    def __call__(self, view: View) -> Tensor:
+    def hide(view: View) -> Tensor:
         query, key = view.own
         at = key[..., None, :]
-        hidden = (query[..., :, None] - at >= self.window) & (at >= self.sinks)
+        hidden = (query[..., :, None] - at >= window) & (at >= sinks)
         return view.scores().masked_fill(hidden if hidden.ndim == 2 else hidden[:, None], -torch.inf)
+
+    call = f"lambda_mask({sinks}, {window}, {distance_ceiling})"
+    ceiling = DistanceMap(call, partial(torch.clamp, max=distance_ceiling))
+    return hooks_for(chosen, ceiling) + hooks_for(chosen, ScoreEdit(call, hide, Order.HIDE, scores=True, cached=True))
 
 
 def position_interpolation(model: Any, factor: int | float, *, layers: Layers = None, heads: Heads = None) -> Hooks:
     """Divide all positions by ``factor`` (position interpolation).
 
-    With the factor by which a text exceeds the training length, every distance is within the trained range (arXiv
-    2306.15595). Equals ``swap_positions(model, arange(pos) / factor)``.
+    With the factor by which a text exceeds the training length, distances stay in the trained range (arXiv 2306.15595).
 
     Args:
         model, layers, heads: as in ``swap_positions``. For texts beyond a model's tables see ``longer_context``.

@@ -65,7 +65,6 @@ class Captured:
 
     @cached_property
     def scores(self) -> Float[Tensor, "batch head query key"]:
-        """Logits before the softmax."""
         return self.spec.score(self.q_rot, self.k_rot) if self.own_scores is None else self.own_scores
 
     def __repr__(self) -> str:
@@ -250,14 +249,11 @@ def _check_delivered(delivered: int, wanted: int) -> None:
 
 def _wait(ended: threading.Event) -> None:
     """Until the pass has ended, Ctrl-C or not: only then is the model as it was. Then it is Ctrl-C again."""
-    pressed: KeyboardInterrupt | None = None
-    while not ended.is_set():
-        try:
-            ended.wait()
-        except KeyboardInterrupt as error:
-            pressed = error
-    if pressed is not None:
-        raise pressed
+    try:
+        ended.wait()
+    except KeyboardInterrupt:
+        _wait(ended)
+        raise
 
 
 class _Stopped(BaseException):
@@ -313,12 +309,12 @@ def _check_mask(spec: AttentionSpec, scores: Tensor, rows: Tensor) -> Bool[Tenso
     half = torch.finfo(torch.float16).min
     hidden = scores <= (half if spec.masked_below > half else spec.masked_below)
     if bool((hidden & inside).any() | (~spec.is_masked(scores) & ~inside).any()):
-        _refuse_mask(spec)
+        raise ValueError(_other_mask(spec))
     return inside
 
 
-def _refuse_mask(spec: AttentionSpec) -> None:
-    raise ValueError(
+def _other_mask(spec: AttentionSpec) -> str:
+    return (
         f"layer {spec.layer} of {spec.architecture}: the model's mask is not the one that was read from it "
         f"({'causal' if spec.causal else 'full'}, window {spec.window}); padded or packed texts are not supported: "
         "pass texts of one length, or one at a time"
@@ -338,7 +334,7 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     else:  # of a pattern that is 0 inside the mask it cannot be said whether it was masked
         inside = spec.sees(rows[:, None] - positions)
         if bool((theirs[..., ~inside] != 0).any()):
-            _refuse_mask(spec)
+            raise ValueError(_other_mask(spec))
         largest = torch.where(inside, ours, 0.0).abs().amax()
         ours = ours.masked_fill(~inside, -torch.inf).softmax(-1)
     theirs = theirs.to(wide)

@@ -56,12 +56,9 @@ def _tensors(model: Any) -> list[Tensor]:
 
 
 def require_room(model: Any, n_matrices: int, length: int) -> None:
-    """Refuse a text of which the score matrices of one layer alone are more than there is.
+    """Raise MemoryError for a text of which the score matrices of one layer alone are more than there is.
 
     The forward pass holds them at least twice, as scores and as pattern: what is refused would not have run.
-
-    Raises:
-        MemoryError: says what would.
     """
     size = min((x.element_size() for x in model.parameters() if x.is_floating_point()), default=4)
     scores = n_matrices * length**2 * size

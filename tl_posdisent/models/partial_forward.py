@@ -24,15 +24,10 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Clean:
-    """One untouched run.
-
-    Attributes:
-        output: what the model returned.
-        before: for each layer but the first, what the block before it returned.
-    """
+    """One untouched run."""
 
     output: Any
-    before: dict[int, Any]
+    before: dict[int, Any]  # for each layer but the first, what the block before it returned
 
 
 def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int]) -> Clean:
@@ -59,17 +54,7 @@ def run_from(
     texts: Int[Tensor, "row"],
     hooks: Sequence[Hook],
 ) -> Any:
-    """Run the model from a layer on, on some of the texts of a clean run, in any order and number.
-
-    Args:
-        model, tokens, clean: as given to and returned by ``run_clean``.
-        layer: the first that is computed.
-        texts: which texts make up the batch.
-        hooks: for the duration.
-
-    Returns:
-        What the model returns for ``tokens[texts]``.
-    """
+    """What the model returns for ``tokens[texts]``, of a clean run, in any order and number, run from a layer on."""
     known = known_before(model, layer, clean, texts)
     with torch.no_grad(), forwards(known), model.hooks(fwd_hooks=list(hooks)):
         return output_of(model, tokens[texts])
@@ -132,11 +117,7 @@ def known_before(model: Any, layer: int, clean: Clean, texts: Tensor | None = No
     if layer == 0:
         return {}
     before = clean.before[layer] if texts is None else of_texts(clean.before[layer], texts)
-    return {block: _returning(before) for block in model.blocks[:layer]}
-
-
-def _returning(value: Any) -> Forward:
-    return lambda *args, **kwargs: value
+    return dict.fromkeys(model.blocks[:layer], lambda *args, **kwargs: before)
 
 
 def of_texts(output: Any, texts: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """Batches of padded texts, split into groups of texts of equal length that need no padding.
 
-An experiment runs every group without its padding and puts the results together. Each number of a text in a padded
-batch is thereby that of the text alone, on every architecture and both model classes.
+An experiment runs every group without its padding and puts the results together, so that each number of a text in a
+padded batch is that of the text alone.
 """
 
 from __future__ import annotations
@@ -70,24 +70,18 @@ class Texts:
         return [row[real] for row, real in zip(self.tokens, self.real, strict=True)]
 
     def one_group(self, tool: str) -> Int[Tensor, "batch pos"]:
-        """The tokens without padding, for a tool that needs texts of equal length.
-
-        Raises:
-            ValueError: texts of unequal length.
-        """
+        """The tokens without padding; refuses texts of unequal length, for a tool that needs them equal."""
         if len(self.groups) > 1:
+            few = sorted(set(self.lengths))
+            listed = ", ".join(map(str, few)) if len(few) <= 8 else f"{few[0]} to {few[-1]}"
             raise ValueError(
-                f"tokens must be texts of equal length for {tool}, got texts of {_listed(self.lengths)} tokens: "
+                f"tokens must be texts of equal length for {tool}, got texts of {listed} tokens: "
                 "cut them to the same length, or call it for each length"
             )
         return self.groups[0].tokens
 
     def require_two(self, tool: str) -> None:
-        """Refuse a position that only one text reaches: a mean over the texts would be that text.
-
-        Raises:
-            ValueError: a single text, or one that is longer than all others.
-        """
+        """Refuse a position that only one text reaches: a mean over the texts would be that text."""
         second = sorted(self.lengths)[-2] if len(self.lengths) > 1 else 0
         if second < self.longest:
             raise ValueError(
@@ -132,9 +126,6 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
             side of the model's tokenizer. ``Texts`` that were read are returned as they are.
         attention_mask: for ids, in their shape: True or 1 at tokens, False or 0 at padding, which is at the beginning
             or at the end of a text. None for ids without padding, and for text.
-
-    Returns:
-        The batch with its padding, and the groups, in the order of the first text of each length.
 
     Raises:
         ValueError: what ``check_tokens`` refuses; a mask of another shape or of other values, with a gap, with padding
@@ -195,8 +186,3 @@ def _real(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor,
             f"sides in text {int(bad[0])}"
         )
     return real
-
-
-def _listed(lengths: list[int]) -> str:
-    few = sorted(set(lengths))
-    return ", ".join(map(str, few)) if len(few) <= 8 else f"{few[0]} to {few[-1]}"

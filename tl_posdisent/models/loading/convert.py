@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 else:  # what a run-time type checker can know of them
     HookedTransformer, HookedTransformerConfig = torch.nn.Module, Any
 
-__all__ = ["check_same_logits", "first_line", "hf_logits", "probe_tokens", "quietly", "to_hooked"]
-
-
 _COMPARED_AT_ONCE = 2**20  # logits in double precision; a large vocabulary's of all tokens take as much as a layer
 
 
@@ -113,6 +110,7 @@ def _llama_fields(hf_model: PreTrainedModel, rope: dict[str, Any]) -> dict[str, 
     elif kind == "yarn":
         # The factor that multiplies cos and sin is often implied; the model knows what it works with.
         scaling = next((m.attention_scaling for m in hf_model.modules() if hasattr(m, "attention_scaling")), 1.0)
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         fields |= {
             "use_yarn_rope": True,
             "yarn_factor": rope["factor"],
@@ -120,8 +118,7 @@ def _llama_fields(hf_model: PreTrainedModel, rope: dict[str, Any]) -> dict[str, 
             "yarn_beta_fast": rope.get("beta_fast") or 32.0,
             "yarn_beta_slow": rope.get("beta_slow") or 1.0,
             "yarn_truncate": rope.get("truncate", True),
-            "yarn_original_max_position_embeddings": rope.get("original_max_position_embeddings")
-            or config.max_position_embeddings,
+            "yarn_original_max_position_embeddings": original,
         }
     return fields
 
@@ -194,7 +191,7 @@ def _check_lengths(model: HookedTransformer, hf_model: PreTrainedModel, *, what:
 
 
 def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
-    """Convert and compare; see `tl_posdisent.models.loading.load.hooked_from_hf` for the contract."""
+    """Convert and compare, see ``hooked_from_hf``."""
     from transformer_lens import HookedTransformer
 
     name = type(hf_model).__name__

