@@ -129,16 +129,6 @@ def test_without_scores(shared_model: Any) -> None:
             close(without.scores[..., inside], with_scores.scores[..., inside])
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_text_is_encoded_as_the_model_does() -> None:
-    model = load_demo_model()
-    text = "We the people"
-    for by_text, by_ids in zip(list(capture(model, text)), capture(model, model.to_tokens(text)), strict=True):
-        assert torch.equal(by_text.scores, by_ids.scores)
-    for same in (model.to_tokens(text)[0], model.to_tokens(text).short()):
-        assert torch.equal(next(capture(model, same)).q, next(capture(model, text)).q)
-
-
 # --- checks ---------------------------------------------------------------------------------------------------
 
 

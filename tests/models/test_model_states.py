@@ -78,20 +78,15 @@ def test_the_default_dtype_changes_nothing(default: torch.dtype, shared_model: A
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("settings", [["ungroup_grouped_query_attention"], ["use_split_qkv_input", "use_attn_result"]])
 @pytest.mark.parametrize("name", ["llama-gqa", "llama-mqa"])
-def test_ungrouped_keys(name: str) -> None:
+def test_ungrouped_keys_and_split_inputs(name: str, settings: list[str]) -> None:
     model = zoo.hooked(name)
-    model.set_ungroup_grouped_query_attention(True)
-    assert [s.n_kv_heads for s in read_model(model).specs()] == [8, 8]
+    for setting in settings:
+        getattr(model, f"set_{setting}")(True)
+    n_keys = 8 if len(settings) == 1 else zoo.hf_model(name).config.num_key_value_heads
+    assert [(s.n_kv_heads, s.problem) for s in read_model(model).specs()] == [(n_keys, None)] * 2
     assert_swaps_as_hugging_face(model, name, torch.randint(100, (2, 12)))
-
-
-def test_split_inputs() -> None:
-    model = zoo.hooked("llama-gqa")
-    model.set_use_split_qkv_input(True)
-    model.set_use_attn_result(True)
-    assert [s.problem for s in read_model(model).specs()] == [None, None]
-    assert_swaps_as_hugging_face(model, "llama-gqa", torch.randint(100, (2, 12)))
 
 
 def assert_swaps_as_hugging_face(model: Any, name: str, positions: Tensor) -> None:
@@ -103,9 +98,6 @@ def assert_swaps_as_hugging_face(model: Any, name: str, positions: Tensor) -> No
     for hooks in (swap_positions(model, positions), remap_distance(model, pairs)):
         with torch.no_grad(), applied(model, hooks):
             torch.testing.assert_close(model(TOKENS).log_softmax(-1), expected, rtol=0, atol=1e-4)
-
-
-SIXTEEN = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 def narrow(kind: str, name: str, dtype: torch.dtype, small: float = 1.0) -> Any:
@@ -135,21 +127,6 @@ def test_facts_in_sixteen_bits(kind: str, name: str, small: float, dtype: torch.
         else:
             assert spec.rotary.pairing == wide.rotary.pairing
             torch.testing.assert_close(spec.rotary.frequencies, wide.rotary.frequencies, rtol=4e-3, atol=1e-4)
-
-
-@SIXTEEN
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "qwen3", "gptj", "gemma2"))
-def test_swaps_in_sixteen_bits(kind: str, name: str, dtype: torch.dtype) -> None:
-    model = narrow(kind, name, dtype)
-    positions = torch.tensor([[0, 2, 4, 9, 10, 14, 15, 27, 28, 40, 41, 60]]).expand(2, -1)
-    expected, untouched = zoo.hf_logits(name, TOKENS, position_ids=positions), zoo.hf_logits(name, TOKENS)
-    pairs = (positions[:, :, None] - positions[:, None])[:, None]
-    for hooks in (swap_positions(model, positions), remap_distance(model, pairs)):
-        with torch.no_grad(), applied(model, hooks):
-            got = model(TOKENS).float()
-        with torch.no_grad():
-            rounding = (model(TOKENS).float() - untouched).abs().max()
-        assert (got - expected).abs().max() < 3 * rounding < (expected - untouched).abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -19,6 +19,7 @@ from tl_posdisent import (
     dummy_distance,
     head_ablation,
     longer_context,
+    read_attention,
     read_model,
     remap_distance,
     swap_positions,
@@ -57,8 +58,8 @@ def test_a_reading_is_kept_with_its_model(kind: str, name: str) -> None:
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
 def test_layers_as_in_python(kind: str, name: str, shared_model: Any) -> None:
     reading = read_model(shared_model(kind, name))
-    assert [spec.layer for spec in reading.specs()] == [0, 1]
-    assert reading.specs([1, 0]) == [reading.specs(-1)[0], reading.specs(0)[0]]
+    assert [spec.layer for spec in reading.specs([1, 0])] == [1, 0]
+    assert reading.specs([1, 0]) == [*reading.specs(-1), read_attention(reading, 0)]
     assert reading.heads(0, -1) == {0: [reading.specs()[0].n_heads - 1]}
     assert reading.heads(heads=[(1, 2), (0, 1)]) == {0: [1], 1: [2]}
     assert [spec.layer for spec in reading.rotary(-1, "a tool")] == [1]

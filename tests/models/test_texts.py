@@ -48,15 +48,6 @@ def test_groups_hold_each_text_alone(demo: Any, side: str, dtype: torch.dtype) -
     assert torch.equal(batch.lay_out([answers[group.rows] for group in batch.groups]), answers)
 
 
-def test_without_padding_there_is_one_group(demo: Any) -> None:
-    """The tokens as they are, with or without a mask of ones."""
-    tokens = zoo.random_tokens()
-    for mask in (None, torch.ones_like(tokens)):
-        (group,) = read_texts(demo, tokens, mask).groups
-        assert torch.equal(group.tokens, tokens)
-        assert group.rows.tolist() == [0, 1]
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_texts_of_any_length(side: str) -> None:
     """Each as the model tokenises it alone, padded on the tokenizer's side."""
@@ -80,19 +71,14 @@ def test_texts_of_any_length(side: str) -> None:
         (torch.tensor([[0.0] + [1.0] * 5 + [0.0] * 6]).expand(4, 12), "both sides in text 0"),
         (torch.tensor([[1.0] + [0.0] * 11]).expand(4, 12), "at least two tokens of each text"),
         ([1] * 12, "a tensor like tokens"),
+        (torch.ones(1, 4), "None"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
 def test_masks_that_are_refused(demo: Any, mask: Any, words: str) -> None:
-    tokens, _, _ = padded("right")
+    tokens = "We the people" if words == "None" else padded("right")[0]
     with pytest.raises(ValueError, match=f"attention_mask must .*{words}"):
         read_texts(demo, tokens, mask)
-
-
-def test_text_takes_no_mask(demo: Any) -> None:
-    for text in ("We the people", ["We the people", "in order to"]):
-        with pytest.raises(ValueError, match="attention_mask must be None"):
-            read_texts(demo, text, torch.ones(1, 4))
 
 
 class WithIds:
@@ -135,7 +121,6 @@ def test_padding_without_a_mask(
 
 
 def test_a_single_end_is_no_beginning() -> None:
-    """Where texts begin with another id, one padding id before it is padding."""
     model = WithIds(tp.load_demo_model(), pad_token_id=0, bos_token_id=1, eos_token_id=0)
     with pytest.raises(ValueError, match="beginning of text 0"):
         check_tokens(model, torch.tensor([[0, 1, 5, 6]]))

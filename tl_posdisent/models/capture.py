@@ -1,8 +1,8 @@
 """Capture queries, keys and scores of a forward pass, one layer at a time.
 
 Inside the package, ``for_each_layer`` and ``for_each_scores`` call a function back from within the pass. ``capture``,
-for users, is a generator over the same: its pass runs in a thread of its own and waits at each layer until the caller
-has done with what it was given. Either way a loop over layers costs one pass and holds one layer, whatever the depth.
+for users, is a generator: its pass runs in a thread of its own and waits at each layer until the caller has done with
+it. Either way a loop over layers costs one pass and holds one layer.
 """
 
 from __future__ import annotations
@@ -82,9 +82,8 @@ def capture(
 ) -> Generator[Captured, None, None]:
     """Run the model once and yield each layer's queries, keys and scores while it waits.
 
-    Every layer is checked as it comes: scores recomputed from the queries, the keys and the rotation that was read
-    from the model must equal the model's own, and must be masked where the mask says so. Hooks and autocast of the
-    caller act on the pass as on any other.
+    Every layer is checked as it comes: scores recomputed from queries, keys and the rotation that was read must equal
+    the model's own, and be masked where the mask says so. Hooks and autocast of the caller act on the pass.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off until the run has

@@ -22,12 +22,9 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
 
     Some models keep their rotation as a table with a row for each position of their context (HookedTransformer,
     GPT-J) and fail on longer texts. The table is extended by the model's own formula if it has one, otherwise by the
-    frequencies and the factor that were read from it, and only if that reproduces the existing rows. These are kept to
-    the last bit, so results for texts within the context do not change. Models that compute their rotation for any
-    length are left unchanged. ``length_generalization`` measures how well the model predicts such texts.
-
-    On exit, also by an exception, every buffer and number of the model's modules is again the same object as before,
-    including what models store about the longest text so far.
+    frequencies and the factor that were read from it, and only if that reproduces the existing rows, which are kept to
+    the last bit. Models that compute their rotation for any length are left unchanged. On exit every buffer and number
+    of the model's modules is again the same object as before.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.

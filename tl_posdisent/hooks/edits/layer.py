@@ -78,7 +78,12 @@ class LayerPlan:
         self.heads = {h for edit, some in placed if not isinstance(edit, ResultEdit) for h in some}
         self.result_heads = {h for _, some in self.result_edits for h in some}
         for head in sorted(self.heads | self.result_heads):
-            if problem := self._conflict(head):
+            acting = [edit for edit, heads in self.score_edits if head in heads]
+            results = sorted(edit.tool for edit, heads in self.result_edits if head in heads)
+            problem = self.rotations[head].conflict() or score_conflict(acting, self.rotations[head])
+            if not problem and len(results) > 1:
+                problem = f"{' and '.join(results)} replace what it gathers: replace it once"
+            if problem:
                 raise ValueError(f"{at_head(spec.layer, head)}: {problem}")
         self.table = self._table()
         self.turned_q: Grouped = {}
@@ -90,13 +95,6 @@ class LayerPlan:
         self.recomputes = bool(self.rescored or (spec.scores is None and reads_scores))
         self._check()
         self.roles = self._roles()
-
-    def _conflict(self, head: int) -> str | None:
-        acting = [edit for edit, heads in self.score_edits if head in heads]
-        results = sorted(edit.tool for edit, heads in self.result_edits if head in heads)
-        if problem := self.rotations[head].conflict() or score_conflict(acting, self.rotations[head]):
-            return problem
-        return f"{' and '.join(results)} replace what it gathers: replace it once" if len(results) > 1 else None
 
     def _table(self) -> HeadRotation:
         """What the rotation tables can express: edits that all heads share, of queries and keys alike."""
@@ -316,7 +314,11 @@ class LayerPass:
         assert tap is not None
         vectors, behind = tap.read(x), plain is not None and tap.name != plain.name
         if self._moves and behind and not self.spec.cos and which == "q":
-            self._find(vectors)
+            heads = sorted(self.plan.heads)  # other lists of hooks may have turned the others
+            rotary, before = self.spec.require_rotary("rotation edits"), self.held["q"][:, :, heads]
+            self.own = text.positions_from_vectors(before, vectors[:, :, heads], rotary, self.expected)
+            if self.own is None:  # a model without hooks for its tables
+                self._refuse_rotation()
         if not turned or self._fell_back:
             return None
         own = self.expected if self.own is None else self.own
@@ -327,14 +329,6 @@ class LayerPass:
             some = self._turned_on(vectors[:, :, at], rotation, heads, which, own, behind).to(vectors.dtype)
             vectors = some if len(heads) == tap.n_heads else vectors.index_copy(2, at, some)
         return tap.write(vectors)
-
-    def _find(self, q_rot: Tensor) -> None:
-        """The positions of a model that has no hooks for its tables, from what it did to its queries."""
-        heads = sorted(self.plan.heads)  # other lists of hooks may have turned the others
-        rotary, before = self.spec.require_rotary("rotation edits"), self.held["q"][:, :, heads]
-        self.own = text.positions_from_vectors(before, q_rot[:, :, heads], rotary, self.expected)
-        if self.own is None:
-            self._refuse_rotation()
 
     def _turned_on(
         self, x: Tensor, rotation: HeadRotation, heads: list[int], which: Side, own: Tensor, behind: bool

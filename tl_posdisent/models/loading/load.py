@@ -206,13 +206,14 @@ def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
     if isinstance(source, Path) and source.is_file():
         return read_gguf(source, dtype=dtype)
     try:
-        options: dict[str, Any] = {"local_files_only": isinstance(source, Path), "trust_remote_code": False}
-        # Weights in pickle files are not read.
-        hf_model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True, **options)
+        options: dict[str, Any] = {"local_files_only": isinstance(source, Path)}
+        hf_model = AutoModelForCausalLM.from_pretrained(  # weights in pickle files are not read
+            source, dtype=dtype, trust_remote_code=False, use_safetensors=True, **options
+        )
         tokenizer = None
         names = ("tokenizer.json", "tokenizer_config.json")
         if not isinstance(source, Path) or any((source / name).is_file() for name in names):
-            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"cannot load a causal language model from {source}: {first_line(error)}") from error
     return hf_model, tokenizer

@@ -96,8 +96,7 @@ def _ending_after(model: Any, stop: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooked(model: Any, hooks: Sequence[Hook]) -> Iterator[None]:
-    """``model.hooks``, but in this thread alone, and independent of other such contexts: ours may begin inside one and
-    end outside."""
+    """``model.hooks``, but in this thread alone, and independent of other such contexts, which may overlap it."""
     points, handles = hook_points(model), []
     try:
         for name, function in hooks:
@@ -202,12 +201,8 @@ _READING = threading.RLock()
 
 @contextlib.contextmanager
 def at_rest(model: Any) -> Iterator[None]:
-    """The bare model for the duration: evaluation mode, no hooks of the user's, and silence about edits that have no
-    effect (that is being found out). On exit every buffer and number of its modules is the object that it was.
-
-    Hooks of the user's are passed over in this thread alone: those of a pass that another thread is in the middle of
-    stay in force. Two threads cannot have a bare model at the same time; the second waits.
-    """
+    """The bare model for the duration: evaluation mode, no hooks of the user's (in this thread; a second thread waits),
+    no warnings of edits without effect, which are being found out; its state is restored on exit."""
     by_name = hook_points(model)
     points = list({id(point): point for point in by_name.values()}.values())
     with _READING, restored(model):
@@ -249,11 +244,10 @@ class _Bare:
 
 @contextlib.contextmanager
 def restored(model: Any) -> Iterator[None]:
-    """On exit, also by an exception, every buffer of the model's modules, and every number and tensor that they keep
-    beside (such as the longest text so far), is the object that it was.
+    """On exit every buffer of the model's modules, and every number and tensor that they keep beside (such as the
+    longest text so far), is the object that it was, and vectors, such as frequencies, have the values that they had.
 
-    Vectors, such as frequencies, which some models write over for each text, have the values that they had. Flags stay
-    as they are: a bridge notes in one that it has installed hooks of its own, which stay too."""
+    Flags stay as they are: a bridge notes in one that it has installed hooks of its own, which stay too."""
     plain = (int, float, Tensor, type(None))
     saved = []
     vectors: dict[int, tuple[Tensor, Tensor]] = {}
@@ -277,15 +271,10 @@ def restored(model: Any) -> Iterator[None]:
 
 
 def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor, "batch pos"]:
-    """Token ids on the model's device, from ids or from text.
+    """Token ids on the model's device, from ids or from text; ValueError for what is neither.
 
     Unless ``padded`` says that an attention mask tells where padding is, texts must not begin or end with padding. A
-    padding id that is also the id of the beginning (or end) of a text is taken for that where it stands alone; two or
-    more of them are padding.
-
-    Raises:
-        ValueError: not text, nor integers of shape ``(pos,)`` or ``(batch, pos)`` within the vocabulary; fewer than
-            two positions; padding.
+    padding id that is also that of the beginning (or end) of a text is padding where two or more of them stand.
     """
     n_layers(model)
     if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
@@ -366,11 +355,7 @@ def token_words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:
 
 
 def encode(model: Any, texts: list[str]) -> list[Int[Tensor, "1 _pos"]]:
-    """The token ids of each text, by the model's tokenizer, not truncated.
-
-    Raises:
-        ValueError: no tokenizer; text that is not UTF-8.
-    """
+    """The token ids of each text, by the model's tokenizer, not truncated."""
     if getattr(model, "tokenizer", None) is None:
         raise ValueError("tokens were given as text, but the model has no tokenizer: pass token ids")
     for text in texts:

@@ -56,12 +56,7 @@ class ModelReading:
         return tuple(self.specs())
 
     def specs(self, layers: int | Iterable[int] | None = None) -> list[AttentionSpec]:
-        """The layers asked for, in that order; by default all that have attention.
-
-        Raises:
-            ValueError: layers out of range, repeated or without attention; layers that are still to be read of a model
-                that has changed since.
-        """
+        """The layers asked for, in that order; by default all that have attention. Raises as ``read_model``."""
         picked = check_indices("layers", layers, self.n_layers)
         if layers is None:
             picked = [layer for layer in picked if layer not in self.without_attention]
@@ -73,13 +68,7 @@ class ModelReading:
         return [self.read[layer] for layer in picked]
 
     def rotary(self, layers: int | Iterable[int] | None, tool: str) -> list[AttentionSpec]:
-        """The layers asked for, in each of which ``tool`` must find a rotation that it can change.
-
-        By default all that rotate: some models leave positions out of some layers.
-
-        Raises:
-            ValueError: as ``specs``; a layer without such a rotation.
-        """
+        """The layers asked for, by default all that rotate; refuses one whose rotation ``tool`` cannot change."""
         specs = self.specs(layers)
         if layers is None:
             specs = [s for s in specs if s.rotary is not None or s.no_rotation or s.problem] or specs[:1]
@@ -90,13 +79,8 @@ class ModelReading:
     def heads(self, layers: Any = None, heads: Any = None) -> dict[int, list[int]]:
         """Chosen heads of each chosen layer, layers ascending.
 
-        Args:
-            layers: None for all that have attention, an integer, or integers.
-            heads: None for all heads of these layers; an integer or a list of integers, the same in each of them; or
-                labels such as ``"L16H0"`` or pairs ``(layer, head)``. Negative indices count from the end.
-
-        Raises:
-            ValueError: indices out of range or repeated, layers without attention.
+        ``heads`` are None for all heads of these layers; an integer or a list of integers, the same in each of them; or
+        labels such as ``"L16H0"`` or pairs ``(layer, head)``. Negative indices count from the end.
         """
         attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
         chosen = check_heads(layers, heads, self.n_layers, self.model.cfg.n_heads, default=attending)
@@ -128,8 +112,7 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
 
     Nothing is taken from a list of architectures. The model runs three or four times on some ten tokens; rotation,
     scale, mask, grouping and working hooks are what explains its own scores. Dropout and hooks of yours are off
-    meanwhile (permanent hooks are not), and the model is left as it was. Every function that takes a model reads it
-    in this way, so a second call runs nothing.
+    meanwhile (permanent hooks are not), and the model is left as it was.
 
     Args:
         model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or a
@@ -228,20 +211,15 @@ def read_attention(model: Any, layer: int) -> AttentionSpec:
     """Read one layer's attention: rotary, scale, mask, grouping and working hooks (see ``read_model``).
 
     Args:
-        model: a HookedTransformer, a TransformerBridge, any model with TransformerLens's hook names, or its
-            ``read_model``.
+        model: as in ``read_model``.
         layer: 0 … n_layers - 1.
-
-    Returns:
-        An ``AttentionSpec``.
 
     Raises:
         ValueError: what ``read_model`` refuses.
 
     Example:
         >>> from tl_posdisent import load_demo_model, read_attention
-        >>> spec = read_attention(load_demo_model(), 0)
-        >>> spec.n_heads, spec.n_kv_heads, spec.causal, spec.rotary.pairing, spec.rotary.dim
-        (8, 4, True, 'half', 16)
+        >>> read_attention(load_demo_model(), 0).rotary.dim
+        16
     """
     return read_model(model, [layer]).specs([layer])[0]

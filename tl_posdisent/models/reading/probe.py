@@ -33,6 +33,7 @@ from tl_posdisent.models.reading.forward import (
 from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.models.reading.tolerance import mismatch
+from tl_posdisent.rope.rotary import Rotary
 
 FIRST_HOOK = "hook_embed"  # of a forward pass, in models of every class
 
@@ -45,9 +46,13 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         seen = listen(model, tokens, layers)
         own = facts.own_numbers(model)  # after the pass, which may write them over
         specs = [_explain(model, layer, seen[layer], own) for layer in layers]
+
         # A pattern alone shows little of scores that are very large or all but equal.
+        def to_unit_size(x: Tensor, hook: Any) -> Tensor:
+            return (x / x.double().square().mean().sqrt().clamp_min(1e-30)).to(x.dtype)
+
         edits: list[Hook] = [
-            (tap.name, _to_unit_size)
+            (tap.name, to_unit_size)
             for layer in layers
             for which in "qk"
             if not shows_scores(seen[layer]) and (tap := facts.query_or_key(model, layer, which, seen[layer]))
@@ -59,10 +64,6 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         specs = check_lengths(model, tokens, specs, edits)
         specs = check_turns(model, tokens, specs, edits)
         return check_tables_and_scores(model, tokens, specs, edits)
-
-
-def _to_unit_size(x: Tensor, hook: Any) -> Tensor:
-    return (x / x.double().square().mean().sqrt().clamp_min(1e-30)).to(x.dtype)
 
 
 def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Tensor, "2 pos"]:
@@ -203,25 +204,22 @@ Seen = dict[str, Tensor]
 def listen(
     model: Any, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = (), **more: Any
 ) -> dict[int, Seen]:
-    """One forward pass, with edits if there are any: what fired in each of the layers, after the edits.
+    """One forward pass under edits: what fired in each of the layers, after them; ``more`` are its arguments."""
 
-    ``more`` are arguments of the pass.
-    """
+    def record(seen: Seen, short: str, x: Any, hook: Any) -> None:
+        if isinstance(x, Tensor):
+            seen[short] = x.detach().clone()
+
     seen: dict[int, Seen] = {layer: {} for layer in layers}
     there = hook_points(model)
     recorders = [
-        (name, partial(_record, seen[layer], short))
+        (name, partial(record, seen[layer], short))
         for layer in layers
         for short in _LISTEN
         if (name := hook_name(layer, short)) in there
     ]
     run(model, tokens, [*edits, *recorders], stop=max(layers) + 1, **more)
     return seen
-
-
-def _record(seen: Seen, short: str, x: Any, hook: Any) -> None:
-    if isinstance(x, Tensor):
-        seen[short] = x.detach().clone()
 
 
 def shows_scores(seen: Seen) -> bool:
@@ -266,10 +264,8 @@ def is_mask(visible: Tensor | None, causal: bool, window: int | None) -> bool:
 
 
 def misfit(spec: AttentionSpec, q_rot: Tensor, k_rot: Tensor, seen: Seen, visible: Bool[Tensor, "query key"]) -> float:
-    """Largest error of the scores (of the pattern, if that is all that fires) that rotated queries and keys predict.
-
-    In units of what rounding explains: an explanation is acceptable up to 1.
-    """
+    """Largest error of the scores (or the pattern, if that is all that fires) that rotated vectors predict, in units of
+    what rounding explains: an explanation is acceptable up to 1."""
     predicted, dtype = spec.score(q_rot, k_rot), seen["hook_q"].dtype  # scores may be wider than what they are made of
     if spec.scores is not None:
         observed = seen["hook_attn_scores"]
@@ -386,25 +382,19 @@ def check_tables_and_scores(
     positions = (torch.arange(tokens.shape[1], device=tokens.device) * 2 + 3).flip(0) ** 1.5
     before: dict[int, Tensor] = {}
 
-    def other_table(spec: AttentionSpec, which: str) -> Any:
-        def exchange(x: Tensor, hook: Any) -> Tensor:
-            assert spec.rotary is not None
-            return table_like(x, spec.rotary, positions, which)
+    def exchange(rotary: Rotary, which: str, x: Tensor, hook: Any) -> Tensor:
+        return table_like(x, rotary, positions, which)
 
-        return exchange
-
-    def disturb(spec: AttentionSpec) -> Any:
-        def edit(x: Tensor, hook: Any) -> Tensor:
-            before[spec.layer] = x.detach().clone()
-            return torch.where(spec.is_masked(x), x, torch.randn(x.shape, generator=generator, device="cpu").to(x))
-
-        return edit
+    def disturb(spec: AttentionSpec, x: Tensor, hook: Any) -> Tensor:
+        before[spec.layer] = x.detach().clone()
+        return torch.where(spec.is_masked(x), x, torch.randn(x.shape, generator=generator, device="cpu").to(x))
 
     for spec in specs:
-        if spec.cos and spec.sin:
-            edits += [(spec.cos, other_table(spec, "cos")), (spec.sin, other_table(spec, "sin"))]
+        if spec.cos and spec.sin and spec.rotary:
+            tables = (("cos", spec.cos), ("sin", spec.sin))
+            edits += [(name, partial(exchange, spec.rotary, which)) for which, name in tables]
         if spec.scores:
-            edits.append((spec.scores, disturb(spec)))
+            edits.append((spec.scores, partial(disturb, spec)))
     seen = listen(model, tokens, [s.layer for s in specs], edits) if len(edits) > len(first) else {}
     return [_judge(s, seen.get(s.layer, {}), before.get(s.layer), positions) for s in specs]
 
