@@ -11,7 +11,7 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import ablate_heads
+from tl_posdisent import ablate_heads, load_demo_model
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.ablate import derangement
 
@@ -104,34 +104,18 @@ def test_every_derangement_is_as_likely_and_seeds_repeat() -> None:
 
 def test_one_text_has_no_other(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    plain = run(model)
-    hooks = ablate_heads(model, [(0, 1)], mode="resample")
     with pytest.raises(ValueError, match='mode "resample" needs a batch of at least two texts, got 1'):
-        run(model, hooks, TOKENS[:1])
-    assert torch.equal(run(model), plain)
+        run(model, ablate_heads(model, [(0, 1)], mode="resample"), TOKENS[:1])
 
 
-def test_a_reference_of_text(demo: Any) -> None:
-    text = "Alice was beginning to get very tired of sitting"
+def test_a_reference_of_text() -> None:
+    demo, text = load_demo_model(), "Alice was beginning to get very tired of sitting"
     hooks = ablate_heads(demo, [(0, 1)], mode="mean", reference=text)
     same = ablate_heads(demo, [(0, 1)], mode="mean", reference=demo.to_tokens(text))
     tokens = demo.to_tokens(text)
     assert torch.equal(run(demo, hooks, tokens), run(demo, same, tokens))
 
 
-@pytest.fixture(scope="module")
-def demo() -> Any:
-    from tl_posdisent import load_demo_model
-
-    return load_demo_model()
-
-
-PAIRS = [
-    ([(0, 8)], r"heads must be pairs \(layer, head\) with layers from 0 to 1 and heads from 0 to 7 .*got \(0, 8\)"),
-    ([(0, True)], r"heads must be integers from 0 to 7 .*got \(0, True\)"),
-    ([(0, 1), 2], r"heads must be pairs \(layer, head\) .*got 2"),
-    ([(0, 1), (0, -7)], "heads must name none twice, got"),
-]
 MODES = [
     ({"mode": "median"}, "mode must be one of zero, mean, resample, got 'median'"),
     ({"mode": "mean"}, 'reference must be tokens with mode "mean", got None'),
@@ -144,9 +128,6 @@ MODES = [
 def test_bad_input(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     before = state(model)
-    for heads, message in PAIRS:
-        with pytest.raises(ValueError, match=message):
-            ablate_heads(model, heads)
     for arguments, message in MODES:
         with pytest.raises(ValueError, match=message):
             ablate_heads(model, [(0, 0)], **arguments)

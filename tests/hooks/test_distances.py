@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import (
-    REAL,
-    L,
-    by_brute_force,
-    close,
-    every_way,
-    logits,
-    mixed_of,
-)
+from support.intervention_cases import REAL, L, by_brute_force, close, every_way, logits, mixed_of
 from torch import Tensor
 
 from tl_posdisent import dummy_distance, read_model, remap_distance

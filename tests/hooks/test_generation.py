@@ -11,11 +11,7 @@ from support import zoo
 from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
 from torch import Tensor
 
-from tl_posdisent import (
-    dummy_distance,
-    limit_frequencies,
-    swap_positions,
-)
+from tl_posdisent import dummy_distance, limit_frequencies, swap_positions
 from tl_posdisent.hooks import applied, drop_component, substitute_additive
 from tl_posdisent.models.reading.forward import Hook
 
@@ -133,14 +129,14 @@ def test_generate(kind: str, name: str, shared_reading: Any) -> None:
                 assert torch.equal(model.generate(prompt, use_past_kv_cache=cached, **options), text)
 
 
+def fitted(model: Any) -> list[list[Hook]]:
+    return [drop_component(model, "distance"), *(substitute_additive(model, axes=axes) for axes in ("three", "two"))]
+
+
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
 def test_what_needs_a_whole_text_names_the_way_out(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    for hooks in (
-        drop_component(model, "distance"),
-        substitute_additive(model),
-        substitute_additive(model, axes="two"),
-    ):
+    for hooks in fitted(model):
         with pytest.raises(ValueError, match="use_past_kv_cache=False"):
             step_by_step(model, kind, hooks, TEXTS)
     with pytest.raises(ValueError, match="give a function of the position"):
@@ -151,11 +147,7 @@ def test_what_needs_a_whole_text_names_the_way_out(kind: str, name: str, shared_
 def test_a_prompt_of_one_token(kind: str, name: str, shared_model: Any) -> None:
     """Without a cache what needs a whole text begins with a single score, of which no part can be dropped."""
     model, prompt = shared_model(kind, name), TEXTS[:1, :1]
-    for hooks in (
-        drop_component(model, "distance"),
-        substitute_additive(model),
-        substitute_additive(model, axes="two"),
-    ):
+    for hooks in fitted(model):
         with torch.no_grad(), model.hooks(fwd_hooks=hooks):
             close(model(prompt)[0, 0], model(TEXTS[:1, :2])[0, 0], 1e-5)
             options = {"do_sample": False, "verbose": False, "stop_at_eos": False, "max_new_tokens": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,12 +45,6 @@ def test_a_window_and_a_ceiling_as_long_as_the_text_change_nothing(kind: str, na
         assert (logits(model, hooks) - plain).abs().max() > 0.01
 
 
-@every_way
-def test_the_ceiling_alone_is_a_remapped_distance(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    close(logits(model, lambda_mask(model, 0, L, 3)), logits(model, remap_distance(model, lambda d: d.clamp(max=3))))
-
-
 # --- interpolation ----------------------------------------------------------------------------------------------
 
 
@@ -60,29 +55,13 @@ def test_interpolation_is_swapped_positions(kind: str, name: str, shared_model: 
         got = logits(model, position_interpolation(model, factor))
         assert torch.equal(got, logits(model, swap_positions(model, REAL / factor)))
         close(got, logits(model, remap_distance(model, DISTANCE.double() / factor)), 2e-4)
+    assert torch.equal(logits(model, position_interpolation(model, 1)), logits(model, []))
     shorter = logits(model, position_interpolation(model, 2), TOKENS[:, :7])  # of any length
     assert torch.equal(shorter, logits(model, swap_positions(model, REAL[:7] / 2), TOKENS[:, :7]))
 
 
-@every_way
-def test_factor_one_changes_nothing(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    assert torch.equal(logits(model, position_interpolation(model, 1)), logits(model, []))
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------
-
-
-def test_factors_that_are_not_positive_are_refused(shared_model: Any) -> None:
-    for factor in (0, -1.5):
-        with pytest.raises(ValueError, match="factor must be a finite number above 0, got"):
-            position_interpolation(shared_model("bridge", "llama-gqa"), factor)
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_bidirectional_models_are_refused(shared_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dataclasses import replace
-
     model = shared_model("bridge", "llama-gqa")
     spec = replace(read_attention(model, 0), causal=False)
     monkeypatch.setattr(windows, "any_heads", lambda *_: [(spec, [0])])

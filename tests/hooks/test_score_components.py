@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import zoo
 from support.dense import dense_fitted
-from support.intervention_cases import TOKENS, close, logits, mixed_of
+from support.intervention_cases import TOKENS, close, logits
 from torch import Tensor
 
 from tl_posdisent.hooks import drop_component, substitute_additive
@@ -81,32 +81,6 @@ def test_gradients_take_the_fit_for_constant() -> None:
     scores = random_scores(7).requires_grad_()
     (gradient,) = torch.autograd.grad(keep_parts(scores, inside, ("query", "residual"))[..., inside].sum(), scores)
     assert torch.equal(gradient, inside.double().expand(gradient.shape))
-
-
-def expected_mixed(model: Any, part: str, layer: int = 0) -> Tensor:
-    """What heads take along by scores less a part: from scores that the model shows, in float64, by a dense fit."""
-    names = [f"blocks.{layer}.attn.{x}" for x in ("hook_attn_scores", "hook_v")]
-    with torch.no_grad():
-        cache = model.run_with_cache(TOKENS, names_filter=names)[1]
-    scores, v = (cache[name].double() for name in names)
-    inside = scores[0, 0] > -1e30
-    parts = split_scores(scores, inside)
-    assert torch.allclose(sum(parts[x] for x in ("mean", "distance", "query", "key")), dense_fitted(scores, inside))
-    pattern = (scores - parts[part]).masked_fill(~inside, -torch.inf).softmax(-1)
-    return torch.einsum("bhqk,bkhd->bhqd", pattern, v.repeat_interleave(scores.shape[1] // v.shape[2], 2)).float()
-
-
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "bloom"), ("bridge", "gemma2")])
-def test_one_part_is_gone_in_the_heads_that_were_named(kind: str, name: str, part: Part, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    plain, expected = mixed_of(model, []), expected_mixed(model, part)
-    got = mixed_of(model, drop_component(model, part, layers=[0]))
-    close(got, expected)
-    some = mixed_of(model, drop_component(model, part, layers=[0], heads=[6, 1]))
-    close(some[:, [1, 6]], expected[:, [1, 6]])
-    assert torch.equal(some[:, [0, 2, 3, 4, 5, 7]], plain[:, [0, 2, 3, 4, 5, 7]])
-    assert part == "query" or (got - plain).abs().max() > 0.05
 
 
 @each_kind
