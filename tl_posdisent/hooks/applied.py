@@ -18,7 +18,6 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     """Run a block with hooks on the model; on exit remove them and check that each fired.
 
     TransformerLens accepts some hook names that it never calls; an intervention then has no effect, without an error.
-    Other hooks on the model are not changed. The lists work in ``model.hooks(fwd_hooks=...)`` too.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
@@ -49,11 +48,16 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     for hook in hooks:
         _check_hook(hook, there)
     fired: list[dict[str, int]] = []
-    counting = []
+    counting: list[tuple[Any, Callable[..., Any]]] = []
+
+    def count(function: Callable[..., Any], counts: dict[str, int], name: str, x: Any, hook: Any) -> Any:
+        counts[name] += 1
+        return function(x, hook=hook)
+
     for name, function in hooks:  # of a filter each point once: a bridge has several names for some
         points = {there[x]: x for x in reversed(there) if (x == name if isinstance(name, str) else name(x))}
         fired.append(dict.fromkeys(reversed(points.values()), 0))
-        counting += [(there[x], _counted(function, fired[-1], x)) for x in fired[-1]]
+        counting += [(there[x], functools.partial(count, function, fired[-1], x)) for x in fired[-1]]
     with _added(counting):
         yield model
     idle = [
@@ -76,15 +80,6 @@ def _check_hook(hook: Any, there: Collection[str]) -> None:
         raise ValueError(f"hooks must be a list of (hook name or filter, function), got {shown(hook)} in it")
     if isinstance(hook[0], str) and hook[0] not in there:
         raise ValueError(f"hooks names {hook[0]!r}, which the model does not have")
-
-
-def _counted(function: Callable[..., Any], counts: dict[str, int], name: str) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def count(x: Any, hook: Any) -> Any:
-        counts[name] += 1
-        return function(x, hook=hook)
-
-    return count
 
 
 @contextlib.contextmanager

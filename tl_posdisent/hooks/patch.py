@@ -29,14 +29,12 @@ def patch_vectors(
     heads: Heads = None,
     keys: Keys = "group",
 ) -> Hooks:
-    """Patch the rotated queries, the rotated keys, or both, of a layer's heads.
-
-    The vectors are those of another run, as ``capture`` returns them.
+    """Patch the rotated queries, the rotated keys, or both, of a layer's heads by those of another run.
 
     Args:
         model: a model with rotary embeddings.
         layer: 0 … n_layers - 1.
-        q_rot: ``[batch, pos, head, d_head]``, queries of all heads; None leaves the run's own.
+        q_rot: ``[batch, pos, head, d_head]``, queries of all heads as ``capture`` has them; None leaves the run's own.
         k_rot: ``[batch, pos, kv, d_head]``, keys of all key heads, likewise.
         heads: query heads that are patched, default all.
         keys: which heads receive the patched keys if several share them. ``"group"``: all heads that read the key head,

@@ -1,8 +1,8 @@
 """Position interventions on RoPE: other positions, one distance for all pairs, or any function of the distance.
 
-Each function returns a list for ``model.hooks(fwd_hooks=...)``, ``model.run_with_hooks`` or ``applied``. Add lists,
-``a + b``, to let interventions act together: at most one position intervention acts on a head, and frequency limits,
-phase noise and interpolation compose with it (``edits/rotation.py``).
+Each returns a list for ``model.hooks(fwd_hooks=...)``, ``run_with_hooks`` or ``applied``. Add lists, ``a + b``, to
+let interventions act together: at most one of these acts on a head, and frequency limits, phase noise and interpolation
+compose with it.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def positions_edit(tool: str, positions: Positions) -> PositionMap:
 def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, heads: Heads = None) -> Hooks:
     """Set the distance of every query and key to one number.
 
-    What is left of a head's scores is content at that distance: ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))``
-    for query i and key j, with the dummy distance d of arXiv 2503.13305.
+    What is left of a head's scores is content at that distance, ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c d))``
+    (arXiv 2503.13305).
 
     Args:
         model, layers, heads: as in ``swap_positions``.
@@ -83,7 +83,7 @@ def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, 
         ValueError: a distance that is not a finite number, or what ``swap_positions`` refuses.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, dummy_distance, fit_additive, load_demo_model
+        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
         >>> with model.hooks(fwd_hooks=dummy_distance(model, 5, layers=[0])):
         ...     _, cache = model.run_with_cache(tokens, names_filter="blocks.0.attn.hook_attn_scores")
@@ -107,8 +107,8 @@ def remap_distance(
     """Replace distances by a function of the real distance, or by a matrix.
 
     The score of query i and key j becomes ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c D[i, j]))`` and what RoPE
-    does not rotate; the mask does not change. A function of few straight pieces (a ceiling, halving) costs one product
-    of turned vectors for each; anything else is computed subspace by subspace, in blocks of bounded memory.
+    does not rotate; the mask does not change. A function of few straight pieces (a ceiling, halving) is fast; anything
+    else is computed subspace by subspace, in blocks of bounded memory.
 
     Args:
         distances: a function from a float64 tensor of real distances (query position minus key position) to one of

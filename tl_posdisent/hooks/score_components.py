@@ -14,7 +14,7 @@ from jaxtyping import Bool, Complex, Float, Float64
 from torch import Tensor
 
 from tl_posdisent.additive.fit import fit_additive
-from tl_posdisent.additive.result import AdditiveFit, Component
+from tl_posdisent.additive.result import Component
 from tl_posdisent.hooks.edits.scores import Order, ScoreEdit
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -35,7 +35,7 @@ def split_scores(
     Raises:
         ValueError: a text of which nothing is inside the mask; scores inside it that are not finite.
     """
-    fit = fit_inside(scores, inside)
+    fit = fit_additive(scores, mask=fewest_masks(inside))
     mean = torch.where(inside, fit.intercept[..., None, None], 0.0)
     fitted: dict[str, Tensor] = {name: fit.component(name) for name in _FITTED}
     residual = torch.where(inside, scores.double() - mean - sum(fitted.values()), 0.0)
@@ -51,18 +51,13 @@ def keep_parts(
     """
     if len(keep) == len(get_args(Part)):
         return scores
-    fit = fit_inside(scores, inside)
+    fit = fit_additive(scores, mask=fewest_masks(inside))
     if "residual" in keep:
         return sum((-fit.component(name) for name in _FITTED if name not in keep), scores.double())
     if len(keep) == len(_FITTED):
         return fit.fitted()
     mean = fit.intercept[..., None, None].expand(scores.shape)
     return sum((fit.component(name) for name in _FITTED if name in keep), mean)
-
-
-def fit_inside(scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]) -> AdditiveFit:
-    """``fit_additive`` with the mask that a forward pass has."""
-    return fit_additive(scores, mask=fewest_masks(inside))
 
 
 def fewest_masks(inside: Tensor) -> Tensor:
@@ -79,8 +74,8 @@ def drop_component(model: Any, component: Part, *, layers: Layers = None, heads:
 
     In each forward pass the scores of each text and head, after a soft cap, are fitted by
     ``mean + distance[i - j] + query[i] + key[j]`` (the three-axis model of arXiv 2503.13305, in the gauge of
-    ``AdditiveFit``), and one component, or what the fit leaves, is subtracted. Gradients take the fit for constant.
-    Rotary embeddings are not needed. A softmax ignores ``"query"``, except beside an attention sink (GPT-OSS).
+    ``AdditiveFit``), and one component, or the residual, is subtracted. Gradients take the fit for constant. A softmax
+    ignores ``"query"``, except beside an attention sink (GPT-OSS).
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.

@@ -50,17 +50,15 @@ def substitute_additive(
 
     With ``axes="three"`` the scores of each text and head become ``mean + distance[i - j] + query[i] + key[j]``, fitted
     by least squares to the scores (``fit_additive``). With ``"two"`` they become a function of query and distance plus
-    a function of query and key. The scores of one text do not determine these, so they are those of the table
-    ``W[d, i, j]``, in which each query of the text meets each of its keys (also later ones) at each distance that the
-    layer's mask allows, all with equal weight. With a dot for a mean::
+    a function of query and key, those of the table ``W[d, i, j]``, in which each query of the text meets each of its
+    keys (also later ones) at each distance that the layer's mask allows. With a dot for a mean::
 
         distance = W[i - j, i, ·] - W[·, i, ·]       of this query and the distance
         key      = W[·, i, j]     - W[·, i, ·]       of this query and the key
         query    = W[·, i, ·]     - W[·, ·, ·]
         residual = W[i - j, i, j] - W[i - j, i, ·] - W[·, i, j] + W[·, i, ·]
 
-    by a mean key and a mean rotation. This needs rotary embeddings, and is done before a soft cap. The mean of all
-    stays in any case.
+    This needs rotary embeddings, and is done before a soft cap. The mean of all stays in any case.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
@@ -155,8 +153,8 @@ def substitute_attention(
     Or ``by`` gives fits made before: with features of the keys (static heads, ``fit_attention_layers``) for any text,
     and free importances for texts of the shape of those of the fit.
 
-    The sum of each query's exponentials stays as it is, which only attention sinks beside the keys (GPT-OSS) see.
-    Distances are those of the tokens, also under position interventions.
+    The sum of each query's exponentials stays as it is, and distances are those of the tokens, also under position
+    interventions.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
@@ -167,8 +165,8 @@ def substitute_attention(
         extrapolate: for static heads at distances that were not fitted: raise, or take the nearest that was.
 
     Returns:
-        ``Hooks``: a list for ``fwd_hooks``. On a head they compose with interventions on the rotation (fits made before
-        and ``"uniform"`` would undo these, and refuse them), and not with others that replace or patch its scores.
+        ``Hooks``, which compose with interventions on the rotation (but for ``"uniform"`` and fits made before) and not
+        with others that replace or patch a head's scores.
 
     Raises:
         ValueError: an unknown rung, bands, rank; fits of other layers or numbers of heads; what ``drop_component``
@@ -219,7 +217,7 @@ def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class StoredAttention:
-    """Attention that was fitted before, for some heads of a layer: static heads, or logits of given texts."""
+    """Attention fitted before, for some heads of a layer: static heads, or logits of given texts."""
 
     of: AttentionFit | Float[Tensor, "text head query key"]
     heads: tuple[int, ...]
@@ -302,11 +300,10 @@ def fit_attention_layers(
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
         rung: ``"distance"``, ``"distance+sink"`` or ``"static"``, see ``substitute_attention``.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        attention_mask: 1 at tokens, 0 at padding, for padded ids.
         layers: default all.
         heads: query heads that are to be replaced, default all. The fits are of all heads of a layer.
-        replaced: fit each layer in the model whose layers before are already replaced; else all in the unmodified
-            model.
+        replaced: fit each layer in the model whose layers before are already replaced, not in the unmodified one.
 
     Returns:
         ``{layer: AttentionFit}``, pooled over the texts, for ``substitute_attention(model, fits)``.

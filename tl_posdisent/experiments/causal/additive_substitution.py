@@ -15,11 +15,12 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
 from tl_posdisent.hooks.edits.scores import View
 from tl_posdisent.hooks.hook_list import Hooks, joined, replace_scores
-from tl_posdisent.hooks.score_components import Part, fit_inside, keep_two_axis
+from tl_posdisent.hooks.score_components import Part, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_heads, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
 from tl_posdisent.models.reading.forward import evaluating
@@ -157,7 +158,7 @@ def _fits_of(model: Any, tokens: Int[Tensor, "batch pos"], specs: list[Attention
     stored: Fits = {}
 
     def fit(spec: AttentionSpec, scores: Tensor) -> None:
-        stored[spec.layer] = fit_inside(scores, spec.mask(tokens.shape[1], scores.device))
+        stored[spec.layer] = fit_additive(scores, mask=spec.mask(tokens.shape[1], scores.device))
 
     if axes == "two":
         for_each_layer(model, tokens, specs, lambda layer: stored.update({layer.layer: layer}), scores=False)

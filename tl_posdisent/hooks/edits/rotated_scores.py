@@ -14,12 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation import (
-    DistanceMap,
-    HeadRotation,
-    Side,
-    check_patch,
-)
+from tl_posdisent.hooks.edits.rotation import DistanceMap, HeadRotation, Side, check_patch
 from tl_posdisent.models.reading.spec import AttentionSpec
 
 _CELLS_PER_BLOCK = 2**21
@@ -37,8 +32,8 @@ def rotated_scores(
 ) -> Float[Tensor, "batch head query key"]:
     """Scores of some heads' unrotated queries and keys (one key head per query head) under their edits.
 
-    Soft cap applied, mask not. Computed in float32 (float64 for float64). ``own`` are the positions of queries
-    and of keys. ``before`` are the scores without edits, which are kept where distances stay as they are.
+    Soft cap applied, mask not, in float32 (float64 for float64). ``own`` are the positions of queries and of keys;
+    ``before`` the scores without edits, which are kept where distances stay as they are.
     """
     edit = rotation.position
     if not isinstance(edit, DistanceMap):
@@ -47,8 +42,9 @@ def rotated_scores(
     if isinstance(edit.distances, Tensor):
         distances = edit.distances.to(q.device)
         _check_matrix(spec, distances, len(q), (q.shape[1], k.shape[1]))
-        finite = _of_heads(distances, heads, spec.n_heads).nan_to_num(0.0, 0.0, 0.0)  # hidden cells may hold anything
-        values, index = finite.unique(return_inverse=True)
+        if distances.ndim >= 3 and distances.shape[-3] == spec.n_heads > 1:
+            distances = distances[..., torch.tensor(list(heads), device=distances.device), :, :]
+        values, index = distances.nan_to_num(0.0, 0.0, 0.0).unique(return_inverse=True)  # hidden cells hold anything
     else:
         real = own[0][..., :, None] - own[1][..., None, :]
         low = 0 if spec.causal else int(real.min())
@@ -207,10 +203,3 @@ def _check_matrix(spec: AttentionSpec, distances: Tensor, batch: int, shape: tup
     inside = spec.sees(at[shape[1] - shape[0] :, None] - at)
     if not bool((distances.isfinite() | ~inside).all()):
         raise ValueError("distances must be finite inside the mask")
-
-
-def _of_heads(distances: Tensor, heads: Sequence[int], n_heads: int) -> Tensor:
-    """The chosen heads of distances that are given per head."""
-    if distances.ndim >= 3 and distances.shape[-3] == n_heads and n_heads > 1:
-        return distances[..., torch.tensor(list(heads), device=distances.device), :, :]
-    return distances

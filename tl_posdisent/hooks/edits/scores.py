@@ -21,25 +21,15 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class View:
-    """What an edit may look at: some heads of one layer, alike in all rotation edits, in one forward pass.
+    """What an edit may look at: some heads of one layer, alike in all rotation edits, in one forward pass."""
 
-    Attributes:
-        spec: the layer, with the rotation of the running text.
-        heads: the heads.
-        inside: where a query sees a key, padding left out; broadcasts to the scores.
-        rotation: the edits of these heads' rotation.
-        own: the tokens' own positions, of queries and of keys, ``(pos,)`` or ``(batch, pos)``.
-        held_scores: what ``scores`` returns.
-        held_vectors: what ``vectors`` returns; None if not asked for.
-    """
-
-    spec: AttentionSpec
+    spec: AttentionSpec  # with the rotation of the running text
     heads: Sequence[int]
-    inside: Bool[Tensor, "*lead query key"]
+    inside: Bool[Tensor, "*lead query key"]  # where a query sees a key, padding left out; broadcasts to the scores
     rotation: HeadRotation
-    own: tuple[Tensor, Tensor]
+    own: tuple[Tensor, Tensor]  # the tokens' positions, of queries and of keys, ``(pos,)`` or ``(batch, pos)``
     held_scores: Tensor
-    held_vectors: tuple[Tensor, Tensor] | None
+    held_vectors: tuple[Tensor, Tensor] | None  # None if not asked for
 
     def scores(self) -> Float[Tensor, "batch head query key"]:
         """The scores under all rotation edits and the score edits that come before: in the model's dtype, soft cap
