@@ -16,8 +16,7 @@ from tl_posdisent.models.reading.forward import modules
 def free_memory(devices: Iterable[torch.device | str] = ("cpu",)) -> int | None:
     """Bytes that are free on the fullest of these devices; None for devices other than CPUs and CUDA's.
 
-    On the host the smaller of what the system calls available and what the control group of the process leaves; on a
-    GPU what CUDA has free and what torch has reserved and not used.
+    On the host no more than its control group leaves; on a GPU with what torch has reserved and not used.
     """
     found = []
     for device in map(torch.device, devices):

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import UNSUPPORTED, Hook, output_of
+from tl_posdisent.models.reading.forward import UNSUPPORTED, Ended, Hook, output_of
 
 _Result = TypeVar("_Result")
 Forward = Callable[..., Any]
@@ -69,17 +69,13 @@ def attention_from(
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         box.append(own(*args, **kwargs))
-        raise _Enough
+        raise Ended
 
     known = known_before(model, layer, clean)
     hooked = model.hooks(fwd_hooks=list(hooks))
-    with contextlib.suppress(_Enough), torch.no_grad(), forwards({**known, module: forward}), hooked:
+    with contextlib.suppress(Ended), torch.no_grad(), forwards({**known, module: forward}), hooked:
         output_of(model, tokens)
     return box[0]
-
-
-class _Enough(BaseException):
-    """Unwinds a forward pass that has given what was wanted."""
 
 
 @contextlib.contextmanager

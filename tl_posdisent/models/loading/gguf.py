@@ -34,11 +34,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def packaged_file(name: str) -> Path:
-    """The GGUF file of a model in ``PACKAGED``; the package itself is not imported.
-
-    Raises:
-        ValueError: the package is not installed.
-    """
+    """The GGUF file of a model in ``PACKAGED``; the package, which is not imported, must be installed."""
     package, file, _ = PACKAGED[name]
     try:
         return Path(str(distribution(package).locate_file(file)))
@@ -52,9 +48,7 @@ def packaged_file(name: str) -> Path:
 def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model of a GGUF file, dequantised to ``dtype``, and its tokenizer.
 
-    Raises:
-        ValueError: no package ``gguf``; a file that is not whole; an architecture, or a part of the file, that
-            transformers does not read.
+    Refuses a file that is not whole, or of which transformers does not read all.
     """
     from unittest import mock
 

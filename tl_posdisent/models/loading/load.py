@@ -57,15 +57,7 @@ def has_bridge() -> bool:
 
 
 def check_device(device: str | torch.device | None) -> torch.device | None:
-    """The device, or None where the caller has a default of its own.
-
-    Raises:
-        ValueError: no device of torch, or one that this machine does not have.
-
-    >>> check_device("gpu")
-    Traceback (most recent call last):
-    ValueError: device must be one of torch's, such as "cpu" or "cuda:0", got 'gpu'
-    """
+    """The device; None where the caller has a default. Refuses what torch does not know and what is not there."""
     if device is None:
         return None
     try:
@@ -80,13 +72,7 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
 
 
 def check_backend(backend: str, *, allowed: tuple[str, ...] = get_args(Backend)) -> None:
-    """Raise ValueError unless ``backend`` is an allowed one and the installed TransformerLens has it.
-
-    >>> check_backend("keras")
-    Traceback (most recent call last):
-        ...
-    ValueError: backend must be one of ('auto', 'hooked', 'bridge'), got 'keras'
-    """
+    """Raise ValueError unless ``backend`` is an allowed one and the installed TransformerLens has it."""
     if backend not in allowed:
         raise ValueError(f"backend must be one of {allowed}, got {backend!r}")
     if backend == "hooked" and not has_hooked():

@@ -192,9 +192,16 @@ class TableSlot(NamedTuple):
 
 def table_slots(attn: Any) -> Iterator[TableSlot]:
     """The tables that a layer looks its rotations up in, and which end where the model's context does."""
-    for name, which in (("rotary_sin", 0), ("rotary_cos", 1)):  # HookedTransformer
+
+    def hooked_table(which: int, length: int) -> Tensor:
+        cfg = attn.cfg
+        base = attn._rotary_base() if hasattr(attn, "_rotary_base") else cfg.rotary_base  # TransformerLens 2: of all
+        tables: list[Tensor] = attn.calculate_sin_cos_rotary(cfg.rotary_dim, length, base=base, dtype=cfg.dtype)
+        return tables[which]
+
+    for which, name in enumerate(("rotary_sin", "rotary_cos")):  # HookedTransformer
         if isinstance(attn._buffers.get(name), Tensor):
-            yield TableSlot(attn, name, (name[-3:],), partial(_hooked_table, attn, which))
+            yield TableSlot(attn, name, (name[-3:],), partial(hooked_table, which))
     original = getattr(attn, "original_component", None)
     if isinstance(getattr(original, "embed_positions", None), Tensor):  # GPT-J, CodeGen
         yield TableSlot(original, "embed_positions", ("sin", "cos"))
@@ -210,13 +217,6 @@ def longer_tables(slot: TableSlot, rotary: Rotary | None, length: int) -> Iterat
         layouts = [part[positions % len(part)][None] for part in parts]  # columns as they are, as many rows as wanted
         tables = [table_like(x, rotary, positions, which) for x, which in zip(layouts, slot.holds, strict=True)]
         yield torch.cat(tables, -1)[0]
-
-
-def _hooked_table(attn: Any, which: int, length: int) -> Tensor:
-    cfg = attn.cfg
-    base = attn._rotary_base() if hasattr(attn, "_rotary_base") else cfg.rotary_base  # TransformerLens 2: one for all
-    tables: tuple[Tensor, Tensor] = attn.calculate_sin_cos_rotary(cfg.rotary_dim, length, base=base, dtype=cfg.dtype)
-    return tables[which]
 
 
 def _exact(measured: Rotary, dtype: torch.dtype, own: OwnNumbers) -> Rotary:

@@ -62,7 +62,7 @@ def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:
         ) from error
 
 
-class _Ended(BaseException):
+class Ended(BaseException):
     """Unwinds a forward pass of which nothing more is needed."""
 
 
@@ -79,7 +79,7 @@ def _ending_after(model: Any, stop: int | None) -> Iterator[None]:
 
     def end(*_: Any) -> None:
         if passes == [1] and threading.get_ident() == thread:
-            raise _Ended
+            raise Ended
 
     handles = [
         model.register_forward_pre_hook(functools.partial(count, 1)),
@@ -87,7 +87,7 @@ def _ending_after(model: Any, stop: int | None) -> Iterator[None]:
         model.blocks[stop - 1].register_forward_hook(end),
     ]
     try:
-        with contextlib.suppress(_Ended):
+        with contextlib.suppress(Ended):
             yield
     finally:
         for handle in handles:

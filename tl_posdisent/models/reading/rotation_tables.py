@@ -31,11 +31,8 @@ def running_rotary(
 ) -> Rotary:
     """The rotation of a running text, from the tables that it passes to the hooks ``spec.cos`` and ``spec.sin``.
 
-    ``rotary``, as it was read, where these are its tables; otherwise what they show, for models that rotate long texts
-    by other frequencies than short ones.
-
-    Raises:
-        ValueError: tables of other positions than 0, 1, 2 …, from which no frequencies can be read.
+    ``rotary``, as it was read, where these are its tables; otherwise what they show (models may rotate long texts by
+    other frequencies). Refuses tables of other positions than 0, 1, 2 …
     """
     positions = torch.arange(cos.shape[1], device=cos.device)
     for which, table in (("cos", cos), ("sin", sin)):
@@ -56,12 +53,12 @@ def rotated_by_table(
     ``rotary`` tells the pairing alone: the tables may be of any positions and frequencies.
     """
     z, rest = to_complex(x.double(), rotary)
-    cos, sin = (_one_column_each(table.double(), len(rotary.frequencies)) for table in (cos, sin))
-    return from_complex(z * torch.complex(cos, sin)[..., None, :], rest, rotary)
+    n = len(rotary.frequencies)
 
+    def one_column_each(table: Tensor) -> Tensor:
+        if table.shape[-1] != 2 * n:
+            return table
+        return table[..., :n] if torch.equal(table[..., :n], table[..., n:]) else table[..., ::2]
 
-def _one_column_each(table: Tensor, n: int) -> Tensor:
-    if table.shape[-1] != 2 * n:
-        return table
-    halves = torch.equal(table[..., :n], table[..., n:])
-    return table[..., :n] if halves else table[..., ::2]
+    turns = torch.complex(*(one_column_each(table.double()) for table in (cos, sin)))
+    return from_complex(z * turns[..., None, :], rest, rotary)
