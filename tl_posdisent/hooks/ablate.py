@@ -42,7 +42,7 @@ def ablate_heads(
     ``z[b, i, h]``, the output of head h at position i before the output projection, is replaced by
 
     * ``"zero"``: 0;
-    * ``"mean"``: its mean over all texts and positions of a reference, which depends on neither content nor position;
+    * ``"mean"``: its mean over all texts and positions of a reference;
     * ``"resample"``: ``z[σ(b), i, h]``, its output at the same position of another text of the batch. σ is drawn
       uniformly from the permutations that leave no text in its place; it is the same for all heads.
 

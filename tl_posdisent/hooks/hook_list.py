@@ -1,7 +1,7 @@
 """A list of hooks that knows its interventions: ``a + b`` composes them, and refuses what does not go together.
 
-One function acts on all layers. Two lists that are installed separately (in nested contexts, say) act on different
-heads, or one on the attention of a head and the other on its result, or the second to fire raises.
+Two lists that are installed separately (in nested contexts, say) act on different heads, or one on the attention of a
+head and the other on its result, or the second to fire raises.
 """
 
 from __future__ import annotations

@@ -98,10 +98,8 @@ class Texts:
         return pad_sequence([texts[at] for at in order], True, fill)
 
     def lay_out(self, parts: Sequence[Tensor], fill: float | int | bool = torch.nan) -> Tensor:
-        """What was computed group by group, laid out like the batch.
-
-        ``[text, pos, ...]`` of three axes or more gets ``fill`` at the padding; ``[text, ...]`` is put in order.
-        """
+        """What was computed group by group, laid out like the batch: ``[text, pos, ...]`` of three axes or more with
+        ``fill`` at the padding; ``[text, ...]`` in order."""
         if len(parts) == 1 and (parts[0].ndim < 3 or parts[0].shape[:2] == self.tokens.shape):
             return parts[0]
         whole = None

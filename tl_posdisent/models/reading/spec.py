@@ -74,14 +74,12 @@ class AttentionSpec:
         scores: the hook of the scores; None if it does not fire or does not carry scores.
         scores_editable: whether an edit at ``scores`` reaches the output.
         pattern, z, v: the hooks that fire, else None.
-        holds_to: ``rotary`` and ``scale`` are those of texts of up to this many tokens; longer ones are rotated by
-            other tables (longrope, dynamic NTK) or scaled by position. None if they hold at any length. Whoever acts on
-            a running text calls ``check_length``, or takes its own tables: ``rotation_tables.running_rotary``.
+        holds_to: ``rotary`` and ``scale`` are those of texts of up to this many tokens (None for any); longer ones are
+            rotated by other tables (longrope, dynamic NTK) or scaled by position.
         masked_below: scores at or below hold no score (see ``is_masked``).
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
-        points: this model's hook points, held weakly, with the names above (hook points of a bridge give themselves
-            others); those of the layer and the first of a pass.
+        points: this model's hook points, held weakly, with the names above, and the first of a pass.
 
     Example:
         >>> from tl_posdisent import load_demo_model, read_attention
@@ -127,11 +125,7 @@ class AttentionSpec:
         return self.sees(cell_distances(length, length, device))
 
     def is_masked(self, scores: Float[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
-        """Cells that hold no score in a run of this model, whatever masked them (padding too).
-
-        Models mask with -inf, or add the most negative number of their dtype to the score, also where the scores
-        themselves are wider: -65504 of a float16 model is not recognised in float32 by its size alone.
-        """
+        """Cells that hold no score in a run of this model, whatever masked them (padding too)."""
         return scores <= self.masked_below
 
     def key_head(self, head: int) -> int:
@@ -190,7 +184,7 @@ def masked_below(*dtypes: torch.dtype) -> float:
     """The score at or below which a cell holds none, in a model that computes its scores in these dtypes.
 
     Models mask with -inf or add the most negative number (or half of it) of their dtype to the score, which in 16 bits
-    leaves something a little above that number; scores may be wider than the vectors that they are made of.
+    leaves something a little above that number.
     """
     return max([-1e30, *(torch.finfo(dtype).min / 4 for dtype in dtypes if dtype.is_floating_point)])
 
