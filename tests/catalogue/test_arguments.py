@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         [1, "yes"],
         "biases by_subspace causal centred check extrapolate final_norm ignore_zero intercept keep_last "
         "latent_norm log pool raster replaced shared_rotary_query source_norm stray_triggers streaming every_layer "
-        "sufficiency timed trained two_triggers",
+        "sufficiency trained two_triggers",
     ),
     "choice": (
         ["no such thing", 3],

@@ -108,7 +108,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("MultipleChoice", {"answer": 2}, "answer"),
     ("MultipleChoice", {"answer": -1}, "answer"),
     ("choice_scores", {"question": "a or b?"}, "question must be"),
-    ("questions_from_text", {"text": "It rained."}, "text must be long"),
     ("demo_tokens", {"length": 10**6}, "length must be an integer from 1 to"),
     ("shapley_values", {"table": ONE_SUBSET}, "table must have one row for each of the 16 subsets"),
     ("report", {"sections": ["all"]}, "sections must"),

@@ -92,16 +92,6 @@ def test_longer_takes_more(tool: Any) -> None:
     assert more.model_bytes == pytest.approx(sum(tensors.values()), rel=0.01)
 
 
-def test_seconds_are_those_of_the_passes() -> None:
-    model = tp.load_demo_model()
-    one, all_heads = (tp.estimate(model, 64, tool=tool, timed=True) for tool in ("additivity", "head_ablation"))
-    assert one.seconds is not None
-    assert all_heads.seconds is not None
-    assert 5 < all_heads.seconds / one.seconds < 5 * all_heads.passes
-    assert f"{one.seconds:.3g} s" in repr(one)
-    assert tp.estimate(model, 64).seconds is None
-
-
 @pytest.mark.parametrize("available", [10**9, 3 * 10**7])
 def test_what_is_advised_is_accepted(available: int) -> None:
     """Fewer texts, or a shorter one where one does not fit."""
@@ -127,7 +117,7 @@ def test_what_is_advised_is_accepted(available: int) -> None:
 
 def test_nothing_fits() -> None:
     with pytest.raises(MemoryError, match="not even two tokens fit"):
-        tp.estimate(tp.load_demo_model(), 100, available=0, timed=True)
+        tp.estimate(tp.load_demo_model(), 100, available=0).check()
 
 
 @pytest.mark.skipif(zoo.TL_MAJOR < 3, reason="needs a bridge")
@@ -138,8 +128,6 @@ def test_a_model_without_numbers() -> None:
     for tool in TOOLS:
         here, there = (tp.estimate(model, 5000, tool=tool, available=10**12) for model in (real, empty))
         assert here == there
-    with pytest.raises(ValueError, match="timed must be False for a model on meta"):
-        tp.estimate(empty, 100, timed=True)
 
 
 def test_additivity_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from support import zoo
 
 from tl_posdisent import load_demo_model
-from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb, questions_from_text
+from tl_posdisent.experiments import MultipleChoice, choice_scores, perturb
 from tl_posdisent.hooks import applied
 
 CONTEXT = zoo.random_tokens(10, 1)[0]
@@ -111,39 +111,3 @@ def test_what_a_model_cannot_answer(shared_model: Any) -> None:
     broken = [("unembed.hook_out", lambda x, hook: x * torch.nan)]
     with pytest.raises(ValueError, match="gives the choices log-likelihoods of"), applied(model, broken):
         choice_scores(model, MultipleChoice(CONTEXT, CHOICES, 0))
-
-
-NOUNS = ["house", "river"] * 5
-TEXT = " ".join(f"Then came number {n} to the old {noun}." for n, noun in enumerate(NOUNS))
-
-
-def test_questions_from_text_go_on_with_the_text_and_have_choices_of_equal_length() -> None:
-    sentences = [f"{part}." for part in TEXT.rstrip(".").split(". ")]
-    asked = questions_from_text(TEXT, n=None, before=2, choices=3)
-    assert len(asked) == 8
-    for at, question in enumerate(asked):
-        assert question.context == " ".join(sentences[at : at + 2])
-        assert question.choices[question.answer] == f" {sentences[at + 2]}"
-        assert len({*question.choices}) == 3
-        assert {len(str(choice).split()) for choice in question.choices} == {8}
-    assert {question.answer for question in asked} == {0, 1, 2}
-    cloze = questions_from_text(TEXT, "last_word", n=None, before=1)
-    for at, question in enumerate(cloze):
-        noun = question.choices[question.answer]
-        assert f"{question.context}{noun}." == " ".join(sentences[at : at + 2])
-        assert sorted(question.choices) == [" house", " river"]
-    drawn = questions_from_text(TEXT, n=4, before=2, choices=3, seed=1)
-    assert drawn == questions_from_text(TEXT, n=4, before=2, choices=3, seed=1)
-    assert [asked.index(x) for x in questions_from_text(TEXT, n=8, before=2, choices=3)] == [*range(8)]
-
-
-def test_questions_from_text_refuses_texts_that_allow_too_few() -> None:
-    for changed, words in (
-        ({"n": 20}, "text must be long enough for 20 questions, got 10 sentences that allow 7"),
-        ({"words": (20, 30), "n": None}, "long enough for 1 questions"),
-        ({"words": 5}, "words must be two integers"),
-        ({"choices": 1}, "choices must be"),
-        ({"ask": "rhyme"}, "ask must be"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            questions_from_text(TEXT, **changed)

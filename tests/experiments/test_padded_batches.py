@@ -80,7 +80,6 @@ MEANS: dict[str, Call] = {
         model, others(tokens), tokens, real_logits, activation="pattern", heads=[3], **y
     ),
     "streaming_ablation": lambda *x, **y: ex.streaming_ablation(*x, sinks=1, window=3, layers=1, **y),
-    "component_attribution": lambda *x, progress, **y: ex.component_attribution(*x, heads=[(1, 6), (1, 2)], **y),
 }
 """The mean over texts of a metric of each text."""
 

@@ -22,7 +22,7 @@ from tl_posdisent import (
     read_model,
     swap_positions,
 )
-from tl_posdisent.experiments import component_attribution, streaming_ablation
+from tl_posdisent.experiments import streaming_ablation
 
 WITHOUT: dict[str, dict[str, Any]] = {
     "Mamba": {"vocab_size": zoo.VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 4},
@@ -52,7 +52,6 @@ def test_the_layers_that_attend_are_taken(name: str, shared_model: Any) -> None:
         head_ablation(reading, TOKENS, heads=2, progress=False),
         head_labels(reading, TOKENS, length=6, streaming=False, progress=False),
         streaming_ablation(reading, TOKENS, heads=2, progress=False),
-        component_attribution(reading, TOKENS, heads=2),
     ]
     if all(spec.rotary for spec in reading.specs()):
         tables.append(preference_flips(reading, TOKENS, queries=2, progress=False))

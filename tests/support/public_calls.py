@@ -120,7 +120,6 @@ OWN: dict[str, dict[str, Any]] = {
     "preference_flips_qk": {"near": [1], "far": [5]},
     "preset": {"name": "small"},
     "principal_angles": {"a": SCORES[0, 0], "b": SCORES[1, 0]},
-    "questions_from_text": {"text": tp.demo_text(), "n": 4},
     "remap_distance": {"distances": lambda d: d},
     "rope_capacity": {"target": [0.0, 1.0]},
     "rotary_from_table": {"cos": ANGLES.cos(), "sin": ANGLES.sin()},

@@ -12,7 +12,6 @@ from .causal.attention_ladder import attention_ladder as attention_ladder
 from .causal.attention_ladder import head_verdicts as head_verdicts
 from .causal.head_ablation import head_ablation as head_ablation
 from .causal.head_patching import head_patching as head_patching
-from .causal.loss_attribution import component_attribution as component_attribution
 from .causal.loss_attribution import shapley_values as shapley_values
 from .causal.metrics import LogitDifference as LogitDifference
 from .causal.metrics import logit_difference as logit_difference
@@ -33,7 +32,6 @@ from .residual_stream.rope_hadamard import rope_hadamard as rope_hadamard
 from .robustness.length_generalization import length_generalization as length_generalization
 from .robustness.multiple_choice import MultipleChoice as MultipleChoice
 from .robustness.multiple_choice import choice_scores as choice_scores
-from .robustness.multiple_choice import questions_from_text as questions_from_text
 from .robustness.output_projection import output_projection as output_projection
 from .robustness.perturb import Perturbed as Perturbed
 from .robustness.perturb import perturb as perturb

@@ -1,23 +1,19 @@
-"""Forward passes, memory and time of a measurement, before it runs."""
+"""Forward passes and memory of a measurement, before it runs."""
 
 from __future__ import annotations
 
 import bisect
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import pandas as pd
-import torch
 
 from tl_posdisent.models.memory import free_memory, gigabytes, model_bytes, model_devices
-from tl_posdisent.models.reading.forward import evaluating, output_of
-from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.rope.covariance import NUMBERS_AT_ONCE
 from tl_posdisent.utils.pictures import HasTable
-from tl_posdisent.utils.validation import check_choice, check_flag, check_integer
+from tl_posdisent.utils.validation import check_choice, check_integer
 
 Measured = Literal[
     "additivity",
@@ -39,12 +35,11 @@ _PASSES: dict[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True)
 class Estimate(HasTable):
-    """Forward passes, memory and time of a measurement.
+    """Forward passes and memory of a measurement.
 
     Attributes:
         tool, length, batch: the measurement.
         passes: forward passes through all layers, of all texts; parts of passes add up.
-        seconds: of these passes, from one that was timed; None if it was not.
         model_bytes: parameters and buffers.
         score_bytes: upper bound for the score matrices, patterns and masks of one layer.
         other_bytes: upper bound for activations, logits, and the tool's own sums.
@@ -56,7 +51,6 @@ class Estimate(HasTable):
     length: int
     batch: int
     passes: float
-    seconds: float | None
     model_bytes: int
     score_bytes: int
     other_bytes: int
@@ -93,9 +87,8 @@ class Estimate(HasTable):
 
     def __repr__(self) -> str:
         there = "" if self.available_bytes is None else f" of {gigabytes(self.available_bytes)} available"
-        took = "" if self.seconds is None else f", {self.seconds:.3g} s"
         return (
-            f"Estimate: {self.tool} of {self.batch}×{self.length} tokens: {self.passes:g} passes{took}\n"
+            f"Estimate: {self.tool} of {self.batch}×{self.length} tokens: {self.passes:g} passes\n"
             f"  model {gigabytes(self.model_bytes)}, beside it at most {gigabytes(self.needed_bytes)}{there} (scores "
             f"{gigabytes(self.score_bytes)}): {'fits' if self.fits else f'does not fit: use {self.advice}'}"
         )
@@ -108,9 +101,8 @@ def estimate(
     batch: int = 1,
     tool: Measured = "additivity",
     available: int | None = None,
-    timed: bool = False,
 ) -> Estimate:
-    """Estimate forward passes, memory and, on request, time of a measurement with its default arguments.
+    """Estimate forward passes and memory of a measurement with its default arguments.
 
     The memory is an upper bound from shapes: five copies of one layer's score matrices in a HookedTransformer or in 16
     bits, else three (eager attention holds scores, pattern and mask), the vectors of one layer, and what the tool keeps
@@ -124,15 +116,12 @@ def estimate(
             that run once, layer by layer, need about as much as ``"controlled_distance"``.
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
             or the limit of the process's control group; memory of the fullest GPU).
-        timed: whether to run the model once on a text of this length; seconds are those of all passes at this rate,
-            without the tool's own work.
 
     Returns:
         An ``Estimate``. ``estimate(...).check()`` raises a ``MemoryError`` if it does not fit.
 
     Raises:
-        ValueError: unusable arguments; ``timed`` for a model on ``meta``.
-        MemoryError: ``timed``, and it does not fit.
+        ValueError: unusable arguments.
 
     Example:
         >>> from tl_posdisent import estimate, load_demo_model
@@ -147,13 +136,10 @@ def estimate(
     check_integer("length", length, 2)
     check_integer("batch", batch, 1)
     check_choice("tool", tool, get_args(Measured))
-    check_flag("timed", timed)
     if available is not None:
         check_integer("available", available, 0)
     devices, weights = model_devices(model), model_bytes(model)
     on_meta = all(device.type == "meta" for device in devices)
-    if timed and on_meta:
-        raise ValueError("timed must be False for a model on meta, which cannot run")
     free = free_memory(devices) if available is None else available
     if available is None and on_meta and free is not None:
         free = max(0, free - weights)  # the model is still to come
@@ -161,11 +147,7 @@ def estimate(
     fits = free is None or scores + other <= free
     passes = float(_PASSES[tool](layers, model.cfg.n_heads)) if tool in _PASSES else 1.0
     advice = "" if fits or free is None else _advice(model, tool, length, batch, free)
-    plan = Estimate(tool, length, batch, passes, None, weights, scores, other, free, advice)
-    if not timed:
-        return plan
-    plan.check()
-    return replace(plan, seconds=passes * batch * _seconds(model, length))
+    return Estimate(tool, length, batch, passes, weights, scores, other, free, advice)
 
 
 def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
@@ -191,16 +173,6 @@ def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
         vectors = min(tokens * heads * width, NUMBERS_AT_ONCE)
         other += 8 * (4 * vectors + 2 * (heads + kv) * width * (2 * width + length)) + 6 * tokens * heads * width * size
     return scores, other + 2**23 + layers * 2**19  # beside tensors, as measured
-
-
-def _seconds(model: Any, length: int) -> float:
-    """Of one pass of one text."""
-    tokens = probe_tokens(model)[:1, :1].expand(1, length).contiguous()
-    with torch.no_grad(), evaluating(model):
-        output_of(model, tokens[:, :2])
-        start = time.perf_counter()
-        output_of(model, tokens)[..., -1].sum().item()  # waits for a GPU
-        return time.perf_counter() - start
 
 
 def _advice(model: Any, tool: str, length: int, batch: int, free: int) -> str:

@@ -1,12 +1,10 @@
-"""Multiple-choice questions: made from any text, and scored by the log-likelihood of each choice."""
+"""Multiple-choice questions, scored by the log-likelihood of each choice."""
 
 from __future__ import annotations
 
-import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Float64, Int
@@ -15,7 +13,7 @@ from torch import Tensor
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import check_tokens, device_of, evaluating, output_of, refuse_padding
 from tl_posdisent.models.reading.spec import n_layers
-from tl_posdisent.utils.validation import check_choice, check_integer, is_integer
+from tl_posdisent.utils.validation import check_integer
 
 from .perturb import Perturb
 
@@ -101,98 +99,6 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
     if not bool(found.isfinite().all()):
         raise ValueError(f"the model gives the choices log-likelihoods of {found.tolist()}")
     return found
-
-
-Ask = Literal["next_sentence", "last_word"]
-_SENTENCE_ENDS = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
-
-
-def questions_from_text(
-    text: str,
-    ask: Ask = "next_sentence",
-    *,
-    n: int | None = 200,
-    choices: int = 2,
-    before: int = 3,
-    words: tuple[int, int] = (5, 25),
-    seed: int = 0,
-) -> list[MultipleChoice]:
-    """Make multiple-choice questions from a text that the model was not trained on.
-
-    The context is ``before`` consecutive sentences of the text, and the model chooses how it goes on:
-
-    * ``"next_sentence"``: the sentence that follows, or one from elsewhere in the text with as many words;
-    * ``"last_word"``: the context goes on up to the last word of that sentence, and the model chooses between it and
-      the last word of another sentence, of as many letters.
-
-    What tells the choices apart is thus the context. Chance is ``1 / choices``.
-
-    Args:
-        text: with punctuation; a sentence ends at ``.``, ``!`` or ``?`` before white space and a capital letter.
-        ask: as above.
-        n: how many questions, drawn at random; None for all that the text allows.
-        choices: per question, the correct one included; 2 or more.
-        before: sentences in the context, 1 or more.
-        words: shortest and longest sentence to ask about; in ``"last_word"`` the last word is not counted.
-        seed: of the questions, the wrong choices and their order.
-
-    Returns:
-        Questions whose choices begin with a space, in the order of the text.
-
-    Raises:
-        ValueError: arguments out of range; a text that does not allow ``n`` questions, or none at all.
-
-    Example:
-        >>> from tl_posdisent.demo import demo_text
-        >>> from tl_posdisent.experiments import questions_from_text
-        >>> question = questions_from_text(demo_text(), "last_word", n=3, before=1)[0]
-        >>> len(question.choices), len(question.choices[0]) == len(question.choices[1])
-        (2, True)
-    """
-    if not isinstance(text, str):
-        raise ValueError(f"text must be a string, got {type(text).__name__}")
-    check_choice("ask", ask, get_args(Ask))
-    for name, value, least in (("choices", choices, 2), ("before", before, 1), ("seed", seed, 0)):
-        check_integer(name, value, least)
-    if n is not None:
-        check_integer("n", n, 1)
-    if not isinstance(words, Sequence) or len(words) != 2 or not all(is_integer(x) for x in words):
-        raise ValueError(f"words must be two integers, the fewest and the most, got {words!r}")
-    sentences = [" ".join(sentence.split()) for sentence in _SENTENCE_ENDS.split(text.strip())]
-    parts = [_asked(sentence, ask, words) for sentence in sentences]
-    alike: dict[int, set[str]] = {}
-    for part in parts:
-        if part:
-            alike.setdefault(_size(part[1], ask), set()).add(part[1])
-    generator, questions = random.Random(seed), []
-    for at in range(before, len(sentences)):
-        part = parts[at]
-        wrong = sorted(x for x in alike[_size(part[1], ask)] if x.lower() != part[1].lower()) if part else []
-        if part and len(wrong) >= choices - 1:
-            drawn = [part[1], *generator.sample(wrong, choices - 1)]
-            generator.shuffle(drawn)
-            context = " ".join([*sentences[at - before : at], *([part[0]] if part[0] else [])])
-            questions.append(MultipleChoice(context, [f" {x}" for x in drawn], drawn.index(part[1])))
-    if len(questions) < (n or 1):
-        raise ValueError(
-            f"text must be long enough for {n or 1} questions, got {len(sentences)} sentences that allow "
-            f"{len(questions)}: pass a longer text, a smaller n or wider words="
-        )
-    chosen = sorted(generator.sample(range(len(questions)), n)) if n else range(len(questions))
-    return [questions[i] for i in chosen]
-
-
-def _asked(sentence: str, ask: Ask, words: tuple[int, int]) -> tuple[str, str] | None:
-    """Split a sentence into its part in the context and the one to choose; None for one that is not asked about."""
-    given, _, last = sentence.rpartition(" ")
-    if ask == "next_sentence":
-        return ("", sentence) if words[0] <= len(sentence.split()) <= words[1] else None
-    last = last.rstrip(".!?")
-    return (given, last) if words[0] <= len(given.split()) <= words[1] and last.isalpha() and len(last) > 3 else None
-
-
-def _size(choice: str, ask: Ask) -> int:
-    return len(choice.split()) if ask == "next_sentence" else len(choice)
 
 
 def _ids(model: Any, name: str, text: Text, *, begins: bool) -> Int[Tensor, " pos"]:
