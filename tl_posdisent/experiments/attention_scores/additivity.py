@@ -40,28 +40,23 @@ def additivity(
     Hooks that the model has, such as interventions of this package, act on the scores that are fitted.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Rotary embeddings are not needed:
-            GPT-2 and ALiBi models are fitted too.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with any position encoding.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run and fitted without its padding.
         layers: default all.
         mask: which cells count; by default each layer's own (causal or full, with its sliding window), which a
-            boolean ``[query, key]`` narrows, for instance to leave the first positions out. Positions count from a
-            text's first token.
-        sinks: leave this many keys at the beginning of each text out of the fit (``fit_additive``). The scores of an
-            attention sink are unlike all others; ``r`` with and without the first token shows how much it does.
+            boolean ``[query, key]`` narrows.
+        sinks: leave this many keys at the beginning of each text out of the fit (``fit_additive``).
         pool: one distance profile per head for all texts, each text with its own query and key component.
         progress: show a bar.
 
     Returns:
         One row per text (unless pooled), layer and head: ``batch``, ``layer``, ``head``, ``r``, ``r2``,
         ``r2_adjusted``, and ``share_distance``, ``share_query``, ``share_key``, the share of the scores' variance that
-        each component explains alone (see ``AdditiveFit``). The headline is the mean of ``r``. Set
-        ``random_control`` beside it.
+        each component explains alone (see ``AdditiveFit``).
 
     Raises:
-        ValueError: unusable tokens, layers, mask or sinks; padding without ``attention_mask``; a model whose scores
-            neither show nor can be recomputed from its queries and keys.
+        ValueError: unusable arguments; scores that neither show nor can be recomputed from queries and keys.
         MemoryError: one layer's scores alone are more than the memory that is free.
 
     Example:

@@ -44,12 +44,10 @@ def controlled_distance(
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-            Queries and keys of all texts are pooled.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
+        tokens, attention_mask: as in ``additivity``; queries and keys of all texts are pooled.
         distances: default 0 up to those of the longest text; any finite numbers.
         layers: default all.
-        sinks: positions to leave out at the beginning of each text (attention sinks are unlike all other keys).
+        sinks: positions to leave out at the beginning of each text, as queries and as keys.
         progress: show a bar.
 
     Returns:
@@ -58,8 +56,7 @@ def controlled_distance(
         ``r_three_axis``, ``r_two_axis``. With a soft cap (Gemma 2) these are the scores before it.
 
     Raises:
-        ValueError: unusable tokens, layers or distances; ``sinks`` that leaves nothing; a layer without rotary
-            embeddings.
+        ValueError: unusable arguments; a layer without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import controlled_distance, demo_tokens, load_demo_model
@@ -101,10 +98,10 @@ def dummy_distance_check(
             they do.
 
     Returns:
-        One row per text, layer, head and dummy ``distance``: ``key_correlation`` and ``query_correlation``, the
-        correlation of that component between the real run and this one, weighted by cells; ``mean``, the mean score in
-        this run, and ``component``, intercept and distance component at d of the real fit. By the gauge (see
-        ``AdditiveFit``) these two may differ by a straight line in d even where scores are additive.
+        One row per text, layer, head and dummy ``distance``: ``key_correlation`` and ``query_correlation``, of that
+        component between the real run and this one, weighted by cells; ``mean``, the mean score in this run, and
+        ``component``, intercept and distance component at d of the real fit. By the gauge (see ``AdditiveFit``) these
+        two may differ by a straight line in d.
 
     Raises:
         ValueError: distances that do not occur, or twice; a layer that shows no scores; what ``controlled_distance``

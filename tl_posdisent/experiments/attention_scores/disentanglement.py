@@ -29,8 +29,8 @@ def disentanglement(
 
     Returns:
         One row per layer and head: ``layer``, ``head``; ``r`` of ``additivity`` with ``pool``; ``r_three_axis`` and
-        ``r_two_axis`` of ``controlled_distance`` over all distances that the layer's mask leaves, NaN in layers
-        without rotary embeddings that can be controlled. NaN too where scores do not vary.
+        ``r_two_axis`` of ``controlled_distance`` over all distances that the layer's mask leaves. NaN where scores do
+        not vary, or a layer's rotation cannot be controlled.
 
     Raises:
         ValueError: as ``additivity``.

@@ -62,16 +62,12 @@ def head_labels(
     are measured on repeated random tokens, the others on ``tokens``.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Rotary embeddings are not needed.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths. Default: the
-            repeated random tokens for all measures.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
-        layers: default all.
+        model, attention_mask, layers: as in ``additivity``.
+        tokens: as there; default the repeated random tokens for all measures.
         local: keys that count as near, in positions.
         sinks, window: as in ``streaming_ablation``.
         streaming: False leaves this measure out, which takes most of the time.
-        length: tokens of the random sequence, all different, which stands twice in a row after the token that begins
-            texts; default 50, or as many as vocabulary and context have room for.
+        length: tokens of the random sequence, all different; default 50, or as many as vocabulary and context allow.
         repeats: random sequences, of which the mean is taken.
         threshold: for ``label``.
         seed: of the random sequences.
@@ -84,8 +80,8 @@ def head_labels(
         way from the random copies' value to 1, joined by ``+``; else ``"local"`` if that does; else it is empty.
 
     Raises:
-        ValueError: a text not longer than ``local``; sinks and a window that hide nothing; ``length`` beyond the
-            vocabulary or the context; unusable arguments; a layer that shows neither pattern nor scores.
+        ValueError: unusable arguments; sinks and a window that hide nothing; a layer that shows neither pattern nor
+            scores.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_labels, load_demo_model
@@ -143,10 +139,8 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
 def _compared(trained: pd.DataFrame, random: pd.DataFrame, threshold: float) -> pd.DataFrame:
     """Measures beside those of random copies, and a label."""
     above = (trained - random) / (1 - random) >= threshold
-    labels = []
-    for _, row in above.iterrows():
-        names = [name for name in _LABELS if row[name]]
-        labels.append("+".join(names) if names else "local" if row["local"] else "")
+    names = [[name for name in _LABELS if row[name]] for _, row in above.iterrows()]
+    labels = ["+".join(own or ["local"] * local) for own, local in zip(names, above["local"], strict=True)]
     columns = {"label": pd.Series(labels, index=trained.index, dtype="object")}
     for name in trained.columns:
         columns |= {name: trained[name], f"{name}_random": random[name]}

@@ -41,8 +41,7 @@ def positional_symbolic(
         ``positional`` and ``symbolic``, each 0 … 1, their sum at most 1.
 
     Raises:
-        ValueError: unusable tokens or layers; ``sinks`` that leaves fewer than two positions; a layer without
-            rotary embeddings.
+        ValueError: unusable arguments; a layer without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, positional_symbolic

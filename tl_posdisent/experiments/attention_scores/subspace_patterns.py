@@ -43,8 +43,7 @@ def subspace_patterns(
         up to 1 in each head.
 
     Raises:
-        ValueError: unusable tokens, layers or distances; ``sinks`` that leaves nothing; a layer without rotary
-            embeddings.
+        ValueError: unusable arguments; a layer without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, subspace_patterns

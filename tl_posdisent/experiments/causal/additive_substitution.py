@@ -44,9 +44,8 @@ def additive_substitution(
 ) -> pd.DataFrame:
     """Measure the added loss if scores are replaced by their additive fit: by head, by layer, and in all layers.
 
-    The scores of heads are replaced by their additive fit (``substitute_additive``) and the next token is predicted.
     There are two baselines on the same heads: zero output, and the fit of a *shuffled* text, the same tokens in another
-    order with the first one in place, which does not depend on which token has which position.
+    order with the first one in place.
 
     Args:
         model, tokens, attention_mask, progress: as in ``head_ablation``.
@@ -55,12 +54,11 @@ def additive_substitution(
         seed: of the order of the shuffled text, which is the same for all texts of one length.
 
     Returns:
-        One row for each run: ``scope``, what was replaced: ``"head"``, ``"layer"`` (all its heads) or ``"all"`` (of
-        the layers asked for); ``layer`` and ``head`` where one is meant; ``put_in``: ``"fit"``, ``"shuffled fit"`` or
-        ``"zero"`` (the heads' output); ``keep``, the components that were kept, joined by ``+``, ``"mean"`` if none and
-        empty for ``"zero"``; ``loss``, nats per predicted token; ``change``, loss minus that of the unmodified model;
-        ``kl``, mean over positions of the divergence KL(unmodified ‖ this) of the predictions, nats per token. Scope
-        ``"all"`` has a row for each subset of the four components.
+        One row for each run: ``scope``, what was replaced: ``"head"``, ``"layer"`` or ``"all"`` (with a row for each
+        subset of the four components); ``layer`` and ``head``; ``put_in``: ``"fit"``, ``"shuffled fit"`` or ``"zero"``;
+        ``keep``, the components that were kept, joined by ``+``, ``"mean"`` if none and empty for ``"zero"``; ``loss``,
+        nats per predicted token; ``change``, loss minus that of the unmodified model; ``kl``, KL(unmodified ‖ this) of
+        the predictions, nats per token.
 
     Raises:
         ValueError: unusable tokens, layers, axes or seed; what ``substitute_additive`` and ``ablate_heads`` refuse.

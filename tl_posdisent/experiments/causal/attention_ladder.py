@@ -56,23 +56,20 @@ def attention_ladder(
     """Replace attention by ever better additive attention, and measure how much of the loss each rung recovers.
 
     The attention of one head, one layer, or all is replaced by each rung of ``substitute_attention``, from uniform
-    attention to the head's own, and the next token is predicted. Rungs ``"distance"``, ``"distance+sink"`` and
-    ``"static"`` have coefficients of the head, fitted to all texts of ``tokens`` together; they are causal on other
-    texts: give ``heldout``. The others have coefficients of each key of a text, fitted to the very text that is
-    predicted: to the attention that later queries pay to a key, so they may leak what these look for. Fits are made in
-    the unmodified model for heads and layers, and for ``unit="all"`` layer by layer in the model whose earlier layers
-    are already replaced.
+    attention to the head's own. Rungs ``"distance"``, ``"distance+sink"`` and ``"static"`` are fitted to all texts of
+    ``tokens`` together and are causal on other texts: give ``heldout``. The others have coefficients of each key of the
+    very text that is predicted, so they may leak what later queries look for. For ``unit="all"`` fits are made layer by
+    layer in the model whose earlier layers are already replaced.
 
     Args:
         model, tokens, attention_mask, layers, heads, progress: as in ``head_ablation``; the model must return logits.
         heldout: texts whose loss is measured, no longer than those of ``tokens``; default ``tokens`` themselves.
         heldout_mask: the mask of ``heldout``.
-        metric: as in ``head_ablation``, of the predicted texts; ``recovered`` and ``error`` are then of it. Default:
-            the next token's loss.
+        metric: as in ``head_ablation``, of the predicted texts.
         unit: what is replaced at a time: each ``"head"``, the chosen heads of each ``"layer"``, or ``"all"`` of them.
         rungs: which; ``"uniform"`` and ``"untouched"`` are always there.
-        controls: default the first of these. ``"shuffled"``: rungs fitted to texts of the same tokens in another order,
-            the first in its place; ``"random"``: the whole ladder in a copy with random weights (``random_control``).
+        controls: ``"shuffled"`` (default): rungs fitted to the same tokens in another order, the first in its place;
+            ``"random"``: the whole ladder in a copy with random weights (``random_control``).
         bands: of ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
         rank: of ``"low-rank"``.
         seed: of the shuffled order and the random weights.
@@ -82,11 +79,9 @@ def attention_ladder(
         ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
         loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
         standard error; ``kl``, KL(untouched ‖ this) of the predictions, nats per token; ``error``, the standard error
-        of this loss minus the untouched one, as if tokens were independent; ``parameters``, numbers that were fitted
-        for the replaced heads, in all texts;
-        ``causal``, whether predictions depend on earlier tokens alone. With ``metric``, its mean over texts is in a
-        column ``value`` before ``loss``, ``recovered`` is its share between the same two ends, and ``error`` is over
-        texts: NaN for one text or a metric that is one number, when any difference of the ends counts.
+        of this loss minus the untouched one, as if tokens were independent; ``parameters`` fitted; ``causal``,
+        whether predictions depend on earlier tokens alone. With ``metric``, its mean over texts is in ``value``,
+        ``recovered`` is its share, and ``error`` is over texts (NaN for one; then any difference of the ends counts).
 
     Raises:
         ValueError: an unknown option; held-out texts longer than those of ``tokens``; what ``head_ablation`` and
@@ -155,8 +150,7 @@ _Item = tuple[int | None, int | None, Chosen]
 
 @dataclass(frozen=True, eq=False)
 class _Measured:
-    """One run: losses by token of all texts, mean divergence, and what recovered shares are of: the same losses, or a
-    metric by text (or of all texts, one number)."""
+    """One run: losses by token, mean divergence, and what shares are of: the same losses, or a metric by text."""
 
     losses: Float[Tensor, "token"]
     kl: float
@@ -300,19 +294,15 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
     *no effect*           uniform attention costs no more than ``noise`` standard errors
     ===================== =====================================================================
 
-    The standard error is column ``error`` of the rung ``"uniform"``, of this sample of texts: a head with no effect
-    here may have one elsewhere.
-
     Args:
         table: of ``attention_ladder``; only rows without a control are read.
         share: of the loss between uniform and untouched attention, above 0 and at most 1.
         noise: standard errors.
 
     Returns:
-        One row for each head (or layer, or all): ``layer``, ``head``, ``verdict``, ``rung``, ``recovered`` (by this
-        rung), ``causal``, ``gap`` (loss of uniform attention minus the untouched one, nats per token; of the metric,
-        where the table has one, and then of either sign) and ``error`` (its standard error). Without effect, ``rung``
-        is ``"uniform"``.
+        One row for each head (or layer, or all): ``layer``, ``head``, ``verdict``, ``rung`` (``"uniform"`` without
+        effect), ``recovered`` by it, ``causal``, ``gap`` (uniform minus untouched, of the loss in nats per token or of
+        the table's metric) and ``error`` (its standard error).
 
     Raises:
         ValueError: a table without the columns or rows of ``attention_ladder``; a share or noise out of range.
@@ -320,18 +310,9 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
     Example:
         >>> import pandas as pd
         >>> from tl_posdisent import head_verdicts
-        >>> table = pd.DataFrame(
-        ...     {
-        ...         "layer": [0] * 4,
-        ...         "head": [3] * 4,
-        ...         "control": ["none"] * 4,
-        ...         "rung": ["uniform", "distance", "static", "untouched"],
-        ...         "loss": [3.0, 2.1, 2.02, 2.0],
-        ...         "recovered": [0.0, 0.9, 0.98, 1.0],
-        ...         "error": [0.1, 0.02, 0.01, 0.0],
-        ...         "causal": [True] * 4,
-        ...     }
-        ... )
+        >>> rungs, losses = ["uniform", "distance", "static", "untouched"], [3.0, 2.1, 2.02, 2.0]
+        >>> table = pd.DataFrame({"rung": rungs, "loss": losses, "recovered": [0.0, 0.9, 0.98, 1.0]})
+        >>> table = table.assign(layer=0, head=3, control="none", error=0.01, causal=True)
         >>> head_verdicts(table)["verdict"].tolist(), head_verdicts(table, share=0.9)["verdict"].tolist()
         (['static'], ['positional'])
     """

@@ -34,9 +34,8 @@ def head_ablation(
     """Ablate each head alone and measure the change of a metric.
 
     The numbers equal those of a loop over ``ablate_heads``, but are computed faster: layers before the ablated one are
-    not run again (their output is that of the unmodified run), and several heads run in one batch. Every batch includes
-    an unmodified text; if its output differs from the unmodified run, the function falls back to full forward passes.
-    It does so too if the model has other hooks, which are kept, since they may depend on the batch.
+    not run again, and several heads run in one batch. Every batch includes an unmodified text; if its output differs
+    from the unmodified run, or the model has other hooks, the function falls back to full forward passes.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile.
@@ -56,8 +55,8 @@ def head_ablation(
         head), ``effect`` (value − baseline).
 
     Raises:
-        ValueError: unusable tokens, layers, heads or mode; what ``ablate_heads`` refuses; a metric that returns neither
-            a number nor one for each text, or one that is not finite.
+        ValueError: unusable arguments; a metric that returns neither a number nor one for each text, or one that is
+            not finite.
 
     Example:
         >>> from tl_posdisent import ablate_heads, demo_tokens, head_ablation, load_demo_model

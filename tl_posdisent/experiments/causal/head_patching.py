@@ -38,15 +38,9 @@ def head_patching(
     """Patch the activation of each head at all positions from a run on one text into a run on another.
 
     The values are those of ``transformer_lens.patching.get_act_patch_attn_head_{out,q,k,v,pattern}_all_pos``, in one
-    table, and faster: heads are changed from their layer on, several in one batch (``head_ablation``). Where those
-    functions are wrong without an error (in TransformerLens 3.9 and 4.3), these are right or refuse:
-
-    * Grouped heads, which have a column per key head there, or not all of one, have a row each, with the effect of the
-      key head that they read.
-    * Bridges that leave attention to Hugging Face (GPT-J, GPT-Neo, OPT) discard a patched pattern. Here the attention's
-      result is recomputed from it.
-    * Multi-head latent attention (DeepSeek) has hooks without an axis of heads: positions are patched there. Here that
-      is an error.
+    table, and faster (``head_ablation``). Grouped heads have a row each, with the effect of the key head that they
+    read; a pattern is also patched in bridges that leave attention to Hugging Face (GPT-J, GPT-Neo, OPT); hooks without
+    an axis of heads (DeepSeek's latent attention) are refused.
 
     Args:
         model, attention_mask, layers, heads, progress: as in ``head_ablation``; the mask is of both runs.
@@ -56,9 +50,8 @@ def head_patching(
         activation: ``"z"`` (a head's result), ``"q"``, ``"k"``, ``"v"`` (before rotation and norm) or ``"pattern"``.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``; ``source``, ``baseline`` and ``value``, the metric of the run
-        on ``source``, of the one on ``tokens``, and with the patch; ``effect``,
-        ``(value - baseline) / (source - baseline)``.
+        One row per layer and head: ``layer``, ``head``; ``source``, ``baseline`` and ``value``, the metric on
+        ``source``, on ``tokens``, and with the patch; ``effect``, ``(value - baseline) / (source - baseline)``.
 
     Raises:
         ValueError: tokens of different shape, or with the same metric; an unknown activation, or one that the model

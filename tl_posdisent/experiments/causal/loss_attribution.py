@@ -32,8 +32,7 @@ def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataF
 
     Returns:
         One row per component: ``component``; ``value``, nats per token, negative where it lowers the loss; ``first``
-        and ``last``, the change if it is added to none and to all of the others (where these differ, components
-        interact).
+        and ``last``, the change if it is added to none and to all of the others.
 
     Raises:
         ValueError: a table without a row, or with several rows, for some subset; an unknown ``measured``.

@@ -1,9 +1,4 @@
-"""Metrics of a run: from logits and tokens to a number, or one for each text.
-
-An experiment takes any function of ``(logits, tokens)`` as its ``metric``, calls it through ``value_of`` (a number) or
-``values_of`` (with gradients), and thereby gives all metrics the same treatment of padding: ``next_token_loss`` and
-``LogitDifference`` see each group of texts of equal length without its padding, functions of the user's the batch.
-"""
+"""Metrics of a run: from logits and tokens to a number, or one for each text."""
 
 from __future__ import annotations
 
@@ -42,16 +37,6 @@ class LogitDifference:
         wrong: those of the wrong answers likewise, or None for all tokens of the vocabulary.
         position: where each text's answer is predicted, one for each text or one for all; from the text's first token,
             or if negative from its end.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent import logit_difference
-        >>> metric = logit_difference(answers=[2, 0], wrong=1)
-        >>> metric
-        LogitDifference(answers=((2,), (0,)), wrong=((1,),), position=(-1,))
-        >>> logits = torch.tensor([[[0.0, 1.0, 5.0]], [[3.0, 1.0, 0.0]]])  # two texts of one token
-        >>> metric(logits, torch.zeros(2, 1, dtype=torch.int64)).tolist()
-        [4.0, 2.0]
     """
 
     answers: tuple[tuple[int, ...], ...]
@@ -93,34 +78,30 @@ class LogitDifference:
 def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> LogitDifference:
     """Make the metric *logit difference*: logit of the right answer minus that of a wrong one, after each prompt.
 
-    It is a ``metric=`` of experiments. Prompts may differ in length: pass them with ``attention_mask=``, or as a list
-    of texts; the answer is read at the last token of each. A constant added to all logits changes nothing.
+    Prompts may differ in length: pass them with ``attention_mask=``, or as a list of texts.
 
     Args:
         answers: token id of the right answer: an integer, one for each text ``[batch]``, or several for each
             ``[batch, n]``, whose logits are averaged. Of words: ``model.to_single_token(" Mary")``.
         wrong: the wrong answers in one of these forms; default the mean logit of the whole vocabulary.
-        position: where the answer is predicted: an integer, or one for each text, counted from the text's first token,
-            or if negative from its end; padding is not counted.
+        position: where the answer is predicted: an integer, or one for each text, from the text's first token, or if
+            negative from its end.
 
     Returns:
         A function of ``(logits [batch, pos, vocab], tokens [batch, pos])``: one number for each text, in logits.
 
     Raises:
-        ValueError: ids that are not integers; none at all. When it is called: another number of texts, ids beyond the
-            vocabulary, positions beyond a text, logits that are NaN.
+        ValueError: ids that are not integers; when called: another number of texts, ids or positions out of range.
 
     Example:
         >>> import torch
-        >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model, logit_difference
-        >>> model, text = load_demo_model(), demo_tokens(length=49)
-        >>> prompts = torch.cat([text[:, :48], torch.nn.functional.pad(text[:, :40], (0, 8))])  # 48 and 40 tokens
-        >>> mask = torch.ones_like(prompts)
-        >>> mask[1, 40:] = 0
-        >>> metric = logit_difference(answers=[int(text[0, 48]), int(text[0, 40])])
-        >>> table = head_ablation(model, prompts, metric, attention_mask=mask, layers=[4], progress=False)
-        >>> bool(table["baseline"][0] > 0)  # both answers have higher logits than the average token
-        True
+        >>> from tl_posdisent import logit_difference
+        >>> metric = logit_difference(answers=[2, 0], wrong=1)
+        >>> metric
+        LogitDifference(answers=((2,), (0,)), wrong=((1,),), position=(-1,))
+        >>> logits = torch.tensor([[[0.0, 1.0, 5.0]], [[3.0, 1.0, 0.0]]])  # two texts of one token
+        >>> metric(logits, torch.zeros(2, 1, dtype=torch.int64)).tolist()
+        [4.0, 2.0]
     """
     places = _elements(position)
     if not places or not all(is_integer(x) for x in places):
@@ -179,9 +160,9 @@ def check_metric(metric: Any) -> None:
 
 
 def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
-    """What a metric returns of a run: a number, or one for each text (in any order). Gradients flow through it.
+    """What a metric returns of a run: a number, or one for each text (in any order).
 
-    Metrics of the user's get logits and tokens laid out like the batch, with NaN at padding.
+    Those of this file see texts of equal length without padding; others get the batch, with NaN logits at padding.
     """
     parts = list(zip(outputs, texts.groups, strict=True))
     if metric is next_token_loss:

@@ -48,12 +48,8 @@ def position_patching(
 
         effect = (value - corrupted) / (clean - corrupted)
 
-    Heads are changed from their layer on, several in one batch (``head_ablation``), unless keys are shared
-    (``keys="group"``) or each text has positions of its own: then one forward pass for each row.
-
     Args:
-        model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; the model and the
-            layers that are patched have rotary embeddings.
+        model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; of rotary layers.
         positions: what RoPE sees in the corrupted run, in all layers: ``(pos,)``, counted from each text's first
             token, or ``(batch, pos)``, laid out like ``tokens``.
         what: what is moved: queries and keys of a ``"head"``, its ``"query"`` or its ``"key"`` alone, or both of all
@@ -68,8 +64,7 @@ def position_patching(
         ``value``, the metric of the three runs, and ``effect``.
 
     Raises:
-        ValueError: positions that leave the metric as it is, such as 0, 1, 2 … themselves; what ``swap_positions`` and
-            ``head_ablation`` refuse; an unknown option.
+        ValueError: unusable arguments; positions that leave the metric as it is.
 
     Example:
         >>> import torch
@@ -173,19 +168,16 @@ def component_patching(
     Args:
         model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; the metric's tokens are
             ``tokens`` in all three runs.
-        component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them together. A
-            softmax ignores ``"query"`` and ``"mean"``: their effect is 0, except beside an attention sink.
+        component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them together; a
+            softmax ignores ``"query"`` and ``"mean"``, except beside an attention sink.
         source: the run from which the component comes: tokens, in the shape or of the lengths of ``tokens``.
         source_positions: or its positions, as in ``position_patching``.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``; ``source``, ``baseline`` and ``value``, the metric of the
-        source, of the baseline, and with the patch; ``effect``.
+        One row per layer and head, with the columns of ``head_patching``.
 
     Raises:
-        ValueError: not one of ``source`` and ``source_positions``; two runs with the same metric; tokens of other
-            shape; unknown components; a layer whose scores cannot be read or changed; what ``position_patching``
-            refuses.
+        ValueError: unusable arguments; two runs with the same metric; a layer whose scores cannot be read or changed.
 
     Example:
         >>> from tl_posdisent import component_patching, demo_tokens, load_demo_model

@@ -1,7 +1,6 @@
 """Runs in which some heads of one layer are changed: later layers only, several heads in one batch, checked.
 
-Whatever an experiment changes in heads of one layer (ablation, another attention pattern, patched queries), the rest of
-the model sees it in ``z``, what these heads hand to the output projection. So one pass through that layer gives the
+Whatever changes in heads of one layer, the rest of the model sees it in ``z``. So one pass through that layer gives the
 changed ``z`` of all heads, and each head's run needs only what follows, in which several heads share a batch.
 """
 

@@ -33,9 +33,8 @@ def streaming_ablation(
 ) -> pd.DataFrame:
     """Restrict each head alone to the first keys and a window of the last, and measure the change of a metric.
 
-    A *streaming* head loses nothing: it attends to attention sinks and to near keys. A *retrieval* head looks further
-    back (DuoAttention, arXiv 2410.10819). Query i of the head sees key j if ``j < sinks`` or ``i - j < window``, with
-    the scores that it has. It costs as much as ``head_ablation``.
+    A *streaming* head loses nothing; a *retrieval* head looks further back (DuoAttention, arXiv 2410.10819). Query i of
+    the head sees key j if ``j < sinks`` or ``i - j < window``, with the scores that it has.
 
     Args:
         model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``.
@@ -43,12 +42,10 @@ def streaming_ablation(
         window: last keys that stay visible, the query's own included; default a quarter of the longest text.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``, ``baseline`` (the metric of all heads), ``value`` (with the
-        head restricted), ``effect`` (value − baseline).
+        One row per layer and head, as of ``head_ablation``.
 
     Raises:
-        ValueError: sinks and a window that hide nothing in the longest text; a layer whose scores cannot be changed;
-            what ``head_ablation`` refuses.
+        ValueError: sinks and a window that hide nothing; a layer whose scores cannot be changed; as there.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
