@@ -129,7 +129,6 @@ OWN: dict[str, dict[str, Any]] = {
     "show_key_importance": {"tokens": WORDS},
     "show_parts": {"tokens": WORDS},
     "show_patterns": {"tokens": WORDS, "pattern": SCORES.softmax(-1)},
-    "show_query_bias": {"tokens": WORDS},
     "show_scores": {"tokens": WORDS},
     "sufficient_heads": {"tokens": SAMPLES, "labels": LABELS},
     "train": {"config": FEW},

@@ -133,18 +133,18 @@ def test_a_query_that_sees_nothing_has_no_pattern() -> None:
     assert matrices(tp.show_patterns(fit, WORDS, own))[0, :, 3].abs().max() == 0
 
 
-@pytest.mark.parametrize(("show", "part"), [(tp.viz.show_key_importance, "key"), (tp.viz.show_query_bias, "query")])
-def test_token_values(show: Any, part: str) -> None:
+def test_token_values() -> None:
+    show = tp.viz.show_key_importance
     fits = {4: tp.fit_additive(random_scores(2, 3)), 9: tp.fit_additive(random_scores(2, 3, seed=1), pool=True)}
     widget = show(fits, WORDS, heads=[1, 2], text=1)
-    expected = torch.cat([getattr(fit, part)[1, 1:] for fit in fits.values()])
+    expected = torch.cat([fit.key[1, 1:] for fit in fits.values()])
     assert data(widget)["common"]["maxValue"] == expected.abs().max()
     assert near(matrices(widget)[:, 0], expected, float(expected.abs().max()))
     assert re.findall(r"<option>([^<]*)", str(widget)) == [
         f"layer {layer}, head {head}" for layer in (4, 9) for head in (1, 2)
     ]
     alone = matrices(show(fits[4], WORDS, text=1))[:, 0]
-    assert near(alone, getattr(fits[4], part)[1], float(alone.abs().max()))
+    assert near(alone, fits[4].key[1], float(alone.abs().max()))
 
 
 def test_pooled_matrices_without_heads() -> None:
@@ -157,8 +157,6 @@ def test_pooled_matrices_without_heads() -> None:
 
 def test_fewer_queries_than_keys() -> None:
     fit = tp.fit_additive(random_scores(2)[:, -3:], check=False)
-    assert matrices(tp.viz.show_query_bias(fit, WORDS)).shape == (2, 1, 3)
-    assert data(tp.viz.show_query_bias(fit, WORDS))["common"]["tokens"] == ["·six", "·seven", "·eight"]
     assert matrices(tp.viz.show_key_importance(fit, WORDS)).shape == (2, 1, N)
     with pytest.raises(ValueError, match="must be square, as a whole text's are, got 3 queries × 8 keys"):
         tp.show_scores(fit, WORDS)

@@ -52,22 +52,16 @@ def report(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
-        heads: those that tables and figures show and that are ablated: integers (in each layer), pairs
-            ``(layer, head)`` or labels ``"L3H4"``; default all.
+        heads: integers (in each layer), pairs ``(layer, head)`` or labels ``"L3H4"``; default all.
         sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"heads"``,
-            ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Sections that the model does not support, or
-            that fail, give the reason.
+            ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Those that cannot be made give the reason.
         title: of the page; default names the model.
         seed: of random initialisations, perturbations and samples of heads.
         command: the command line to print under "How to reproduce"; default this call.
         progress: show one bar.
 
-    Returns:
-        The path.
-
     Raises:
-        ValueError: unusable arguments; a model for which none of these sections can be measured. After any exception
-            an older file is as it was.
+        ValueError: unusable arguments; a model for which none of these sections can be measured.
 
     Example:
         >>> import pathlib, tempfile

@@ -84,11 +84,7 @@ class Exhibits:
 def measure(
     subject: Subject, wanted: Sequence[SectionName], *, control: int, seed: int, progress: bool
 ) -> dict[SectionName, Found]:
-    """Run the measurements of the sections wanted, each with the same numbers as when it is called alone.
-
-    Raises:
-        ValueError: none of them can be made for this model.
-    """
+    """Run the measurements of the sections wanted; raise if none of them can be made for this model."""
     needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and "heads" in wanted)]
     found: dict[SectionName, Found] = {}
     with tqdm(total=len(needed) + control, desc="report", disable=not progress) as bar:

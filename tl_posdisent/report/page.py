@@ -28,14 +28,7 @@ for (const plot of document.querySelectorAll(".plot")) {
 
 
 def page(title: str, sections: Sequence[str], contents: Mapping[str, str], widgets: Sequence[str]) -> str:
-    """The whole HTML document.
-
-    Args:
-        title: plain text.
-        sections: HTML.
-        contents: id and title of each section, for the table of contents.
-        widgets: the scripts that draw the widgets of these sections.
-    """
+    """The whole HTML document: sections in HTML, titles in ``contents`` by id, scripts of the widgets."""
     body = "".join(sections)
     scripts = [get_plotlyjs(), _DRAW] if '<div class="plot"' in body else []
     scripts += [library(), *widgets] if widgets else []

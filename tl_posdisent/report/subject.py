@@ -125,11 +125,7 @@ class Subject:
 
 
 def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
-    """Check the arguments of a report and read the model.
-
-    Raises:
-        ValueError: of each of them that is unusable.
-    """
+    """Check the arguments of a report and read the model."""
     reading = read_model(model)
     chosen = reading.heads(layers, heads)
     specs = reading.specs(list(chosen))

@@ -13,9 +13,8 @@ from tl_posdisent.synthetic.analysis.sufficiency import SufficientHeads
 from tl_posdisent.utils.validation import check_choice
 from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
 
-from .axis_titles import add_title, title_of
 from .heatmaps import head_axis, head_names, head_ticks
-from .table_checks import check_table, head_index, mean_over_texts
+from .tables import add_title, check_table, head_index, mean_over_texts, title_of
 
 
 def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
@@ -80,9 +79,9 @@ def plot_deposit(
         title: of the figure; default says what it shows.
 
     Returns:
-        A figure with a bar for each head: by how much the metric is worse without it, in the units of the metric, with
-        the standard errors of a column ``effect_se``. With ``sufficient``, a second panel: accuracy with the most
-        important heads alone against their number, and the sufficient set as a larger marker.
+        A figure with a bar for each head, in the units of the metric, with the standard errors of a column
+        ``effect_se``. With ``sufficient``, a second panel: accuracy with the most important heads alone against their
+        number, and the sufficient set as a larger marker.
 
     Raises:
         ValueError: a table without these columns or rows; several rows for a head; an unknown option.
@@ -148,10 +147,6 @@ def plot_substitution(
         table: of ``additive_substitution``.
         measure: the column to draw: ``"change"`` (of the loss), ``"kl"`` or ``"loss"``, all in nats per token.
         title: of the figure; default says what it shows.
-
-    Returns:
-        A figure with a bar for each subset of the components and each control, the worst on top, with the standard
-        errors of a column such as ``change_se``.
 
     Raises:
         ValueError: a table without these columns, or without rows of scope ``"all"``; an unknown measure.

@@ -15,8 +15,7 @@ from tl_posdisent.synthetic.training.train import TrainRun
 from tl_posdisent.utils.validation import check_flag, check_integer
 from tl_posdisent.viz.palette import BLUE, GREY, HUES, ORANGE, faint, line_style
 
-from .axis_titles import add_title, natural_range, title_of, without_unit
-from .table_checks import check_table, head_index, mean_over_texts
+from .tables import add_title, check_table, head_index, mean_over_texts, natural_range, title_of, without_unit
 
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 
@@ -33,33 +32,27 @@ def plot_distance(
     """Plot the distance component of each head's scores; of many heads the most positional ones in colour.
 
     Args:
-        profiles: an ``AdditiveFit`` or ``AttentionFit``; or a table with ``distance`` and ``value``, and ``layer`` and
-            ``head`` where there are several: from ``AdditiveFit.to_frame("distance")`` or ``dummy_distance_check``. Of
-            several texts the mean is drawn.
-        wavelengths: of RoPE, in positions, marked by dotted lines within the distances:
-            ``read_attention(model, layer).rotary.wavelengths.tolist()``.
+        profiles: an ``AdditiveFit`` or ``AttentionFit``; or a table with ``distance`` and ``value`` by ``layer`` and
+            ``head``: from ``AdditiveFit.to_frame("distance")`` or ``dummy_distance_check``. Of several texts the mean
+            is drawn.
+        wavelengths: of RoPE, in positions, marked by dotted lines.
         value: the column to draw.
         top: heads in colour at most: of a fit those of which the distance alone explains the largest share, of a table
-            those whose profile varies most (standard deviation over distances). The others are grey.
-        log: a logarithmic axis, of ``x`` = 1 + distance, so that distance 0 is drawn as well. Default: if no distance
-            is negative.
+            those whose profile varies most. The others are grey.
+        log: a logarithmic axis, of 1 + distance; default if no distance is negative.
         title: of the figure; default says what it shows.
 
     Raises:
-        ValueError: neither a fit nor a table with these columns; several rows for a distance of a head; wavelengths
-            not above 0; ``log`` with negative distances.
+        ValueError: unusable arguments; several rows for a distance of a head; ``log`` with negative distances.
 
     Example:
         >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model, plot_distance, read_attention
         >>> model = load_demo_model()
         >>> _, cache = model.run_with_cache(demo_tokens(length=128))
         >>> fit = fit_additive(cache["attn_scores", 3])
-        >>> wavelengths = read_attention(model, 3).rotary.wavelengths.tolist()
-        >>> figure = plot_distance(fit, wavelengths=wavelengths, log=False)
+        >>> figure = plot_distance(fit, wavelengths=read_attention(model, 3).rotary.wavelengths.tolist(), log=False)
         >>> figure.data[5].name, figure.data[8].name, bool(figure.data[5].y[100] == fit.distance[0, 5, 100])
         ('head 5', 'wavelengths', True)
-        >>> [line.name for line in plot_distance(fit, top=2).data][-3:]  # the grey ones, and two in colour
-        ['6 other heads', 'head 5', 'head 2']
     """
     makers = 'AdditiveFit.to_frame("distance") or dummy_distance_check'
     check_integer("top", top, 1)
@@ -162,12 +155,8 @@ def plot_perturbation(table: pd.DataFrame, measure: str = "added_loss", *, title
 
     Args:
         table: of ``perturbation_curve``.
-        measure: ``"added_loss"`` (which compares kinds fairly), ``"kl"``, ``"perplexity"``, ``"accuracy"`` or
-            ``"downstream"``.
+        measure: ``"added_loss"``, ``"kl"``, ``"perplexity"``, ``"accuracy"`` or ``"downstream"``.
         title: of the figure; default names the measure.
-
-    Returns:
-        A figure with a line for each kind, and around it mean ± standard error over seeds, if there were several.
 
     Raises:
         ValueError: a table without ``kind``, ``fraction``, the measure and its standard error, or without rows.
@@ -217,8 +206,7 @@ def plot_length(
     """Plot loss and attention measures by position in the text, one panel for each measure.
 
     Args:
-        tables: of ``length_generalization`` with ``by="bucket"``, one, or several by name, such as
-            ``{"as it is": …, "Λ-shaped window": …}``.
+        tables: of ``length_generalization`` with ``by="bucket"``, one, or several by name.
         measures: columns to draw. Each bucket is a level stretch over its positions.
         in_range: the length of the training texts, marked by a dotted line.
         title: of the figure; default says what it shows.
@@ -265,11 +253,8 @@ def plot_training(run: TrainRun | pd.DataFrame, *, title: str | None = None) -> 
     """Plot training and test loss and accuracy over training steps.
 
     Args:
-        run: the result of ``train``, or its ``metrics``.
+        run: the result of ``train``, or its ``metrics``, where a training point is the mean since the previous one.
         title: of the figure; default says what it shows.
-
-    Returns:
-        A figure of two panels. A training point is the mean since the previous point, with dropout.
 
     Raises:
         ValueError: neither a run nor a table with its columns and rows.
@@ -310,8 +295,8 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str 
         title: of the figure; default names the measure.
 
     Returns:
-        A figure with a panel for each layer and a line for each of its heads, all panels on the same axes. Of a table
-        with one row per step and layer, one panel with a line for each layer.
+        A figure with a panel for each layer and a line for each of its heads; of a table with one row per step and
+        layer, one panel with a line for each layer.
 
     Raises:
         ValueError: a table without these columns or rows; several rows for a step of one head.

@@ -13,8 +13,7 @@ import plotly.graph_objects as go
 from tl_posdisent.utils.validation import check_integer
 from tl_posdisent.viz.palette import DIVERGING, GREY, SEQUENTIAL, VERDICTS
 
-from .axis_titles import add_title, natural_range, title_of, whole, without_unit
-from .table_checks import check_table, head_index, mean_over_texts
+from .tables import add_title, check_table, head_index, mean_over_texts, natural_range, title_of, whole, without_unit
 
 WRITTEN = 160
 """Cells of a map that have room for their numbers."""
@@ -33,17 +32,11 @@ def plot_heads(
 
     Args:
         table: with the columns ``layer``, ``head`` and ``value``, one row per layer and head, or per text, layer and
-            head (column ``batch``): then the mean over texts is drawn. Select rows first where there are several for a
-            head, such as one measure of ``trained_vs_random``.
-        value: the column to draw. NaN is left blank.
+            head (column ``batch``): then the mean over texts is drawn.
+        value: the column to draw. NaN is left blank; hovering shows the standard error of a column ``<value>_se``.
         signed: colours that part below and above 0, over a range symmetric about 0. Default: if a value is negative.
-        limits: lowest and highest value of the colour scale; default from 0 to 1 for correlations and shares, otherwise
-            from 0, or symmetric.
+        limits: of the colour scale; default from 0 to 1 for correlations and shares, otherwise from 0, or symmetric.
         title: of the figure; default names the measure.
-
-    Returns:
-        A figure. Small maps have the numbers written in; all show them where the mouse is, with the standard error if
-        the table has a column such as ``effect_se``.
 
     Raises:
         ValueError: a table without these columns or rows; several rows for a head; limits that do not ascend.
@@ -83,11 +76,9 @@ def plot_subspaces(
     Args:
         table: with the columns ``subspace``, ``frequency`` and ``value``, and ``head`` or ``layer`` or both: from
             ``subspace_patterns``, or ``positional_symbolic(..., by_subspace=True)``, whose mean over texts is drawn.
+            Subspaces are named by their wavelength in positions, or by number where layers differ in frequencies.
         value: the column to draw, such as ``"key_size"``, ``"key_concentration"``, ``"distance"`` or ``"semantic"``.
         signed, limits, title: as in ``plot_heads``.
-
-    Returns:
-        A figure. Subspaces are named by their wavelength in positions, or by number where layers differ in frequencies.
 
     Raises:
         ValueError: as ``plot_heads``; several rows for a subspace of a head.
@@ -138,11 +129,8 @@ def plot_distance_sources(
     Args:
         table: all pairs of ``distance_sources(...).to_frame()``.
         head: the head, of this table; default the only one.
-        top: sources that are shown: those with the largest absolute share in a pair.
+        top: sources that are shown: those with the largest absolute share in a pair. All pairs add up to 1.
         limits, title: as in ``plot_heads``.
-
-    Returns:
-        A figure. The shares of all pairs, also of those that are not shown, add up to 1.
 
     Raises:
         ValueError: as ``plot_heads``; a head that is not in the table, or None where there are several.
@@ -176,10 +164,8 @@ def plot_distance_sources(
 def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """Plot the verdict of each head: layers on y, the first at the top, heads on x.
 
-    Hovering shows the rung and the gap in nats per token.
-
     Args:
-        table: of ``head_verdicts``: ``layer``, ``head``, ``verdict`` and ``gap``, one row for each head.
+        table: of ``head_verdicts``.
         title: of the figure; default counts the heads of each verdict.
 
     Raises:

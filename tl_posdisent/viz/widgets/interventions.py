@@ -40,13 +40,8 @@ def show_change(
 
     Args:
         before, after: ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``, from any two runs.
-        tokens: the text, one string for each key, such as ``model.to_str_tokens(ids)``.
         mask: cells that count, as in ``fit_additive``; others may hold anything, and are shown as 0.
-        heads: default all.
-        text: which entry of the first axis, if there are four.
-        positions: which to show, as queries and as keys, ascending; default all.
-        scale: magnitude of the darkest colours; default the largest in the chosen heads.
-        title, raster: as in ``show_scores``.
+        tokens, heads, text, positions, scale, title, raster: as in ``show_scores``.
 
     Raises:
         ValueError: unusable arguments; a cell inside the mask that is not finite; more cells than a browser draws.
@@ -107,13 +102,11 @@ def show_interventions(
         hooks: of an intervention, or any ``fwd_hooks``.
         layer: whose attention to show; the hooks may act anywhere.
         what: ``"pattern"``, or ``"scores"`` where the model shows them.
-        heads: default all.
-        text: which of the batch.
-        positions, scale, title, raster: as in ``show_change``, which draws the result.
+        heads, text, positions, scale, title, raster: as in ``show_change``, which draws the result.
 
     Raises:
-        ValueError: unusable tokens, hooks, layer, heads; a layer that does not show its scores; a layer whose pattern
-            would not show what hooks at ``hook_z`` did to its scores; more cells than a browser draws.
+        ValueError: unusable arguments; a layer that does not show its scores, or whose pattern would not show what
+            hooks at ``hook_z`` did to its scores; more cells than a browser draws.
         RuntimeError: a hook that never fired.
 
     Example:

@@ -39,11 +39,7 @@ _STYLE = (
 class Widget(RenderedHTML):  # type: ignore[misc]
     """A widget that a notebook displays and that can be saved: circuitsvis's ``RenderedHTML``, without a network.
 
-    It is the last expression of a cell, or ``display(widget)``. ``str(widget)`` is its HTML, with the library of
-    circuitsvis inside (1.3 MB), which a page reads once, however many widgets are on it.
-
-    Attributes:
-        title: plain text.
+    ``str(widget)`` is its HTML, with the library of circuitsvis inside (1.3 MB).
 
     Example:
         >>> import tempfile, pathlib
@@ -91,11 +87,7 @@ class Widget(RenderedHTML):  # type: ignore[misc]
         return f"Widget({self.title!r})"
 
     def save(self, path: str | PathLike[str]) -> Path:
-        """Write a page of its own, on which no other script may run, and from which nothing may be fetched.
-
-        Returns:
-            The path.
-        """
+        """Write a page of its own, on which no other script may run, and from which nothing may be fetched."""
         element, script = self.element_and_script()
         scripts = [library(), script]
         page = _HEAD.format(policy=policy(scripts), title=html.escape(self.title)) + element
@@ -145,11 +137,7 @@ _SEEN = {" ": "·", "\n": "↵"}
 
 
 def visible(token: str) -> str:
-    """A token with nothing invisible in it: spaces, line breaks, control characters, halves of characters.
-
-    >>> [visible(t) for t in (" cat", "\\n", "", "\\u2028", "<s>")]
-    ['·cat', '↵', '∅', '\\\\u2028', '<s>']
-    """
+    """A token with nothing invisible in it: spaces, line breaks, control characters, halves of characters."""
     shown = (_SEEN.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode("ascii")) for c in token)
     return "".join(shown) or "∅"
 

@@ -55,8 +55,7 @@ def show_scores(
         centred: subtract each head's mean (``fit.intercept``) from the scores and the fitted scores.
         scale: magnitude of the darkest colours, in units of the scores; default the largest in the chosen heads.
         title: default describes the content.
-        raster: draw images instead of charts, a pixel for each cell: for 2048 positions of two heads, or 512 of 32. A
-            list chooses the head.
+        raster: draw images instead of charts, a pixel for each cell: for 2048 positions of two heads, or 512 of 32.
 
     Raises:
         ValueError: unusable arguments; more cells than a browser draws: the error names a choice that is not.

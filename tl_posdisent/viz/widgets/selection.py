@@ -36,15 +36,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is shown of ``[*batch, query, key]`` matrices.
-
-    Attributes:
-        options: as given.
-        heads: numbers of the heads, in the order shown.
-        rows: of these heads, if all leading axes were one.
-        positions: ascending, both as queries and as keys.
-        tokens: of the positions, as axes show them.
-    """
+    """What is shown of ``[*batch, query, key]`` matrices; ``rows`` are those of the heads, of all leading axes as one."""
 
     options: Options
     heads: list[int]
@@ -80,9 +72,6 @@ def choose(shape: Sequence[int], tokens: Any, options: Options, *, charts: int =
     """Check what of matrices of shape ``[*batch, query, key]`` is to be shown.
 
     ``charts`` matrices are drawn for each head, and ``more`` besides, unless as images.
-
-    Raises:
-        ValueError: of every argument that is unusable, and of more cells than a browser draws.
     """
     *batch, n_query, n_key = shape
     heads, rows = check_heads(batch, options.heads, options.text)

@@ -1,12 +1,13 @@
-"""Titles of axes, with units, and ranges of measures."""
+"""Tables that plots draw: validation, titles of axes with units, ranges of measures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
+from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
 _SHARE = "share of the variance of the scores"
 _TITLES = {
@@ -79,3 +80,44 @@ def add_title(figure: go.Figure, given: str | None, default: str, note: str = ""
 def whole(values: Iterable[Any]) -> list[str]:
     """Numbers of layers or heads as categories of an axis."""
     return [str(int(value)) for value in values]
+
+
+def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], makers: str) -> pd.DataFrame:
+    """Return the table, or raise unless it has rows, these columns and numbers; the error names its makers."""
+    needed = [*columns, *numbers]
+    if not isinstance(table, pd.DataFrame):
+        raise ValueError(f"table must be a pandas table as made by {makers}, got {type(table).__name__}")
+    missing = [name for name in needed if name not in table.columns]
+    if missing:
+        raise ValueError(
+            f"table must have the columns {', '.join(needed)}, as made by {makers}, "
+            f"got one without {', '.join(missing)}"
+        )
+    if table.empty:
+        raise ValueError(f"table must have rows, as made by {makers}, got none")
+    for name in numbers:
+        if not is_numeric_dtype(table[name]) or is_bool_dtype(table[name]):
+            raise ValueError(f"column {name} must be numbers, got {table[name].dtype}")
+    return table
+
+
+def head_index(table: Any) -> list[str]:
+    """Columns that identify a head or a layer: ``layer`` and ``head``, or the one of them that exists."""
+    return [name for name in ("layer", "head") if name in getattr(table, "columns", ())]
+
+
+def mean_over_texts(table: pd.DataFrame, index: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
+    """One row for each ``index``, in ascending order: the mean over texts, where the table has a row for each.
+
+    Rows that differ in anything else are not to be averaged, and refused.
+    """
+    names = list(index)
+    if names and bool(table[names].isna().any(axis=None)):
+        raise ValueError(f"table must name {' and '.join(names)} in every row: select rows first")
+    texts = [*names, *(["batch"] if "batch" in table.columns else [])]
+    if len(table) > 1 and (not texts or bool(table.duplicated(texts).any())):
+        each = ", ".join(texts) or "figure"
+        raise ValueError(f"table must have one row for each {each}, got several: select rows first")
+    if not names:
+        return table[list(values)].mean().to_frame().T
+    return table.groupby(names)[list(values)].mean().reset_index()
