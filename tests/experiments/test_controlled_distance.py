@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support import stories, zoo
+from support import zoo
 from support.rotary_layers import all_scores, anova
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from tl_posdisent import (
     fit_additive,
     positional_symbolic,
     preference_flips,
-    random_control,
     read_attention,
     subspace_patterns,
     trained_vs_random,
@@ -110,52 +109,11 @@ def _scores(model: Any) -> Tensor:
     return found[0]
 
 
-def test_default_distances_are_those_of_the_text(shared_model: Model) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    by_default = controlled_distance(model, TOKENS, sinks=4, progress=False)
-    pd.testing.assert_frame_equal(
-        by_default, controlled_distance(model, TOKENS, sinks=4, distances=range(10), progress=False)
-    )
-
-
-def test_layers_are_independent(shared_model: Model, capfd: pytest.CaptureFixture[str]) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    every = controlled_distance(model, TOKENS, progress=False)
-    assert capfd.readouterr().err == ""
-    one = controlled_distance(model, TOKENS, layers=[1])
-    assert "layers" in capfd.readouterr().err
-    pd.testing.assert_frame_equal(one, every[every["layer"] == 1].reset_index(drop=True))
-
-
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2"))
 @pytest.mark.parametrize("tool", ROTARY_TOOLS, ids=lambda tool: tool.__name__)
 def test_without_rotation_the_architecture_is_named(kind: str, name: str, tool: Any, shared_model: Model) -> None:
     with pytest.raises(ValueError, match=rf"{tool.__name__} needs rotary .* layer 0 of GPT2LMHeadModel has no rotary"):
         tool(shared_model(kind, name), TOKENS, progress=False)
-
-
-# --- a trained model --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def texts() -> Tensor:
-    """Eight texts of 500 tokens that the stories model has written itself."""
-    return torch.cat([stories.sample_story(500, seed) for seed in range(4)])
-
-
-@pytest.mark.slow
-def test_stories_are_additive_and_their_random_copy_is_not(texts: Tensor, shared_model: Model) -> None:
-    model = shared_model("bridge", "stories")
-    trained = controlled_distance(model, texts, sinks=50, progress=False)
-    assert len(trained) == 40
-    assert trained["r_two_axis"].mean() == pytest.approx(0.962, abs=0.01)
-    assert trained["r_three_axis"].mean() == pytest.approx(0.896, abs=0.015)
-    assert trained["r_two_axis"].min() > 0.86
-    assert trained["r_three_axis"].min() > 0.76
-    chance = controlled_distance(next(random_control(model)), texts, sinks=50, progress=False)
-    assert 0.55 < chance["r_two_axis"].mean() < 0.66
-    assert 0.1 < chance["r_three_axis"].mean() < 0.35
-    assert (trained["r_three_axis"] > chance["r_three_axis"]).all()
 
 
 # --- dummy_distance_check ---------------------------------------------------------------------------------------------
@@ -207,15 +165,6 @@ def test_what_is_additive_stays_where_it_is(kind: str) -> None:
     assert shares["r_three_axis"].min() == pytest.approx(1, abs=1e-9)
     table = dummy_distance_check(model, TOKENS, distances=[0, 3, 7], progress=False)
     assert table["key_correlation"].min() == pytest.approx(1, abs=1e-6)
-
-
-def test_in_stories_the_key_part_is_causal_but_for_near_keys(shared_model: Model) -> None:
-    """From some distance on, the trained heads' key part is what the fit says; beside the query it is another."""
-    model = shared_model("bridge", "stories")
-    table = dummy_distance_check(model, stories.sample_story(200, 0), distances=[1, 32], layers=[3], progress=False)
-    by_distance = table.groupby("distance")["key_correlation"].mean()
-    assert by_distance[32] > 0.8
-    assert by_distance[1] < 0.4
 
 
 @pytest.mark.parametrize(

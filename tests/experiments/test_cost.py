@@ -63,20 +63,6 @@ def test_no_tool_holds_more(kind: str, name: str, tool: str) -> None:
         assert needed < 3 * max(live.steps) + 2**25
 
 
-def test_live_bytes_by_hand() -> None:
-    """What is made, kept and freed; views and what was there before are nothing."""
-    old = torch.ones(1000)
-    with torch.no_grad(), LiveBytes() as live:
-        ready = old * 2
-        x = ready + old[:500].repeat(2)  # 4000 bytes for the repetition, freed after the sum
-        y = x.view(10, 100)[2:]
-        assert live.now == 2 * 4000
-        del ready
-        product = y @ y.T
-    assert max(live.steps) == 3 * 4000  # ready, repetition, sum
-    assert live.now == 4000 + product.nbytes
-
-
 @pytest.mark.parametrize("tool", ["additivity", "controlled_distance"])
 def test_longer_takes_more(tool: Any) -> None:
     model = tp.load_demo_model()

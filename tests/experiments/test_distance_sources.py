@@ -263,21 +263,6 @@ def test_plot() -> None:
 # --- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda found: found.term("L1H0", "embedding"), "source must be 'embedding', .* or 'bias', got 'L1H0'"),
-        (lambda found: found.to_frame("side"), "by must be 'pair'"),
-        (lambda found: found.to_frame(top=0), "top must be an integer"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_bad_arguments(change: Any, message: str, shared_model: Model) -> None:
-    found = distance_sources(shared_model("bridge", "llama-gqa"), TOKENS, 1)
-    with pytest.raises(ValueError, match=message):
-        change(found)
-
-
 def test_latent_attention_is_refused() -> None:
     model = small_model(encoding="mla", causal=True)
     with pytest.raises(ValueError, match="distance_sources needs queries that are an affine function"):

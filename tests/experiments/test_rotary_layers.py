@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from support import stories, zoo
+from support import zoo
 
-from tl_posdisent import capture, positional_symbolic, preference_flips, random_control, subspace_patterns
+from tl_posdisent import capture, positional_symbolic, preference_flips, subspace_patterns
 from tl_posdisent.rope import positional_symbolic_qk, preference_flips_qk, subspace_patterns_qk
 
 Model = Callable[[str, str], Any]
@@ -57,16 +57,3 @@ def test_default_distances_of_flips(shared_model: Model) -> None:
     wanted = preference_flips(model, TOKENS, near=range(8), far=[8, 9, 10, 11, 13, 14, 15], layers=1, progress=False)
     pd.testing.assert_frame_equal(got, wanted)
     assert got["near_far"].std() > 1e-3
-
-
-def test_training_makes_heads_positional(shared_model: Model) -> None:
-    """In the stories model most scores stay with the place, at random initialisation hardly any; fast subspaces alone
-    are positional where slow ones alone are symbolic."""
-    model, text = shared_model("bridge", "stories"), stories.sample_story(200, 0)
-    trained = positional_symbolic(model, text, sinks=20, progress=False)
-    chance = positional_symbolic(next(random_control(model)), text, sinks=20, progress=False)
-    assert trained["positional"].mean() > 0.4 > 0.3 > chance["positional"].mean()
-    parts = positional_symbolic(model, text, sinks=20, by_subspace=True, progress=False)
-    parts = parts.groupby("subspace")[["positional", "symbolic"]].mean()
-    assert parts["symbolic"].idxmax() == 3
-    assert parts["positional"].idxmin() == 3

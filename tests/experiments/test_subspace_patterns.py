@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support import stories, zoo
+from support import zoo
 
 from tl_posdisent import (
     additivity,
@@ -35,22 +35,6 @@ def test_shares_are_those_of_controlled_distance(kind: str, name: str, shared_mo
     pd.testing.assert_series_equal(parts["distance"], whole["distance"], rtol=1e-9, atol=1e-12)
     mixed = whole[["distance:query", "distance:key", "distance:query:key"]].sum(axis=1)
     pd.testing.assert_series_equal(parts["interaction"], mixed, check_names=False, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.slow
-def test_in_stories_keys_are_concentrated_and_content_is_slow(shared_model: Model) -> None:
-    """Observation 1: at every frequency training concentrates the keys; content sits where nothing turns."""
-    model, text = shared_model("bridge", "stories"), stories.sample_story(300, 0)
-    trained, chance = (
-        subspace_patterns(m, text, sinks=50, progress=False).groupby("subspace").mean()
-        for m in (model, next(random_control(model)))
-    )
-    assert (trained["key_concentration"] > chance["key_concentration"] + 0.3).all()
-    assert trained["key_concentration"].min() > 0.75
-    assert trained["semantic"].idxmax() == 3
-    assert trained["semantic"][3] > 0.6 * trained["semantic"].sum()
-    assert trained["distance"].sum() > 5 * chance["distance"].sum()
-    assert trained["interaction"].sum() < 0.5 * chance["interaction"].sum()
 
 
 # --- beside chance ----------------------------------------------------------------------------------------------------
@@ -113,17 +97,6 @@ def test_one_copy_has_no_deviation(shared_model: Model, capfd: pytest.CaptureFix
     assert capfd.readouterr().err == ""
     assert table["random_std"].isna().all()
     assert not table["random"].isna().any()
-
-
-@pytest.mark.slow
-def test_stories_differ_from_chance(shared_model: Model) -> None:
-    model, text = shared_model("bridge", "stories"), stories.sample_story(200, 0)
-    table = trained_vs_random(model, text, seeds=2, by="layer", sinks=20, progress=False)
-    mean = table.groupby("measure")[["trained", "random"]].mean()
-    for measure in ("r", "r_two_axis", "r_three_axis", "positional", "concentration"):
-        assert mean["trained"][measure] > mean["random"][measure] + 0.2, measure
-    late = table[(table["measure"] == "r") & (table["layer"] == 4)]  # chance grows with depth, and is exceeded there
-    assert (late["trained"] > late["random"] + 2 * late["random_std"]).all()
 
 
 def test_layers_that_do_not_rotate_are_passed_over(shared_model: Any) -> None:

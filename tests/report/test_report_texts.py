@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from support.documents import Document, as_number
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading import model_reading
 from tl_posdisent.synthetic import TrainConfig, TriggerCount, dynamics, train
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 
@@ -82,53 +81,21 @@ def test_heads_as_pairs_and_labels(tmp_path: Path) -> None:
     assert "heads=['L1H0', 'L4H2', 'L4H7'], sections=[" in Document(path).text
 
 
-def short_passes(model: Any, call: Callable[[], Any]) -> int:
-    """Forward passes on fewer tokens than any text here has: those with which a model is read."""
-    seen = []
-
-    def count(module: Any, args: Any, kwargs: Any) -> None:
-        ids = args[0] if args else kwargs.get("input", kwargs.get("input_ids"))
-        seen.append(isinstance(ids, Tensor) and ids.shape[-1] <= 12)
-
-    handle = model.register_forward_pre_hook(count, with_kwargs=True)
-    try:
-        call()
-    finally:
-        handle.remove()
-    return sum(seen)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_report_reads_its_model_once(backend: str, tmp_path: Path) -> None:
-    model, again = (tp.load_demo_model(backend=backend) for _ in range(2))  # type: ignore[arg-type]
-    once = short_passes(again, lambda: read_model(again))
-    path = tmp_path / "report.html"
-    assert once >= 1
-    # Ablation makes a short pass of its own, to check its hooks.
-    sections = ["additivity", "distance", "shares", "subspaces", "heads", "perturbation"]
-    options: Any = {"sections": sections, "control": 0, "progress": False}
-    assert short_passes(model, lambda: tp.report(model, TEXTS[0], path, **options)) == once
-    reading = read_model(model)
-    assert short_passes(model, lambda: tp.report(reading, TEXTS[0], path, **options)) == 0
-
-
-def test_dynamics_reads_each_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_reads_its_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each checkpoint of a training run is read once."""
+    read: list[Any] = []
+    probe = model_reading.probe
+    monkeypatch.setattr(model_reading, "probe", lambda model, layers: read.extend(layers) or probe(model, layers))
+    path, options = tmp_path / "report.html", {"control": 0, "progress": False}
+    tp.report(tp.load_demo_model(), TEXTS[0], path, **options)
+    assert sorted(read) == [0, 1, 2, 3, 4]
+    reading = model_reading.read_model(tp.load_demo_model())
+    read.clear()
+    tp.report(reading, TEXTS[0], path, sections=["additivity", "heads"], **options)
+    assert read == []
     task = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=16, max_length=16, n_ctx=16)
     how = TrainConfig(epochs=1, batch_size=8, n_train=16, n_test=8, checkpoints=(0, 1, 2))
     shape = {"d_vocab": task.d_vocab, "n_ctx": task.n_ctx, "n_out": task.n_out, "pad_id": task.pad_id}
     model = SyntheticModel(tp.synthetic.SyntheticConfig(n_layers=3, d_model=16, n_heads=2, d_mlp=16, **shape))
-    run = train(model, task, how, folder=tmp_path, progress=False)
-    counted = []
-    forward = SyntheticModel.forward
-
-    def count(self: SyntheticModel, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
-        counted.append(tokens.shape[-1] <= 12)
-        return forward(self, tokens, *args, **kwargs)
-
-    monkeypatch.setattr(SyntheticModel, "forward", count)
-    read_model(model)
-    once = sum(counted)
-    counted.clear()
-    dynamics(run, batches=2, batch_size=4, progress=False)
-    assert once >= 1
-    assert sum(counted) == 3 * once
+    dynamics(train(model, task, how, folder=tmp_path, progress=False), batches=2, batch_size=4, progress=False)
+    assert sorted(read) == [0, 0, 0, 1, 1, 1, 2, 2, 2]

@@ -36,7 +36,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is shown of ``[*batch, query, key]`` matrices; ``rows`` are those of the heads, of all leading axes as one."""
+    """What is shown of ``[*batch, query, key]`` matrices; ``rows`` are the heads with all leading axes as one."""
 
     options: Options
     heads: list[int]
