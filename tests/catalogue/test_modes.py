@@ -39,7 +39,7 @@ OF_TENSORS = {
     if name not in OF_MODELS and function.__module__.split(".")[1] in ("additive", "rope")
 }
 # All others take minutes together; these differentiate, optimise, or take shortcuts.
-QUICK = {"component_attribution", "head_ablation", "positional_gradients", "substitute_attention", "train"}
+QUICK = {"head_ablation", "positional_gradients", "substitute_attention", "train"}
 
 
 @pytest.mark.parametrize("name", OF_TENSORS)
