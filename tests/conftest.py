@@ -80,10 +80,8 @@ def unchecked() -> Iterator[None]:
 @functools.cache
 def _build(kind: str, name: str) -> Any:
     # Imported here: a test of the mathematics alone should not wait for TransformerLens.
-    from support import stories, zoo
+    from support import zoo
 
-    if name == "stories":
-        return {"bridge": stories.stories_bridge, "hooked": stories.stories_hooked}[kind]()
     return zoo.load(kind, name)
 
 
@@ -107,7 +105,7 @@ def shared_reading(shared_model: Callable[[str, str], Any]) -> Callable[[str, st
 
 @pytest.fixture
 def shared_model() -> Iterator[Callable[[str, str], Any]]:
-    """`shared_model(kind, name)`: a model of the zoo, or "stories", built once and shared by all who read it.
+    """`shared_model(kind, name)`: a model of the zoo, built once and shared by all who read it.
 
     Whoever takes it may hang hooks on it and must not change it otherwise; that the hooks are gone again and
     the weights untouched is checked when the test ends. A test that changes a model takes a fresh one.

@@ -25,8 +25,7 @@ def demo() -> tuple[Any, torch.Tensor, torch.Tensor]:
 
 def story() -> tuple[Any, torch.Tensor, torch.Tensor]:
     """The same of the story model, with texts that it generated."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-    from support.stories import sample_story, stories_bridge
+    from stories import sample_story, stories_bridge
 
     texts = torch.cat([sample_story(160, seed) for seed in range(1, 15)])
     return stories_bridge(), texts[:6], torch.cat([sample_story(160, 0), texts[6:]])

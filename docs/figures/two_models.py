@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import gzip
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import stories
 import torch
 
 import tl_posdisent as tp
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from support import stories
 
 
 @dataclass(frozen=True)

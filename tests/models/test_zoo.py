@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import stories, zoo
+from support import zoo
 from torch import Tensor
 
 TOKENS = zoo.random_tokens(length=12)
@@ -92,19 +92,3 @@ def test_both_bases_of_gemma3_bite(kind: str) -> None:
 def test_no_parameter_is_trivial(name: str) -> None:
     constant = [key for key, value in zoo.hf_model(name).named_parameters() if not value.std() > 0.05]
     assert not constant, "a model whose norms are all one and biases all zero hides mistakes"
-
-
-# --- the trained model --------------------------------------------------------------------------------------
-
-
-def test_stories_speak() -> None:
-    assert stories.stories_tokenizer().encode(stories.PROMPT) == stories.PROMPT_TOKENS
-    assert stories.greedy_continuation(60).startswith(stories.CONTINUATION)
-
-
-@pytest.mark.parametrize("kind", ["bridge", "hooked"])
-def test_stories_logits_are_those_of_hugging_face(kind: str, shared_model: Any) -> None:
-    tokens = stories.sample_story(48, seed=0)
-    with torch.no_grad():
-        got = shared_model(kind, "stories")(tokens, return_type="logits")
-    torch.testing.assert_close(got, stories.stories_logits(tokens), rtol=0, atol=1e-4)

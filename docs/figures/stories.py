@@ -1,7 +1,7 @@
-"""A real language model for the tests: 260 thousand parameters, trained on TinyStories.
+"""The story model of the documentation: 260 thousand parameters, trained on TinyStories.
 
 The weights lie outside the project, in the folder that the environment variable `POSDISENT_DATA` names (default:
-`../shared/data` beside the project); where there are none, whatever asks for them skips the test.
+`../shared/data` beside the project).
 """
 
 from __future__ import annotations
@@ -15,35 +15,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from .zoo import as_bridge, as_hooked
+from tl_posdisent import bridge_from_hf, hooked_from_hf
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer
     from transformer_lens.model_bridge import TransformerBridge
 
 BOS = 1
-# What greedy decoding makes of the prompt, if and only if the weights are read rightly.
-PROMPT = "Once upon a time"
-PROMPT_TOKENS = [1, 403, 407, 261, 378]
-CONTINUATION = (
-    ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
-)
 
 
 def data_file(name: str) -> Path:
-    """A file of the data folder; skips the test where there is none."""
+    """A file of the data folder."""
     folder = os.environ.get("POSDISENT_DATA") or Path(__file__).parents[3] / "shared" / "data"
-    path = Path(folder) / name
-    if not path.is_file():
-        pytest.skip(f"{name} is not at hand (POSDISENT_DATA names the folder to look in)")
-    return path
+    return Path(folder) / name
 
 
 @dataclass(frozen=True)
@@ -116,13 +106,6 @@ def stories_hf() -> LlamaForCausalLM:
     return model
 
 
-def stories_random_hf(seed: int) -> LlamaForCausalLM:
-    """The untrained control: the same architecture at its random initialisation (standard deviation 0.02)."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _llama()
-
-
 def _llama() -> LlamaForCausalLM:
     config = LlamaConfig(
         **{"hidden_size": DIM, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS, "vocab_size": VOCAB},
@@ -138,30 +121,16 @@ def _llama() -> LlamaForCausalLM:
 
 
 def stories_bridge() -> TransformerBridge:
-    return as_bridge(stories_hf())
+    return bridge_from_hf(stories_hf())
 
 
 def stories_hooked() -> HookedTransformer:
-    return as_hooked(stories_hf())
+    return hooked_from_hf(stories_hf())
 
 
 @functools.cache
 def _reference() -> LlamaForCausalLM:
     return stories_hf()
-
-
-def stories_logits(tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
-    """The logits of the plain Hugging Face model, which no bridge has touched."""
-    with torch.no_grad():
-        return _reference()(tokens, use_cache=False).logits
-
-
-def greedy_continuation(length: int, prompt: str = PROMPT) -> str:
-    """The text that the model most expects after the prompt, `length` tokens of it."""
-    tokenizer = stories_tokenizer()
-    start = tokenizer.encode(prompt)
-    tokens = _continue(torch.tensor([start]), len(start) + length, lambda logits: logits.argmax(-1))
-    return tokenizer.decode(tokens[0, len(start) :].tolist())
 
 
 def sample_story(length: int, seed: int, temperature: float = 1.0) -> Int[Tensor, "1 pos"]:
