@@ -24,7 +24,8 @@ from .rotary import Rotary, check_rotary, rotate
 from .variance_decomposition import Numbers, numbers
 
 _CELLS_AT_ONCE = 2**20
-_ROUNDING = 1e-12  # scores that differ by less than this of |q|·|k| do not differ
+_ROUNDING = {torch.float64: 1e-12}  # scores that differ by less than this of |q|·|k| do not differ
+_ROUNDING_OF_MODELS = 1e-6  # else, as vectors of one token in two places of a text differ
 _NAMES = ("near", "far", "near_far")
 
 
@@ -69,7 +70,8 @@ def preference_flips_qk(
     For query i, keys A ≠ B and distances d ≠ d′ the preference flips if ``W[d, i, A] > W[d, i, B]`` and
     ``W[d′, i, A] < W[d′, i, B]``, with ``W[d, i, j]`` the score that query i would give to key j at distance d. The
     probability is exact, over all queries, pairs of keys and pairs of distances of the kind: ``(1 - τ) / 2`` with
-    Kendall's τ of the keys' order at the two distances, averaged. Ties (to rounding) never flip. Time grows with
+    Kendall's τ of the keys' order at the two distances, averaged. Ties never flip: to rounding, which
+    is 1e-6 of ``|q|·|k|`` for vectors of a model, in less than float64. Time grows with
     queries · keys² · distances.
 
     Args:
@@ -100,10 +102,10 @@ def preference_flips_qk(
     *batch, _, n_heads, _ = q.shape
     queries, keys = (x.double().reshape(-1, *x.shape[-3:]) for x in (q, k))
     keys = rotate(keys, torch.zeros(keys.shape[1], device=k.device), rotary)
-    group = n_heads // k.shape[-2]
+    group, rounding = n_heads // k.shape[-2], _ROUNDING.get(k.dtype, _ROUNDING_OF_MODELS)
     found = torch.stack(
         [
-            _flips_of_head(queries[text, :, head], keys[text, :, head // group], rotary, near_at, far_at)
+            _flips_of_head(queries[text, :, head], keys[text, :, head // group], rotary, near_at, far_at, rounding)
             for text in range(len(queries))
             for head in range(n_heads)
         ]
@@ -113,7 +115,12 @@ def preference_flips_qk(
 
 
 def _flips_of_head(
-    q: Float64[Tensor, "query d"], k: Float64[Tensor, "key d"], rotary: Rotary, near: Tensor, far: Tensor
+    q: Float64[Tensor, "query d"],
+    k: Float64[Tensor, "key d"],
+    rotary: Rotary,
+    near: Tensor,
+    far: Tensor,
+    rounding: float,
 ) -> Float64[Tensor, "3"]:
     """Near, far and near–far."""
     counts = torch.zeros(3, dtype=torch.float64, device=q.device)
@@ -125,7 +132,7 @@ def _flips_of_head(
         for distances in (near, far):
             at = distances.repeat(len(block))  # distance by distance for each query
             turned = rotate(block.repeat_interleave(len(distances), 0)[:, None], at, rotary)[:, 0]
-            wins.append(_wins(_ranks((turned @ k.T).unflatten(0, (len(block), -1)), _ROUNDING * size)))
+            wins.append(_wins(_ranks((turned @ k.T).unflatten(0, (len(block), -1)), rounding * size)))
         # With n(A, B) the number of distances at which A beats B, keys A and B flip between n(A, B) · n(B, A) pairs of
         # distances of one kind, and between n(A, B) · m(B, A) + n(B, A) · m(A, B) pairs of two kinds.
         counts += torch.stack([_crossed(a, b) for a, b in ((wins[0], wins[0]), (wins[1], wins[1]), wins)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
+from math import nan
 from typing import Any
 
 import pandas as pd
@@ -99,9 +100,9 @@ def dummy_distance_check(
 
     Returns:
         One row per text, layer, head and dummy ``distance``: ``key_correlation`` and ``query_correlation``, of that
-        component between the real run and this one, weighted by cells; ``mean``, the mean score in this run, and
-        ``component``, intercept and distance component at d of the real fit. By the gauge (see ``AdditiveFit``) these
-        two may differ by a straight line in d.
+        component between the real run and this one, weighted by cells, NaN for rounding; ``mean``, the mean score in
+        this run, and ``component``, intercept and distance component at d of the real fit. By the gauge (see
+        ``AdditiveFit``) these two may differ by a straight line in d.
 
     Raises:
         ValueError: distances that do not occur, or twice; a layer that shows no scores; what ``controlled_distance``
@@ -165,8 +166,11 @@ def _compared(layer: int, distance: int, real: AdditiveFit, dummy: AdditiveFit) 
     cells = real.mask.double()
 
     def correlation(x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+        largest = 1e-6 * (real.intercept.abs() + real.distance.abs().amax(-1))  # less than this is rounding
         x, y = (v - (v * weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True) for v in (x, y))
-        return (weights * x * y).sum(-1) / ((weights * x * x).sum(-1) * (weights * y * y).sum(-1)).sqrt()
+        a, b = ((weights * v * v).sum(-1) for v in (x, y))
+        found: Tensor = (weights * x * y).sum(-1) / (a * b).sqrt()
+        return found.where(a.minimum(b) > weights.sum(-1) * largest**2, nan)
 
     columns = {
         "key_correlation": correlation(real.key, dummy.key, cells.sum(-2)),

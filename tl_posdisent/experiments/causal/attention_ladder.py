@@ -19,8 +19,9 @@ from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, check_r
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
 from tl_posdisent.hooks.substitute import BANDS, Stored, fit_in_turn, rung_hooks, stored_hooks
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.reading.forward import evaluating
+from tl_posdisent.models.reading.forward import dtype_of, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.tolerance import apart
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, check_subset
 
@@ -78,10 +79,11 @@ def attention_ladder(
         One row for each run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``,
         ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
         loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
-        standard error; ``kl``, KL(untouched ‖ this) of the predictions, nats per token; ``error``, the standard error
-        of this loss minus the untouched one, as if tokens were independent; ``parameters`` fitted; ``causal``,
-        whether predictions depend on earlier tokens alone. With ``metric``, its mean over texts is in ``value``,
-        ``recovered`` is its share, and ``error`` is over texts (NaN for one; then any difference of the ends counts).
+        standard error or rounding; ``kl``, KL(untouched ‖ this) of the predictions, nats per token; ``error``, the
+        standard error of this loss minus the untouched one, as if tokens were independent; ``parameters`` fitted;
+        ``causal``, whether predictions depend on earlier tokens alone. With ``metric``, its mean over texts is in
+        ``value``, ``recovered`` is its share, and ``error`` is over texts (NaN for one; then any difference of the ends
+        counts).
 
     Raises:
         ValueError: an unknown option; held-out texts longer than those of ``tokens``; what ``head_ablation`` and
@@ -253,10 +255,11 @@ class _Ladder:
         else:
             uniform, noise = (ends[_COLUMNS.index(name)] for name in ("value", "error"))
         gap = uniform - clean.mean().item()
+        counts = not abs(gap) <= noise and apart(uniform, uniform - gap, dtype_of(self.reading.model))
         options: dict[str, Any] = {"bands": self.bands, "rank": self.rank}
         for rung, run in measured.items():
             value = run.values.mean().item()
-            recovered = (uniform - value) / gap if abs(gap) > (0 if isnan(noise) else noise) else nan
+            recovered = (uniform - value) / gap if counts else nan
             lengths = [self.fitted.longest] if rung in PER_HEAD else self.texts.lengths
             size = sum(
                 len(heads) * n_parameters(rung, spec.mask(length), spec.d_head, **options)
@@ -332,7 +335,7 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
         gap, error = values["uniform"] - values["untouched"], by_rung["uniform"]["error"]
         effect = gap if measure == "loss" else abs(gap)
         rung: Rung = "uniform"
-        if effect > (0 if isnan(error) else noise * error):
+        if effect > (0 if isnan(error) else noise * error) and apart(values["uniform"], values["untouched"]):
             enough, sign = values["uniform"] - share * gap, 1 if gap > 0 else -1
             reached = [x for x in RUNGS[1:] if x in values and sign * values[x] <= sign * enough]
             rung = reached[0] if reached else "untouched"

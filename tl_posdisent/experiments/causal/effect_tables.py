@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
-import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.tolerance import apart
 from tl_posdisent.models.texts import Texts, read_texts
 
 from .metrics import Metric, value_of
@@ -90,8 +90,7 @@ def _value(metric: Metric, run: Run, texts: Texts) -> float:
 
 def _check_apart(model: Any, a: float, b: float, argument: str) -> None:
     """Refuse two runs whose metrics differ by no more than rounding: every effect would be 0/0."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    if abs(a - b) <= max(1e-5, torch.finfo(dtype).eps / 8) * max(abs(a), abs(b)):
+    if not apart(a, b, dtype_of(model)):
         raise ValueError(
             f"{argument} must change the metric, but it is {a:.6g} in one run and {b:.6g} in the other: there is no "
             "effect to divide. Pass a metric= that they change, such as logit_difference(…) of an answer that depends "

@@ -111,7 +111,13 @@ def positional_subspace(
     n = int(counts.sum())
     _, singular, directions = torch.linalg.svd(position * (counts / n).sqrt()[:, None], full_matrices=False)
     variances = singular.square()
-    varying = int((singular > singular[0] * 1e-6).sum()) if float(singular[0]) > 0 else 0
+    size = (sum(x.square().sum() for x in streams) / n) ** 0.5
+    varying = int((singular > 1e-6 * size).sum())
+    if not varying:
+        raise ValueError(
+            f"tokens must be texts whose residual stream before layer {layer} depends on the position, got texts in "
+            "which it differs by rounding alone"
+        )
     if rank is None:
         so_far = variances.cumsum(0) / variances.sum()
         rank = min(int((so_far < explained).sum()) + 1, varying)

@@ -35,6 +35,11 @@ def device_of(model: Any) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
+def dtype_of(model: Any) -> torch.dtype:
+    """Of the model's weights."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
 def run(
     model: Any, tokens: Int[Tensor, "batch pos"], hooks: Sequence[Hook], *, stop: int | None = None, **more: Any
 ) -> None:

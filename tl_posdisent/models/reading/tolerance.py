@@ -24,6 +24,12 @@ def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = No
     return float(torch.where(error == 0, 0.0, error / allowed).nan_to_num(nan=torch.inf))
 
 
+def apart(a: float, b: float, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether two measures of a model of this type, such as losses, differ by more than rounding: a share of their
+    difference has a meaning."""
+    return abs(a - b) > max(1e-5, torch.finfo(dtype).eps / 8) * max(abs(a), abs(b))
+
+
 def score_tolerance(*dtypes: torch.dtype | None) -> float:
     """How nearly recomputed scores must agree, relative to the largest, if numbers of these dtypes, or of those of
     autocast where it is on, went into them."""

@@ -1,0 +1,54 @@
+"""A text of one repeated token: what differs by rounding alone gives no share, no ratio and no effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from support import zoo
+from support.public_calls import call, callables
+
+import tl_posdisent as tp
+
+REPEATED = torch.full((2, 12), 7)
+REFUSED = {
+    "position_patching": "positions must change the metric",
+    "positional_subspace": "tokens must be texts whose residual stream",
+    "content_position_terms": "tokens must be at least two different texts",
+}
+BOUNDED = {
+    **{"additivity": "r|share", "controlled_distance": "r_|distance|query|key", "disentanglement": "r"},
+    **{"preference_flips": "near|far", "dummy_distance_check": "key_corr|query_corr", "attention_ladder": "recovered"},
+    **{"distance_sources": "share", "length_generalization": "share|cosine|outside"},
+}
+"""Columns that lie between -1 and 1, or are NaN."""
+NOTHING = {"preference_flips": ("near|far", 0.0), "attention_ladder": ("recovered", None)}
+NOTHING |= {"dummy_distance_check": ("_correlation", None)}
+"""Of which nothing is left here."""
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+@pytest.mark.parametrize("tool", [*BOUNDED, *REFUSED])
+def test_shares_of_rounding(kind: str, name: str, tool: str) -> None:
+    model: Any = zoo.load(kind, name)
+    if tool in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[tool]):
+            call(callables()[tool], model, tokens=REPEATED)
+        return
+    found = call(callables()[tool], model, tokens=REPEATED)
+    table = found if isinstance(found, pd.DataFrame) else found.to_frame()
+    shares = table.filter(regex=f"^({BOUNDED[tool]})")
+    assert len(shares.columns)
+    assert (shares.isna() | (shares.abs() <= 1 + 1e-6)).all(axis=None)
+    if tool in NOTHING:
+        columns, value = NOTHING[tool]
+        left = table.filter(regex=columns)
+        assert left.isna().all(axis=None) if value is None else (left == value).all(axis=None)
+
+
+def test_heads_have_no_effect_on_a_repeated_token() -> None:
+    model = tp.load_demo_model()
+    table = tp.attention_ladder(model, REPEATED, rungs=["distance"], controls=[], progress=False)
+    assert set(tp.head_verdicts(table)["verdict"]) == {"no effect"}
