@@ -204,7 +204,7 @@ def test_outputs_that_are_not_finite(shared_model: Any) -> None:
 def test_truncation_is_named() -> None:
     """``to_tokens`` cuts a text at the model's context; the message says so, and how to pass the whole."""
     model = load_demo_model()
-    with pytest.raises(ValueError, match=r"to_tokens truncates longer ones .* truncate=False"):
+    with pytest.raises(ValueError, match=r"to_tokens truncates longer texts .* truncate=False"):
         length_generalization(model, demo_tokens(length=512), [0, 256, 1024], progress=False)
     with pytest.raises(ValueError, match=r"got \[0, 256, 1024\]$"):
         length_generalization(model, demo_tokens(length=500), [0, 256, 1024], progress=False)

@@ -38,7 +38,7 @@ class Estimate(HasTable):
     """Forward passes and memory of a measurement.
 
     Attributes:
-        tool, length, batch: the measurement.
+        tool, length, batch: as given.
         passes: forward passes through all layers, of all texts; parts of passes add up.
         model_bytes: parameters and buffers.
         score_bytes: upper bound for the score matrices, patterns and masks of one layer.
@@ -104,9 +104,7 @@ def estimate(
 ) -> Estimate:
     """Estimate forward passes and memory of a measurement with its default arguments.
 
-    The memory is an upper bound from shapes: five copies of one layer's score matrices in a HookedTransformer or in 16
-    bits, else three (eager attention holds scores, pattern and mask), the vectors of one layer, and what the tool keeps
-    (docs/memory_and_time.md). Models on ``meta`` (shapes without numbers) work as well.
+    The memory is an upper bound from shapes (docs/memory_and_time.md). Models on ``meta`` work as well.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike.
@@ -117,11 +115,8 @@ def estimate(
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
             or the limit of the process's control group; memory of the fullest GPU).
 
-    Returns:
-        An ``Estimate``. ``estimate(...).check()`` raises a ``MemoryError`` if it does not fit.
-
     Raises:
-        ValueError: unusable arguments.
+        ValueError: unusable arguments. ``estimate(...).check()`` raises a ``MemoryError`` if it does not fit.
 
     Example:
         >>> from tl_posdisent import estimate, load_demo_model

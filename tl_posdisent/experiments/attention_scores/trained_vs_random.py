@@ -41,8 +41,7 @@ def trained_vs_random(
 
     The measures are ``r`` of ``additivity`` and ``positional``, ``symbolic`` of ``positional_symbolic`` (means over
     texts); ``r_three_axis``, ``r_two_axis``, ``distance:key`` and ``distance:query:key`` of ``controlled_distance``;
-    ``bound``, the bound ``separate`` of ``distance:key`` (``interaction_bound``), which can exceed 1; and
-    ``concentration`` of the keys' phases, mean over the rotary subspaces (``subspace_patterns``).
+    ``bound`` of ``distance:key`` (``interaction_bound``); and the keys' ``concentration`` (``subspace_patterns``).
 
     Args:
         model, tokens, attention_mask, distances, layers: as in ``controlled_distance``.
@@ -56,7 +55,7 @@ def trained_vs_random(
         ``random_std``, mean and standard deviation over the copies (NaN for a single one).
 
     Raises:
-        ValueError: what these functions refuse; ``sinks`` that leaves fewer than two positions.
+        ValueError: what these functions refuse.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, trained_vs_random

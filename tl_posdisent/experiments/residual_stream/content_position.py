@@ -39,12 +39,12 @@ class ContentPosition(HasTable):
 
     Attributes:
         layer: its number.
-        query, key: ``[source, batch, pos, head, d_head]``, the parts of queries and of keys in the order of
-            ``SOURCES`` (content, position, bias), scale and rotation included; one key head per query head.
-        attention_bias: ``[head, query, key]``, added to the products (ALiBi, T5); 0 without one, and outside the mask.
+        query, key: ``[source, batch, pos, head, d_head]``, the parts in the order of ``SOURCES`` (content, position,
+            bias), scale and rotation included; one key head per query head.
+        attention_bias: ``[head, query, key]``, added to the products (ALiBi, T5); 0 outside the mask.
         position: ``[pos, d_model]``, the positional part of the residual stream that queries read.
-        mask: ``[query, key]``, where a query sees a key; ``[batch, query, key]`` of texts of unequal length, which all
-            begin at position 0 and have zeros behind their end.
+        mask: ``[query, key]``, where a query sees a key; ``[batch, query, key]`` of texts of unequal length, which have
+            zeros behind their end.
     """
 
     layer: int
@@ -70,10 +70,9 @@ class ContentPosition(HasTable):
     def to_frame(self) -> pd.DataFrame:
         """One row per head and term, over the cells of all texts.
 
-        ``share`` is the covariance of the term with the scores over the variance of the scores: shares add up to 1 and
-        are negative where terms cancel. ``size`` is the term's own variance over that of the scores. ``toeplitz`` is
-        the ``toeplitz_share`` of the term, with one function of the distance for all texts; NaN for a term that does
-        not vary.
+        ``share`` is the covariance of the term with the scores over the variance of the scores: shares add up to 1.
+        ``size`` is the term's own variance over that of the scores, ``toeplitz`` its ``toeplitz_share``, with one
+        function of the distance for all texts; NaN for a term that does not vary.
         """
         scores = self._centred(self.scores())
         total, tables = scores.square().mean((0, 2)), []
@@ -119,9 +118,8 @@ def content_position_terms(
     The positional part of the stream is its mean over the texts at each position minus that of all tokens; the content
     part is the remainder. With M the map from stream to query at the norm's actual scale s, a query is ``s·M content +
     s·M position + bias``, a key likewise, and a score is the sum of nine products and of the terms that the layer adds
-    (ALiBi, T5). In rotary layers the rotation acts on each part. The map is measured, and the sum of the parts is
-    checked against the model's own scores. With T texts, 1/T of the content's variance at each position is counted as
-    position: use many different texts.
+    (ALiBi, T5). The map is measured, and the sum of the parts is checked against the model's own scores. With T texts,
+    1/T of the content's variance at each position is counted as position: use many different texts.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with a norm before its attention.
@@ -129,16 +127,12 @@ def content_position_terms(
             position.
         layer: 0 … n_layers - 1; negative ones count from the end.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
-        grand_mean: which part contains the mean of the whole stream: ``"content"`` as in the paper, or ``"bias"``, so
-            that a term with ``content`` contains nothing that all tokens share.
-
-    Returns:
-        ``ContentPosition``: ``term(name)``, ``scores()``, and ``to_frame()`` with shares and Toeplitz shares.
+        grand_mean: which part contains the mean of the whole stream: ``"content"`` as in the paper, or ``"bias"``.
 
     Raises:
-        ValueError: unusable tokens or layer; texts that are all the same, or positions that only one text reaches;
-            queries or keys that are no affine function of the stream (QK-norm, latent attention, post-norm); scores
-            that are capped, or to which something is added that depends on the text.
+        ValueError: unusable arguments; positions that only one text reaches; queries or keys that are no affine
+            function of the stream (QK-norm, latent attention, post-norm); scores that are capped, or to which something
+            is added that depends on the text.
 
     Example:
         >>> from tl_posdisent.experiments import content_position_terms

@@ -40,15 +40,13 @@ class DistanceSources(HasTable):
     Attributes:
         layer: its number.
         heads: the query heads.
-        sources: names: ``"embedding"`` (the stream before the first block), ``"L0H3"`` for heads of earlier layers,
-            ``"L0 bias"`` for the bias of that layer's attention output, ``"L0 MLP"``, and ``"bias"``: the bias of the
+        sources: ``"embedding"`` (the stream before the first block), ``"L0H3"`` for heads of earlier layers,
+            ``"L0 bias"`` for the bias of that layer's attention output, ``"L0 MLP"``, and ``"bias"``: that of the
             layer's own queries and keys, and the offset of its norm.
         distances: ``[distance]``, in tokens.
-        query, key: ``[source, head, d_head]``, each source's part of the mean query and key before rotation, one key
-            head per query head.
+        query, key: ``[source, head, d_head]``, each source's part of the mean query and key before rotation.
         own_query, own_key: ``[head, d_head]``, the means of the model's own queries and keys.
-        scale: what products are multiplied by.
-        rotary: the layer's rotation.
+        scale, rotary: of the layer.
     """
 
     layer: int
@@ -111,9 +109,6 @@ class DistanceSources(HasTable):
                 one per source of that side, summed over the other; ``"source"`` one per source, of all pairs in which
                 it takes part on either side.
             top: rows per head, those with the largest absolute share; default all.
-
-        Returns:
-            ``layer``, ``head``, the source or sources, ``share``, and ``error``, the head's ``error()``.
         """
         check_choice("by", by, ("pair", "query", "key", "source"))
         if top is not None:
@@ -169,32 +164,21 @@ def distance_sources(
     """Split the distance profile of a layer's heads over the sources of their mean query and mean key, exactly.
 
     The profile is the mean score at each distance when every query meets every key at it (see ``controlled_distance``):
-    a function of the mean query and the mean key alone. With every norm's scale frozen at its value for each token
-    (pre-norm, QK-norm, and a norm after the attention of earlier layers), queries and keys are affine functions of the
-    residual stream, and this is the sum of the embedding and of what earlier heads, MLPs and biases added. The mean
-    query and the mean key therefore split over these sources, and the profile over their pairs. The maps are measured
-    on the model and checked; two passes over the texts, and no score is kept. Zeroing a source takes its terms away
-    from the profile, but also changes the scales and what later layers make of it.
+    a function of the mean query and the mean key alone. With every norm's scale frozen at its value for each token,
+    queries and keys are affine functions of the residual stream, which is the sum of the embedding and of what earlier
+    heads, MLPs and biases added. So the mean query and the mean key split over these sources, and the profile over
+    their pairs. The maps are measured on the model and checked.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-            Queries and keys of all texts are pooled.
+        tokens, attention_mask, distances, sinks: as in ``controlled_distance``.
         layer: 0 … n_layers - 1; negative ones count from the end.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
-        distances: default 0 up to those of the longest text; any finite numbers.
         heads: query heads, integers or pairs ``(layer, head)`` of this layer; default all.
-        sinks: positions to leave out at the beginning of each text, as in ``controlled_distance``.
-
-    Returns:
-        ``DistanceSources``: ``profile()``, ``term(query_source, key_source)``, ``shares()``, ``error()``,
-        ``to_frame()``; ``plot_distance_sources`` draws its table.
 
     Raises:
-        ValueError: unusable tokens, layer, heads or distances; ``sinks`` that leaves nothing; a layer without rotary
-            embeddings; queries or keys that are no such function of the stream (latent attention), a stream that is not
-            the sum of its parts (a norm on the stream itself), attention that is not linear in ``hook_z``; texts of
-            lengths at which the model rotates differently.
+        ValueError: unusable arguments; a layer without rotary embeddings; queries or keys that are no such function of
+            the stream (latent attention), a stream that is not the sum of its parts (a norm on the stream itself),
+            attention that is not linear in ``hook_z``; texts of lengths at which the model rotates differently.
 
     Example:
         >>> from tl_posdisent import demo_tokens, distance_sources, load_demo_model
@@ -256,11 +240,7 @@ class _Mean:
     def weights(
         self, held: dict[str, Tensor], vectors: Float[Tensor, "batch pos head d_head"]
     ) -> Float64[Tensor, "batch pos weight"]:
-        """Weights of the tokens of some texts, one or, with a QK-norm, one per head; adds the texts to the mean.
-
-        Raises:
-            ValueError: ``vectors`` are no function of the stream that is affine but for the scales of norms.
-        """
+        """Weights of the tokens of some texts, one or, with a QK-norm, one per head; adds the texts to the mean."""
         plain = self.readout.tap.read(held[self.readout.tap.name])
         scale = self.readout.scales(self.spec, held[self.readout.source].double(), plain)[..., 0]
         own = torch.ones_like(scale)

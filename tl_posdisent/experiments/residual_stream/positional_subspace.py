@@ -24,10 +24,8 @@ class PositionalSubspace:
 
     Attributes:
         layer: its number.
-        basis: ``[d_model, rank]``, orthonormal columns, the one of most variance first, as ``principal_angles`` takes
-            them.
-        variances: ``[min(pos, d_model)]``, variance of the positional part along all of its principal directions,
-            descending; the first ``rank`` belong to the basis.
+        basis: ``[d_model, rank]``, orthonormal columns, the one of most variance first.
+        variances: ``[min(pos, d_model)]``, of the positional part along its principal directions, descending.
         share: the positional part's share of the variance of the residual stream.
         noise: the share expected for this number of texts if vectors did not depend on position.
     """
@@ -73,14 +71,11 @@ def positional_subspace(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
         rank: number of directions; None for the smallest number that explains the share ``explained``.
         explained: of the positional part's variance, above 0 and up to 1; used without ``rank``.
-        sinks: positions to leave out at the beginning (the first token's vector is often unlike all others).
-
-    Returns:
-        ``PositionalSubspace``.
+        sinks: positions to leave out at the beginning.
 
     Raises:
         ValueError: unusable arguments; positions that only one text reaches; a ``rank`` beyond the directions in which
-            the positional part varies, or no such direction.
+            the positional part varies.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model

@@ -26,12 +26,7 @@ _ROUNDS = 4
 
 @dataclass(frozen=True)
 class FrozenNorm:
-    """A norm without its scale: ``v = t · gain ∘ u``, or of ``u`` less its mean.
-
-    Attributes:
-        gain: ``[head, size]``, of mean square 1 for every head.
-        centred: whether the mean is subtracted first.
-    """
+    """A norm without its scale: ``v = t · gain ∘ u``, or of ``u`` less its mean (``centred``)."""
 
     gain: Float64[Tensor, "head size"]
     centred: bool
@@ -83,15 +78,9 @@ def _factor(x: Tensor, y: Tensor, dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Readout:
-    """How one layer makes its queries (or keys) from the residual stream.
+    """How one layer makes its queries (or keys) from the stream at the hook ``source``.
 
-    Attributes:
-        side: queries or keys.
-        source: the hook of the stream that they read.
-        tap: where they are read.
-        matrix: ``[head, d_head, d_model]``, up to a factor that is the same for all vectors.
-        bias: ``[head, d_head]``.
-        needed: the beginning of error messages, such as "distance_sources needs".
+    ``matrix`` is up to a factor that is the same for all vectors; ``needed`` begins error messages.
     """
 
     side: Side
@@ -130,11 +119,7 @@ def measure_readouts(
     model: Any, spec: AttentionSpec, tokens: Int[Tensor, "batch pos"], taps: dict[Side, Tap], needed: str
 ) -> dict[Side, Readout]:
     """Measure how a layer's queries and keys come from the stream: a pass over all unit vectors, and one over their
-    negatives. Of the tokens only the length matters.
-
-    Raises:
-        ValueError: a layer whose queries or keys do not change with the residual stream.
-    """
+    negatives. Of the tokens only the length matters."""
     d_model, length = int(model.cfg.d_model), tokens.shape[1]
     size, texts = d_model**0.5, -(-d_model // length)  # of unit variance, as after a norm
     found: dict[Side, Readout] = {}

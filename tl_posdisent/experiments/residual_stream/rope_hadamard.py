@@ -76,9 +76,8 @@ class RopeHadamard(HasTable):
     def to_frame(self) -> pd.DataFrame:
         """One row per text and head, with each measure before (``content()``) and after the rotation (``scores()``).
 
-        ``norm`` is the largest singular value, ``condition`` the largest over the smallest (of ``min(pos, d_head)``),
-        ``effective_rank`` the exponential of the entropy of the singular values over their sum; all of the whole
-        matrix. ``toeplitz`` is the ``toeplitz_share`` inside the mask.
+        ``norm`` is the largest singular value, ``condition`` and ``effective_rank`` are those of the whole matrix,
+        ``toeplitz`` is the ``toeplitz_share`` inside the mask.
         """
         both = [*zip(("before", "after"), self.spectra(), (self.content(), self.scores()), strict=True)]
         columns = {f"condition_{when}": condition_number(spectrum) for when, spectrum, _ in both}
@@ -117,11 +116,8 @@ def rope_hadamard(model: Any, tokens: Tokens, layer: int, *, attention_mask: Ten
         layer: 0 … n_layers - 1; negative ones count from the end.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
 
-    Returns:
-        ``RopeHadamard``: ``gram(c)``, ``kernel(c)``, ``rest()``, ``scores()``, and the spectrum before and after.
-
     Raises:
-        ValueError: unusable tokens or layer; a layer without rotary embeddings; texts of unequal length.
+        ValueError: unusable arguments; a layer without rotary embeddings; texts of unequal length.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model

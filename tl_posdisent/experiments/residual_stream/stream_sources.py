@@ -33,11 +33,7 @@ class Batch(NamedTuple):
 def weighted_sources(
     model: Any, batches: Sequence[Batch], layer: int, tool: str
 ) -> dict[str, Float64[Tensor, "weight d_model"]]:
-    """Sum over the tokens, weighted, what every source has added to the stream before a layer.
-
-    Returns:
-        Sums by source: ``"embedding"``, ``"L0H3"``, ``"L0 bias"`` (of the attention's output, if it has one),
-        ``"L0 MLP"`` …
+    """Sum over the tokens, weighted, what every source has added to the stream before a layer; by source.
 
     Raises:
         ValueError: a model whose residual stream is not that sum, or whose attention is not linear in z.

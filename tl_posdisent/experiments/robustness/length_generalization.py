@@ -88,13 +88,10 @@ def length_generalization(
 ) -> pd.DataFrame:
     """Measure loss, attention and attention outputs by position, in texts that may be longer than the model's context.
 
-    At untrained distances scores may become very large, attention may spread over more and more keys, and the outputs
-    of heads (``z``) may leave the distribution that later layers were trained on. Each has a column, beside the loss.
-    Position tables are extended where the model has them (``longer_context``).
-
-    **The drift of z.** The reference of each head is its z at positions ``lengths[0] … in_range - 1`` of the same
-    texts, read in a separate pass that ends there, without ``hooks``. Its covariance is shrunk (Ledoit and Wolf). A
-    position of the reference is compared with the reference without that position.
+    Position tables are extended where the model has them (``longer_context``). The reference of each head's ``z`` is
+    that at positions ``lengths[0] … in_range - 1`` of the same texts, read in a separate pass that ends there, without
+    ``hooks``. Its covariance is shrunk (Ledoit and Wolf). A position of the reference is compared with the reference
+    without that position.
 
     Args:
         model, attention_mask: as in ``head_ablation``.
@@ -113,8 +110,7 @@ def length_generalization(
         * ``loss``: cross entropy of the next token in nats (of the bucket, the same in all its rows);
         * ``entropy``: of the attention, in nats;
         * ``largest_score``: the largest score that a query gives to any key that it sees;
-        * ``share_key``: the share of the variance of the bucket's scores that the key alone explains, as in
-          ``fit_additive`` of these queries: the rest is what the distance and the query bring in;
+        * ``share_key``: the share of the variance of the bucket's scores that the key alone explains;
         * ``mahalanobis``: Mahalanobis distance of z from the reference, divided by √d_head: about 1 in range;
         * ``cosine``: of z with the mean of the reference;
         * ``outside``: share of positions further from the reference than 99 % of its own: 0.01 in range.
@@ -123,9 +119,8 @@ def length_generalization(
         ``entropy`` where it would not use edited ones.
 
     Raises:
-        ValueError: unusable tokens, layers or hooks; lengths that are no ascending integers within the text, or that
-            leave nothing to predict; ``in_range`` with fewer than three positions; a model that cannot read so far; a
-            layer without ``hook_z`` and ``hook_pattern``; attention outputs that are not finite.
+        ValueError: unusable arguments; a model that cannot read so far; a layer without ``hook_z`` and
+            ``hook_pattern``; attention outputs that are not finite.
 
     Example:
         >>> from tl_posdisent import demo_tokens, lambda_mask, length_generalization, load_demo_model
@@ -181,8 +176,7 @@ def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
     if not all(map(is_integer, edges)) or len(edges) < 2 or any(b <= a for a, b in pairwise(edges)):
         raise ValueError(f"lengths must be at least two ascending integers, got {edges if given else shown(lengths)}")
     if edges[0] < 0 or edges[-1] > length or edges[-2] > length - 2 or edges[1] < edges[0] + 3:
-        cut = ". The text is as long as the model's context: TransformerLens's to_tokens truncates longer ones there; "
-        cut += "pass the text itself as a string, or to_tokens(text, truncate=False)"
+        cut = ": to_tokens truncates longer texts at the context; pass a string, or to_tokens(text, truncate=False)"
         raise ValueError(
             f"lengths must lie within the text of {length} tokens, with three positions or more in the first bucket "
             f"and a token to predict in the last, got {edges}{cut if length == context < edges[-1] else ''}"

@@ -62,9 +62,6 @@ class ReferenceSample:
 def fit_reference(x: Float[Tensor, "*batch n d"]) -> ReferenceSample:
     """Mean and shrunk covariance of n ≥ 2 vectors, for each leading index.
 
-    Raises:
-        ValueError: fewer than two vectors, or any that is not finite.
-
     Example:
         >>> import torch
         >>> from tl_posdisent.experiments.robustness.mahalanobis import fit_reference

@@ -33,13 +33,6 @@ class MultipleChoice:
 
     Raises:
         ValueError: fewer than two choices; an answer out of range; neither text nor ids, or empty ones.
-
-    Example:
-        >>> from tl_posdisent import load_demo_model
-        >>> from tl_posdisent.experiments import MultipleChoice, choice_scores
-        >>> question = MultipleChoice("We the people of the", [" United States", " people the"], 0)
-        >>> int(choice_scores(load_demo_model(), question).argmax()) == question.answer
-        True
     """
 
     context: Text
@@ -70,14 +63,14 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
         Nats per token, one number for each choice; the likeliest is the model's answer.
 
     Raises:
-        ValueError: no ``MultipleChoice``; text for a model without tokenizer; ids outside the vocabulary or with
-            padding; scores that are not finite.
+        ValueError: text for a model without tokenizer; ids outside the vocabulary or with padding; scores that are not
+            finite.
 
     Example:
         >>> from tl_posdisent import load_demo_model
         >>> from tl_posdisent.experiments import MultipleChoice, choice_scores
         >>> question = MultipleChoice("In order to form a more perfect", [" Union", " of"], 0)
-        >>> bool(choice_scores(load_demo_model(), question).max() < 0)
+        >>> int(choice_scores(load_demo_model(), question).argmax()) == question.answer
         True
     """
     if not isinstance(question, MultipleChoice):

@@ -35,8 +35,7 @@ def output_projection(
 
     The picture of arXiv 2503.13305, §6. An output is ``z`` of all heads of a layer side by side, at one position. The
     reference is the outputs at positions ``start … in_range - 1`` of the same texts, read in a pass that ends there,
-    without ``hooks``; its mean is subtracted, and each coordinate is in standard deviations of the reference along that
-    component. Distances in all directions, head by head: ``mahalanobis`` of ``length_generalization``.
+    without ``hooks``; each coordinate is in standard deviations of the reference from its mean.
 
     Args:
         model, attention_mask: as in ``head_ablation``.
@@ -53,8 +52,8 @@ def output_projection(
         ``table.attrs["explained"]`` has the share of the reference's variance of each component, by layer.
 
     Raises:
-        ValueError: unusable tokens, layers or hooks; numbers out of range; a layer without ``hook_z``; outputs that are
-            not finite, or that do not vary within range; a model that cannot read so far (``longer_context``).
+        ValueError: unusable arguments; a layer without ``hook_z``; outputs that are not finite, or that do not vary
+            within range; a model that cannot read so far (``longer_context``).
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model

@@ -32,16 +32,8 @@ class Perturbed:
     Attributes:
         tokens: ``[batch, pos]``, in the new order if the order is perturbed, else unchanged.
         hooks: for ``model.hooks(fwd_hooks=...)`` or ``applied``; empty if only the order is perturbed.
-        moved: ``[batch, pos]``, True at the positions that moved: they have another token, or their token receives
-            another position (the same positions in all three kinds).
+        moved: ``[batch, pos]``, True at the positions that moved, the same in all three kinds.
         attention_mask: ``[batch, pos]``, False at padding: run the model with it where there is padding.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model
-        >>> from tl_posdisent.experiments import perturb
-        >>> perturbed = perturb(load_demo_model(), demo_tokens(length=101), "index", 0.1)
-        >>> int(perturbed.moved.sum()), int(perturbed.intact.sum()) < 90
-        (10, True)
     """
 
     tokens: Int[Tensor, "batch pos"]
@@ -100,20 +92,17 @@ def perturb(
         until: positions of each text from here on stay; default none.
 
     Raises:
-        ValueError: an argument out of range; unusable tokens or fewer than two units that can move; words of a model
-            without tokenizer; positions of a model without rotary embeddings.
+        ValueError: unusable arguments; fewer than two units that can move; words of a model without tokenizer;
+            positions of a model without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import load_demo_model
         >>> from tl_posdisent.experiments import perturb
-        >>> from tl_posdisent.hooks import applied
         >>> model = load_demo_model()
         >>> scrambled = perturb(model, "We the people of the United States, in order", "order", 0.5)
         >>> model.tokenizer.decode(scrambled.tokens[0])
         '<|endoftext|>We people the of the United States, order in'
         >>> told = perturb(model, "We the people of the United States, in order", "index", 0.5)
-        >>> with applied(model, told.hooks):
-        ...     logits = model(told.tokens)
         >>> bool((told.moved == scrambled.moved).all())
         True
     """

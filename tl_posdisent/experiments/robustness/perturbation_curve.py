@@ -43,14 +43,10 @@ def perturbation_curve(
 ) -> pd.DataFrame:
     """Measure the added loss if a fraction of a text is perturbed in order, positions or rotary phases.
 
-    The perturbations are those of ``perturb``, with the same pairs in all kinds: the ``order`` of the text, the
-    position ``index`` that RoPE receives, or RoPE's phases (``feature``) with the same displacements as ``index`` in
-    another order.
-
-    A perturbed text is harder to predict for two reasons: its context is perturbed, and the next token may have moved.
-    ``perplexity`` and ``accuracy`` include both; they are over all positions, with the next token of the perturbed text
-    as target for ``order`` and that of the text for the other kinds. ``added_loss`` and ``kl`` measure the first alone,
-    over positions where neither token nor next token moved (``Perturbed.intact``). Compare kinds by these only.
+    A text perturbed by ``perturb`` is harder to predict for two reasons: its context is perturbed, and the next token
+    may have moved. ``perplexity`` and ``accuracy`` include both; they are over all positions, with the next token of
+    the perturbed text as target for ``order``. ``added_loss`` and ``kl`` measure the first alone, over positions where
+    neither token nor next token moved (``Perturbed.intact``). Compare kinds by these only.
 
     Args:
         model, tokens, attention_mask: as in ``perturb``; the model is causal.
@@ -58,9 +54,8 @@ def perturbation_curve(
         fractions: of the units that can move. At 0 model and text are as they are.
         seeds: how many perturbations (seeds 0, 1, 2 …), or the seeds themselves.
         window, unit, jitter: as in ``perturb``.
-        downstream: what else to measure: questions, of which the share answered right counts (the likeliest choice per
-            token, the context perturbed; see ``MultipleChoice``), or any ``downstream(model, perturb) -> number`` that
-            applies what ``perturb(its_tokens)`` returns, a ``Perturbed``, by itself.
+        downstream: what else to measure: one or several ``MultipleChoice``, of which the share answered right counts,
+            or any ``downstream(model, perturb) -> number`` that applies what ``perturb(its_tokens)`` returns by itself.
         progress: show a bar over the runs.
 
     Returns:
@@ -71,8 +66,7 @@ def perturbation_curve(
         followed by its standard error, such as ``perplexity_se`` (NaN for a single seed).
 
     Raises:
-        ValueError: what ``perturb`` refuses; a model that sees what follows; logits that are not finite;
-            ``downstream`` that is neither questions nor a function to a finite number.
+        ValueError: unusable arguments; a model that sees what follows; numbers that are not finite.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, perturbation_curve
