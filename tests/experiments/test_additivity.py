@@ -72,34 +72,17 @@ def test_every_number_by_least_squares(kind: str, name: str, shared_model: Any) 
 
 @pytest.mark.parametrize("name", ["opt", "gptj", "gpt_neo"])
 def test_models_that_show_only_their_pattern(name: str, shared_model: Any) -> None:
-    """A bridge recomputes their scores; a softmax gives them back from the pattern up to a constant in each row."""
+    """A bridge recomputes their scores, of which the pattern is the softmax."""
     model = shared_model("bridge", name)
     hook = "blocks.1.attn.hook_pattern"
     with torch.no_grad():
         pattern = model.run_with_cache(TOKENS, names_filter=hook)[1][hook]
-    (spec,) = read_model(model).specs([1])
-    scores = pattern.log().masked_fill(~spec.mask(24), 0.0)
-    # What is constant in a row is the query's, so what distance and key explain together is the same of both.
-    table = table_of(model, layers=[1])
-    for head in (0, 7):
-        total = by_least_squares(scores[0, head], spec.mask(24))
-        row = table.query(f"batch == 0 and head == {head}").iloc[0]
-        unexplained_of_log = (1 - total["r2"]) * variance(scores[0, head], spec.mask(24))
-        captured = recomputed(model, spec, head)
-        assert (1 - row["r2"]) * variance(captured, spec.mask(24)) == pytest.approx(unexplained_of_log, rel=1e-3)
-
-
-def recomputed(model: Any, spec: Any, head: int) -> Tensor:
-    from tl_posdisent import capture
-
-    return next(capture(model, TOKENS, layers=[spec.layer])).scores[0, head]
-
-
-def variance(scores: Tensor, cells: Tensor) -> float:
-    return float(scores.double()[cells].var(unbiased=False))
-
-
-# --- trained and untrained ------------------------------------------------------------------------------------
+    (layer,) = tp.capture(model, TOKENS, layers=[1])
+    inside = layer.spec.mask(24)
+    found = layer.scores.masked_fill(~inside, -torch.inf).softmax(-1)
+    torch.testing.assert_close(found, pattern, rtol=1e-4, atol=1e-5)
+    row = table_of(model, layers=[1]).query("batch == 0 and head == 7").iloc[0]
+    assert row["r2"] == pytest.approx(by_least_squares(layer.scores[0, 7], inside)["r2"], abs=1e-6)
 
 
 @pytest.mark.usefixtures("unchecked")  # the checks of lists draw random numbers themselves
