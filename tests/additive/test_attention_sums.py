@@ -44,7 +44,7 @@ def by_autograd(layout: Layout, mask: Tensor, stacked: Tensor, x: Tensor) -> lis
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_sums_are_those_of_autograd(case: Case, edges: tuple[int, ...]) -> None:
     layout, mask = layout_of(case, edges), mask_of(case)
-    stacked = 2 * torch.randn(math.prod(case.shape[:-2]), 1, layout.n_coefficient, dtype=torch.float64)
+    stacked = 2 * torch.randn(math.prod(case.shape[:-2]), 1, layout.counts.shape[-1], dtype=torch.float64)
     x = torch.randn_like(stacked)
     expected = by_autograd(layout, mask, stacked, x)
     for direct in (False, True):
@@ -64,7 +64,7 @@ def test_normalisers_of_any_size_are_right(span: int, monkeypatch: pytest.Monkey
     """Where rounding of transforms would reach them, queries are formed cell by cell; also those not kept."""
     monkeypatch.setattr("tl_posdisent.additive.attention.sums._TILE", 4)
     layout, mask = layout_of(CASES["causal-40"]), mask_of(CASES["causal-40"])
-    stacked = span * torch.rand(2, 1, layout.n_coefficient, dtype=torch.float64)
+    stacked = span * torch.rand(2, 1, layout.counts.shape[-1], dtype=torch.float64)
     x = torch.randn_like(stacked)
     expected = by_autograd(layout, mask, stacked, x)
     for stored in (2**26, 0):
@@ -81,7 +81,7 @@ def test_distances_next_to_the_query(case: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fourier, "_NEAR", 3)
     monkeypatch.setattr("tl_posdisent.additive.attention.sums._TILE", 4)
     layout, mask = layout_of(CASES[case]), mask_of(CASES[case])
-    stacked = 4 * torch.rand(math.prod(CASES[case].shape[:-2]), 1, layout.n_coefficient, dtype=torch.float64)
+    stacked = 4 * torch.rand(math.prod(CASES[case].shape[:-2]), 1, layout.counts.shape[-1], dtype=torch.float64)
     close = torch.arange(layout.low, layout.high + 1).abs() < 2
     layout.split(stacked)[0][..., close] += 25  # nats
     x = torch.randn_like(stacked)
@@ -95,7 +95,7 @@ def test_distances_next_to_the_query(case: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_steep_profile_needs_no_more_cells_than_those_near_the_query() -> None:
     """Thirty nats down over thirty distances, and a loud first key: transforms of all distances lose the others."""
     layout = layout_of(CASES["causal-40"])
-    stacked = torch.zeros(2, 1, layout.n_coefficient, dtype=torch.float64)
+    stacked = torch.zeros(2, 1, layout.counts.shape[-1], dtype=torch.float64)
     layout.split(stacked)[0][..., :31] = torch.arange(30, -1, -1)
     layout.split(stacked)[1][..., 0] = 5
     sums, exact = AttentionSums(layout, stacked), AttentionSums(layout, stacked, direct=True)
@@ -108,7 +108,7 @@ def test_a_steep_profile_needs_no_more_cells_than_those_near_the_query() -> None
 @pytest.mark.parametrize("span", [1, 3])
 def test_importances_alone_in_closed_form(name: str, span: int) -> None:
     layout = layout_of(CASES[name])
-    stacked = torch.zeros(2, 1, layout.n_coefficient, dtype=torch.float64)
+    stacked = torch.zeros(2, 1, layout.counts.shape[-1], dtype=torch.float64)
     key = layout.split(stacked)[1]
     key.copy_(span * torch.linspace(0, 1, layout.n_key) + torch.randn(key.shape, dtype=torch.float64))
     wanted = AttentionSums(layout, stacked, direct=True)

@@ -191,17 +191,6 @@ def test_metrics_are_means_since_the_row_before() -> None:
     assert some["seconds"].is_monotonic_increasing
 
 
-def test_it_learns() -> None:
-    task = TriggerCount(d_vocab=6, n_triggers=1, max_count=2, min_length=4, max_length=4, n_ctx=4)
-    model = small(d_vocab=6, n_ctx=4, n_out=3)
-    config = TrainConfig(epochs=5, batch_size=16, n_train=320, n_test=60, lr=2e-2)
-    run = train(model, task, config, progress=False)
-    assert run.test_accuracy > 0.95
-    assert not model.training
-    split = run.split()
-    assert evaluate(model, split.test_tokens, split.test_labels)[1] == run.test_accuracy
-
-
 def test_bfloat16_is_near_float32() -> None:
     usual, other = (
         go(small(2), changed(FEW, precision=name)).metrics["loss"].tolist() for name in ("auto", "bfloat16")
@@ -244,10 +233,6 @@ def test_a_stop_leaves_no_trace_in_the_weights(stops: list[int], tmp_path: Path)
     again = go(small(9, dropout=0.2), folder=tmp_path, resume=True)  # there is nothing left to do
     assert same(weights(whole.model), weights(again.model))
     pd.testing.assert_frame_equal(again.metrics, run.metrics)
-
-
-def test_without_a_state_resume_begins(tmp_path: Path) -> None:
-    assert same(weights(go(small(1)).model), weights(go(small(1), folder=tmp_path / "new", resume=True).model))
 
 
 def test_ctrl_c_loses_no_more_than_the_rows_since_the_last_state(

@@ -86,11 +86,7 @@ def refuse_patterns(scores: Float[Tensor, "*batch query key"], advice: str) -> N
 
 
 def warn_of_vectors(scores: Float[Tensor, "*batch query key"]) -> None:
-    """Warn if fewer queries than keys come with scores where a causal model has none.
-
-    Queries, keys, values and ``z`` are ``[batch, pos, head, d_head]``: read as scores, their heads are the last
-    queries of ``d_head`` keys, and nothing is masked.
-    """
+    """Warn if fewer queries than keys come with scores where a causal model has none, as q, k, v and z do."""
     n_query, n_key = scores.shape[-2:]
     if scores.ndim < 3 or not 1 < n_query < n_key:
         return

@@ -43,10 +43,8 @@ class Split:
 
 
 class Task(ABC):
-    """A source of samples. The tasks are frozen dataclasses; their fields are the sizes.
-
-    Token 0 is the padding, behind each text; each task defines the other ids. ``d_vocab`` counts all of them, and
-    ``n_ctx`` is the padded length.
+    """A source of samples: a frozen dataclass of sizes. ``d_vocab`` counts all ids, of which 0 is the padding behind
+    each text; ``n_ctx`` is the padded length.
 
     Example:
         >>> from tl_posdisent.synthetic import Task, TriggerCount
@@ -86,9 +84,8 @@ class Task(ABC):
         """Draw independent samples, on the device.
 
         Args:
-            n: how many, at least 1.
-            seed: from 0 to 2³² - 1, the same samples for the same number, device and version of torch; or a generator,
-                which advances.
+            n: how many.
+            seed: from 0 to 2³² - 1, or a generator, which advances; the same samples on the same device.
             device: default the generator's, or the CPU.
 
         Returns:
@@ -115,9 +112,9 @@ class Task(ABC):
         In tiny tasks, where samples repeat, labels with few samples become rarer.
 
         Args:
-            n_train, n_test: samples to train on and to test with, at least 1 each.
+            n_train, n_test: samples to train on and to test with.
             seed: from 0 to 2³² - 1.
-            device: where the tensors go; default the CPU, where they are made.
+            device: where the tensors go; default the CPU.
 
         Raises:
             ValueError: invalid sizes or ``seed``; more samples than the task was found to have.
@@ -164,11 +161,9 @@ def distinct(least: int, most: int, shape: tuple[int, int], generator: torch.Gen
 class TriggerDistance(Task):
     """Task: the distance between two triggers. Only positions give the answer.
 
-    A text is ``before`` fillers, a trigger (id 1), ``gap`` fillers, the trigger again, ``after`` fillers. The label is
-    ``gap - min_gap``. The default sizes are those of arXiv 2505.13027; ``preset("paper")`` has its other settings too.
-
-    ``gap``, ``before`` and ``after`` are uniform and independent, fillers uniform over the ids that are no trigger; so
-    labels are uniform. Texts with a wider gap are longer: ``from_length`` is the accuracy of a guess from the length.
+    A text is ``before`` fillers, a trigger (id 1), ``gap`` fillers, the trigger again, ``after`` fillers; the three
+    numbers are uniform and independent, fillers uniform over the other ids. The label is ``gap - min_gap``. Texts with
+    a wider gap are longer: see ``from_length``. The default sizes are those of arXiv 2505.13027.
 
     Attributes:
         d_vocab: number of token ids, with padding (0) and triggers.
@@ -283,11 +278,8 @@ class TriggerCount(Task):
     """Task: the number of triggers. Positions do not matter.
 
     A text of ``min_length`` to ``max_length`` tokens has ``min_count`` to ``max_count`` triggers, of ``n_triggers``
-    kinds, at random places. The label is their number minus ``min_count``. The default sizes are those of arXiv
-    2505.13027, where all texts have 120 tokens and texts without a trigger do not count: see ``preset("paper")``.
-
-    The number and the length are uniform and independent, so the length does not predict the label. Positions are
-    uniform without repetition, kinds uniform over ids 1 … ``n_triggers``, fillers over the ids above.
+    kinds (ids 1 … ``n_triggers``), at random places. The label is their number minus ``min_count``; number and length
+    are uniform and independent. The default sizes are those of arXiv 2505.13027 (all of it: ``preset("paper")``).
 
     Attributes:
         d_vocab: number of token ids, with padding (0) and triggers.

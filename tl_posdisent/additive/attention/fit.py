@@ -271,7 +271,7 @@ class _Data:
     @classmethod
     def read(cls, pattern: Pattern, shape: Sequence[int], layout: Layout, pseudo_count: float) -> _Data:
         """One pass over the pattern."""
-        own = torch.zeros(*shape, layout.n_coefficient, dtype=torch.float64, device=layout.queries.device)
+        own = torch.zeros(*shape, layout.counts.shape[-1], dtype=torch.float64, device=layout.queries.device)
         entropy = own.new_zeros(*shape, layout.n_query)
         for systems, rows, columns, block in pattern():
             layout.add_sums(own[systems], block, rows, columns)

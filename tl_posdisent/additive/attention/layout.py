@@ -59,16 +59,14 @@ class Layout:
         counts = torch.cat([of_distance, *([of_key] * (len(edges) + 1))], -1)
         shape = (cells.n_query, cells.n_key, cells.low, cells.high, tuple(edges))
         layout = cls(*shape, arranged(by_query, 1), arranged(by_key, 1), counts, mask)
-        return replace(layout, counts=layout._count()) if edges else layout
-
-    def _count(self) -> Stacked:
-        """The counts, with keys counted in each band."""
-        counts = torch.zeros_like(self.counts)
-        for row in range(0, self.n_query, _ROWS):
-            rows = slice(row, min(row + _ROWS, self.n_query))
-            columns = self.columns(rows)
-            self.add_sums(counts, self.inside(rows, columns).double(), rows, columns)
-        return counts
+        if not edges:
+            return layout
+        counts = torch.zeros_like(counts)  # with keys counted in each band
+        for row in range(0, layout.n_query, _ROWS):
+            rows = slice(row, min(row + _ROWS, layout.n_query))
+            columns = layout.columns(rows)
+            layout.add_sums(counts, layout.inside(rows, columns).double(), rows, columns)
+        return replace(layout, counts=counts)
 
     @property
     def offset(self) -> int:
@@ -84,11 +82,6 @@ class Layout:
     def n_band(self) -> int:
         """Number of bands."""
         return len(self.edges) + 1
-
-    @property
-    def n_coefficient(self) -> int:
-        """Length of a stacked vector."""
-        return self.n_distance + self.n_band * self.n_key
 
     @property
     def is_causal(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
@@ -196,7 +196,7 @@ class AttentionFit(HasTable):
         ``"summary"`` has one row per fit: its leading index, the shares explained, and the mean ``kl`` per query.
         ``"distance"``, ``"key"`` and ``"query"`` (the divergences) have one row per value.
         """
-        check_choice("component", component, ("summary", "distance", "key", "query"))
+        check_choice("component", component, get_args(AttentionComponent))
         if component == "summary":
             names = ("explained", "explained_distance", "explained_key")
             columns: dict[str, Any] = {name: getattr(self, name).flatten().tolist() for name in names}

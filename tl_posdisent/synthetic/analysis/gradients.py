@@ -50,8 +50,8 @@ def positional_gradients(
       scores: all that changes with the distance. For RoPE and MLA, ``P_c`` is subspace c of the scores minus its
       average over all distances ``1 - pos … pos - 1``; for a bias (ALiBi, T5) it is the bias, and g has one entry.
 
-    If batches agree, the norm of the mean is near the mean of the norms; if they cancel, it is about ``1/√batches`` of
-    it (arXiv 2505.13027, propositions 6.1 and 6.2: RoPE has a lower bound, ALiBi cancels). Dropout is off.
+    If batches cancel, the norm of the mean is about ``1/√batches`` of the mean of the norms (arXiv 2505.13027,
+    propositions 6.1 and 6.2: RoPE has a lower bound, ALiBi cancels). Dropout is off.
 
     Args:
         model: with one answer per text (``read_out`` "mean" or "last"), trained or not.

@@ -127,13 +127,10 @@ def sufficient_heads(
 ) -> SufficientHeads:
     """Find a small set of heads that suffices for a task, by greedy elimination.
 
-    A set is *sufficient* if the model keeps its accuracy with these heads alone (``only_heads``); of two redundant
-    heads one is in the set, though neither is *necessary* (``head_drops``).
-
-    The search ranks the heads by their own effect, finds by bisection how many of the first suffice, and removes heads
-    from these, the last ones first, as long as accuracy stays at ``keep`` of the baseline or above, until each head of
-    the set is needed (a smaller set of other heads may exist). Then the heads of the set are ranked by the loss without
-    each, and removed in that order.
+    A set is *sufficient* if the model keeps ``keep`` of its accuracy with these heads alone (``only_heads``); of two
+    redundant heads one is in the set, though neither is *necessary* (``head_drops``). The search ranks the heads by
+    their own effect, finds by bisection how many of the first suffice, and removes heads, the last ones first, until
+    each is needed (a smaller set of other heads may exist). The heads of the set are ranked by the loss without each.
 
     Args:
         model: trained.

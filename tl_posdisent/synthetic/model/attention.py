@@ -123,14 +123,9 @@ class Attention(nn.Module):
 
     def vectors(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[batch, pos, head, d_head]``."""
-        w = _side_by_side(self.W_Q), _side_by_side(self.W_K), _side_by_side(self.W_V)
-        b = self.b_Q.flatten(), self.b_K.flatten(), self.b_V.flatten()
-        if x is source:
-            flat = torch.addmm(torch.cat(b), x.flatten(0, 1), torch.cat(w, 1)).view(*x.shape[:2], -1).chunk(3, -1)
-        else:
-            keys = torch.addmm(torch.cat(b[1:]), source.flatten(0, 1), torch.cat(w[1:], 1)).view(*x.shape[:2], -1)
-            flat = torch.addmm(b[0], x.flatten(0, 1), w[0]).view(*x.shape[:2], -1), *keys.chunk(2, -1)
-        q, k, v = (part.unflatten(-1, self.b_Q.shape) for part in flat)
+        asked, keyed = (y.flatten(0, 1) for y in (x, source))
+        parts = (asked, self.W_Q, self.b_Q), (keyed, self.W_K, self.b_K), (keyed, self.W_V, self.b_V)
+        q, k, v = (torch.addmm(b.flatten(), y, _side_by_side(w)).view(*x.shape[:2], *b.shape) for y, w, b in parts)
         return q, k, v
 
     def _out(self, z: Float[Tensor, "text pos head d_head"]) -> Float[Tensor, "text pos d_model"]:

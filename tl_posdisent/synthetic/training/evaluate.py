@@ -25,7 +25,7 @@ def evaluate(
 ) -> tuple[float, float]:
     """Compute mean cross-entropy and accuracy on labelled samples, without dropout.
 
-    Hooks on the model act: call it within ``model.hooks(fwd_hooks=…)`` to measure an intervention.
+    Call it within ``model.hooks(fwd_hooks=…)`` to measure an intervention.
 
     Args:
         tokens: ``[sample, pos]``, from ``task.batch`` or a split; padding behind.

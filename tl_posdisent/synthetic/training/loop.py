@@ -29,18 +29,14 @@ class TrainingLoop(ABC):
     """Train a model with AdamW, from its initial weights or from the state in a folder.
 
     The state holds all that the next step depends on: weights, moments, the number of steps done, and torch's random
-    state of the CPU. So a resumed training run ends with the same weights as an uninterrupted one. It is written with
-    every checkpoint, and with a row of metrics once a minute. A subclass defines the batches and the loss
-    (``gradients``), what is measured and what is saved.
+    state of the CPU. It is written with every checkpoint, and with a row of metrics once a minute.
 
     Attributes:
-        model, optimizer: trained in place; of all its parameters.
         steps, done: steps of the whole training run, and those done.
         clip: greatest norm of the gradient; None for no clipping.
         log_every: steps per row of metrics.
         folder: of checkpoints and state; None keeps nothing.
-        rows: the metrics, one dict per row.
-        checkpoints: step → file with its weights.
+        rows, checkpoints: the metrics, one dict per row; step → file with its weights.
     """
 
     def __init__(

@@ -192,8 +192,7 @@ def train_preset(
         preset: from ``preset``, or one of your own.
         encodings: any of ``SyntheticConfig``; default all of the preset's.
         tasks: names; default all of the preset's.
-        seeds: of the weights, the order of samples and dropout: how many (0, 1, …), or a list of which. The samples are
-            those of ``split_seed``.
+        seeds: of the weights, the order of samples and dropout: how many (0, 1, …), or a list of which.
         folder: save each training run in a subfolder there; an interrupted run is resumed.
         device: where to train.
         changed: other arguments of ``SyntheticConfig`` for all models, ``rotary_heads=1`` for instance.

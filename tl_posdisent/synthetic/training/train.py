@@ -226,19 +226,16 @@ def train(
 ) -> TrainRun:
     """Train a synthetic model on a task, in place.
 
-    Everything that is drawn (order of samples, dropout) follows from ``config.seed`` and the number of the step; the
-    global random state is restored. So a resumed training run ends with the same weights, to the last bit, as an
-    uninterrupted one (on a CPU with the same number of threads). After an error or Ctrl-C the model keeps its mode and
-    the weights of the last step.
+    What is drawn follows from ``config.seed`` and the number of the step, so a resumed training run ends with the same
+    weights, to the last bit, as an uninterrupted one (on a CPU with the same number of threads). After an error or
+    Ctrl-C the model keeps its mode and the weights of the last step.
 
     Args:
-        model: its weights are where training begins; trained where it is, on CPU or GPU.
-        task: the samples. The model's ``d_vocab``, ``n_ctx``, ``n_out`` and ``pad_id`` must fit it; with
-            ``pad_id=None`` it reads padding.
+        model: its weights are where training begins; on CPU or GPU.
+        task: the samples, which the model's ``d_vocab``, ``n_ctx``, ``n_out`` and ``pad_id`` must fit.
         config: default ``TrainConfig()``.
         folder: save ``step-000123.safetensors`` there for each of ``config.checkpoints`` and the end, and
-            ``state.safetensors``, from which ``resume`` continues, at these steps and once a minute. Without it nothing
-            is saved. One training at a time may write to a folder.
+            ``state.safetensors``, from which ``resume`` continues, at these steps and once a minute.
         resume: continue from the state in ``folder``, if there is one.
         stop_at: stop after this step, to resume another time.
         on_step: called with the number of steps done and the model after every step.
@@ -247,9 +244,8 @@ def train(
         ``TrainRun``: model (in evaluation mode), metrics, checkpoints.
 
     Raises:
-        ValueError: a model that does not fit the task; a loss that is NaN or infinite; ``resume`` without a folder,
-            with another training in it, or with a damaged state; a folder with a state, without ``resume``, or in which
-            another training is running.
+        ValueError: a model that does not fit the task; a loss that is not finite; ``resume`` without a folder, or with
+            another or a damaged state in it; a folder with a state, without ``resume``, or with a running training.
 
     Example:
         >>> from tl_posdisent.synthetic import TrainConfig, preset, train
