@@ -9,8 +9,19 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
+from support.public_calls import call
+from support.results import assert_same
 
-from tl_posdisent import capture, read_model, swap_positions
+from tl_posdisent import (
+    additivity,
+    attention_ladder,
+    capture,
+    controlled_distance,
+    distance_sources,
+    head_ablation,
+    read_model,
+    swap_positions,
+)
 
 TOKENS = zoo.random_tokens()
 
@@ -62,3 +73,15 @@ def test_captures_in_threads_are_of_their_own_texts(kind: str, name: str, shared
     longer = zoo.random_tokens(17, seed=1)
     for got in beside(lambda: list(capture(reading, TOKENS)), lambda: list(capture(reading, longer)), 20):
         assert all(torch.equal(layer.scores, scores) for layer, scores in zip(got, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", [additivity, controlled_distance, head_ablation, attention_ladder, distance_sources])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_threads_with_models_of_their_own(kind: str, name: str, tool: Callable[..., Any]) -> None:
+    model, other = zoo.load(kind, name), zoo.load(kind, name)
+    for parameter in other.parameters():
+        parameter.data *= 1.5
+    expected = call(tool, model)
+    for got in beside(lambda: call(tool, model), lambda: call(tool, other), 2):
+        assert_same(got, expected, rtol=0, atol=0)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import pandas as pd
 
 from tl_posdisent.models.memory import free_memory, gigabytes, model_bytes, model_devices
+from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.rope.covariance import NUMBERS_AT_ONCE
 from tl_posdisent.utils.pictures import HasTable
@@ -107,7 +108,7 @@ def estimate(
     The memory is an upper bound from shapes (docs/memory_and_time.md). Models on ``meta`` work as well.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
         length: tokens of a text, at least 2.
         batch: texts that run at once.
         tool: what will run, on all layers and heads; ``"fit_attention"`` of one layer that ``capture`` returns. Tools
@@ -127,6 +128,7 @@ def estimate(
         >>> estimate(model, 100, tool="position_patching").passes  # 5 layers of 8 heads
         42.0
     """
+    model = model_of(model)
     layers = n_layers(model)
     check_integer("length", length, 2)
     check_integer("batch", batch, 1)

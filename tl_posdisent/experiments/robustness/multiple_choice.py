@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import check_tokens, device_of, evaluating, output_of, refuse_padding
+from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.validation import check_integer
 
@@ -54,7 +55,7 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
     """Compute the mean log-likelihood per token of each choice, given the context.
 
     Args:
-        model: a causal HookedTransformer, TransformerBridge or alike.
+        model: a causal HookedTransformer, TransformerBridge or alike, or its ``read_model``.
         question: context and choices.
         perturb: what ``perturbation_curve`` passes to its ``downstream``: it perturbs the context; the choice follows
             unperturbed.
@@ -75,6 +76,7 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
     """
     if not isinstance(question, MultipleChoice):
         raise ValueError(f"question must be a MultipleChoice, got {type(question).__name__}")
+    model = model_of(model)
     n_layers(model)  # or it is no model
     context = _ids(model, "context", question.context, begins=True)
     by = "word" if isinstance(question.context, str) else "token"

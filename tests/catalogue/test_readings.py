@@ -1,0 +1,51 @@
+"""A reading of some layers stands for the whole model: every function gives the numbers of the model."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.public_calls import TOKENS, Function, call, functions
+from support.results import assert_same
+
+import tl_posdisent as tp
+from tl_posdisent.hooks.hook_list import Hooks
+
+# All others take minutes together.
+QUICK = {"ablate_heads", "attention_ladder", "choice_scores", "component_patching", "drop_component", "estimate"}
+QUICK |= {"perturb", "phase_noise", "position_patching", "remap_distance"}
+OF_MODELS = {f.__name__: f for f in functions() if f.__module__.split(".")[1] not in ("models", "report")}
+CLASSES = ["bridge", "hooked"] if zoo.TL_MAJOR == 3 else ["bridge"] if zoo.TL_MAJOR > 3 else ["hooked"]
+
+
+@functools.cache
+def result(name: str, kind: str) -> Any:
+    return outcome(OF_MODELS[name], zoo.load(kind, "gemma3"))
+
+
+def outcome(function: Function, model: Any) -> Any:
+    """What it returns, or the logits under the hooks that it returns, or what it refuses."""
+    try:
+        made = call(function, model)
+    except ValueError as error:
+        return str(error)
+    if not isinstance(made, Hooks):
+        return made
+    model = model if isinstance(model, torch.nn.Module) else model.model
+    with torch.no_grad():
+        return model.run_with_hooks(TOKENS, fwd_hooks=made)
+
+
+@pytest.mark.parametrize("layers", [[1], [2, 0]])
+@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in OF_MODELS])
+def test_a_reading_of_some_layers_gives_the_numbers_of_the_model(name: str, kind: str, layers: list[int]) -> None:
+    expected = result(name, kind)
+    found = outcome(OF_MODELS[name], tp.read_model(zoo.load(kind, "gemma3"), layers))
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        assert_same(found, expected)
