@@ -25,7 +25,7 @@ def disentanglement(
 
     Args:
         model, tokens, attention_mask, progress: as in ``additivity``.
-        sinks: positions to leave out of ``controlled_distance`` at the beginning.
+        sinks: positions to leave out of ``controlled_distance``.
 
     Returns:
         One row per layer and head: ``layer``, ``head``; ``r`` of ``additivity`` with ``pool``; ``r_three_axis`` and

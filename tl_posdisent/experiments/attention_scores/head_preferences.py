@@ -49,15 +49,14 @@ def preference_flips(
         far: far ones; default eight, in geometric steps from 8 to the longest of the texts (at least 15).
         sinks: positions to leave out at the beginning of each text, as queries and as keys.
         queries: compare only for this many queries of each text, evenly spaced; default all. Time grows with queries ·
-            keys² · distances: about a second per head for 256 tokens.
+            keys² · distances.
 
     Returns:
         One row per text, layer and head: ``batch``, ``layer``, ``head``; ``near``, ``far`` and ``near_far``, the
         probability of a flip between two near distances, two far ones, and one of each.
 
     Raises:
-        ValueError: unusable tokens, layers or distances; a distance that is near and far; ``sinks`` that leaves fewer
-            than two positions; a layer without rotary embeddings.
+        ValueError: unusable arguments; a distance that is near and far; a layer without rotary embeddings.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model, preference_flips

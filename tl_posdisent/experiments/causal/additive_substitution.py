@@ -49,7 +49,7 @@ def additive_substitution(
 
     Args:
         model, tokens, attention_mask, progress: as in ``head_ablation``.
-        axes: the additive model, ``"three"`` or ``"two"`` (see ``substitute_additive``).
+        axes: ``"three"`` or ``"two"`` (see ``substitute_additive``).
         layers: default all (all that rotate, for two axes).
         seed: of the order of the shuffled text, which is the same for all texts of one length.
 

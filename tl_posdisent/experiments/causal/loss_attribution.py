@@ -18,9 +18,8 @@ Measured = Literal["loss", "kl"]
 def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataFrame:
     """Attribute the loss to the four components of the scores: exact Shapley values from ``additive_substitution``.
 
-    That table has the loss ``v(S)`` with each subset ``S`` of distance, query, key and residual kept in all layers. The
-    Shapley value of a component is the change of the loss when it is added, averaged over all orders in which the four
-    can be added::
+    With ``v(S)`` the loss with a subset ``S`` of distance, query, key and residual kept in all layers, the Shapley
+    value of a component is the change of the loss when it is added, averaged over all orders::
 
         value(p) = Σ_S |S|! (3 - |S|)! / 4! · (v(S ∪ {p}) - v(S)),    S without p
 
@@ -35,7 +34,7 @@ def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataF
         and ``last``, the change if it is added to none and to all of the others.
 
     Raises:
-        ValueError: a table without a row, or with several rows, for some subset; an unknown ``measured``.
+        ValueError: a table without exactly one row for each subset; an unknown ``measured``.
 
     Example:
         >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model

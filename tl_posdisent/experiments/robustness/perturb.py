@@ -73,22 +73,20 @@ def perturb(
     word after one. Then
 
     * ``"order"``: the tokens have the new order;
-    * ``"index"``: tokens and mask are unchanged, and RoPE receives for each token its position under ``"order"``;
-    * ``"feature"``: tokens and mask are unchanged, and in each of RoPE's subspaces the displacements of ``"index"`` are
-      permuted among the positions that moved, so that the subspaces of a token disagree about its position.
+    * ``"index"``: the tokens are unchanged, and RoPE receives for each its position under ``"order"``;
+    * ``"feature"``: the tokens are unchanged, and in each of RoPE's subspaces the displacements of ``"index"`` are
+      permuted among the positions that moved.
 
     Args:
         model, tokens, attention_mask: as in ``head_ablation``; the model has rotary embeddings unless ``kind`` is
             ``"order"``. Each text is perturbed as it would be alone.
         kind: what is perturbed.
         fraction: of the units that can move, from 0 (the model and the text as they are, no hooks) to 1.
-        seed: the same seed draws the same pairs for every kind; those of a smaller fraction are, nearly, a part of
-            those of a larger one.
+        seed: the same seed draws the same pairs for every kind.
         window: how far apart the places of a pair are at most, in units: 1 exchanges neighbours.
         unit: ``"word"`` moves whole words with the space before them, ``"token"`` single tokens. Default words for text
             and tokens for ids.
-        jitter: instead of exchanging them, let RoPE see the moved positions off by normal displacements of this
-            standard deviation, in positions (``"index"`` and ``"feature"``).
+        jitter: standard deviation of normal displacements in the place of exchanges (``"index"``, ``"feature"``).
         until: positions of each text from here on stay; default none.
 
     Raises:
@@ -166,7 +164,7 @@ def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence
 def _reordered(
     units: Sequence[range], length: int, fraction: float | int, window: int, generator: torch.Generator
 ) -> Int[Tensor, " pos"]:
-    """Compute the old position of each new one: pairs of units are exchanged, units between them keep their order."""
+    """The old position of each new one: pairs of units are exchanged, units between them keep their order."""
     order = _exchanged(len(units), fraction, window, generator)
     old, at, pieces = torch.arange(length), 0, []
     for slot, n in zip(units, order, strict=True):
