@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,13 @@ from support import zoo
 from support.intervention_cases import TOOLS_FOR_ANY_LENGTH, L, close
 from torch import Tensor
 
-from tl_posdisent import dummy_distance, limit_frequencies, swap_positions
-from tl_posdisent.hooks import applied, drop_component, substitute_additive
+from tl_posdisent import (
+    dummy_distance,
+    limit_frequencies,
+    read_model,
+    swap_positions,
+)
+from tl_posdisent.hooks import applied, drop_component, phase_noise, substitute_additive
 from tl_posdisent.models.reading.forward import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -26,13 +31,16 @@ TOOLS: dict[str, Callable[..., list[Hook]]] = {
 MODELS = [*zoo.cases("llama-gqa", "gemma2", "gptj"), ("bridge", "neox"), ("bridge", "codegen"), ("bridge", "falcon")]
 
 
-def step_by_step(model: Any, kind: str, hooks: list[Hook], tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Logits of the last tokens, each in a pass of its own against a cache."""
-    out = []
+def step_by_step(
+    model: Any, kind: str, hooks: list[Hook], tokens: Tensor, mask: Tensor | None = None, ends: Sequence[int] = ()
+) -> Tensor:
+    """Logits of parts of a text, each in a pass of its own against a cache; by default of the last tokens, singly."""
+    ends = ends or range(START, tokens.shape[1] + 1)
+    out, parts = [], list(zip((0, *ends), ends, strict=False))
     with torch.no_grad(), model.hooks(fwd_hooks=hooks):
         if kind == "bridge":
             cache: Any = None
-            for start, end in [(0, START), *((i, i + 1) for i in range(START, tokens.shape[1]))]:
+            for start, end in parts:
                 given = {} if mask is None else {"attention_mask": mask[:, :end]}
                 logits, cache = model(
                     tokens[:, start:end],
@@ -46,7 +54,7 @@ def step_by_step(model: Any, kind: str, hooks: list[Hook], tokens: Tensor, mask:
         from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
         cache = TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", len(tokens))
-        for start, end in [(0, START), *((i, i + 1) for i in range(START, tokens.shape[1]))]:
+        for start, end in parts:
             given = {"attention_mask": torch.ones_like(tokens[:, start:end]) if mask is None else mask[:, start:end]}
             out.append(model(tokens[:, start:end], past_kv_cache=cache, **given))
         return torch.cat(out, 1)
@@ -83,6 +91,39 @@ def test_a_cache_gives_the_logits_of_one_whole_pass(kind: str, name: str, shared
                     # It discards edited scores, so that its result would have to be recomputed from cached values.
                     assert (kind, name) == ("bridge", "gptj"), (tool, where, error)  # noqa: PT017
                     assert "use_past_kv_cache=False" in str(error)  # noqa: PT017
+
+
+PARTS = [(6, 7, 12), (1, 3, 8, 12), (4, 12)]
+WINDOWED = zoo.cases("llama-gqa", "mistral", "gemma3", "gptj")
+
+
+@pytest.mark.parametrize(("kind", "name"), WINDOWED)
+@pytest.mark.parametrize("tool", ["swap", "dummy", "interpolate", "noise", "remap"])
+def test_parts_of_any_length_give_the_logits_of_one_whole_pass(
+    kind: str, name: str, tool: str, shared_reading: Any
+) -> None:
+    """Or a refusal, where queries are turned at a hook that fires before the model shows where they stand."""
+    reading = shared_reading(kind, name)
+    for where in ({}, {"heads": [1, 6]}):
+        with torch.no_grad():
+            whole = reading.model.run_with_hooks(TEXTS, fwd_hooks=TOOLS[tool](reading, **where))
+        for ends in PARTS:
+            try:
+                close(step_by_step(reading.model, kind, TOOLS[tool](reading, **where), TEXTS, ends=ends), whole, 2e-4)
+            except ValueError as error:
+                assert (kind, name) == ("bridge", "gptj"), error  # noqa: PT017
+                assert "use_past_kv_cache=False" in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))
+def test_what_is_given_for_each_slot_is_not_given_again_for_the_next_part(
+    kind: str, name: str, shared_model: Any
+) -> None:
+    model = shared_model(kind, name)
+    angles = torch.randn(6, read_model(model).specs(0)[0].require_rotary("").dim // 2)
+    for hooks in (swap_positions(model, torch.arange(6) * 2), phase_noise(model, angles)):
+        with pytest.raises(ValueError, match="for each slot of a whole|KV cache|must have shape"):
+            step_by_step(model, kind, hooks, TEXTS, ends=(6, 12))
 
 
 @zoo.needs_bridge

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from support import zoo
+from support.intervention_cases import close
 from torch import Tensor
 
-from tl_posdisent import capture, read_model
+from tl_posdisent import capture, read_model, swap_positions
+from tl_posdisent.hooks import applied
 from tl_posdisent.models.reading.forward import modules
 from tl_posdisent.rope import rotate
 
@@ -94,9 +97,8 @@ def test_a_text_beyond_is_refused_where_asked() -> None:
         spec.check_length(49, "a tool")
 
 
-@zoo.needs_bridge
-def test_scores_scaled_by_position_are_noticed() -> None:
-    """Ministral 3 scales queries by the logarithm of their position; a capture of such a text is refused."""
+def scaling() -> Any:
+    """Ministral 3, which scales queries by the logarithm of their position."""
     if not hasattr(transformers, "Ministral3Config"):
         pytest.skip("this transformers has no Ministral 3")
     rope = {"rope_type": "default", "rope_theta": 500.0, "llama_4_scaling_beta": 0.5,
@@ -105,10 +107,45 @@ def test_scores_scaled_by_position_are_noticed() -> None:
         vocab_size=zoo.VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, head_dim=8, max_position_embeddings=128, rope_parameters=rope, sliding_window=None,
     )  # fmt: skip
+    config._attn_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     zoo.randomise(model, 0.2, 0.7)
-    bridge = zoo.as_bridge(model)
-    assert {spec.holds_to for spec in read_model(bridge).specs()} == {ORIGINAL}
+    return model
+
+
+@zoo.needs_bridge
+def test_scores_scaled_by_position_are_noticed() -> None:
+    """A capture of such a text is refused."""
+    bridge = zoo.as_bridge(scaling())
+    assert {(spec.holds_to, spec.scaled) for spec in read_model(bridge).specs()} == {(ORIGINAL, True)}
+    assert not any(spec.scaled for kind in ("longrope", "dynamic") for spec in read_model(varying(kind)).specs())
     assert len(list(capture(bridge, zoo.random_tokens(ORIGINAL)))) == 2
     with pytest.raises(ValueError, match=r"at most 48 long for capture, got 100: .* scales scores by position"):
         list(capture(bridge, zoo.random_tokens(100)))
+
+
+@zoo.needs_bridge
+def test_swapped_positions_are_position_ids_or_refused_where_scores_are_scaled_by_position() -> None:
+    reference = scaling()
+    bridge = zoo.as_bridge(copy.deepcopy(reference))
+
+    def run(tokens: Tensor, hooks: Any) -> Tensor:
+        with torch.no_grad(), applied(bridge, hooks):
+            return bridge(tokens)
+
+    for length, first in ((ORIGINAL, 0), (20, 15), (20, 40), (60, 0)):
+        tokens, places = zoo.random_tokens(length), first + torch.arange(length).flip(0)
+        one, every = swap_positions(bridge, lambda p, at=places: at.double(), heads=[1]), swap_positions(bridge, places)
+        if first + length > ORIGINAL:
+            for hooks in (one, every):
+                with pytest.raises(ValueError, match="positions must be from 0 to 47 for swap_pos|at most 48 long"):
+                    run(tokens, hooks)
+            continue
+        with torch.no_grad():
+            ones = torch.ones_like(tokens)
+            expected = reference(tokens, position_ids=places[None], attention_mask=ones).logits
+        close(run(tokens, every), expected)
+        assert not torch.allclose(run(tokens, one), expected, atol=1e-2)
+    tokens = zoo.random_tokens(60)
+    with torch.no_grad():
+        close(run(tokens, swap_positions(bridge, torch.arange(60))), reference(tokens).logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,7 +106,7 @@ class WithIds:
 def test_padding_without_a_mask(
     side: str, pad: int | None, bos: int | None, eos: int | None, missing: int, text: bool
 ) -> None:
-    """Refused at either side, unless a mask says that it is text."""
+    """Refused at either side, unless a mask says that it is text: then one warning, since that may be an error."""
     ids = {"pad_token_id": pad, "bos_token_id": bos, "eos_token_id": eos}
     model = WithIds(tp.load_demo_model(), **ids)
     tokens = zoo.random_tokens()
@@ -117,7 +118,13 @@ def test_padding_without_a_mask(
             check_tokens(model, tokens)
         with pytest.raises(ValueError, match=r"attention_mask="):
             read_texts(model, tokens)
-    assert len(read_texts(model, tokens, torch.ones_like(tokens)).groups) == 1
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert len(read_texts(model, tokens, torch.ones_like(tokens)).groups) == 1
+        read_texts(model, tokens, tokens != 0)
+    edge = "beginning" if side == "left" else "end"
+    words = [str(x.message).split(" of text")[0] for x in found]
+    assert words == [f"attention_mask is 1 at the padding id 0 at the {edge}"] * (not text)
 
 
 def test_a_single_end_is_no_beginning() -> None:

@@ -5,6 +5,7 @@ It comes where it does most harm, inside a forward pass, and where users mostly 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,9 +97,11 @@ def test_while_the_bar_moves(function: Any, model: Any, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(tqdm.std.tqdm, "update", pressed)
     monkeypatch.setattr(tqdm.std.tqdm, "__iter__", iterated)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as pressed_keys:
         call(function, model, progress=True)
     monkeypatch.undo()
+    if sys.version_info >= (3, 11) and ".experiments." in function.__module__:
+        assert "tl_posdisent.sweeps.sweep" in "".join(pressed_keys.value.__notes__)
     assert state(model) == before
     assert not list(tmp_path.iterdir())
 

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.ablate import ablate_heads
 from tl_posdisent.hooks.applied import applied
@@ -31,6 +30,7 @@ from tl_posdisent.models.reading.forward import Hook, evaluating, hook_name, pad
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_seed
 
 from .attention_scores.additivity import additivity
@@ -102,11 +102,12 @@ def check_model(
     tolerance = max(TOLERANCE[p.dtype] for p in reading.model.parameters() if p.dtype in TOLERANCE)
     rows: list[dict[str, Any]] = []
     with first_blocks(reading.model, reading.n_layers if every_layer else reading.attention[-1].layer + 1):
-        for tool in tqdm(chosen, desc="check_model", disable=not progress):
-            for text, laws in _laws(tool, trials):
-                rows.append({"tool": tool, "text": text, **_verdict(laws, tolerance)})
-                if rows[-1]["verdict"] == "refused" and text in trials:
-                    break  # padded or in parts it would be refused again
+        with progress_bar(chosen, desc="check_model", disable=not progress) as bar:
+            for tool in bar:
+                for text, laws in _laws(tool, trials):
+                    rows.append({"tool": tool, "text": text, **_verdict(laws, tolerance)})
+                    if rows[-1]["verdict"] == "refused" and text in trials:
+                        break  # padded or in parts it would be refused again
     return pd.DataFrame(rows, columns=["tool", "text", "verdict", "error", "reason"])
 
 

@@ -8,6 +8,7 @@ compose with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation import DistanceMap, PositionMap, mapped
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, rotation_hooks
-from tl_posdisent.utils.validation import check_number, shown
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, rotation_hooks
+from tl_posdisent.utils.validation import check_number, listed, shown
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
 """One for each slot of the batch, or a function of the tokens' own positions."""
@@ -33,7 +34,8 @@ def swap_positions(
 
     The score of query i and key j becomes what it would be at the distance ``positions[i] - positions[j]``.
     Only the rotation changes, not the mask; on models of Hugging Face the result is that of
-    ``position_ids=positions``.
+    ``position_ids=positions``. (Frequencies that depend on the length of the text, as in longrope and dynamic NTK,
+    stay those of the running text.)
 
     Args:
         model: a model with rotary embeddings.
@@ -46,7 +48,8 @@ def swap_positions(
     Raises:
         ValueError: a model or layer without rotary embeddings or the hooks for it; positions of wrong rank or not
             finite; layers or heads out of range or repeated. While running: positions of another length than the
-            text, a KV cache not filled under these hooks, another model than ``model``.
+            text, a KV cache not filled under these hooks, another model than ``model``; positions at which one of
+            the layers scales its scores by the position (Ministral 3).
 
     Example:
         >>> import torch
@@ -56,7 +59,11 @@ def swap_positions(
         >>> bool(torch.allclose(shifted, model(tokens), atol=1e-3))  # only differences matter
         True
     """
-    return rotation_hooks(model, layers, heads, positions_edit("swap_positions", positions))
+    layers, heads = listed(layers), listed(heads)
+    edit = positions_edit("swap_positions", positions)
+    chosen = any_heads(model, layers, heads)  # with layers that do not rotate: some scale by the position instead
+    unscaled = min((spec.holds_to for spec, _ in chosen if spec.scaled and spec.holds_to is not None), default=None)
+    return rotation_hooks(model, layers, heads, replace(edit, unscaled=unscaled))
 
 
 def positions_edit(tool: str, positions: Positions) -> PositionMap:

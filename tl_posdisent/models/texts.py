@@ -6,6 +6,7 @@ padded batch is that of the text alone.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tl_posdisent.models.reading.forward import check_tokens, encode, padding_id
+from tl_posdisent.models.reading.forward import check_tokens, encode, padding_id, padding_in
 
 Tokens = Int[Tensor, "*batch pos"] | str | list[str]
 """Token ids ``[batch, pos]`` or ``[pos]``, a text, or texts of any lengths."""
@@ -151,6 +152,13 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
     else:
         ids = check_tokens(model, tokens, padded=attention_mask is not None)
         real = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else _real(attention_mask, ids)
+        if attention_mask is not None and (where := padding_in(model, ids.masked_fill(~real, -1))):
+            warnings.warn(
+                f"attention_mask is 1 at {where}, which is measured as a part of the text. If it is padding, give the "
+                "texts as a list of strings, or the mask of model.tokenizer(texts, padding=True): TransformerLens's "
+                "get_attention_mask looks on the tokenizer's side alone",
+                stacklevel=3,
+            )
     lengths, starts = real.sum(1), real.to(torch.uint8).argmax(1)
     groups = []
     for length in dict.fromkeys(lengths.tolist()):

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.additive.attention.rungs import Rung
 from tl_posdisent.additive.fit import fit_additive
@@ -27,6 +26,7 @@ from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.progress import progress_bar
 
 from .sample import narrowed
 from .subject import Subject
@@ -87,7 +87,7 @@ def measure(
     """Run the measurements of the sections wanted; raise if none of them can be made for this model."""
     needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and "heads" in wanted)]
     found: dict[SectionName, Found] = {}
-    with tqdm(total=len(needed) + control, desc="report", disable=not progress) as bar:
+    with progress_bar(total=len(needed) + control, desc="report", disable=not progress) as bar:
         for name in needed:
             bar.set_postfix_str(name)
             found[name] = _try(name, subject, found, seed)

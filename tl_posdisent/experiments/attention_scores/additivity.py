@@ -9,7 +9,6 @@ import pandas as pd
 import torch
 from jaxtyping import Bool
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import fit_marginals
@@ -19,6 +18,7 @@ from tl_posdisent.models.memory import require_room
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import join_texts
 from tl_posdisent.utils.validation import check_flag, check_integer
 
@@ -80,7 +80,7 @@ def additivity(
     n_heads = max(spec.n_heads for spec in specs)
     for group in texts.groups:
         require_room(model, len(group.tokens) * n_heads, group.tokens.shape[1])
-    with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+    with progress_bar(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
         read = [_read_group(model, group, specs, mask, sinks, bar) for group in texts.groups]
     tables = []
     for layer in sorted(read[0]):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
@@ -22,6 +21,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import index_columns, join_texts
 from tl_posdisent.utils.validation import check_integer, shown
 
@@ -127,7 +127,7 @@ def dummy_distance_check(
     length = min(texts.lengths)
     chosen = _check_distances([2**n for n in range(7) if 2**n < length] if distances is None else distances, length)
     tables, rows = [], []
-    with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+    with progress_bar(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
         for group in texts.groups:
             real = _fits(model, group.tokens, specs)
             for spec in specs:

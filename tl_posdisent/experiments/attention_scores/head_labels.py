@@ -12,7 +12,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.experiments.causal.streaming import streaming_ablation
 from tl_posdisent.hooks.edits.scores import masked_softmax
@@ -21,6 +20,7 @@ from tl_posdisent.models.reading.forward import Hook, device_of, padding_id, run
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed, check_seeds
 
 _LENGTH = 50  # of a random sequence that is repeated, if the vocabulary and the context have room
@@ -103,7 +103,7 @@ def head_labels(
         raise ValueError(f"local must be less than the tokens of every text, {min(texts.lengths)}, got {local}")
     copies = random_control(reading.model, seeds)
     found = []
-    with tqdm(total=1 + len(seeds), desc="models", disable=not progress) as bar:
+    with progress_bar(total=1 + len(seeds), desc="models", disable=not progress) as bar:
         for m in (m for group in ([reading], copies) for m in group):
             one = read_model(m, layers)
             table = _measured(one, texts, copied, layers, local)

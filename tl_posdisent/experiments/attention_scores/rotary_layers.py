@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.tables import join_texts
 from tl_posdisent.utils.validation import check_integer
 
@@ -43,7 +43,7 @@ def measure_layers(
         spec.require_scale()
     found: dict[int, list[Measured]] = {}
     tables = []
-    with tqdm(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+    with progress_bar(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
 
         def note(layer: Captured) -> None:
             parts = found.setdefault(layer.layer, [])

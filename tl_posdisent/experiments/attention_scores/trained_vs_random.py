@@ -8,13 +8,13 @@ from typing import Any, Literal
 import pandas as pd
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.subspace_interactions import INTERACTIONS
 from tl_posdisent.rope.variance_decomposition import Numbers
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, check_seeds
 
 from .additivity import additivity
@@ -78,10 +78,11 @@ def trained_vs_random(
     index = _HEAD if by == "head" else _HEAD[:1]
     results = []
     models = (m for group in ([reading], copies) for m in group)
-    for m in tqdm(models, total=1 + len(seeds), desc="models", disable=not progress):
-        measured = _measure(read_model(m, layers), texts, distances, layers, sinks)
-        long = measured.groupby(index).mean().reset_index().melt(index, var_name="measure")
-        results.append(long.set_index([*index, "measure"])["value"])
+    with progress_bar(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
+        for m in bar:
+            measured = _measure(read_model(m, layers), texts, distances, layers, sinks)
+            long = measured.groupby(index).mean().reset_index().melt(index, var_name="measure")
+            results.append(long.set_index([*index, "measure"])["value"])
     chance = pd.concat(results[1:], axis=1)
     table = pd.DataFrame({"trained": results[0], "random": chance.mean(axis=1), "random_std": chance.std(axis=1)})
     return reading.note(table.reset_index().sort_values(index, kind="stable", ignore_index=True))

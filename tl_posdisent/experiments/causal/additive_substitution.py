@@ -13,7 +13,6 @@ import pandas as pd
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
@@ -27,6 +26,7 @@ from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.progress import progress_bar
 
 from .predictions import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
 from .runs import Failures, Runs
@@ -82,7 +82,7 @@ def additive_substitution(
     one_layer = everywhere[:3]
     rows: list[tuple[Any, ...]] = []
     n_rows = len(one_layer) * sum(spec.n_heads + 1 for spec in specs) + len(everywhere)
-    with evaluating(model), tqdm(total=n_rows, desc="runs", disable=not progress) as bar:
+    with evaluating(model), progress_bar(total=n_rows, desc="runs", disable=not progress) as bar:
         runs, failures = Runs(model, texts, [spec.layer for spec in specs]), Failures()
         clean = [as_log_probabilities(output) for output in runs.clean]
         clean_loss = clean_losses(clean, texts).mean().item()

@@ -13,7 +13,6 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
@@ -23,6 +22,7 @@ from tl_posdisent.models.reading.forward import dtype_of, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.tolerance import apart
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, check_subset
 
 from .metrics import Metric, as_numbers, check_metric, values_of
@@ -124,7 +124,7 @@ def attention_ladder(
     fitted_rungs = [rung for rung in rung_list if rung not in _WHOLE]
     n_items = {"all": 1, "layer": len(chosen), "head": sum(len(heads) for _, heads in chosen)}[unit]
     total = n_items * (len(rung_list) * (1 + ("random" in extra)) + len(fitted_rungs) * ("shuffled" in extra))
-    with tqdm(total=total, desc="runs", disable=not progress) as bar:
+    with progress_bar(total=total, desc="runs", disable=not progress) as bar:
         ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed, metric, Failures(), bar)
         rows = ladder.rows(chosen, rung_list, "none")
         if "shuffled" in extra:

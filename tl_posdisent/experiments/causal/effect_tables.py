@@ -8,12 +8,12 @@ from typing import Any
 
 import pandas as pd
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.reading.tolerance import apart
 from tl_posdisent.models.texts import Texts, read_texts
+from tl_posdisent.utils.progress import progress_bar
 
 from .metrics import Metric, value_of
 from .predictions import run_texts
@@ -65,7 +65,10 @@ def effect_table(
         (without a change), ``value``, and ``effect``: value − baseline, of patches divided by source − baseline.
     """
     rows, failures, target = [], Failures(), target or texts
-    with evaluating(model), tqdm(total=sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar:
+    with (
+        evaluating(model),
+        progress_bar(total=sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
+    ):
         runs = Runs(model, texts, [spec.layer for spec, _, _ in units], under)
         ends = {} if source is None else {"source": value_of(metric, run_texts(model, *source[:2]), target)}
         ends["baseline"] = value_of(metric, runs.clean, target)

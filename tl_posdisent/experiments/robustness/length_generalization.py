@@ -11,7 +11,6 @@ import torch
 from einops import rearrange
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.longer_context import longer_context
@@ -19,6 +18,7 @@ from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer, shown
 
 from .attention_outputs import for_each_output, require_finite
@@ -154,7 +154,7 @@ def length_generalization(
 
     with torch.no_grad(), longer_context(reading, max(edges[-1], end)):
         for_each_output(model, read[:, :end], specs, keep)
-        with tqdm(total=len(specs), desc="layers", disable=not progress) as bar:
+        with progress_bar(total=len(specs), desc="layers", disable=not progress) as bar:
             observers = [
                 hook
                 for spec in specs

@@ -11,12 +11,12 @@ import pandas as pd
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
 from .multiple_choice import MultipleChoice, choice_scores
@@ -92,21 +92,22 @@ def perturbation_curve(
     options = {"window": window, "jitter": jitter} | ({"unit": unit} if unit else {})
     runs = [(kind, fraction, seed) for kind in kinds for fraction in fractions for seed in seeds]
     rows = []
-    for kind, fraction, seed in tqdm(runs, desc="perturbations", disable=not progress):
-        chosen = options | {"kind": kind, "fraction": fraction, "seed": seed}
-        perturbation = partial(_perturbed, reading, chosen)
-        parts = []
-        for group, before in zip(groups, clean, strict=True):
-            perturbed = perturbation(group.tokens, torch.ones_like(group.tokens), unit=own_unit)
-            now = before if fraction == 0 else _logits(model, perturbed.tokens, perturbed.hooks)
-            parts.append(_measured(perturbed, before, now, group.tokens))
-        row = {name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]}
-        row["perplexity"] = math.exp(row["perplexity"])
-        if score is not None and fraction == 0:
-            row["downstream"] = unmodified = score(model, perturbation) if unmodified is None else unmodified
-        elif score is not None:
-            row["downstream"] = score(model, perturbation)
-        rows.append({"kind": kind, "fraction": fraction, **row})
+    with progress_bar(runs, desc="perturbations", disable=not progress) as bar:
+        for kind, fraction, seed in bar:
+            chosen = options | {"kind": kind, "fraction": fraction, "seed": seed}
+            perturbation = partial(_perturbed, reading, chosen)
+            parts = []
+            for group, before in zip(groups, clean, strict=True):
+                perturbed = perturbation(group.tokens, torch.ones_like(group.tokens), unit=own_unit)
+                now = before if fraction == 0 else _logits(model, perturbed.tokens, perturbed.hooks)
+                parts.append(_measured(perturbed, before, now, group.tokens))
+            row = {name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]}
+            row["perplexity"] = math.exp(row["perplexity"])
+            if score is not None and fraction == 0:
+                row["downstream"] = unmodified = score(model, perturbation) if unmodified is None else unmodified
+            elif score is not None:
+                row["downstream"] = score(model, perturbation)
+            rows.append({"kind": kind, "fraction": fraction, **row})
     by_setting = pd.DataFrame(rows).groupby(["kind", "fraction"], sort=False)
     mean, error = by_setting.mean(), by_setting.sem()
     table = mean[["moved", "intact"]].copy()

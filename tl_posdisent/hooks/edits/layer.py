@@ -427,8 +427,15 @@ class LayerPass:
         return _grouped((head, self.plan.rotations[head]) for head in heads).items()
 
     def _at_pattern(self, x: Tensor) -> None:
-        """Where a model shows its pattern alone: check that its mask and positions are those of a whole text."""
+        """Where a model shows its pattern alone: check that its mask and positions are those of a text without padding,
+        whole or going on with a cached one."""
         n_key = x.shape[-1]
+        at = torch.arange(n_key, device=x.device)
+        places = at[n_key - self.n_query :]
+        if self.spec.scores is None and self.own is None:
+            self.own = places
+            if self._turned_before and not torch.equal(places, self.expected):
+                self._rescore()  # which only a whole text can be
         if self._edits:
             self._check_whole(n_key)
             self.held["pattern"] = x
@@ -436,10 +443,8 @@ class LayerPass:
         if self.spec.scores is not None:
             return
         self._check_cache(n_key)
-        if self.n_query == n_key and (self._edits or any(self.plan.rotations)):
-            at = torch.arange(n_key, device=x.device)
-            self.own = at if self.own is None else self.own
-            self._compare(x, self.spec.sees(at[:, None] - at), pattern=True)
+        if self._edits or any(self.plan.rotations):
+            self._compare(x, self.spec.sees(places[:, None] - at), pattern=True)
         self._remember(n_key)
 
     def _edited(self, x: Tensor, inside: Tensor) -> Tensor:
@@ -508,6 +513,11 @@ class LayerPass:
     def _check_cache(self, n_key: int) -> None:
         """Keys and values in a cache come from earlier passes: these must have been under the same interventions."""
         cached = n_key - self.n_query if self.n_query else 0
+        if cached and (given := next((e for r in self.plan.rotations for e in r.edits if e.slots), None)):
+            raise ValueError(
+                f"{given.tool} was given for each slot of a whole text, and layer {self.spec.layer} sees "
+                f"{self.n_query} queries against {n_key} keys: give {given.by_position} for a KV cache, or {_NO_CACHE}"
+            )
         window = self.spec.window is not None and min(self.memory.n_key, self.spec.window - 1) <= cached
         if cached and (self.memory.texts != self.texts or (self.memory.n_key != cached and not window)):
             self._refuse_cache(n_key)
@@ -523,7 +533,8 @@ class LayerPass:
         continued = n_key > self.n_query
         self.memory.seen = self.n_query + (self.memory.seen if continued else 0)
         if "k" in self.held:
-            keys = self._keys(n_key) if self.plan.reads_vectors else self.held["k"][:, -1:]
+            needed = self.plan.reads_vectors or self.spec.scores is None  # a pattern is compared whole
+            keys = self._keys(n_key) if needed else self.held["k"][:, -1:]
             self.memory.keys = keys.detach().clone()
         self.memory.texts, self.memory.n_key = self.texts, n_key
 
@@ -537,7 +548,7 @@ class LayerPass:
         own, n_key = self._places(n_key), keys.shape[1]
         rows = spread_rows(self.n_query, _ROWS_CHECKED, x.device)
         for rotation, heads in self._done(pattern, cached):
-            if cached and (rotation.patched or (rotation.position is not None and rotation.position.slots)):
+            if cached and rotation.patched:
                 continue
             q, k = self.held["q"][:, :, heads].detach(), keys[:, :, [self.spec.key_head(h) for h in heads]]
             q_rot, k_rot = rotated_vectors(self.spec, rotation, heads, q, k, (own[0], own[1][..., -n_key:]))

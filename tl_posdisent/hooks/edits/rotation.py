@@ -65,6 +65,13 @@ def _alike(a: Any, b: Any) -> bool:
 class RotationEdit(Edit):
     """An edit of the rotation of heads."""
 
+    by_position = "a function of the position"  # what serves parts of a text, where ``slots`` does not
+
+    @property
+    def slots(self) -> bool:
+        """Whether it was given for each slot of the batch, whatever the tokens' own positions are."""
+        return False
+
 
 @dataclass(frozen=True, eq=False)
 class PositionMap(RotationEdit):
@@ -72,15 +79,28 @@ class PositionMap(RotationEdit):
 
     queries: Positions
     keys: Positions
+    unscaled: int | None = None  # the model scales scores by the positions of queries from this one on
 
     @property
     def slots(self) -> bool:
-        """Whether positions were given for each slot of the batch, whatever the tokens' own are."""
         return isinstance(self.queries, Tensor)
 
     def places(self, which: Side, own: Tensor, texts: int) -> Tensor:
         """Positions for tokens at their own positions, ``(pos,)`` or ``(batch, pos)``."""
-        given = self.queries if which == "q" else self.keys
+        found = self._places(self.queries if which == "q" else self.keys, own, texts)
+        if self.unscaled is None:
+            return found
+        both = torch.stack([x.double() for x in torch.broadcast_tensors(found, own)])
+        if torch.equal(*both) or bool(((both >= 0) & (both < self.unscaled)).all()):
+            return found
+        raise ValueError(
+            f"positions must be from 0 to {self.unscaled - 1} for {self.tool}, of the text and as given, got "
+            f"{both.min():g} … {both.max():g}: from {self.unscaled} on, this model scales scores by the position of "
+            "the query, which the hooks do not change. Give a shorter text or nearer positions; remap_distance changes "
+            "distances alone"
+        )
+
+    def _places(self, given: Positions, own: Tensor, texts: int) -> Tensor:
         if isinstance(given, Tensor):
             if given.shape[-1] != own.shape[-1]:
                 raise ValueError(
@@ -101,9 +121,10 @@ class DistanceMap(RotationEdit):
 
     distances: Float[Tensor, "*lead query key"] | Callable[[Tensor], Tensor]
 
+    by_position = "a function of the distance"
+
     @property
     def slots(self) -> bool:
-        """Whether distances were given for each slot of the batch."""
         return isinstance(self.distances, Tensor)
 
     def values(self, low: int, high: int, device: torch.device) -> Float[Tensor, "distance"]:
@@ -151,6 +172,11 @@ class PhaseNoise(RotationEdit):
 
     angles: Float[Tensor, "*batch pos subspace"] | Callable[[Rotary], Tensor] | float
     seed: int = 0
+    by_position = "a standard deviation"
+
+    @property
+    def slots(self) -> bool:
+        return not isinstance(self.angles, (int, float))
 
     def phases(self, rotary: Rotary, own: Tensor, texts: int) -> Float[Tensor, "*batch pos subspace"]:
         """The angles of tokens at their own positions."""

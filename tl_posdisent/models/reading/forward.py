@@ -336,19 +336,24 @@ _MASK = "pass attention_mask= (1 at tokens, 0 at padding; all ones if these are 
 
 def refuse_padding(model: Any, ids: Int[Tensor, "batch pos"], name: str = "tokens", advice: str = _MASK) -> None:
     """Refuse texts that begin or end with padding; ``name`` and ``advice`` are for the message."""
+    if where := padding_in(model, ids):
+        raise ValueError(f"{name} must be without padding, got {where}: {advice}")
+
+
+def padding_in(model: Any, ids: Int[Tensor, "batch pos"]) -> str | None:
+    """Which texts begin or end with padding, for messages; None if none does."""
     pad = padding_id(model)
     if pad is None:
-        return
+        return None
     bos, eos = _special_id(model, "bos"), _special_id(model, "eos")
     may_begin = pad == (eos if bos is None else bos)
     for side, edge, alone in (("beginning", ids, may_begin), ("end", ids.flip(1), pad == eos)):
         run = (edge == pad).long().cumprod(1).sum(1)  # padding before the first other token
         bad = (run > int(alone)).nonzero()[:, 0].tolist()
         if bad:
-            raise ValueError(
-                f"{name} must be without padding, got the padding id {pad} at the {side} of text {bad[0]}"
-                f"{f' and {len(bad) - 1} more' if len(bad) > 1 else ''}: {advice}"
-            )
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            return f"the padding id {pad} at the {side} of text {bad[0]}{more}"
+    return None
 
 
 def token_words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:

@@ -30,7 +30,7 @@ from tl_posdisent.models.reading.forward import (
     padding_id,
     run,
 )
-from tl_posdisent.models.reading.rotation_tables import table_like
+from tl_posdisent.models.reading.rotation_tables import rotated_by_table, table_like
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.models.reading.tolerance import mismatch
 from tl_posdisent.rope.rotary import Rotary
@@ -296,42 +296,49 @@ def check_lengths(model: Any, tokens: Tensor, specs: list[AttentionSpec], first:
         return specs
 
     @cache
-    def held(length: int) -> dict[int, bool]:
+    def held(length: int) -> dict[int, tuple[bool, bool]]:
+        """Of each layer, whether its scores are those that were read, and whether its tables of that text say so."""
         try:
             positions = torch.arange(length - n, length, device=tokens.device)
             more = {"position_ids": positions[None].expand(len(tokens), -1), "attention_mask": torch.ones_like(tokens)}
             seen = listen(model, tokens, [spec.layer for spec in explained], first, **more)
         except UNSUPPORTED:  # a model that takes no positions
-            return {spec.layer: True for spec in explained}
+            return {spec.layer: (True, True) for spec in explained}
         return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in explained}
 
     def longest(layer: int) -> int | None:
-        if held(farthest)[layer]:
+        if held(farthest)[layer][0]:
             return None
         low, high = n, farthest
         for length in sorted({x + more for x in noted for more in (-1, 0, 1)}):  # where models change, if they do
             if low < length < high:
-                low, high = (length, high) if held(length)[layer] else (low, length)
+                low, high = (length, high) if held(length)[layer][0] else (low, length)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if held(middle)[layer] else (low, middle)
+            low, high = (middle, high) if held(middle)[layer][0] else (low, middle)
         return low
 
     found = {spec.layer: longest(spec.layer) for spec in explained}
-    return [replace(spec, holds_to=found.get(spec.layer)) for spec in specs]
+    scaled = {layer for layer, length in found.items() if length is not None and not held(farthest)[layer][1]}
+    return [replace(spec, holds_to=found.get(spec.layer), scaled=spec.layer in scaled) for spec in specs]
 
 
-def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> bool:
-    """Whether the layer's scores at these positions are those that were read at the beginning of a text."""
+def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> tuple[bool, bool]:
+    """Whether the layer's scores at these positions are those that were read at the beginning of a text, and whether
+    they are those of the tables that it has here."""
     assert spec.q
     assert spec.k
     visible = visible_cells(seen)
     q, k = (tap.read(seen[short_name(tap)]).double() for tap in (spec.q, spec.k))
+    if visible is None:
+        return True, True
     for places in (positions, positions - positions[0]):  # the latter of a model that does not heed them
-        turned = spec.rotated(q, places), spec.rotated(k, places)
-        if visible is None or misfit(spec, *turned, seen, visible) <= 1:
-            return True
-    return False
+        if misfit(spec, spec.rotated(q, places), spec.rotated(k, places), seen, visible) <= 1:
+            return True, True
+    if spec.rotary is None or "hook_cos" not in seen or "hook_sin" not in seen:
+        return False, False
+    q, k = (rotated_by_table(x, seen["hook_cos"], seen["hook_sin"], spec.rotary) for x in (q, k))
+    return False, misfit(spec, q, k, seen, visible) <= 1
 
 
 # --- edits that take effect

@@ -76,6 +76,7 @@ class AttentionSpec:
         pattern, z, v: the hooks that fire, else None.
         holds_to: ``rotary`` and ``scale`` are those of texts of up to this many tokens (None for any); longer ones are
             rotated by other tables (longrope, dynamic NTK) or scaled by position.
+        scaled: whether scores at positions from ``holds_to`` on are scaled by them, whatever the tables.
         masked_below: scores at or below hold no score (see ``is_masked``).
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
@@ -110,6 +111,7 @@ class AttentionSpec:
     z: str | None = None
     v: Tap | None = None
     holds_to: int | None = None
+    scaled: bool = False
     masked_below: float = -1e30
     problem: str | None = None
     no_rotation: str | None = None

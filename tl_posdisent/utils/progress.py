@@ -1,0 +1,26 @@
+"""Progress bars of functions that measure many parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm.auto import tqdm
+
+_KEEPING = (
+    "tl_posdisent keeps no results of an interrupted call. To keep those of each part, call it for a few layers or "
+    "texts at a time, or use tl_posdisent.sweeps.sweep, which stores each part and continues where it was interrupted"
+)
+
+
+@contextmanager
+def progress_bar(items: Any = None, **options: Any) -> Iterator[Any]:
+    """A bar of tqdm's; an interruption of its block says how to keep what is done."""
+    try:
+        with tqdm(items, **options) as bar:
+            yield bar
+    except KeyboardInterrupt as error:
+        if _KEEPING not in getattr(error, "__notes__", ()):
+            getattr(error, "add_note", str)(_KEEPING)  # Python 3.10 has no notes
+        raise
