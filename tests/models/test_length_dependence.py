@@ -138,7 +138,7 @@ def test_swapped_positions_are_position_ids_or_refused_where_scores_are_scaled_b
         one, every = swap_positions(bridge, lambda p, at=places: at.double(), heads=[1]), swap_positions(bridge, places)
         if first + length > ORIGINAL:
             for hooks in (one, every):
-                with pytest.raises(ValueError, match="positions must be from 0 to 47 for swap_pos|at most 48 long"):
+                with pytest.raises(ValueError, match=r"positions must be from 0 to 47 for swap_pos|at most 48 long"):
                     run(tokens, hooks)
             continue
         with torch.no_grad():

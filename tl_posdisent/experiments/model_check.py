@@ -101,13 +101,15 @@ def check_model(
     trials = {f"{size} tokens": Trial(reading, probe_tokens(reading.model, size, seed)) for size in sizes}
     tolerance = max(TOLERANCE[p.dtype] for p in reading.model.parameters() if p.dtype in TOLERANCE)
     rows: list[dict[str, Any]] = []
-    with first_blocks(reading.model, reading.n_layers if every_layer else reading.attention[-1].layer + 1):
-        with progress_bar(chosen, desc="check_model", disable=not progress) as bar:
-            for tool in bar:
-                for text, laws in _laws(tool, trials):
-                    rows.append({"tool": tool, "text": text, **_verdict(laws, tolerance)})
-                    if rows[-1]["verdict"] == "refused" and text in trials:
-                        break  # padded or in parts it would be refused again
+    with (
+        first_blocks(reading.model, reading.n_layers if every_layer else reading.attention[-1].layer + 1),
+        progress_bar(chosen, desc="check_model", disable=not progress) as bar,
+    ):
+        for tool in bar:
+            for text, laws in _laws(tool, trials):
+                rows.append({"tool": tool, "text": text, **_verdict(laws, tolerance)})
+                if rows[-1]["verdict"] == "refused" and text in trials:
+                    break  # padded or in parts it would be refused again
     return pd.DataFrame(rows, columns=["tool", "text", "verdict", "error", "reason"])
 
 
