@@ -122,7 +122,7 @@ def test_what_is_given_for_each_slot_is_not_given_again_for_the_next_part(
     model = shared_model(kind, name)
     angles = torch.randn(6, read_model(model).specs(0)[0].require_rotary("").dim // 2)
     for hooks in (swap_positions(model, torch.arange(6) * 2), phase_noise(model, angles)):
-        with pytest.raises(ValueError, match="for each slot of a whole|KV cache|must have shape"):
+        with pytest.raises(ValueError, match=r"for each slot of a whole|KV cache|must have shape"):
             step_by_step(model, kind, hooks, TEXTS, ends=(6, 12))
 
 
