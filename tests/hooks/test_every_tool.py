@@ -61,13 +61,14 @@ def test_gradients_are_finite_differences(kind: str, name: str, tool: str) -> No
 
 
 @EVERY_TOOL
-def test_half_precision_is_as_near_as_its_rounding(tool: str, shared_model: Any) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_as_its_rounding(tool: str, dtype: torch.dtype, shared_model: Any) -> None:
     exact = shared_model("bridge", "llama-gqa")
-    model = zoo.as_bridge(zoo.hf_model("llama-gqa").to(torch.bfloat16))
+    model = zoo.as_bridge(zoo.hf_model("llama-gqa").to(dtype))
     rounding = (logits(exact, []) - logits(model, []).float()).norm()
     for heads in (list(range(8)), [1, 6]):
         got = logits(model, TOOLS[tool](model, layers=[0], heads=heads))
-        assert got.dtype == torch.bfloat16
+        assert got.dtype == dtype
         assert (got.float() - logits(exact, TOOLS[tool](exact, layers=[0], heads=heads))).norm() < 3 * rounding
 
 
