@@ -53,10 +53,9 @@ def fit_additive(
         An ``AdditiveFit``: components with their gauge fixed, ``r``, shares, ``fitted()``, ``residual()``, tables.
 
     Raises:
-        ValueError: scores of integer type, of less than two axes, empty or with a single key; a mask of wrong dtype
-            or size or that leaves nothing; ``sinks`` that are no integer or leave no key; a cell inside the mask that
-            is NaN, infinite or a masking value such as -1e9 (says where, and which mask to pass; a boolean mask is
-            taken as it is); ``pool`` without a leading axis; an attention pattern, unless ``check=False``.
+        ValueError: scores that are no floating point matrices; a mask of wrong dtype or size or that leaves nothing; a
+            cell inside the mask that is NaN, infinite or a masking value such as -1e9 (says where, and which mask to
+            pass; a boolean mask is taken as it is); an attention pattern, unless ``check=False``.
 
     Example:
         >>> import torch

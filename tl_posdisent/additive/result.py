@@ -28,11 +28,10 @@ class AdditiveFit(HasTable):
     All tensors are float64 and in the units of the scores. ``*batch`` are the leading axes of the scores; ``*fit``
     are the same, less the first (the texts) if the fit is pooled.
 
-    **Gauge.** Fitted values, residuals, ``r`` and ``r2`` are unique; the components are not: constants can move
-    between them, and so can a straight line (``+t·d`` in the distance, ``-t·i`` in the query, ``+t·j`` in the key).
-    The convention: every component has mean 0 over the cells, and ``key`` has no linear trend over positions (of all
-    texts together, if pooled). A mask that falls into pieces (packed documents) leaves further freedoms: compare
-    components within a piece.
+    **Gauge.** Fitted values and ``r`` are unique; between the components, constants can move, and so can a straight
+    line (``+t·d`` in the distance, ``-t·i`` in the query, ``+t·j`` in the key). The convention: every component has
+    mean 0 over the cells, and ``key`` has no linear trend over positions (of all texts together, if pooled). If a mask
+    falls into pieces (packed documents), compare components within a piece.
 
     Attributes:
         intercept: ``[*batch]``, the mean of the scores; of each text, if texts with equal masks are pooled.
@@ -112,11 +111,7 @@ class AdditiveFit(HasTable):
         return torch.where(self.mask, by_token + self._laid_out("distance"), fill)
 
     def residual(self, scores: Float[Tensor, "*batch query key"]) -> Float64[Tensor, "*batch query key"]:
-        """Subtract the fitted scores from the scores; 0 outside the mask.
-
-        Raises:
-            ValueError: no floating point tensor, or one of another shape than the scores that were fitted.
-        """
+        """Subtract the fitted scores from scores of the same shape; 0 outside the mask."""
         if tuple(check_scores(scores).shape) != self._shape:
             raise ValueError(f"scores must have the fitted shape {self._shape}, got {tuple(scores.shape)}")
         return torch.where(self.mask, scores.detach().to(self.query.device).double() - self.fitted(), 0.0)

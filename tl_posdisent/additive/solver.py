@@ -122,10 +122,8 @@ def conjugate_gradients(
 
     Args:
         product, precondition: multiplication by a positive semidefinite matrix, and by about its inverse.
-        dot: inner product of each system, which keeps the last axis.
-        target: right-hand side; leading axes are systems.
-        goal: the squared norm (of ``precondition``) that a residual should come to.
-        most: products.
+        dot: inner product of each system (a leading axis of ``target``), which keeps the last axis.
+        goal: the squared norm (of ``precondition``) that a residual should come to, in at most ``most`` products.
         allowed: a residual whose entries are all at most these is small enough, too.
 
     Returns:

@@ -73,9 +73,8 @@ def fit_attention(
         estimate of their ``gap``.
 
     Raises:
-        ValueError: neither or both of scores and pattern, or one taken for the other; values that are not finite or
-            rows that do not add up to 1 within the mask; bands that do not ascend; keys of another shape; as
-            ``fit_additive`` otherwise.
+        ValueError: neither or both of scores and pattern, or one taken for the other; bands that do not ascend; keys of
+            another shape; as ``fit_additive`` otherwise.
 
     Example:
         >>> import torch

@@ -117,8 +117,7 @@ def deposit(
         sufficient: results of ``sufficient_heads`` on the same model, reported beside the drops.
 
     Raises:
-        ValueError: a table without these columns or rows, with a head twice, numbers that are not finite, or several
-            baselines.
+        ValueError: a table without these columns, with a head twice, numbers that are not finite, or several baselines.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
