@@ -31,7 +31,7 @@ from tl_posdisent.models.reading.forward import (
     run,
 )
 from tl_posdisent.models.reading.rotation_tables import rotated_by_table, table_like
-from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
+from tl_posdisent.models.reading.spec import NOT_FINITE, AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.models.reading.tolerance import mismatch
 from tl_posdisent.rope.rotary import Rotary
 
@@ -110,8 +110,7 @@ def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> Atten
         points=WeakKeyDictionary({there[name]: name for name in names if name in there}),
     )
     if any(x is not None and bool((x.isnan() | (x == torch.inf)).any()) for x in (scores, pattern)):
-        why = "its scores are NaN or infinite: look at the weights, or whether its dtype holds numbers so large"
-        return replace(spec, scores=None, problem=why)
+        return replace(spec, scores=None, problem=NOT_FINITE)
     if visible is None:
         return replace(
             spec,
