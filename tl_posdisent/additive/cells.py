@@ -20,6 +20,7 @@ from torch import Tensor
 from tl_posdisent.utils.validation import check_integer
 
 AnyCells = TypeVar("AnyCells", bound="Cells")
+T = TypeVar("T")
 
 
 class Parts(NamedTuple):
@@ -85,9 +86,14 @@ class Cells(ABC):
 
     def to(self: AnyCells, device: torch.device | str) -> AnyCells:
         """The same cells on another device."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: x.to(device) for name, x in values.items() if isinstance(x, Tensor)}
-        return replace(self, **moved)
+        return on_device(self, device)
+
+
+def on_device(x: T, device: torch.device | str) -> T:
+    """A dataclass with its tensors and cells on another device."""
+    values = ((field.name, getattr(x, field.name)) for field in fields(x))  # type: ignore[arg-type]
+    moved: Any = {name: value.to(device) for name, value in values if isinstance(value, (Tensor, Cells))}
+    return replace(x, **moved)  # type: ignore[type-var]
 
 
 def cell_distances(n_query: int, n_key: int, device: torch.device | str | None = None) -> Int64[Tensor, "query key"]:

@@ -109,7 +109,7 @@ def _stacked(scores: Any) -> tuple[Tensor, tuple[int, ...]]:
         raise ValueError(
             f"scores of several layers must have one shape (*batch, head, query, key), got {sorted(shapes)}"
         )
-    return torch.stack(each, -4), tuple(sorted(by_layer))
+    return torch.stack([x.to(each[0].device) for x in each], -4), tuple(sorted(by_layer))
 
 
 def fit_marginals(

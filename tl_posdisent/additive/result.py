@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, cell_distances
+from tl_posdisent.additive.cells import Cells, cell_distances, on_device
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
@@ -118,8 +118,7 @@ class AdditiveFit(HasTable):
 
     def to(self, device: torch.device | str) -> AdditiveFit:
         """Return the same fit on another device."""
-        moved: dict[str, Any] = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, (Tensor, Cells))}
-        return replace(self, **moved)
+        return on_device(self, device)
 
     def to_frame(self, component: TableComponent = "summary") -> pd.DataFrame:
         """Return the fit as a table.
@@ -133,7 +132,7 @@ class AdditiveFit(HasTable):
             columns = {name: getattr(self, name).flatten().tolist() for name in names}
             return pd.DataFrame({**index_columns(self.r.shape, pooled=self.pooled, layers=self.layers), **columns})
         values = getattr(self, component)
-        axis = self.distances if component == "distance" else torch.arange(values.shape[-1])
+        axis = self.distances if component == "distance" else torch.arange(values.shape[-1], device="cpu")
         pooled = self.pooled and component == "distance"
         index = index_columns(values.shape[:-1], pooled=pooled, repeat=len(axis), layers=self.layers)
         return pd.DataFrame(

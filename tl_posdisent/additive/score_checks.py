@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, cell_distances
+from tl_posdisent.utils.validation import check_devices
 
 # Models mask with -inf, the lowest number of some dtype, or a round number: -1e4 is the least that is in use. Real
 # scores are hundreds at most, and come to -1000 only where attention is far sharper than in any trained model.
@@ -31,6 +32,7 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
         raise ValueError(f"{name} must have shape (..., query, key), got {tuple(scores.shape)}")
     if scores.numel() == 0 or scores.shape[-1] < 2:
         raise ValueError(f"{name} must hold at least one query and two keys, got shape {tuple(scores.shape)}")
+    check_devices(**{name: scores})
     return scores
 
 
@@ -49,9 +51,8 @@ def check_queries_and_keys(**vectors: Any) -> None:
             what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
         check_finite_tensor(name, x)
+    check_devices(**vectors)
     q, k = vectors.values()
-    if q.device != k.device:
-        raise ValueError(f"{' and '.join(vectors)} must be on the same device, got {q.device} and {k.device}")
     if q.shape[:-3] != k.shape[:-3] or q.shape[-1] != k.shape[-1] or q.shape[-2] % k.shape[-2] or k.shape[-3] < 2:
         raise ValueError(
             f"{' and '.join(vectors)} must have the same batch axes and d_head, at least two keys, and a number of "

@@ -10,6 +10,7 @@ from tl_posdisent.additive.cells import MaskKind, make_cells
 from tl_posdisent.additive.marginals import ROUNDING, read_marginals
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.own_sums import own_sums
+from tl_posdisent.utils.validation import check_devices
 
 
 @own_sums()
@@ -41,6 +42,7 @@ def score_correlation(
     """
     check_scores(a, "a")
     check_scores(b, "b")
+    check_devices(a=a, b=b)
     if a.shape != b.shape:
         raise ValueError(f"a and b must have the same shape, got {tuple(a.shape)} and {tuple(b.shape)}")
     cells = make_cells(a.shape, mask, window, device=a.device)

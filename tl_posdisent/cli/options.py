@@ -45,7 +45,7 @@ class Given:
         "auto", help="HookedTransformer, TransformerBridge, or the first that is supported."
     )
     device: str | None = Option(
-        None, help="cpu, cuda, cuda:1, mps …; default the CPU, for a NAME what TransformerLens takes."
+        None, help="cpu, cuda, cuda:1 …; default the CPU, for a NAME what TransformerLens takes."
     )
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Option("float32", help="Of the model's weights.")
     length: int | None = Option(None, min=2, help="Tokens per text; default the context, 512 at most.")

@@ -245,7 +245,7 @@ class Trial:
 
 def _gap(got: Any, expected: Any) -> float:
     """Largest difference, relative to the largest expected number."""
-    a, b = (torch.as_tensor(x).double().cpu() for x in (got, expected))
+    a, b = (torch.as_tensor(x, device="cpu").double() for x in (got, expected))
     if a.shape != b.shape:
         return float("inf")
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
@@ -253,7 +253,7 @@ def _gap(got: Any, expected: Any) -> float:
 
 def _metric(logits: Tensor, tokens: Tensor) -> Tensor:
     """A number per text in which every logit counts, each by another weight; about as large as a logit."""
-    weights = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(5)).to(logits)
+    weights = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(5), device="cpu").to(logits)
     return (logits.detach() * weights).double().sum((1, 2)) / weights.numel() ** 0.5
 
 
@@ -345,7 +345,7 @@ def _head_patching(trial: Trial) -> Iterator[Law]:
 def _position_patching(trial: Trial) -> Iterator[Law]:
     """Before the first layer that rotates nothing depends on positions: to patch in the vectors of the real positions
     there is to leave the layer out of the intervention."""
-    order = torch.arange(trial.tokens.shape[1]).flip(0)
+    order = torch.arange(trial.tokens.shape[1], device="cpu").flip(0)
     everywhere = swap_positions(trial.reading, order)  # refuses what position_patching refuses
     first, *behind = [spec.layer for spec in trial.reading.attention if spec.rotary is not None]
     rest = swap_positions(trial.reading, order, layers=behind) if behind else []

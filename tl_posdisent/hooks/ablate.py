@@ -143,9 +143,9 @@ def derangement(n: int, seed: int) -> Int[Tensor, "text"]:
     """A permutation of n texts that leaves none in its place, each such permutation equally likely."""
     if n < 2:
         raise ValueError(f'mode "resample" needs a batch of at least two texts, got {n}')
-    generator, places = torch.Generator().manual_seed(seed), torch.arange(n)
+    generator, places = torch.Generator().manual_seed(seed), torch.arange(n, device="cpu")
     while True:  # e = 2.7 draws on average, whatever n
-        order = torch.randperm(n, generator=generator)
+        order = torch.randperm(n, generator=generator, device="cpu")
         if not bool((order == places).any()):
             return order
 

@@ -147,7 +147,9 @@ def remap_distance(
             )
     elif callable(distances):
         described = getattr(distances, "__name__", "a function")
-        mapped(distances, torch.arange(64).double(), "distances", "real distances")  # now rather than in a pass
+        mapped(
+            distances, torch.arange(64.0, dtype=torch.float64, device="cpu"), "distances", "real distances"
+        )  # now rather than in a pass
     else:
         raise ValueError(f"distances must be a function or a tensor, got {type(distances).__name__}")
     return rotation_hooks(model, layers, heads, DistanceMap(f"remap_distance({described})", distances))
@@ -155,7 +157,7 @@ def remap_distance(
 
 def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float[Tensor, "*shape"]:
     try:
-        tensor = torch.as_tensor(values)
+        tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be real numbers, got {shown(values)}") from error
     if tensor.is_meta:

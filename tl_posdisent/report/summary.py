@@ -143,7 +143,7 @@ _VERDICTS: dict[SectionName, Callable[[Found], list[str]]] = {
 def analysed(subject: Subject) -> str:
     """Which model, which text."""
     model, spec, rotary = subject.model, subject.specs[0], subject.rotary
-    parameters = next(model.parameters(), torch.zeros(0))
+    parameters = next(model.parameters(), torch.zeros(0, device="cpu"))
     dtype = str(parameters.dtype).removeprefix("torch.")
     turned = "all layers" if rotary == subject.layers else f"layers {numbers(rotary)}" if rotary else "none"
     chosen = [f"{numbers(heads)} in layer {layer}" for layer, heads in subject.heads.items()]

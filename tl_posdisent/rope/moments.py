@@ -10,6 +10,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from tl_posdisent.utils.own_sums import own_sums
+from tl_posdisent.utils.validation import check_devices
 
 from .covariance import Spread, chunks, spread_of, total
 from .rotary import Rotary, check_rotary, to_complex
@@ -63,7 +64,7 @@ class Moments:
             ValueError: queries or keys that are empty, not finite, or do not fit each other or the rotation.
         """
         _check_vectors(q, k, rotary)
-        planes, rest = to_complex(torch.arange(q.shape[-1]).double(), rotary)
+        planes, rest = to_complex(torch.arange(q.shape[-1], dtype=torch.float64, device="cpu"), rotary)
         order = torch.cat([torch.view_as_real(planes).flatten(), rest]).long().to(q.device)
         query, key = (_measured(name, x.detach(), order) for name, x in (("q", q), ("k", k)))
         return cls(query, key, rotary.to(q.device))
@@ -116,8 +117,7 @@ def _check_vectors(q: Tensor, k: Tensor, rotary: Rotary) -> None:
         if x.ndim < 3 or x.numel() == 0:
             raise ValueError(f"{name} must have shape {axes} and not be empty, got {tuple(x.shape)}")
     check_rotary(rotary)
-    if q.device != k.device:
-        raise ValueError(f"q and k must be on the same device, got {q.device} and {k.device}")
+    check_devices(q=q, k=k)
     (n_heads, d_head), (n_kv, d_key) = q.shape[-2:], k.shape[-2:]
     if d_head != d_key:
         raise ValueError(f"queries and keys must have the same d_head, got {d_head} and {d_key}")

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Complex, Float, Float64, Real
 from torch import Tensor
 
-from tl_posdisent.utils.validation import check_choice, check_number, shown
+from tl_posdisent.utils.validation import check_choice, check_devices, check_number, shown
 
 Pairing = Literal["half", "adjacent"]
 
@@ -184,6 +184,7 @@ def from_complex(
         [1.0, 2.0, 3.0, 4.0, 5.0]
     """
     n = len(check_rotary(rotary).frequencies)
+    check_devices(z=z, rest=rest)
     if not isinstance(z, Tensor) or not z.is_complex() or z.shape[-1:] != (n,):
         raise ValueError(f"z must be complex with a last axis of {n}, one per frequency, got {_described(z)}")
     if not isinstance(rest, Tensor) or not rest.is_floating_point() or rest.shape[:-1] != z.shape[:-1]:
@@ -224,6 +225,7 @@ def _check(x: Any, rotary: Rotary) -> None:
             f"x must be floating point with a last axis of at least {rotary.dim} (two per frequency), "
             f"got {_described(x)}"
         )
+    check_devices(x=x)
 
 
 def _described(x: Any) -> str:
@@ -266,6 +268,7 @@ def rotary_from_table(
             "cos and sin must have the same shape (pos, columns) with at least two positions, got "
             f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         )
+    check_devices(cos=cos, sin=sin)
     cos, sin = (_one_column_each(x.double()) for x in (cos, sin))
     radius = torch.hypot(cos, sin)
     measured = torch.atan2(sin, cos)

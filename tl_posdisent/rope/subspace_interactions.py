@@ -111,7 +111,7 @@ def subspace_frame(frequencies: Float64[Tensor, "subspace"], columns: dict[str, 
     """Make a table with one row per head and subspace of columns that are ``[head, subspace]``."""
     n_heads, n_subspaces = next(iter(columns.values())).shape
     index = {
-        "subspace": torch.arange(n_subspaces).repeat(n_heads),
+        "subspace": torch.arange(n_subspaces, device="cpu").repeat(n_heads),
         "frequency": frequencies.repeat(n_heads),
         "wavelength": (2 * torch.pi / frequencies).repeat(n_heads),
     }

@@ -10,7 +10,7 @@ from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.marginals import ROUNDING, Marginals, read_marginals
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.own_sums import own_sums
-from tl_posdisent.utils.validation import check_flag
+from tl_posdisent.utils.validation import check_devices, check_flag
 
 
 @own_sums()
@@ -133,8 +133,9 @@ def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float6
             raise ValueError(f"{name} must be floating point of shape (d, columns), the same d for both, got {what}")
         if not bool(x.isfinite().all()) or not bool((x != 0).any()):
             raise ValueError(f"{name} must be finite and not all 0")
+    check_devices(a=a, b=b)
     bases = []
-    for x in (a, b.to(a.device)):
+    for x in (a, b):
         u, s, _ = torch.linalg.svd(x.double(), full_matrices=False)
         precision = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float64).eps)
         bases.append(u[:, s > s[0] * precision * max(x.shape)])

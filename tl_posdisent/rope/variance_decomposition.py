@@ -278,13 +278,13 @@ def check_component(component: str, name: str = "component") -> Component:
 def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "distance"]:
     """Return a user's numbers as a float64 tensor with one axis, or raise."""
     try:
-        x = torch.as_tensor(values)
+        x = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
         raise ValueError(f"{name} must be finite real numbers, got {type(values).__name__}: {error}") from error
     if x.ndim != 1 or len(x) == 0:
         raise ValueError(f"{name} must be one-dimensional and not empty, got shape {tuple(x.shape)}")
     real = not x.is_complex() and x.dtype != torch.bool
-    x = torch.as_tensor(values, dtype=torch.float64) if real else x
+    x = torch.as_tensor(values, dtype=torch.float64, device="cpu") if real else x
     if not real or not bool(x.isfinite().all()):
         raise ValueError(f"{name} must be finite real numbers, got {shown(values)}")
     return x.detach().to(device)

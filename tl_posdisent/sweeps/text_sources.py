@@ -108,7 +108,7 @@ class Text:
             ValueError: a file that is missing or has changed; a model without a tokenizer; a text that is too short.
         """
         if self.kind == "ids":
-            return torch.tensor(json.loads(self.source))
+            return torch.tensor(json.loads(self.source), device="cpu")
         words = self.source
         if self.kind != "words":
             words = demo_text() if self.kind == "demo" else _read(Path(self.source))
@@ -152,9 +152,9 @@ def _content(source: Any) -> tuple[Kind, str, str]:
             raise ValueError(f"text must be words or a Path, got the name of a file: write Path({source!r})")
         return "words", source, source
     try:
-        ids = torch.as_tensor(source)
+        ids = torch.as_tensor(source, device="cpu")
     except (TypeError, ValueError, RuntimeError):
-        ids = torch.empty(0)
+        ids = torch.empty(0, device="cpu")
     if ids.dtype != torch.int64 or ids.ndim not in (1, 2) or ids.numel() == 0:
         raise ValueError(
             f'text must be "demo", a Path, words, or token ids (pos,) or (batch, pos), got {shown(source)}'

@@ -152,7 +152,7 @@ def uniform(least: int, most: int, shape: tuple[int, ...], generator: torch.Gene
 
 def distinct(least: int, most: int, shape: tuple[int, int], generator: torch.Generator) -> Int[Tensor, "n length"]:
     """Integers as of ``uniform``, none twice in a row; some thousand rows at a time, as each row sorts all of them."""
-    rows, device = torch.arange(shape[0]).split(4096), generator.device
+    rows, device = torch.arange(shape[0], device="cpu").split(4096), generator.device
     keys = (torch.rand(len(some), most - least + 1, generator=generator, device=device) for some in rows)
     return torch.cat([least + key.argsort(-1)[:, : shape[1]] for key in keys])
 
@@ -241,8 +241,8 @@ class TriggerDistance(Task):
     @property
     def from_length(self) -> float:
         """Accuracy of the best guess from the length of the text alone; ``chance`` is that of a constant guess."""
-        sides = torch.arange(self.min_side, self.max_side + 1)
-        gap, *around = torch.cartesian_prod(torch.arange(self.gaps), sides, sides).T
+        sides = torch.arange(self.min_side, self.max_side + 1, device="cpu")
+        gap, *around = torch.cartesian_prod(torch.arange(self.gaps, device="cpu"), sides, sides).T
         length = gap + sum(around)  # and what all texts have alike
         if self.max_length is not None:
             length = length.clamp(max=self.max_length - self.min_gap - 2)

@@ -10,6 +10,8 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+import torch
+
 
 def shown(value: Any) -> str:
     """Describe a value in an error: its repr, cut to 120 characters; of a tensor or an array, type and shape alone.
@@ -138,6 +140,34 @@ def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None
             check_choice(name, value, parts)
         elif kind is int or (optional and value is not None):
             check_integer(name, value, (least or {}).get(name, 1))
+
+
+def check_devices(**given: Any) -> None:
+    """Raise unless all tensors among these values are on one device, which has float64.
+
+    >>> import torch
+    >>> check_devices(q=torch.ones(2), k=torch.ones(2, device="meta"))
+    Traceback (most recent call last):
+    ValueError: q and k must be on the same device, got cpu and meta
+    """
+    devices = {name: x.device for name, x in given.items() if isinstance(getattr(x, "device", None), torch.device)}
+    if len(set(devices.values())) > 1:
+        names, places = (", ".join(map(str, x[:-1])) + f" and {x[-1]}" for x in ([*devices], [*devices.values()]))
+        raise ValueError(f"{names} must be on the same device, got {places}")
+    for name, device in devices.items():
+        check_float64(name, device)
+
+
+def check_float64(name: str, device: torch.device) -> None:
+    """Raise unless the device has float64, which MPS has not."""
+    if device.type in ("cpu", "cuda", "meta"):
+        return
+    try:
+        torch.zeros((), dtype=torch.float64, device=device)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"{name} must be on the CPU or a CUDA device, got {device}, which has no float64: use {name}.to('cpu')"
+        ) from error
 
 
 def check_seed(seed: Any) -> int:

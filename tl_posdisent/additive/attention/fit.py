@@ -27,7 +27,7 @@ from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit_from_qk import check_vectors
 from tl_posdisent.additive.score_checks import check_finite_tensor, check_scores
 from tl_posdisent.utils.own_sums import own_sums
-from tl_posdisent.utils.validation import check_flag, check_integer, check_number, is_integer
+from tl_posdisent.utils.validation import check_devices, check_flag, check_integer, check_number, is_integer
 
 _AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``Problem``
 _NEGLIGIBLE = 1e-13  # of the largest singular value of the features
@@ -92,6 +92,7 @@ def fit_attention(
     if (scores is None) == (pattern is None):
         raise ValueError("scores or pattern= must be given, and not both")
     x = (check_scores(pattern, "pattern") if scores is None else check_scores(scores)).detach()
+    check_devices(**{"pattern" if scores is None else "scores": x}, keys=keys)
 
     def read(cells: Cells, layout: Layout, pool: bool) -> tuple[Pattern, Sequence[int]]:
         arranged = by_system(x, 2, pool=pool)
@@ -142,6 +143,7 @@ def fit_attention_qk(
         True
     """
     check_vectors(q_rot, k_rot, scale, mask, bool(pool))
+    check_devices(q_rot=q_rot, k_rot=k_rot, keys=keys)
     q, k = (x.detach().transpose(-3, -2) for x in (q_rot, k_rot))
 
     def read(cells: Cells, layout: Layout, pool: bool) -> tuple[Pattern, Sequence[int]]:

@@ -93,7 +93,7 @@ class Layout:
     def band(self) -> Int64[Tensor, "distance"]:
         """The band of each distance."""
         distances = torch.arange(self.low, self.high + 1, device=self.queries.device)
-        return torch.bucketize(distances, distances.new_tensor(self.edges), right=True)
+        return torch.bucketize(distances, torch.tensor(self.edges, device=distances.device), right=True)
 
     def split(self, stacked: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the distances ``[..., distance]`` and of the keys ``[..., band, key]``."""

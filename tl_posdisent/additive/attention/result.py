@@ -12,12 +12,12 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.additive.attention.layout import first_keys
-from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells
+from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells, on_device
 from tl_posdisent.additive.result import mean_and_range
 from tl_posdisent.additive.score_checks import check_finite_tensor
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_choice, check_flag, check_indices
+from tl_posdisent.utils.validation import check_choice, check_devices, check_flag, check_indices
 
 AttentionComponent = Literal["summary", "distance", "key", "query"]
 
@@ -94,7 +94,7 @@ class AttentionFit(HasTable):
 
     def _by_key(self, key: Float64[Tensor, "*batch band key"], d: Int64[Tensor, "query key"]) -> Tensor:
         """The importance of each cell's key in the band of the cell's distance."""
-        band = torch.bucketize(d, d.new_tensor(self.edges), right=True)
+        band = torch.bucketize(d, torch.tensor(self.edges, device=d.device), right=True)
         return key[..., band, torch.arange(key.shape[-1], device=d.device).expand_as(d)]
 
     def pattern(self) -> Float64[Tensor, "*batch query key"]:
@@ -162,6 +162,7 @@ class AttentionFit(HasTable):
         assert self.direction is not None
         n_feature, texts = self.direction.shape[-1], tuple(self.direction.shape[:-3])
         check_finite_tensor("keys", keys)
+        check_devices(keys=keys, fit=self.distance)
         bad = keys.ndim < 3 or keys.shape[-1] != n_feature or keys.shape[-2] == 0 or n_heads % keys.shape[-2]
         if bad or 0 in keys.shape[:-1] or (texts and tuple(keys.shape[:-3]) != texts):
             wanted = "".join(f"{n}, " for n in texts) if texts else "*texts, "
@@ -203,7 +204,7 @@ class AttentionFit(HasTable):
             columns["kl"] = self._mean_kl().flatten().tolist()
             return pd.DataFrame({**index_columns(self.explained.shape, pooled=self.pooled), **columns})
         values = self.kl if component == "query" else getattr(self, component)
-        axis = (self.distances if component == "distance" else torch.arange(values.shape[-1])).tolist()
+        axis = (self.distances if component == "distance" else torch.arange(values.shape[-1], device="cpu")).tolist()
         leading = values.shape[: values.ndim - (2 if component == "key" else 1)]
         n_row = len(axis) * (values.shape[-2] if component == "key" else 1)
         index = index_columns(leading, pooled=self.pooled and component == "distance", repeat=n_row)
@@ -213,6 +214,10 @@ class AttentionFit(HasTable):
             columns["band"] = [start for start in starts for _ in axis] * leading.numel()
         columns |= {component: axis * (values.numel() // len(axis)), "value": values.flatten().tolist()}
         return pd.DataFrame({**index, **columns})
+
+    def to(self, device: torch.device | str) -> AttentionFit:
+        """Return the same fit on another device."""
+        return on_device(self, device)
 
     def _mean_kl(self) -> Float64[Tensor, "*fit"]:
         used = (self.cells.split(self.cells.counts).query > 0).expand(self.kl.shape)

@@ -120,7 +120,7 @@ def head_labels(
 def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> Int[Tensor, "repeats pos"]:
     """Sequences of different random tokens, each twice in a row, after the token that begins texts if there is one."""
     special = {x for x in (padding_id(model), start_id(model)) if x is not None}
-    usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special])
+    usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special], device="cpu")
     start = [] if start_id(model) is None else [start_id(model)]
     room = (getattr(model.cfg, "n_ctx", None) or 2 * _LENGTH + 1) - len(start)
     most = min(len(usable), room // 2)
@@ -131,8 +131,9 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
             f"context room for {room // 2}, twice"
         )
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.stack([usable[torch.randperm(len(usable), generator=generator)[:length]] for _ in range(repeats)])
-    first = torch.tensor(start, dtype=torch.int64).expand(repeats, -1)
+    orders = (torch.randperm(len(usable), generator=generator, device="cpu") for _ in range(repeats))
+    drawn = torch.stack([usable[order[:length]] for order in orders])
+    first = torch.tensor(start, dtype=torch.int64, device="cpu").expand(repeats, -1)
     return torch.cat([first, drawn, drawn], 1).to(device_of(model))
 
 

@@ -94,7 +94,7 @@ def _measure(
     """One row per layer and head, one column per measure."""
     common: dict[str, Any] = {"tokens": texts, "layers": layers, "progress": False}
     at: dict[str, Any] = {"distances": distances, "sinks": sinks}
-    late = torch.arange(texts.tokens.shape[1]) >= sinks
+    late = torch.arange(texts.tokens.shape[1], device="cpu") >= sinks
     controlled = controlled_distance(reading, **at, **common).set_index(_HEAD)
     plane = positional_symbolic(reading, sinks=sinks, **common).groupby(_HEAD)
     patterns = subspace_patterns(reading, **at, **common).groupby(_HEAD)

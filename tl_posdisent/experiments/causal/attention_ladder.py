@@ -236,7 +236,7 @@ class _Ladder:
             losses, divergences = compare(outputs, self.texts, clean)
             return _Measured(losses, divergences.mean().item(), self._values(outputs, losses))
 
-        nothing = torch.tensor([nan])
+        nothing = torch.tensor([nan], device="cpu")
         return self.failures.attempt(measure, layer, head) or _Measured(nothing, nan, nothing)
 
     def _values(self, outputs: list[Any], losses: Tensor) -> Float[Tensor, "sample"]:

@@ -48,7 +48,7 @@ class LogitDifference:
     ) -> Float[Tensor, "batch"]:
         """The differences, of a batch of logits without padding."""
         self.check_batch(len(tokens))
-        return self.of_texts(logits, torch.arange(len(tokens)))
+        return self.of_texts(logits, torch.arange(len(tokens), device="cpu"))
 
     def of_texts(self, logits: Float[Tensor, "text pos vocab"], rows: Int[Tensor, "text"]) -> Float[Tensor, "text"]:
         """The differences of some texts without padding, which are these rows of the batch; float32 or wider."""
@@ -140,7 +140,7 @@ def _mean_logit(name: str, logits: Tensor, ids: Sequence[int]) -> Tensor:
 def as_numbers(value: Any, batch: int) -> Tensor:
     """What a metric returned: a number, or one for each text; in float64."""
     try:
-        numbers = torch.as_tensor(value).detach()
+        numbers = torch.as_tensor(value, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"metric must return a number or one per text, got {type(value).__name__}") from error
     if numbers.is_complex() or numbers.shape not in ((), (batch,)):
@@ -150,7 +150,7 @@ def as_numbers(value: Any, batch: int) -> Tensor:
         )
     if not bool(numbers.isfinite().all()):
         raise ValueError(f"metric must return finite numbers, got {numbers.tolist()}")
-    return numbers.double().cpu()
+    return numbers.double()
 
 
 def check_metric(metric: Any) -> None:

@@ -68,6 +68,7 @@ def all_tokens(parts: Sequence[Tensor]) -> Float[Tensor, "token"]:
 
 def shuffled_order(length: int, seed: int) -> Int[Tensor, "pos"]:
     """The first token, then the others in an order that the seed draws."""
-    drawn = torch.rand(length, generator=torch.Generator().manual_seed(check_seed(seed)), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(check_seed(seed))
+    drawn = torch.rand(length, generator=generator, dtype=torch.float32, device="cpu")
     drawn[0] = -1
     return drawn.argsort()

@@ -235,7 +235,7 @@ class _Mean:
     def __init__(self, spec: AttentionSpec, readout: Readout, heads: list[int], sinks: int, count: int) -> None:
         self.spec, self.readout, self.heads, self.sinks, self.count = spec, readout, heads, sinks, count
         self.norm: FrozenNorm | None = None
-        self.bias = self.own = torch.zeros((), dtype=torch.float64)
+        self.bias = self.own = torch.zeros((), dtype=torch.float64, device="cpu")
 
     def weights(
         self, held: dict[str, Tensor], vectors: Float[Tensor, "batch pos head d_head"]

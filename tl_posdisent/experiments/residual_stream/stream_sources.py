@@ -39,7 +39,7 @@ def weighted_sources(
         ValueError: a model whose residual stream is not that sum, or whose attention is not linear in z.
     """
     layers = [_Layer(model, number, tool) for number in range(layer)]
-    embedding = torch.zeros(())
+    embedding = torch.zeros((), device="cpu")
     for tokens, weights in batches:
         start: dict[str, Tensor] = {}
         hooks = [hook for each in layers for hook in each.hooks(weights)]
@@ -64,7 +64,7 @@ class _Layer:
         if not isinstance(weight := getattr(self.attention, "W_O", None), Tensor) or weight.ndim != 3:
             raise ValueError(f"{self.where} output weights W_O [head, d_head, d_model]")
         self.norm: FrozenNorm | None = None
-        self.z = self.mlp = self.scale = torch.zeros(())
+        self.z = self.mlp = self.scale = torch.zeros((), device="cpu")
 
     def _weights(self) -> tuple[Float64[Tensor, "head d_head d_model"], Float64[Tensor, "d_model"]]:
         """W_O and b_O; converted when used, so that the layers' weights are not held twice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
@@ -81,7 +82,7 @@ def output_projection(
         reference = _outputs(model, read[:, :end], specs, [])
         outputs = _outputs(model, read, specs, list(hooks or []))
     tables, explained = [], {}
-    texts_at, pos = torch.cartesian_prod(torch.arange(len(texts)), torch.arange(start, length)).T.numpy()
+    texts_at, pos = np.indices((len(texts), length - start)).reshape(2, -1)
     for spec in specs:
         x = reference[spec.layer][:, start:].flatten(0, 1)
         mean = x.mean(0)

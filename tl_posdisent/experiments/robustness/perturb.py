@@ -116,8 +116,9 @@ def perturb(
     specs = [] if kind == "order" else _rotary_specs(reading)
     texts = read_texts(reading.model, tokens, attention_mask)
     unit = unit or ("token" if isinstance(tokens, Tensor) else "word")
-    places = torch.arange(texts.tokens.shape[1])
-    source, shifts = places.repeat(len(texts.tokens), 1), torch.zeros(texts.tokens.shape, dtype=torch.float64)
+    places = torch.arange(texts.tokens.shape[1], device="cpu")
+    source = places.repeat(len(texts.tokens), 1)
+    shifts = torch.zeros_like(source, dtype=torch.float64)
     generators = []
     for row, (ids, real) in enumerate(zip(texts.tokens, texts.real.cpu(), strict=True)):
         generator = torch.Generator().manual_seed(seed)  # each text's own: it is perturbed as it would be alone
@@ -125,9 +126,9 @@ def perturb(
         units = _movable(reading.model, ids[at].tolist(), unit, len(at) if until is None else until)
         order = _reordered(units, len(at), fraction, window, generator)
         source[row, at] = at[order]
-        shift = order.argsort().double() - torch.arange(len(at))
+        shift = order.argsort().double() - places[: len(at)]
         if jitter is not None:
-            shift = torch.randn(len(at), generator=generator, dtype=torch.float64) * jitter * (shift != 0)
+            shift = torch.randn(len(at), generator=generator, dtype=torch.float64, device="cpu") * jitter * (shift != 0)
         shifts[row, at] = shift
         generators.append(generator)
     moved = (source != places).to(texts.tokens.device)
@@ -150,10 +151,11 @@ def _rotary_specs(reading: ModelReading) -> list[AttentionSpec]:
 def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]) -> PhaseNoise:
     """The displacements permuted in each subspace, in the same way in all layers."""
     subspaces = max(len(spec.require_rotary("perturb").frequencies) for spec in specs)
-    permuted = torch.zeros(*shifts.shape, subspaces, dtype=torch.float64)
+    permuted = shifts.new_zeros(*shifts.shape, subspaces)
     for row, shift, generator in zip(permuted, shifts, generators, strict=True):
         at = shift.nonzero()[:, 0]
-        row[at] = shift[at][torch.rand(len(at), subspaces, generator=generator, dtype=torch.float32).argsort(0)]
+        luck = torch.rand(len(at), subspaces, generator=generator, dtype=torch.float32, device="cpu")
+        row[at] = shift[at][luck.argsort(0)]
 
     def angles(rotary: Rotary) -> Tensor:
         return permuted[..., : len(rotary.frequencies)] * rotary.frequencies.cpu()
@@ -166,7 +168,7 @@ def _reordered(
 ) -> Int[Tensor, " pos"]:
     """The old position of each new one: pairs of units are exchanged, units between them keep their order."""
     order = _exchanged(len(units), fraction, window, generator)
-    old, at, pieces = torch.arange(length), 0, []
+    old, at, pieces = torch.arange(length, device="cpu"), 0, []
     for slot, n in zip(units, order, strict=True):
         pieces += [old[at : slot.start], old[units[n].start : units[n].stop]]
         at = slot.stop
@@ -181,9 +183,9 @@ def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Gene
     where both are possible.
     """
     wanted = min(int(fraction * n / 2 + 0.5), n // 2)
-    first = int(torch.randint(2, (), generator=generator))
+    first = int(torch.randint(2, (), generator=generator, device="cpu"))
     free = list(range(first if wanted < n // 2 else 0, n))
-    luck = torch.rand(len(free), generator=generator, dtype=torch.float32).tolist()
+    luck = torch.rand(len(free), generator=generator, dtype=torch.float32, device="cpu").tolist()
     pairs = []
     while len(free) > 1:
         left = free.pop(0)
@@ -192,7 +194,7 @@ def _exchanged(n: int, fraction: float | int, window: int, generator: torch.Gene
         free.remove(right)
         pairs.append((left, right))
     order = list(range(n))
-    for pair in torch.randperm(len(pairs), generator=generator)[:wanted].tolist():
+    for pair in torch.randperm(len(pairs), generator=generator, device="cpu")[:wanted].tolist():
         left, right = pairs[pair]
         order[left], order[right] = right, left
     return order

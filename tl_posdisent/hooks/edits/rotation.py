@@ -183,8 +183,9 @@ class PhaseNoise(RotationEdit):
         n = len(rotary.frequencies)
         if isinstance(self.angles, (int, float)):
             generator = torch.Generator().manual_seed(self.seed)  # anew each time: the next run and layer get the same
-            more: Any = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
-            drawn = [torch.randn(_NOISE_BLOCK, n, **more) for _ in range(int(own.max()) // _NOISE_BLOCK + 1)]
+            blocks = range(int(own.max()) // _NOISE_BLOCK + 1)
+            shape: Any = (_NOISE_BLOCK, n)
+            drawn = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for _ in blocks]
             return self.angles * torch.cat(drawn).to(own.device)[own]
         angles = self.angles if isinstance(self.angles, Tensor) else self.angles(rotary)
         shape = own.shape[-1], n

@@ -49,7 +49,7 @@ def probe_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
     window = getattr(config, "sliding_window", None) or 0
     length = min(longest, max(128, window + 16 if window <= 1024 else 0))
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (1, length), generator=generator)
+    tokens = torch.randint(config.vocab_size, (1, length), generator=generator, device="cpu")
     return tokens.to(next(hf_model.parameters()).device)
 
 

@@ -68,7 +68,9 @@ def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
             raise ValueError(f"{path} must be a whole GGUF file, and cannot be read: {first_line(error)}") from error
         start = f"{architecture}."
         stated = {key.removeprefix(start): f.contents() for key, f in reader.fields.items() if key.startswith(start)}
-        divisors = next((torch.tensor(tensor.data) for tensor in reader.tensors if tensor.name == _DIVISORS), None)
+        divisors = next(
+            (torch.tensor(tensor.data, device="cpu") for tensor in reader.tensors if tensor.name == _DIVISORS), None
+        )
         try:
             config = AutoConfig.from_pretrained(folder, **options)
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **options)  # as AutoTokenizer, in less time
@@ -126,9 +128,9 @@ def _check(model: PreTrainedModel, reader: Any, stated: dict[str, Any], divisors
     for name, frequencies in model.named_buffers():
         if name.rsplit(".", 1)[-1] in ("inv_freq", "full_attention_inv_freq"):
             n = stated.get("rope.dimension_count", 2 * len(frequencies))
-            expected = stated.get("rope.freq_base", 10000.0) ** -(torch.arange(0, n, 2) / n)
+            expected = stated.get("rope.freq_base", 10000.0) ** -(torch.arange(0, n, 2, device="cpu") / n)
             expected /= stated.get("rope.scaling.factor", 1.0) if divisors is None else divisors
-            same = len(expected) == len(frequencies) and torch.allclose(frequencies, expected, rtol=1e-4)
+            same = len(expected) == len(frequencies) and torch.allclose(frequencies.cpu(), expected, rtol=1e-4)
             if kind not in ("none", "linear") or not same:
                 raise ValueError(f"its rotary frequencies (scaling: {kind}) are not those of the file")
     head = stated.get("attention.key_length")

@@ -60,7 +60,8 @@ def _reinitialised(model: Any, seed: int) -> Any:
             elif parameter.ndim == 1 and last in ("w", "weight"):
                 parameter.fill_(1.0)
             else:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * _STD)
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+                parameter.copy_(drawn * _STD)
     return fresh.eval()
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.spec import n_layers
-from tl_posdisent.utils.validation import is_integer
+from tl_posdisent.utils.validation import check_float64, is_integer
 
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
 """What ``model.hooks(fwd_hooks=[...])`` takes: a name or a filter of names, and a function of ``(tensor, hook)``."""
@@ -309,6 +309,7 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     device = device_of(model)
     if device.type == "meta":
         raise ValueError("model must have weights, but its parameters are meta tensors: load them first")
+    check_float64("model", device)
     ids = (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
     if not padded:
         refuse_padding(model, ids)

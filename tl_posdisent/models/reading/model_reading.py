@@ -14,7 +14,7 @@ from tl_posdisent.models.reading.attributes import architecture, attention_imple
 from tl_posdisent.models.reading.forward import device_of, modules
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
-from tl_posdisent.utils.validation import check_heads, check_indices
+from tl_posdisent.utils.validation import check_float64, check_heads, check_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +147,7 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
                 f"model must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of "
                 f"whose {n} blocks has them"
             )
+        check_float64("model", device_of(model))
         state, kept = _state(model), _READINGS.get(model)
         if kept is None or kept[0] != state:
             kept = _READINGS[model] = state, {}, {}

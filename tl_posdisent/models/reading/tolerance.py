@@ -11,7 +11,7 @@ from tl_posdisent.utils.own_sums import autocast_dtypes
 
 def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, "row"]:
     """Some of n rows all over a matrix, first and last included; in float64, which rounds no index of a long text."""
-    rows: Tensor = torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64).round().long()
+    rows: Tensor = torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64, device="cpu").round().long()
     return rows.to(device)
 
 

@@ -98,7 +98,7 @@ def positional_gradients(
     for name in get_args(Norm):
         without = torch.stack([other[name] for other in others])
         columns[f"{name}_se"] = ((len(g) - 1) * without.var(0, correction=0)).sqrt()
-    layer, head = torch.cartesian_prod(*(torch.arange(n) for n in g.shape[1:3])).T.tolist()
+    layer, head = np.indices(g.shape[1:3]).reshape(2, -1).tolist()
     norms = {name: columns[name].flatten().tolist() for name in _COLUMNS}
     return pd.DataFrame({"layer": layer, "head": head, **norms})
 

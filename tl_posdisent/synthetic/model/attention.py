@@ -37,7 +37,7 @@ def dropout(x: Float[Tensor, "*shape"], p: float, training: bool) -> Float[Tenso
     share = round(p * _LEVELS)
     if not 0 < share < _LEVELS or x.device.type != "cpu":
         return F.dropout(x, p)
-    drawn = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    drawn = x.new_empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     kept = drawn.view(torch.int16)[: x.numel()].view(x.shape) >= share - _LEVELS // 2
     return x * kept.to(x.dtype).mul_(_LEVELS / (_LEVELS - share))
 

@@ -86,18 +86,18 @@ class Learned(Encoding):
     def __init__(self, config: SyntheticConfig, *, trained: bool = True) -> None:
         super().__init__(config)
         self.longest = config.n_ctx
-        vectors = torch.empty(config.n_ctx, config.d_model)
+        vectors = nn.Parameter(torch.empty(config.n_ctx, config.d_model))
         if trained:
-            self.W_pos = nn.Parameter(vectors)
+            self.W_pos = vectors
         else:
-            self.register_buffer("W_pos", vectors)
+            self.register_buffer("W_pos", vectors.detach())
 
     def embed(self, length: int) -> Float[Tensor, "pos d_model"]:
         return self.W_pos[:length]
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        self.W_pos.copy_(torch.randn(self.W_pos.shape, generator=generator))
+        self.W_pos.copy_(torch.randn(self.W_pos.shape, generator=generator, device="cpu"))
 
 
 # --- added to the scores ----------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class ALiBi(Encoding):
         super().__init__(config)
         n = config.n_heads
         slopes = alibi_slopes(n) if config.alibi_slopes == "powers" else [math.exp(-h / n) for h in range(n)]
-        self.register_buffer("slopes", torch.tensor(slopes), persistent=False)
+        self.register_buffer("slopes", torch.tensor(slopes, device="cpu"), persistent=False)
         self.register_buffer("table", self._table(config.n_ctx), persistent=False)
 
     def _table(self, length: int) -> Float[Tensor, "head query key"]:
@@ -145,7 +145,7 @@ class T5Bias(Encoding):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        self.table.copy_(0.02 * torch.randn(self.table.shape, generator=generator))
+        self.table.copy_(0.02 * torch.randn(self.table.shape, generator=generator, device="cpu"))
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
@@ -240,5 +240,5 @@ class Rope(Encoding):
 
 def _angles(length: int, base: float, dim: int) -> Float[Tensor, "pos half"]:
     """``position · base^(-2c/dim)`` in float64."""
-    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    return torch.arange(length, dtype=torch.float64)[:, None] * frequency
+    frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
+    return torch.arange(length, dtype=torch.float64, device="cpu")[:, None] * frequency

@@ -159,14 +159,15 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         )
         self.cfg.pad_id, self.cfg.seed = config.pad_id, seed
         self.cfg.attention_dir = "causal" if config.causal else "bidirectional"
-        self.embed, self.unembed = Embed(config), Unembed(config)
-        self.hook_embed = HookPoint()  # [batch, pos, d_model]
-        self.encoding = make_encoding(config)
-        if self.encoding.embed(1) is not None:
-            self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
-        self.blocks = nn.ModuleList(Block(config, self.encoding, self.cfg) for _ in range(config.n_layers))
-        if config.final_norm:
-            self.ln_final = LayerNorm(config.d_model, self.cfg.eps)
+        with torch.device("cpu"):  # whatever torch's default is
+            self.embed, self.unembed = Embed(config), Unembed(config)
+            self.hook_embed = HookPoint()  # [batch, pos, d_model]
+            self.encoding = make_encoding(config)
+            if self.encoding.embed(1) is not None:
+                self.hook_pos_embed = HookPoint()  # [batch, pos, d_model]
+            self.blocks = nn.ModuleList(Block(config, self.encoding, self.cfg) for _ in range(config.n_layers))
+            if config.final_norm:
+                self.ln_final = LayerNorm(config.d_model, self.cfg.eps)
         self._initialise(torch.Generator().manual_seed(seed))
         self.setup()
 
@@ -180,7 +181,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             if last == "W_pos":
                 continue
             drawn = torch.rand if as_torch and last != "W_E" else torch.randn
-            values = drawn(named[name].shape, generator=generator)
+            values = drawn(named[name].shape, generator=generator, device="cpu")
             if drawn is torch.rand:
                 values = 2 * values - 1
             elif last in ("W_O", "W_out"):
@@ -188,7 +189,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
             named[name].copy_(scale * values)
         for name in named if as_torch else ():  # each bias as its matrix: b_Q as W_Q
             if (matrix := name.replace(".b_", ".W_")) != name and matrix in scales:
-                values = 2 * torch.rand(named[name].shape, generator=generator) - 1
+                values = 2 * torch.rand(named[name].shape, generator=generator, device="cpu") - 1
                 named[name].copy_(scales[matrix] * values)
         self.encoding.initialise(generator)
 

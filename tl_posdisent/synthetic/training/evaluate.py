@@ -54,7 +54,7 @@ def evaluate(
     with evaluating(model):
         for piece in lengths.argsort(stable=True).split(batch_size):
             there = piece.to(tokens.device)
-            wanted = labels[there].to(device)
+            wanted = labels[piece.to(labels.device)].to(device)
             logits = answers(model, tokens[there, : padded_width(lengths[piece])].to(device), pad).float()
             loss = loss + cross_entropy(logits, wanted, reduction="sum")
             right = right + (logits.argmax(-1) == wanted).sum()

@@ -101,7 +101,6 @@ class TrainingLoop(ABC):
         """
         if resume and self.folder is None:
             raise ValueError("folder must be given with resume=True, got None")
-        devices = [self.device] if self.device.type == "cuda" else []
         with contextlib.ExitStack() as held:
             if self.folder is not None:
                 if self.folder.exists() and not self.folder.is_dir():
@@ -109,7 +108,10 @@ class TrainingLoop(ABC):
                 held.enter_context(locked(self.folder, "folder", "training"))
                 for names in ("step-*", f"{STATE}.*"):  # of a killed process
                     remove_unfinished(self.folder, names)
-            held.enter_context(torch.random.fork_rng(devices))
+            kind = "cuda" if self.device.type == "cpu" else self.device.type
+            held.enter_context(
+                torch.random.fork_rng([] if self.device.type == "cpu" else [self.device], device_type=kind)
+            )
             self._load_state(resume)
             modes = [(part, part.training) for part in self.model.modules()]
             self.model.train()
@@ -181,6 +183,8 @@ class TrainingLoop(ABC):
         state = self.optimizer.state_dict()["state"]
         moments = {f"{n} {key}": x for n, of_parameter in state.items() for key, x in of_parameter.items()}
         groups = {WEIGHTS: self.model.state_dict(), "optimizer": moments, "random": {"cpu": torch.get_rng_state()}}
+        if self.device.type != "cpu":
+            groups["random"]["device"] = torch.get_device_module(self.device).get_rng_state(self.device)
         kept = {str(step): path.name for step, path in self.checkpoints.items()}
         notes = {**self.settings(self.done), "done": self.done, "rows": self.rows, "kept": kept}
         write(self.folder / STATE, groups, notes)
@@ -195,7 +199,8 @@ class TrainingLoop(ABC):
         groups, notes = read(path)
         state: dict[int, dict[str, Tensor]] = defaultdict(dict)
         try:
-            done, rows, random = int(notes["done"]), list(notes["rows"]), groups["random"]["cpu"]
+            done, rows, random = int(notes["done"]), list(notes["rows"]), groups["random"]
+            own = random["cpu"]
             # Names only: whatever the file says, the files are those of this folder.
             kept = {int(step): self.folder / Path(name).name for step, name in notes["kept"].items()}
             for name, x in groups["optimizer"].items():
@@ -214,6 +219,8 @@ class TrainingLoop(ABC):
                     )
         put(self.model, groups.get(WEIGHTS, {}), path)
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(state)})
-        torch.set_rng_state(random)
+        torch.set_rng_state(own)
+        if self.device.type != "cpu" and "device" in random:
+            torch.get_device_module(self.device).set_rng_state(random["device"], self.device)
         self.done, self.rows, self.checkpoints = done, rows, kept
         self._seconds_before = rows[-1]["seconds"] if rows else 0.0

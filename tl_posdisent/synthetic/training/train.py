@@ -295,7 +295,7 @@ class TaskTraining(TrainingLoop):
         self.lengths = lengths_of(self.split.train_tokens, self.pad).cpu()
         self.pieces = config.pieces or (1 if on_gpu else 4)
         self.half = config.precision == "bfloat16" or (config.precision == "auto" and on_gpu)
-        self.epoch, self.order = -1, torch.empty(0)
+        self.epoch, self.order = -1, torch.empty(0, device="cpu")
 
     def gradients(self) -> dict[str, Tensor]:
         """Of the mean loss of the step's samples that count."""
@@ -321,7 +321,7 @@ class TaskTraining(TrainingLoop):
         epoch, within = divmod(self.done, self.config.steps_per_epoch)
         if epoch != self.epoch:
             generator = torch.Generator().manual_seed(_seed_of(self.config.seed, "order", epoch))
-            self.epoch, self.order = epoch, torch.randperm(self.config.n_train, generator=generator)
+            self.epoch, self.order = epoch, torch.randperm(self.config.n_train, generator=generator, device="cpu")
         chosen = self.order[within * size : (within + 1) * size]
         return chosen[self.lengths[chosen].argsort(stable=True)]
 

@@ -1,0 +1,211 @@
+"""Every public function on a device: the numbers of the CPU, wherever its tensors are, and with that device as default.
+
+The device is imitated (``support.accelerator``): it refuses what CUDA refuses.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support import zoo
+from support.accelerator import NAME, imitated
+from support.public_calls import FEW, GOOD, OWN, TASK, call, callables, synthetic, takes_synthetic
+from support.results import assert_same
+from torch import Tensor
+
+import tl_posdisent as tp
+from tl_posdisent.rope import Moments
+from tl_posdisent.synthetic.training.train import TaskTraining
+
+DEVICE, OTHER = f"{NAME}:0", f"{NAME}:1"
+HOOKED = zoo.TL_MAJOR < 4
+QUICK = {"layers": [0], "fractions": [0.5], "seeds": 1}
+SHORT = dataclasses.replace(FEW, precision="float32", epochs=2)
+# Bytes on a device are counted otherwise, and a reading says which device it was; ``report`` and ``check_model`` call
+# what is tried here, for minutes.
+ELSEWHERE = {"estimate", "read_model", "report", "check_model"}
+
+
+def has_tensors(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(has_tensors, value))
+    return isinstance(value, (Tensor, Moments)) or (dataclasses.is_dataclass(value) and hasattr(value, "to"))
+
+
+def moved(value: Any, device: str) -> Any:
+    """The same with all tensors on the device; itself, if there are none."""
+    if not has_tensors(value):
+        return value
+    if isinstance(value, Moments):
+        sides = (dataclasses.replace(x, mean=x.mean.to(device), cov=x.cov.to(device)) for x in (value.query, value.key))
+        return Moments(*sides, value.rotary.to(device))
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(x, device) for x in value)
+    return value.to(device)
+
+
+@functools.cache
+def arguments(name: str) -> dict[str, Any]:
+    """What ``call`` gives a function beside its model."""
+    own = OWN.get(name, {})
+    if name == "patch_vectors" and HOOKED:  # which has a key head for every head
+        own = own | {"k_rot": torch.zeros(2, 12, 8, 8)}
+    if name == "train":
+        own = {"config": SHORT}
+    parameters = inspect.signature(FUNCTIONS[name]).parameters
+    own = own | {p: x for p, x in QUICK.items() if p in parameters and p not in own}
+    needed = {p for p, x in parameters.items() if x.default is x.empty and p not in ("model", "args", "kwargs")}
+    return {p: own[p] if p in own else GOOD.get(p) for p in parameters if p in own or p in needed}
+
+
+def with_model(name: str) -> bool:
+    return "model" in inspect.signature(FUNCTIONS[name]).parameters
+
+
+def a_model(name: str, device: str) -> Any:
+    """What a function takes; an own one where it is changed or is of another kind."""
+    if name in ("train", "to_hooked_transformer"):
+        return synthetic(causal=name != "train", read_out="token").to(device)
+    return _shared(takes_synthetic(FUNCTIONS[name]), device)
+
+
+@functools.cache
+def _shared(of_synthetic: bool, device: str) -> Any:
+    return (synthetic() if of_synthetic else zoo.load("hooked" if HOOKED else "bridge", "llama")).to(device)
+
+
+def called(name: str, device: str, **other: Any) -> Any:
+    """The function with its model and tensors on a device, and ``other`` arguments."""
+    function = FUNCTIONS[name]
+    given = {p: moved(value, device) for p, value in arguments(name).items()} | other
+    model = [a_model(name, device)] if with_model(name) else []
+    return call(function, *model, **given)
+
+
+@functools.cache
+def expected(name: str) -> Any:
+    return called(name, "cpu")
+
+
+FUNCTIONS = callables()
+CASES = [
+    pytest.param(name, marks=[pytest.mark.slow] * with_model(name))
+    for name in FUNCTIONS
+    if name not in ELSEWHERE and (with_model(name) or has_tensors(list(arguments(name).values())))
+]
+SEVERAL = [
+    pytest.param(*case.values, p, device, marks=case.marks)
+    for case in CASES
+    for p, value in arguments(*case.values).items()
+    if has_tensors(value)
+    for device in (["cpu"] if case.marks else ["cpu", OTHER])
+]
+
+
+class Refused(Exception):
+    """Refused in words."""
+
+
+@contextlib.contextmanager
+def refusal(words: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if re.fullmatch(words, str(error)):
+            raise Refused from error
+        raise
+
+
+@contextlib.contextmanager
+def as_default(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_device(name: str) -> None:
+    right = expected(name)
+    with imitated():
+        assert_same(called(name, DEVICE), right)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_with_a_default_device(name: str, device: str) -> None:
+    right = expected(name)
+    with imitated(), as_default(DEVICE):
+        assert_same(called(name, device), right)
+
+
+@pytest.mark.parametrize(("name", "argument", "device"), SEVERAL)
+def test_one_argument_elsewhere(name: str, argument: str, device: str) -> None:
+    right = expected(name)
+    with imitated(), contextlib.suppress(Refused), refusal(r"\w+(, \w+)* and \w+ must be on the same device, got .*"):
+        assert_same(called(name, DEVICE, **{argument: moved(arguments(name)[argument], device)}), right)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_float64(name: str) -> None:
+    """As on MPS: what needs float64 refuses the device in words."""
+    right = expected(name)
+    with imitated():
+        model = [a_model(name, DEVICE)] if with_model(name) else []
+    with imitated(no_float64=True):
+        given = {}
+        for p, value in arguments(name).items():
+            given[p] = value
+            with contextlib.suppress(TypeError):  # float64 itself stays where it is
+                given[p] = moved(value, DEVICE)
+        with contextlib.suppress(Refused), refusal(r"\w+ must be on the CPU or a CUDA device, got .*"):
+            assert_same(call(FUNCTIONS[name], *model, **given), right)
+
+
+def test_resumed_dropout_on_a_device(tmp_path: Path) -> None:
+    """The device's own random numbers go on where they were."""
+
+    class Dropout(TaskTraining):
+        def gradients(self) -> dict[str, Tensor]:
+            drawn = torch.rand(4, device=self.device)
+            self.drawn.append(drawn.cpu().tolist())
+            with mock.patch("torch.manual_seed"):  # which else makes each step independent of the steps before
+                return super().gradients()
+
+    def trained(folder: Path, *stops: int) -> list[list[float]]:
+        drawn: list[list[float]] = []
+        for n, stop in enumerate(stops):
+            torch.manual_seed(n)
+            training = Dropout(synthetic().to(DEVICE), TASK, SHORT, folder)
+            training.drawn = drawn
+            training.run(resume=n > 0, stop_at=stop, progress=False)
+        return drawn
+
+    with imitated():
+        assert trained(tmp_path / "whole", 4) == trained(tmp_path / "parts", 2, 4)
+
+
+def test_factories_name_their_device() -> None:
+    """Else they follow ``torch.set_default_device``. Parameters do, but ``SyntheticModel`` makes them on the CPU."""
+    factories = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "tensor", "zeros"}
+    factories |= {"normal", "rand", "randint", "randn", "randperm", "logspace", "tril_indices", "triu_indices"}
+    for path in sorted(Path(tp.__file__).parent.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        parameters = [ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func) == "nn.Parameter"]
+        for node in calls:
+            module, _, name = ast.unparse(node.func).rpartition(".")
+            named = "device" in [keyword.arg for keyword in node.keywords] or ast.unparse(node) in parameters
+            assert named or module != "torch" or name not in factories, f"{path}:{node.lineno}: say device="
