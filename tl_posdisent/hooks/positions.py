@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation import DistanceMap, PositionMap, mapped
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, rotation_hooks
-from tl_posdisent.utils.validation import check_number, listed, shown
+from tl_posdisent.utils.validation import check_float64, check_number, listed, shown
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
 """One for each slot of the batch, or a function of the tokens' own positions."""
@@ -162,6 +162,7 @@ def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float[Tensor,
         raise ValueError(f"{name} must be real numbers, got {shown(values)}") from error
     if tensor.is_meta:
         raise ValueError(f"{name} must have values, got a meta tensor")
+    check_float64(name, tensor.device)
     if tensor.is_complex() or tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
         raise ValueError(f"{name} must be finite real numbers, got {shown(tensor)} of {tensor.dtype}")
     return tensor.detach().double()

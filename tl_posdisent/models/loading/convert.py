@@ -21,6 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tl_posdisent.utils.validation import check_float64
+
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
 else:  # what a run-time type checker can know of them
@@ -75,6 +77,7 @@ def check_same_logits(
     if got.shape != expected.shape:
         raise _different(what, f"logits have shape {tuple(got.shape)} instead of {tuple(expected.shape)}")
     precise = expected.dtype in (torch.float32, torch.float64)
+    check_float64("model", expected.device)
     norm = partial(torch.linalg.vector_norm, ord=torch.inf if precise else 2)
     rows, errors, sizes = max(1, _COMPARED_AT_ONCE // expected.shape[-1]), [], []
     for ours, theirs in zip(*(x.flatten(0, -2).split(rows) for x in (got, expected)), strict=True):

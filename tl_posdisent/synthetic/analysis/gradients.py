@@ -22,7 +22,7 @@ from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import Samples, Task
 from tl_posdisent.utils.own_sums import with_gradients
-from tl_posdisent.utils.validation import check_choice, check_integer, check_seed, shown
+from tl_posdisent.utils.validation import check_choice, check_float64, check_integer, check_seed, shown
 
 Part = Literal["distance", "encoding"]
 Norm = Literal["mean_norm", "norm_of_mean", "expected_norm"]
@@ -87,6 +87,7 @@ def positional_gradients(
         raise ValueError(
             f'part must be "distance" with encoding={model.config.encoding!r}, which does not act on scores'
         )
+    check_float64("model", model.embed.W_E.device)
     check_integer("batches", batches, 2)
     check_integer("batch_size", batch_size, 1)
     drawn, device = _batches(task, batches, batch_size, check_seed(seed)), model.embed.W_E.device

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.validation import check_float64, check_integer
 
 
 @torch.no_grad()
@@ -66,6 +66,7 @@ def check_samples(model: Any, tokens: Any, labels: Any) -> None:
     """Raise if samples are invalid, or do not fit the model."""
     if not isinstance(model, SyntheticModel):
         raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+    check_float64("model", model.embed.W_E.device)
     for name, x, ndim in (("tokens", tokens, 2), ("labels", labels, 1)):
         if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool or x.ndim != ndim:
             what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

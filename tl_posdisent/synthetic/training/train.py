@@ -21,7 +21,7 @@ from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
 from tl_posdisent.utils.own_sums import no_autocast, with_gradients
 from tl_posdisent.utils.pictures import HasTable, figure_function
-from tl_posdisent.utils.validation import check_fields, check_integer, check_number, shown
+from tl_posdisent.utils.validation import check_fields, check_float64, check_integer, check_number, shown
 
 from .checkpoints import load_checkpoint, save_checkpoint
 from .evaluate import answers, evaluate, lengths_of, padded_width
@@ -257,6 +257,7 @@ def train(
     for name, value, kind in (("model", model, SyntheticModel), ("task", task, Task), ("config", config, TrainConfig)):
         if not isinstance(value, kind):
             raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+    check_float64("model", model.embed.W_E.device)
     for name in ("d_vocab", "n_out", "n_ctx"):
         has, needs = getattr(model.config, name), getattr(task, name)
         if has < needs:

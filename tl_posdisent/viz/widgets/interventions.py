@@ -67,8 +67,9 @@ def show_change(
 def _change(before: Tensor, after: Tensor, tokens: Any, mask: Any, options: Options, title: str) -> Widget:
     choice = choose(before.shape, tokens, options, charts=3)
     at = torch.tensor(choice.positions, device="cpu")
-    inside = make_cells(before.shape[-2:], mask).to_mask()[at][:, at]
-    old, new = (torch.where(inside, choice.of(x.detach()).cpu(), 0.0) for x in (before, after))
+    cells = make_cells(before.shape[-2:], mask)
+    inside = cells.to_mask()[at][:, at]
+    old, new = (torch.where(inside, choice.of(x.detach().cpu()), 0.0) for x in (before, after))
     for name, x in (("before", old), ("after", new)):
         if bool((x <= masked_below(x.dtype)).any()) or not bool(x.isfinite().all()):
             raise ValueError(f"{name} must be finite inside the mask, got NaN, infinite or masking values")
