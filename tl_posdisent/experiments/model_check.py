@@ -254,7 +254,8 @@ def _gap(got: Any, expected: Any) -> float:
 def _metric(logits: Tensor, tokens: Tensor) -> Tensor:
     """A number per text in which every logit counts, each by another weight; about as large as a logit."""
     weights = torch.randn(logits.shape[1:], generator=torch.Generator().manual_seed(5), device="cpu").to(logits)
-    return (logits.detach() * weights).double().sum((1, 2)) / weights.numel() ** 0.5
+    result: Tensor = (logits.detach() * weights).double().sum((1, 2)) / weights.numel() ** 0.5
+    return result
 
 
 def _set_z(trial: Trial, layer: int, new: Tensor | None) -> list[Hook]:

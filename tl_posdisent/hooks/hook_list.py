@@ -82,7 +82,7 @@ class Hooks(list[Any]):
     def __radd__(self, other: Any) -> Hooks:
         return Hooks(self.interventions, [*other, *self._others])
 
-    __iadd__ = __add__  # type: ignore[assignment]
+    __iadd__ = __add__
 
     def __mul__(self, times: SupportsIndex) -> Any:
         raise ValueError("hooks are applied once: they cannot be multiplied")
