@@ -144,6 +144,7 @@ def test_on_a_device(name: str) -> None:
         assert_same(called(name, DEVICE), right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
 def test_with_a_default_device(name: str, device: str) -> None:
@@ -154,6 +155,7 @@ def test_with_a_default_device(name: str, device: str) -> None:
             assert_same(called(name, device, *model), right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "argument", "device"), SEVERAL)
 def test_one_argument_elsewhere(name: str, argument: str, device: str) -> None:
     right = expected(name)
@@ -161,6 +163,7 @@ def test_one_argument_elsewhere(name: str, argument: str, device: str) -> None:
         assert_same(called(name, DEVICE, **{argument: moved(arguments(name)[argument], device)}), right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_without_float64(name: str) -> None:
     """As on MPS: what needs float64 refuses the device in words."""
