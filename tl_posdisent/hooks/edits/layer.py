@@ -391,7 +391,8 @@ class LayerPass:
             scores = self._own_scores() if wanted else x.new_zeros(len(x), self.spec.n_heads, *inside.shape)
         self._check_whole(scores.shape[-1])
         pattern = masked_softmax(self._edited(scores, inside), inside)
-        heads = sorted(self.plan.heads)
+        # Of other heads, whose vectors are turned, the model's own result is right, and scores may not be known.
+        heads = sorted({h for _, some in [*self.rescored.items(), *self.plan.score_edits] for h in some})
         values = self.held["v"][:, :, [self.spec.key_head(h) for h in heads]]
         mixed = torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads], values.to(pattern.dtype))
         return x.index_copy(2, torch.tensor(heads, device=x.device), mixed.to(x.dtype))
