@@ -20,7 +20,12 @@ import numpy as np
 import pytest
 import torch
 from support.zoo_configs import ARCHITECTURES, MECHANISMS
+from torch.utils import backend_registration
 
+if hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+    from support.accelerator import register
+
+    register()  # before autograd runs for the first time
 torch.set_num_threads(1)  # the models are tiny, and pytest-xdist brings the processes
 
 # A script that starts the tests in the background has them, and all processes that they start, ignore Ctrl-C.

@@ -174,19 +174,25 @@ def _device_of(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device | N
     return place
 
 
+def register() -> None:
+    """Tell torch of the device. Autograd has threads for the devices that it knows when it runs first."""
+    if hasattr(torch, NAME):
+        return
+    backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
+    # torch.tensor(...) goes past all modes
+    _ALL.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    _KERNELS.impl("_local_scalar_dense", lambda x: x.inside.item(), "PrivateUse1")
+    _KERNELS.impl("copy_", _copy, "PrivateUse1")
+    _KERNELS.impl("_copy_from", lambda source, into, block=False: _copy(into, source), "PrivateUse1")
+    # The mode is this thread's alone; in others, these kernels are called, and those of torch that begin with one.
+    for func in (aten.empty_strided.default, aten.empty.memory_format, *_RESIZED):
+        _KERNELS.impl(func, lambda *a, func=func, **k: _run(func, a, k), "PrivateUse1")
+
+
 @contextlib.contextmanager
 def imitated(*, no_float64: bool = False) -> Iterator[None]:
     """Two devices, ``imitated:0`` and ``imitated:1``, until the end of the block."""
-    if not hasattr(torch, NAME):
-        backend_registration._setup_privateuseone_for_python_backend(NAME, _Module())
-        # torch.tensor(...) goes past all modes
-        _ALL.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-        _KERNELS.impl("_local_scalar_dense", lambda x: x.inside.item(), "PrivateUse1")
-        _KERNELS.impl("copy_", _copy, "PrivateUse1")
-        _KERNELS.impl("_copy_from", lambda source, into, block=False: _copy(into, source), "PrivateUse1")
-        # The mode is this thread's alone; in others, these kernels are called, and those of torch that begin with one.
-        for func in (aten.empty_strided.default, aten.empty.memory_format, *_RESIZED):
-            _KERNELS.impl(func, lambda *a, func=func, **k: _run(func, a, k), "PrivateUse1")
+    register()
     mode = Imitated()
     mode.no_float64 = no_float64
     kept = torch.__future__.get_overwrite_module_params_on_conversion()

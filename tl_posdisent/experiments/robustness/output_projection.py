@@ -95,7 +95,7 @@ def output_projection(
         largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
         scaled = axes * largest.sign() / variances[:components, None].sqrt()
         points = ((outputs[spec.layer][:, start:] - mean) @ scaled.T).flatten(0, 1).cpu()
-        where = {"layer": spec.layer, "text": texts_at, "pos": pos, "in_range": pos < end}
+        where = {"layer": spec.layer, "text": texts_at, "pos": start + pos, "in_range": start + pos < end}
         tables.append(pd.DataFrame(where | {f"pc{n + 1}": points[:, n].numpy() for n in range(components)}))
         explained[spec.layer] = (variances[:components] / variances.sum()).tolist()
     found = reading.note(pd.concat(tables, ignore_index=True))
