@@ -105,13 +105,11 @@ CASES = [
     for name in FUNCTIONS
     if name not in ELSEWHERE and (with_model(name) or has_tensors(list(arguments(name).values())))
 ]
+TENSORS = {name: [p for p, x in arguments(name).items() if has_tensors(x)] for (name,) in (x.values for x in CASES)}
 SEVERAL = [
-    pytest.param(*case.values, p, device, marks=case.marks)
-    for case in CASES
-    for p, value in arguments(*case.values).items()
-    if has_tensors(value)
-    for device in (["cpu"] if case.marks else ["cpu", OTHER])
+    (name, [p], device) for name, ps in TENSORS.items() if not with_model(name) for p in ps for device in ("cpu", OTHER)
 ]
+SEVERAL += [(name, ps, "cpu") for name, ps in TENSORS.items() if with_model(name) and ps]
 
 
 class Refused(Exception):
@@ -146,9 +144,9 @@ def test_on_a_device(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("device", ["cpu", DEVICE])
-def test_with_a_default_device(name: str, device: str) -> None:
+def test_with_a_default_device(name: str) -> None:
     right = expected(name)
+    device = DEVICE if with_model(name) else "cpu"
     with imitated():
         model = [a_model(name, device)] if with_model(name) else []  # of which random weights depend on the default
         with as_default(DEVICE):
@@ -156,11 +154,13 @@ def test_with_a_default_device(name: str, device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "argument", "device"), SEVERAL)
-def test_one_argument_elsewhere(name: str, argument: str, device: str) -> None:
+@pytest.mark.parametrize(("name", "some", "device"), SEVERAL)
+def test_arguments_elsewhere(name: str, some: list[str], device: str) -> None:
+    """One tensor on another device than the others; of functions of a model, all on another device than the model."""
     right = expected(name)
+    other = {p: moved(arguments(name)[p], device) for p in some}
     with imitated(), contextlib.suppress(Refused), refusal(r"\w+(, \w+)* and \w+ must be on the same device, got .*"):
-        assert_same(called(name, DEVICE, **{argument: moved(arguments(name)[argument], device)}), right)
+        assert_same(called(name, DEVICE, **other), right)
 
 
 @pytest.mark.slow
