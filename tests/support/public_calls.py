@@ -108,7 +108,6 @@ OWN: dict[str, dict[str, Any]] = {
     "component_patching": {"source": TOKENS.flip(1)},
     "dummy_distance_check": {"distances": [1, 2]},
     "estimate": {"available": 10**9},
-    "estimate": {"available": 10**9},
     "evaluate": {"tokens": SAMPLES, "labels": LABELS},
     "fit_attention": {"scores": SCORES},
     "from_complex": {"z": PLANES, "rest": REST},
