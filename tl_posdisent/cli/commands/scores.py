@@ -10,7 +10,6 @@ from typer import Option
 from tl_posdisent.cli.options import ON_TEXT, Given, command
 from tl_posdisent.cli.output import save
 from tl_posdisent.cli.screen import by_head
-from tl_posdisent.utils.validation import check_heads
 
 
 @command(f"{ON_TEXT} layers heads control seed progress")
@@ -35,6 +34,7 @@ def fit(
       tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --pool
     """
     from tl_posdisent.experiments.attention_scores.additivity import additivity
+    from tl_posdisent.utils.validation import check_heads
 
     model, tokens, what = given.read()
     chosen = check_heads(given.chosen_layers, given.chosen_heads, int(model.cfg.n_layers), int(model.cfg.n_heads))

@@ -187,11 +187,13 @@ def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_cache(model: Any) -> Iterator[None]:
     """Passes keep no keys and values of all layers unless they ask for them or are given a cache: models of
-    transformers do so by default, for a next token that is not to come. Hybrids keep theirs."""
+    transformers do so by default, for a next token that is not to come. Hybrids keep theirs, and so does OLMo, whose
+    bridge in half precision casts its keys only there."""
     config: Any = getattr(getattr(model, "original_model", None), "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else None
     kinds = {*(getattr(config, "layer_types", None) or ())}
-    if not getattr(config, "use_cache", False) or not kinds <= {"full_attention", "sliding_attention"}:
+    olmo = str(getattr(config, "model_type", "")).startswith("olmo")
+    if olmo or not getattr(config, "use_cache", False) or not kinds <= {"full_attention", "sliding_attention"}:
         yield
         return
     config.use_cache = False
