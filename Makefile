@@ -100,7 +100,7 @@ coverage: .venv/dev.stamp ## all tests, and which lines and branches of additive
 	$(OFFLINE) OMP_NUM_THREADS=1 COVERAGE_FILE=out/.coverage .venv/bin/python $(PYTEST) --cov-branch --cov-fail-under=95 \
 	    $(addprefix --cov=tl_posdisent.,additive rope models hooks) --cov-report=term-missing:skip-covered
 
-mutants: .venv/mutants.stamp ## small errors in additive/ and rope/, and how many the tests detect: ARGS='--per-file 3 rope/rotary rope/moments'
+mutants: .venv/mutants.stamp ## small errors in additive/, rope/ and hooks/, and how many the tests detect: ARGS='--per-file 3 rope/rotary rope/moments'
 	.venv/bin/python tests/support/mutants.py $(ARGS)
 
 dist: .venv/dev.stamp ## build dist/, and test the wheel in a new environment

@@ -1,4 +1,4 @@
-"""Which small errors in additive/ and rope/ would the tests notice? ``make mutants``, or with files and numbers:
+"""Which small errors in additive/, rope/ and hooks/ would the tests notice? ``make mutants``, or with some files:
 
     python tests/support/mutants.py --per-file 5 --seed 1 rope/rotary rope/moments
 
@@ -35,7 +35,9 @@ ELSEWHERE = {
 
 def all_files() -> list[str]:
     """Such as ``rope/rotary``."""
-    paths = sorted(path for room in ("additive", "rope") for path in (ROOT / "tl_posdisent" / room).rglob("[a-z]*.py"))
+    paths = sorted(
+        path for room in ("additive", "rope", "hooks") for path in (ROOT / "tl_posdisent" / room).rglob("[a-z]*.py")
+    )
     return [path.relative_to(ROOT / "tl_posdisent").with_suffix("").as_posix() for path in paths]
 
 
