@@ -143,7 +143,7 @@ def test_text_of_any_letters(text: str) -> None:
         ("half a pair: \ud83d!", "tokens.*UTF-8"),
         ("", "at least two positions"),
         (b"some text", "tokens must.*bytes"),
-        ([], "tokens"),
+        ([], "tokens must hold at least one text, got an empty list"),
     ],
     ids=range(4),
 )

@@ -352,7 +352,7 @@ REFUSED = [
     *((f"fit --layers '{x}'", f"{NUMBERS} {x!r}") for x in ("first", "[b]0", "3-1", "-1", "")),
     ("fit --length 16 --heads 8", "--heads must be integers from 0 to 7 (or from -8 to -1, counted from the end), g"),
     ("fit --device abacus", DEVICE),
-    *((f"fit --device {x}", f"--device must be there, got {x!r}") for x in ("meta", "cuda:77")),
+    *((f"fit --device {x}", f"--device must be one that torch can use, got {x!r} (") for x in ("meta", "cuda:77")),
     ("fit --out table.xls", "--out must end in .csv, .parquet, .json, got 'table.xls'"),
     ("fit --out folder.csv", "--out must be a file, but"),
     ("fit --out short.txt/table.csv", "--out cannot be written: "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -66,6 +67,26 @@ def test_every_experiment_takes_it(kind: str, name: str, padding: str, experimen
     wanted = call(model, by_hand, progress=False, **more)
     pd.testing.assert_frame_equal(got, wanted, atol=1e-5)
     assert got["value"].std() > 1e-4
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_metric_of_logits_alone(experiment: str, shared_reading: Any) -> None:
+    """As in TransformerLens's own examples, whose further parameters have defaults."""
+    model, call = shared_reading("bridge", "llama-gqa"), EXPERIMENTS[experiment]
+    wanted = call(model, lambda logits, tokens: logits[:, -1, 5], progress=False)
+
+    def with_answer(logits: Tensor, answer: int = 5) -> Tensor:
+        return logits[:, -1, answer]
+
+    def any_order(logits: Tensor, tokens: Tensor | None = None) -> Tensor:
+        assert tokens is not None
+        return logits[:, -1, 5]
+
+    for metric in (lambda logits: logits[:, -1, 5], with_answer, any_order, partial(with_answer, answer=5)):
+        pd.testing.assert_frame_equal(call(model, metric, progress=False), wanted)
+    for wrong in (5, lambda: 0, lambda logits, tokens, answer: 0, lambda logits, *, answer: 0):
+        with pytest.raises(ValueError, match=r"metric must be a function of \(logits\) or \(logits, tokens\), got"):
+            call(model, wrong, progress=False)
 
 
 def test_it_can_be_sent_and_compared() -> None:

@@ -40,8 +40,8 @@ def head_ablation(
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off meanwhile.
         tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        metric: ``f(logits, tokens)``, called once for every head: a number, or one for each text, of which the mean is
-            taken. At padding logits are NaN. Default: the mean loss of each text's next tokens, in nats.
+        metric: ``f(logits)`` or ``f(logits, tokens)``, called once for every head: a number, or one for each text, of
+            which the mean is taken. At padding logits are NaN. Default: the mean loss of next tokens, in nats.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all that have attention.
         heads: query heads, default all: of each of these layers, or pairs ``(layer, head)``.

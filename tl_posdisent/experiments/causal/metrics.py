@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.validation import is_integer, shown
 
-Metric = Callable[[Any, Tensor], Any]
-"""From what the model returns (logits ``[batch, pos, vocab]``) and tokens ``[batch, pos]`` to a number, or one for each
-text. In a padded batch logits are NaN at padding."""
+Metric = Callable[..., Any]
+"""A function of what the model returns (logits ``[batch, pos, vocab]``), or of that and tokens ``[batch, pos]``, to a
+number, or one for each text. It gets tokens if its second parameter has no default or is called ``tokens``: metrics of
+TransformerLens's examples, ``metric(logits, answers=...)``, work as they are. In a padded batch logits are NaN at
+padding."""
 
 
 def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch"]:
@@ -154,9 +157,33 @@ def as_numbers(value: Any, batch: int) -> Tensor:
 
 
 def check_metric(metric: Any) -> None:
-    """Refuse what cannot be called, before anything runs."""
+    """Refuse what cannot be called with logits, or with logits and tokens, before anything runs."""
+    needed = "metric must be a function of (logits) or (logits, tokens)"
     if not callable(metric):
-        raise ValueError(f"metric must be a function of (logits, tokens), got {metric!r}")
+        raise ValueError(f"{needed}, got {shown(metric)}")
+    try:
+        parameters = signature(metric)
+        parameters.bind(*("logits", "tokens")[: 1 + _takes_tokens(metric)])
+    except TypeError as error:
+        raise ValueError(f"{needed}, got one of {parameters}: give further parameters a default") from error
+    except ValueError:  # a function in C, of which Python does not know the signature
+        return
+
+
+def _takes_tokens(metric: Metric) -> bool:
+    """Whether a metric is called with (logits, tokens), or with logits alone."""
+    try:
+        parameters = list(signature(metric).parameters.values())
+    except (TypeError, ValueError):
+        return True
+    if any(x.kind is Parameter.VAR_POSITIONAL for x in parameters):
+        return True
+    second = [x for x in parameters if x.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)][1:2]
+    return any(x.default is Parameter.empty or x.name == "tokens" for x in second)
+
+
+def _called(metric: Metric, logits: Any, tokens: Tensor) -> Any:
+    return metric(logits, tokens) if _takes_tokens(metric) else metric(logits)
 
 
 def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
@@ -171,13 +198,13 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
         metric.check_batch(len(texts.tokens))
         return torch.cat([metric.of_texts(some, group.rows) for some, group in parts])
     if len(outputs) == 1 and bool(texts.real.all()):
-        return metric(outputs[0], texts.tokens)
+        return _called(metric, outputs[0], texts.tokens)
     if not all(isinstance(some, Tensor) for some in outputs):
         raise ValueError(
             f"attention_mask needs a model that returns logits, got {type(outputs[0]).__name__}: call the model for "
             "each length of text"
         )
-    return metric(texts.lay_out(outputs), texts.tokens)
+    return _called(metric, texts.lay_out(outputs), texts.tokens)
 
 
 def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:

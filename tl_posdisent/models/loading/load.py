@@ -67,7 +67,9 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
     try:
         torch.zeros(1, device=chosen).item()  # which meta has no value for
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        raise ValueError(f"device must be there, got {str(device)!r}: {first_line(error).split('. ')[0]}") from error
+        seen = f"torch sees {torch.cuda.device_count() or 'no'} CUDA devices here"
+        why = seen if chosen.type == "cuda" else first_line(error).split(". ")[0]
+        raise ValueError(f"device must be one that torch can use, got {str(device)!r} ({why}): use 'cpu'") from error
     return chosen
 
 

@@ -284,6 +284,8 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     padding id that is also that of the beginning (or end) of a text is padding where two or more of them stand.
     """
     n_layers(model)
+    if isinstance(tokens, list) and not tokens:
+        raise ValueError("tokens must hold at least one text, got an empty list")
     if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
         rows, padded = encode(model, [tokens] if isinstance(tokens, str) else tokens), True
         if len({row.shape[1] for row in rows}) != 1:  # padding is no text
