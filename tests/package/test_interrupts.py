@@ -5,7 +5,6 @@ It comes where it does most harm, inside a forward pass, and where users mostly 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,7 +99,7 @@ def test_while_the_bar_moves(function: Any, model: Any, tmp_path: Path, monkeypa
     with pytest.raises(KeyboardInterrupt) as pressed_keys:
         call(function, model, progress=True)
     monkeypatch.undo()
-    if sys.version_info >= (3, 11) and ".experiments." in function.__module__:
+    if ".experiments." in function.__module__:
         assert "tl_posdisent.sweeps.sweep" in "".join(pressed_keys.value.__notes__)
     assert state(model) == before
     assert not list(tmp_path.iterdir())

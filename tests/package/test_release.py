@@ -8,11 +8,11 @@ import hashlib
 import re
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
-import tomllib
 from support.pages import ROOT
 from support.processes import run
 

@@ -22,5 +22,5 @@ def progress_bar(items: Any = None, **options: Any) -> Iterator[Any]:
             yield bar
     except KeyboardInterrupt as error:
         if _KEEPING not in getattr(error, "__notes__", ()):
-            getattr(error, "add_note", str)(_KEEPING)  # Python 3.10 has no notes
+            error.add_note(_KEEPING)
         raise
