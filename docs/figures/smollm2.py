@@ -146,7 +146,53 @@ def flips(model: Any) -> pd.DataFrame:
     return tp.preference_flips(model, texts(model, 1, 128), progress=False)
 
 
-STUDIES = [interventions, layers, rotation, sufficiency, perturbation, labels, flips]
+LADDER = ["distance", "distance+sink", "static", "additive", "banded"]
+
+
+def verdicts(model: Any) -> pd.DataFrame:
+    """Verdicts of 20 heads of this model, and of all heads of the demo model, on two disjoint sets of six texts.
+
+    Three texts of each set are for fits, three are measured; ``estimate`` is the verdict without uncertainty.
+    """
+    random = torch.Generator().manual_seed(0)
+    drawn = [(layer, int(torch.randint(9, (1,), generator=random))) for layer in range(0, 30, 2)]
+    heads = sorted({(16, 0), (1, 2), (2, 1), (11, 1), (18, 6), *drawn})
+    tables = []
+    for name, each, some in (("demo", tp.load_demo_model(), None), ("SmolLM2-135M-Instruct", model, heads)):
+        for n in (0, 1):
+            fitted, heldout = texts(each, 3, skip=6 * n), texts(each, 3, skip=6 * n + 3)
+            options = {"heads": some, "rungs": LADDER, "controls": [], "progress": False}
+            ladder = tp.attention_ladder(each, fitted, heldout=heldout, **options)
+            table, estimates = tp.head_verdicts(ladder), tp.head_verdicts(ladder, confidence=0)
+            tables.append(table.assign(model=name, texts="ab"[n], estimate=estimates["verdict"]))
+    found = pd.concat(tables)
+    agreement(found)
+    return found
+
+
+def agreement(found: pd.DataFrame) -> None:
+    """Print how often verdicts on the two sets agree, of how many heads, and Cohen's kappa."""
+    for name, table in found.groupby("model"):
+        for column in ("estimate", "verdict"):
+            both = table.pivot(index=["layer", "head"], columns="texts", values=column)
+            if column == "verdict":
+                both = both[~(both["a"] + both["b"]).str.contains("undecided")]
+            same = (both["a"] == both["b"]).mean()
+            chance = (both["a"].value_counts(normalize=True) * both["b"].value_counts(normalize=True)).sum()
+            print(f"{name}, {column}: {same:.2f} of {len(both)}, kappa {(same - chance) / (1 - chance):.2f}")
+
+
+def ladder(model: Any) -> pd.DataFrame:
+    """The ladder of all heads at once, and of every third layer's: fitted to two texts, measured on two others."""
+    fitted, heldout = texts(model, 2), texts(model, 2, skip=2)
+    options = {"heldout": heldout, "rungs": LADDER, "controls": [], "progress": False}
+    every = tp.attention_ladder(model, fitted, unit="all", **options)
+    options["rungs"] = [rung for rung in LADDER if rung != "additive"]
+    some = tp.attention_ladder(model, fitted, unit="layer", layers=range(0, 30, 3), **options)
+    return pd.concat([every, some])
+
+
+STUDIES = [interventions, layers, rotation, sufficiency, perturbation, labels, flips, verdicts, ladder]
 
 
 def main() -> None:

@@ -249,9 +249,10 @@ def _ladder(subject: Subject, found: Found) -> str:
         f"and a term linear in the key vector (<em>static</em>), these three with coefficients {held}; of the distance "
         "and a free number for each key (<em>additive</em>), for each key and band of distances (<em>banded</em>). "
         "Free numbers see later queries, so those two are upper bounds. The <em>verdict</em> is the first of these "
-        "that recovers 95 % of the gap: <em>positional</em> (distance), <em>static</em> (distance and key), "
-        "<em>banded</em>, or <em>query-dependent</em> (none). A head whose gap is below two standard errors has <em>no "
-        "effect</em> in this text; it may have one in another."
+        "that recovers 95 % of the gap: <em>distance</em> (with or without the sink), <em>static</em>, "
+        "<em>additive</em>, <em>banded</em>, or <em>query-dependent</em> (none). It is <em>undecided</em> between the "
+        "first that may and the first that does, by 95 % intervals over texts (blocks of few texts). A head whose gap "
+        "is not significant has <em>no effect</em> in this text; it may have one in another."
     )
     drawn = plot_verdicts(verdicts)
     content = paragraph(text) + figure(drawn, "Verdict by head", height=map_height(verdicts["layer"].nunique()))

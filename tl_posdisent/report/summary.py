@@ -48,11 +48,11 @@ def _additive_verdict(found: Found) -> list[str]:
     if heads.empty:
         return ["No head has scores that vary in this text."]
     # The largest of the three names the head. The query's share is left out: the softmax ignores it.
-    shares = {"positional": heads["share_distance"], "static": heads["share_key"], "interacting": 1 - heads["r"] ** 2}
+    shares = {"positional": heads["share_distance"], "content": heads["share_key"], "interacting": 1 - heads["r"] ** 2}
     n = pd.DataFrame(shares).idxmax(axis=1).value_counts().reindex(list(shares), fill_value=0)
     first = (
         f"{n['positional']} of {plural(len(heads), 'head')} {'looks' if n['positional'] == 1 else 'look'} mainly at "
-        f"where a key is (<em>positional</em>), {n['static']} mainly at what it is (<em>static</em>), and "
+        f"where a key is (<em>positional</em>), {n['content']} mainly at what it is (<em>content</em>), and "
         f"{n['interacting']} at neither alone (<em>interacting</em>): of the variance of their scores, the largest of "
         "three shares is the one that the distance explains alone, the one that the key explains alone, or the one "
         'that no sum of components explains (<a href="#additivity">additivity</a>).'
@@ -118,12 +118,12 @@ def _ablation_verdict(found: Found) -> list[str]:
 
 def _ladder_verdict(found: Found) -> list[str]:
     verdicts = head_verdicts(found.trained)
-    n = verdicts["verdict"].value_counts()
+    n = verdicts["verdict"].str.replace("^undecided .*", "undecided", regex=True).value_counts()
     effective = len(verdicts) - int(n.get("no effect", 0))
     link = '(<a href="#ladder">ladder</a>)'
     if not effective:
         return [f"Uniform attention in the place of a single head costs no more than noise in this text {link}."]
-    kinds = ("positional", "static", "banded", "query-dependent")
+    kinds = ("distance", "static", "additive", "banded", "query-dependent", "undecided")
     counted = ", ".join(f"{int(n.get(kind, 0))} <em>{kind}</em>" for kind in kinds)
     return [
         f"For {effective} of {plural(len(verdicts), 'head')} the loss is higher if attention there is uniform. By the "

@@ -37,12 +37,13 @@ COMPONENTS = {
 
 VERDICTS = {
     "no effect": "#e4e4e4",
-    "positional": BLUE,
+    "distance": BLUE,
     "static": ORANGE,
+    "additive": SKY,
     "banded": GREEN,
     "query-dependent": PINK,
 }
-"""The colour of each verdict of ``head_verdicts``; those of an incomplete ladder are grey."""
+"""The colour of each verdict of ``head_verdicts``; undecided ones, and those of an incomplete ladder, are grey."""
 
 
 def component_colour(name: str) -> str:

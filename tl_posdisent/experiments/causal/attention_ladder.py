@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
-from math import isnan, nan
+from math import atan2, ceil, isnan, nan, pi
 from typing import Any, Literal, get_args
 
+import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
@@ -33,7 +34,9 @@ Unit = Literal["head", "layer", "all"]
 Control = Literal["shuffled", "random"]
 _CONTROLS: tuple[Control, ...] = ("shuffled",)
 _WHOLE: tuple[Rung, ...] = ("uniform", "untouched")  # what a share of the loss is measured by; nothing is fitted
-_COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "kl", "error", "parameters", "causal"]
+_COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "kl", "error", "blocks"]
+_COLUMNS += ["parameters", "causal"]
+_BLOCKS = 10  # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow
 
 
 def attention_ladder(
@@ -79,11 +82,12 @@ def attention_ladder(
         One row for each run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``,
         ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
         loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
-        standard error or rounding; ``kl``, KL(untouched ‖ this) of the predictions, nats per token; ``error``, the
-        standard error of this loss minus the untouched one, as if tokens were independent; ``parameters`` fitted;
-        ``causal``, whether predictions depend on earlier tokens alone. With ``metric``, its mean over texts is in
-        ``value``, ``recovered`` is its share, and ``error`` is over texts (NaN for one; then any difference of the ends
-        counts).
+        standard error or rounding; ``se``, its standard error; ``kl``, KL(untouched ‖ this) of the predictions, nats
+        per token; ``error``, the standard error of this loss minus the untouched one; ``blocks``, over which ``se`` and
+        ``error`` are: the texts, or where there are fewer than ten, equal blocks of each, as if independent;
+        ``parameters`` fitted; ``causal``, whether predictions depend on earlier tokens alone. With ``metric``, its mean
+        over texts is in ``value``, ``recovered`` is its share, and ``se`` and ``error`` are over texts (NaN for one;
+        then any difference of the ends counts).
 
     Raises:
         ValueError: an unknown option; held-out texts longer than those of ``tokens``; what ``head_ablation`` and
@@ -128,20 +132,14 @@ def attention_ladder(
         ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed, metric, Failures(), bar)
         rows = ladder.rows(chosen, rung_list, "none")
         if "shuffled" in extra:
-            rows += ladder.rows(chosen, fitted_rungs, "shuffled", {row[:2]: row for row in rows if row[3] == "uniform"})
+            rows += ladder.rows(chosen, fitted_rungs, "shuffled")
         if "random" in extra:
             copy = read_model(next(random_control(reading.model, [seed])), [spec.layer for spec, _ in chosen])
             rows += replace(ladder, reading=copy).rows(any_heads(copy, layers, heads), rung_list, "random")
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     if metric is None:
         table = table.drop(columns="value")
-    order = {name: n for n, name in enumerate(("none", *get_args(Control)))}
-    table = table.sort_values(
-        ["layer", "head", "control"],
-        key=lambda x: x.map(order) if x.name == "control" else x,
-        kind="stable",
-        ignore_index=True,
-    )
+    table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
     return reading.note(ladder.failures.note(table))
 
 
@@ -173,11 +171,10 @@ class _Ladder:
     metric: Metric | None
     failures: Failures
     bar: Any
+    uniform: dict[_Row, _Measured] = field(default_factory=dict)  # by layer and head, the last that was measured
 
-    def rows(
-        self, chosen: Chosen, rungs: Sequence[Rung], control: str, plain: dict[_Row, _Row] | None = None
-    ) -> list[_Row]:
-        """The rows of a control. Shares of the loss are of the ladder's own ends, or of those of ``plain`` rows."""
+    def rows(self, chosen: Chosen, rungs: Sequence[Rung], control: str) -> list[_Row]:
+        """The rows of a control. Its uniform attention is that of the last control, where it has none."""
         model = self.reading.model
         rows: list[_Row] = []
         with evaluating(model):
@@ -199,8 +196,7 @@ class _Ladder:
                         of_item[rung] = self._measure(run, clean, layer, head) if run else untouched
                         self.bar.update()
                 for item, measured in zip(items, found, strict=True):
-                    ends = None if plain is None else plain[item[:2]]
-                    rows += self._rows_of(item, measured, untouched, control, ends)
+                    rows += self._rows_of(item, measured, untouched, control)
         return rows
 
     def _runs(
@@ -245,21 +241,20 @@ class _Ladder:
         return as_numbers(values_of(self.metric, outputs, self.texts), len(self.texts.tokens)).reshape(-1)
 
     def _rows_of(
-        self, item: _Item, measured: dict[Rung, _Measured], untouched: _Measured, control: str, ends: _Row | None
+        self, item: _Item, measured: dict[Rung, _Measured], untouched: _Measured, control: str
     ) -> Iterator[_Row]:
         layer, head, where = item
-        clean, n = untouched.values, len(untouched.values)
-        errors = {x: ((run.values - clean).std() / n**0.5).item() if n > 1 else nan for x, run in measured.items()}
-        if ends is None:
-            uniform, noise = measured["uniform"].values.mean().item(), errors["uniform"]
-        else:
-            uniform, noise = (ends[_COLUMNS.index(name)] for name in ("value", "error"))
-        gap = uniform - clean.mean().item()
-        counts = not abs(gap) <= noise and apart(uniform, uniform - gap, dtype_of(self.reading.model))
+        uniform = self.uniform[layer, head] = measured.get("uniform") or self.uniform[layer, head]
+        blocks = _blocks(self.texts, by_text=self.metric is not None)
+        effect, one = uniform.values - untouched.values, torch.ones_like(untouched.values)
+        gap, noise = _ratio(effect, one, blocks)
+        end = uniform.values.mean().item()
+        counts = not abs(gap) <= noise and apart(end, end - gap, dtype_of(self.reading.model))
         options: dict[str, Any] = {"bands": self.bands, "rank": self.rank}
         for rung, run in measured.items():
             value = run.values.mean().item()
-            recovered = (uniform - value) / gap if counts else nan
+            _, error = _ratio(run.values - untouched.values, one, blocks)
+            recovered, se = _ratio(uniform.values - run.values, effect, blocks) if counts else (nan, nan)
             lengths = [self.fitted.longest] if rung in PER_HEAD else self.texts.lengths
             size = sum(
                 len(heads) * n_parameters(rung, spec.mask(length), spec.d_head, **options)
@@ -269,60 +264,84 @@ class _Ladder:
             static = rung in _WHOLE or (rung in PER_HEAD and self.texts is not self.fitted)
             causal = static and all(spec.causal for spec, _ in where)
             loss = run.losses.mean().item()
-            yield layer, head, control, rung, value, loss, recovered, run.kl, errors[rung], size, causal
+            n = int(blocks.max()) + 1
+            yield layer, head, control, rung, value, loss, recovered, se, run.kl, error, n, size, causal
 
 
-_VERDICTS: dict[Rung, str] = {
-    "distance": "positional",
-    "distance+sink": "positional",
-    "static": "static",
-    "additive": "static",
-    "banded": "banded",
-    "low-rank": "query-dependent",
-    "untouched": "query-dependent",
-}
+def _blocks(texts: Texts, *, by_text: bool) -> Int[Tensor, "predicted"]:
+    """The block that each predicted token is in, or with ``by_text`` each text's value.
+
+    Losses of a text's tokens are nearly independent, so few texts are cut: a t-interval over 2 texts is of no use.
+    """
+    if by_text:
+        return torch.arange(len(texts.tokens), device="cpu")
+    parts = []
+    for group in texts.groups:
+        length = group.tokens.shape[1] - 1
+        within = torch.arange(length, device="cpu") * ceil(_BLOCKS / len(texts.tokens)) // max(length, 1)
+        parts.append((group.rows.cpu()[:, None] * _BLOCKS + within).flatten())
+    numbers: Tensor = torch.cat(parts).unique(return_inverse=True)[1]
+    return numbers
 
 
-def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | int = 2.0) -> pd.DataFrame:
-    """Name each head by the lowest rung of ``attention_ladder`` that recovers a share of what its attention is worth.
+def _ratio(
+    top: Float[Tensor, "predicted"], bottom: Float[Tensor, "predicted"], blocks: Int[Tensor, "predicted"]
+) -> tuple[float, float]:
+    """A ratio of sums, and its standard error over blocks: that of the sums of ``top - ratio * bottom``."""
+    ratio, n = top.sum() / bottom.sum(), int(blocks.max()) + 1
+    rest = top.new_zeros(n).index_add(0, blocks.to(top.device), top - ratio * bottom)
+    return ratio.item(), ((n / (n - 1)) ** 0.5 * rest.norm() / bottom.sum().abs()).item() if n > 1 else nan
 
-    ===================== =====================================================================
-    verdict               lowest rung that recovers the share
-    ===================== =====================================================================
-    *positional*          ``"distance"`` or ``"distance+sink"``
-    *static*              ``"static"`` or ``"additive"``: distance and importance of the key
-    *banded*              ``"banded"``
-    *query-dependent*     ``"low-rank"``, or none but its own attention
-    *not static* …        none in the table, if it leaves out ``"banded"``
-    *no effect*           uniform attention costs no more than ``noise`` standard errors
-    ===================== =====================================================================
+
+_VERDICTS = {"uniform": "no effect", "distance+sink": "distance", "low-rank": "query-dependent"}  # others: the rung
+
+
+def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float = 0.95) -> pd.DataFrame:
+    """Name each head by the simplest rung of ``attention_ladder`` that recovers a share of what its attention is worth.
+
+    ====================== =====================================================================
+    verdict                what suffices
+    ====================== =====================================================================
+    *distance*             ``"distance"`` or ``"distance+sink"``
+    *static*               ``"static"``: distance and key vector
+    *additive*, *banded*   the rung of that name, fitted to the text itself: an upper bound
+    *query-dependent*      ``"low-rank"``, or none but its own attention
+    *more than* …          none in the table, if it leaves out ``"banded"``
+    *undecided between* …  the simplest rung that may, and the simplest that does
+    *no effect*            uniform attention costs no more than chance
+    ====================== =====================================================================
+
+    A rung *may* suffice if its share is not significantly below ``share``, and *does* if it is significantly above:
+    t-intervals of ``recovered`` over the table's ``blocks``. Rungs that know the predicted text come after the causal
+    ones, so they name a head only if none of these may suffice.
 
     Args:
         table: of ``attention_ladder``; only rows without a control are read.
         share: of the loss between uniform and untouched attention, above 0 and at most 1.
-        noise: standard errors.
+        confidence: of each two-sided interval, at least 0 (the estimates alone) and below 1. It is that of a verdict
+            as well, given the fits, unless several rungs recover almost ``share``.
 
     Returns:
-        One row for each head (or layer, or all): ``layer``, ``head``, ``verdict``, ``rung`` (``"uniform"`` without
-        effect), ``recovered`` by it, ``causal``, ``gap`` (uniform minus untouched, of the loss in nats per token or of
-        the table's metric) and ``error`` (its standard error).
+        One row for each head (or layer, or all): ``layer``, ``head``, ``verdict``; ``simplest`` and ``at_most``, the
+        simplest rung that may suffice and the simplest that does (``"uniform"`` without effect); ``recovered`` by
+        ``simplest``, ``se``, ``causal``; ``gap`` (uniform minus untouched, of the loss in nats per token or of the
+        table's metric) and ``error`` (its standard error).
 
     Raises:
-        ValueError: a table without the columns or rows of ``attention_ladder``; a share or noise out of range.
+        ValueError: a table without the columns or rows of ``attention_ladder``; a share or confidence out of range.
 
     Example:
         >>> import pandas as pd
         >>> from tl_posdisent import head_verdicts
         >>> rungs, losses = ["uniform", "distance", "static", "untouched"], [3.0, 2.1, 2.02, 2.0]
-        >>> table = pd.DataFrame({"rung": rungs, "loss": losses, "recovered": [0.0, 0.9, 0.98, 1.0]})
-        >>> table = table.assign(layer=0, head=3, control="none", error=0.01, causal=True)
-        >>> head_verdicts(table)["verdict"].tolist(), head_verdicts(table, share=0.9)["verdict"].tolist()
-        (['static'], ['positional'])
+        >>> table = pd.DataFrame({"rung": rungs, "loss": losses, "recovered": [0.0, 0.9, 0.98, 1.0], "blocks": 10})
+        >>> table = table.assign(layer=0, head=3, control="none", se=0.01, error=0.01, causal=True)
+        >>> [head_verdicts(table, share)["verdict"].item() for share in (0.95, 0.8, 0.9)]
+        ['static', 'distance', 'undecided between distance and static']
     """
-    share, noise = check_number("share", share, above=0), check_number("noise", noise, least=0)
-    if share > 1:
-        raise ValueError(f"share must be at most 1, got {share:g}")
-    needed = {"layer", "head", "control", "rung", "loss", "recovered", "error", "causal"}
+    share = check_number("share", share, above=0, most=1)
+    confidence = check_number("confidence", confidence, least=0, below=1)
+    needed = {"layer", "head", "control", "rung", "loss", "recovered", "se", "error", "blocks", "causal"}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
         raise ValueError(f"table must be one of attention_ladder, with columns {', '.join(sorted(needed))}")
     measure = "value" if "value" in table else "loss"
@@ -331,23 +350,35 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, noise: float | in
         by_rung: dict[Any, dict[Any, Any]] = {row["rung"]: row for row in some.to_dict("records")}
         if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(some):
             raise ValueError("table must have one row of each rung for each head, uniform and untouched among them")
-        values = {x: row[measure] for x, row in by_rung.items()}
-        gap, error = values["uniform"] - values["untouched"], by_rung["uniform"]["error"]
+        uniform, untouched = by_rung["uniform"], by_rung["untouched"]
+        gap, error = uniform[measure] - untouched[measure], uniform["error"]
         effect = gap if measure == "loss" else abs(gap)
-        rung: Rung = "uniform"
-        if effect > (0 if isnan(error) else noise * error) and apart(values["uniform"], values["untouched"]):
-            enough, sign = values["uniform"] - share * gap, 1 if gap > 0 else -1
-            reached = [x for x in RUNGS[1:] if x in values and sign * values[x] <= sign * enough]
-            rung = reached[0] if reached else "untouched"
-        of = by_rung[rung]
-        fitted = [x for x in RUNGS[1:-1] if x in by_rung]
-        if rung == "uniform":
-            verdict = "no effect"
-        elif rung != "untouched" or "banded" in fitted:
-            verdict = _VERDICTS[rung]
-        else:  # where none suffices, heads depend on the query only if all others were tried
-            verdict = f"not {_VERDICTS[fitted[-1]]}" if fitted else "undecided"
-        rows.append((layer, head, verdict, rung, of["recovered"], of["causal"], gap, error))
-    columns = ["layer", "head", "verdict", "rung", "recovered", "causal", "gap", "error"]
-    types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "causal": bool}
+        # Of one text there is no error: then any gap is an effect, and no rung is known to suffice or not to.
+        known = isnan(error) or _significance(effect, error, uniform["blocks"]) >= confidence
+        simplest = at_most = "uniform"
+        if effect > 0 and known and apart(uniform[measure], untouched[measure]):
+            tried = [x for x in RUNGS[1:] if x in by_rung]
+            above = {x: by_rung[x]["recovered"] - share for x in tried}
+            sure = {x: _significance(abs(above[x]), by_rung[x]["se"], by_rung[x]["blocks"]) for x in tried}
+            simplest = next((x for x in tried if above[x] >= 0 or not sure[x] >= confidence), "untouched")
+            at_most = next((x for x in tried if above[x] >= 0 and sure[x] >= confidence), "untouched")
+        fitted = [_VERDICTS.get(x, x) for x in RUNGS[1:-1] if x in by_rung]
+        # Heads depend on the query only if all other rungs were tried.
+        rest = "query-dependent" if "banded" in by_rung else f"more than {fitted[-1]}" if fitted else "undecided"
+        first, last = ({**_VERDICTS, "untouched": rest}.get(x, x) for x in (simplest, at_most))
+        verdict = first if first == last else f"undecided between {first} and {last}"
+        found = (by_rung[simplest][name] for name in ("recovered", "se", "causal"))
+        rows.append((layer, head, verdict, simplest, at_most, *found, gap, error))
+    columns = ["layer", "head", "verdict", "simplest", "at_most", "recovered", "se", "causal", "gap", "error"]
+    types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "se": float, "causal": bool}
     return pd.DataFrame(rows, columns=columns).astype(types)
+
+
+def _significance(size: float, error: float, blocks: int) -> float:
+    """The confidence with which a two-sided t-interval leaves out 0; 0 without an error."""
+    if not error >= 0:
+        return 0.0
+    # With t = sqrt(df) tan(x), Student's density is cos(x) ** (df - 1) up to a factor.
+    df, steps = blocks - 1, (np.arange(4096) + 0.5) / 4096
+    within, half = (x * np.mean(np.cos(x * steps) ** (df - 1)) for x in (atan2(size, error * df**0.5), pi / 2))
+    return float(within / half)

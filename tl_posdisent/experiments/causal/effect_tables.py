@@ -10,6 +10,7 @@ import pandas as pd
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating
+from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.reading.tolerance import apart
 from tl_posdisent.models.texts import Texts, read_texts
@@ -35,7 +36,7 @@ def units_of(spec: AttentionSpec, heads: list[int], *, by_key: bool = False) -> 
 
 
 def effect_table(
-    model: Any,
+    reading: ModelReading,
     texts: Texts,
     units: Sequence[Units],
     hooks_in: Callable[[AttentionSpec], HooksOf],
@@ -50,7 +51,8 @@ def effect_table(
     """Measure a metric with some heads at a time changed in a run on ``texts``.
 
     Args:
-        model, metric, progress: as in ``head_ablation``, checked.
+        reading: of the model.
+        metric, progress: as in ``head_ablation``, checked.
         texts: what is run and changed.
         units: what is changed.
         hooks_in: for a layer, hooks that change some of its heads; called layer by layer, when they are needed.
@@ -64,7 +66,7 @@ def effect_table(
         One row per layer and head: ``layer``, ``head``, ``source`` (of patches: the metric of that run), ``baseline``
         (without a change), ``value``, and ``effect``: value − baseline, of patches divided by source − baseline.
     """
-    rows, failures, target = [], Failures(), target or texts
+    model, rows, failures, target = reading.model, [], Failures(), target or texts
     with (
         evaluating(model),
         progress_bar(total=sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
@@ -84,7 +86,7 @@ def effect_table(
     table["effect"] = table["value"] - ends["baseline"]
     if source is not None:
         table["effect"] /= ends["source"] - ends["baseline"]
-    return failures.note(table.sort_values(["layer", "head"], ignore_index=True))
+    return reading.note(failures.note(table.sort_values(["layer", "head"], ignore_index=True)))
 
 
 def _value(metric: Metric, run: Run, texts: Texts) -> float:

@@ -12,10 +12,12 @@ from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, der
 from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 
 from .effect_tables import effect_table, units_of
 from .metrics import Metric, check_metric, next_token_loss
+from .runs import HooksOf
 
 
 def head_ablation(
@@ -80,13 +82,9 @@ def head_ablation(
     check_reach(model, attending)
     with torch.no_grad(), evaluating(model):
         other = stand_in(model, attending, mode, averaged, seed)
-    return reading.note(
-        effect_table(
-            model,
-            texts,
-            [units_of(spec, some) for spec, some in chosen],
-            lambda spec: lambda group, some: replace_heads(spec, some, other),
-            metric,
-            progress=progress,
-        )
-    )
+    units = [units_of(spec, some) for spec, some in chosen]
+
+    def hooks_in(spec: AttentionSpec) -> HooksOf:
+        return lambda group, some: replace_heads(spec, some, other)
+
+    return effect_table(reading, texts, units, hooks_in, metric, progress=progress)

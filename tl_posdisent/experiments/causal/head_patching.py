@@ -74,26 +74,16 @@ def head_patching(
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     other = read_source(model, texts, source, attention_mask)
-    by_key = activation in ("k", "v")
 
     def hooks_in(spec: AttentionSpec) -> HooksOf:
         held = [_held(model, group.tokens, spec, activation) for group in other.groups]
         return lambda group, some: _hooks(spec, some, held[group], activation)
 
     # A norm over queries or keys of all heads couples heads, so that each layer is checked.
-    return reading.note(
-        effect_table(
-            model,
-            texts,
-            [units_of(spec, some, by_key=by_key) for spec, some in chosen],
-            hooks_in,
-            metric,
-            kind=lambda spec: (activation, spec.layer if activation in ("q", "k") else None),
-            source=(other, [[]] * len(other.groups), "source"),
-            target=other,
-            progress=progress,
-        )
-    )
+    options: dict[str, Any] = {"source": (other, [[]] * len(other.groups), "source"), "target": other}
+    units = [units_of(spec, some, by_key=activation in ("k", "v")) for spec, some in chosen]
+    options["kind"] = lambda spec: (activation, spec.layer if activation in ("q", "k") else None)
+    return effect_table(reading, texts, units, hooks_in, metric, **options, progress=progress)
 
 
 def _hooks(spec: AttentionSpec, heads: Sequence[int], held: Tensor, activation: Activation) -> list[Hook]:

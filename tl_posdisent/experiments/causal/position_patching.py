@@ -99,21 +99,13 @@ def position_patching(
         grouped = keys == "group" and spec.n_kv_heads < spec.n_heads
         return COUPLED if grouped and what in ("head", "layer") else what
 
-    table = effect_table(
-        model,
-        texts,
-        units,
-        hooks_in,
-        metric,
-        kind=kind,
-        source=(texts, hooks[source], "positions"),
-        under=hooks[patched],
-        progress=progress,
-    ).rename(columns={"source": source, "baseline": patched})
+    ends: dict[str, Any] = {"source": (texts, hooks[source], "positions"), "under": hooks[patched]}
+    table = effect_table(reading, texts, units, hooks_in, metric, kind=kind, **ends, progress=progress)
+    table = table.rename(columns={"source": source, "baseline": patched})
     if direction == "noise":
         table["effect"] = 1 - table["effect"]
     columns = ["layer", "head", "clean", "corrupted", "value", "effect"]
-    return reading.note(table[[name for name in columns if name != "head" or what != "layer"]])
+    return table[[name for name in columns if name != "head" or what != "layer"]]
 
 
 def _listened(
@@ -201,15 +193,8 @@ def component_patching(
         held = _listened(model, other, hooks, positions, spec, listen_scores)
         return lambda group, some: score_hooks(spec, some, held[group]["scores"], components)
 
-    return reading.note(
-        effect_table(
-            model,
-            texts,
-            [units_of(spec, some) for spec, some in chosen],
-            hooks_in,
-            metric,
-            kind=lambda spec: "scores",
-            source=(other, hooks, "source_positions" if source is None else "source"),
-            progress=progress,
-        )
+    units = [units_of(spec, some) for spec, some in chosen]
+    end = (other, hooks, "source_positions" if source is None else "source")
+    return effect_table(
+        reading, texts, units, hooks_in, metric, kind=lambda spec: "scores", source=end, progress=progress
     )

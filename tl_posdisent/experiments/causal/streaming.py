@@ -12,11 +12,13 @@ from tl_posdisent.hooks.ablate import check_reach
 from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, layer_hooks
 from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer
 
 from .effect_tables import effect_table, units_of
 from .metrics import Metric, check_metric, next_token_loss
+from .runs import HooksOf
 
 
 def streaming_ablation(
@@ -74,14 +76,9 @@ def streaming_ablation(
         return scores.masked_fill(~visible, -torch.inf)
 
     edit = ScoreEdit("streaming_ablation", hide, Order.HIDE, scores=True)
-    return reading.note(
-        effect_table(
-            model,
-            texts,
-            [units_of(spec, some) for spec, some in chosen],
-            lambda spec: lambda group, some: layer_hooks(spec, some, edit),
-            metric,
-            kind=lambda spec: "streaming",
-            progress=progress,
-        )
-    )
+    units = [units_of(spec, some) for spec, some in chosen]
+
+    def hooks_in(spec: AttentionSpec) -> HooksOf:
+        return lambda group, some: layer_hooks(spec, some, edit)
+
+    return effect_table(reading, texts, units, hooks_in, metric, kind=lambda spec: "streaming", progress=progress)

@@ -161,6 +161,9 @@ def plot_distance_sources(
     return _as_map(figure, "source of the key", "source of the query")
 
 
+_LETTERS = {"no effect": "–", "undecided": "?"}
+
+
 def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """Plot the verdict of each head: layers on y, the first at the top, heads on x.
 
@@ -183,15 +186,16 @@ def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure
     table = check_table(table, ["layer", "head", "verdict"], ["gap"], "head_verdicts")
     index = ["layer", "head"]
     mean_over_texts(table, index, ["gap"])  # refuses what has no head, or several rows for one
-    verdicts = table["verdict"].astype(str)
+    full = table["verdict"].astype(str)
+    verdicts = full.str.replace("^undecided .*", "undecided", regex=True)
     names = [name for name in VERDICTS if name in set(verdicts)] + sorted(set(verdicts) - set(VERDICTS))
-    rungs, errors = table.get("rung", verdicts), table.get("error", [float("nan")] * len(table))
+    errors = table.get("error", [float("nan")] * len(table))
     cells = table[["layer", "head"]].assign(
         number=verdicts.map(names.index),
-        letter=["–" if name == "no effect" else name[0].upper() for name in verdicts],
+        letter=[_LETTERS.get(name, name[0].upper()) for name in verdicts],
         hover=[
-            f"{verdict} ({rung})<br>gap {gap:.3g} ± {error:.2g} nats per token"
-            for verdict, rung, gap, error in zip(verdicts, rungs, table["gap"], errors, strict=True)
+            f"{verdict}<br>gap {gap:.3g} ± {error:.2g} nats per token"
+            for verdict, gap, error in zip(full, table["gap"], errors, strict=True)
         ],
     )
     grids = cells.pivot(index="layer", columns="head")
