@@ -164,6 +164,22 @@ def test_arguments_elsewhere(name: str, some: list[str], device: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [x.values[0] for x in CASES if with_model(x.values[0])])
+def test_a_model_on_two_devices(name: str) -> None:
+    """Its logits are where its last layer is, and tokens where its first."""
+    if takes_synthetic(FUNCTIONS[name]):
+        pytest.skip("is on one device")
+    model, right = zoo.hooked("llama"), expected(name)
+    with imitated():
+        model.cfg.device, model.cfg.n_devices = DEVICE, 2
+        for part in (model.embed, model.hook_embed, model.blocks[0]):
+            part.to(DEVICE)
+        for part in (model.blocks[1], model.ln_final, model.unembed):
+            part.to(OTHER)
+        assert_same(called(name, DEVICE, model), right)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_without_float64(name: str) -> None:
     """As on MPS: what needs float64 refuses the device in words."""

@@ -1,25 +1,46 @@
-"""One weight that is NaN: tools refuse the model in words, in both classes, also where the class hides it."""
+"""One weight that is NaN or infinite: tools refuse the model in words, also where its class hides it."""
 
 from __future__ import annotations
 
+import inspect
 import math
+from typing import Any
 
 import pytest
 import torch
 from support import zoo
 from support.public_calls import call, callables
 
-TOOLS = ["ablate_heads", "additivity", "attention_ladder", "controlled_distance", "disentanglement", "head_ablation"]
-TOOLS += ["position_patching", "preference_flips", "streaming_ablation", "substitute_attention"]
+TOOLS = ["ablate_heads", "additivity", "attention_ladder", "choice_scores", "head_ablation", "head_patching"]
+TOOLS += ["length_generalization", "output_projection", "preference_flips", "substitute_attention"]
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-@pytest.mark.parametrize("tool", TOOLS)
-def test_a_layer_whose_scores_are_nan(kind: str, name: str, tool: str) -> None:
-    model = zoo.load(kind, name)
+def broken(kind: str, name: str, value: float) -> Any:
+    """With one such weight in the queries of its second layer."""
+    model = zoo.load("hooked" if kind == "hooked" else "bridge", name)
+    if kind == "compatible":  # a bridge that imitates a HookedTransformer
+        model.enable_compatibility_mode(disable_warnings=True)
     with torch.no_grad():
         query = model.blocks[1].attn.W_Q if kind == "hooked" else model.blocks[1].attn.q.weight
-        query.view(-1)[0] = math.nan
-    changed = {"heads": [(1, 0)]} if tool == "ablate_heads" else {}
-    with pytest.raises(ValueError, match=r"layer 1 .*NaN or infinite"):
-        call(callables()[tool], model, **changed)
+        query.view(-1)[0] = value
+    return model
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("kind", ["bridge", "hooked", "compatible"])
+def test_a_layer_whose_scores_are_not_finite(kind: str, tool: str) -> None:
+    """In classes that attend to nothing where the pattern is NaN, also tools that look at the layer before alone."""
+    function = callables()[tool]
+    only = {"layers": [0]} if kind != "bridge" and "layers" in inspect.signature(function).parameters else {}
+    only |= {"heads": None} if tool == "ablate_heads" else {}
+    for value in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"layer 1 .*NaN or infinite"):
+            call(function, broken(kind, "llama-gqa", value), **only)
+
+
+def test_a_token_whose_embedding_is_not_finite() -> None:
+    model = zoo.hooked("llama-gqa")
+    with torch.no_grad():
+        model.embed.W_E[zoo.random_tokens()[0, 4], 3] = math.nan
+    with pytest.raises(ValueError, match="residual stream must be finite"):
+        call(callables()["positional_subspace"], model)

@@ -72,6 +72,19 @@ def test_scores_of_transformer_lens(kind: str, name: str, shared_model: Any) -> 
         assert table[column].tolist() == pytest.approx(theirs.tolist(), abs=1e-5), column
 
 
+def test_the_token_that_begins_texts(shared_model: Any) -> None:
+    """A bridge has its model's configuration; TransformerLens gives tokenizers a token beyond the vocabulary."""
+    models = {kind: shared_model(kind, "llama-gqa") for kind in ("bridge", "hooked")}
+    starts = {kind: labels(model, repeats=1).attrs["start_token"] for kind, model in models.items()}
+    assert starts == {"bridge": 1, "hooked": None}
+    known = SimpleNamespace(bos_token_id=1, pad_token_id=0)
+    for bos in (1, 61):
+        known.bos_token_id = bos
+        fake = {"cfg": SimpleNamespace(d_vocab=61, n_ctx=128), "tokenizer": known, "parameters": lambda: iter(())}
+        first = repeated_tokens(SimpleNamespace(**fake), 9, 1, 0)[0]
+        assert first.tolist() == [1] * (bos == 1) + first[-9:].tolist() * 2
+
+
 def planted(kinds: dict[int, str], n: int | None = None) -> Any:
     """A hook that makes some heads of a layer attend to one key each."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
+import transformers
 from support import zoo
 from support.intervention_cases import TOKENS, UNORDERED, logits
 from support.untouched import state
+from support.zoo_configs import ARCHITECTURES
 from torch import Tensor
 from transformer_lens import patching
 
@@ -91,6 +94,27 @@ def test_keys_that_are_repeated_for_every_head() -> None:
         for head in range(8):
             expected = by_hand(model, name, (slice(None), slice(None), head), held[:, :, head])
             assert ours[head] == pytest.approx(expected, abs=1e-5)
+
+
+@zoo.needs_bridge
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4ForCausalLM"), reason="transformers has no Gemma 4")
+@pytest.mark.parametrize("activation", ["k", "v", "z"])
+def test_later_layers_that_read_the_keys_and_values_of_earlier_ones(activation: str) -> None:
+    shape = ARCHITECTURES["gemma3"].arguments | {"num_hidden_layers": 6, "num_kv_shared_layers": 2}
+    shape |= {"layer_types": ["sliding_attention", "full_attention"] * 3, "global_head_dim": 16}
+    shape |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": zoo.VOCAB}
+    torch.manual_seed(0)
+    original = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**copy.deepcopy(shape)))
+    zoo.randomise(original, 0.2, 0.09)
+    model = zoo.as_bridge(original)
+    cache = model.run_with_cache(TOKENS)[1]
+    for layer in range(4):
+        name = f"blocks.{layer}.attn.hook_{activation}"
+        ours = table(model, activation, layers=list(range(4)))
+        ours = ours[ours["layer"] == layer]["value"].tolist()
+        for head in range(0, 8, 2):
+            at = (slice(None), slice(None), head if activation == "z" else head // 2)
+            assert ours[head] == pytest.approx(by_hand(model, name, at, cache[name][at]), abs=1e-5)
 
 
 def test_heads_that_share_keys_have_the_effect_of_their_key_head(shared_model: Any) -> None:

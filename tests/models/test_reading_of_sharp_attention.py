@@ -55,12 +55,16 @@ def test_the_reading_is_that_of_gentle_attention(kind: str, name: str, dtype: to
     with_scores_of(model, deviation)
     model.to(dtype)
     model.cfg.dtype = dtype
-    specs = read_model(model).specs()
-    if dtype == torch.float16 and deviation > 1000:  # the model's own products may be beyond its numbers
-        got = [described(spec) for spec in specs]
-        assert all(a == b or "NaN or infinite" in spec.problem for a, b, spec in zip(got, expected, specs, strict=True))
-        return
+    too_large = dtype == torch.float16 and deviation > 1000  # the model's own products may be beyond its numbers
+    try:
+        specs = read_model(model).specs()
+    except ValueError as error:
+        if too_large and "NaN or infinite" in str(error):
+            return
+        raise
     assert [described(spec) for spec in specs] == expected
+    if too_large:
+        return
     for wide, spec in zip(exact, specs, strict=True):
         if wide.rotary is not None:
             torch.testing.assert_close(spec.rotary.frequencies, wide.rotary.frequencies, rtol=4e-3, atol=1e-4)

@@ -19,6 +19,7 @@ from tl_posdisent import (
     controlled_distance,
     distance_sources,
     head_ablation,
+    random_control,
     read_model,
     swap_positions,
 )
@@ -73,6 +74,16 @@ def test_captures_in_threads_are_of_their_own_texts(kind: str, name: str, shared
     longer = zoo.random_tokens(17, seed=1)
     for got in beside(lambda: list(capture(reading, TOKENS)), lambda: list(capture(reading, longer)), 20):
         assert all(torch.equal(layer.scores, scores) for layer, scores in zip(got, expected, strict=True))
+
+
+@zoo.needs_bridge
+def test_random_copies_in_threads() -> None:
+    """They are drawn from random numbers that torch has once for all threads."""
+    model, other = zoo.bridge("llama-gqa"), zoo.bridge("llama-gqa")
+    expected, state = next(random_control(model, [1])).state_dict(), torch.get_rng_state()
+    for got in beside(lambda: next(random_control(model, [1])), lambda: next(random_control(other, [2])), 20):
+        assert all(torch.equal(x, expected[name]) for name, x in got.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads
 from tl_posdisent.models.reading.forward import Hook, at_rest, check_tokens, hook_name, hooked, refuse_padding, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.probe import probe_tokens
-from tl_posdisent.models.reading.spec import NOT_FINITE, AttentionSpec, masked_below
+from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.reading.tolerance import mismatch
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.validation import check_seed
@@ -163,9 +163,6 @@ def check_mode(mode: Any, reference: Any, seed: Any) -> None:
 def check_reach(model: Any, layers: Sequence[int]) -> None:
     """Raise for layers in which an edit of z has no effect on the output, or whose z is not laid out by heads."""
     reading = read_model(model, layers)
-    for spec in reading.specs(layers):
-        if spec.problem == NOT_FINITE:
-            raise ValueError(f"layer {spec.layer} of {spec.architecture}: {spec.problem}")
     if missing := [layer for layer in layers if layer not in reading.no_results]:
         reading.no_results.update(_without_results(reading.model, missing))
     for layer in layers:

@@ -136,7 +136,7 @@ def _flips_of_head(
         # With n(A, B) the number of distances at which A beats B, keys A and B flip between n(A, B) · n(B, A) pairs of
         # distances of one kind, and between n(A, B) · m(B, A) + n(B, A) · m(A, B) pairs of two kinds.
         counts += torch.stack([_crossed(a, b) for a, b in ((wins[0], wins[0]), (wins[1], wins[1]), wins)])
-    n_pairs = counts.new_tensor([n * (n - 1), m * (m - 1), n * m])  # 0 for a single distance: NaN
+    n_pairs = torch.tensor([n * (n - 1), m * (m - 1), n * m], device=counts.device)  # 0 for a single distance: NaN
     return counts / n_pairs / (len(q) * n_key * (n_key - 1) / 2)
 
 

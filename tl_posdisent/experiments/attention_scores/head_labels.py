@@ -78,6 +78,8 @@ def head_labels(
         One row per layer and head: ``layer``, ``head``, ``label``; then each measure, and with ``_random`` its mean
         over the random copies. ``label`` names those of the first four measures that come at least ``threshold`` of the
         way from the random copies' value to 1, joined by ``+``; else ``"local"`` if that does; else it is empty.
+        ``table.attrs["start_token"]`` is the token with which the repeated random tokens begin: None where neither a
+        tokenizer nor the configuration of a bridge names one, as in a HookedTransformer without tokenizer.
 
     Raises:
         ValueError: unusable arguments; sinks and a window that hide nothing; a layer that shows neither pattern nor
@@ -114,14 +116,16 @@ def head_labels(
             found.append(table)
             bar.update()
     trained, *random = found
-    return reading.note(_compared(trained, functools.reduce(operator.add, random) / len(seeds), threshold))
+    table = _compared(trained, functools.reduce(operator.add, random) / len(seeds), threshold)
+    table.attrs["start_token"] = int(copied[0, 0]) if copied.shape[1] % 2 else None
+    return reading.note(table)
 
 
 def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> Int[Tensor, "repeats pos"]:
     """Sequences of different random tokens, each twice in a row, after the token that begins texts if there is one."""
-    special = {x for x in (padding_id(model), start_id(model)) if x is not None}
-    usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special], device="cpu")
-    start = [] if start_id(model) is None else [start_id(model)]
+    # TransformerLens gives tokenizers that lack one a token beyond the vocabulary.
+    start = [x for x in (start_id(model),) if x is not None and x < model.cfg.d_vocab]
+    usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in (padding_id(model), *start)], device="cpu")
     room = (getattr(model.cfg, "n_ctx", None) or 2 * _LENGTH + 1) - len(start)
     most = min(len(usable), room // 2)
     length = min(most, _LENGTH) if length is None else check_integer("length", length, 2)

@@ -79,10 +79,10 @@ def head_patching(
         held = [_held(model, group.tokens, spec, activation) for group in other.groups]
         return lambda group, some: _hooks(spec, some, held[group], activation)
 
-    # A norm over queries or keys of all heads couples heads, so that each layer is checked.
+    # Each layer is checked: a norm of all heads' queries or keys couples heads, and layers may share keys and values.
     options: dict[str, Any] = {"source": (other, [[]] * len(other.groups), "source"), "target": other}
     units = [units_of(spec, some, by_key=activation in ("k", "v")) for spec, some in chosen]
-    options["kind"] = lambda spec: (activation, spec.layer if activation in ("q", "k") else None)
+    options["kind"] = lambda spec: (activation, spec.layer if activation in ("q", "k", "v") else None)
     return effect_table(reading, texts, units, hooks_in, metric, **options, progress=progress)
 
 

@@ -24,7 +24,7 @@ def as_log_probabilities(logits: Float[Tensor, "batch pos v"]) -> Float[Tensor, 
 
 def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch read"]) -> Float[Tensor, "batch _"]:
     """Of each token but the first, by the log-probabilities at the token before."""
-    following = tokens[:, 1:]
+    following = tokens[:, 1:].to(log_p.device)  # a model on several devices returns logits where its last layer is
     return -log_p[:, : following.shape[1]].gather(-1, following[..., None])[..., 0]
 
 

@@ -193,6 +193,8 @@ def split_stream(
         total[: x.shape[1]] += x.sum(0)
         counts[: x.shape[1]] += len(x)
     at_position, mean = total / counts[:, None], total.sum(0) / counts.sum()
+    if not bool(mean.isfinite().all()):
+        raise ValueError("the residual stream must be finite, got NaN or infinite values: look at the model's weights")
     return [x - at_position[: x.shape[1]] for x in streams], at_position - mean, mean, counts
 
 

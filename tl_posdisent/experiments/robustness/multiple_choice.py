@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import check_tokens, device_of, evaluating, output_of, refuse_padding
-from tl_posdisent.models.reading.model_reading import model_of
-from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.utils.validation import check_integer
 
 from .perturb import Perturb
@@ -76,8 +75,7 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
     """
     if not isinstance(question, MultipleChoice):
         raise ValueError(f"question must be a MultipleChoice, got {type(question).__name__}")
-    model = model_of(model)
-    n_layers(model)  # or it is no model
+    model = read_model(model).model
     context = _ids(model, "context", question.context, begins=True)
     by = "word" if isinstance(question.context, str) else "token"
     scores = []
@@ -89,7 +87,8 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
             tokens, hooks = perturbed.tokens, perturbed.hooks
         with torch.no_grad(), evaluating(model), applied(model, hooks):
             logits = output_of(model, tokens)[0, len(context) - 1 : -1].double()
-        scores.append(logits.log_softmax(-1).gather(-1, tokens[0, len(context) :, None]).mean())
+        following = tokens[0, len(context) :, None].to(logits.device)
+        scores.append(logits.log_softmax(-1).gather(-1, following).mean())
     found = torch.stack(scores).cpu()
     if not bool(found.isfinite().all()):
         raise ValueError(f"the model gives the choices log-likelihoods of {found.tolist()}")

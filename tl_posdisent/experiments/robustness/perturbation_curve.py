@@ -170,7 +170,8 @@ def _measured(perturbed: Perturbed, clean: Tensor, logits: Tensor, tokens: Tenso
     wide = torch.promote_types(logits.dtype, torch.float32)
     found: dict[str, list[Tensor]] = {"perplexity": [], "accuracy": [], "added_loss": [], "kl": []}
     # Texts one by one: log-probabilities take room.
-    for *both, text, target, intact in zip(clean, logits, tokens, perturbed.tokens, perturbed.intact, strict=True):
+    given = (x.to(logits.device) for x in (tokens, perturbed.tokens, perturbed.intact))
+    for *both, text, target, intact in zip(clean, logits, *given, strict=True):
         before, now = (x[:-1].to(wide).log_softmax(-1) for x in both)
         loss = -now.gather(-1, target[1:, None])[:, 0].double()
         added = loss + before.gather(-1, text[1:, None])[:, 0].double()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.validation import check_seeds
 
 _STD = 0.02  # Hugging Face's usual initializer_range, so that both model classes start alike
+_DRAWING = threading.Lock()  # torch's random state and default dtype are those of all threads
 
 
 def random_control(model: Any, seeds: int | Iterable[int] = 1) -> Iterator[Any]:
@@ -67,16 +69,17 @@ def _reinitialised(model: Any, seed: int) -> Any:
 
 def _built_anew(model: Any, seed: int) -> Any:
     original = model.original_model
-    state, default = torch.random.get_rng_state(), torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float32)  # in which the weights are drawn
-        torch.default_generator.manual_seed(seed)  # of the CPU alone: torch.manual_seed would touch those of all GPUs
-        fresh = type(original)(copy.deepcopy(original.config))
-        fresh = fresh.to(device_of(model), next(original.parameters()).dtype)
-        bridge = bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
-    finally:
-        torch.set_default_dtype(default)
-        torch.random.set_rng_state(state)
+    with _DRAWING:
+        state, default = torch.random.get_rng_state(), torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float32)  # in which the weights are drawn
+            torch.default_generator.manual_seed(seed)  # of the CPU alone: torch.manual_seed is of all GPUs too
+            fresh = type(original)(copy.deepcopy(original.config))
+            fresh = fresh.to(device_of(model), next(original.parameters()).dtype)
+            bridge = bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
+        finally:
+            torch.set_default_dtype(default)
+            torch.random.set_rng_state(state)
     for block, trained in zip(bridge.blocks, model.blocks, strict=True):  # within longer_context: as long texts
         if hasattr(block, "attn"):
             for slot, longer in zip(table_slots(block.attn), table_slots(trained.attn), strict=True):

@@ -125,9 +125,9 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
         ``AttentionSpec`` say it.
 
     Raises:
-        ValueError: layers out of range, repeated or without attention; a model without TransformerLens's attention
-            hooks, or a compiled one; a ``ModelReading`` whose model has changed since in weights, dtype, device,
-            settings, attention implementation, grouping of keys or permanent hooks.
+        ValueError: layers out of range, repeated, without attention, or with scores that are NaN or infinite; a model
+            without TransformerLens's attention hooks, or a compiled one; a ``ModelReading`` whose model has changed
+            since in weights, dtype, device, settings, attention implementation, grouping of keys or permanent hooks.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, read_model

@@ -31,7 +31,7 @@ from tl_posdisent.models.reading.forward import (
     run,
 )
 from tl_posdisent.models.reading.rotation_tables import rotated_by_table, table_like
-from tl_posdisent.models.reading.spec import NOT_FINITE, AttentionSpec, Tap, masked_below, n_layers
+from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.models.reading.tolerance import mismatch
 from tl_posdisent.rope.rotary import Rotary
 
@@ -40,10 +40,12 @@ FIRST_HOOK = "hook_embed"  # of a forward pass, in models of every class
 
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     """An ``AttentionSpec`` for each of these layers."""
-    n_layers(model)
     tokens = check_tokens(model, probe_tokens(model))
     with at_rest(model), torch.no_grad():
-        seen = listen(model, tokens, layers)
+        # A HookedTransformer, and a bridge that imitates one, attends to nothing where its pattern is NaN.
+        hides_nan = getattr(model, "compatibility_mode", not hasattr(model, "original_model"))
+        seen = listen(model, tokens, range(n_layers(model)) if hides_nan else layers)
+        _check_finite(model, seen)
         own = facts.own_numbers(model)  # after the pass, which may write them over
         specs = [_explain(model, layer, seen[layer], own) for layer in layers]
 
@@ -81,12 +83,22 @@ def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Te
     return ids[torch.randint(0, len(ids), (2, length), generator=generator, device="cpu")].to(device_of(model))
 
 
+def _check_finite(model: Any, seen: dict[int, Seen]) -> None:
+    """Refuse NaN and infinite scores: what follows from them is NaN, or looks like numbers of the model."""
+    for layer, tensors in seen.items():
+        ends = [tensors[name] for name in ("hook_attn_scores", "hook_pattern") if name in tensors]
+        if any(bool((x.isnan() | (x == torch.inf)).any()) for x in ends):
+            raise ValueError(
+                f"layer {layer} of {facts.architecture(model)}: its scores are NaN or infinite: look at the weights, "
+                "or whether its dtype holds numbers so large"
+            )
+
+
 def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> AttentionSpec:
     attn, cfg = model.blocks[layer].attn, model.cfg
     visible, there = visible_cells(seen), hook_points(model)
     causal = visible is None or not bool(visible.triu(1).any())
     window = next((w for w in facts.windows(model, attn) if is_mask(visible, causal, w)), None)
-    scores, pattern = seen.get("hook_attn_scores"), seen.get("hook_pattern")
     names = [FIRST_HOOK, *(hook_name(layer, short) for short in seen)]
 
     def named(short: str) -> str | None:
@@ -109,8 +121,6 @@ def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> Atten
         masked_below=masked_score(seen),
         points=WeakKeyDictionary({there[name]: name for name in names if name in there}),
     )
-    if any(x is not None and bool((x.isnan() | (x == torch.inf)).any()) for x in (scores, pattern)):
-        return replace(spec, scores=None, problem=NOT_FINITE)
     if visible is None:
         return replace(
             spec,

@@ -182,10 +182,6 @@ class AttentionSpec:
         return self.rotary
 
 
-NOT_FINITE = "its scores are NaN or infinite: look at the weights, or whether its dtype holds numbers so large"
-"""A ``problem``, which a HookedTransformer hides: it attends to nothing where its pattern is NaN."""
-
-
 def masked_below(*dtypes: torch.dtype) -> float:
     """The score at or below which a cell holds none, in a model that computes its scores in these dtypes.
 
