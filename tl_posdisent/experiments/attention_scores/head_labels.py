@@ -78,8 +78,7 @@ def head_labels(
         One row per layer and head: ``layer``, ``head``, ``label``; then each measure, and with ``_random`` its mean
         over the random copies. ``label`` names those of the first four measures that come at least ``threshold`` of the
         way from the random copies' value to 1, joined by ``+``; else ``"local"`` if that does; else it is empty.
-        ``table.attrs["start_token"]`` is the token with which the repeated random tokens begin: None where neither a
-        tokenizer nor the configuration of a bridge names one, as in a HookedTransformer without tokenizer.
+        ``table.attrs["start_token"]`` begins the repeated random tokens; None without tokenizer or configuration.
 
     Raises:
         ValueError: unusable arguments; sinks and a window that hide nothing; a layer that shows neither pattern nor

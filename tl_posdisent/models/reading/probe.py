@@ -86,8 +86,8 @@ def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Te
 def _check_finite(model: Any, seen: dict[int, Seen]) -> None:
     """Refuse NaN and infinite scores: what follows from them is NaN, or looks like numbers of the model."""
     for layer, tensors in seen.items():
-        ends = [tensors[name] for name in ("hook_attn_scores", "hook_pattern") if name in tensors]
-        if any(bool((x.isnan() | (x == torch.inf)).any()) for x in ends):
+        ends = [x for name, x in tensors.items() if name in ("hook_attn_scores", "hook_pattern")]
+        if not all(bool((x < torch.inf).all()) for x in ends):  # NaN is not less
             raise ValueError(
                 f"layer {layer} of {facts.architecture(model)}: its scores are NaN or infinite: look at the weights, "
                 "or whether its dtype holds numbers so large"
