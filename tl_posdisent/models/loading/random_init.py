@@ -11,7 +11,7 @@ import torch
 
 from tl_posdisent.models.loading.load import bridge_from_hf
 from tl_posdisent.models.reading.attributes import table_slots
-from tl_posdisent.models.reading.forward import device_of
+from tl_posdisent.models.reading.forward import device_of, dtype_of
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.validation import check_seeds
 
@@ -68,14 +68,13 @@ def _reinitialised(model: Any, seed: int) -> Any:
 
 
 def _built_anew(model: Any, seed: int) -> Any:
-    original = model.original_model
     with _DRAWING:
         state, default = torch.random.get_rng_state(), torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float32)  # in which the weights are drawn
             torch.default_generator.manual_seed(seed)  # of the CPU alone: torch.manual_seed is of all GPUs too
-            fresh = type(original)(copy.deepcopy(original.config))
-            fresh = fresh.to(device_of(model), next(original.parameters()).dtype)
+            fresh = type(model.original_model)(copy.deepcopy(model.original_model.config))
+            fresh = fresh.to(device_of(model), dtype_of(model.original_model))
             bridge = bridge_from_hf(fresh, tokenizer=getattr(model, "tokenizer", None))
         finally:
             torch.set_default_dtype(default)

@@ -34,8 +34,6 @@ class ModelReading:
         >>> reading = read_model(load_demo_model())
         >>> reading
         ModelReading(5 of 5 layers of LlamaForCausalLM)
-        >>> reading.heads(layers=[3, 4], heads=2)
-        {3: [2], 4: [2]}
     """
 
     model: Any

@@ -45,7 +45,13 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
         # A HookedTransformer, and a bridge that imitates one, attends to nothing where its pattern is NaN.
         hides_nan = getattr(model, "compatibility_mode", not hasattr(model, "original_model"))
         seen = listen(model, tokens, range(n_layers(model)) if hides_nan else layers)
-        _check_finite(model, seen)
+        for layer, tensors in seen.items():
+            ends = [x for name, x in tensors.items() if name in ("hook_attn_scores", "hook_pattern")]
+            if not all(bool((x < torch.inf).all()) for x in ends):  # NaN is not less
+                raise ValueError(
+                    f"layer {layer} of {facts.architecture(model)}: its scores are NaN or infinite: look at the "
+                    "weights, or whether its dtype holds numbers so large"
+                )
         own = facts.own_numbers(model)  # after the pass, which may write them over
         specs = [_explain(model, layer, seen[layer], own) for layer in layers]
 
@@ -81,17 +87,6 @@ def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Te
     special = {*(getattr(tokenizer, "all_special_ids", None) or ()), getattr(cfg, "pad_id", None), padding_id(model)}
     ids = torch.tensor([t for t in range(min(cfg.d_vocab, 4096)) if t not in special], device="cpu")
     return ids[torch.randint(0, len(ids), (2, length), generator=generator, device="cpu")].to(device_of(model))
-
-
-def _check_finite(model: Any, seen: dict[int, Seen]) -> None:
-    """Refuse NaN and infinite scores: what follows from them is NaN, or looks like numbers of the model."""
-    for layer, tensors in seen.items():
-        ends = [x for name, x in tensors.items() if name in ("hook_attn_scores", "hook_pattern")]
-        if not all(bool((x < torch.inf).all()) for x in ends):  # NaN is not less
-            raise ValueError(
-                f"layer {layer} of {facts.architecture(model)}: its scores are NaN or infinite: look at the weights, "
-                "or whether its dtype holds numbers so large"
-            )
 
 
 def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> AttentionSpec:
