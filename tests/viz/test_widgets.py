@@ -147,6 +147,22 @@ def test_token_values() -> None:
     assert near(alone, fits[4].key[1], float(alone.abs().max()))
 
 
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_loss_added_to_each_token(kind: str, name: str, shared_model: Any) -> None:
+    model, tokens = shared_model(kind, name), zoo.random_tokens(length=N, batch=2)
+    hooks = tp.dummy_distance(model, 3)
+    with torch.no_grad():
+        runs = [model(tokens[1:]).double(), model.run_with_hooks(tokens[1:], fwd_hooks=hooks).double()]
+    before, after = (torch.nn.functional.cross_entropy(x[0, :-1], tokens[1, 1:], reduction="none") for x in runs)
+    widget = tp.viz.show_loss_change(model, tokens, hooks, text=1)
+    expected = torch.cat([torch.zeros(1), after - before])
+    assert near(matrices(widget)[0, 0], expected, float(expected.abs().max()))
+    assert expected.abs().max() > 1e-3
+    assert f"{(after - before).mean():+.3f} on average" in str(widget)
+    with pytest.raises(ValueError, match="text must be an integer from 0 to 1, got 2"):
+        tp.viz.show_loss_change(model, tokens, hooks, text=2)
+
+
 def test_pooled_matrices_without_heads() -> None:
     scores = random_scores(3)
     fit = tp.fit_additive(scores, pool=True)

@@ -17,3 +17,4 @@ from .widgets.score_matrices import show_parts as show_parts
 from .widgets.score_matrices import show_patterns as show_patterns
 from .widgets.score_matrices import show_scores as show_scores
 from .widgets.token_colours import show_key_importance as show_key_importance
+from .widgets.token_colours import show_loss_change as show_loss_change

@@ -1,10 +1,21 @@
-"""A text with tokens coloured by the key component of one head's additive fit."""
+"""A text with tokens coloured by the key component of one head's additive fit, or by the loss that hooks add."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+from torch.nn.functional import pad
 
 from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.experiments.causal.predictions import as_log_probabilities, run_texts, token_losses
+from tl_posdisent.models.reading.forward import Hook, token_words
+from tl_posdisent.models.reading.forward import check_tokens as check_ids
+from tl_posdisent.models.reading.model_reading import model_of
+from tl_posdisent.models.texts import read_texts
+from tl_posdisent.utils.validation import check_integer
 
 from .layout import Layout, coloured_text
 from .offline import Widget, text_token
@@ -53,3 +64,49 @@ def show_key_importance(
     note = "How much higher than the head's average a token's scores are as a key, apart from distance and query."
     layout = Layout(check_scale(scale, shown.values()), check_title(title, "Key importance"), note)
     return coloured_text(shown, [str(head) for head in chosen], words, layout)
+
+
+def show_loss_change(
+    model: Any,
+    tokens: Int[Tensor, "batch pos"] | str,
+    hooks: Sequence[Hook],
+    *,
+    text: int = 0,
+    scale: float | None = None,
+    title: str | None = None,
+) -> Widget:
+    """Show the text with each token coloured by what an intervention adds to its loss, in nats.
+
+    Red tokens are predicted worse, blue ones better; hovering shows the number. The first token, which nothing
+    predicts, is 0. The model runs twice, without gradients, and is left unchanged.
+
+    Args:
+        model, tokens: as in ``show_interventions``.
+        hooks: of an intervention, or any ``fwd_hooks``; a hook that does not fire is an error.
+        text: which of several.
+        scale, title: as in ``show_scores``.
+
+    Raises:
+        ValueError: unusable arguments; a model without logits, or a loss that is not finite.
+        RuntimeError: a hook that never fired.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model
+        >>> from tl_posdisent.viz import show_loss_change
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> show_loss_change(model, tokens, dummy_distance(model, 3))
+        Widget('Added loss')
+    """
+    model, ids = model_of(model), check_ids(model_of(model), tokens)
+    check_integer("text", text, 0, len(ids) - 1)
+    ids = ids[text : text + 1]
+    texts = read_texts(model, ids, None)
+    runs = [run_texts(model, texts, [some])[0] for some in ([], hooks)]
+    before, after = (token_losses(as_log_probabilities(logits), ids.to(logits.device)) for logits in runs)
+    added = after - before
+    if not bool(added.isfinite().all()):
+        raise ValueError("hooks must leave every token's loss finite, got NaN or infinite losses")
+    shown = {"": pad(added, (1, 0)).cpu()}
+    note = f"Loss added to each token, in nats; {added.mean():+.3f} on average. The first token is not predicted."
+    layout = Layout(check_scale(scale, shown.values()), check_title(title, "Added loss"), note)
+    return coloured_text(shown, [""], [text_token(word) for word in token_words(model, ids[0])], layout)
