@@ -41,6 +41,16 @@ def test_the_block_sees_the_hooks_and_nothing_after_it_does(kind: str, name: str
         assert torch.equal(model.run_with_hooks(TOKENS, fwd_hooks=[(Z, double), (LATE, double)]), changed)
 
 
+def test_hooks_that_accept_none_of_the_names(shared_model: Any) -> None:
+    """As those of a model whose hooks all have other names."""
+    model = shared_model("bridge", "llama-gqa")
+    for function in (double, dummy_distance(model, 3)[0][1]):
+        with pytest.raises(ValueError, match=r"hooks must name hooks of this model, got .* filter accepts none"):  # noqa: SIM117
+            with applied(model, [(lambda name: False, function)]):
+                run(model)
+    assert not any(point.fwd_hooks for point in model.hook_dict.values())
+
+
 @CASES
 def test_idle_hooks_are_named(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)

@@ -56,6 +56,8 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
 
     for name, function in hooks:  # of a filter each point once: a bridge has several names for some
         points = {there[x]: x for x in reversed(there) if (x == name if isinstance(name, str) else name(x))}
+        if not points:
+            raise ValueError(f"hooks must name hooks of this model, got {shown(function)}, whose filter accepts none")
         fired.append(dict.fromkeys(reversed(points.values()), 0))
         counting += [(there[x], functools.partial(count, function, fired[-1], x)) for x in fired[-1]]
     with _added(counting):

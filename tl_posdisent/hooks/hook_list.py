@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 from weakref import WeakKeyDictionary
@@ -136,7 +137,7 @@ class Compiled:
         self.names = {FIRST_HOOK, *(point.name for point in self.places)}  # in a bridge others than in the plan
         self.names.update(name for plan in self.layers.values() for name in plan.roles)
         self.tools = sorted({each.edit.tool for each in interventions})
-        self.thread: int | None = None  # that installed it last
+        self.installer: object = None  # the thread that installed it last
         self._state = threading.local()
 
     def __repr__(self) -> str:  # TransformerLens calls it for every hook
@@ -144,8 +145,9 @@ class Compiled:
 
     def accepts(self, name: str) -> bool:
         """Whether the hook of this name is needed; TransformerLens asks when it installs the function."""
-        _INSTALLING.here = True
-        self.thread = threading.get_ident()
+        if _INSTALLER.get() is None:
+            _INSTALLER.set(object())
+        self.installer = _INSTALLER.get()
         return name in self.names
 
     def __call__(self, x: Tensor, hook: Any) -> Tensor | None:
@@ -192,8 +194,8 @@ class Compiled:
 
     def _meet_others(self, point: Any, layer: int) -> None:
         """Refuse lists that fired here under the same set of installed hooks, if they act on the same heads."""
-        here = threading.get_ident()
-        if self.thread not in (None, here) and hasattr(_INSTALLING, "here"):
+        here = _INSTALLER.get()
+        if None not in (self.installer, here) and self.installer is not here:
             raise ValueError(
                 f"hooks of {' + '.join(self.tools)} were installed by one thread while another thread installs hooks "
                 "on a model: TransformerLens's hooks act in every thread, so give each thread a model of its own"
@@ -220,8 +222,7 @@ class Compiled:
             )
 
 
-_INSTALLING = threading.local()
-"""Has ``here`` in threads that have installed hooks themselves."""
+_INSTALLER: ContextVar[object] = ContextVar("stands for a thread that has installed hooks", default=None)
 
 
 def _same_storage(a: Tensor | None, b: Tensor) -> bool:

@@ -77,52 +77,68 @@ def _ending_after(model: Any, stop: int | None) -> Iterator[None]:
     if stop is None:
         yield
         return
-    thread, passes = threading.get_ident(), [0]
+    with _in_force() as key:
+        passes = [0]
 
-    def count(step: int, *_: Any) -> None:
-        passes[0] += step if threading.get_ident() == thread else 0
+        def count(step: int, *_: Any) -> None:
+            passes[0] += step if key in _IN_FORCE.get() else 0
 
-    def end(*_: Any) -> None:
-        if passes == [1] and threading.get_ident() == thread:
-            raise Ended
+        def end(*_: Any) -> None:
+            if passes == [1] and key in _IN_FORCE.get():
+                raise Ended
 
-    handles = [
-        model.register_forward_pre_hook(functools.partial(count, 1)),
-        model.register_forward_hook(functools.partial(count, -1), always_call=True),
-        model.blocks[stop - 1].register_forward_hook(end),
-    ]
+        handles = [
+            model.register_forward_pre_hook(functools.partial(count, 1)),
+            model.register_forward_hook(functools.partial(count, -1), always_call=True),
+            model.blocks[stop - 1].register_forward_hook(end),
+        ]
+        try:
+            with contextlib.suppress(Ended):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+_IN_FORCE: ContextVar[frozenset[object]] = ContextVar("keys of hooks that act in this thread", default=frozenset())
+
+
+@contextlib.contextmanager
+def _in_force() -> Iterator[object]:
+    """A key of hooks that act on passes made within the block, and not on another thread's through the same model."""
+    key = object()
+    _IN_FORCE.set(_IN_FORCE.get() | {key})
     try:
-        with contextlib.suppress(Ended):
-            yield
+        yield key
     finally:
-        for handle in handles:
-            handle.remove()
+        _IN_FORCE.set(_IN_FORCE.get() - {key})
 
 
 @contextlib.contextmanager
 def hooked(model: Any, hooks: Sequence[Hook]) -> Iterator[None]:
     """``model.hooks``, but in this thread alone, and independent of other such contexts, which may overlap it."""
     points, handles = hook_points(model), []
-    try:
-        for name, function in hooks:
-            chosen = [points[name]] if isinstance(name, str) else [point for key, point in points.items() if name(key)]
-            for point in dict.fromkeys(chosen):  # once for a filter, which may accept several of its names
-                handles.append(point.register_forward_hook(_InThread(function, threading.get_ident())))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _in_force() as key:
+        try:
+            for name, function in hooks:
+                chosen = [points[name]] if isinstance(name, str) else [x for full, x in points.items() if name(full)]
+                for point in dict.fromkeys(chosen):  # once for a filter, which may accept several of its names
+                    handles.append(point.register_forward_hook(_Own(function, key)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 @dataclass(frozen=True, eq=False)
-class _InThread:
-    """A TransformerLens hook as a hook of torch's, which another thread's pass through the same model does not see."""
+class _Own:
+    """A TransformerLens hook as a hook of torch's, which acts while its key is in force."""
 
     function: Callable[..., Any]
-    thread: int
+    key: object
 
     def __call__(self, point: Any, inputs: Any, x: Any) -> Any:
-        if threading.get_ident() != self.thread:
+        if self.key not in _IN_FORCE.get():
             return None
         conversion = getattr(point, "hook_conversion", None)  # a bridge's, to the layout of TransformerLens
         result = self.function(x if conversion is None else conversion.convert(x), hook=point)
@@ -187,12 +203,12 @@ def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
 @contextlib.contextmanager
 def _without_cache(model: Any) -> Iterator[None]:
     """Passes keep no keys and values of all layers unless they ask for them or are given a cache: models of
-    transformers do so by default, for a next token that is not to come. Hybrids keep theirs, and so does OLMo, whose
-    bridge in half precision casts its keys only there."""
+    transformers do so by default, for a next token that is not to come. Hybrids keep theirs, and so does OLMo in half
+    precision, whose bridge casts its keys only there."""
     config: Any = getattr(getattr(model, "original_model", None), "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else None
     kinds = {*(getattr(config, "layer_types", None) or ())}
-    olmo = str(getattr(config, "model_type", "")).startswith("olmo")
+    olmo = str(getattr(config, "model_type", "")).startswith("olmo") and dtype_of(model).itemsize < 4
     if olmo or not getattr(config, "use_cache", False) or not kinds <= {"full_attention", "sliding_attention"}:
         yield
         return
@@ -217,7 +233,7 @@ def at_rest(model: Any) -> Iterator[None]:
         before = [(point, vars(point).get("_call_impl")) for point in points]
         try:
             for point in points:
-                vars(point)["_call_impl"] = _Bare(point, threading.get_ident(), frozenset(point._forward_hooks))
+                vars(point)["_call_impl"] = _Bare(point, model, frozenset(point._forward_hooks))
             with evaluating(model), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*edit is discarded.*")
                 yield
@@ -231,19 +247,19 @@ def at_rest(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _Bare:
-    """A hook point's call that, in one thread, leaves out the hooks of the user's."""
+    """A hook point's call that leaves out the hooks of the user's, in the thread that has the model at rest."""
 
     point: Any
-    thread: int
+    model: Any
     there: frozenset[int]  # hooks that were there before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != self.thread:
+        if _POINTS.get()[0] is not self.model:
             return type(self.point)._call_impl(self.point, *args, **kwargs)
         x = self.point.forward(*args, **kwargs)
         permanent = {handle.hook.id for handle in self.point.fwd_hooks if handle.is_permanent}
         for key, hook in tuple(self.point._forward_hooks.items()):
-            if key in permanent or (isinstance(hook, _InThread) and key not in self.there):
+            if key in permanent or (isinstance(hook, _Own) and key not in self.there):
                 result = hook(self.point, args, x)
                 x = x if result is None else result
         return x
