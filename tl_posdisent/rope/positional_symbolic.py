@@ -117,28 +117,29 @@ def _points(
     q: Complex[Tensor, "head pos subspace"], k: Complex[Tensor, "kv pos subspace"], theta: Float64[Tensor, "subspace"]
 ) -> Float64[Tensor, "2 parts head"]:
     """Mean over queries of both shares; ``parts`` are the subspaces one by one, and the whole score last."""
-    grouped = q.unflatten(0, (len(k), -1))  # the query heads of a key head beside each other
+    grouped = q.unflatten(0, (len(k), -1)).transpose(1, 2)  # of each position, the query heads of a key head
     distance = torch.arange(k.shape[1], device=k.device).double()
     turns = torch.polar(torch.ones_like(distance)[:, None], distance[:, None] * theta)
     centre = k.mean(1, keepdim=True)  # far from 0, it would cost the covariances their digits
-    sums = torch.zeros(2, *grouped.shape[:2], q.shape[-1] + 1, dtype=torch.float64, device=q.device)
+    sums = torch.zeros(2, len(k), grouped.shape[2], q.shape[-1] + 1, dtype=torch.float64, device=q.device)
     count = torch.zeros_like(sums[0])
     for (some, key, key_second), (_, turn, turn_second) in zip(
-        _running_moments((k - centre)[:, None]), _running_moments(turns[None, None]), strict=True
+        _running_moments(k - centre), _running_moments(turns[None]), strict=True
     ):
-        x = grouped[:, :, some]
+        x = grouped[:, some]
         key_spread, turn_spread = _covariances(key, key_second), _covariances(turn, turn_second)
-        by_place = _variance(x * (key + centre[:, None]).conj(), turn_spread)  # of the row means
-        by_key = _variance((x * turn).conj(), key_spread)  # of the column means
+        by_place = _variance(x * (key + centre)[:, :, None].conj(), turn_spread)  # of the row means
+        by_key = _variance((x * turn[:, :, None]).conj(), key_spread)  # of the column means
         # The rest: in each row the place is fixed and the key varies.
         within = _variance(x.conj(), [a * b.conj() for a, b in zip(key_spread, turn_second, strict=True)])
         total = by_place + within
-        largest = (x.abs() * (key_second[0].diagonal(dim1=-2, dim2=-1).real.sqrt() + centre[:, None].abs())) ** 2
+        size = key_second[0].diagonal(dim1=-2, dim2=-1).real.sqrt() + centre.abs()
+        largest = (x.abs() * size[:, :, None]) ** 2
         largest = torch.cat([largest, largest.sum(-1, keepdim=True)], -1)
         varies = (total > _ROUNDING**2 * largest).double()
         shares = [torch.where(varies > 0, v / total, 0.0) for v in (by_place, by_key)]
-        sums += torch.stack(shares).sum(-2)
-        count += varies.sum(-2)
+        sums += torch.stack(shares).sum(2)
+        count += varies.sum(1)
     return (sums / count).flatten(1, 2).mT
 
 
@@ -163,9 +164,12 @@ def _covariances(mean: Tensor, second: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     return second[0] - column * row.conj(), second[1] - column * row
 
 
-def _variance(w: Complex[Tensor, "*head pos n"], second: Sequence[Tensor]) -> Float64[Tensor, "*head pos n+1"]:
+def _variance(w: Complex[Tensor, "kv pos group n"], second: Sequence[Tensor]) -> Float64[Tensor, "kv pos group n+1"]:
     """Variance of ``Re Σ_c w_c y_c``, given the covariances of complex y: of each term alone, and of the sum."""
     hermitian, symmetric = second
-    along = (w[..., None, :] @ hermitian)[..., 0, :] * w.conj() + (w[..., None, :] @ symmetric)[..., 0, :] * w
-    alone = w.abs() ** 2 * hermitian.diagonal(dim1=-2, dim2=-1) + w**2 * symmetric.diagonal(dim1=-2, dim2=-1)
+    rows = w if len(hermitian) == len(w) else w.transpose(0, 1).flatten(1, 2)[None]  # covariances that all heads share
+    along = (rows @ hermitian) * rows.conj() + (rows @ symmetric) * rows
+    diagonals = [x.diagonal(dim1=-2, dim2=-1)[:, :, None] for x in second]
+    alone = w.abs() ** 2 * diagonals[0] + w**2 * diagonals[1]
+    along = along if rows is w else along[0].unflatten(1, (len(w), -1)).transpose(0, 1)
     return torch.cat([alone, along.sum(-1, keepdim=True)], -1).real / 2

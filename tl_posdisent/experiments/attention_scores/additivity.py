@@ -110,7 +110,9 @@ def _read_group(
     parts: dict[int, Part] = {}
 
     def read(spec: AttentionSpec, scores: Tensor) -> None:
-        cells = make_cells(scores.shape, device=scores.device, sinks=sinks, **_cells(spec, mask, group.tokens.shape[1]))
+        cells = make_cells(
+            scores.shape, device=scores.device, sinks=sinks, **cells_of(spec, mask, group.tokens.shape[1])
+        )
         parts[spec.layer] = Part(group, read_marginals(scores, cells), cells)
         bar.update()
 
@@ -139,7 +141,7 @@ def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
     return whole, cells
 
 
-def _cells(spec: AttentionSpec, mask: MaskKind | Tensor | None, length: int) -> dict[str, Any]:
+def cells_of(spec: AttentionSpec, mask: MaskKind | Tensor | None, length: int) -> dict[str, Any]:
     """Mask and window for ``fit_additive``."""
     if mask is None:
         return {"mask": "causal" if spec.causal else "full", "window": spec.window}

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from tl_posdisent.additive.fit import fit_additive
+from tl_posdisent.models.capture import Captured
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.rope.moments import Moments
+from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.rope.subspace_interactions import INTERACTIONS
-from tl_posdisent.rope.variance_decomposition import Numbers
+from tl_posdisent.rope.subspaces import subspace_patterns_qk
+from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 from tl_posdisent.utils.progress import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, check_seeds
 
-from .additivity import additivity
-from .controlled_distance import controlled_distance
-from .positional_symbolic_plane import positional_symbolic
-from .subspace_patterns import subspace_patterns
+from .additivity import cells_of
+from .rotary_layers import measure_layers
 
 _HEAD = ["layer", "head"]
 
@@ -81,7 +87,7 @@ def trained_vs_random(
     with progress_bar(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
         for m in bar:
             measured = _measure(read_model(m, layers), texts, distances, layers, sinks)
-            long = measured.groupby(index).mean().reset_index().melt(index, var_name="measure")
+            long = measured.groupby(index).mean().reset_index().melt(index, list(measured)[2:], var_name="measure")
             results.append(long.set_index([*index, "measure"])["value"])
     chance = pd.concat(results[1:], axis=1)
     table = pd.DataFrame({"trained": results[0], "random": chance.mean(axis=1), "random_std": chance.std(axis=1)})
@@ -91,20 +97,39 @@ def trained_vs_random(
 def _measure(
     reading: ModelReading, texts: Texts, distances: Numbers | None, layers: list[int], sinks: int
 ) -> pd.DataFrame:
-    """One row per layer and head, one column per measure."""
-    common: dict[str, Any] = {"tokens": texts, "layers": layers, "progress": False}
-    at: dict[str, Any] = {"distances": distances, "sinks": sinks}
-    late = torch.arange(texts.tokens.shape[1], device="cpu") >= sinks
-    controlled = controlled_distance(reading, **at, **common).set_index(_HEAD)
-    plane = positional_symbolic(reading, sinks=sinks, **common).groupby(_HEAD)
-    patterns = subspace_patterns(reading, **at, **common).groupby(_HEAD)
-    observed = additivity(reading, mask=(late[:, None] & late) if sinks else None, **common).groupby(_HEAD)
-    return pd.DataFrame(
-        {
-            "r": observed["r"].mean(),
+    """One row per layer and head, one column per measure; one pass for all of them."""
+    at, tool = range(texts.longest) if distances is None else distances, "trained_vs_random"
+
+    def measure(layer: Captured) -> _OfTexts:
+        rotary, n = layer.spec.require_rotary(tool), layer.q_rot.shape[1]
+        late = torch.arange(n, device=layer.q.device) >= sinks
+        fit = fit_additive(layer.scores, **cells_of(layer.spec, late[:, None] & late if sinks else None, n))
+        plane = positional_symbolic_qk(layer.q, layer.k, rotary)
+        by_text = torch.stack([fit.r, plane.positional, plane.symbolic])
+        return _OfTexts(layer, Moments.from_qk(layer.q, layer.k, rotary), by_text)
+
+    def table(spec: AttentionSpec, parts: list[_OfTexts]) -> pd.DataFrame:
+        moments, scale = functools.reduce(operator.add, (part.moments for part in parts)), spec.require_scale()
+        q, k = (torch.cat([getattr(part.layer, x).flatten(0, 1) for part in parts]) for x in ("q", "k"))
+        patterns = subspace_patterns_qk(q, k, moments.rotary, at, scale=scale).to_frame().groupby("head")
+        controlled = decompose(moments, at, scale=scale).to_frame().set_index("head")
+        r, positional, symbolic = torch.cat([part.by_text for part in parts], 1).nanmean(1).tolist()
+        columns = {
+            "r": r,
             **{name: controlled[name] for name in ("r_three_axis", "r_two_axis", *INTERACTIONS)},
             "bound": patterns["spread"].sum(min_count=1) ** 2,
-            **{name: plane[name].mean() for name in ("positional", "symbolic")},
+            "positional": positional,
+            "symbolic": symbolic,
             "concentration": patterns["key_concentration"].mean(),
         }
-    )
+        return pd.DataFrame(columns).reset_index()
+
+    return measure_layers(reading, texts, tool, measure, table, layers=layers, sinks=sinks, progress=False, leave=2)
+
+
+class _OfTexts(NamedTuple):
+    """A layer in texts of equal length: its moments, and ``[measure, text, head]`` of measures of single texts."""
+
+    layer: Captured
+    moments: Moments
+    by_text: Tensor
