@@ -9,7 +9,7 @@ import torch
 from support.masks import CASES, Case
 from torch import Tensor
 
-from tl_posdisent.additive.attention import fourier
+from tl_posdisent.additive.attention import sums as fourier
 from tl_posdisent.additive.attention.layout import Layout, by_system, to_batch
 from tl_posdisent.additive.attention.solver import solve_keys_alone
 from tl_posdisent.additive.attention.sums import AttentionSums

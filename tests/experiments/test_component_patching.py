@@ -15,7 +15,7 @@ from tl_posdisent import capture, component_patching, fit_additive, position_pat
 from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.hooks import patch_scores
 from tl_posdisent.models import read_model
-from tl_posdisent.models.reading.rotated_qk import listen_scores
+from tl_posdisent.models.capture import listen_scores
 
 pytestmark = pytest.mark.usefixtures("unchecked")  # doctests run with the checks of annotations
 OTHER = zoo.random_tokens(seed=1)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tl_posdisent import lambda_mask, position_interpolation, read_attention, remap_distance, swap_positions
 from tl_posdisent.hooks import length_extension as windows
-from tl_posdisent.hooks.edits.rotation import DistanceMap
-from tl_posdisent.hooks.edits.scores import Order, ScoreEdit
+from tl_posdisent.hooks.edits.edits import DistanceMap, Order, ScoreEdit
 
 DISTANCE = REAL[:, None] - REAL
 # sinks, window, ceiling: one below the other and the other way round, a ceiling that hides nothing, no sinks.

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation import (
+from tl_posdisent.hooks.edits.edits import (
     DistanceMap,
     Edit,
     FrequencyLimit,
     PhaseNoise,
     PositionMap,
     PositionScale,
+    ResultEdit,
+    ScoreEdit,
     VectorPatch,
 )
-from tl_posdisent.hooks.edits.scores import ResultEdit, ScoreEdit
 from tl_posdisent.models.capture import Captured
 
 
@@ -94,6 +95,6 @@ def edited_results(seen: Captured, values: Tensor, edits: Sequence[Edit], beside
 
 
 def _limits(edits: Sequence[Edit]) -> Any:
-    from tl_posdisent.hooks.edits.rotation import compose
+    from tl_posdisent.hooks.edits.edits import compose
 
     return compose(edits)

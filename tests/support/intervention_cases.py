@@ -29,7 +29,7 @@ from tl_posdisent.hooks import (
     substitute_additive,
     substitute_attention,
 )
-from tl_posdisent.hooks.edits.rotation import DistanceMap, Edit
+from tl_posdisent.hooks.edits.edits import DistanceMap, Edit
 from tl_posdisent.models.reading.forward import Hook
 
 from . import zoo

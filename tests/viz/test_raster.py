@@ -15,8 +15,8 @@ from torch import Tensor
 import tl_posdisent as tp
 from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 from tl_posdisent.viz.widgets import raster
+from tl_posdisent.viz.widgets.layout import CELLS, IMAGE_CELLS
 from tl_posdisent.viz.widgets.offline import Widget
-from tl_posdisent.viz.widgets.selection import CELLS, IMAGE_CELLS
 
 GREY = (200, 200, 200)
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from support import zoo
 
 import tl_posdisent as tp
+from tl_posdisent.viz.widgets import layout as choice
 from tl_posdisent.viz.widgets import offline
-from tl_posdisent.viz.widgets import selection as choice
 from tl_posdisent.viz.widgets.offline import Widget
 
 WORDS = [f" {word}" for word in ["one", "two", "three", "four", "five", "six", "seven", "eight"]]

@@ -4,21 +4,233 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
-from tl_posdisent.additive.identifiability import count_parameters, fix_gauge
-from tl_posdisent.additive.marginals import ROUNDING, Marginals, read_marginals
+from tl_posdisent.additive.cells import Cells, MaskKind, Parts, Runs, Scattered, diagonal_sums, make_cells
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.additive.score_checks import check_scores, refuse_patterns, warn_of_vectors
+from tl_posdisent.additive.score_checks import (
+    check_scores,
+    refuse_masking_values,
+    refuse_non_finite,
+    refuse_patterns,
+    warn_of_vectors,
+)
 from tl_posdisent.additive.solver import pooled, solve
-from tl_posdisent.utils.own_sums import own_sums
+from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag
+
+_ROWS, _CELLS = 64, 2**18  # that are read at a time, at most, and converted: they stay in a processor's cache
+ROUNDING = 1e-14  # scores that vary by less than this of their size do not vary
+
+
+@dataclass(frozen=True, eq=False)
+class Marginals:
+    """Sums of ``scores - pivot`` over the cells; the pivot is near the mean, so that squares do not cancel.
+
+    Attributes:
+        pivot: what was subtracted from the scores.
+        sums: over the cells of each distance, query and key, stacked.
+        squares: over all cells.
+    """
+
+    pivot: Float64[Tensor, "*batch"]
+    sums: Float64[Tensor, "*batch coefficient"]
+    squares: Float64[Tensor, "*batch"]
+
+    def about(self, pivot: Float64[Tensor, "*batch"], cells: Cells) -> Marginals:
+        """Convert to the sums of ``scores - pivot`` over the same cells, for another pivot."""
+        shift = self.pivot - pivot
+        total = cells.split(self.sums).query.sum(-1)
+        squares = self.squares + shift * (2 * total + cells.n_cells * shift)
+        return Marginals(pivot, torch.addcmul(self.sums, cells.counts, shift[..., None]), squares)
+
+
+def read_marginals(
+    scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores", *, suspicious: bool = False
+) -> Marginals:
+    """Sum every score matrix over ``cells`` along each axis, in float64.
+
+    Args:
+        name: of the scores, for errors.
+        suspicious: look for masking values such as -1e9 too; not where the user has marked every cell that counts.
+
+    Raises:
+        ValueError: a cell inside the mask is NaN, infinite or a masking value; says where the first one is.
+    """
+    batch, (n_query, n_key) = scores.shape[:-2], scores.shape[-2:]
+    flat, which = scores.reshape(-1, n_query, n_key), None  # flat index of the mask of every matrix, if not shared
+    if leading := cells.counts.shape[:-1]:
+        which = torch.arange(leading.numel(), device=scores.device).reshape(leading).expand(batch).flatten()
+    n = flat.shape[0]
+    sums = flat.new_zeros(n, cells.counts.shape[-1], dtype=torch.float64)
+    by_distance, by_query, by_key = cells.split(sums)
+    pivot, squares, lowest = (flat.new_zeros(n, dtype=torch.float64) for _ in range(3))
+
+    on_cpu = scores.device.type == "cpu"
+    at_once = _CELLS if on_cpu else 2**24
+    rows = min(n_query, max(1, at_once // n_key), _ROWS if on_cpu else n_query)
+    heads = max(1, at_once // (rows * n_key))
+    for first in range(0, n, heads):
+        some = slice(first, first + heads)
+        masks = None if which is None else which[some]
+        pivot[some] = _typical(flat[some], cells, masks)
+        for row in range(0, n_query, rows):
+            stop = min(row + rows, n_query)
+            # The keys that these queries can see, and the distance of the block's first cell.
+            left = max(0, row + cells.offset - cells.high)
+            right = min(n_key, stop + cells.offset - cells.low)
+            if left >= right:
+                continue
+            shift = row + cells.offset - left
+            low, high = max(cells.low, shift - (right - left - 1)), min(cells.high, shift + stop - row - 1)
+            block = flat[some, row:stop, left:right]
+            block = block.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+            block.sub_(pivot[some, None, None])
+            inside = cells.inside(slice(row, stop), slice(left, right), masks)
+            touched = (~inside).flatten(0, -2).any(0).nonzero()
+            if len(touched):  # most columns have no cell to hide
+                hidden = slice(int(touched[0]), int(touched[-1]) + 1)
+                block[..., hidden].masked_fill_(~inside[..., hidden], 0.0)
+            by_distance[some, low - cells.low : high - cells.low + 1] += diagonal_sums(block, low - shift, high - shift)
+            by_query[some, row:stop] += block.sum(-1)
+            by_key[some, left:right] += block.sum(-2)
+            lowest[some] = lowest[some].minimum(block.amin((-2, -1)) + pivot[some])
+            squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
+    pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
+    total = cells.split(sums).query.sum(-1)
+    refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
+    if suspicious:
+        refuse_masking_values(scores, cells, lowest, name)
+    return Marginals(pivot, sums, squares)
+
+
+def _typical(
+    x: Float[Tensor, "matrix query key"], cells: Cells, masks: Int64[Tensor, "matrix"] | None
+) -> Float64[Tensor, "matrix"]:
+    """Estimate the mean of each matrix from a few of its rows, or from all where these have no cells."""
+    for step in (max(1, cells.n_query // 8), 1):
+        rows = slice(0, cells.n_query, step)
+        inside = cells.inside(rows, slice(0, cells.n_key), masks)
+        count = inside.sum((-2, -1))
+        if bool(count.all()):
+            break
+    mean = x[:, rows].double().masked_fill(~inside, 0.0).sum((-2, -1)) / count
+    return torch.where(mean.abs() < 1e30, mean, 0.0)  # NaN and masking values are reported later
+
+
+def fix_gauge(
+    cells: Cells, weights: Float64[Tensor, "*mask coefficient"], solution: Tensor, *, pool: bool = False
+) -> tuple[Float64[Tensor, "*batch"], Parts]:
+    """Return the intercept and components in the gauge of ``AdditiveFit``.
+
+    Two constants and the straight line ``a[d] + t·d, b[i] − t·i, c[j] + t·j`` change no fitted value. Components get
+    mean 0 over the cells, and ``c`` a least-squares slope of 0 over key positions (of all texts, if they are pooled).
+    """
+    numbers = cells.split(weights)
+    key = torch.arange(cells.n_key, device=solution.device).double()
+    lever = (key - _mean(key, numbers.key)) * numbers.key
+    up, down = (lever * cells.split(solution).key).sum(-1, keepdim=True), (lever * key).sum(-1, keepdim=True)
+    if pool:
+        up, down = (x.expand_as(up).sum(0, keepdim=True) for x in (up, down))
+    slope = torch.where(down > 0, up / down, 0.0)
+    query = torch.arange(cells.n_query, device=solution.device) + cells.offset
+    line = torch.cat([-cells.distances, query, -key])
+    tilted = cells.split(torch.addcmul(solution, slope, line))
+    means = [_mean(x, n) for x, n in zip(tilted, numbers, strict=True)]
+    # A distance, query or key without cells has no coefficient: it is given as 0.
+    parts = ((x - m) * (n > 0) for x, m, n in zip(tilted, means, numbers, strict=True))
+    return (means[0] + means[1] + means[2])[..., 0], Parts(*parts)
+
+
+def _mean(x: Tensor, weights: Tensor) -> Tensor:
+    return (x * weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
+
+
+_NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
+
+
+def count_parameters(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit"]:
+    """Count the rank of the additive design, per set of cells; over all texts if they are pooled (``n_texts`` given).
+
+    Queries and keys alone have a rank of their number, less one constant for each piece that the cells fall into.
+    The distances add theirs, less the profiles that queries and keys can express. Where two neighbouring queries
+    and two neighbouring keys have all their four cells, such a profile has no kink at their distance. If that holds
+    at every distance it is a straight line, so there are two; if not, the rank of the distances is computed.
+    """
+    by_distance, by_query, by_key = cells.split(cells.counts)
+    rank = (by_query > 0).sum(-1) + (by_key > 0).sum(-1) - _count_pieces(cells)
+    n_cells, used, no_kink = cells.n_cells.long(), by_distance > 0, _has_no_kink(cells)
+    one_each = ((by_query <= 1).all(-1) | (by_key <= 1).all(-1)).expand_as(n_cells)
+    if n_texts is not None:
+        one_each = one_each.all()
+        if rank.ndim == 0:
+            rank, n_cells = rank * n_texts, n_cells * n_texts
+        else:
+            repeats = n_texts // rank.shape[0]
+            rank, n_cells = rank.sum(0) * repeats, n_cells.sum(0) * repeats
+            used, no_kink = used.any(0), no_kink.any(0)
+    of_distances = (used.sum(-1) - 2).clamp_min(0)
+    if not bool((one_each | (no_kink.sum(-1) == of_distances)).all()):
+        of_distances = _rank_of_distances(cells, pool=n_texts is not None)
+    return torch.where(one_each, n_cells, rank + of_distances)
+
+
+def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
+    """Count connected components, where two cells are neighbours if they share a query or a key."""
+    if isinstance(cells, Runs):
+        # A piece begins where a run of keys begins that no earlier run reaches.
+        empty = cells.first_key == cells.stop_key
+        first, order = cells.first_key.masked_fill(empty, cells.n_key).sort(-1)
+        reach = cells.stop_key.masked_fill(empty, 0).gather(-1, order).cummax(-1).values
+        reach = torch.nn.functional.pad(reach[..., :-1], (1, 0))
+        return ((first >= reach) & (first < cells.n_key)).sum(-1)
+    mask, key = cells.to_mask(), torch.arange(cells.n_key, device=cells.counts.device)
+    used, label = mask.any(-2), key.expand(*mask.shape[:-2], -1)
+    while True:  # every key takes the lowest label among the keys that it shares a query with
+        lowest = torch.where(mask, label[..., None, :], cells.n_key).amin(-1)
+        new = torch.where(mask, lowest[..., :, None], cells.n_key).amin(-2).minimum(label)
+        new = new.gather(-1, new)  # and the label of that one
+        if torch.equal(new, label):
+            return (used & (label == key)).sum(-1)
+        label = new
+
+
+def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
+    """Find the distances (but for the lowest and the highest) at which some neighbouring 2 × 2 cells all exist."""
+    if isinstance(cells, Runs):
+        first, stop = cells.first_query, cells.stop_query
+        start = torch.maximum(first[..., 1:-1], first[..., :-2]).maximum(first[..., 2:] - 1)
+        end = torch.minimum(stop[..., 1:-1] - 1, stop[..., :-2]).minimum(stop[..., 2:] - 1)
+        return start < end
+    assert isinstance(cells, Scattered)
+    cell = cells.query_distance > 0
+    upper, lower = cell[..., :-1, :], cell[..., 1:, :]
+    return (upper[..., 1:-1] & lower[..., 1:-1] & upper[..., :-2] & lower[..., 2:]).any(-2)
+
+
+def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
+    """Compute the rank of the distances' normal matrix after queries and keys are projected out."""
+    if isinstance(cells, Runs):
+        cells = Scattered.from_mask(cells.to_mask())
+    assert isinstance(cells, Scattered)
+    n_d, n_q, n_k = cells.split(cells.counts)
+    per_query = torch.where(n_q > 0, 1 / n_q, 0.0)[..., None]
+    keys = torch.diag_embed(n_k) - cells.query_key.mT @ (per_query * cells.query_key)
+    mixed = cells.key_distance - cells.query_key.mT @ (per_query * cells.query_distance)
+    values, vectors = torch.linalg.eigh(keys)
+    kept = values > _NEGLIGIBLE * n_k.amax(-1, keepdim=True)
+    seen = (vectors.mT @ mixed) * torch.where(kept, values, torch.inf).rsqrt()[..., None]
+    rest = torch.diag_embed(n_d) - cells.query_distance.mT @ (per_query * cells.query_distance) - seen.mT @ seen
+    if pool and rest.ndim > 2:
+        rest, n_d = rest.sum(0), n_d.sum(0)
+    scale = n_d.amax(-1, keepdim=True)  # counts: what is far below one cell is rounding
+    remaining: Tensor = torch.linalg.eigvalsh(rest)
+    return (remaining > _NEGLIGIBLE * scale).sum(-1)
 
 
 @own_sums()

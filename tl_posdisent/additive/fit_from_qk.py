@@ -17,11 +17,10 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
-from tl_posdisent.additive.fit import fit_marginals
-from tl_posdisent.additive.marginals import Marginals
+from tl_posdisent.additive.fit import Marginals, fit_marginals
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_queries_and_keys
-from tl_posdisent.utils.own_sums import own_sums
+from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag, check_number
 
 _BLOCK = 256  # queries and keys a side in the blocks of which some cells are masked

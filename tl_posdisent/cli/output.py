@@ -1,17 +1,66 @@
-"""Tables into files: ``--out`` something.csv, .parquet or .json."""
+"""What a command writes: tables into files, lines of plain text on the screen, errors as one line on stderr."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from tl_posdisent.utils.files import whole_file
 
-from .errors import note
+QUIET = "TQDM_DISABLE"  # in the environment; --no-progress sets it
+WRONG_INPUT = 2
+INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + SIGINT
+
+# Arguments of the library whose option has another name.
+_RENAMED = {"distance_ceiling": "ceiling", "kinds": "kind", "name": "preset", "path": "out", "sections": "section"}
+
+
+@contextlib.contextmanager
+def answering(options: Collection[str]) -> Iterator[None]:
+    """Run a command's work before it shows its results; ``options`` are the names of its parameters.
+
+    Output of loading and measuring goes to stderr. Errors of the user end in one line there and exit code 2, Ctrl-C in
+    130. Any other exception is a defect and keeps its traceback (exit code 1).
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (ValueError, OSError) as error:
+        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        typer.echo(one_line(str(error), options), err=True)
+        raise typer.Exit(WRONG_INPUT) from error
+    except KeyboardInterrupt as error:
+        typer.echo(f"interrupted{f': {one_line(str(error), options)}' if str(error) else ''}", err=True)
+        raise typer.Exit(INTERRUPTED) from error
+
+
+def one_line(message: str, options: Collection[str]) -> str:
+    """A message without line breaks, in which an argument at the beginning has the name of its option.
+
+    >>> one_line("distance_ceiling must be at least 1, got 0", ["in_range", "ceiling"])
+    '--ceiling must be at least 1, got 0'
+    """
+    message = " ".join(message.split())
+    word = re.match(r'(\w+)(?=( must| has| needs| "))', message)
+    if word and (name := _RENAMED.get(word[0], word[0])) in options:
+        return f"--{name.replace('_', '-')}{message[word.end() :]}"
+    return message
+
+
+def note(message: str) -> None:
+    """Say on stderr what was written and where, unless ``--no-progress`` is given."""
+    if not os.environ.get(QUIET):
+        typer.echo(message, err=True)
+
 
 FORMATS = (".csv", ".parquet", ".json")
 
@@ -54,3 +103,58 @@ def as_json(table: Any) -> str:
     cells = table.astype(object).replace([math.inf, -math.inf], None)
     rows = cells.where(cells.notna(), None).to_dict("records")
     return json.dumps(rows, ensure_ascii=False, allow_nan=False, default=lambda x: x.item()) + "\n"
+
+
+_HEADS_SHOWN = 12
+
+
+def number(value: Any, digits: int = 2) -> str:
+    """
+    >>> number(0.126), number(-0.001), number(3), number("bridge"), number(float("nan"))
+    ('0.13', '0.00', '3', 'bridge', '–')
+    """
+    if isinstance(value, float):
+        return "–" if math.isnan(value) else f"{round(value, digits) + 0.0:.{digits}f}"
+    return str(value)
+
+
+def grid(title: str, columns: Mapping[str, bool], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A title and rows of cells. ``columns`` says of each column whether it has numbers, which are aligned right."""
+    table = [[*columns], *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = zip(row, widths, columns.values(), strict=True)
+        lines.append("  ".join(x.rjust(width) if right else x.ljust(width) for x, width, right in cells))
+    return [title, "", *(f" {line}".rstrip() for line in lines), ""]
+
+
+def frame(table: Any, title: str, digits: int = 2) -> list[str]:
+    """A data frame. A column ``x_se`` is shown in that of x, as ``± x_se``, where it is not NaN."""
+    from pandas.api.types import is_numeric_dtype
+
+    names = [name for name in table.columns if not name.endswith("_se")]
+    rows = []
+    for row in table.to_dict("records"):
+        errors = {name: row.get(f"{name}_se", math.nan) for name in names}
+        rows.append([number(row[name], digits) + spread(errors[name], digits) for name in names])
+    return grid(title, {name: is_numeric_dtype(table[name]) for name in names}, rows)
+
+
+def spread(error: float, digits: int = 2) -> str:
+    return "" if math.isnan(error) else f" ± {error:.{digits}f}"
+
+
+def by_head(table: Any, column: str, title: str, *, chance: Any = None, digits: int = 2) -> list[str]:
+    """One row per layer: each head (or the lowest and the highest of many), their mean, and that of ``chance``."""
+    import pandas as pd
+
+    heads = table.pivot_table(values=column, index="layer", columns="head", aggfunc="mean")
+    shown = heads
+    if len(heads.columns) > _HEADS_SHOWN:
+        shown = pd.DataFrame({"lowest": heads.min(axis=1), "highest": heads.max(axis=1)})
+    shown = shown.assign(mean=heads.mean(axis=1))
+    if chance is not None:
+        shown["random"] = [chance.loc[chance["layer"] == layer, column].mean() for layer in heads.index]
+    rows = [[str(layer), *(number(float(x), digits) for x in row)] for layer, row in shown.iterrows()]
+    return grid(title, dict.fromkeys(["layer", *map(str, shown.columns)], True), rows)

@@ -24,13 +24,12 @@ from tl_posdisent.hooks.positions import dummy_distance, remap_distance, swap_po
 from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive, substitute_attention
 from tl_posdisent.models.capture import capture, for_each_scores
-from tl_posdisent.models.key_value_cache import empty_cache, with_mask
-from tl_posdisent.models.partial_forward import forwards
+from tl_posdisent.models.partial_forward import empty_cache, forwards, with_mask
 from tl_posdisent.models.reading.forward import Hook, evaluating, hook_name, padding_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_seed
 
 from .attention_scores.additivity import additivity

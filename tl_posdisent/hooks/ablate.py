@@ -11,15 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import is_pattern
+from tl_posdisent.hooks.edits.edits import ResultEdit
 from tl_posdisent.hooks.edits.running_positions import real_tokens
-from tl_posdisent.hooks.edits.scores import ResultEdit
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for, layer_hooks
 from tl_posdisent.models.reading.forward import Hook, at_rest, check_tokens, hook_name, hooked, refuse_padding, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
-from tl_posdisent.models.reading.tolerance import mismatch
 from tl_posdisent.models.texts import Texts, read_texts
+from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.validation import check_seed
 
 AblationMode = Literal["zero", "mean", "resample"]

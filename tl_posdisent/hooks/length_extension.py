@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation import DistanceMap, PositionScale
-from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.edits import DistanceMap, Order, PositionScale, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, rotation_hooks
 from tl_posdisent.utils.validation import check_integer, check_number
 

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.rotation import DistanceMap, PositionMap, mapped
+from tl_posdisent.hooks.edits.edits import DistanceMap, PositionMap, mapped
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, rotation_hooks
 from tl_posdisent.utils.validation import check_float64, check_number, listed, shown
 

@@ -26,10 +26,9 @@ from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.tables import progress_bar
 
-from .sample import narrowed
-from .subject import Subject
+from .subject import Subject, narrowed
 
 SectionName = Literal["additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation", "ladder"]
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)

@@ -1,4 +1,4 @@
-"""The page around the sections: head, contents, scripts, and a policy that admits nothing from outside."""
+"""The page around the sections: head, contents, look, scripts, and a policy that admits nothing from outside."""
 
 from __future__ import annotations
 
@@ -6,10 +6,63 @@ from collections.abc import Mapping, Sequence
 
 from plotly.offline import get_plotlyjs
 
+from tl_posdisent.report.markup import escape
 from tl_posdisent.viz.widgets.offline import library, policy
 
-from .markup import escape
-from .stylesheet import STYLE
+# Light, dark, on a phone and on paper. Figures and widgets are on white cards.
+STYLE = """
+:root { color-scheme: light; --bg: #fff; --fg: #1b1f24; --muted: #55606c; --line: #d5dae0; --soft: #f3f5f8;
+  --link: #0b57a4; --warn: #8a3b00 }
+@media screen and (prefers-color-scheme: dark) {
+  :root { color-scheme: dark; --bg: #14181d; --fg: #e4e8ed; --muted: #a5afba; --line: #39424c; --soft: #1d232a;
+    --link: #7db8f0; --warn: #f0a868 } }
+* { box-sizing: border-box }
+html { -webkit-text-size-adjust: 100% }
+body { margin: 0; background: var(--bg); color: var(--fg); font: 16px/1.55 system-ui, -apple-system, "Segoe UI",
+  "Liberation Sans", sans-serif }
+main, header, footer { max-width: 1040px; margin: 0 auto; padding: 0 16px; overflow-wrap: anywhere }
+h1 { font-size: 1.7rem; line-height: 1.25; margin: 1.6rem 0 .6rem }
+h2 { font-size: 1.3rem; margin: 0 0 .5rem }
+h3 { font-size: 1.05rem; margin: 1.4rem 0 .3rem }
+section { padding: 1.3rem 0; border-top: 1px solid var(--line) }
+p { margin: .5rem 0 .8rem; max-width: 46rem }
+a { color: var(--link) }
+nav ul { list-style: none; padding: 0; margin: .4rem 0 1.2rem; display: flex; flex-wrap: wrap; gap: .3rem 1.1rem }
+.refused { border-left: 4px solid var(--warn); background: var(--soft); padding: .6rem .9rem }
+dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .3rem 1rem; margin: .6rem 0 }
+dt { color: var(--muted) }
+dd { margin: 0; white-space: pre-wrap }
+figure { margin: .8rem 0; min-width: 0 }
+figcaption { color: var(--muted); font-size: .88rem; margin-top: .2rem }
+.grid { display: grid; gap: 0 28px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)) }
+.plot { background: #fff; overflow: hidden }
+.plot, .widget { border: 1px solid var(--line); border-radius: 6px }
+.widget { overflow: hidden; margin: .5rem 0 1rem }
+.widget figcaption { color: #222; font-size: 14px }
+.narrow { max-width: 720px }
+.scroll { overflow-x: auto; max-width: 100% }
+table { border-collapse: collapse; font-size: .88rem; font-variant-numeric: tabular-nums; margin: .4rem 0 .8rem }
+caption { text-align: left; color: var(--muted); padding: .2rem 0 }
+th, td { padding: .22rem .7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top;
+  overflow-wrap: normal }
+thead th { color: var(--muted); font-weight: 600; vertical-align: bottom }
+#table-headline th, #table-headline td { text-align: left; min-width: 5.5rem }
+#table-headline tbody th { font-weight: 400 }
+#table-headline td:nth-of-type(1) { font-weight: 600 }
+details { margin: .6rem 0 }
+summary { cursor: pointer; color: var(--link) }
+pre { background: var(--soft); border: 1px solid var(--line); padding: .7rem .9rem; overflow-x: auto;
+  font-size: .85rem }
+tr:has(:target) > * { background: var(--soft); outline: 2px solid var(--link) }
+footer { color: var(--muted); font-size: .85rem; padding-bottom: 2rem }
+:focus-visible { outline: 2px solid var(--link); outline-offset: 2px }
+@media (max-width: 480px) { dl { grid-template-columns: 1fr; gap: 0 } dd { margin-bottom: .5rem }
+  th, td { padding: .2rem .45rem } h1 { font-size: 1.4rem } }
+@media print { nav, summary { display: none } body { font-size: 11pt } main, header, footer { max-width: none }
+  details::details-content { content-visibility: visible; display: block } .plot { print-color-adjust: exact }
+  figure, tr, .widget { break-inside: avoid } h2, h3 { break-after: avoid } .scroll { overflow: visible } }
+"""
+
 
 _WITHOUT_SCRIPTS = "<noscript><p>The figures need JavaScript; the tables do not.</p></noscript>"
 # A finger scrolls the page and does not zoom; paper is narrower than most windows.

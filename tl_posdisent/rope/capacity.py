@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
-from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.pictures import HasTable
+from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag, check_number
 
 from .rotary import Rotary, check_rotary

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from tl_posdisent.utils.own_sums import own_sums
+from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices
 
 from .covariance import Spread, chunks, spread_of, total

@@ -16,8 +16,8 @@ from jaxtyping import Float, Float64, Int16
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import check_queries_and_keys
-from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.pictures import HasTable
+from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
 
 from .rotary import Rotary, check_rotary, rotate

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.pictures import HasTable, figure_function
+from tl_posdisent.utils.precision import own_sums
 
 from .covariance import Spread, chunks, spread_of, total
 from .moments import Moments

@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
-from tl_posdisent.utils.own_sums import own_sums
 from tl_posdisent.utils.pictures import HasTable, figure_function
+from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_number, shown
 

@@ -1,11 +1,14 @@
-"""Index columns of result tables, named as TransformerLens lays its tensors out."""
+"""Index columns of result tables, named as TransformerLens lays its tensors out, and progress bars."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pandas as pd
+from tqdm.auto import tqdm
 
 
 def index_columns(
@@ -46,3 +49,21 @@ def join_texts(tables: Sequence[pd.DataFrame], rows: Sequence[Sequence[int]], or
     named = [t.assign(batch=t["batch"].map(dict(enumerate(r)))) for t, r in zip(tables, rows, strict=True)]
     joined = pd.concat(named, ignore_index=True)
     return joined.sort_values([*order], kind="stable", ignore_index=True) if len({*map(tuple, rows)}) > 1 else joined
+
+
+_KEEPING = (
+    "tl_posdisent keeps no results of an interrupted call. To keep those of each part, call it for a few layers or "
+    "texts at a time, or use tl_posdisent.sweeps.sweep, which stores each part and continues where it was interrupted"
+)
+
+
+@contextmanager
+def progress_bar(items: Any = None, **options: Any) -> Iterator[Any]:
+    """A bar of tqdm's; an interruption of its block says how to keep what is done."""
+    try:
+        with tqdm(items, **options) as bar:
+            yield bar
+    except KeyboardInterrupt as error:
+        if _KEEPING not in getattr(error, "__notes__", ()):
+            error.add_note(_KEEPING)
+        raise

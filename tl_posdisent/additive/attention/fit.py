@@ -26,7 +26,7 @@ from tl_posdisent.additive.attention.sums import AttentionSums
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit_from_qk import check_vectors
 from tl_posdisent.additive.score_checks import check_finite_tensor, check_scores
-from tl_posdisent.utils.own_sums import own_sums
+from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_flag, check_integer, check_number, is_integer
 
 _AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``Problem``

@@ -1,7 +1,7 @@
 """Normalisers and marginals of additive attention, and products with the Hessian of its divergence.
 
-Queries of a band of distances are summed by Fourier transforms (``fourier``), in O(length · log length). Tiles of
-queries of which rounding would be seen, and other masks, are formed cell by cell in the log domain.
+Queries of a band of distances are summed by Fourier transforms, in O(length · log length). Tiles of queries of which
+rounding would be seen, and other masks, are formed cell by cell in the log domain.
 """
 
 from __future__ import annotations
@@ -11,9 +11,134 @@ from collections.abc import Iterator
 import torch
 from jaxtyping import Float64
 from torch import Tensor
+from torch.nn.functional import pad
 
-from tl_posdisent.additive.attention.fourier import FourierSums
 from tl_posdisent.additive.attention.layout import Layout, Stacked
+
+# Transforms err by about 2e-16 of the product of the norms of what is convolved, so a normaliser above this part of
+# that product is good to about 1e-10.
+_SAFE = 2e-6
+_TINY = 1e-140  # normalisers whose inverse squares overflow soon
+_NEAR = 32  # distances next to the query
+
+Queries = Float64[Tensor, "system text query"]
+NearCells = Float64[Tensor, "system text query near"]
+
+
+class FourierSums:
+    """As ``AttentionSums``, of the queries whose sums are not spoiled by rounding.
+
+    On a grid where query ``t`` sees key ``j`` at distance ``low + t - j``, ``Z[t] = Σ_j e^{d[t - j]} e^{k[j]}`` is a
+    convolution, and the marginals are correlations with ``1/Z``. No exponential is above 1, as a constant moves from
+    the keys of a band to its distances. Rounding errors are relative to the largest normaliser, so the distances next
+    to the query, where profiles are steepest, are summed cell by cell, and queries whose normaliser is still too small
+    are left to the caller.
+
+    Attributes:
+        unsafe: tiles that hold the other queries.
+        log_z, marginals: with 0 for those.
+    """
+
+    def __init__(self, layout: Layout, stacked: Stacked, tiles: list[slice]) -> None:
+        """Evaluate at these coefficients; queries are left out by whole tiles."""
+        self._layout = layout
+        self._length = 1 << (layout.n_key + layout.n_distance - 2).bit_length()
+        self._first = layout.offset - layout.low
+        by_distance, by_key = layout.split(stacked)
+        band, device = layout.band, stacked.device
+        level = by_key.masked_fill(~layout.keys[..., None, :], -torch.inf).amax(-1, keepdim=True)
+        member = band == torch.arange(layout.n_band, device=device)[:, None]
+        logits = (by_distance[..., None, :] + level).masked_fill(~member, -torch.inf)
+        shift = logits.amax((-2, -1))
+        distance, key = (logits - shift[..., None, None]).exp_(), (by_key - level).exp_() * layout.keys[..., None, :]
+
+        first = max(layout.low, -(_NEAR // 2) if layout.low < 0 else 0)
+        first = min(first, layout.high)
+        d = torch.arange(first, min(layout.high + 1, first + _NEAR), device=device)
+        self._near = slice(first - layout.low, first - layout.low + len(d))
+        at = torch.arange(layout.n_query, device=device)[:, None] + layout.offset - d
+        exists = (at >= 0) & (at < layout.n_key)
+        # Where a near cell's key is among those of all bands; one past them where there is no key.
+        self._key_of_near = torch.where(exists, band[self._near] * layout.n_key + at, layout.n_band * layout.n_key)
+        cells = self._of_keys(key) * distance[..., self._near].sum(-2)[..., None, :]
+
+        distance[..., self._near] = 0.0
+        far = torch.cat([band[: self._near.start], band[self._near.stop :]])
+        self._bands = (far if len(far) else band).unique()  # those that are transformed
+        self._distance, self._key = distance[..., self._bands, :], key[..., self._bands, :]
+        self._distance_spectrum, self._key_spectrum = self._spectrum(self._distance), self._spectrum(self._key)
+        z = self._at_queries(self._distance_spectrum * self._key_spectrum) + cells.sum(-1)
+        norms = torch.linalg.vector_norm(self._distance, dim=-1) * torch.linalg.vector_norm(self._key, dim=-1)
+        bad = ((z < _SAFE * norms.sum(-1, keepdim=True)) | (z < _TINY)) & layout.queries
+        self.unsafe = [rows for rows in tiles if bool(bad[..., rows].any())]
+        safe = layout.queries.expand(z.shape).clone()
+        for rows in self.unsafe:
+            safe[..., rows] = False
+        self.log_z = torch.where(safe, z.log() + shift[..., None], 0.0)
+        self._inverse = torch.where(safe, 1 / z, 0.0)
+        self._cells = cells.mul_(self._inverse[..., None])
+        self._spectrum_of_inverse = self._spectrum_of_queries(self._inverse)
+        to_distance = self._spectrum_of_inverse * self._key_spectrum.conj()
+        to_key = self._spectrum_of_inverse * self._distance_spectrum.conj()
+        self._far = self._stacked(to_distance, to_key, self._distance, self._key)
+        self.marginals = self._add_near(self._cells, self._far.clone())
+
+    def _spectrum(self, x: Tensor) -> Tensor:
+        spectrum: Tensor = torch.fft.rfft(x, self._length)
+        return spectrum
+
+    def _inverse_transform(self, spectrum: Tensor, n: int) -> Tensor:
+        x: Tensor = torch.fft.irfft(spectrum, self._length)
+        return x[..., :n]
+
+    def _spectrum_of_queries(self, x: Queries) -> Tensor:
+        return self._spectrum(pad(x, (self._first, 0)))[..., None, :]
+
+    def _at_queries(self, spectrum: Tensor) -> Queries:
+        x = self._inverse_transform(spectrum.sum(-2), self._first + self._layout.n_query)[..., max(self._first, 0) :]
+        return pad(x, (max(-self._first, 0), 0))  # queries before the grid have no cells
+
+    def _stacked(self, to_distance: Tensor, to_key: Tensor, distance: Tensor, key: Tensor) -> Stacked:
+        """Spectra as sums for each coefficient, weighted with these exponentials."""
+        of_distance = (distance * self._inverse_transform(to_distance, self._layout.n_distance)).sum(-2)
+        of_key = key * self._inverse_transform(to_key, self._layout.n_key)
+        of_bands = of_key.new_zeros(*of_key.shape[:-2], self._layout.n_band, self._layout.n_key)
+        return torch.cat([of_distance, of_bands.index_copy(-2, self._bands, of_key).flatten(-2)], -1)
+
+    def _of_keys(self, by_key: Float64[Tensor, "system text band key"]) -> NearCells:
+        """The coefficient of each near cell's key in the cell's band; 0 where there is no key."""
+        return pad(by_key.flatten(-2), (0, 1))[..., self._key_of_near]
+
+    def _add_near(self, cells: NearCells, sums: Stacked) -> Stacked:
+        """Add the sums of near cells along distances and keys to ``sums``; cells without a key must be 0."""
+        sums[..., self._near] += cells.sum(-2)
+        by_key = sums.new_zeros(*sums.shape[:-1], self._layout.n_band * self._layout.n_key + 1)
+        by_key.scatter_add_(-1, self._key_of_near.flatten().expand(*sums.shape[:-1], -1), cells.flatten(-2))
+        sums[..., self._layout.n_distance :] += by_key[..., :-1]
+        return sums
+
+    def diagonal(self) -> Stacked:
+        """These queries' part of ``AttentionSums.diagonal``."""
+        squares = self._spectrum_of_queries(self._inverse.square())
+        distance, key = self._distance.square(), self._key.square()
+        to_distance, to_key = squares * self._spectrum(key).conj(), squares * self._spectrum(distance).conj()
+        removed = self._stacked(to_distance, to_key, distance, key)
+        return self.marginals - self._add_near(self._cells.square(), removed)
+
+    def product(self, x: Stacked) -> Stacked:
+        """These queries' part of ``AttentionSums.product``."""
+        by_distance, by_key = self._layout.split(x)
+        distance = self._spectrum(self._distance * by_distance[..., None, :])
+        key = self._spectrum(self._key * by_key[..., self._bands, :])
+        near = self._of_keys(by_key).add_(by_distance[..., None, self._near])
+        mean = self._at_queries(distance * self._key_spectrum + self._distance_spectrum * key) * self._inverse
+        mean += torch.einsum("stqn,stqn->stq", near, self._cells)
+        removed = self._spectrum_of_queries(mean * self._inverse)
+        to_distance = self._spectrum_of_inverse * key.conj() - removed * self._key_spectrum.conj()
+        to_key = self._spectrum_of_inverse * distance.conj() - removed * self._distance_spectrum.conj()
+        out = self._stacked(to_distance, to_key, self._distance, self._key).addcmul_(self._far, x)
+        return self._add_near(near.sub_(mean[..., None]).mul_(self._cells), out)
+
 
 _TILE = 64  # queries that are formed cell by cell together
 _STORED = 2**26  # cells of a pattern that are kept from one product to the next; beyond, they are formed anew

@@ -7,10 +7,18 @@ from typing import Any, Literal
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import name_of, read_text
-from tl_posdisent.cli.options import ON_TEXT, Given, command, numbers, one_of, repeated, whole_numbers
-from tl_posdisent.cli.output import save
-from tl_posdisent.cli.screen import by_head, frame
+from tl_posdisent.cli.options import (
+    ON_TEXT,
+    Given,
+    command,
+    name_of,
+    numbers,
+    one_of,
+    read_text,
+    repeated,
+    whole_numbers,
+)
+from tl_posdisent.cli.output import by_head, frame, save
 
 
 @command(f"{ON_TEXT} layers heads seed progress")

@@ -6,10 +6,8 @@ from typing import Any
 
 from typer import Option
 
-from tl_posdisent.cli.inputs import name_of
-from tl_posdisent.cli.options import Given, command
-from tl_posdisent.cli.output import save
-from tl_posdisent.cli.screen import frame
+from tl_posdisent.cli.options import Given, command, name_of
+from tl_posdisent.cli.output import frame, save
 
 _STATUS = {0: "untested", 1: "tested", 2: "skipped", 3: "fails", 4: "in part"}
 

@@ -8,8 +8,7 @@ from typing import Any
 from typer import Option
 
 from tl_posdisent.cli.options import ON_TEXT, Given, command
-from tl_posdisent.cli.output import save
-from tl_posdisent.cli.screen import by_head
+from tl_posdisent.cli.output import by_head, save
 
 
 @command(f"{ON_TEXT} layers heads control seed progress")

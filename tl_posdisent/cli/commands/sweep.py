@@ -10,10 +10,8 @@ from typing import Any
 
 from typer import Option
 
-from tl_posdisent.cli.errors import note
 from tl_posdisent.cli.options import Given, command, whole_numbers
-from tl_posdisent.cli.output import check_out, save
-from tl_posdisent.cli.screen import frame
+from tl_posdisent.cli.output import check_out, frame, note, save
 
 _INDEX = ("batch", "layer", "head", "distance", "seed")  # numbers that are not measurements
 

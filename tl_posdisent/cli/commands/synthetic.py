@@ -8,8 +8,7 @@ from typing import Any, Literal
 from typer import Option
 
 from tl_posdisent.cli.options import Given, command
-from tl_posdisent.cli.output import save
-from tl_posdisent.cli.screen import grid, number, spread
+from tl_posdisent.cli.output import grid, number, save, spread
 
 _SAMPLES = 1000  # on which heads are ablated
 

@@ -11,15 +11,13 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
-from tl_posdisent.additive.fit import fit_marginals
-from tl_posdisent.additive.marginals import Marginals, read_marginals
+from tl_posdisent.additive.fit import Marginals, fit_marginals, read_marginals
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.memory import require_room
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
-from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.tables import join_texts
+from tl_posdisent.utils.tables import join_texts, progress_bar
 from tl_posdisent.utils.validation import check_flag, check_integer
 
 

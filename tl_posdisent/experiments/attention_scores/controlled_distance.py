@@ -21,8 +21,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
-from tl_posdisent.utils.progress import progress_bar
-from tl_posdisent.utils.tables import index_columns, join_texts
+from tl_posdisent.utils.tables import index_columns, join_texts, progress_bar
 from tl_posdisent.utils.validation import check_integer, shown
 
 from .rotary_layers import measure_layers

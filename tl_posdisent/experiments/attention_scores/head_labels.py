@@ -14,13 +14,13 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.streaming import streaming_ablation
-from tl_posdisent.hooks.edits.scores import masked_softmax
+from tl_posdisent.hooks.edits.edits import masked_softmax
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.forward import Hook, device_of, padding_id, run, start_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed, check_seeds
 
 _LENGTH = 50  # of a random sequence that is repeated, if the vocabulary and the context have room

@@ -22,7 +22,7 @@ from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.rope.subspace_interactions import INTERACTIONS
 from tl_posdisent.rope.subspaces import subspace_patterns_qk
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, check_seeds
 
 from .additivity import cells_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.hooks.ablate import check_reach, replace_heads
-from tl_posdisent.hooks.edits.scores import View
+from tl_posdisent.hooks.edits.edits import View
 from tl_posdisent.hooks.hook_list import Hooks, joined, replace_scores
 from tl_posdisent.hooks.score_components import Part, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_heads, keep_parts_hooks
@@ -26,7 +26,7 @@ from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.tables import progress_bar
 
 from .predictions import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
 from .runs import Failures, Runs

@@ -21,9 +21,9 @@ from tl_posdisent.hooks.substitute import BANDS, Stored, fit_in_turn, rung_hooks
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.forward import dtype_of, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
-from tl_posdisent.models.reading.tolerance import apart
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.precision import apart
+from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, check_subset
 
 from .metrics import Metric, as_numbers, check_metric, values_of

@@ -12,9 +12,9 @@ from torch import Tensor
 from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.reading.tolerance import apart
 from tl_posdisent.models.texts import Texts, read_texts
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.precision import apart
+from tl_posdisent.utils.tables import progress_bar
 
 from .metrics import Metric, value_of
 from .predictions import run_texts

@@ -11,9 +11,9 @@ from torch import Tensor
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import real_tensor, swap_positions
+from tl_posdisent.models.capture import listen_scores, listen_vectors
 from tl_posdisent.models.reading.forward import Hook, run
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.reading.rotated_qk import listen_scores, listen_vectors
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice

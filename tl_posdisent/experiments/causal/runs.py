@@ -19,8 +19,8 @@ from torch import Tensor
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.partial_forward import attempted, attention_from, has_hooks, run_clean, run_from
 from tl_posdisent.models.reading.forward import Hook, hook_name, output_of
-from tl_posdisent.models.reading.tolerance import mismatch
 from tl_posdisent.models.texts import Texts
+from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.validation import head_label
 
 _BYTES_PER_TENSOR = 2**22

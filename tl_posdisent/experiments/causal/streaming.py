@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.hooks.ablate import check_reach
-from tl_posdisent.hooks.edits.scores import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, layer_hooks
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook, at_rest, hook_name, run
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap
-from tl_posdisent.models.reading.tolerance import score_tolerance
+from tl_posdisent.utils.precision import score_tolerance
 
 Side = Literal["q", "k"]
 NAMES: dict[Side, str] = {"q": "queries", "k": "keys"}

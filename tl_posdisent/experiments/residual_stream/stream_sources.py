@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.attributes import architecture
 from tl_posdisent.models.reading.forward import Hook, run
-from tl_posdisent.models.reading.tolerance import score_tolerance
+from tl_posdisent.utils.precision import score_tolerance
 
 from .qk_readout import FrozenNorm, fit_norm, keep, residual_hook
 

@@ -16,7 +16,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.progress import progress_bar
+from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
 from .multiple_choice import MultipleChoice, choice_scores

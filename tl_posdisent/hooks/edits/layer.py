@@ -19,23 +19,27 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.hooks.edits import running_positions as text
-from tl_posdisent.hooks.edits.rotated_scores import rotated_scores, rotated_vectors
-from tl_posdisent.hooks.edits.rotation import (
+from tl_posdisent.hooks.edits.edits import (
     Edit,
     FrequencyLimit,
     HeadRotation,
+    Order,
     PositionMap,
+    ResultEdit,
     RotationEdit,
+    ScoreEdit,
     Side,
+    View,
     check_patch,
     compose,
+    masked_softmax,
+    score_conflict,
 )
-from tl_posdisent.hooks.edits.scores import Order, ResultEdit, ScoreEdit, View, masked_softmax, score_conflict
+from tl_posdisent.hooks.edits.rotated_scores import rotated_scores, rotated_vectors
 from tl_posdisent.models.reading.forward import hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below
-from tl_posdisent.models.reading.tolerance import mismatch, spread_rows
 from tl_posdisent.rope.rotary import turn
-from tl_posdisent.utils.own_sums import no_autocast
+from tl_posdisent.utils.precision import mismatch, no_autocast, spread_rows
 from tl_posdisent.utils.validation import head_label
 
 Placed = tuple[Edit, tuple[int, ...]]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.rope.rotary import Rotary, rotate
-from tl_posdisent.utils.own_sums import no_autocast
+from tl_posdisent.utils.precision import no_autocast
 
 Layout = Literal["pos head", "head pos", "flat"]
 

@@ -21,7 +21,7 @@ from tl_posdisent.models.reading.forward import evaluating, hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import Samples, Task
-from tl_posdisent.utils.own_sums import with_gradients
+from tl_posdisent.utils.precision import with_gradients
 from tl_posdisent.utils.validation import check_choice, check_float64, check_integer, check_seed, shown
 
 Part = Literal["distance", "encoding"]

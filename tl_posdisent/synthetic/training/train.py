@@ -19,8 +19,8 @@ from torch.nn.functional import cross_entropy
 
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
-from tl_posdisent.utils.own_sums import no_autocast, with_gradients
 from tl_posdisent.utils.pictures import HasTable, figure_function
+from tl_posdisent.utils.precision import no_autocast, with_gradients
 from tl_posdisent.utils.validation import check_fields, check_float64, check_integer, check_number, shown
 
 from .checkpoints import load_checkpoint, save_checkpoint

@@ -16,9 +16,9 @@ from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.utils.validation import check_choice
 
+from .layout import Options, choose
 from .offline import Widget
 from .raster import beside
-from .selection import Options, choose
 
 What = Literal["pattern", "scores"]
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from tl_posdisent.viz.palette import diverging, rgb
 
-from .layout import Layout, matrices_beside
+from .layout import Choice, Layout, matrices_beside
 from .offline import Widget
-from .selection import Choice
 
 _GREY, _ZERO, _STEPS = 0, 128, 127  # palette: grey, then -127 … 127 steps of scale / 127
 

@@ -13,10 +13,9 @@ from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.validation import check_choice, check_flag, is_integer
 
-from .layout import head_selector
+from .layout import Choice, Options, choose, head_selector, pick
 from .offline import Widget
 from .raster import beside
-from .selection import Choice, Options, choose, pick
 
 ScoreComponent = Literal["scores", "fitted", "distance", "query", "key", "residual"]
 _COMPONENTS = get_args(ScoreComponent)

@@ -17,10 +17,9 @@ from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.texts import read_texts
 from tl_posdisent.utils.validation import check_integer
 
-from .layout import Layout, coloured_text
+from .layout import Layout, check_heads, check_scale, check_title, check_tokens, coloured_text, pick
 from .offline import Widget, text_token
 from .score_matrices import check_fit
-from .selection import check_heads, check_scale, check_title, check_tokens, pick
 
 
 def show_key_importance(

@@ -1,13 +1,15 @@
-"""Edits of a head's rotation (positions, frequencies, phases, vectors), and how several on one head compose.
+"""Edits of a head's rotation (positions, frequencies, phases, vectors), scores and result, and how several compose.
 
-A head under edits scores query i and key j by
+A head under edits of its rotation scores query i and key j by
 
     scale · Σ_c Re(q_ic · conj(k_jc) · exp(i (θ_c · (u_i - w_j) / s + ε_ic - ε_jc))) + what RoPE does not rotate
 
 with positions u and w (or any distances in place of u - w) from at most one position intervention, s the product of
 interpolation factors, ε the sum of all phase noise, θ_c = 0 where a frequency is frozen, and no term c where one is
 dropped. The order in which the edits are given makes no difference. Edits are values: they know no model, and two with
-equal contents are equal.
+equal contents are equal. Edits of the scores act on what these leave, in a fixed order: the Λ-mask hides keys, then
+components of another run are put in, then scores are replaced, then components are dropped; last, ablation replaces
+what a head gathers.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import IntEnum
 from functools import cached_property
 from typing import Any, Literal
 
@@ -23,6 +26,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.models.reading.rotation_tables import table_like
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, turn
 from tl_posdisent.utils.validation import shown
 
@@ -386,3 +390,79 @@ def check_patch(name: str, given: Tensor, own: Tensor) -> None:
     wanted = (*own.shape[:2], given.shape[2], own.shape[3])
     if given.shape != wanted:
         raise ValueError(f"{name} must have the shape of the run's own, {wanted}, got {tuple(given.shape)}")
+
+
+@dataclass(frozen=True)
+class View:
+    """What an edit may look at: some heads of one layer, alike in all rotation edits, in one forward pass."""
+
+    spec: AttentionSpec  # with the rotation of the running text
+    heads: Sequence[int]
+    inside: Bool[Tensor, "*lead query key"]  # where a query sees a key, padding left out; broadcasts to the scores
+    rotation: HeadRotation
+    own: tuple[Tensor, Tensor]  # the tokens' positions, of queries and of keys, ``(pos,)`` or ``(batch, pos)``
+    held_scores: Tensor
+    held_vectors: tuple[Tensor, Tensor] | None  # None if not asked for
+
+    def scores(self) -> Float[Tensor, "batch head query key"]:
+        """The scores under all rotation edits and the score edits that come before: in the model's dtype, soft cap
+        included, anything outside the mask."""
+        return self.held_scores
+
+    def vectors(self) -> tuple[Float[Tensor, "batch pos head d_head"], Float[Tensor, "batch pos head d_head"]]:
+        """Queries and keys before rotation, keys repeated for every query head that reads them."""
+        assert self.held_vectors is not None
+        return self.held_vectors
+
+
+class Order(IntEnum):
+    """When an edit acts, among those of one head."""
+
+    HIDE = 0
+    PATCH = 1
+    REPLACE = 2
+    COMPONENT = 3
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreEdit(Edit):
+    """What one call of a tool does to the scores of the heads that it names."""
+
+    edit: Callable[[View], Tensor]  # to new scores, which count inside the mask only; -inf hides a key
+    order: Order
+    scores: bool = False  # whether it looks at scores
+    vectors: bool = False
+    plain: bool = False  # needs the real distances: of rotation edits it bears only limits and interpolation
+    cached: bool = False  # also serves a part of a text against a KV cache
+    components: frozenset[str] = frozenset()  # those that a patch puts in
+
+
+def score_conflict(edits: Sequence[ScoreEdit], rotation: HeadRotation) -> str | None:
+    """Why these edits cannot act on one head, or None."""
+    for edit in edits:
+        foreign = {e.tool for e in rotation.edits if not isinstance(e, (FrequencyLimit, PositionScale))}
+        if edit.plain and foreign:
+            return f"{edit.tool} needs the real distances, which {', '.join(sorted(foreign))} changes: leave one out"
+        if edit.order == Order.REPLACE:
+            lost = sorted(e.tool for e in edits if e is not edit and e.order in (Order.PATCH, Order.REPLACE))
+            if lost:
+                return f"{edit.tool} replaces the scores, and {', '.join(lost)} would be lost: leave one out"
+    patched: list[str] = [name for edit in edits for name in edit.components]
+    if len(set(patched)) < len(patched):
+        return "one component of the scores is patched twice: patch it once"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class ResultEdit(Edit):
+    """Replacement of what heads gather, at ``hook_z``: ``(layer, heads, z [batch, pos, head, d_head])`` to new z."""
+
+    replace: Callable[[int, Sequence[int], Tensor], Tensor]
+
+
+def masked_softmax(
+    scores: Float[Tensor, "batch head query key"], inside: Bool[Tensor, "*lead query key"]
+) -> Float[Tensor, "batch head query key"]:
+    """Attention weights in float32 (float64 for float64)."""
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return wide.masked_fill(~inside, -torch.inf).softmax(-1)
