@@ -96,33 +96,6 @@ def test_bfloat16_is_read_as_it_is() -> None:
     assert_same(fit_additive_qk(q, k, scale=0.5), expected, torch.tensor(1.0))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q_rot": torch.zeros(5, 4, 8)}, r"same batch axes and d_head.*\(5, 4, 8\) and \(2, 5, 2, 8\)"),
-        ({"k_rot": torch.zeros(2, 5, 3, 8)}, "multiple of the key heads"),
-        ({"k_rot": torch.full((2, 5, 2, 8), torch.nan)}, "k_rot must be finite, got 160 values"),
-        ({"q_rot": torch.zeros(2, 5, 4, 8, dtype=torch.int64)}, "q_rot must be a floating point tensor"),
-        ({"scale": float("inf")}, "scale must be a finite number, got inf"),
-        ({"mask": torch.ones(5, 5, dtype=torch.bool)}, 'mask must be "causal" or "full".*use fit_additive'),
-        ({"mask": "diagonal"}, "mask must be .*'diagonal'"),
-        ({"window": 0}, "window must be an integer of at least 1, got 0"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_bad_input(change: dict, message: str) -> None:
-    q, k = vectors(5)
-    given = {"q_rot": q, "k_rot": k, "scale": 1.0} | change
-    with pytest.raises(ValueError, match=message):
-        fit_additive_qk(**given)
-
-
-def test_pool_needs_texts() -> None:
-    q, k = vectors(5, batch=())
-    with pytest.raises(ValueError, match="pool=True needs a leading axis of texts"):
-        fit_additive_qk(q, k, scale=1.0, pool=True)
-
-
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e6])
 def test_scores_that_vary_by_rounding_alone_have_no_correlation(size: float) -> None:
     """Queries and keys that are all alike, also at a right angle, where scores are 0 but for rounding."""

@@ -6,7 +6,6 @@ import math
 import re
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -125,41 +124,6 @@ def test_expanded_scores() -> None:
     assert fit_additive(row, mask="full").share_key.item() == pytest.approx(1.0)
 
 
-REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ([[1.0, 2.0]], {}, "scores of layer 0 must be a torch.Tensor, got"),
-    (None, {}, "scores must be a torch.Tensor, a list of them or a cache, got NoneType"),
-    (torch.ones(3, 3).long(), {}, "scores must be floating point, got torch.int64"),
-    (torch.ones(3), {}, r"scores must have shape \(\.\.\., query, key\), got \(3,\)"),
-    (torch.ones(2, 0, 3), {}, r"scores must hold at least one query and two keys, got shape \(2, 0, 3\)"),
-    (torch.ones(1, 1), {}, r"scores must hold at least one query and two keys, got shape \(1, 1\)"),
-    (torch.ones(5, 3), {}, r"got 5 queries and 3 keys; q, k, v and z"),
-    (torch.ones(3, 3), {"mask": "casual"}, 'mask must be "causal", "full" or a boolean tensor, got \'casual\''),
-    (torch.ones(3, 3), {"mask": np.ones((3, 3), dtype=bool)}, r"or a boolean tensor, got ndarray"),
-    (torch.ones(3, 3), {"mask": torch.ones(3, 3)}, r"dtype torch.bool \(True where a cell counts\), got torch.float32"),
-    (torch.ones(3, 3), {"mask": allowed(3, 4)}, r"mask must have shape \(\.\.\., 3, 3\) as the scores, got \(3, 4\)"),
-    (
-        torch.ones(3, 3),
-        {"mask": torch.ones(2, 3, 3).bool()},
-        r"broadcast to the scores' shape \(3, 3\), got \(2, 3, 3\)",
-    ),
-    (torch.ones(3, 3), {"mask": torch.zeros(3, 3).bool()}, "mask must leave at least one cell, got one of shape"),
-    (
-        torch.ones(2, 3, 3),
-        {"mask": torch.stack([allowed(3, 3), ~torch.ones(3, 3).bool()])},
-        r"of shape \(2, 3, 3\) that leaves nothing at leading index \(1,\)",
-    ),
-    (torch.ones(3, 3), {"mask": ~allowed(3, 3, "full", 2), "window": 2}, "that leaves nothing"),
-    (torch.ones(3, 3), {"window": 0}, "window must be an integer of at least 1, got 0"),
-    (torch.ones(3, 3), {"pool": True}, r"pool=True needs a leading axis of texts, got scores of shape \(3, 3\)"),
-]
-
-
-@pytest.mark.parametrize(("scores", "options", "message"), REFUSED)
-def test_refuses(scores: Any, options: dict[str, Any], message: str, unchecked: None) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit_additive(scores, **options)
-
-
 def test_scores_of_several_layers_are_fitted_as_each_alone() -> None:
     """A whole cache, or a list of layers: tables have columns ``layer`` and ``head``; texts are pooled as ever."""
     scores = {layer: torch.randn(3, 2, 9, 9, dtype=torch.float64) for layer in (4, 1)}
@@ -179,20 +143,3 @@ def test_scores_of_several_layers_are_fitted_as_each_alone() -> None:
     torch.testing.assert_close(listed.r, fit_additive(cache).r)
     one_text = fit_additive([x[0] for x in scores.values()]).to_frame()
     assert list(one_text.columns[:2]) == ["layer", "head"]
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("scores", "message"),
-    [
-        ({"blocks.0.hook_resid_pre": torch.zeros(3)}, "scores must be .* a cache that holds hook_attn_scores"),
-        ([], "scores must be a torch.Tensor, a list of them or a cache, got list"),
-        (3, "scores must be a torch.Tensor, a list of them or a cache, got int"),
-        ([torch.randn(2, 4, 4), torch.randn(2, 5, 5)], r"scores of several layers must have one shape .*\(2, 4, 4\)"),
-        ([torch.randn(4, 4), torch.randn(4, 4)], "scores of several layers must have one shape"),
-        ([torch.randn(2, 4, 4), 3], "scores of layer 1 must be a torch.Tensor, got int"),
-    ],
-)
-def test_what_is_no_scores_of_layers(scores: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit_additive(scores)

@@ -157,13 +157,6 @@ def test_weights_that_are_no_numbers(value: float, own: Any) -> None:
         tp.read_attention(own, 0)
 
 
-def test_weights_or_tokens_on_no_device(own: Any, model: Any) -> None:
-    with pytest.raises(ValueError, match="meta"):
-        next(tp.capture(own.to("meta"), TOKENS))
-    with pytest.raises(ValueError, match=r"tokens must.*meta"):
-        tp.additivity(model, TOKENS.to("meta"), progress=False)
-
-
 def test_hooks_that_never_fire(model: Any) -> None:
     with pytest.raises(RuntimeError, match="never fired"), applied(model, tp.dummy_distance(model, 1)):
         pass

@@ -170,25 +170,6 @@ def test_interventions_act_on_what_is_fitted(kind: str, name: str, shared_model:
     assert not np.allclose(table["r"], table_of(model, layers=[0])["r"], atol=1e-2)
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"mask": torch.ones(24, 23, dtype=torch.bool)},
-            r"mask must be .* \(query, key\) = \(24, 24\), got .* \(24, 23\)",
-        ),
-        ({"mask": torch.zeros(24, 24, dtype=torch.bool)}, "mask must leave at least one cell"),
-        ({"mask": "triangular"}, 'mask must be "causal", "full" or a boolean tensor, got \'triangular\''),
-        ({"mask": "full"}, "scores"),  # the model hides cells that this would count
-    ],
-)
-def test_refusals(options: dict[str, Any], message: str, shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    with pytest.raises(ValueError, match=message):
-        additivity(model, **{"tokens": TOKENS, "progress": False, **options})
-
-
 def test_bfloat16_is_widened_layer_by_layer() -> None:
     """Scores of a bfloat16 model are fitted in float64, as are its queries and keys: what remains is their rounding."""
     model, tokens = zoo.bridge("llama-gqa").to(torch.bfloat16), zoo.random_tokens(64, 1)

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import FEW, REAL, TOKENS, UNORDERED, close, every_way, logits
+from support.intervention_cases import FEW, TOKENS, UNORDERED, close, every_way, logits
 from torch import Tensor
 
 from tl_posdisent import capture, component_patching, fit_additive, position_patching
@@ -104,39 +104,3 @@ def test_models_without_rotation(shared_model: Any) -> None:
         effects = table(model, "query", source=OTHER, layers=[0], heads=[0, HEAD])["effect"]
         assert effects.abs().max() < 1e-4
         assert table(model, "key", source=OTHER, layers=[0], heads=[0, HEAD])["effect"].abs().max() > 1e-3
-
-
-# --- refusals -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "source or source_positions must be given, and not both"),
-        ({"source": OTHER, "source_positions": REAL}, "source or source_positions must be given, and not both"),
-        ({"source": OTHER[:, :7]}, r"source must have the shape of tokens, \(2, 12\), got \(2, 7\)"),
-        ({"source_positions": REAL}, "source_positions must change the metric, but it is"),
-        ({"source_positions": [[[1.0]]]}, r"positions must have shape \(pos,\) or"),
-        ({"component": ["key", "key"], "source": OTHER}, "component must be one or several of"),
-    ],
-)
-def test_what_the_table_refuses(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        component_patching(shared_model("bridge", "llama-gqa"), TOKENS, **{"progress": False, **arguments})
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (torch.zeros(2, 4, 12, 12), r"scores must have shape \(batch, 8, query, key\), got \(2, 4, 12, 12\)"),
-        (torch.zeros(8, 12, 12), r"scores must have shape .* got \(8, 12, 12\)"),
-        (None, "scores must have shape .* got NoneType"),
-        (torch.zeros(1, 8, 12, 12), r"scores must have the shape of the run's own, .* got \(1, 8, 12, 12\)"),
-        (torch.zeros(2, 8, 7, 7), r"scores must have the shape of the run's own, .* got \(2, 8, 7, 7\)"),
-        (torch.full((2, 8, 12, 12), -torch.inf), "scores of layer 0 must be finite inside the mask of the run"),
-    ],
-)
-def test_what_are_no_scores(given: Any, message: str, shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    with pytest.raises(ValueError, match=message):
-        logits(model, patch_scores(model, 0, given, "key"))

@@ -264,13 +264,3 @@ def test_sinks_leave_the_first_positions_out() -> None:
     vectors = model.encoding.W_pos[4:9].detach().double()
     assert space.rank == 4
     assert float(principal_angles(space.basis, (vectors - vectors.mean(0)).T).max()) < 1e-5
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_bad_subspace() -> None:
-    for arguments, message in (
-        ({"rank": 9}, "rank must be at least 1 and at most 8, the directions with variance, got 9"),
-        ({"sinks": 8}, "sinks must be an integer from 0 to 7, got 8"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            positional_subspace(small_model(encoding="learned"), TOKENS, 0, **arguments)

@@ -165,17 +165,3 @@ def test_what_is_additive_stays_where_it_is(kind: str) -> None:
     assert shares["r_three_axis"].min() == pytest.approx(1, abs=1e-9)
     table = dummy_distance_check(model, TOKENS, distances=[0, 3, 7], progress=False)
     assert table["key_correlation"].min() == pytest.approx(1, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"distances": [10]}, "distances must be an integer from 0 to 9, got 10"),
-        ({"distances": [3, 3]}, "distances must name at least one and none twice"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_bad_inputs_of_the_check(change: dict, message: str, shared_model: Model) -> None:
-    arguments = {"tokens": TOKENS, "distances": [1], "progress": False} | change
-    with pytest.raises(ValueError, match=message):
-        dummy_distance_check(shared_model("bridge", "llama-gqa"), **arguments)

@@ -149,17 +149,3 @@ def test_repeated_tokens(shared_model: Any) -> None:
     assert all(len(row.unique()) == 9 for row in one)
     assert torch.equal(tokens, repeated_tokens(model, 9, 3, 5))
     assert not torch.equal(tokens, repeated_tokens(model, 9, 3, 6))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"local": 14}, "local must be less than the tokens of every text, 14, got 14"),
-        ({"length": 10**6}, "length must be at most"),
-        ({"sinks": 4, "window": 10, "streaming": True}, "window and sinks must hide keys"),
-    ],
-    ids=str,
-)
-def test_refusals(options: dict[str, Any], words: str, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match=words):
-        labels(shared_model("bridge", "llama-gqa"), **options)

@@ -161,22 +161,6 @@ def _longer(name: str) -> Any:
 
 # --- refusals ---------------------------------------------------------------------------------------------------
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"lengths": [8]}, "lengths must be at least two ascending integers"),
-    ({"lengths": [0, 41]}, "lengths must lie within the text of 40 tokens"),
-    ({"lengths": [0, 39, 40]}, r"a token to predict in the last, got \[0, 39, 40\]"),
-    ({"lengths": [0, 2, 4]}, "three positions or more in the first bucket"),
-    *(({"in_range": x}, f"in_range must be an integer from 7 to 40, got {x}") for x in (6, 41, 16.0)),
-]
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_bad_input(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    for wrong, message in WRONG:
-        with pytest.raises(ValueError, match=message):
-            table(model, TOKENS, **{"lengths": EDGES, **wrong})
-
 
 @pytest.mark.usefixtures("unchecked")
 def test_too_long_for_learned_positions(shared_model: Any) -> None:

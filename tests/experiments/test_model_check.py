@@ -100,18 +100,6 @@ def test_a_tool_that_does_something_else_is_found(
     assert (table.loc[table["verdict"] == "wrong", "reason"] != "").all()
 
 
-@pytest.mark.usefixtures("unchecked")
-def test_wrong_arguments_are_refused(shared_model: Callable[[str, str], Any]) -> None:
-    model = shared_model(*_a_case())
-    for wrong, message in (({"tools": ["fit"]}, "tools must be"), ({"lengths": 3}, "lengths must be an integer")):
-        with pytest.raises(ValueError, match=message):
-            check_model(model, progress=False, **wrong)
-
-
-def _a_case() -> tuple[str, str]:
-    return ("bridge" if zoo.BRIDGE_NAMES else "hooked"), "llama-gqa"
-
-
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma3"))
 @pytest.mark.usefixtures("unchecked")
 def test_by_default_two_layers_of_each_kind(kind: str, name: str) -> None:

@@ -74,24 +74,6 @@ def test_text_is_tokenised_with_its_beginning_and_perturbed_by_words() -> None:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        *(({"choices": x}, "choices must be a sequence of at least two") for x in (CHOICES[:1], "ab", CONTEXT)),
-        ({"choices": [" a", ""]}, r"choices\[1\] must be text or integer token ids .* not empty, got ''"),
-        ({"choices": [" a", torch.zeros(2)]}, r"choices\[1\] must be .* got torch.float32 of shape \(2,\)"),
-        ({"context": ""}, "context must be text or integer token ids .* got ''"),
-        ({"context": CONTEXT[None]}, r"context must be .* got torch.int64 of shape \(1, 10\)"),
-        ({"context": CONTEXT > 3}, r"context must be .* got torch.bool"),
-        ({"context": CONTEXT.tolist()}, "context must be"),
-    ],
-)
-def test_what_is_no_question(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MultipleChoice(**({"context": CONTEXT, "choices": CHOICES, "answer": 0} | changed))
-
-
-@pytest.mark.usefixtures("unchecked")
 def test_what_a_model_cannot_answer(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     for question, message in [

@@ -286,37 +286,6 @@ def test_questions_are_a_downstream(shared_model: Any) -> None:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"unit": "word"}, 'unit must be "token" for a model without a tokenizer, got "word"'),
-        ({"until": 2}, "tokens must have at least two tokens that can move .* got 1"),
-    ],
-)
-def test_what_cannot_be_perturbed(changed: dict[str, Any], message: str, shared_model: Any) -> None:
-    arguments = {"tokens": TEXT, "kind": "index", "fraction": 0.5} | changed
-    with pytest.raises(ValueError, match=message):
-        perturb(shared_model("bridge", "llama-gqa"), **arguments)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"kinds": ["order", "order"]}, "kinds must have at least one and none twice"),
-        ({"downstream": 3}, "downstream must be a function, a MultipleChoice or some of them, got 3"),
-        ({"downstream": lambda model, perturb: None}, "downstream must return a number, got None"),
-        ({"downstream": lambda model, perturb: float("nan")}, "downstream must return a finite number, got nan"),
-        ({"downstream": lambda model, perturb: torch.zeros(2)}, "downstream must return a number"),
-    ],
-)
-def test_what_makes_no_curve(changed: dict[str, Any], message: str, shared_model: Any) -> None:
-    arguments = {"kinds": ["order"], "fractions": [0, 0.5], "seeds": 1} | changed
-    with pytest.raises(ValueError, match=message):
-        CURVE(shared_model("bridge", "llama-gqa"), TEXT, **arguments)
-
-
 def test_logits_that_are_no_numbers_are_refused(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     broken = [("unembed.hook_out", lambda x, hook: x * torch.nan)]

@@ -9,13 +9,11 @@ import pytest
 import torch
 from support import zoo
 from support.intervention_cases import TOKENS, L, close, logits
-from support.untouched import state
 from torch import Tensor
 
 from tl_posdisent import dummy_distance, limit_frequencies, read_attention
 from tl_posdisent.hooks import applied
 
-HEADS = {"all": None, "a group": [2, 3], "some of groups": [6, 1]}
 pytestmark = pytest.mark.usefixtures("unchecked")
 
 
@@ -93,20 +91,3 @@ def test_layers_of_other_kinds(kind: str, name: str, shared_model: Any) -> None:
     layers = {x.spec.layer for x in hooks.interventions}
     assert layers == ({0} if name == "smollm3" else {0, 1})  # Gemma's third layer is slower
     assert (logits(model, hooks) - logits(model, [])).abs().max() > 0.05
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"high": float("nan")}, "high must be a frequency .* got nan"),
-        ({"low": 0.5, "high": 0.1}, "low must be at most high, got 0.5 and 0.1"),
-        ({"low": 100}, "low and high must leave a frequency, .* got 100 and inf, and there are .*, 1$"),
-        ({"low": 0.5, "high": 0.6}, "low and high must leave a frequency, .* got 0.5 and 0.6"),
-    ],
-)
-def test_what_is_no_band(arguments: dict[str, Any], message: str, shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    before = state(model)
-    with pytest.raises(ValueError, match=message):
-        limit_frequencies(model, **arguments)
-    assert state(model) == before

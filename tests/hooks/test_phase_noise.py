@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import BROKEN, FEW, REAL, L, close, every_way, logits
+from support.intervention_cases import BROKEN, REAL, L, close, every_way, logits
 
 from tl_posdisent import read_model, swap_positions
 from tl_posdisent.hooks import applied, phase_noise
@@ -77,32 +77,3 @@ def test_angles_drawn(kind: str, name: str, shared_model: Any) -> None:
     assert (one[1:] * one[:-1]).mean().abs() < 0.03  # neighbours
     close(angles(phase_noise(model, 0.6, seed=4, layers=[1]), spec.turn_k)[0, :, 0], 2 * one, 1e-4)
     assert (angles(phase_noise(model, 0.3, seed=5, layers=[1]), spec.turn_k)[0, :, 0] - one).abs().mean() > 0.1
-
-
-# --- refusals --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("noise", "message"),
-    [
-        (torch.zeros(12), r"noise must have shape \(pos, subspace\) or .* got \(12,\)"),
-        (torch.zeros(0, 4), r"noise must have shape .* got \(0, 4\)"),
-        (torch.full((12, 4), torch.nan), "noise must be finite real numbers, got"),
-    ],
-)
-def test_what_is_no_noise(noise: Any, message: str, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        phase_noise(shared_model("bridge", "llama-gqa"), noise)
-
-
-@pytest.mark.parametrize(("kind", "name"), FEW)
-def test_what_does_not_fit_the_text(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    n, plain = subspaces(model), logits(model, [])
-    for heads in (None, [1]):
-        for shape in ((L - 1, n), (L, n + 1), (3, L, n)):
-            hooks = phase_noise(model, torch.zeros(shape), heads=heads)
-            with pytest.raises(ValueError, match=rf"noise must have shape .* \({L}, {n}\) .* got \({shape[0]}, "):
-                logits(model, hooks)
-    assert torch.equal(logits(model, []), plain)

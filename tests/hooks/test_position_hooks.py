@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.intervention_cases import EVERY_INTERVENTION, FEW, REAL, TOKENS, logits
+from support.intervention_cases import EVERY_INTERVENTION, FEW, TOKENS, logits
 from torch import Tensor
-
-from tl_posdisent import remap_distance, swap_positions
 
 
 @EVERY_INTERVENTION
@@ -45,27 +43,3 @@ def test_nothing_is_held_after_the_run(kind: str, name: str, intervention: Any, 
     logits(model, [*hooks, *((hook, watch) for hook in names)])
     assert len(seen) >= len(names)
     assert [ref for ref in seen if ref() is not None] == []
-
-
-# --- refusals at once -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m: swap_positions(m, torch.zeros(2, 2, 12)), r"positions must have shape \(pos,\) .*\(2, 2, 12\)"),
-        (lambda m: swap_positions(m, REAL > 3), "positions must be finite real numbers, got"),
-        (lambda m: remap_distance(m, torch.zeros(12)), r"distances must have shape \(query, key\), .*got \(12,\)"),
-        (lambda m: remap_distance(m, torch.zeros(1, 1, 1, 12, 12)), r"distances must have shape .*\(1, 1, 1, 12, 12\)"),
-        (lambda m: remap_distance(m, torch.zeros(12, 12) * 1j), "distances must be finite real numbers, got"),
-        (lambda m: remap_distance(m, lambda d: 5), r"same shape .*, got 5"),
-        (lambda m: remap_distance(m, lambda d: d[:-1]), r"same shape .*, got a Tensor of shape"),
-        (lambda m: remap_distance(m, torch.log), "got values that are not finite"),
-        (lambda m: remap_distance(m, lambda d: min(d, 16)), r"distances is called with a .*tensor .* d\.clamp\(max=16"),
-    ],
-)
-def test_what_is_no_position_and_no_distance(call: Any, message: str, shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    with pytest.raises(ValueError, match=message):
-        call(model)

@@ -117,20 +117,3 @@ def test_tables_of_results() -> None:
     assert one["symbolic"].item() == found.symbolic_by_subspace[1, 2, 1].item()
     assert one["frequency"].item() == 0.3
     assert f"({found.positional[0, 0]:.2f}, {found.symbolic[0, 0]:.2f})" in repr(found)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"q": torch.zeros(2, 20, 3, 9)}, r"multiple of the key heads, got \(2, 20, 3, 9\)"),
-        ({"k": torch.full((2, 20, 2, 9), torch.inf)}, "k must be finite, got 720 values"),
-        ({"q": torch.zeros(2, 20, 4, 9, dtype=torch.int64)}, "q must be a floating point tensor"),
-        ({"q": torch.zeros(2, 1, 4, 9), "k": torch.zeros(2, 1, 2, 9)}, "at least two keys"),
-        ({"rotary": Rotary(torch.ones(5, dtype=torch.float64))}, "last axis of at least 10"),
-    ],
-)
-@pytest.mark.usefixtures("unchecked")
-def test_bad_input(change: dict, message: str) -> None:
-    q, k, rotary = case()
-    with pytest.raises(ValueError, match=message):
-        positional_symbolic_qk(**({"q": q, "k": k, "rotary": rotary} | change))

@@ -17,7 +17,6 @@ from tl_posdisent.rope import (
     rotary_from_table,
     rotate,
     to_complex,
-    unrotate,
 )
 
 PAIRINGS = ("half", "adjacent")
@@ -208,53 +207,3 @@ def test_wavelengths() -> None:
     geometry = Rotary(torch.tensor([torch.pi / 2, 0.0], dtype=torch.float64))
     assert geometry.wavelengths.tolist() == [4.0, torch.inf]
     assert geometry.dim == 4
-
-
-# --- refusals -------------------------------------------------------------------------------------------------
-
-ANGLES = torch.arange(64)[:, None] * frequencies(3)
-BENT = ANGLES + 0.1 * (torch.arange(64) == 37)[:, None]  # at a position that doubling from the first does not come by
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("function", "arguments", "message"),
-    [
-        (Rotary, {"frequencies": frequencies()[None]}, r"frequencies must .* shape \(subspace,\), got .* \(1, 4\)"),
-        (Rotary, {"frequencies": frequencies() / 0}, "frequencies must be finite, got 4 that are not"),
-        (Rotary, {"frequencies": frequencies(), "attention_factor": 0.0}, "attention_factor must be a"),
-        (rotate, {"x": torch.zeros(7, 3, 6)}, r"x must be .* at least 8 .*got torch.float32 of shape \(7, 3, 6\)"),
-        (rotate, {"x": torch.zeros(7, 8)}, r"x must have shape \(\*batch, pos, head, d_head\), got \(7, 8\)"),
-        (rotate, {"rotary": 10000}, "rotary must be a Rotary, got int"),
-        (rotate, {"positions": torch.arange(6)}, r"positions must have shape \(pos,\) = \(7,\) .*of shape \(6,\)"),
-        (rotate, {"positions": torch.zeros(3, 7)}, r"positions must .* = \(2, 7\), got .*\(3, 7\)"),
-        (rotate, {"positions": torch.zeros(2, 2, 7)}, r"positions must have shape .*got .*\(2, 2, 7\)"),
-        (rotate, {"positions": torch.full((7,), True)}, "positions must be finite real numbers, got"),
-        (rotate, {"start": torch.arange(6)}, r"start must have shape \(pos,\) = \(7,\) .*of shape \(6,\)"),
-        (unrotate, {"positions": torch.arange(6)}, r"positions must have shape \(pos,\) = \(7,\) .*of shape \(6,\)"),
-        (to_complex, {"x": torch.zeros(7, 6)}, r"x must be .* at least 8"),
-        (from_complex, {"z": torch.zeros(3, 4)}, "z must be complex .* got torch.float32 of shape"),
-        (from_complex, {"rest": torch.zeros(2, 0)}, r"rest must be floating point of shape \(3, 'rest'\), got"),
-        (
-            rotary_from_table,
-            {"sin": ANGLES.sin()[:5]},
-            r"cos and sin must have .*\(64, 3\) and \(5, 3\)",
-        ),
-        (rotary_from_table, {"cos": ANGLES[:1].cos(), "sin": ANGLES[:1].sin()}, "at least two positions, got"),
-        (rotary_from_table, {"cos": ANGLES.sin(), "sin": ANGLES.cos()}, "its angles do not grow linearly"),
-        (rotary_from_table, {"cos": BENT.cos(), "sin": BENT.sin()}, "its angles do not grow linearly"),
-        (rotary_from_table, {"cos": torch.randn(64, 3)}, "its angles do not grow linearly"),
-    ],
-)
-def test_refusals(function: Any, arguments: dict[str, Any], message: str) -> None:
-    rotation = {"x": torch.zeros(2, 7, 3, 8), "positions": torch.arange(7), "rotary": rotary()}
-    defaults: dict[Any, dict[str, Any]] = {
-        Rotary: {},
-        rotate: rotation,
-        unrotate: rotation,
-        to_complex: {"rotary": rotary()},
-        from_complex: {"z": torch.zeros(3, 4) * 1j, "rest": torch.zeros(3, 1), "rotary": rotary()},
-        rotary_from_table: {"cos": ANGLES.cos(), "sin": ANGLES.sin()},
-    }
-    with pytest.raises(ValueError, match=message):
-        function(**{**defaults[function], **arguments})

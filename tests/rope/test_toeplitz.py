@@ -100,20 +100,6 @@ def test_low_precision_is_summed_in_double() -> None:
     assert torch.equal(toeplitz_share(low), toeplitz_share(low.double()))
 
 
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"pool": 1}, "pool must be True or False, got 1"),
-        ({"scores": SCORES[0, 0], "pool": True}, r"pool=True needs a leading axis of texts, got .* \(9, 9\)"),
-        ({"scores": SCORES.masked_fill(inside(), torch.nan)}, "scores must be finite inside the mask"),
-    ],
-)
-def test_bad_scores(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        toeplitz_share(**({"scores": SCORES} | arguments))
-
-
 # --- spectra ------------------------------------------------------------------------------------------------------
 
 
@@ -158,22 +144,6 @@ def test_dependent_columns_are_no_directions() -> None:
     a, b = normal(8, 2), normal(8, 3, seed=1)
     for repeated in (a @ normal(2, 5, seed=2), (a @ normal(2, 5, seed=2)).float()):
         torch.testing.assert_close(principal_angles(repeated, b), principal_angles(a, b), rtol=0, atol=1e-5)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("b", "message"),
-    [
-        (normal(7, 2), r"b must be floating point of shape \(d, columns\), the same d for both, got .* \(7, 2\)"),
-        (torch.ones(8, 2).long(), "b must be floating point .* got torch.int64"),
-        ([[1.0]], "b must be floating point .* got list"),
-        (torch.zeros(8, 2), "b must be finite and not all 0"),
-        (torch.full((8, 2), torch.inf), "b must be finite and not all 0"),
-    ],
-)
-def test_bad_subspaces(b: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        principal_angles(normal(8, 2), b)
 
 
 def test_scores_that_vary_by_rounding_alone_have_no_share() -> None:

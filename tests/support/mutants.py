@@ -32,6 +32,9 @@ ELSEWHERE = {
     "additive/attention": ["tests/hooks/test_substitute_attention.py", "tests/experiments/test_attention_ladder.py"]
 }
 
+# What all functions refuse, in one table.
+REFUSALS = "tests/catalogue/test_combinations.py"
+
 
 def all_files() -> list[str]:
     """Such as ``rope/rotary``."""
@@ -42,12 +45,12 @@ def all_files() -> list[str]:
 
 
 def tests_of(stem: str) -> list[str]:
-    """Paths of the tests of a file: its own (tests/ROOM/test_FILE*.py) and its examples, then its room's."""
+    """Paths of the tests of a file: its own (tests/ROOM/test_FILE*.py), its examples, its room's, and of refusals."""
     room, name = stem.split("/", 1)
     folder = ROOT / "tests" / room
     own = sorted(path.relative_to(ROOT).as_posix() for path in folder.glob(f"test_{name.replace('/', '_')}*.py"))
     more = [path for place, paths in ELSEWHERE.items() if stem.startswith(place) for path in paths]
-    return [*own, f"tl_posdisent/{stem}.py", *more, f"tests/{room}"]
+    return [*own, f"tl_posdisent/{stem}.py", *more, f"tests/{room}", REFUSALS]
 
 
 def without_annotations(source: str) -> str:

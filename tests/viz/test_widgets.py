@@ -254,40 +254,6 @@ def _editable(model: Any) -> bool:
 
 # --- refusals -----------------------------------------------------------------------------------------------
 
-SCORES = random_scores(2, 3)
-FIT = tp.fit_additive(SCORES)
-LOWEST = torch.finfo(torch.float32).min
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("show", "message"),
-    [
-        (lambda: tp.show_scores(tp.fit_additive(random_scores(1, 1, 2)), WORDS), r"got 3 leading axes: \(1, 1, 2\)"),
-        (lambda: tp.show_scores(FIT, [*WORDS[:-1], 3]), "tokens must be a list of strings, .* got 3 in it"),
-        (lambda: tp.show_scores(FIT, WORDS, "scores"), "scores must be given to show the component 'scores'"),
-        (lambda: tp.show_scores(FIT, WORDS, "residual"), "scores must be given to show the component 'residual'"),
-        (lambda: tp.show_scores(FIT, WORDS, scores=SCORES[0]), r"scores must have the fitted shape \(2, 3, 8, 8\)"),
-        (lambda: tp.show_scores(FIT, WORDS, positions=[3, 2]), r"positions must be ascending, got \[3, 2\]"),
-        (
-            lambda: tp.viz.show_change(SCORES.masked_fill(torch.eye(N).bool(), -torch.inf), SCORES, WORDS),
-            "before must be finite inside the mask",
-        ),
-        (
-            lambda: tp.viz.show_change(SCORES, SCORES.masked_fill(torch.eye(N).bool(), LOWEST), WORDS),
-            "after must be finite inside the mask",
-        ),
-        (
-            lambda: tp.viz.show_key_importance({0: FIT, 1: tp.fit_additive(SCORES[:1])}, WORDS),
-            "one of the same shape for each layer",
-        ),
-        (lambda: tp.viz.show_key_importance({}, WORDS), "one of the same shape for each layer"),
-    ],
-)
-def test_refusals(show: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        show()
-
 
 @pytest.mark.parametrize(("charts", "more"), [(1, 1), (3, 0)])
 @pytest.mark.parametrize(("n_heads", "length"), [(8, 512), (32, 128), (1, 700), (12, 60), (40, 64), (3, 4000)])
