@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent import fit_attention
 from tl_posdisent.additive import AttentionFit, fit_attention_qk
-from tl_posdisent.additive.attention import patterns
+from tl_posdisent.additive.attention import fit as patterns
 from tl_posdisent.additive.cells import cell_distances
 
 BANDS = (1, 2, 4, 8)

@@ -18,12 +18,12 @@ from tl_posdisent import (
     load_demo_model,
     read_attention,
 )
+from tl_posdisent.experiments.robustness.attention_outputs import fit_reference
 from tl_posdisent.experiments.robustness.length_generalization import (
     entropy_by_query,
     largest_by_query,
     share_key,
 )
-from tl_posdisent.experiments.robustness.mahalanobis import fit_reference
 
 TOKENS = zoo.random_tokens(40, batch=3)
 EDGES = [4, 16, 24, 40]

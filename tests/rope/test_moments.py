@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rotary_layers import LAYERS, SCALE, draw, frequencies
 
-from tl_posdisent.rope import covariance
+from tl_posdisent.rope import moments as covariance
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.variance_decomposition import decompose

@@ -14,7 +14,6 @@ from tl_posdisent.rope import (
     Moments,
     Rotary,
     SubspacePatterns,
-    covariance,
     decompose,
     interaction_bound,
     interaction_by_subspace,
@@ -210,7 +209,7 @@ def test_vectors_next_to_zero_have_no_say_in_the_phases() -> None:
 def test_many_chunks_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, rotary = draw("grouped")
     whole = patterns(q, k, rotary)
-    monkeypatch.setattr(covariance, "NUMBERS_AT_ONCE", 100)
+    monkeypatch.setattr("tl_posdisent.rope.moments.NUMBERS_AT_ONCE", 100)
     parts = patterns(q, k, rotary)
     for name, x in vars(whole).items():
         torch.testing.assert_close(getattr(parts, name), x)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary, rotate
-from tl_posdisent.rope.subspace_interactions import interaction_bound, interaction_by_subspace
+from tl_posdisent.rope.subspaces import interaction_bound, interaction_by_subspace
 from tl_posdisent.rope.variance_decomposition import COMPONENTS, VarianceShares, decompose
 
 HALF = LAYERS["half"][0]

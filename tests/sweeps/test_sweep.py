@@ -26,8 +26,7 @@ import tl_posdisent
 from tl_posdisent import demo_text, demo_tokens, load_demo_model
 from tl_posdisent.sweeps import Job, Text, failures, jobs, sweep
 from tl_posdisent.sweeps import runner as worker
-from tl_posdisent.sweeps.jobs import RESULTS
-from tl_posdisent.sweeps.registry import experiments_by_name
+from tl_posdisent.sweeps.jobs import RESULTS, experiments_by_name
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +154,7 @@ def test_failed_jobs_are_written_down_and_retried_on_request(tmp_path: Path) -> 
     assert nothing.empty
     assert list(nothing.columns) == JOB_COLUMNS
     assert "has changed since this job was made" in row["message"]
-    assert "text_sources.py" in row["traceback"]
+    assert "sources.py" in row["traceback"]
     file.write_text(demo_text(), encoding="utf-8")  # the cause is removed, but a retry is not requested
     with pytest.warns(UserWarning, match="1 of 2 jobs failed"):
         sweep(todo, out=out, progress=False)

@@ -32,19 +32,13 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Cells(ABC):
-    """A set of cells, or one set for each score matrix; leading axes broadcast against those of the scores.
-
-    Attributes:
-        low, high: the lowest and the highest distance that occur (in any of the sets).
-        counts: number of cells of each distance, query and key, stacked; float64, as they are weights.
-    """
+class Grid:
+    """Queries and keys, the last query at the last key, and the lowest and the highest distance that occur."""
 
     n_query: int
     n_key: int
     low: int
     high: int
-    counts: Float64[Tensor, "*mask coefficient"]
 
     @property
     def offset(self) -> int:
@@ -53,17 +47,41 @@ class Cells(ABC):
 
     @property
     def n_distance(self) -> int:
-        """Distances from the lowest to the highest."""
         return self.high - self.low + 1
+
+    def columns(self, rows: slice) -> slice:
+        """Keys that some of these queries can see."""
+        left = max(0, rows.start + self.offset - self.high)
+        right = min(self.n_key, rows.stop + self.offset - self.low)
+        return slice(min(left, right), right)
+
+    def add_diagonals(
+        self, by_distance: Float64[Tensor, "*batch distance"], block: Tensor, rows: slice, columns: slice
+    ) -> None:
+        """Add the sums of a block ``[*batch, row, column]``, which is 0 where no cell counts, along each distance."""
+        shift = rows.start + self.offset - columns.start  # distance of the block's first cell
+        n_row, n_column = block.shape[-2:]
+        low, high = max(self.low, shift - n_column + 1), min(self.high, shift + n_row - 1)
+        by_distance[..., low - self.low : high - self.low + 1] += diagonal_sums(block, low - shift, high - shift)
+
+
+@dataclass(frozen=True, eq=False)
+class Cells(Grid, ABC):
+    """A set of cells, or one set for each score matrix; leading axes broadcast against those of the scores.
+
+    Attributes:
+        low, high: the lowest and the highest distance that occur (in any of the sets).
+        counts: number of cells of each distance, query and key, stacked; float64, as they are weights.
+    """
+
+    counts: Float64[Tensor, "*mask coefficient"]
 
     @property
     def n_cells(self) -> Float64[Tensor, "*mask"]:
-        """Number of cells."""
         return self.split(self.counts).query.sum(-1)
 
     @property
     def distances(self) -> Int64[Tensor, "distance"]:
-        """All distances from the lowest to the highest."""
         return torch.arange(self.low, self.high + 1, device=self.counts.device)
 
     def split(self, stacked: Tensor) -> Parts:
@@ -81,11 +99,9 @@ class Cells(ABC):
         """Multiply the normal matrix by ``x``: the marginals of the model with these coefficients."""
 
     def to_mask(self) -> Bool[Tensor, "*mask query key"]:
-        """The cells as a boolean matrix."""
         return self.inside(slice(0, self.n_query), slice(0, self.n_key))
 
     def to(self: AnyCells, device: torch.device | str) -> AnyCells:
-        """The same cells on another device."""
         return on_device(self, device)
 
 

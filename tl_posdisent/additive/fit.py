@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, MaskKind, Parts, Runs, Scattered, diagonal_sums, make_cells
+from tl_posdisent.additive.cells import Cells, MaskKind, Parts, Runs, Scattered, make_cells
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import (
     check_scores,
@@ -80,25 +80,20 @@ def read_marginals(
         masks = None if which is None else which[some]
         pivot[some] = _typical(flat[some], cells, masks)
         for row in range(0, n_query, rows):
-            stop = min(row + rows, n_query)
-            # The keys that these queries can see, and the distance of the block's first cell.
-            left = max(0, row + cells.offset - cells.high)
-            right = min(n_key, stop + cells.offset - cells.low)
-            if left >= right:
+            lines = slice(row, min(row + rows, n_query))
+            columns = cells.columns(lines)
+            if columns.start == columns.stop:
                 continue
-            shift = row + cells.offset - left
-            low, high = max(cells.low, shift - (right - left - 1)), min(cells.high, shift + stop - row - 1)
-            block = flat[some, row:stop, left:right]
-            block = block.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+            block = flat[some, lines, columns].to(torch.float64, copy=True, memory_format=torch.contiguous_format)
             block.sub_(pivot[some, None, None])
-            inside = cells.inside(slice(row, stop), slice(left, right), masks)
+            inside = cells.inside(lines, columns, masks)
             touched = (~inside).flatten(0, -2).any(0).nonzero()
             if len(touched):  # most columns have no cell to hide
                 hidden = slice(int(touched[0]), int(touched[-1]) + 1)
                 block[..., hidden].masked_fill_(~inside[..., hidden], 0.0)
-            by_distance[some, low - cells.low : high - cells.low + 1] += diagonal_sums(block, low - shift, high - shift)
-            by_query[some, row:stop] += block.sum(-1)
-            by_key[some, left:right] += block.sum(-2)
+            cells.add_diagonals(by_distance[some], block, lines, columns)
+            by_query[some, lines] += block.sum(-1)
+            by_key[some, columns] += block.sum(-2)
             lowest[some] = lowest[some].minimum(block.amin((-2, -1)) + pivot[some])
             squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
     pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)

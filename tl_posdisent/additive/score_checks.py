@@ -78,7 +78,6 @@ def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:
 
 
 def refuse_patterns(scores: Float[Tensor, "*batch query key"], advice: str) -> None:
-    """Raise if the tensor is an attention pattern."""
     if is_pattern(scores):
         raise ValueError(
             "scores must be attention logits before the softmax, got rows that are non-negative and sum to 1, which "

@@ -115,14 +115,13 @@ class Given:
         self.exit_code = 0
 
     def load(self) -> Any:
-        """The model."""
         return load(self.model, backend=self.backend, device=self.device, dtype=self.dtype)
 
     def read(self) -> tuple[Any, Any, str]:
         """The model, token ids ``[texts, length]``, and both in words for titles."""
         words = read_text(self.text, self.model)
         model = self.load()
-        from tl_posdisent.sweeps.text_sources import cut
+        from tl_posdisent.sweeps.sources import cut
 
         tokens = cut(model, words, self.length or min(int(model.cfg.n_ctx), 512), self.texts)
         return model, tokens, f"{name_of(self.model)}, {tokens.shape[0]} × {tokens.shape[1]} tokens"

@@ -139,7 +139,6 @@ def first_blocks(model: Any, n: int) -> Iterator[None]:
 
 
 def _laws(tool: str, trials: dict[str, Trial]) -> Iterator[tuple[str, Iterator[Law]]]:
-    """The laws of a tool, text by text."""
     for text, trial in trials.items():
         yield text, TOOLS[tool](trial)
     short = next(iter(trials.values()))
@@ -212,7 +211,6 @@ class Trial:
         return torch.cat(parts, 1)
 
     def metric(self, hooks: list[Hook]) -> Tensor:
-        """The mean of ``_metric`` under hooks."""
         return _metric(self.logits(hooks), self.tokens).mean()
 
     def held(self, layer: int, name: str, hooks: Sequence[Hook] = ()) -> Tensor:

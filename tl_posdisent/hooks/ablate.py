@@ -82,7 +82,6 @@ def ablate_heads(
 
 
 def replace_heads(spec: AttentionSpec, heads: Sequence[int], replace: StandIn) -> Hooks:
-    """Hooks that replace the z of these heads."""
     return layer_hooks(spec, heads, ResultEdit("ablate_heads", replace))
 
 

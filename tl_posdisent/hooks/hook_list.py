@@ -231,7 +231,6 @@ def _same_storage(a: Tensor | None, b: Tensor) -> bool:
 
 
 def joined(hooks: Iterable[Hooks]) -> Hooks:
-    """Several lists added up."""
     hooks = list(hooks)
     return Hooks([x for each in hooks for x in each.interventions], [x for each in hooks for x in each._others])
 

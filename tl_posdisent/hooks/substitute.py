@@ -275,7 +275,6 @@ def _stored_fits(
 
 
 def stored_hooks(chosen: Chosen, stored: Mapping[int, StoredAttention]) -> Hooks:
-    """Hooks that put in what is stored for these layers and heads."""
     return joined(stored[spec.layer].hooks(spec, heads) for spec, heads in chosen)
 
 

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook, device_of, run
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.reading.rotation_tables import rotated_by_table, running_rotary
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.rope.rotary import rotate
+from tl_posdisent.rope.rotary import rotate, rotated_by_table, running_rotary
 from tl_posdisent.utils.precision import score_tolerance, spread_rows
 from tl_posdisent.utils.validation import check_flag
 

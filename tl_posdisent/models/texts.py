@@ -58,12 +58,10 @@ class Texts:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens of each text."""
         return [int(n) for n in self.real.sum(1)]
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest text."""
         return max(group.tokens.shape[1] for group in self.groups)
 
     def unpadded(self) -> list[Int[Tensor, "_pos"]]:

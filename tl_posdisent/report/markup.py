@@ -54,7 +54,6 @@ def numbers(values: Sequence[int]) -> str:
 
 
 def paragraph(text: str, kind: str = "") -> str:
-    """A paragraph of HTML."""
     return f'<p class="{kind}">{text}</p>' if kind else f"<p>{text}</p>"
 
 
@@ -149,5 +148,4 @@ def _legible(trace: Any) -> list[Any]:
 
 
 def map_height(rows: int) -> int:
-    """The height of a map with so many rows."""
     return min(900, 110 + max(6, rows) * 24)

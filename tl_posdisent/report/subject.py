@@ -53,17 +53,14 @@ class Subject:
 
     @property
     def model(self) -> Any:
-        """The model itself."""
         return self.reading.model
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each text."""
         return [int(n) for n in self.real.sum(1)]
 
     @property
     def first(self) -> Int[Tensor, "1 pos"]:
-        """The first text."""
         return self.tokens[:1, : self.lengths[0]]
 
     @property
@@ -73,7 +70,6 @@ class Subject:
 
     @property
     def layers(self) -> list[int]:
-        """Numbers of the layers."""
         return [spec.layer for spec in self.specs]
 
     @property

@@ -141,7 +141,6 @@ _VERDICTS: dict[SectionName, Callable[[Found], list[str]]] = {
 
 
 def analysed(subject: Subject) -> str:
-    """Which model, which text."""
     model, spec, rotary = subject.model, subject.specs[0], subject.rotary
     parameters = next(model.parameters(), torch.zeros(0, device="cpu"))
     dtype = str(parameters.dtype).removeprefix("torch.")

@@ -11,11 +11,11 @@ from .rotary import rotary_from_table as rotary_from_table
 from .rotary import rotate as rotate
 from .rotary import to_complex as to_complex
 from .rotary import unrotate as unrotate
-from .subspace_interactions import InteractionBound as InteractionBound
-from .subspace_interactions import SubspaceShares as SubspaceShares
-from .subspace_interactions import interaction_bound as interaction_bound
-from .subspace_interactions import interaction_by_subspace as interaction_by_subspace
+from .subspaces import InteractionBound as InteractionBound
 from .subspaces import SubspacePatterns as SubspacePatterns
+from .subspaces import SubspaceShares as SubspaceShares
+from .subspaces import interaction_bound as interaction_bound
+from .subspaces import interaction_by_subspace as interaction_by_subspace
 from .subspaces import subspace_patterns_qk as subspace_patterns_qk
 from .toeplitz import principal_angles as principal_angles
 from .toeplitz import toeplitz_share as toeplitz_share

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): rotate and unrotate vectors, and read frequencies off a model's tables.
+"""Rotary position embedding (RoPE): rotate and unrotate vectors, read frequencies off a model's tables, make tables.
 
 RoPE splits the first ``2n`` coordinates of a query or key into n planes (*subspaces*) and turns plane c by the angle
 ``position · θ_c``; further coordinates pass through. A score then depends on positions through their difference
@@ -294,3 +294,62 @@ def _one_column_each(table: Float64[Tensor, "pos columns"]) -> Float64[Tensor, "
 
 def _wrapped(angle: Tensor) -> Tensor:
     return torch.remainder(angle + torch.pi, 2 * torch.pi) - torch.pi
+
+
+def table_like(
+    seen: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, positions: Tensor, which: str
+) -> Float[Tensor, "texts rows columns"]:
+    """The table (``which`` is ``"cos"`` or ``"sin"``) that the model would have made for ``positions``.
+
+    Computed in the precision and laid out in the columns of ``seen``, the table that it made: one column per subspace,
+    or two in either order. At the model's own positions the result is that table to the last bit.
+    """
+    angle = rotary.angles(positions.to(seen.device)).to(rotary.angle_dtype)
+    values = in_columns_of(seen, (angle.cos() if which == "cos" else angle.sin()) * rotary.attention_factor)
+    return (values if values.ndim == 3 else values[None]).to(seen.dtype)
+
+
+def in_columns_of(table: Tensor, x: Tensor) -> Tensor:
+    """A row for the subspaces ``[..., subspace]`` in the columns of a table: one for each, or two in either order."""
+    n = x.shape[-1]
+    if table.shape[-1] != 2 * n:
+        return x
+    return torch.cat([x, x], -1) if torch.equal(table[..., :n], table[..., n:]) else x.repeat_interleave(2, -1)
+
+
+def running_rotary(
+    cos: Float[Tensor, "one_or_batch pos columns"], sin: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary
+) -> Rotary:
+    """The rotation of a running text, from the tables that it passes to the hooks ``spec.cos`` and ``spec.sin``.
+
+    ``rotary``, as it was read, where these are its tables; otherwise what they show (models may rotate long texts by
+    other frequencies). Refuses tables of other positions than 0, 1, 2 …
+    """
+    positions = torch.arange(cos.shape[1], device=cos.device)
+    for which, table in (("cos", cos), ("sin", sin)):
+        error = (table - table_like(table, rotary, positions, which)).abs()
+        if bool((error > 4 * torch.finfo(table.dtype).eps * rotary.attention_factor).any()):
+            return rotary_from_table(cos[0], sin[0], pairing=rotary.pairing)
+    return rotary
+
+
+def rotated_by_table(
+    x: Float[Tensor, "batch pos head d_head"],
+    cos: Float[Tensor, "one_or_batch pos columns"],
+    sin: Float[Tensor, "one_or_batch pos columns"],
+    rotary: Rotary,
+) -> Float64[Tensor, "batch pos head d_head"]:
+    """Queries or keys as a model rotates them that passes these tables to the hooks ``spec.cos`` and ``spec.sin``.
+
+    ``rotary`` tells the pairing alone: the tables may be of any positions and frequencies.
+    """
+    z, rest = to_complex(x.double(), rotary)
+    n = len(rotary.frequencies)
+
+    def one_column_each(table: Tensor) -> Tensor:
+        if table.shape[-1] != 2 * n:
+            return table
+        return table[..., :n] if torch.equal(table[..., :n], table[..., n:]) else table[..., ::2]
+
+    turns = torch.complex(*(one_column_each(table.double()) for table in (cos, sin)))
+    return from_complex(z * turns[..., None, :], rest, rotary)

@@ -16,8 +16,7 @@ from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_number, shown
 
-from .covariance import Spread, spread_of, total
-from .moments import Moments
+from .moments import Moments, Spread, spread_of, total
 from .rotary import Rotary
 
 # A score as a product of three numbers per subspace, and the variance of such sums of products.

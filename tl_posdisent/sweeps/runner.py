@@ -21,9 +21,8 @@ from tqdm.auto import tqdm
 from tl_posdisent.utils.files import locked
 from tl_posdisent.utils.validation import check_integer
 
-from .jobs import Job
-from .model_sources import load
-from .registry import run_experiment
+from .jobs import Job, run_experiment
+from .sources import load
 from .storage import (
     failure_of,
     joined,
@@ -68,7 +67,6 @@ def _model(job: Job, device: str | None) -> Any:
 
 
 def forget() -> None:
-    """Release the kept model and its memory."""
     with _turn:
         if _kept:
             _kept.clear()

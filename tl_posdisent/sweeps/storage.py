@@ -65,12 +65,10 @@ def prepare(out: Path) -> None:
 
 
 def part_of(out: Path, job: Job) -> Path:
-    """The path of the job's table."""
     return Path(out, "parts", f"{job.hash}.parquet")
 
 
 def failure_of(out: Path, job: Job) -> Path:
-    """The path of the error of a failed job."""
     return Path(out, "failed", f"{job.hash}.json")
 
 
@@ -93,7 +91,6 @@ def read_part(out: Path, job: Job) -> pd.DataFrame | None:
 
 
 def write_part(out: Path, job: Job, table: pd.DataFrame) -> None:
-    """Keep a job's table."""
     table = table.copy(deep=False)
     table.attrs = {}
     arrow = pa.Table.from_pandas(table, preserve_index=False)
@@ -105,7 +102,6 @@ def write_part(out: Path, job: Job, table: pd.DataFrame) -> None:
 
 
 def write_failure(out: Path, job: Job, error: BaseException) -> None:
-    """Keep why a job failed."""
     about = {**job.columns(), "error": type(error).__name__, "message": str(error)}
     about["traceback"] = "".join(traceback.format_exception(error))
     with whole_file(failure_of(out, job)) as file:

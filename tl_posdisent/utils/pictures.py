@@ -30,7 +30,6 @@ class HasTable:
     """A result with ``to_frame()``: notebooks show its first line and its table."""
 
     def to_frame(self) -> Any:
-        """The result as a table."""
         raise NotImplementedError
 
     def _repr_html_(self) -> str:

@@ -13,28 +13,23 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, cell_distances, diagonal_sums
+from tl_posdisent.additive.cells import Cells, Grid, cell_distances
 
 Stacked = Float64[Tensor, "system text coefficient"]
 _ROWS = 64  # queries whose cells are counted together
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class Layout(Grid):
     """Which cells there are, and which coefficients each of them has.
 
     Attributes:
-        n_query, n_key, low, high: as in ``Cells``.
         edges: distances at which a new band begins, ascending; keys have coefficients of their own in each band.
         queries, keys: those that have cells.
         counts: number of cells of each coefficient, stacked.
         mask: None if the cells are all those of these queries and keys with ``low <= distance <= high``.
     """
 
-    n_query: int
-    n_key: int
-    low: int
-    high: int
     edges: tuple[int, ...]
     queries: Bool[Tensor, "some_systems some_texts query"]
     keys: Bool[Tensor, "some_systems some_texts key"]
@@ -69,18 +64,7 @@ class Layout:
         return replace(layout, counts=counts)
 
     @property
-    def offset(self) -> int:
-        """Position of the first query."""
-        return self.n_key - self.n_query
-
-    @property
-    def n_distance(self) -> int:
-        """Distances between the lowest and the highest, both included."""
-        return self.high - self.low + 1
-
-    @property
     def n_band(self) -> int:
-        """Number of bands."""
         return len(self.edges) + 1
 
     @property
@@ -109,7 +93,6 @@ class Layout:
         return torch.cat([by_distance, by_key.sum(-2)], -1)
 
     def select(self, systems: slice | Int64[Tensor, "chosen"]) -> Layout:
-        """The layout of some systems."""
 
         def some(x: Tensor) -> Tensor:
             return x if len(x) == 1 else x[systems]
@@ -117,12 +100,6 @@ class Layout:
         mask = None if self.mask is None else some(self.mask)
         queries, keys, counts = (some(x) for x in (self.queries, self.keys, self.counts))
         return replace(self, queries=queries, keys=keys, counts=counts, mask=mask)
-
-    def columns(self, rows: slice) -> slice:
-        """Keys that some of these queries can see."""
-        left = max(0, rows.start + self.offset - self.high)
-        right = min(self.n_key, rows.stop + self.offset - self.low)
-        return slice(min(left, right), right)
 
     def _distances(self, rows: slice, columns: slice) -> Int64[Tensor, "row column"]:
         device = self.queries.device
@@ -171,10 +148,7 @@ class Layout:
     ) -> None:
         """Add a block's sums along distances and keys to ``sums``; the block must be 0 where no cell counts."""
         by_distance, by_key = self.split(sums)
-        shift = rows.start + self.offset - columns.start  # distance of the block's first cell
-        n_row, n_column = block.shape[-2:]
-        low, high = max(self.low, shift - n_column + 1), min(self.high, shift + n_row - 1)
-        by_distance[..., low - self.low : high - self.low + 1] += diagonal_sums(block, low - shift, high - shift)
+        self.add_diagonals(by_distance, block, rows, columns)
         if self.n_band == 1:
             by_key[..., 0, columns] += block.sum(-2)
             return

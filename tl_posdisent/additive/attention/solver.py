@@ -78,7 +78,6 @@ class Problem:
         return self.layout.queries.expand(*self.marginals.shape[:2], -1).sum((-2, -1))[:, None].double()
 
     def select(self, which: Int64[Tensor, "chosen"]) -> Problem:
-        """Some of the systems."""
         features = None if self.features is None else self.features[which]
         layout, marginals = self.layout.select(which), self.marginals[which]
         return replace(self, layout=layout, marginals=marginals, features=features)
@@ -142,7 +141,6 @@ class Point:
 
     @classmethod
     def at(cls, problem: Problem, x: Coefficients) -> Point:
-        """Evaluate the problem."""
         stacked = problem.expand(x)
         sums = AttentionSums(problem.layout, stacked)
         value = sums.log_z.sum((-2, -1))[:, None] - (stacked * problem.marginals).sum((-2, -1))[:, None]

@@ -146,7 +146,7 @@ def length(
 
     from tl_posdisent.experiments.robustness.length_generalization import length_generalization
     from tl_posdisent.hooks.length_extension import lambda_mask, position_interpolation
-    from tl_posdisent.sweeps.text_sources import cut
+    from tl_posdisent.sweeps.sources import cut
 
     model = given.load()
     context = int(model.cfg.n_ctx)

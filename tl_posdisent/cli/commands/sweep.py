@@ -48,7 +48,7 @@ def sweep(
     check_out(table, option="table")
     from tl_posdisent.sweeps.jobs import jobs
     from tl_posdisent.sweeps.runner import sweep as run
-    from tl_posdisent.sweeps.text_sources import Text
+    from tl_posdisent.sweeps.sources import Text
 
     sources: list[Path | str] = [*text] if text else ["demo"]
     arguments = dict(_argument(x) for x in argument or [])

@@ -141,7 +141,6 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
 
 
 def _compared(trained: pd.DataFrame, random: pd.DataFrame, threshold: float) -> pd.DataFrame:
-    """Measures beside those of random copies, and a label."""
     above = (trained - random) / (1 - random) >= threshold
     names = [[name for name in _LABELS if row[name]] for _, row in above.iterrows()]
     labels = ["+".join(own or ["local"] * local) for own, local in zip(names, above["local"], strict=True)]

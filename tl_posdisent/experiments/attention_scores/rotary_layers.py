@@ -1,19 +1,24 @@
-"""Measure the queries and keys of every rotary layer and collect one table."""
+"""Measures of the queries and keys of rotary layers: patterns in subspaces, and the plane of arXiv 2511.11579."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import pandas as pd
+import torch
+from torch import Tensor
 
 from tl_posdisent.models.capture import Captured, for_each_layer
-from tl_posdisent.models.reading.model_reading import ModelReading
+from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Texts
+from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
+from tl_posdisent.rope.subspaces import subspace_patterns_qk
+from tl_posdisent.rope.variance_decomposition import Numbers
 from tl_posdisent.utils.tables import join_texts, progress_bar
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.validation import check_flag, check_integer
 
 Measured = TypeVar("Measured")
 
@@ -61,3 +66,96 @@ def measure_layers(
 def rows_by_text(texts: Texts) -> Callable[[AttentionSpec, list[pd.DataFrame]], pd.DataFrame]:
     """The ``table`` of measures that have rows for each text."""
     return lambda spec, parts: join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])
+
+
+def positional_symbolic(
+    model: Any,
+    tokens: Tokens,
+    *,
+    attention_mask: Tensor | None = None,
+    layers: int | Iterable[int] | None = None,
+    by_subspace: bool = False,
+    sinks: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Measure whether each head's scores stay at a position (*positional*) or move with the keys (*symbolic*).
+
+    Exact, where the paper samples permutations: see ``positional_symbolic_qk``. One forward pass, no score matrix.
+
+    Args:
+        model, tokens, attention_mask, layers, progress: as in ``controlled_distance``.
+        by_subspace: one row per rotary subspace besides, for the scores of that subspace alone.
+        sinks: positions to leave out at the beginning of each text, as queries and as keys.
+
+    Returns:
+        One row per text, layer and head (and subspace): ``batch``, ``layer``, ``head``, (``subspace``, ``frequency``,)
+        ``positional`` and ``symbolic``, each 0 … 1, their sum at most 1.
+
+    Raises:
+        ValueError: unusable arguments; a layer without rotary embeddings.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, positional_symbolic
+        >>> table = positional_symbolic(load_demo_model(), demo_tokens(length=64), layers=[0, 4], progress=False)
+        >>> len(table), bool((table["positional"] + table["symbolic"] <= 1).all())
+        (16, True)
+    """
+    check_flag("by_subspace", by_subspace)
+    reading = read_model(model, layers)
+    texts = read_texts(reading.model, tokens, attention_mask)
+
+    def measure(layer: Captured) -> pd.DataFrame:
+        return positional_symbolic_qk(layer.q, layer.k, layer.spec.require_rotary("positional_symbolic")).to_frame(
+            by_subspace=by_subspace
+        )
+
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress, "leave": 2}
+    return measure_layers(reading, texts, "positional_symbolic", measure, rows_by_text(texts), **options)
+
+
+def subspace_patterns(
+    model: Any,
+    tokens: Tokens,
+    *,
+    attention_mask: Tensor | None = None,
+    distances: Numbers | None = None,
+    layers: int | Iterable[int] | None = None,
+    sinks: int = 0,
+    progress: bool = True,
+) -> pd.DataFrame:
+    """Measure size, concentration and shares of every subspace of every head (arXiv 2503.13305).
+
+    Additivity needs each subspace to be slow, or its keys to be concentrated: see ``subspace_patterns_qk``. One forward
+    pass, no score matrix.
+
+    Args:
+        model, tokens, attention_mask, distances, layers, sinks, progress: as in ``controlled_distance``.
+
+    Returns:
+        One row per layer, head and subspace: ``layer``, ``head`` and the columns of ``SubspacePatterns.to_frame``:
+        ``frequency``, ``key_concentration`` …, and the shares ``distance``, ``semantic`` and ``interaction``, which add
+        up to 1 in each head.
+
+    Raises:
+        ValueError: unusable arguments; a layer without rotary embeddings.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, load_demo_model, subspace_patterns
+        >>> table = subspace_patterns(load_demo_model(), demo_tokens(length=128), layers=[4], progress=False)
+        >>> len(table)  # 8 heads of 8 subspaces
+        64
+        >>> mean = table.groupby("subspace")[["key_concentration", "semantic"]].mean()
+        >>> bool(mean["semantic"].idxmax() > 3)  # content sits in slow subspaces
+        True
+    """
+    reading = read_model(model, layers)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    at, tool = range(texts.longest) if distances is None else distances, "subspace_patterns"
+
+    def table(spec: AttentionSpec, parts: list[Captured]) -> pd.DataFrame:
+        q, k = (torch.cat([x.flatten(0, 1) for x in side]) for side in zip(*((x.q, x.k) for x in parts), strict=True))
+        own = parts[0].spec
+        return subspace_patterns_qk(q, k, own.require_rotary(tool), at, scale=own.require_scale()).to_frame()
+
+    options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
+    return measure_layers(reading, texts, tool, lambda layer: layer, table, **options)

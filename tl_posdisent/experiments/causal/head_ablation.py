@@ -15,9 +15,8 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 
-from .effect_tables import effect_table, units_of
 from .metrics import Metric, check_metric, next_token_loss
-from .runs import HooksOf
+from .runs import HooksOf, effect_table, units_of
 
 
 def head_ablation(

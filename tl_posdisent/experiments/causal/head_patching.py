@@ -16,9 +16,8 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
 
-from .effect_tables import effect_table, read_source, units_of
 from .metrics import Metric, check_metric
-from .runs import HooksOf
+from .runs import HooksOf, effect_table, read_source, units_of
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
 

@@ -18,9 +18,8 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_choice
 
-from .effect_tables import effect_table, read_source, units_of
 from .metrics import Metric, check_metric, next_token_loss
-from .runs import COUPLED, HooksOf
+from .runs import COUPLED, HooksOf, effect_table, read_source, units_of
 
 What = Literal["head", "query", "key", "layer"]
 Direction = Literal["denoise", "noise"]

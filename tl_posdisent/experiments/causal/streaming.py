@@ -16,9 +16,8 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer
 
-from .effect_tables import effect_table, units_of
 from .metrics import Metric, check_metric, next_token_loss
-from .runs import HooksOf
+from .runs import HooksOf, effect_table, units_of
 
 
 def streaming_ablation(

@@ -14,9 +14,9 @@ from torch import Tensor
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.reading.rotation_tables import running_rotary
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.rope.rotary import running_rotary
 from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import score_tolerance

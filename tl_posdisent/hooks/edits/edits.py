@@ -25,9 +25,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.rope.rotary import Rotary, turn
+from tl_posdisent.rope.rotary import Rotary, in_columns_of, table_like, turn
 from tl_posdisent.utils.validation import shown
 
 Side = Literal["q", "k"]
@@ -47,7 +46,6 @@ class Edit:
 
     @property
     def tool(self) -> str:
-        """The tool's name, for messages."""
         return self.call.partition("(")[0]
 
     def __eq__(self, other: object) -> bool:
@@ -67,8 +65,6 @@ def _alike(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class RotationEdit(Edit):
-    """An edit of the rotation of heads."""
-
     by_position = "a function of the position"  # what serves parts of a text, where ``slots`` does not
 
     @property
@@ -231,7 +227,6 @@ class HeadRotation:
         return tuple(edit for edit in self.edits if isinstance(edit, PhaseNoise))
 
     def outside(self, mode: str, rotary: Rotary) -> Bool[Tensor, "subspace"] | None:
-        """Subspaces that frequency limits drop, or freeze."""
         limits = [x.outside(rotary) for x in self.edits if isinstance(x, FrequencyLimit) and x.mode == mode]
         return torch.stack(limits).any(0) if limits else None
 
@@ -332,7 +327,8 @@ class HeadRotation:
             seen = table_like(seen, rotary, self.places("q", own, texts), which)
         frozen = self.outside("freeze", rotary)
         if frozen is not None:
-            seen = seen.masked_fill(_columns(seen, frozen), rotary.attention_factor if which == "cos" else 0.0)
+            columns = in_columns_of(seen, frozen.to(seen.device))
+            seen = seen.masked_fill(columns, rotary.attention_factor if which == "cos" else 0.0)
         return seen
 
 
@@ -355,15 +351,6 @@ def coordinates(rotary: Rotary, subspaces: Bool[Tensor, "subspace"], x: Tensor) 
     """The coordinates of ``x`` that make up these subspaces."""
     twice = torch.cat([subspaces, subspaces]) if rotary.pairing == "half" else subspaces.repeat_interleave(2)
     return torch.nn.functional.pad(twice, (0, x.shape[-1] - len(twice))).to(x.device)
-
-
-def _columns(table: Tensor, subspaces: Bool[Tensor, "subspace"]) -> Bool[Tensor, "column"]:
-    """The columns of a table that belong to these subspaces: one each or two."""
-    n, columns = len(subspaces), subspaces.to(table.device)
-    if table.shape[-1] != 2 * n:
-        return columns
-    halves = torch.equal(table[..., :n], table[..., n:])
-    return torch.cat([columns, columns]) if halves else columns.repeat_interleave(2)
 
 
 def mapped(function: Callable[[Tensor], Tensor], real: Tensor, name: str, what: str) -> Tensor:

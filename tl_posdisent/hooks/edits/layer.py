@@ -54,7 +54,6 @@ _NO_CACHE = "run the model on whole texts, without a KV cache (generate with use
 
 
 def at_head(layer: int, head: int) -> str:
-    """A head, for errors."""
     return f"layer {layer}, head {head} ({head_label(layer, head)})"
 
 
@@ -137,7 +136,6 @@ class LayerPlan:
         return not self.editable and bool(self.heads)
 
     def _roles(self) -> dict[str, list[str]]:
-        """What is done at each hook."""
         spec = self.spec
         names: list[tuple[str, Tap | str | None]] = []
         if self.heads:

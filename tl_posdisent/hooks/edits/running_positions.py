@@ -10,9 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.rope.rotary import Rotary, rotary_from_table, rotate, to_complex
+from tl_posdisent.rope.rotary import Rotary, rotary_from_table, rotate, table_like, to_complex
 
 _CANDIDATES = 4096  # positions that are tried where a table is not that of 0, 1, 2 …
 _CELLS_PER_BLOCK = 2**22

@@ -61,7 +61,6 @@ def _different(what: str, how: str) -> ValueError:
 
 @torch.no_grad()
 def hf_logits(hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
-    """The logits of a Hugging Face causal language model."""
     logits: Tensor = hf_model(tokens, use_cache=False).logits
     return logits
 

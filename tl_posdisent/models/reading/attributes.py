@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward import hook_name, hook_points, modules
-from tl_posdisent.models.reading.rotation_tables import table_like
 from tl_posdisent.models.reading.spec import Tap
-from tl_posdisent.rope.rotary import Rotary, rotary_from_table
+from tl_posdisent.rope.rotary import Rotary, rotary_from_table, table_like
 from tl_posdisent.utils.validation import is_number
 
 
@@ -27,33 +26,6 @@ def architecture(model: Any) -> str:
         if isinstance(value, str) and value:
             return value
     return type(model).__name__
-
-
-def attention_implementations(model: Any) -> set[Any]:
-    """What transformers calls eager, sdpa …, of all attention layers; empty for a model of another kind."""
-    originals = [getattr(getattr(block, "attn", None), "original_component", None) for block in model.blocks]
-    configs = [getattr(original, "config", None) for original in originals]
-    return {getattr(config, "_attn_implementation", None) for config in configs if config is not None}
-
-
-def plain_settings(model: Any) -> list[Any]:
-    """Numbers, flags and words in the model's configurations and attention layers: scales, windows, soft caps …"""
-    config = getattr(getattr(model, "original_model", None), "config", None)
-    holders = [model.cfg, config, getattr(config, "text_config", None)]
-    for block in model.blocks:
-        attn = getattr(block, "attn", None)
-        holders += [attn, getattr(attn, "original_component", None)]
-    return [
-        {
-            name: x if isinstance(x, (bool, int, float, str)) else repr(x)
-            for name, x in vars(each).items()
-            if (isinstance(x, (bool, int, float, str)) or name == "rope_parameters")
-            and name[0] != "_"  # what modules note for themselves
-            and name not in ("training", "use_cache")
-        }
-        for each in holders
-        if each is not None
-    ]
 
 
 def lengths_of_note(model: Any) -> tuple[list[int], int]:

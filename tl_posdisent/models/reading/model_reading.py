@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import pandas as pd
 import torch
 
-from tl_posdisent.models.reading.attributes import architecture, attention_implementations, plain_settings
+from tl_posdisent.models.reading.attributes import architecture
 from tl_posdisent.models.reading.forward import device_of, modules
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
@@ -169,9 +169,9 @@ def _state(model: Any) -> dict[str, Any]:
         "dtypes": {p.dtype for p in parameters},
         "device": device_of(model),
         "weights": _weights(parameters),
-        "attention implementation": attention_implementations(model),
+        "attention implementation": _implementations(model),
         "grouping of keys": bool(getattr(model.cfg, "ungroup_grouped_query_attention", False)),
-        "settings": plain_settings(model),
+        "settings": _settings(model),
         "permanent hooks": {
             (part.name, handle.hook.id)
             for part in parts
@@ -180,6 +180,33 @@ def _state(model: Any) -> dict[str, Any]:
             if handle.is_permanent
         },
     }
+
+
+def _implementations(model: Any) -> set[Any]:
+    """What transformers calls eager, sdpa …, of all attention layers; empty for a model of another kind."""
+    originals = [getattr(getattr(block, "attn", None), "original_component", None) for block in model.blocks]
+    configs = [getattr(original, "config", None) for original in originals]
+    return {getattr(config, "_attn_implementation", None) for config in configs if config is not None}
+
+
+def _settings(model: Any) -> list[Any]:
+    """Numbers, flags and words in the model's configurations and attention layers: scales, windows, soft caps …"""
+    config = getattr(getattr(model, "original_model", None), "config", None)
+    holders = [model.cfg, config, getattr(config, "text_config", None)]
+    for block in model.blocks:
+        attn = getattr(block, "attn", None)
+        holders += [attn, getattr(attn, "original_component", None)]
+    return [
+        {
+            name: x if isinstance(x, (bool, int, float, str)) else repr(x)
+            for name, x in vars(each).items()
+            if (isinstance(x, (bool, int, float, str)) or name == "rope_parameters")
+            and name[0] != "_"  # what modules note for themselves
+            and name not in ("training", "use_cache")
+        }
+        for each in holders
+        if each is not None
+    ]
 
 
 def _weights(parameters: list[torch.nn.Parameter]) -> list[Any]:

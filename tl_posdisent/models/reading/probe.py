@@ -30,9 +30,8 @@ from tl_posdisent.models.reading.forward import (
     padding_id,
     run,
 )
-from tl_posdisent.models.reading.rotation_tables import rotated_by_table, table_like
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
-from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.rope.rotary import Rotary, rotated_by_table, table_like
 from tl_posdisent.utils.precision import mismatch
 
 FIRST_HOOK = "hook_embed"  # of a forward pass, in models of every class

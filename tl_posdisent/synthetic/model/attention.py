@@ -77,7 +77,6 @@ class Attention(nn.Module):
 
     @property
     def rotary_sin(self) -> Float[Tensor, "pos columns"] | None:
-        """The rotation's sines."""
         return getattr(self.shared[0], "rotary_sin", None)
 
     def forward(

@@ -31,8 +31,6 @@ _KINDS |= dict.fromkeys(("sinusoidal", "learned", "random"), "standard") | {"ali
 
 
 class Embed(nn.Module):
-    """A vector for every token."""
-
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
         self.W_E = nn.Parameter(torch.empty(config.d_vocab, config.d_model))
@@ -72,8 +70,6 @@ class LayerNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """One hidden layer."""
-
     def __init__(self, config: SyntheticConfig) -> None:
         super().__init__()
         self.W_in = nn.Parameter(torch.empty(config.d_model, config.d_mlp))

@@ -72,7 +72,6 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
 
 
 def put(model: nn.Module, weights: Mapping[str, Tensor], path: str | Path) -> None:
-    """Load weights of a file into a model."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:

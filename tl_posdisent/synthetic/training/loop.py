@@ -191,7 +191,6 @@ class TrainingLoop(ABC):
         self._saved = time.perf_counter()
 
     def _load_state(self, resume: bool) -> None:
-        """Read the state, if there is one."""
         if self.folder is None or not (path := self.folder / STATE).exists():
             return
         if not resume:

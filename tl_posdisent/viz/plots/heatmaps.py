@@ -261,7 +261,6 @@ def _crowded(heads: pd.DataFrame) -> bool:
 
 
 def head_names(heads: pd.DataFrame) -> list[str]:
-    """Names of heads for hover texts."""
     columns = [[f"{name} {number}" for number in whole(heads[name])] for name in head_index(heads)]
     return [", ".join(names) for names in zip(*columns, strict=True)]
 

@@ -239,7 +239,6 @@ def check_heads(batch: Sequence[int], heads: Any, text: int) -> tuple[list[int],
 
 
 def check_tokens(tokens: Any, length: int) -> list[str]:
-    """The tokens of one text."""
     words = None if isinstance(tokens, (str, bytes, Tensor)) or not isinstance(tokens, Iterable) else list(tokens)
     wrong = [word for word in words or () if not isinstance(word, str)]
     if words is None or wrong:
@@ -274,7 +273,6 @@ def check_scale(scale: float | None, shown: Iterable[Tensor]) -> float:
 
 
 def check_title(title: str | None, default: str) -> str:
-    """The given title, or the default."""
     if title is not None and not isinstance(title, str):
         raise ValueError(f"title must be a string, got {type(title).__name__}")
     return default if title is None else title
