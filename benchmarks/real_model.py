@@ -19,7 +19,7 @@ from common import peak, report, seconds
 
 import tl_posdisent as tp
 
-LENGTH, LAYER, REPEATS, LONG = 256, 15, 3, 20
+LENGTH, LAYERS, REPEATS, LONG = 256, [5, 15, 25], 3, 20
 
 
 def with_hooks(make: Callable[[Any], list[Any]]) -> Callable[[Any, torch.Tensor], Any]:
@@ -39,9 +39,10 @@ def on_two_texts(function: Callable[..., Any], **options: Any) -> Callable[[Any,
 
 
 def rows(n_heads: int) -> dict[str, tuple[Callable[[Any, torch.Tensor], Any], int, float]]:
-    """By name: what is run, the number of heads to divide by, and the aim. What is of one layer costs each head of the
-    middle as much as the mean over layers, half of them being run again behind it."""
-    in_one_layer: dict[str, Any] = {"layers": [LAYER]}
+    """By name: what is run, the number of heads to divide by, and the aim. A head of three layers all over the model
+    costs as much as the mean over layers, but for what is run once in a call."""
+    some: dict[str, Any] = {"layers": LAYERS}
+    n_heads *= len(LAYERS)
     return {
         "a list of hooks": (lambda model, tokens: tp.dummy_distance(model, 5), 1, 0.05),
         "dummy_distance": (with_hooks(lambda model: tp.dummy_distance(model, 5)), 1, 1.15),
@@ -53,11 +54,11 @@ def rows(n_heads: int) -> dict[str, tuple[Callable[[Any, torch.Tensor], Any], in
         "controlled_distance": (table(tp.controlled_distance), 1, 2.0),
         "trained_vs_random, one copy": (table(tp.trained_vs_random, seeds=[0]), 1, 8.0),
         "check_model": (lambda model, tokens: tp.check_model(model, progress=False), 1, 40.0),
-        "head_ablation, a head": (table(tp.head_ablation, **in_one_layer), n_heads, 0.6),
+        "head_ablation, a head": (table(tp.head_ablation, **some), n_heads, 0.6),
         "head_labels, no streaming": (table(tp.head_labels, streaming=False), 1, 6.0),
         "preference_flips": (table(tp.preference_flips), 1, 40.0),
-        "additive_substitution, a head": (table(tp.additive_substitution, **in_one_layer), n_heads, 0.8),
-        "attention_ladder, a head": (table(tp.attention_ladder, **in_one_layer), n_heads, 8.0),
+        "additive_substitution, a head": (table(tp.additive_substitution, **some), n_heads, 0.8),
+        "attention_ladder, a head": (table(tp.attention_ladder, **some), n_heads, 8.0),
         "attention_ladder, all at once, two texts": (on_two_texts(tp.attention_ladder, unit="all"), 1, 120.0),
         "head_labels": (table(tp.head_labels), 1, 200.0),
     }

@@ -72,8 +72,8 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "seeds": ([[], [-1], "0", 0.5], "seeds"),
     "number": (
         [NAN, "1", True, 1j],
-        "attention_factor clip distance dropout explained factor fraction high jitter low lr noise pseudo_count ridge"
-        " rope_base scale share threshold warmup weight_decay",
+        "attention_factor clip confidence distance dropout explained factor fraction high jitter low lr noise"
+        " pseudo_count ridge rope_base scale share threshold warmup weight_decay",
     ),
     "index": ([8, -9, 0.5, "0", True], "head layer"),
     "indices": ([[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1]], "layers heads"),

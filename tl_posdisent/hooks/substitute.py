@@ -335,6 +335,10 @@ def fit_attention_layers(
 Stored = dict[int, StoredAttention]
 """What is put into each layer."""
 
+_OfLayer = tuple[Tensor, Tensor | None]
+Attended = dict[int, _OfLayer]
+"""Scores and keys of each layer in texts of equal length."""
+
 
 def fit_in_turn(
     model: Any,
@@ -342,27 +346,32 @@ def fit_in_turn(
     chosen: Chosen,
     rung: Rung,
     *,
-    replaced: bool,
+    seen: Sequence[Attended] | None = None,
+    replaced: bool = True,
     bands: Sequence[int] = BANDS,
     rank: int = 1,
     every: bool = False,
 ) -> Stored:
-    """Fit a rung layer after layer; if ``replaced``, each in a run with those before put in.
+    """Fit a rung to what was ``seen``, or layer after layer; if ``replaced``, each in a run with those before put in.
 
     One fit of all texts, in groups of equal length, of the heads chosen or of ``every`` head; or, for rungs with free
     importances, the logits of each text of one group.
     """
     stored: Stored = {}
-    for some in [[each] for each in chosen] if replaced else [list(chosen)]:
+    for some in [list(chosen)] if seen or not replaced else [[each] for each in chosen]:
         hooks = stored_hooks([each for each in chosen if each[0].layer in stored], stored)
         specs = [spec for spec, _ in some]
-        seen = [_attended(model, tokens, specs, hooks, with_keys=rung == "static") for tokens in texts]
+        found = seen or [attended(model, tokens, specs, hooks, with_keys=rung == "static") for tokens in texts]
         for spec, heads in some:
             at = list(range(spec.n_heads)) if every else list(heads)
-            scores, keys, inside = _side_by_side(spec, [each.pop(spec.layer) for each in seen])
+            scores, keys, inside = _side_by_side(spec, [each[spec.layer] for each in found])
             of: AttentionFit | Tensor
             if rung in PER_HEAD:
-                keys = None if keys is None else keys[..., [spec.key_head(head) for head in at], :]
+                keys = (
+                    keys[..., [spec.key_head(head) for head in at], :]
+                    if rung == "static" and keys is not None
+                    else None
+                )
                 of = fit_rung(rung, scores[:, at], inside, keys, bands=(), pool=True)
             else:
                 of = rung_logits(rung, scores[:, at], inside, None, bands=bands, rank=rank).float()
@@ -370,14 +379,11 @@ def fit_in_turn(
     return stored
 
 
-_Attended = tuple[Tensor, Tensor | None]
-"""Scores and keys of a layer in texts of equal length."""
-
-
-def _attended(
+def attended(
     model: Any, tokens: Int[Tensor, "text pos"], specs: list[AttentionSpec], hooks: Hooks, *, with_keys: bool
-) -> dict[int, _Attended]:
-    found: dict[int, _Attended] = {}
+) -> Attended:
+    """What these layers attend by, in a run with hooks."""
+    found: Attended = {}
     with applied(model, hooks):
         if with_keys:
             for_each_layer(model, tokens, specs, lambda x: found.update({x.layer: (x.scores, x.k)}))
@@ -387,18 +393,18 @@ def _attended(
 
 
 def _side_by_side(
-    spec: AttentionSpec, attended: Sequence[_Attended]
+    spec: AttentionSpec, of_texts: Sequence[_OfLayer]
 ) -> tuple[Tensor, Tensor | None, Bool[Tensor, "*mask query key"]]:
     """Scores, keys and mask of texts of unequal lengths, all beginning at 0."""
-    longest = max(scores.shape[-1] for scores, _ in attended)
-    mask = spec.mask(longest, attended[0][0].device)
-    if len(attended) == 1:
-        return *attended[0], mask
+    longest = max(scores.shape[-1] for scores, _ in of_texts)
+    mask = spec.mask(longest, of_texts[0][0].device)
+    if len(of_texts) == 1:
+        return *of_texts[0], mask
     scores, masks = [], []
-    for each, _ in attended:
+    for each, _ in of_texts:
         room = longest - each.shape[-1]
         scores.append(torch.nn.functional.pad(each, (0, room, 0, room)))
         inside = torch.arange(longest, device=mask.device) < each.shape[-1]
         masks.append((mask & inside & inside[:, None]).expand(len(each), 1, -1, -1))
-    keys = [torch.nn.functional.pad(k, (0, 0, 0, 0, 0, longest - k.shape[1])) for _, k in attended if k is not None]
+    keys = [torch.nn.functional.pad(k, (0, 0, 0, 0, 0, longest - k.shape[1])) for _, k in of_texts if k is not None]
     return torch.cat(scores), torch.cat(keys) if keys else None, torch.cat(masks)

@@ -55,9 +55,16 @@ def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = No
     """Largest error in units of what rounding (of the observed or of a coarser dtype) explains."""
     if observed.numel() == 0:
         return 0.0
-    error = (observed.double() - predicted.double()).abs().amax()
-    allowed = score_tolerance(observed.dtype, dtype) * observed.double().abs().amax()
+    wide = torch.promote_types(torch.promote_types(observed.dtype, predicted.dtype), torch.float32)
+    error = _largest(observed.to(wide) - predicted.to(wide))
+    allowed = score_tolerance(observed.dtype, dtype) * _largest(observed).to(wide)
     return float(torch.where(error == 0, 0.0, error / allowed).nan_to_num(nan=torch.inf))
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest absolute value, NaN if there is one; in one pass, and without a copy."""
+    least, most = x.aminmax()
+    return torch.maximum(-least, most)
 
 
 def apart(a: float, b: float, dtype: torch.dtype = torch.float32) -> bool:

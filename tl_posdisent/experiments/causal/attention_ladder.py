@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
-from tl_posdisent.hooks.substitute import BANDS, Stored, fit_in_turn, rung_hooks, stored_hooks
+from tl_posdisent.hooks.substitute import BANDS, Attended, Stored, attended, fit_in_turn, rung_hooks, stored_hooks
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.forward import dtype_of, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
@@ -188,10 +188,11 @@ class _Ladder:
                 if self.unit == "head":
                     items = [(spec.layer, head, [(spec, [head])]) for head in heads]
                 found: list[dict[Rung, _Measured]] = [{} for _ in items]
+                seen: dict[int, Attended] = {}
                 for rung in rungs:
                     outputs: Iterator[Run | None] = repeat(None, len(items))
                     if rung != "untouched":
-                        outputs = self._runs(runs, together, items, rung, shuffled=control == "shuffled")
+                        outputs = self._runs(runs, together, items, rung, seen, shuffled=control == "shuffled")
                     for (layer, head, _), of_item, run in zip(items, found, outputs, strict=True):
                         of_item[rung] = self._measure(run, clean, layer, head) if run else untouched
                         self.bar.update()
@@ -200,19 +201,21 @@ class _Ladder:
         return rows
 
     def _runs(
-        self, runs: Runs, together: Chosen, items: Sequence[_Item], rung: Rung, *, shuffled: bool
+        self,
+        runs: Runs,
+        together: Chosen,
+        items: Sequence[_Item],
+        rung: Rung,
+        seen: dict[int, Attended],
+        *,
+        shuffled: bool,
     ) -> Iterator[Run]:
-        """Runs with a rung in the place of each item's attention, fitted to what is replaced together."""
+        """Runs with a rung in the place of each item's attention, fitted to what is replaced together.
+
+        ``seen``: for each group of texts, what the unmodified model was seen to attend by, for other rungs.
+        """
         model, replaced = self.reading.model, self.unit == "all"
-        stored: list[Stored] = []
-        if rung not in _WHOLE:
-            tokens = [group.tokens for group in (self.fitted if rung in PER_HEAD else self.texts).groups]
-            if shuffled:
-                tokens = [each[:, shuffled_order(each.shape[1], self.seed)] for each in tokens]
-            options: dict[str, Any] = {"bands": self.bands, "rank": self.rank, "replaced": replaced}
-            apart = [tokens] if rung in PER_HEAD else [[each] for each in tokens]
-            stored = [fit_in_turn(model, some, together, rung, **options) for some in apart]
-            stored = stored * len(self.texts.groups) if rung in PER_HEAD else stored
+        stored = [] if rung in _WHOLE else self._fits(together, rung, seen, shuffled=shuffled)
 
         def hooks(group: int, where: Chosen) -> Hooks:
             if stored:
@@ -225,6 +228,25 @@ class _Ladder:
         ((spec, _),) = together
         units = [heads for _, _, [(_, heads)] in items]
         return runs.each(spec.layer, units, lambda group, heads: hooks(group, [(spec, list(heads))]), kind=rung)
+
+    def _fits(self, together: Chosen, rung: Rung, seen: dict[int, Attended], *, shuffled: bool) -> list[Stored]:
+        """The fits of a rung for each group of the predicted texts."""
+        model, options = self.reading.model, {"bands": self.bands, "rank": self.rank}
+        groups = (self.fitted if rung in PER_HEAD else self.texts).groups
+        tokens = [group.tokens for group in groups]
+        if shuffled:
+            tokens = [each[:, shuffled_order(each.shape[1], self.seed)] for each in tokens]
+        numbers = list(range(len(groups)))
+        if self.unit != "all":
+            for n in numbers:
+                if id(groups[n]) not in seen:
+                    specs = [spec for spec, _ in together]
+                    seen[id(groups[n])] = attended(model, tokens[n], specs, joined([]), with_keys=True)
+        stored = []
+        for some in [numbers] if rung in PER_HEAD else [[n] for n in numbers]:
+            before = None if self.unit == "all" else [seen[id(groups[n])] for n in some]
+            stored.append(fit_in_turn(model, [tokens[n] for n in some], together, rung, seen=before, **options))
+        return stored * len(self.texts.groups) if rung in PER_HEAD else stored
 
     def _measure(self, run: Run, clean: Sequence[Tensor], layer: int | None, head: int | None) -> _Measured:
         def measure() -> _Measured:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
+from math import ceil
 from typing import Any, TypeVar
 
 import pandas as pd
@@ -96,6 +97,7 @@ class _Group:
         # Hooks of the user's may count on every block to run, and on the batch as it is.
         self.shortcuts = isinstance(output, Tensor) and len(output) == len(tokens) and not has_hooks(model)
         self.agreeing: dict[Hashable, bool] = {None: True, COUPLED: False}
+        self.proven: set[int] = set()  # layers from which an unmodified text comes out as before
         self.at_once = _texts_at_once(model, tokens, output)
 
     def each(
@@ -108,15 +110,14 @@ class _Group:
             if z is None:
                 yield partial(self._full_pass, hooks_of, waiting.pop(0))
                 continue
-            some = waiting[:most]
+            some = waiting[: ceil(len(waiting) / ceil(len(waiting) / most))]  # batches of one size
             try:
                 outputs = attempted(partial(self._from_the_layer, layer, some, z))
             except torch.OutOfMemoryError:
                 most = len(some) // 2
                 z = z if most else None
                 continue
-            clean = self.clean.output[0]
-            if outputs is None or outputs[-1].shape != clean.shape or mismatch(outputs[-1], clean) > 1:
+            if outputs is None or not self._proved(layer, outputs):
                 self.shortcuts, z = False, None
                 continue
             if kind not in self.agreeing:
@@ -126,7 +127,7 @@ class _Group:
             if not self.agreeing[kind]:
                 z = None
                 continue
-            for output in outputs[:-1].unflatten(0, (len(some), -1)):
+            for output in outputs[: len(some) * len(self.tokens)].unflatten(0, (len(some), -1)):
                 yield partial(_itself, output)
             waiting = waiting[len(some) :]
 
@@ -148,8 +149,15 @@ class _Group:
         by_head = (*self.tokens.shape, self.model.cfg.n_heads)
         return kept[-1] if kept and kept[-1].ndim == 4 and kept[-1].shape[:3] == by_head else None
 
+    def _proved(self, layer: int, outputs: Tensor) -> bool:
+        """Whether the first text, unmodified, came out as in the clean run: tried once for each layer."""
+        clean = self.clean.output[0]
+        if layer not in self.proven and outputs[-1].shape == clean.shape and mismatch(outputs[-1], clean) <= 1:
+            self.proven.add(layer)
+        return layer in self.proven
+
     def _from_the_layer(self, layer: int, units: Sequence[Sequence[int]], changed: Z) -> Any:
-        """Outputs of all texts with each unit changed, and of the first text unmodified, as the proof."""
+        """Outputs of all texts with each unit changed, and, until it is proved, of the first text unmodified."""
         n = len(self.tokens)
 
         def edit(z: Tensor, hook: Any) -> Tensor:
@@ -158,7 +166,8 @@ class _Group:
                 z[i * n : (i + 1) * n, :, list(unit)] = changed[:, :, list(unit)].to(z.device)
             return z
 
-        rows = torch.tensor([*range(n)] * len(units) + [0], device=self.tokens.device)
+        proof = [] if layer in self.proven else [0]
+        rows = torch.tensor([*range(n)] * len(units) + proof, device=self.tokens.device)
         hooks = [*self.under, (hook_name(layer, "hook_z"), edit)]
         return run_from(self.model, self.tokens, layer, self.clean, rows, hooks)
 
@@ -172,7 +181,7 @@ def _texts_at_once(model: Any, tokens: Int[Tensor, "text pos"], output: Any) -> 
     numbers: int = length * max(cfg.n_heads * length, 4 * getattr(cfg, "d_model", 0))
     room, few = _BYTES_PER_TENSOR, 1
     if isinstance(output, Tensor):
-        few = min(8, _BYTES_HELD // max(1, output[:1].numel() * output.element_size()))  # for each proof
+        few = min(16, _BYTES_HELD // max(1, output[:1].numel() * output.element_size()))
         if output.device.type == "cuda":
             room = int(torch.cuda.mem_get_info(output.device)[0]) // 16
     return max(1, few, room // (4 * numbers))
