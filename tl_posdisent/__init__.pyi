@@ -26,10 +26,10 @@ from .experiments.causal.additive_substitution import additive_substitution as a
 from .experiments.causal.attention_ladder import attention_ladder as attention_ladder
 from .experiments.causal.attention_ladder import head_verdicts as head_verdicts
 from .experiments.causal.head_ablation import head_ablation as head_ablation
-from .experiments.causal.head_patching import head_patching as head_patching
 from .experiments.causal.metrics import logit_difference as logit_difference
-from .experiments.causal.position_patching import component_patching as component_patching
-from .experiments.causal.position_patching import position_patching as position_patching
+from .experiments.causal.patching import component_patching as component_patching
+from .experiments.causal.patching import head_patching as head_patching
+from .experiments.causal.patching import position_patching as position_patching
 from .experiments.cost import estimate as estimate
 from .experiments.model_check import check_model as check_model
 from .experiments.residual_stream.distance_sources import distance_sources as distance_sources
@@ -54,7 +54,7 @@ from .report.build import report as report
 from .viz.plots.bars import plot_shares as plot_shares
 from .viz.plots.curves import plot_distance as plot_distance
 from .viz.plots.heatmaps import plot_heads as plot_heads
-from .viz.widgets.interventions import show_interventions as show_interventions
+from .viz.widgets.score_matrices import show_interventions as show_interventions
 from .viz.widgets.score_matrices import show_parts as show_parts
 from .viz.widgets.score_matrices import show_patterns as show_patterns
 from .viz.widgets.score_matrices import show_scores as show_scores

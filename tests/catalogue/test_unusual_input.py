@@ -13,7 +13,7 @@ from tl_posdisent import additivity, dummy_distance, fit_additive, swap_position
 from tl_posdisent.hooks import applied
 from tl_posdisent.rope import decompose, rotate, toeplitz_share, unrotate
 from tl_posdisent.sweeps import Job, Text
-from tl_posdisent.sweeps.storage import failure_of, part_of
+from tl_posdisent.sweeps.runner import failure_of, part_of
 from tl_posdisent.synthetic import deposit
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -203,7 +203,7 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     before = inodes(tmp_path)
     todo = jobs("demo", SLOW, Text.of("demo", length=32, count=6).split(6))
     assert 2 <= len(before) < 6, "killed too late to mean anything"
-    assert all(tl_posdisent.sweeps.storage.read_part(tmp_path, job) is not None for job in todo[: len(before)])
+    assert all(tl_posdisent.sweeps.runner.read_part(tmp_path, job) is not None for job in todo[: len(before)])
     (tmp_path / "parts" / f".{todo[-1].hash}.0123.unfinished").write_bytes(b"PAR1")  # killed while writing
     table = sweep(todo, out=tmp_path, progress=False)
     assert before.items() <= inodes(tmp_path).items()

@@ -13,10 +13,8 @@ from typing import Annotated
 
 import typer
 
-from .commands.interventions import ablate, length, perturb
+from .commands.measurements import ablate, controlled, fit, length, perturb, report
 from .commands.models import check, models
-from .commands.report import report
-from .commands.scores import controlled, fit
 from .commands.sweep import sweep
 from .commands.synthetic import synthetic
 

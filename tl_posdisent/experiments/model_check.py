@@ -35,8 +35,7 @@ from tl_posdisent.utils.validation import check_choice, check_flag, check_intege
 from .attention_scores.additivity import additivity
 from .attention_scores.controlled_distance import controlled_distance
 from .causal.head_ablation import head_ablation
-from .causal.head_patching import head_patching
-from .causal.position_patching import component_patching, position_patching
+from .causal.patching import component_patching, head_patching, position_patching
 
 TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest relative error that rounding explains, by the dtype of the model. Rotation tables are float32 at best."""

@@ -1,6 +1,6 @@
 from .jobs import Job as Job
 from .jobs import jobs as jobs
+from .runner import failures as failures
 from .runner import sweep as sweep
 from .sources import Text as Text
 from .sources import checkpoint_steps as checkpoint_steps
-from .storage import failures as failures

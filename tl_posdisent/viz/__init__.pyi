@@ -10,9 +10,9 @@ from .plots.heatmaps import plot_distance_sources as plot_distance_sources
 from .plots.heatmaps import plot_heads as plot_heads
 from .plots.heatmaps import plot_subspaces as plot_subspaces
 from .plots.heatmaps import plot_verdicts as plot_verdicts
-from .widgets.interventions import show_change as show_change
-from .widgets.interventions import show_interventions as show_interventions
 from .widgets.offline import Widget as Widget
+from .widgets.score_matrices import show_change as show_change
+from .widgets.score_matrices import show_interventions as show_interventions
 from .widgets.score_matrices import show_parts as show_parts
 from .widgets.score_matrices import show_patterns as show_patterns
 from .widgets.score_matrices import show_scores as show_scores

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.streaming import streaming_ablation
+from tl_posdisent.experiments.causal.head_ablation import streaming_ablation
 from tl_posdisent.hooks.edits.edits import masked_softmax
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.forward import Hook, device_of, padding_id, run, start_id
