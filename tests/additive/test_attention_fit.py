@@ -144,18 +144,6 @@ def test_what_softmax_ignores_changes_nothing() -> None:
     torch.testing.assert_close(fit_attention(spoilt).key, plain.key, rtol=0, atol=1e-12)
 
 
-def test_finer_bands_explain_more_and_static_heads_less() -> None:
-    scores = 2 * torch.randn(2, 20, 20, dtype=torch.float64)
-    shares = [fit_attention(scores, bands=b).explained for b in ((), (4,), (1, 4), (1, 2, 4, 9))]
-    for coarse, fine in pairwise(shares):
-        assert bool((fine > coarse).all())
-    features = torch.randn(20, 1, 5, dtype=torch.float64)
-    static = fit_attention(scores, keys=features)
-    assert bool((static.explained <= shares[0] + 1e-6).all())
-    assert bool((static.explained > static.explained_distance).all())
-    assert bool((shares[0] > fit_attention(scores).explained_key).all())
-
-
 @pytest.mark.parametrize("pool", [False, True])
 def test_padding_changes_nothing(pool: bool) -> None:
     """A text in a padded batch is that text alone; texts that are pooled share their profile, padded or not."""

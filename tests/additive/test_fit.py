@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.dense import dense_fitted
-from support.masks import CASES, Case, cells_of, distances, named
+from support.masks import CASES, Case, cells_of, distances
 from torch import Tensor
 
 from tl_posdisent import fit_additive
@@ -20,21 +20,6 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_fitted_scores_are_those_of_dense_least_squares(case: Case) -> None:
     scores, fit = case.fitted
     torch.testing.assert_close(fit.fitted(), dense_fitted(scores, case.mask), rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [named(128, 128), named(128, 128, mask="full", batch=(1,)), named(300, 300, window=5, batch=(1,))],
-    ids=["causal-128", "full-128", "window-300"],
-)
-def test_fitted_scores_are_those_of_dense_least_squares_at_length(case: Case) -> None:
-    test_fitted_scores_are_those_of_dense_least_squares(case)
-
-
-@pytest.mark.parametrize("options", [{"window": 50}, {"window": 2}, {"mask": "full"}], ids=str)
-def test_residual_has_no_marginals_at_1024(options: dict[str, Any]) -> None:
-    """Too long for a dense fit; but a fit whose residual has no marginals is the least-squares fit."""
-    test_residual_has_no_marginals(named(1024, 1024, batch=(1,), **options))
 
 
 def largest_marginal(x: Tensor, case: Case) -> float:

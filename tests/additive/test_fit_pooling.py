@@ -8,7 +8,7 @@ from support.dense import Dense, allowed
 from support.masks import documents, padding, random_mask
 from torch import Tensor
 
-from tl_posdisent import AdditiveFit, fit_additive
+from tl_posdisent import fit_additive
 from tl_posdisent.additive.cells import cell_distances
 
 N_TEXT, N_HEAD, LENGTH = 3, 2, 11
@@ -25,7 +25,6 @@ POOLS = {
     "per-matrix": ({"mask": (m := random_mask(N_TEXT, N_HEAD, LENGTH, LENGTH, density=0.4))}, m),
 }
 every_pool = pytest.mark.parametrize(("options", "mask"), POOLS.values(), ids=POOLS.keys())
-FIT_FIELDS = ("r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key")
 
 
 def noise(*shape: int) -> Tensor:
@@ -79,71 +78,3 @@ def test_pooled_components_obey_the_gauge(options: dict, mask: Tensor) -> None:
     residual = fit.residual(scores)
     close(residual.sum(-1), torch.zeros(N_TEXT, N_HEAD, LENGTH).double())
     close(residual.sum(-2), torch.zeros(N_TEXT, N_HEAD, LENGTH).double())
-
-
-@pytest.mark.parametrize("options", [{}, {"mask": "full"}, {"window": 3}], ids=str)
-def test_a_text_repeated_is_that_text(options: dict) -> None:
-    scores = noise(1, N_HEAD, LENGTH, LENGTH)
-    alone = fit_additive(scores[0], **options)
-    pooled = fit_additive(scores.expand(4, -1, -1, -1), pool=True, **options)
-    for name in ("distance", *FIT_FIELDS[:2], *FIT_FIELDS[3:]):
-        close(getattr(pooled, name), getattr(alone, name), 1e-10)
-    for name in ("intercept", "query", "key"):
-        close(getattr(pooled, name), getattr(alone, name).expand_as(getattr(pooled, name)), 1e-10)
-    assert torch.equal(pooled.n_cells, 4 * alone.n_cells)
-
-
-@every_pool
-def test_one_text_pooled_is_that_text(options: dict, mask: Tensor) -> None:
-    scores, masks = scores_and_masks(mask)
-    pooled = fit_additive(scores[:1], mask=masks[:1].contiguous(), pool=True)
-    alone = fit_additive(scores[0], mask=masks[0].contiguous())
-    same_fits(pooled, alone, of_text=lambda x: x[0], of_fit=lambda x: x)
-
-
-def same_fits(found: AdditiveFit, expected: AdditiveFit, *, of_text, of_fit, atol: float = 1e-10) -> None:
-    for name in ("intercept", "query", "key"):
-        close(of_text(getattr(found, name)), getattr(expected, name), atol)
-    for name in ("distance", *FIT_FIELDS):
-        close(of_fit(getattr(found, name)), getattr(expected, name), atol)
-    for name in ("n_cells", "n_parameters"):
-        assert torch.equal(of_fit(getattr(found, name)), getattr(expected, name))
-
-
-def test_pooling_is_not_fitting_apart() -> None:
-    """With opposite profiles there is nothing to share."""
-    slope = torch.tensor([1.0, -1.0])[:, None, None]
-    scores = slope * cell_distances(9, 9) ** 2
-    assert fit_additive(scores).r.min() > 1 - 1e-9
-    assert fit_additive(scores, pool=True).share_distance < 0.1
-
-
-@every_pool
-@pytest.mark.parametrize("pool", [False, True])
-def test_order_of_texts_does_not_matter(options: dict, mask: Tensor, pool: bool) -> None:
-    scores, masks = scores_and_masks(mask)
-    order = [2, 0, 1]
-    if masks.shape == mask.shape or mask.ndim == 4:
-        options = {"mask": mask[order]}
-    fit = fit_additive(scores, mask=mask, pool=pool)
-    shuffled = fit_additive(scores[order], pool=pool, **(options or {"mask": mask}))
-    same_fits(
-        fit, shuffled, of_text=lambda x: x[order], of_fit=(lambda x: x) if pool else (lambda x: x[order]), atol=1e-9
-    )
-
-
-@every_pool
-def test_all_at_once_is_one_by_one(options: dict, mask: Tensor) -> None:
-    scores, masks = scores_and_masks(mask)
-    fit = fit_additive(scores, **options)
-    for text in range(N_TEXT):
-        for head in range(N_HEAD):
-            alone = fit_additive(scores[text, head], mask=masks[text, head].contiguous())
-            close(fit.fitted()[text, head], alone.fitted())
-            for name in FIT_FIELDS:
-                close(getattr(fit, name)[text, head], getattr(alone, name), 1e-10)
-            assert fit.n_parameters[text, head] == alone.n_parameters
-            assert fit.n_cells[text, head] == alone.n_cells
-            # The same distances, and 0 at those which only other masks have.
-            there = torch.isin(fit.distances, alone.distances)
-            assert float(fit.distance[text, head, ~there].abs().sum()) == 0

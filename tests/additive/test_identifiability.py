@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.dense import Dense
 from support.masks import CASES, Case, cells_of, distances, named
 from torch import Tensor
@@ -13,8 +11,6 @@ from torch import Tensor
 from tl_posdisent import fit_additive
 
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-
-quick = settings(max_examples=40, derandomize=True, deadline=None)
 
 
 @every_case
@@ -83,21 +79,3 @@ def test_planted_components_are_recovered(length: int) -> None:
         assert bool(fit.r.isnan().all())  # as many parameters as cells
     else:
         torch.testing.assert_close(fit.r, torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-12)
-
-
-@quick
-@given(st.integers(2, 9), st.integers(1, 9), st.floats(-5, 5), st.floats(-5, 5), st.floats(0.1, 10))
-def test_moves_with_what_is_added(length: int, window: int, level: float, slope: float, factor: float) -> None:
-    """A constant goes to the intercept, a straight line to the distance, a factor to everything."""
-    case = named(length, length, window=window)
-    scores, distance = case.scores(), distances(case).double()
-    before = fit_additive(scores, window=window)
-    after = fit_additive(factor * scores + level + slope * distance, window=window)
-    used = torch.arange(min(window, length)).double()
-    n = length - used
-    used = used - (n * used).sum() / n.sum()
-    torch.testing.assert_close(after.distance, factor * before.distance + slope * used, rtol=0, atol=1e-9)
-    torch.testing.assert_close(after.query, factor * before.query, rtol=0, atol=1e-9)
-    torch.testing.assert_close(after.key, factor * before.key, rtol=0, atol=1e-9)
-    residual = after.residual(factor * scores + level + slope * distance)
-    torch.testing.assert_close(residual, factor * before.residual(scores), rtol=0, atol=1e-9)

@@ -20,7 +20,6 @@ from tl_posdisent import (
 )
 from tl_posdisent.experiments.robustness.attention_outputs import fit_reference
 from tl_posdisent.experiments.robustness.length_generalization import (
-    entropy_by_query,
     largest_by_query,
     share_key,
 )
@@ -63,13 +62,6 @@ def test_share_of_the_key_is_that_of_the_fit(hooked: bool, name: str, shared_mod
     assert share_key(torch.full_like(scores, 0.1), spec).isnan().all()
     largest = torch.where(inside, scores, -torch.inf).amax(-1)
     torch.testing.assert_close(largest_by_query(scores, spec), largest)
-
-
-def test_entropy_of_patterns_that_are_known() -> None:
-    uniform = torch.tril(torch.ones(5, 5)) / torch.arange(1, 6)[:, None]
-    expected = torch.arange(1, 6).double().log()
-    torch.testing.assert_close(entropy_by_query(uniform[None, None]), expected[None, None], rtol=1e-6, atol=1e-7)
-    assert entropy_by_query(torch.eye(5)[None, None]).abs().max() == 0
 
 
 # --- the table --------------------------------------------------------------------------------------------------

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import TOKENS, L, close, logits
-from torch import Tensor
+from support.intervention_cases import TOKENS, logits
 
-from tl_posdisent import dummy_distance, limit_frequencies, read_attention
-from tl_posdisent.hooks import applied
+from tl_posdisent import limit_frequencies, read_attention
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -21,14 +19,6 @@ def cut(model: Any, layer: int = 0) -> float:
     """A frequency between the fastest of a layer and the next, or below the only one."""
     frequencies = read_attention(model, layer).rotary.frequencies.sort(descending=True).values.tolist()
     return math.sqrt(frequencies[0] * frequencies[1]) if len(frequencies) > 1 else frequencies[0] / 2
-
-
-@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "neox"), ("bridge", "olmo2-gqa")])
-def test_freezing_all_is_distance_zero(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    for heads in (None, [6, 1]):
-        frozen = logits(model, limit_frequencies(model, high=0, mode="freeze", heads=heads))
-        close(frozen, logits(model, dummy_distance(model, 0, heads=heads)), 2e-4)
 
 
 @pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "llama-yarn"), ("bridge", "neox")])
@@ -41,25 +31,6 @@ def test_the_whole_band_changes_nothing(kind: str, name: str, shared_model: Any)
         # Both ends belong to it, however a frequency was read off.
         ends = float(f"{slowest:.8g}"), float(f"{fastest:.8g}")
         assert torch.equal(logits(model, limit_frequencies(model, *ends, mode=mode, layers=[0])), plain)
-
-
-@pytest.mark.parametrize(("kind", "name"), [*zoo.cases("llama-gqa"), ("bridge", "neox"), ("hooked", "qwen3")])
-def test_what_a_band_and_its_complement_add_up_to(kind: str, name: str, shared_model: Any) -> None:
-    """The scores, with what RoPE does not rotate counted twice; by the model's own numbers, where it shows scores."""
-    model = shared_model(kind, name)
-    spec = read_attention(model, 1)
-    middle = cut(model, 1)
-
-    def scores(*band: float | None) -> Tensor:
-        hooks = limit_frequencies(model, *band, layers=[1])
-        with torch.no_grad(), applied(model, hooks):
-            return model.run_with_cache(TOKENS, names_filter=spec.scores)[1][spec.scores][..., spec.mask(L)]
-
-    close(scores(middle, None) + scores(None, middle), scores(None, None) + scores(0, 0), 1e-5)
-    if spec.rotary.dim == spec.d_head:
-        assert scores(0, 0).abs().max() == 0
-    else:
-        assert scores(0, 0).abs().max() > 0.1
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))

@@ -65,24 +65,3 @@ def test_positions_between_and_before_the_whole_numbers(kind: str, name: str, sh
         mixed_of(model, swap_positions(model, per_text))[1], by_brute_force(model, distances(BROKEN.flip(0)))[1], 2e-5
     )
     close(logits(model, swap_positions(model, [0.5 + i for i in range(L)])), logits(model, []))
-
-
-@every_way
-def test_texts_have_positions_of_their_own(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    both = logits(model, swap_positions(model, UNORDERED))
-    for row in range(2):
-        alone = logits(model, swap_positions(model, UNORDERED[row]), TOKENS[row : row + 1])
-        close(both[row], alone[0])
-        close(logits(model, swap_positions(model, UNORDERED[row : row + 1]))[row], alone[0])
-
-
-# --- some heads, some layers ----------------------------------------------------------------------------------
-
-
-@every_way
-def test_heads_one_after_the_other_are_all_heads(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    for one_by_one in ([[0, 2, 4, 6], [1, 3, 5, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]):
-        hooks = [hook for heads in one_by_one for hook in swap_positions(model, UNORDERED, heads=heads)]
-        close(logits(model, hooks), zoo.hf_logits(name, TOKENS, position_ids=UNORDERED))

@@ -9,7 +9,7 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import additivity, capture, fit_additive, load_demo_model, read_model, swap_positions
+from tl_posdisent import additivity, capture, fit_additive, load_demo_model, read_model
 from tl_posdisent.models import AttentionSpec, Captured
 from tl_posdisent.models.capture import for_each_layer, for_each_scores
 from tl_posdisent.rope import rotate
@@ -162,16 +162,6 @@ def fires_and_matters(model: Any, name: str, fired: list[int]) -> bool:
     return bool(fired) and short != "hook_q" and editable
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gemma2"))  # by edits after the reading
-def test_lies_about_position_are_noticed(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    with (
-        model.hooks(fwd_hooks=swap_positions(model, torch.arange(12).flip(0))),
-        pytest.raises(ValueError, match=r"layer 0 of .* differ from its own by .* other hooks act on its attention"),
-    ):
-        list(capture(model, TOKENS))
-
-
 @pytest.mark.parametrize("name", [*SOME, "opt", "bloom", "gemma3"])
 def test_padding_is_refused(name: str, shared_model: Any) -> None:
     """On either side, as an attention mask tells the model."""
@@ -232,18 +222,6 @@ def test_padding_that_a_mask_names_is_cut_off(side: str, shared_model: Any) -> N
 # --- callbacks ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "name"), zoo.cases(*SOME))
-def test_a_callback_gets_what_the_generator_yields(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    expected = list(capture(model, TOKENS))
-    specs = read_model(model).specs()
-    got: list[Captured] = []
-    for_each_layer(model, TOKENS, specs[::-1], got.append)
-    assert [layer.layer for layer in got] == [0, 1]
-    for here, there in zip(got, expected, strict=True):
-        assert all(torch.equal(getattr(here, x), getattr(there, x)) for x in ("q", "k", "q_rot", "k_rot", "scores"))
-
-
 def test_an_error_of_the_callback_is_the_callers(shared_model: Any) -> None:
     """Not one of the model beyond its context, whatever its type; and the model is as it was."""
     model = shared_model("bridge", "llama-gqa")
@@ -256,19 +234,6 @@ def test_an_error_of_the_callback_is_the_callers(shared_model: Any) -> None:
     with pytest.raises(RuntimeError, match="of the callback") as caught:
         for_each_layer(model, tokens, read_model(model).specs(), fail)
     assert caught.value is own
-
-
-def test_the_callback_may_run_the_model(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    layers: list[int] = []
-
-    def again(layer: Captured) -> None:
-        layers.append(layer.layer)
-        model(TOKENS.flip(1))
-        layers.extend(other.layer + 10 for other in capture(model, TOKENS))
-
-    for_each_layer(model, TOKENS, read_model(model).specs(), again)
-    assert layers == [0, 10, 11, 1, 10, 11]
 
 
 # --- autocast -------------------------------------------------------------------------------------------------

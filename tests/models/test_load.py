@@ -246,14 +246,6 @@ def test_logits_are_compared_a_piece_at_a_time(dtype: torch.dtype) -> None:
     assert max(live.steps) < 40e6 < 4 * got.numel() * 8
 
 
-def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
-    hf_model = llama()
-    hf_model.config.save_pretrained(tmp_path)
-    torch.save(hf_model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="cannot load a causal language model from"):
-        load_model(tmp_path)
-
-
 @needs_hooked
 @pytest.mark.parametrize("window", [60, 1500])
 def test_windows_of_any_size_are_converted_or_refused(window: int) -> None:

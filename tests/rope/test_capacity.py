@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -65,39 +64,6 @@ def test_coefficients_are_the_feature_of_a_query_and_a_key() -> None:
     k = from_complex(torch.ones_like(found.coefficients), none, rotary)
     scores = rotate(q, torch.arange(256), rotary)[:, 0] @ k  # the key stands at 0
     torch.testing.assert_close(scores, found.fitted, rtol=1e-8, atol=1e-8 * found.norm)
-
-
-@pytest.mark.parametrize("ridge", [0.0, 1e-3, 1.0])
-@pytest.mark.parametrize("intercept", [False, True])
-def test_residual_is_orthogonal_to_the_basis_but_for_the_ridge(ridge: float, intercept: bool) -> None:
-    rotary = geometric(16)
-    found = rope_capacity(rotary, DISTANCES, TARGETS["step"], ridge=ridge, intercept=intercept)
-    x = torch.view_as_real(found.coefficients).T.flatten()
-    gradient = basis(rotary).T @ found.residual / 256 - ridge * x
-    # Sixteen slow waves almost make a constant, so beside an intercept they are told from it by few digits.
-    close = 1e-5 if intercept else 1e-12
-    assert float(gradient.abs().max()) < close
-    if intercept:
-        assert abs(found.residual.mean().item()) < close
-
-
-def test_the_ridge_trades_error_for_size() -> None:
-    rotary = geometric(32)
-    results = [rope_capacity(rotary, DISTANCES, TARGETS["step"], ridge=ridge) for ridge in (0.0, 1e-6, 1e-3, 1e-1)]
-    errors, norms = [x.error for x in results], [x.norm for x in results]
-    assert errors == sorted(errors)
-    assert norms == sorted(norms, reverse=True)
-    assert norms[0] > 1e3 > 10 > norms[1]  # the best curve is made of large waves that cancel; a good one is not
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_more_frequencies_are_never_worse(target: str) -> None:
-    frequencies = geometric(32).frequencies[torch.randperm(32)]
-    errors = [
-        rope_capacity(Rotary(frequencies[:n]), DISTANCES, TARGETS[target]).error for n in (1, 2, 4, 8, 16, 24, 32)
-    ]
-    assert all(b <= a + 1e-9 for a, b in itertools.pairwise(errors))
-    assert errors[-1] < errors[0]
 
 
 def test_what_is_in_reach_of_a_model_and_what_is_not() -> None:

@@ -9,12 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rotary_layers import LAYERS, SCALE, draw, frequencies
+from support.rotary_layers import LAYERS, draw, frequencies
 
 from tl_posdisent.rope import moments as covariance
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary
-from tl_posdisent.rope.variance_decomposition import decompose
 
 HALF = LAYERS["half"][0]
 
@@ -71,13 +70,6 @@ def test_sums_run_in_float64_whatever_the_dtype(dtype: torch.dtype) -> None:
     q, k = (x.to(dtype) for x in draw("half", 200, 200, mean=1000.0))
     rotary = LAYERS["half"][0]
     assert_equal_moments(Moments.from_qk(q, k, rotary), Moments.from_qk(q.double(), k.double(), rotary), 0.0)
-
-
-def test_gradients_are_not_followed() -> None:
-    q, k = draw("half")
-    moments = Moments.from_qk(q.requires_grad_(), k, LAYERS["half"][0])
-    assert not moments.query.cov.requires_grad
-    assert not decompose(moments, torch.ones(3, requires_grad=True), scale=SCALE).variances.requires_grad
 
 
 def test_repr_tells_size_grouping_and_rotation() -> None:

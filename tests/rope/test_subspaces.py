@@ -165,35 +165,6 @@ def test_slow_content_and_fast_constants_are_additive() -> None:
 # --- symmetries -------------------------------------------------------------------------------------------------------
 
 
-def test_turning_all_queries_turns_their_phase_alone() -> None:
-    q, k, rotary = draw("adjacent")
-    by = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
-    z = torch.view_as_complex(q.unflatten(-1, (-1, 2))) * torch.exp(1j * by)
-    before, after = patterns(q, k, rotary), patterns(torch.view_as_real(z).flatten(-2), k, rotary)
-    assert angle_between(after.query_phase, before.query_phase + by) < 1e-12
-    assert angle_between(after.relative_phase, before.relative_phase + by) < 1e-12
-    for name in ("query_size", "query_variation", "query_concentration", "key_phase", "turn"):
-        torch.testing.assert_close(getattr(after, name), getattr(before, name))
-
-
-def test_turning_queries_and_keys_alike_leaves_the_shares() -> None:
-    q, k, rotary = draw("adjacent")
-    by = torch.exp(1j * torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64))
-    turned = (torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * by).flatten(-2) for x in (q, k))
-    before, after = patterns(q, k, rotary), patterns(*turned, rotary)
-    for name in (*SHARES, "relative_phase"):
-        torch.testing.assert_close(getattr(after, name), getattr(before, name))
-
-
-def test_size_is_the_only_thing_that_grows_with_the_vectors() -> None:
-    q, k, rotary = draw()
-    before, after = patterns(q, k, rotary), patterns(7 * q, 1e-3 * k, rotary, scale=50.0)
-    torch.testing.assert_close(after.query_size, 7 * before.query_size)
-    torch.testing.assert_close(after.key_size, 1e-3 * before.key_size)
-    for name in ("query_variation", "key_variation", "key_concentration", "query_phase", *SHARES, "spread"):
-        torch.testing.assert_close(getattr(after, name), getattr(before, name))
-
-
 def test_vectors_next_to_zero_have_no_say_in_the_phases() -> None:
     """Weighted phases: a thousand directions of noise do not hide that all keys of any size agree."""
     rotary = Rotary(FREQUENCIES[:1])
@@ -252,6 +223,3 @@ def test_frame_and_repr() -> None:
     text = repr(found)
     assert text.startswith("SubspacePatterns of 2 heads, 5 subspaces")
     assert f"distance {found.distance[:, :2].sum(-1).mean().item():.3f}" in text  # the two fastest of five
-
-
-ROTARY = Rotary(torch.tensor([1.0, 0.1], dtype=torch.float64))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,11 +10,9 @@ from support.rotary_layers import DISTANCES, LAYERS, SCALE, all_scores, anova, d
 from torch import Tensor
 
 from tl_posdisent.rope.moments import Moments
-from tl_posdisent.rope.rotary import Rotary, rotate
+from tl_posdisent.rope.rotary import Rotary
 from tl_posdisent.rope.subspaces import interaction_bound, interaction_by_subspace
 from tl_posdisent.rope.variance_decomposition import COMPONENTS, VarianceShares, decompose
-
-HALF = LAYERS["half"][0]
 
 
 def assert_same(ours: VarianceShares, theirs: dict[str, Tensor], close: float = 1e-12) -> None:
@@ -88,24 +83,6 @@ def test_both_r_are_correlations_of_fitted_scores() -> None:
         torch.testing.assert_close(r, torch.stack(expected), rtol=1e-10, atol=0)
 
 
-def test_variances_scale_with_the_scale_squared() -> None:
-    moments = Moments.from_qk(*draw("yarn"), LAYERS["yarn"][0])
-    one, minus_three = (decompose(moments, range(5), scale=s) for s in (1.0, -3.0))
-    torch.testing.assert_close(minus_three.variances, 9 * one.variances, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(minus_three.mean, -3 * one.mean, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(minus_three.shares, one.shares, rtol=1e-10, atol=1e-14)
-
-
-@pytest.mark.parametrize("layer", ["half", "adjacent", "partial"])
-def test_a_shift_of_all_distances_is_a_rotation_of_the_keys(layer: str) -> None:
-    rotary = LAYERS[layer][0]
-    q, k = draw(layer)
-    before = decompose(Moments.from_qk(q, k, rotary), range(8), scale=SCALE)
-    moved = rotate(k, torch.full((len(k),), 100.0), rotary)
-    after = decompose(Moments.from_qk(q, moved, rotary), range(100, 108), scale=SCALE)
-    torch.testing.assert_close(after.variances, before.variances, rtol=1e-10, atol=1e-13)
-
-
 def test_weights_count_repetitions_and_ignore_order() -> None:
     moments = Moments.from_qk(*draw("half"), LAYERS["half"][0])
     repeated = decompose(moments, [4, 1, 4, 9, 4, 9], scale=SCALE)
@@ -131,20 +108,6 @@ def test_table_has_a_row_per_head_and_says_what_the_result_says() -> None:
     assert f"r two-axis {shares.r_two_axis.mean().item():.3f}" in repr(shares)
 
 
-def test_one_distance_has_no_distance_terms() -> None:
-    shares = decompose(Moments.from_qk(*draw("half"), LAYERS["half"][0]), [17.5], scale=SCALE)
-    assert all(bool((shares.variance(component) == 0).all()) for component in COMPONENTS if "distance" in component)
-    torch.testing.assert_close(shares.r_two_axis, torch.ones(2).double(), rtol=0, atol=0)
-
-
-def test_constant_keys_have_no_key_terms() -> None:
-    q, k = draw("grouped")
-    moments = Moments.from_qk(q.float(), k[:1].expand_as(k).float(), LAYERS["grouped"][0])
-    shares = decompose(moments, range(9), scale=SCALE)
-    assert all(bool((shares.variance(component) == 0).all()) for component in COMPONENTS if "key" in component)
-    assert bool((shares.total > 0).all())
-
-
 def test_heads_whose_scores_do_not_vary_have_no_shares() -> None:
     q, k = draw("half")
     q[:, 1] = 0
@@ -167,9 +130,6 @@ def test_scores_that_vary_by_rounding_alone_do_not_vary() -> None:
     shares = decompose(Moments.from_qk(q, k, Rotary(frequencies(0))), range(9), scale=SCALE)
     assert shares.total.tolist() == [0.0]
     assert bool(shares.shares.isnan().all())
-
-
-ENTRIES: list[Callable[..., Any]] = [decompose, interaction_by_subspace, interaction_bound]
 
 
 def test_no_correlation_is_above_one_whatever_rounding_does() -> None:

@@ -116,26 +116,6 @@ def test_columns_by_hand() -> None:
         assert table.loc[row, NAMES].tolist() == pytest.approx([float(x) for x in expected], rel=1e-5, abs=1e-12)
 
 
-def test_batches_that_agree() -> None:
-    same = (TOKENS[:4].repeat(3, 1), LABELS[:4].repeat(3))
-    table = positional_gradients(model_of(encoding="alibi"), same, batches=3, batch_size=4, progress=False)
-    assert table["ratio"].tolist() == pytest.approx([1] * 6, abs=1e-6)
-    assert table["expected_norm"].tolist() == pytest.approx(table["mean_norm"].tolist(), rel=1e-6)
-
-
-def test_batches_that_have_nothing_to_do_with_each_other() -> None:
-    """Of labels that a coin decides nothing is left but 1/√batches."""
-    small = preset("small")
-    generator = torch.Generator().manual_seed(0)
-    tokens, _ = small.tasks["distance"].batch(48 * 16, generator)
-    labels = torch.randint(0, 16, (len(tokens),), generator=generator)
-    model = small.model("rope", "distance", n_layers=1)
-    with torch.no_grad():  # by default the answers of a new model are unequally likely, which batches agree about
-        model.unembed.W_U.mul_(1e-3)
-    table = positional_gradients(model, (tokens, labels), batches=48, batch_size=16, progress=False)
-    assert table["ratio"].mean() == pytest.approx(48**-0.5, rel=0.25)
-
-
 def test_the_model_is_left_alone_and_dropout_is_off() -> None:
     model = model_of(encoding="rope", dropout=0.5).train()
     model.blocks[0].ln1.eval()

@@ -132,20 +132,6 @@ def test_the_set_suffices_and_none_of_its_heads_can_go(
     assert (found.none, found.none_loss) == pytest.approx(all_sets[frozenset()], abs=1e-5)
 
 
-@by_both
-def test_the_path_goes_from_all_heads_to_none(trained: SyntheticModel, brute: Any, by: Any) -> None:
-    found = sufficient_heads(trained, *SAMPLES, by=by)
-    sizes = found.path["heads"].tolist()
-    assert sizes == sorted(set(sizes), reverse=True)
-    assert (sizes[0], sizes[-1]) == (4, 0)
-    of_size = {n: [value for some, value in brute[by].items() if len(some) == n] for n in range(5)}
-    for n, accuracy, loss in found.path.itertuples(index=False):
-        assert any((accuracy, loss) == pytest.approx(value, abs=1e-5) for value in of_size[n])
-        assert found.at(n) == (accuracy, loss)
-    for n in range(len(found.heads) + 1):  # the most important heads of the set come first
-        assert found.at(n) == pytest.approx(brute[by][frozenset(found.heads[:n])], abs=1e-5)
-
-
 # --- what redundancy cannot hide --------------------------------------------------------------------------------
 
 
@@ -178,17 +164,6 @@ def test_redundant_heads_are_not_necessary_and_one_of_each_is_in_the_set(trained
 
 
 # --- other models -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("encoding", ["sinusoidal_rope", "absolute_mla", "mla"])
-def test_rotation_of_other_encodings_is_that_of_limit_frequencies(encoding: str) -> None:
-    model = tiny(encoding=encoding).eval()
-    with torch.no_grad():
-        for some in ([], [(0, 1)], HEADS[1:]):
-            others = [head for head in HEADS if head not in some]
-            ours = model.run_with_hooks(SAMPLES[0], fwd_hooks=only_heads(model, some))
-            hooks = limit_frequencies(model, high=0.0, mode="freeze", heads=others)
-            torch.testing.assert_close(ours, model.run_with_hooks(SAMPLES[0], fwd_hooks=hooks), rtol=0, atol=1e-5)
 
 
 def test_rotary_heads_alone_are_candidates() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tl_posdisent.synthetic import Task, TriggerCount, TriggerDistance
 
@@ -229,22 +228,3 @@ def test_a_split_may_take_all_that_there_is() -> None:
     assert len({tuple(row) for row in torch.cat([split.train_tokens, split.test_tokens]).tolist()}) == 36
     with pytest.raises(ValueError, match=r"n_train \+ n_test must be no more than the task has samples, got 21 \+ 16"):
         task.split(21, 16, seed=0)
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_no_loop_over_samples(name: str) -> None:
-    """A thousand times as many samples take the same number of operations; benchmarks/synthetic.py has the speed."""
-
-    class Count(TorchDispatchMode):
-        operations = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.operations += 1
-            return function(*args, **(kwargs or {}))
-
-    counts = []
-    for samples in (10, 10_000):
-        with Count() as count:
-            PAPER[name].batch(samples, 0)
-        counts.append(count.operations)
-    assert counts[0] == counts[1] > 0

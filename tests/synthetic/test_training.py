@@ -102,17 +102,6 @@ def test_is_the_plain_loop(pieces: int | None, clip: float | None) -> None:
         torch.testing.assert_close(model.state_dict()[name], x, rtol=1e-3, atol=2e-5)
 
 
-def test_learning_rate() -> None:
-    config = TrainConfig(epochs=10, batch_size=10, n_train=109, lr=2.0, warmup=0.06)
-    assert config.steps == 100
-    rates = [config.learning_rate(step) for step in range(100)]
-    assert rates[:7] == pytest.approx([2 * n / 6 for n in range(1, 7)] + [2.0])
-    assert rates[6 + 47] == pytest.approx(1.0)
-    assert rates[7:] == sorted(rates[7:], reverse=True)
-    assert 0 < rates[-1] < 0.01
-    assert TrainConfig(warmup=0.0, epochs=1).learning_rate(0) == 1e-4
-
-
 def test_the_last_batch_is_kept_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every sample once in an epoch, though the batch does not divide them; the loss is a mean of the batch's own."""
     config = changed(FEW, n_train=40, keep_last=True, n_test=1, log_every=1)
@@ -398,9 +387,3 @@ def test_evaluate_sees_hooks_and_survives_them() -> None:
     ):
         evaluate(model, tokens, labels)
     assert model.training
-
-
-def test_repr() -> None:
-    text = repr(go(small()))
-    assert text.startswith("TrainRun of rope on TriggerDistance(d_vocab=8, ")
-    assert "12 of 12 steps\n  test accuracy 0." in text

@@ -155,16 +155,6 @@ def test_seeds_make_the_weights_and_nothing_else() -> None:
         assert torch.equal(parameter, other.get_parameter(name)) == (parameter.unique().numel() == 1)
 
 
-def test_dropout_acts_in_training_only() -> None:
-    model = small_model(dropout=0.5)
-    assert torch.equal(model(TOKENS), model(TOKENS))
-    twin = small_model(dropout=0.0)
-    assert torch.equal(model(TOKENS), twin(TOKENS))
-    model.train()
-    assert (model(TOKENS) - model(TOKENS)).abs().max() > 0.01
-    assert torch.equal(twin.train()(TOKENS), twin(TOKENS))
-
-
 # --- a TransformerLens model ----------------------------------------------------------------------------------------
 
 
@@ -192,11 +182,6 @@ def test_what_the_cache_holds_adds_up(encoding: str) -> None:
     assert_close(model(TOKENS), logits)
 
 
-def test_result_fires_only_when_asked_for() -> None:
-    model = small_model()
-    assert "blocks.0.attn.hook_result" not in model.run_with_cache(TOKENS)[1]
-
-
 @pytest.mark.parametrize("encoding", ["learned", "mla"])
 def test_every_hook_has_its_say(encoding: str) -> None:
     """An edit at any hook reaches the logits, and gradients come by."""
@@ -216,14 +201,6 @@ def test_every_hook_has_its_say(encoding: str) -> None:
     with model.hooks(bwd_hooks=[(name, note) for name in model.hook_dict]):
         model(TOKENS).square().sum().backward()
     assert passed == dict.fromkeys(model.hook_dict, True)
-
-
-def test_stopping_at_a_layer() -> None:
-    model = small_model(n_layers=3)
-    _, cache = model.run_with_cache(TOKENS)
-    for n in range(3):
-        assert_close(model(TOKENS, stop_at_layer=n), cache["resid_pre", n])
-    assert_close(model(TOKENS, stop_at_layer=-1), cache["resid_pre", 2])
 
 
 def test_copies_are_independent_and_whole() -> None:

@@ -188,15 +188,6 @@ def test_colours_are_symmetric_where_numbers_are_signed() -> None:
     assert zero.zmin < zero.zmax
 
 
-def test_what_an_effect_is_called_follows_from_its_table() -> None:
-    def title(**columns: float) -> str:
-        return plot_heads(HEADS.assign(**columns), "effect").data[0].colorbar.title.text
-
-    assert "untouched" in title(baseline=1.0)
-    assert "clean" in title(clean=1.0, corrupted=2.0)
-    assert "other" in title(source=1.0, baseline=2.0)
-
-
 def test_subspaces_has_wavelengths_on_y_and_heads_on_x() -> None:
     figure = plot_subspaces(SUBSPACES, "key_size")
     (heat,) = figure.data
@@ -216,18 +207,6 @@ def test_subspaces_are_numbered_where_layers_differ_in_frequencies() -> None:
     assert (list(axis.ticktext), axis.title.text) == (["0", "1", "2"], "subspace")
     still = SUBSPACES.assign(frequency=SUBSPACES["frequency"].where(SUBSPACES["subspace"] < 2, 0.0))
     assert list(plot_subspaces(still, "key_size").layout.yaxis.ticktext) == ["1", "10", "∞"]
-
-
-def test_one_layer_needs_no_layer_and_layers_no_heads() -> None:
-    assert list(plot_shares(SHARES.query("layer == 0").drop(columns="layer")).data[0].x) == ["0", "1", "2"]
-    for plot, table in ((plot_shares, SHARES), (partial(plot_subspaces, value="key_size"), SUBSPACES)):
-        few = table.query("head == 1").drop(columns="head")
-        figure = plot(few)
-        assert (list(figure.data[0].x), figure.layout.xaxis.title.text) == (whole(few["layer"]), "layer")
-
-
-def whole(layers: Any) -> list[str]:
-    return [str(layer) for layer in sorted(set(layers))]
 
 
 def test_shares_are_stacked_to_one_with_what_breaks_additivity_on_top() -> None:
@@ -273,16 +252,6 @@ def test_deposit_shows_what_suffices_beside_what_is_necessary() -> None:
     report = deposit(drops, sufficient=found)
     assert np.array_equal(report.plot().data[0].y, bars.y)
     assert len(report.plot().data) == 3
-
-
-def test_many_heads_are_named_by_layer() -> None:
-    many = by_head(9, 20, effect=lambda layer, head: layer + head / 100)
-    figure = plot_deposit(many, better="lower")
-    assert np.array_equal(figure.data[0].y, many.sort_values(["layer", "head"])["effect"])
-    assert np.array_equal(figure.data[0].x, range(180))
-    assert list(figure.layout.xaxis.tickvals) == [9.5 + 20 * n for n in range(9)]
-    assert list(figure.layout.xaxis.ticktext) == list("012345678")
-    assert figure.data[0].customdata[25] == "layer 1, head 5"
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -369,18 +338,6 @@ def test_distance_colours_the_most_positional_heads_and_says_which() -> None:
         plot_distance(both, log=True)
 
 
-def test_correlations_and_shares_have_a_range_from_0_to_1() -> None:
-    (heat,) = plot_heads(HEADS.assign(r=HEADS["r"] / 30), "r").data
-    assert (heat.zmin, heat.zmax) == (0, 1)
-    (heat,) = plot_heads(HEADS.assign(loss=HEADS["r"] / 30), "loss").data
-    assert (heat.zmin, heat.zmax) == (0, 0.7)
-    assert plot_shares(SHARES).layout.yaxis.range == (0, 1.0001)
-    steps = pd.concat([HEADS.assign(step=step, r_two_axis=0.5, margin=2.0) for step in (0, 10)])
-    assert {axis.range for axis in plot_dynamics(steps).select_yaxes()} == {(0, 1)}
-    assert {axis.rangemode for axis in plot_dynamics(steps, "margin").select_yaxes()} == {"tozero"}
-    assert next(plot_training(METRICS).select_yaxes(row=2)).range == (0, 1.01)
-
-
 def test_verdicts_have_their_colours_and_are_counted() -> None:
     figure = plot_verdicts(HEAD_VERDICTS.sample(frac=1, random_state=0))
     (heat,) = figure.data
@@ -418,13 +375,6 @@ def test_error_bars_are_those_of_the_table() -> None:
     assert "±" in heat.hovertemplate
     for bar in plot_substitution(SUBSTITUTION.assign(change_se=0.5)).data:
         assert list(bar.error_x.array) == [0.5] * len(bar.x)
-
-
-def test_titles_say_what_is_shown_or_what_was_asked_for() -> None:
-    defaults = {plot(table).layout.title.text for plot, table, _ in PLOTS}
-    assert len(defaults) == len(PLOTS)
-    assert all(len(title) > 10 for title in defaults)
-    assert {plot(table, title="Mine").layout.title.text for plot, table, _ in PLOTS} == {"Mine"}
 
 
 def test_distance_marks_the_wavelengths_that_occur() -> None:
@@ -490,13 +440,3 @@ def test_dynamics_has_a_panel_per_layer_and_a_line_per_head() -> None:
         assert line.showlegend == (layer == 0)
     assert {axis.matches for axis in figure.select_yaxes()} <= {None, "y"}  # heights compare across panels
     assert len({(line.line.color, line.line.dash) for line in figure.data}) == 2
-
-
-def test_dynamics_of_layers_is_a_single_panel() -> None:
-    figure = plot_dynamics(MARGINS, "margin")
-    assert [(line.name, list(line.x), list(line.y)) for line in figure.data] == [
-        ("layer 0", [0, 20], [1.0, 3.0]),
-        ("layer 1", [0, 20], [2.0, 4.0]),
-    ]
-    with pytest.raises(ValueError, match="several"):
-        plot_dynamics(pd.concat([HEADS.assign(step=0)] * 2), "r")

@@ -108,11 +108,6 @@ def test_side_by_side_they_add_up() -> None:
     assert near(torch.stack([x.abs().max() for x in shown.values()]).max(), torch.tensor(scale).double(), scale)
 
 
-def test_all_parts_have_one_scale() -> None:
-    fit = tp.fit_additive(random_scores(2))
-    assert len({data(tp.show_scores(fit, WORDS, p))["common"]["maxValue"] for p in PARTS[:4]}) == 1
-
-
 @pytest.mark.parametrize("kind", FITS)
 def test_additive_pattern_is_the_softmax_of_the_fit(kind: str) -> None:
     scores = random_scores(2, 3)
@@ -161,14 +156,6 @@ def test_loss_added_to_each_token(kind: str, name: str, shared_model: Any) -> No
     assert f"{(after - before).mean():+.3f} on average" in str(widget)
     with pytest.raises(ValueError, match="text must be an integer from 0 to 1, got 2"):
         tp.viz.show_loss_change(model, tokens, hooks, text=2)
-
-
-def test_pooled_matrices_without_heads() -> None:
-    scores = random_scores(3)
-    fit = tp.fit_additive(scores, pool=True)
-    for part in ("distance", "key"):
-        shown = matrices(tp.show_scores(fit, WORDS, part, heads=[2, 0], scale=20.0))[0, 0]
-        assert near(shown, fit.component(part)[[2, 0]], 20.0)
 
 
 def test_fewer_queries_than_keys() -> None:
@@ -292,16 +279,6 @@ def test_nothing_asks_the_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for page in pages:
         assert "unpkg.com" not in page
         assert 1_250_000 < len(page) < 1_400_000
-
-
-def test_the_library_is_where_it_was() -> None:
-    """An undocumented place in circuitsvis, and what is taken out of it."""
-    script = offline.library()
-    assert "</script" not in script.lower()
-    assert "<!--" not in script
-    assert "sourceMappingURL" not in script
-    for name in ("AttentionHeads", "AttentionPattern", "ColoredTokens", "render"):
-        assert re.search(rf"\b{name}:\(\)=>", script)
 
 
 @given(st.text(st.characters(), max_size=12))
