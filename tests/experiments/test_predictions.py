@@ -7,7 +7,7 @@ import torch
 from support.live_bytes import LiveBytes
 
 from tl_posdisent import load_demo_model
-from tl_posdisent.experiments.causal import predictions
+from tl_posdisent.experiments.causal import metrics as predictions
 from tl_posdisent.models.texts import read_texts
 
 

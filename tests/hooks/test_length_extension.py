@@ -11,7 +11,7 @@ from support.intervention_cases import REAL, TOKENS, L, close, edited, every_way
 from torch import Tensor
 
 from tl_posdisent import lambda_mask, position_interpolation, read_attention, remap_distance, swap_positions
-from tl_posdisent.hooks import length_extension as windows
+from tl_posdisent.hooks import positions as windows
 from tl_posdisent.hooks.edits.edits import DistanceMap, Order, ScoreEdit
 
 DISTANCE = REAL[:, None] - REAL

@@ -12,10 +12,9 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.layout import Layout, Stacked, by_system, first_keys, to_batch
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.solver import Problem, Solution, solve_attention, solve_keys_alone
-from tl_posdisent.additive.attention.sums import AttentionSums
+from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, first_keys, to_batch
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit_from_qk import check_vectors
 from tl_posdisent.additive.score_checks import (

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.layout import first_keys
+from tl_posdisent.additive.attention.sums import first_keys
 from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells, on_device
 from tl_posdisent.additive.result import mean_and_range
 from tl_posdisent.additive.score_checks import check_finite_tensor

@@ -20,8 +20,7 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.attention.layout import Layout, Stacked
-from tl_posdisent.additive.attention.sums import AttentionSums
+from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked
 from tl_posdisent.additive.solver import conjugate_gradients
 
 _AT_ONCE = 2**14  # keys of all texts of the systems that are solved together

@@ -251,7 +251,7 @@ def length(
     import pandas as pd
 
     from tl_posdisent.experiments.robustness.length_generalization import length_generalization
-    from tl_posdisent.hooks.length_extension import lambda_mask, position_interpolation
+    from tl_posdisent.hooks.positions import lambda_mask, position_interpolation
     from tl_posdisent.sweeps.sources import cut
 
     model = given.load()

@@ -28,7 +28,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.tables import progress_bar
 
-from .predictions import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
+from .metrics import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
 from .runs import Failures, Runs
 
 

@@ -26,8 +26,17 @@ from tl_posdisent.utils.precision import apart
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, check_subset
 
-from .metrics import Metric, as_numbers, check_metric, values_of
-from .predictions import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
+from .metrics import (
+    Metric,
+    as_log_probabilities,
+    as_numbers,
+    check_metric,
+    clean_losses,
+    compare,
+    run_texts,
+    shuffled_order,
+    values_of,
+)
 from .runs import Failures, Run, Runs
 
 Unit = Literal["head", "layer", "all"]

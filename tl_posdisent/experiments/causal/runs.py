@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import Metric, value_of
-from tl_posdisent.experiments.causal.predictions import run_texts
+from tl_posdisent.experiments.causal.metrics import Metric, run_texts, value_of
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.partial_forward import attempted, attention_from, has_hooks, run_clean, run_from
 from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating, hook_name, output_of

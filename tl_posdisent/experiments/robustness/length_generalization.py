@@ -12,6 +12,7 @@ from einops import rearrange
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
+from tl_posdisent.experiments.causal.metrics import as_log_probabilities, token_losses
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.longer_context import longer_context
 from tl_posdisent.models.reading.forward import Hook, evaluating
@@ -164,7 +165,9 @@ def length_generalization(
     index = ["start", "stop", *{"bucket": [], "layer": ["layer"], "head": ["layer", "head"]}[by]]
     measured = pd.DataFrame(rows).pivot_table("value", ["start", "stop", "layer", "head"], "measure")
     table = measured.reindex(columns=_MEASURES).groupby(level=index).mean().reset_index()
-    losses = {start: _loss(logits, texts, start, stop) for start, stop in pairwise(edges)}
+    pairs = zip(logits, texts, strict=True)  # text by text: a vocabulary is large
+    by_token = [token_losses(as_log_probabilities(x[None]), text[None, : len(x) + 1])[0] for x, text in pairs]
+    losses = {a: float(torch.cat([x[a:b] for x in by_token]).double().mean()) for a, b in pairwise(edges)}
     table.insert(len(index), "loss", table["start"].map(losses))
     return reading.note(table.rename_axis(columns=None))
 
@@ -239,14 +242,3 @@ def _drift(
     inside = z[:, :, start:end].flatten(1, 2)
     distance[:, :, start:end] = reference.distance_without(inside, every).unflatten(1, (batch, -1))
     return distance, cosine, limit
-
-
-def _loss(logits: Tensor, texts: Sequence[Tensor], start: int, stop: int) -> float:
-    """Mean cross entropy of what follows the queries of a bucket."""
-    losses, count = [], 0
-    for of_text, text in zip(logits, texts, strict=True):  # text by text: a vocabulary is large
-        targets = text[start + 1 : stop + 1].to(of_text.device)
-        given = of_text[start : start + len(targets)].float()
-        losses.append(torch.nn.functional.cross_entropy(given, targets, reduction="sum"))
-        count += len(targets)
-    return float(torch.stack(losses).double().sum()) / count

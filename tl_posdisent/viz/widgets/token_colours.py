@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.experiments.causal.predictions import as_log_probabilities, run_texts, token_losses
+from tl_posdisent.experiments.causal.metrics import as_log_probabilities, run_texts, token_losses
 from tl_posdisent.models.reading.forward import Hook, token_words
 from tl_posdisent.models.reading.forward import check_tokens as check_ids
 from tl_posdisent.models.reading.model_reading import model_of
