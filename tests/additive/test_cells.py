@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.dense import Dense, allowed
-from support.masks import CASES, Case, documents, padding, random_mask, sinks
+from support.dense import Dense
+from support.masks import CASES, Case, documents, random_mask
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, Runs, Scattered, by_distance, cell_distances, diagonal_sums, make_cells
+from tl_posdisent.additive.cells import Cells, Runs, by_distance, cell_distances, diagonal_sums, make_cells
 
 quick = settings(max_examples=40, derandomize=True, deadline=None)
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -53,23 +53,6 @@ def test_blocks_of_the_mask(case: Case) -> None:
     flat = case.mask.reshape(-1, *case.shape[-2:])
     which = torch.tensor([len(flat) - 1, 0, 0])
     assert torch.equal(cells.inside(later, columns, which), flat[which][:, later, columns])
-
-
-@pytest.mark.parametrize(
-    ("mask", "kind"),
-    [
-        (allowed(9, 9), Runs),
-        (allowed(9, 9, window=3), Runs),
-        (allowed(9, 9) & (torch.arange(9) > 0), Runs),
-        (padding(9, (0, 2), (3, 0)), Runs),
-        (documents(4, 5), Scattered),
-        (sinks(9, 1, 3), Scattered),
-        (random_mask(9, 9, density=0.5), Scattered),
-    ],
-)
-def test_what_has_no_gaps_is_runs(mask: Tensor, kind: type) -> None:
-    shape = (2, 3, 9, 9)
-    assert type(make_cells(shape, mask)) is kind
 
 
 @quick

@@ -71,16 +71,6 @@ def test_cells_inside_the_mask_must_be_scores(dtype: torch.dtype, value: Any, wh
         fit_additive(scores)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_masked_score_tensor_and_the_wrong_mask(dtype: torch.dtype) -> None:
-    """The likeliest mistake: causal scores, and every cell asked for. All of them are found, the first is named."""
-    scores = noise(2, 6, 6, dtype=dtype).masked_fill(~allowed(6, 6), torch.finfo(dtype).min)
-    with pytest.raises(ValueError, match=r"at index \(0, 0, 1\) \(query 0, key 1\) and 29 more such cells; pass mask="):
-        fit_additive(scores, mask="full")
-    with pytest.raises(ValueError, match="pass the mask that the model used"):
-        fit_additive(torch.full((4, 4), torch.finfo(dtype).min, dtype=dtype))
-
-
 @pytest.mark.parametrize("value", [6e4, -6e4])
 def test_large_half_precision_scores_are_no_masking_values(value: float) -> None:
     scores = torch.full((20, 20), value, dtype=torch.float16)
@@ -115,13 +105,6 @@ def test_layout_does_not_matter_and_the_input_is_left_alone(name: str, dtype: to
     assert scores._version == version
     assert not any(getattr(fit, field).requires_grad for field in FIELDS)
     assert not fit.residual(scores).requires_grad
-
-
-def test_expanded_scores() -> None:
-    scores = noise(1, 9, 9).expand(4, -1, -1)
-    assert_equal(fit_additive(scores), fit_additive(scores.contiguous()))
-    row = noise(9).expand(9, 9)  # every query has the same scores
-    assert fit_additive(row, mask="full").share_key.item() == pytest.approx(1.0)
 
 
 def test_scores_of_several_layers_are_fitted_as_each_alone() -> None:

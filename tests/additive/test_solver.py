@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.masks import CASES, Case, documents, padding, sinks
+from support.masks import CASES, Case
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, Runs, make_cells
@@ -83,17 +83,6 @@ def test_systems_of_very_different_scale_do_not_disturb_each_other() -> None:
         assert float(residual.abs().max()) <= 1e-10 * float(scale[n]) * float(marginals[n].abs().max())
         torch.testing.assert_close(cells.product(together[n]), cells.product(alone), rtol=1e-8, atol=0)
     assert float(together[3].abs().max()) == 0
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [padding(120, (0, 30), (100, 3)), documents(60, 1, 59)[None], sinks(120, 2, 3)[None]],
-    ids=["padding", "documents", "sinks"],
-)
-def test_texts_with_masks_of_their_own(mask: Tensor) -> None:
-    cells = make_cells((2, 3, 120, 120), mask, 5 if mask.ndim == 4 else None)
-    marginals = cells.product(torch.randn(2, 3, cells.counts.shape[-1], dtype=torch.float64))
-    torch.testing.assert_close(cells.product(solve(cells, marginals)), marginals, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("window", [1, 2, 40, 400])

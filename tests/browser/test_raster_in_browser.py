@@ -62,20 +62,3 @@ def test_image(opened: Open, tmp_path: Path) -> None:
     assert page.evaluate(PIXEL, [40, n - 1])[:3] == [*bytes.fromhex(POSITIVE[1:])]
     assert readout(page, 40.5 / n, 0.8).endswith("key 40 ·w40: 1")
     assert page.evaluate("window.pwned") is None
-
-
-def test_colours_are_those_of_a_chart(opened: Open, tmp_path: Path) -> None:
-    """Not only at the ends: as circuitsvis mixes them."""
-    scores = torch.linspace(-1, 1, 12).expand(12, 12)
-    fit = tp.fit_additive(scores, mask="full")
-    chart, image = (
-        tp.show_scores(fit, ["w"] * 12, "scores", scores=scores, centred=False, scale=1.0, raster=r)
-        for r in (False, True)
-    )
-    one = opened(chart.save(tmp_path / "chart.html"))
-    one.settle(2)
-    of_chart = [one.pixel(0, (column + 0.5) / 12, 0.5) for column in range(12)]
-    other = opened(image.save(tmp_path / "image.html"))
-    drawn(other.page)
-    of_image = [other.page.evaluate(PIXEL, [column, 5])[:3] for column in range(12)]
-    assert (torch.tensor(of_chart) - torch.tensor(of_image)).abs().max() <= 3  # of 255: circuitsvis rounds on the way

@@ -107,27 +107,6 @@ def test_a_cell_says_its_number_and_leads_to_its_head(path: Path, opened: Open) 
     assert float(row.locator("td").first.inner_text()) == pytest.approx(float(r), abs=6e-4)
 
 
-def test_a_figure_can_be_zoomed_and_saved(path: Path, opened: Open, tmp_path: Path) -> None:
-    page = opened(path, may_fail=True)  # saving reads the image from a blob of its own
-    page.settle(CANVASES)
-    plot = page.page.locator("#perturbation .plot")
-    plot.scroll_into_view_if_needed()
-    box = plot.locator(".nsewdrag").first.bounding_box()
-    page.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.4 * box["height"])
-    page.page.mouse.down()
-    page.page.mouse.move(box["x"] + 0.9 * box["width"], box["y"] + 0.8 * box["height"], steps=5)
-    page.page.mouse.up()
-    low, high = plot.evaluate("x => x.layout.xaxis.range")
-    assert 0.2 < low < 0.3 < 0.4 < high < 0.5
-    assert plot.locator(".modebar-btn").count() == 4  # none that sends data anywhere
-    with page.page.expect_download() as download:
-        plot.locator(".modebar-btn[data-title*=PNG]").click()
-    download.value.save_as(tmp_path / "figure.png")
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    assert [url for url in page.requests if not url.startswith("blob:")] == [path.as_uri()]
-    assert page.complaints == []
-
-
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_on_a_phone(dark: bool, path: Path, opened: Open) -> None:
     page = opened(path, width=390, dark=dark)

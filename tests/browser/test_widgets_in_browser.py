@@ -220,28 +220,3 @@ def test_as_jupyterlab_puts_it_in(attached: bool, opened: Open, tmp_path: Path) 
     page.settle(2)
     page.page.get_by_label("head").select_option("1")
     page.settle(2)
-
-
-@pytest.mark.parametrize(("name", "charts"), [("scores", 3), ("parts", 6), ("patterns", 2), ("key_importance", 0)])
-def test_on_a_phone_in_the_dark(name: str, charts: int, opened: Open, tmp_path: Path) -> None:
-    """Charts follow the window both ways; those of circuitsvis alone shrink with it and never grow again."""
-    scores, fit = two_heads()
-    make = {
-        "scores": lambda: tp.show_scores(fit, WORDS),
-        "parts": lambda: tp.show_parts(fit, WORDS, 0, scores=scores),
-        "patterns": lambda: tp.show_patterns(fit, WORDS, scores.tril().softmax(-1)),
-        "key_importance": lambda: tp.viz.show_key_importance(fit, WORDS),
-    }
-    page = opened(saved(make[name](), tmp_path), dark=True)
-    page.settle(charts)
-    width = "() => [...document.querySelectorAll('canvas')].filter(c => c.offsetWidth).at(-1)?.offsetWidth ?? 300"
-    within = f"([low, high]) => low <= ({width})() && ({width})() <= high"
-    wide = page.page.evaluate(width)
-    page.page.set_viewport_size({"width": 390, "height": 700})
-    page.page.wait_for_function(within, arg=[200, 389])
-    page.settle(charts)
-    page.screenshot(f"phone_{name}")
-    assert page.page.evaluate("() => document.documentElement.scrollWidth") <= 390
-    assert page.page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    page.page.set_viewport_size({"width": 1100, "height": 900})
-    page.page.wait_for_function(within, arg=[wide - 1, wide + 1])

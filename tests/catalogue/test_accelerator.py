@@ -5,7 +5,6 @@ The device is imitated (``support.accelerator``): it refuses what CUDA refuses.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
@@ -24,7 +23,6 @@ from support.public_calls import FEW, GOOD, OWN, TASK, call, callables, syntheti
 from support.results import assert_same
 from torch import Tensor
 
-import tl_posdisent as tp
 from tl_posdisent.rope import Moments
 from tl_posdisent.synthetic.training.train import TaskTraining
 
@@ -217,17 +215,3 @@ def test_resumed_dropout_on_a_device(tmp_path: Path) -> None:
 
     with imitated():
         assert trained(tmp_path / "whole", 4) == trained(tmp_path / "parts", 2, 4)
-
-
-def test_factories_name_their_device() -> None:
-    """Else they follow ``torch.set_default_device``. Parameters do, but ``SyntheticModel`` makes them on the CPU."""
-    factories = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "tensor", "zeros"}
-    factories |= {"normal", "rand", "randint", "randn", "randperm", "logspace", "tril_indices", "triu_indices"}
-    for path in sorted(Path(tp.__file__).parent.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        parameters = [ast.unparse(node.args[0]) for node in calls if ast.unparse(node.func) == "nn.Parameter"]
-        for node in calls:
-            module, _, name = ast.unparse(node.func).rpartition(".")
-            named = "device" in [keyword.arg for keyword in node.keywords] or ast.unparse(node) in parameters
-            assert named or module != "torch" or name not in factories, f"{path}:{node.lineno}: say device="

@@ -10,13 +10,10 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.public_calls import TARGETS, TOKENS, Function, call, functions
+from support.public_calls import TOKENS, Function, call, functions
 from support.untouched import state
 
 import tl_posdisent as tp
-from tl_posdisent.experiments import rope_hadamard
-from tl_posdisent.hooks import applied, phase_noise
-from tl_posdisent.models.loading.load import has_hooked
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -69,33 +66,6 @@ def test_good_input_leaves_no_trace(function: Function, kind: str, name: str, sh
         assert torch.equal(model(TOKENS), plain)
 
 
-# --- without a rotation -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "use", "message"),
-    [
-        ("gpt2", lambda model: tp.swap_positions(model, TARGETS), "GPT2"),
-        ("bloom", lambda model: tp.swap_positions(model, TARGETS), "Bloom"),
-        ("gpt2", lambda model: tp.dummy_distance(model, 3), "GPT2"),
-        ("bloom", lambda model: phase_noise(model, 0.1), "Bloom"),
-        ("gpt2", lambda model: tp.controlled_distance(model, TOKENS, progress=False), "GPT2"),
-        ("deepseek_v3", lambda model: tp.subspace_patterns(model, TOKENS, progress=False), "DeepseekV3"),
-        ("gpt2", lambda model: rope_hadamard(model, TOKENS, 0), "GPT2"),
-        ("gpt2", lambda model: tp.longer_context(model, 10**4).__enter__(), "length must be at most"),
-    ],
-)
-def test_positions_of_another_kind(name: str, use: Callable[[Any], Any], message: str, shared_model: Any) -> None:
-    with pytest.raises(ValueError, match=message):
-        use(shared_model("bridge", name))
-
-
-def test_learned_positions_have_no_controlled_distance(shared_model: Any) -> None:
-    got = tp.disentanglement(shared_model("bridge", "gpt2"), TOKENS, progress=False)
-    assert got[["r_three_axis", "r_two_axis"]].isna().all(axis=None)
-    assert got["r"].notna().all()
-
-
 # --- changed models ---------------------------------------------------------------------------------------------
 
 
@@ -144,33 +114,3 @@ def test_compiled_models(own: Any, model: Any) -> None:
     own.compile()
     with pytest.raises(ValueError, match=r"compiled.*loaded anew"):
         table(own)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers(value: float, own: Any) -> None:
-    with torch.no_grad():
-        own.original_model.model.layers[0].self_attn.q_proj.weight[0, 0] = value
-    for use in (table, lambda model: next(tp.capture(model, TOKENS))):
-        with pytest.raises(ValueError, match=r"NaN.*weights"):
-            use(own)
-    with pytest.raises(ValueError, match="NaN"):
-        tp.read_attention(own, 0)
-
-
-def test_hooks_that_never_fire(model: Any) -> None:
-    with pytest.raises(RuntimeError, match="never fired"), applied(model, tp.dummy_distance(model, 1)):
-        pass
-
-
-# --- loading ----------------------------------------------------------------------------------------------------
-
-
-def test_what_cannot_be_wrapped(model: Any) -> None:
-    wraps = [tp.bridge_from_hf, tp.hooked_from_hf] if has_hooked() else [tp.bridge_from_hf]
-    for wrap in wraps:
-        for other in (None, LINEAR, model):
-            with pytest.raises(ValueError, match=f"hf_model must be .*{type(other).__name__}"):
-                wrap(other)
-    if not has_hooked():
-        with pytest.raises(ValueError, match="no HookedTransformer"):
-            tp.hooked_from_hf(zoo.hf_model("llama"))

@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.public_calls import DROPS, FIT, GOOD, ROTARY, SAMPLES, TOKENS, WORDS, Q, numbers, synthetic
+from support.public_calls import FIT, GOOD, SAMPLES, TOKENS, WORDS, numbers, synthetic
 
 import tl_posdisent as tp
 from tl_posdisent import additivity, dummy_distance, fit_additive, swap_positions
 from tl_posdisent.hooks import applied
-from tl_posdisent.rope import decompose, rotate, toeplitz_share, unrotate
+from tl_posdisent.rope import decompose
 from tl_posdisent.sweeps import Job, Text
 from tl_posdisent.sweeps.runner import failure_of, part_of
-from tl_posdisent.synthetic import deposit
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
-NAN = float("nan")
 X = numbers(3, 6, 6)
 AT = torch.arange(12)
 EVIL = "</script><script>alert(1)</script>"
@@ -32,50 +30,11 @@ def model(shared_model: Any) -> Any:
 # --- scores -----------------------------------------------------------------------------------------------------
 
 
-def test_nan_outside_the_mask() -> None:
-    spoilt = X.masked_fill(~torch.ones(6, 6).tril().bool(), NAN)
-    assert torch.equal(fit_additive(spoilt).fitted(), fit_additive(X).fitted())
-
-
-def test_constant_scores_have_no_r() -> None:
-    fit = fit_additive(torch.full((2, 5, 5), 7.0))
-    assert fit.r2.isnan().all()
-    assert torch.equal(fit.intercept, torch.full((2,), 7.0, dtype=torch.float64))
-    assert tp.additive.score_correlation(X, torch.ones_like(X)).isnan().all()
-    assert toeplitz_share(torch.ones(5, 5)).isnan()
-
-
-def test_a_single_cell_is_fitted() -> None:
-    mask = torch.zeros(6, 6, dtype=torch.bool)
-    mask[4, 2] = True
-    fit = fit_additive(X, mask=mask)
-    assert fit.r2.isnan().all()
-    assert torch.equal(fit.fitted()[:, 4, 2], X[:, 4, 2].double())
-
-
-def _inferred() -> torch.Tensor:
-    with torch.inference_mode():
-        return X * 1
-
-
-@pytest.mark.parametrize(
-    "x", [X.clone().requires_grad_(), _inferred(), X.mT.contiguous().mT, X[:1].expand(4, 6, 6)], ids=range(4)
-)
-def test_scores_of_any_layout_in_memory(x: torch.Tensor) -> None:
-    """And whatever follows them in autograd."""
-    torch.testing.assert_close(fit_additive(x).r2, fit_additive(x.detach().clone().contiguous()).r2, rtol=1e-12, atol=0)
-
-
 def test_scores_whose_squares_overflow_float32() -> None:
     torch.testing.assert_close(fit_additive(X * 1e28).r2, fit_additive(X).r2, rtol=1e-5, atol=0)
 
 
 # --- positions --------------------------------------------------------------------------------------------------
-
-
-def test_negative_broken_and_repeated_positions() -> None:
-    positions = torch.tensor([-5.0, -5.0, 0.0, 0.5, 1e3, 7.0, 7.0, -0.25, 3.0])
-    torch.testing.assert_close(unrotate(rotate(Q, positions, ROTARY), positions, ROTARY), Q, atol=1e-5, rtol=0)
 
 
 def test_one_distance_explains_nothing_by_distance() -> None:
@@ -129,11 +88,6 @@ def test_no_text(text: Any, message: str) -> None:
         additivity(tp.load_demo_model(), text, progress=False)
 
 
-def test_texts_of_unequal_length() -> None:
-    with pytest.raises(ValueError, match=r"two texts at every position.*cut it to 2 tokens"):
-        tp.experiments.positional_subspace(tp.load_demo_model(), ["one", "one two three"], 0)
-
-
 def test_one_text_without_a_batch_axis_and_ids_of_32_bits(model: Any) -> None:
     expected = additivity(model, TOKENS[:1], layers=[0], progress=False)
     for tokens in (TOKENS[0], TOKENS[:1].int()):
@@ -156,17 +110,6 @@ def test_two_positions(model: Any) -> None:
 
 
 # --- choices, names and pages -----------------------------------------------------------------------------------
-
-
-def test_layers_and_heads_in_any_form(model: Any) -> None:
-    assert len(tp.read_model(model).specs(iter([0]))) == 1
-    assert tp.read_attention(model, -1).layer == 1
-
-
-def test_no_head_matters() -> None:
-    """No deposit, and no division by zero."""
-    report = deposit(DROPS.assign(effect=0.0))
-    assert (report.layer, report.head, report.drop) == (None, None, 0.0)
 
 
 def test_a_name_that_climbs_is_only_a_name(tmp_path: Any) -> None:

@@ -201,14 +201,6 @@ def test_the_shuffled_fit_is_that_of_a_shuffled_text(axes: Any, shared_model: An
     assert others.groupby(["scope", "head", "put_in", "keep"], dropna=False)["loss"].std().max() == 0
 
 
-def test_tokens_that_are_all_alike_are_their_own_shuffle(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    rows = additive_substitution(model, torch.full((1, 10), 7), layers=[0], progress=False)
-    fit, shuffled = (rows[(rows["scope"] != "all") & (rows["put_in"] == x)]["kl"] for x in ("fit", "shuffled fit"))
-    assert len(fit) == 9
-    assert abs(fit.to_numpy() - shuffled.to_numpy()).max() < 1e-6
-
-
 def test_two_axes_need_rotary_embeddings(shared_model: Any) -> None:
     model = shared_model("bridge", "gpt2")
     for tool in (substitute_additive, lambda m, axes: additive_substitution(m, TOKENS, axes=axes)):

@@ -15,11 +15,9 @@ from torch import Tensor
 from tl_posdisent import (
     capture,
     controlled_distance,
-    dummy_distance,
     fit_additive,
     positional_symbolic,
     preference_flips,
-    read_attention,
     subspace_patterns,
     trained_vs_random,
 )
@@ -68,45 +66,6 @@ def test_equals_the_dense_tensor(kind: str, name: str, shared_model: Model) -> N
         for component in COMPONENTS:
             share = (expected[component] / total).float()
             torch.testing.assert_close(rows(table, layer, component), share, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_r_is_that_of_least_squares(kind: str, name: str, shared_model: Model) -> None:
-    """Both r against dummy variables: one for each distance, query, key; or each pair that the two-axis model has."""
-    model, distances = shared_model(kind, name), range(4)
-    table = controlled_distance(model, TOKENS[:1], distances=distances, layers=[1], progress=False)
-    (seen,) = capture(model, TOKENS[:1], layers=[1], scores=False)
-    scores = all_scores(seen.q, seen.k, seen.spec.rotary, distances, seen.spec.scale)
-    d, i, j = (x.flatten() for x in torch.meshgrid(*map(torch.arange, scores.shape[1:]), indexing="ij"))
-    one_hot = torch.nn.functional.one_hot
-    for column, parts in (("r_three_axis", (d, i, j)), ("r_two_axis", (i * 4 + d, i * 10 + j))):
-        design = torch.cat([one_hot(part) for part in parts], -1).double()
-        y = scores.flatten(1).T
-        fitted = design @ torch.linalg.lstsq(design, y, driver="gelsd").solution
-        r = [torch.corrcoef(torch.stack(pair))[0, 1] for pair in zip(y.T, fitted.T, strict=True)]
-        torch.testing.assert_close(rows(table, 1, column), torch.stack(r).float(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "qwen3"))
-def test_each_distance_is_what_the_models_own_hooks_give(kind: str, name: str, shared_model: Model) -> None:
-    """The dense tensor is no invention: the model, with every pair put at distance d, computes its slices."""
-    model = shared_model(kind, name)
-    scores = dense(model, 1, [0, 3, 70])
-    for at, d in enumerate((0, 3, 70)):
-        with model.hooks(fwd_hooks=dummy_distance(model, d, layers=[1])):
-            seen = _scores(model)
-        mask = read_attention(model, 1).mask(10)
-        ours = torch.stack([scores[:, at, b * 10 : b * 10 + 10, b * 10 : b * 10 + 10] for b in range(2)]).float()
-        torch.testing.assert_close(seen[..., mask], ours[..., mask], rtol=1e-4, atol=1e-4)
-
-
-def _scores(model: Any) -> Tensor:
-    """Layer 1's scores under the hooks that the model has now."""
-    found = []
-    name = read_attention(model, 1).scores
-    with torch.no_grad():
-        model.run_with_hooks(TOKENS, fwd_hooks=[(name, lambda x, hook: found.append(x.clone()))])
-    return found[0]
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2"))

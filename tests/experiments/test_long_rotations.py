@@ -167,3 +167,20 @@ def test_bands_that_hold_other_subspaces_are_refused(mode: Any, models: list[Any
     for band in ((0.9, None), (None, 0)):
         found, expected = (_numbers(tp.limit_frequencies(model, *band, mode=mode), model)[0] for model in models)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_a_padded_text_has_the_rotation_of_the_longest(models: list[Any]) -> None:
+    """A text within the original context beside a long one: the model gives both the long text's rotation."""
+    model, mask = models[0], torch.ones_like(TEXTS)
+    mask[0, :18] = 0
+    with torch.no_grad():
+        plain = model(TEXTS, attention_mask=mask)
+        for hooks in (
+            tp.swap_positions(model, lambda p: p),
+            tp.position_interpolation(model, 1.0),
+            tp.remap_distance(model, lambda d: d),
+            tp.lambda_mask(model, 1, LENGTH, LENGTH),
+        ):
+            got = model.run_with_hooks(TEXTS, fwd_hooks=hooks, attention_mask=mask)
+            torch.testing.assert_close(got[0, 18:], plain[0, 18:], rtol=0, atol=3e-4)
+            torch.testing.assert_close(got[1], plain[1], rtol=0, atol=3e-4)

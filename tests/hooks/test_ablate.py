@@ -10,7 +10,7 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, load_demo_model
+from tl_posdisent import ablate_heads
 from tl_posdisent.hooks import applied
 from tl_posdisent.hooks.ablate import derangement
 
@@ -105,14 +105,6 @@ def test_one_text_has_no_other(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     with pytest.raises(ValueError, match='mode "resample" needs a batch of at least two texts, got 1'):
         run(model, ablate_heads(model, [(0, 1)], mode="resample"), TOKENS[:1])
-
-
-def test_a_reference_of_text() -> None:
-    demo, text = load_demo_model(), "Alice was beginning to get very tired of sitting"
-    hooks = ablate_heads(demo, [(0, 1)], mode="mean", reference=text)
-    same = ablate_heads(demo, [(0, 1)], mode="mean", reference=demo.to_tokens(text))
-    tokens = demo.to_tokens(text)
-    assert torch.equal(run(demo, hooks, tokens), run(demo, same, tokens))
 
 
 def test_heads_that_cannot_be_told_apart_are_refused(shared_model: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import dummy_distance, swap_positions
+from tl_posdisent import dummy_distance
 from tl_posdisent.hooks import applied
 
 TOKENS = zoo.random_tokens()
@@ -117,22 +117,6 @@ def test_hooks_of_the_user_survive(kind: str, name: str) -> None:
     with pytest.raises(RuntimeError, match="never fired"), applied(model, [(Z, double)]):
         pass
     assert torch.equal(run(model), doubled)
-
-
-@CASES
-def test_blocks_within_blocks(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    plain = run(model)
-    outer, inner = dummy_distance(model, 3, layers=[0]), swap_positions(model, torch.arange(12).flip(0), layers=[1])
-    with applied(model, outer):
-        alone = run(model)
-        with applied(model, inner):
-            both = run(model)
-        assert torch.equal(run(model), alone)
-    assert torch.equal(run(model), plain)
-    with applied(model, outer + inner):
-        assert torch.equal(run(model), both)
-    assert len({x.sum().item() for x in (plain, alone, both)}) == 3
 
 
 @CASES

@@ -7,34 +7,15 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import BROKEN, REAL, L, close, every_way, logits
+from support.intervention_cases import L, close, logits
 
-from tl_posdisent import read_model, swap_positions
+from tl_posdisent import read_model
 from tl_posdisent.hooks import applied, phase_noise
 from tl_posdisent.models.reading.forward import Hook
-
-SHIFTS = torch.stack([BROKEN - REAL, torch.linspace(-2, 3, L).flip(0)])
 
 
 def subspaces(model: Any, layer: int = 0) -> int:
     return len(read_model(model).specs([layer])[0].rotary.frequencies)
-
-
-def of_shifts(model: Any, shifts: torch.Tensor, **more: Any) -> list[Hook]:
-    """Angles that are those of other positions, by each layer's own frequencies."""
-    specs = [spec for spec in read_model(model).specs() if spec.rotary is not None]
-    layers = [{"noise": shifts.double()[..., None] * s.rotary.frequencies, "layers": [s.layer]} for s in specs]
-    return [hook for layer in layers for hook in phase_noise(model, **layer, **more)]
-
-
-@every_way
-def test_angles_linear_in_the_frequency_are_other_positions(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    plain = logits(model, [])
-    for heads, shifts in ((None, SHIFTS), ([1, 6], SHIFTS[0])):
-        moved = logits(model, swap_positions(model, REAL + shifts, heads=heads))
-        assert (moved - plain).abs().max() > 0.05
-        close(logits(model, of_shifts(model, shifts, heads=heads)), moved)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))

@@ -189,15 +189,6 @@ def test_directory_gives_the_logits_of_hugging_face(tmp_path: Path, backend: Any
         assert ids[0] == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_directory_in_another_type(tmp_path: Path, backend: Any) -> None:
-    llama().save_pretrained(tmp_path)
-    with torch.no_grad():
-        assert load_model(str(tmp_path), backend=backend)(some_tokens()).dtype == torch.float32
-        double = load_model(str(tmp_path), backend=backend, dtype=torch.float64, device="cpu")
-        assert double(some_tokens()).dtype == torch.float64
-
-
 def test_auto_takes_hooked_where_it_is_right_and_the_bridge_where_it_is_not(tmp_path: Path) -> None:
     good, bad = tmp_path / "good", tmp_path / "bad"
     llama().save_pretrained(good)

@@ -10,7 +10,7 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import capture, longer_context, read_attention, swap_positions
+from tl_posdisent import capture, longer_context, swap_positions
 from tl_posdisent.models.reading import attributes as facts
 
 LONG = zoo.random_tokens(128)
@@ -77,23 +77,6 @@ def test_everything_is_restored(kind: str, name: str) -> None:
     assert torch.equal(run(model, LONG[:, :64]), plain)
     with pytest.raises((RuntimeError, IndexError)):
         run(model, LONG)
-
-
-@with_tables
-def test_both_formulas_continue_the_table(kind: str, name: str) -> None:
-    """The frequencies read from the model alone would do as well."""
-    model = short(kind, name)
-    for layer in range(model.cfg.n_layers):
-        spec = read_attention(model, layer)
-        slots = list(facts.table_slots(model.blocks[layer].attn))
-        assert len(slots) == (2 if kind == "hooked" else 1)
-        for slot in slots:
-            first, *others = [x.double() for x in facts.longer_tables(slot, spec.rotary, 512)]
-            assert len(others) == (1 if kind == "hooked" else 0)
-            assert first.shape == (512, slot.table.shape[1])
-            torch.testing.assert_close(first[:64], slot.table.double(), rtol=0, atol=1e-5)
-            for other in others:
-                torch.testing.assert_close(other, first, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))

@@ -161,19 +161,6 @@ def test_hooks_of_the_user_do_not_disturb_the_look(kind: str, name: str, shared_
         assert (spec.problem, spec.scale, spec.scores, spec.turn_q) == (None, bare.scale, bare.scores, bare.turn_q)
 
 
-def test_permanent_hooks_stay_in_order(shared_model: Any) -> None:
-    model = zoo.bridge("llama")
-    order: list[str] = []
-    point = model.hook_dict["blocks.0.attn.hook_q"]
-    point.add_hook(lambda x, hook: order.append("first"))
-    point.add_perma_hook(lambda x, hook: order.append("permanent"))
-    point.add_hook(lambda x, hook: order.append("last"))
-    read_model(model).specs()
-    order.clear()
-    model(TOKENS)
-    assert order == ["first", "permanent", "last"]
-
-
 @pytest.mark.parametrize("name", ["llama", "neox", "gpt2", "falcon", "phi3"])
 def test_no_pattern_is_kept_behind_its_layer(name: str) -> None:
     """Some bridges store each layer's pattern: memory would grow with layers times the length squared."""

@@ -11,7 +11,7 @@ from support import zoo
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
-from tl_posdisent import capture, dummy_distance, read_attention, read_model, swap_positions
+from tl_posdisent import capture, read_attention, read_model, swap_positions
 from tl_posdisent.hooks import applied
 
 TOKENS = zoo.random_tokens()
@@ -187,11 +187,3 @@ def test_models_that_transformer_lens_makes_itself(kv_heads: int) -> None:
         assert (expected - model(TOKENS)).abs().max() > 0.1
         with applied(model, swap_positions(model, positions)):
             torch.testing.assert_close(model(TOKENS), expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2", "opt", "bloom", "mpt", "deepseek_v3"))
-def test_tools_for_rotation_name_what_is_missing(kind: str, name: str, shared_model: Any) -> None:
-    architecture = type(zoo.hf_model(name)).__name__
-    missing = "rotated already" if name == "deepseek_v3" else "has no rotary position embedding"
-    with pytest.raises(ValueError, match=rf"dummy_distance needs rotary .* layer 0 of {architecture} .*{missing}"):
-        dummy_distance(shared_model(kind, name), 3)

@@ -222,16 +222,6 @@ def test_the_same_again_byte_for_byte(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.html", "1.html"]
 
 
-def test_without_control_or_widgets(tmp_path: Path) -> None:
-    path = tmp_path / "report.html"
-    tp.report(tp.load_demo_model(), TOKENS, path, control=0, sections=["additivity"], progress=False)
-    document = Document(path)
-    assert len(document.scripts) == 2  # plotly, and what draws
-    assert path.stat().st_size < 5_000_000
-    assert "random" not in document.tables["layers-r"][0]
-    assert {row["random"] for row in document.rows("headline")} == {"–"}
-
-
 @pytest.mark.slow
 def test_long_texts_are_cut_and_it_is_said(tmp_path: Path) -> None:
     model, text = tp.load_demo_model(), tp.demo_text()

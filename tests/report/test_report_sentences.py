@@ -120,14 +120,6 @@ def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
     assert ("positions +0.100 (" if sign > 0 else "positions −0.100 (") in said
 
 
-def test_each_sentence_links_to_its_section_or_to_heads() -> None:
-    page = verdict({**additive(0.9, 0.5, 0.2, 0.4), "ablation": Found(heads(effect=0.1))})
-    items = re.findall(r"<li>(.*?)</li>", page)
-    assert len(items) == 4
-    assert all('href="#' in item for item in items)
-    assert 'href="#L0H1">L0H1</a> (0.50)' in page
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_many_heads_are_those_that_vary_most(tmp_path: Path) -> None:
     """Not the first eight; each layer has its own."""

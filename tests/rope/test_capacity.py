@@ -118,12 +118,3 @@ def test_a_constant_has_no_variance_to_explain() -> None:
     plain = rope_capacity(geometric(4), DISTANCES, TARGETS["step"], intercept=True)
     assert shifted.r2 == pytest.approx(plain.r2)
     assert shifted.intercept == pytest.approx(plain.intercept + 3)
-
-
-def test_frames_and_repr() -> None:
-    found = rope_capacity(geometric(4), [3, 1.5, 40, 7], [1.0, 2.0, 0.0, 0.5], ridge=0.1)
-    table = found.to_frame()
-    assert table["distance"].tolist() == [3, 1.5, 40, 7]
-    assert table["fitted"].tolist() == found.fitted.tolist()
-    assert repr(found).startswith("RopeCapacity of 4 frequencies for 4 distances: r² 0.")
-    assert f"rank {found.rank} of 8" in repr(found)

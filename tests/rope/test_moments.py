@@ -72,15 +72,6 @@ def test_sums_run_in_float64_whatever_the_dtype(dtype: torch.dtype) -> None:
     assert_equal_moments(Moments.from_qk(q, k, rotary), Moments.from_qk(q.double(), k.double(), rotary), 0.0)
 
 
-def test_repr_tells_size_grouping_and_rotation() -> None:
-    assert repr(Moments.from_qk(*draw("yarn"), LAYERS["yarn"][0])).splitlines() == [
-        "Moments of 9 queries and 7 keys: 2 heads, d_head 10",
-        "  3 subspaces, wavelengths 6.28…85.3, 4 coordinates un-rotated",
-    ]
-    assert "4 heads on 1 key heads" in repr(Moments.from_qk(*draw("multi-query"), LAYERS["multi-query"][0]))
-    assert "0 subspaces, 5 coordinates" in repr(Moments.from_qk(*draw("no rotation"), LAYERS["no rotation"][0]))
-
-
 @pytest.mark.usefixtures("unchecked")
 def test_moments_of_different_layers_are_not_added() -> None:
     one = Moments.from_qk(*draw("half"), HALF)

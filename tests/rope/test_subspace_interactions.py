@@ -111,14 +111,6 @@ def test_pairwise_bound_is_attained_over_a_full_turn_where_the_separate_one_is_t
     torch.testing.assert_close(bound.separate, 2 * bound.variance, rtol=1e-10, atol=0)
 
 
-def test_bound_vanishes_for_constant_keys_and_for_standing_subspaces() -> None:
-    q, k = draw("half")
-    constant = Moments.from_qk(q, k[:1].expand_as(k), LAYERS["half"][0])
-    assert interaction_bound(constant, range(9), scale=SCALE).separate.tolist() == [0.0, 0.0]
-    slow = Moments.from_qk(q, k, Rotary(torch.full((4,), 1e-9, dtype=torch.float64)))
-    assert float(interaction_bound(slow, range(9), scale=SCALE).separate.max()) < 1e-12
-
-
 def test_bound_tables() -> None:
     moments = Moments.from_qk(*draw("half"), LAYERS["half"][0])
     bound = interaction_bound(moments, range(9), scale=SCALE)

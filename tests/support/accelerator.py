@@ -77,6 +77,9 @@ class OnDevice(Tensor):
     def __repr__(self) -> str:
         return f"OnDevice({self.inside!r}, device={str(self.device)!r})"
 
+    def __format__(self, format_spec: str) -> str:
+        return format(self.inside, format_spec)
+
     def tolist(self) -> Any:
         return self.inside.tolist()
 

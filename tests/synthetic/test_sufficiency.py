@@ -13,7 +13,6 @@ from torch import Tensor
 from tl_posdisent import ablate_heads, limit_frequencies
 from tl_posdisent.hooks import applied
 from tl_posdisent.synthetic import (
-    SufficientHeads,
     SyntheticConfig,
     SyntheticModel,
     TrainConfig,
@@ -182,20 +181,6 @@ def test_padding_that_is_read_is_in_the_mean() -> None:
 
 
 # --- reports ----------------------------------------------------------------------------------------------------
-
-
-def test_reports_hold_both(trained: SyntheticModel) -> None:
-    found = [sufficient_heads(trained, *SAMPLES, by=by) for by in BY]  # type: ignore[arg-type]
-    drops = head_drops(trained, *SAMPLES, progress=False)
-    report = deposit(drops, sufficient=found)
-    assert report.to_frame().loc[0, ["rotating", "attending"]].tolist() == [len(x.heads) for x in found]
-    assert deposit(drops).to_frame().columns.tolist() == report.to_frame().columns.tolist()[:-2]
-    text = repr(report)
-    for x, what in zip(found, ("rotating", "attending"), strict=True):
-        assert f"with {len(x.heads)} head" in text
-        assert f"{what} (none: " in text
-        assert x.to_frame()["heads"].item() == len(x.heads)
-    assert isinstance(report.sufficient[0], SufficientHeads)
 
 
 def test_drops_of_the_loss(trained: SyntheticModel) -> None:

@@ -121,25 +121,6 @@ def test_distances_by_hand(encoding: str, causal: bool) -> None:
     assert (scores_of(model, 0) - at_distances(model, 0, real)).nan_to_num().abs().max() < 2e-5
 
 
-@rotary_encodings
-def test_controlled_distance_by_brute_force(encoding: str) -> None:
-    model = small_model(encoding=encoding)
-    table = controlled_distance(model, TOKENS, progress=False)
-    every = torch.stack([at_distances(model, 1, torch.full((9, 9), d)) for d in range(9)]).double()
-    with torch.no_grad():
-        cache = model.run_with_cache(TOKENS)[1]
-    q, k = cache["q", 1].double().flatten(0, 1), cache["k", 1].double().flatten(0, 1)
-    turned = torch.stack([rotate(q, torch.full((27,), d), rotary_of(model)) for d in range(9)])
-    cells = torch.einsum("dqhx,khx->hdqk", turned, k) * 8**-0.5  # all texts meet all
-    total = cells.var((1, 2, 3), unbiased=False)
-    torch.testing.assert_close(cells[:, 3, :9, :9], every[3, 0], rtol=0, atol=1e-5)
-    rows = table[table.layer == 1]
-    torch.testing.assert_close(torch.tensor(rows["total"].to_numpy()), total, rtol=1e-4, atol=0)
-    for name, over in (("distance", (2, 3)), ("query", (1, 3)), ("key", (1, 2))):
-        share = cells.mean(over).var(1, unbiased=False) / total
-        torch.testing.assert_close(torch.tensor(rows[name].to_numpy()), share, rtol=0, atol=1e-5)
-
-
 @every_encoding
 def test_random_control_keeps_the_encoding(encoding: str) -> None:
     model = small_model(encoding=encoding)

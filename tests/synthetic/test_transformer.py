@@ -243,9 +243,7 @@ def test_what_is_no_text() -> None:
         (TOKENS + 15, r"tokens must be ids from 0 to 19, got 16 … \d+"),
         (TOKENS - 3, r"tokens must be ids from 0 to 19, got -\d … \d+"),
         (TOKENS.float(), r"tokens must be integers of shape \(batch, pos\), got torch.float32"),
-        (TOKENS > 3, r"tokens must be integers of shape \(batch, pos\), got torch.bool"),
         (TOKENS[None], r"tokens must be integers of shape \(batch, pos\), got torch.int64 of shape \(1, 3, 9\)"),
-        (TOKENS[:0], r"tokens must be integers of shape \(batch, pos\), got torch.int64 of shape \(0, 9\)"),
     ):
         with pytest.raises(ValueError, match=message):
             model(tokens)
