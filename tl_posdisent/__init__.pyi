@@ -16,7 +16,7 @@ from .demo.demo_model import demo_tokens as demo_tokens
 from .demo.demo_model import load_demo_model as load_demo_model
 from .experiments.attention_scores.additivity import additivity as additivity
 from .experiments.attention_scores.controlled_distance import controlled_distance as controlled_distance
-from .experiments.attention_scores.disentanglement import disentanglement as disentanglement
+from .experiments.attention_scores.controlled_distance import disentanglement as disentanglement
 from .experiments.attention_scores.head_labels import head_labels as head_labels
 from .experiments.attention_scores.head_preferences import preference_flips as preference_flips
 from .experiments.attention_scores.rotary_layers import positional_symbolic as positional_symbolic

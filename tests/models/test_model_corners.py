@@ -12,7 +12,7 @@ from support import zoo
 
 import tl_posdisent as tp
 from tl_posdisent.hooks.edits.edits import FrequencyLimit
-from tl_posdisent.hooks.hook_list import layer_hooks, replace_scores
+from tl_posdisent.hooks.hook_list import hooks_for, replace_scores
 from tl_posdisent.models.reading.forward import check_tokens
 from tl_posdisent.models.reading.probe import judge_turns, listen
 
@@ -34,7 +34,7 @@ def test_a_band_is_dropped_alike_at_a_hook_and_by_recomputed_scores(llama: Any) 
     with torch.no_grad():
         untouched = llama(TOKENS)
         both = [
-            llama.run_with_hooks(TOKENS, fwd_hooks=layer_hooks(s, [0, 1], edit))
+            llama.run_with_hooks(TOKENS, fwd_hooks=hooks_for([(s, [0, 1])], edit))
             for s in (spec, replace(spec, turn_q=None))
         ]
     torch.testing.assert_close(both[0], both[1], rtol=1e-4, atol=1e-5)

@@ -1,7 +1,7 @@
 from .attention_scores.additivity import additivity as additivity
 from .attention_scores.controlled_distance import controlled_distance as controlled_distance
+from .attention_scores.controlled_distance import disentanglement as disentanglement
 from .attention_scores.controlled_distance import dummy_distance_check as dummy_distance_check
-from .attention_scores.disentanglement import disentanglement as disentanglement
 from .attention_scores.head_labels import head_labels as head_labels
 from .attention_scores.head_preferences import preference_flips as preference_flips
 from .attention_scores.rotary_layers import positional_symbolic as positional_symbolic

@@ -30,7 +30,7 @@ from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive, substitute_attention
 from tl_posdisent.models.capture import capture, for_each_scores
 from tl_posdisent.models.partial_forward import empty_cache, forwards, with_mask
-from tl_posdisent.models.reading.forward import Hook, evaluating, hook_name, padding_id
+from tl_posdisent.models.reading.forward import Hook, evaluating, hook_name, special_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -232,7 +232,7 @@ class Trial:
     @cached_property
     def padded(self) -> dict[str, Trial]:
         """By side of the padding: these two as a batch."""
-        fill, rows = padding_id(self.reading.model) or 0, [text.tokens[0] for text in self.alone]
+        fill, rows = special_id(self.reading.model, "pad") or 0, [text.tokens[0] for text in self.alone]
 
         def batch(side: str) -> Trial:
             pad = partial(pad_sequence, batch_first=True, padding_side=side)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.hooks.edits.edits import ResultEdit
 from tl_posdisent.hooks.edits.running_positions import real_tokens
-from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for, layer_hooks
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for
 from tl_posdisent.models.reading.forward import Hook, at_rest, check_tokens, hook_name, hooked, refuse_padding, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.probe import probe_tokens
@@ -82,7 +82,7 @@ def ablate_heads(
 
 
 def replace_heads(spec: AttentionSpec, heads: Sequence[int], replace: StandIn) -> Hooks:
-    return layer_hooks(spec, heads, ResultEdit("ablate_heads", replace))
+    return hooks_for([(spec, heads)], ResultEdit("ablate_heads", replace))
 
 
 def _padding_watchers(model: Any, chosen: Chosen) -> list[Hook]:

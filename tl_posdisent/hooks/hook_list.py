@@ -235,11 +235,6 @@ def joined(hooks: Iterable[Hooks]) -> Hooks:
     return Hooks([x for each in hooks for x in each.interventions], [x for each in hooks for x in each._others])
 
 
-def layer_hooks(spec: AttentionSpec, heads: Sequence[int], edit: Edit) -> Hooks:
-    """Hooks under which one edit acts on these heads of a layer."""
-    return hooks_for([(spec, heads)], edit)
-
-
 def rotation_hooks(model: Any, layers: Layers, heads: Heads, edit: RotationEdit) -> Hooks:
     """The same of an edit of the rotation of a model's heads."""
     return hooks_for(any_heads(model, layers, heads, edit.tool), edit)
@@ -254,7 +249,7 @@ def replace_scores(
     spec: AttentionSpec, heads: Sequence[int], scores: Callable[[View], Tensor], tool: str, *, vectors: bool = False
 ) -> Hooks:
     """Hooks under which these heads attend by the scores that a function returns, whatever their own are."""
-    return layer_hooks(spec, heads, ScoreEdit(tool, scores, Order.REPLACE, vectors=vectors))
+    return hooks_for([(spec, heads)], ScoreEdit(tool, scores, Order.REPLACE, vectors=vectors))
 
 
 # --- the layers and heads on which an intervention acts

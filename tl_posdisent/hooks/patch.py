@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.hooks.edits.edits import Order, ScoreEdit, VectorPatch, View
-from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, layer_hooks
+from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.utils.validation import check_choice, shown
@@ -131,9 +131,9 @@ def vector_hooks(
     sharing = heads if keys == "head" else [h for h in range(spec.n_heads) if spec.key_head(h) in groups]
     hooks = Hooks([])
     if q_rot is not None:
-        hooks += layer_hooks(spec, heads, VectorPatch("patch_vectors(q_rot)", q_rot, None))
+        hooks += hooks_for([(spec, heads)], VectorPatch("patch_vectors(q_rot)", q_rot, None))
     if k_rot is not None:
-        hooks += layer_hooks(spec, sharing, VectorPatch("patch_vectors(k_rot)", None, k_rot))
+        hooks += hooks_for([(spec, sharing)], VectorPatch("patch_vectors(k_rot)", None, k_rot))
     return hooks
 
 
@@ -157,4 +157,4 @@ def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, moved
         return sum((after[name] - before[name] for name in moved), own.double())
 
     call = f"patch_scores({', '.join(moved)})"
-    return layer_hooks(spec, heads, ScoreEdit(call, move, Order.PATCH, scores=True, components=frozenset(moved)))
+    return hooks_for([(spec, heads)], ScoreEdit(call, move, Order.PATCH, scores=True, components=frozenset(moved)))

@@ -22,7 +22,7 @@ from tl_posdisent.additive.attention.rungs import (
 )
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.edits.edits import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined, layer_hooks
+from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import Part, component_edit, fewest_masks, keep_two_axis, keys_there
 from tl_posdisent.models.capture import for_each_layer, for_each_scores
 from tl_posdisent.models.reading.model_reading import read_model
@@ -90,7 +90,7 @@ def substitute_additive(
 def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection[Part], axes: Axes) -> Hooks:
     """The parts of the fit of the scores that are there."""
     if axes == "three" or len(keep) == len(PARTS):
-        return layer_hooks(spec, heads, component_edit(f"substitute_additive({', '.join(keep)})", keep))
+        return hooks_for([(spec, heads)], component_edit(f"substitute_additive({', '.join(keep)})", keep))
 
     def fit(view: View) -> Tensor:
         rotary = view.spec.require_rotary("two axes")
@@ -100,7 +100,7 @@ def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection
         return keep_two_axis(other, view.rotation.kept(q, rotary), k, view.inside, keep)
 
     tool = "substitute_additive with two axes"
-    return layer_hooks(spec, heads, ScoreEdit(tool, fit, Order.REPLACE, vectors=True, plain=True))
+    return hooks_for([(spec, heads)], ScoreEdit(tool, fit, Order.REPLACE, vectors=True, plain=True))
 
 
 def _check_consecutive(view: View) -> None:
@@ -202,7 +202,7 @@ def rung_hooks(spec: AttentionSpec, heads: Sequence[int], rung: Rung, bands: Seq
         return _with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
 
     more: dict[str, Any] = {"scores": True, "vectors": rung == "static", "plain": rung == "uniform"}
-    return layer_hooks(spec, heads, ScoreEdit(f"substitute_attention({rung})", edit, Order.REPLACE, **more))
+    return hooks_for([(spec, heads)], ScoreEdit(f"substitute_attention({rung})", edit, Order.REPLACE, **more))
 
 
 def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class StoredAttention:
         direction = self.of.direction if isinstance(self.of, AttentionFit) else None
         of_keys = direction is not None and direction.shape[-1] > 0
         more: dict[str, Any] = {"scores": True, "vectors": of_keys, "plain": True}
-        return layer_hooks(spec, heads, ScoreEdit("substitute_attention(fits)", edit, Order.REPLACE, **more))
+        return hooks_for([(spec, heads)], ScoreEdit("substitute_attention(fits)", edit, Order.REPLACE, **more))
 
     def _logits(self, view: View, scores: Tensor) -> Tensor:
         at = [self.heads.index(head) for head in view.heads]

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tl_posdisent.models.reading.forward import check_tokens, encode, padding_id, padding_in
+from tl_posdisent.models.reading.forward import check_tokens, encode, padding_in, special_id
 
 Tokens = Int[Tensor, "*batch pos"] | str | list[str]
 """Token ids ``[batch, pos]`` or ``[pos]``, a text, or texts of any lengths."""
@@ -145,7 +145,7 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
     if several and tokens:
         rows = [check_tokens(model, row, padded=True)[0] for row in encode(model, tokens)]
         side = getattr(model.tokenizer, "padding_side", "right")
-        ids = pad_sequence(rows, True, padding_id(model) or 0, side)
+        ids = pad_sequence(rows, True, special_id(model, "pad") or 0, side)
         real = pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).bool()
     else:
         ids = check_tokens(model, tokens, padded=attention_mask is not None)

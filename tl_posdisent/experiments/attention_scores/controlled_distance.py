@@ -1,4 +1,4 @@
-"""Variance decomposition of scores at controlled distances, every query and key at each (arXiv 2503.13305, §3)."""
+"""Variance decomposition of scores at controlled distances (arXiv 2503.13305, §3), alone and beside the text's own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.experiments.attention_scores.additivity import additivity
+from tl_posdisent.experiments.attention_scores.rotary_layers import measure_layers
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import Captured, for_each_scores
@@ -23,8 +25,6 @@ from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 from tl_posdisent.utils.tables import index_columns, join_texts, progress_bar
 from tl_posdisent.utils.validation import check_integer, shown
-
-from .rotary_layers import measure_layers
 
 
 def controlled_distance(
@@ -180,3 +180,51 @@ def _compared(layer: int, distance: int, real: AdditiveFit, dummy: AdditiveFit) 
     batch, head = index_columns(real.r.shape).values()
     values = {name: x.flatten().tolist() for name, x in columns.items()}
     return pd.DataFrame({"batch": batch, "layer": layer, "head": head, "distance": distance, **values})
+
+
+_CONTROLLED = ["r_three_axis", "r_two_axis"]
+
+
+def disentanglement(
+    model: Any, tokens: Tokens, *, attention_mask: Tensor | None = None, sinks: int = 0, progress: bool = True
+) -> pd.DataFrame:
+    """Measure r of every head's scores: of the text, and three-axis and two-axis at controlled distances.
+
+    The columns are the same whatever the encoding: tables of several models or checkpoints can be concatenated.
+
+    Args:
+        model, tokens, attention_mask, progress: as in ``additivity``.
+        sinks: positions to leave out of ``controlled_distance``.
+
+    Returns:
+        One row per layer and head: ``layer``, ``head``; ``r`` of ``additivity`` with ``pool``; ``r_three_axis`` and
+        ``r_two_axis`` of ``controlled_distance`` over all distances that the layer's mask leaves. NaN where scores do
+        not vary, or a layer's rotation cannot be controlled.
+
+    Raises:
+        ValueError: as ``additivity``.
+
+    Example:
+        >>> from tl_posdisent import demo_tokens, disentanglement, load_demo_model
+        >>> table = disentanglement(load_demo_model(), demo_tokens(length=128), progress=False)
+        >>> table.columns.tolist(), len(table)
+        (['layer', 'head', 'r', 'r_three_axis', 'r_two_axis'], 40)
+    """
+    reading = read_model(model)
+    texts = read_texts(reading.model, tokens, attention_mask)
+    batch: dict[str, Any] = {"tokens": texts, "progress": progress}
+    table = additivity(reading, pool=True, **batch)[["layer", "head", "r"]]
+    layers: dict[tuple[int, ...], list[int]] = {}  # by the distances that their masks leave
+    for spec in reading.specs():
+        if spec.rotary is not None and not spec.no_rotation and not spec.problem:
+            first = 0 if spec.causal else 1 - texts.longest
+            left = tuple(d for d in range(first, texts.longest) if spec.window is None or abs(d) < spec.window)
+            layers.setdefault(left, []).append(spec.layer)
+    tables = [
+        controlled_distance(reading, distances=distances, layers=some, sinks=sinks, **batch)
+        for distances, some in layers.items()
+    ]
+    if not tables:
+        return reading.note(table.assign(**dict.fromkeys(_CONTROLLED, float("nan"))))
+    controlled = pd.concat(tables)[["layer", "head", *_CONTROLLED]]
+    return reading.note(table.merge(controlled, on=["layer", "head"], how="left", validate="one_to_one"))

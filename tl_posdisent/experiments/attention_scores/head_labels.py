@@ -16,7 +16,7 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.head_ablation import streaming_ablation
 from tl_posdisent.hooks.edits.edits import masked_softmax
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.reading.forward import Hook, device_of, padding_id, run, start_id
+from tl_posdisent.models.reading.forward import Hook, device_of, run, special_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
@@ -123,8 +123,10 @@ def head_labels(
 def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> Int[Tensor, "repeats pos"]:
     """Sequences of different random tokens, each twice in a row, after the token that begins texts if there is one."""
     # TransformerLens gives tokenizers that lack one a token beyond the vocabulary.
-    start = [x for x in (start_id(model),) if x is not None and x < model.cfg.d_vocab]
-    usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in (padding_id(model), *start)], device="cpu")
+    start = [x for x in (special_id(model, "bos"),) if x is not None and x < model.cfg.d_vocab]
+    usable = torch.tensor(
+        [x for x in range(model.cfg.d_vocab) if x not in (special_id(model, "pad"), *start)], device="cpu"
+    )
     room = (getattr(model.cfg, "n_ctx", None) or 2 * _LENGTH + 1) - len(start)
     most = min(len(usable), room // 2)
     length = min(most, _LENGTH) if length is None else check_integer("length", length, 2)

@@ -12,7 +12,7 @@ from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_t
 from tl_posdisent.experiments.causal.runs import HooksOf, effect_table, units_of
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, replace_heads, stand_in
 from tl_posdisent.hooks.edits.edits import Order, ScoreEdit, View
-from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, layer_hooks
+from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, hooks_for
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -148,6 +148,6 @@ def streaming_ablation(
     units = [units_of(spec, some) for spec, some in chosen]
 
     def hooks_in(spec: AttentionSpec) -> HooksOf:
-        return lambda group, some: layer_hooks(spec, some, edit)
+        return lambda group, some: hooks_for([(spec, some)], edit)
 
     return effect_table(reading, texts, units, hooks_in, metric, kind=lambda spec: "streaming", progress=progress)

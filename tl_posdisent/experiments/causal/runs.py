@@ -74,15 +74,7 @@ class Runs:
         """
         runs = [group.each(layer, units, partial(hooks_of, n), kind) for n, group in enumerate(self._groups)]
         for outputs in zip(*runs, strict=True):
-            yield partial(_called, outputs)
-
-
-def _called(functions: Sequence[Callable[[], Any]]) -> list[Any]:
-    return [function() for function in functions]
-
-
-def _itself(x: Any) -> Any:
-    return x
+            yield partial(lambda functions: [function() for function in functions], outputs)
 
 
 class _Group:
@@ -127,7 +119,7 @@ class _Group:
                 z = None
                 continue
             for output in outputs[: len(some) * len(self.tokens)].unflatten(0, (len(some), -1)):
-                yield partial(_itself, output)
+                yield partial(lambda x: x, output)
             waiting = waiting[len(some) :]
 
     def _full_pass(self, hooks_of: Callable[[Sequence[int]], list[Hook]], heads: Sequence[int]) -> Any:
@@ -281,7 +273,9 @@ def effect_table(
         for spec, changed, reported in units:
             each = runs.each(spec.layer, changed, hooks_in(spec), kind(spec))
             for heads, run in zip(reported, each, strict=True):
-                value = failures.attempt(partial(_value, metric, run, target), spec.layer, heads[0])
+                value = failures.attempt(
+                    partial(lambda run: value_of(metric, run(), target), run), spec.layer, heads[0]
+                )
                 rows += [(spec.layer, head, *ends.values(), value) for head in heads]
                 bar.update()
     table = pd.DataFrame(rows, columns=["layer", "head", *ends, "value"]).astype({"value": float})
@@ -289,10 +283,6 @@ def effect_table(
     if source is not None:
         table["effect"] /= ends["source"] - ends["baseline"]
     return reading.note(failures.note(table.sort_values(["layer", "head"], ignore_index=True)))
-
-
-def _value(metric: Metric, run: Run, texts: Texts) -> float:
-    return value_of(metric, run(), texts)
 
 
 def _check_apart(model: Any, a: float, b: float, argument: str) -> None:

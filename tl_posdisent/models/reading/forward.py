@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -336,17 +336,8 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     return ids
 
 
-def padding_id(model: Any) -> int | None:
-    """The id with which the model's tokenizer, or else its Hugging Face config, pads."""
-    return _special_id(model, "pad")
-
-
-def start_id(model: Any) -> int | None:
-    """The id with which the model's tokenizer, or else its Hugging Face config, begins texts."""
-    return _special_id(model, "bos")
-
-
-def _special_id(model: Any, which: str) -> int | None:
+def special_id(model: Any, which: Literal["pad", "bos", "eos"]) -> int | None:
+    """The id with which the model's tokenizer, or else its Hugging Face config, pads, begins or ends texts."""
     source = getattr(model, "tokenizer", None) or getattr(getattr(model, "original_model", None), "config", None)
     found = getattr(source, f"{which}_token_id", None)
     return found if is_integer(found) else None
@@ -363,10 +354,10 @@ def refuse_padding(model: Any, ids: Int[Tensor, "batch pos"], name: str = "token
 
 def padding_in(model: Any, ids: Int[Tensor, "batch pos"]) -> str | None:
     """Which texts begin or end with padding, for messages; None if none does."""
-    pad = padding_id(model)
+    pad = special_id(model, "pad")
     if pad is None:
         return None
-    bos, eos = _special_id(model, "bos"), _special_id(model, "eos")
+    bos, eos = special_id(model, "bos"), special_id(model, "eos")
     may_begin = pad == (eos if bos is None else bos)
     for side, edge, alone in (("beginning", ids, may_begin), ("end", ids.flip(1), pad == eos)):
         run = (edge == pad).long().cumprod(1).sum(1)  # padding before the first other token

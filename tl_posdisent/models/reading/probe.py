@@ -27,8 +27,8 @@ from tl_posdisent.models.reading.forward import (
     device_of,
     hook_name,
     hook_points,
-    padding_id,
     run,
+    special_id,
 )
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.rope.rotary import Rotary, rotated_by_table, table_like
@@ -83,7 +83,11 @@ def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Te
     generator = torch.Generator().manual_seed(seed)
     tokenizer = getattr(model, "tokenizer", None)
     # Padding would change positions and mask.
-    special = {*(getattr(tokenizer, "all_special_ids", None) or ()), getattr(cfg, "pad_id", None), padding_id(model)}
+    special = {
+        *(getattr(tokenizer, "all_special_ids", None) or ()),
+        getattr(cfg, "pad_id", None),
+        special_id(model, "pad"),
+    }
     ids = torch.tensor([t for t in range(min(cfg.d_vocab, 4096)) if t not in special], device="cpu")
     return ids[torch.randint(0, len(ids), (2, length), generator=generator, device="cpu")].to(device_of(model))
 

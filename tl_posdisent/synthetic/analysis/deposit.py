@@ -21,7 +21,7 @@ from tl_posdisent.models.reading.model_reading import read_attention
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED
-from tl_posdisent.synthetic.training.evaluate import answers, check_samples, evaluate
+from tl_posdisent.synthetic.training.train import answers, check_samples, evaluate
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.validation import check_choice, check_heads, check_integer, check_number, head_label, listed
 

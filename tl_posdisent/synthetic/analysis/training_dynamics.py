@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from tqdm.auto import tqdm
 
 from tl_posdisent.additive.cells import diagonal_sums
-from tl_posdisent.experiments.attention_scores.disentanglement import disentanglement
+from tl_posdisent.experiments.attention_scores.controlled_distance import disentanglement
 from tl_posdisent.experiments.residual_stream.qk_readout import keep
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import evaluating, hook_name

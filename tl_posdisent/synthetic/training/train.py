@@ -1,4 +1,4 @@
-"""Training of synthetic models, seeded and resumable with identical weights: settings, the run, its result."""
+"""Training of synthetic models, seeded and resumable with identical weights: settings, run, result and evaluation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,101 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
+from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop, load_checkpoint, save_checkpoint
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.precision import no_autocast, with_gradients
 from tl_posdisent.utils.validation import check_fields, check_float64, check_integer, check_number, shown
 
-from .checkpoints import load_checkpoint, save_checkpoint
-from .evaluate import answers, evaluate, lengths_of, padded_width
-from .loop import Settings, TrainingLoop
+
+@torch.no_grad()
+def evaluate(
+    model: SyntheticModel,
+    tokens: Int[Tensor, "sample pos"],
+    labels: Int[Tensor, "sample"],
+    *,
+    batch_size: int = 1024,
+) -> tuple[float, float]:
+    """Compute mean cross-entropy and accuracy on labelled samples, without dropout.
+
+    Call it within ``model.hooks(fwd_hooks=…)`` to measure an intervention.
+
+    Args:
+        tokens: ``[sample, pos]``, from ``task.batch`` or a split; padding behind.
+        labels: ``[sample]``; those of -100 are outside loss and accuracy.
+        batch_size: samples at a time, those of like length together.
+
+    Returns:
+        Loss in nats, and the share of labels that got the largest logit.
+
+    Raises:
+        ValueError: another model; no samples, or another number of labels; ids or labels out of the model's range.
+
+    Example:
+        >>> from tl_posdisent.synthetic import evaluate, preset
+        >>> small = preset("small")
+        >>> loss, accuracy = evaluate(small.model("rope", "count"), *small.tasks["count"].batch(100))
+        >>> loss > 1, accuracy < 0.5  # it is untrained
+        (True, True)
+    """
+    check_integer("batch_size", batch_size, 1)
+    check_samples(model, tokens, labels)
+    pad = model.config.pad_id
+    device = next(model.parameters()).device
+    lengths = lengths_of(tokens, pad).cpu()
+    loss = right = torch.zeros((), dtype=torch.float64, device=device)
+    with evaluating(model):
+        for piece in lengths.argsort(stable=True).split(batch_size):
+            there = piece.to(tokens.device)
+            wanted = labels[piece.to(labels.device)].to(device)
+            logits = answers(model, tokens[there, : padded_width(lengths[piece])].to(device), pad).float()
+            loss = loss + cross_entropy(logits, wanted, reduction="sum")
+            right = right + (logits.argmax(-1) == wanted).sum()
+    counted = int((labels != IGNORED).sum())
+    return loss.item() / counted, right.item() / counted
+
+
+def check_samples(model: Any, tokens: Any, labels: Any) -> None:
+    """Raise if samples are invalid, or do not fit the model."""
+    if not isinstance(model, SyntheticModel):
+        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+    check_float64("model", model.embed.W_E.device)
+    for name, x, ndim in (("tokens", tokens, 2), ("labels", labels, 1)):
+        if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool or x.ndim != ndim:
+            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be integers of shape {('sample', 'pos')[:ndim]}, got {what}")
+    if len(labels) != len(tokens):
+        raise ValueError(f"labels must be one per row of tokens, got {len(labels)} for {len(tokens)} rows")
+    model.check_tokens(tokens)
+    counted = labels[labels != IGNORED]
+    if not len(counted):
+        raise ValueError(f"labels must have one or more that are not {IGNORED}, got {len(labels)} that are")
+    least, most = (int(value) for value in counted.aminmax())
+    if least < 0 or most >= model.config.n_out:
+        raise ValueError(f"labels must be from 0 to {model.config.n_out - 1} for this model, got {least} … {most}")
+
+
+def answers(model: Any, tokens: Int[Tensor, "sample pos"], pad: int | None) -> Tensor:
+    """One row of logits per sample; with a read-out at every token, that of the last one."""
+    logits: Tensor = model(tokens, checked=True)
+    if logits.ndim == 2:
+        return logits
+    return logits[torch.arange(len(tokens), device=tokens.device), lengths_of(tokens, pad) - 1]
+
+
+def lengths_of(tokens: Int[Tensor, "sample pos"], pad: int | None) -> Int[Tensor, "sample"]:
+    """Where the last token stands that is no padding, and one more."""
+    place = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    real = torch.ones_like(tokens) if pad is None else (tokens != pad)
+    return (real * place).amax(-1).clamp(min=1)
+
+
+def padded_width(lengths: Int[Tensor, "sample"]) -> int:
+    """The longest, up to a multiple of 8: kernels are faster."""
+    return -(-int(lengths.max()) // 8) * 8
+
 
 _COLUMNS = ["step", "samples", "lr", "loss", "accuracy", "grad_norm", "test_loss", "test_accuracy", "seconds"]
 
