@@ -1,4 +1,4 @@
-"""What goes in: every dtype and layout, whatever stands outside the mask, and what is refused."""
+"""What goes in: every dtype and layout, and whatever stands outside the mask."""
 
 from __future__ import annotations
 

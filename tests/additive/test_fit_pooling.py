@@ -1,4 +1,4 @@
-"""Pooled texts share the distance profile, and nothing else. Unpooled score matrices share nothing at all."""
+"""Pooled texts share the distance profile: dense least squares, and the gauge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of scores in a browser: there, in a chart's colours, with the number under the pointer, and silent."""
+"""Images of scores in a browser: there, with the number under the pointer, and silent."""
 
 from __future__ import annotations
 

@@ -141,23 +141,6 @@ def test_in_the_dark(path: Path, opened: Open) -> None:
     page.screenshot("report_dark")
 
 
-def test_on_paper_everything_is_unfolded(path: Path, opened: Open) -> None:
-    page = opened(path, dark=True)
-    page.settle(CANVASES)
-    page.page.emulate_media(media="print")
-    assert page.page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert not page.page.get_by_role("navigation").is_visible()
-    assert page.page.locator("#table-heads-r").bounding_box()["height"] > 300
-    page.page.emulate_media(media="screen")
-    widths = "() => [...document.querySelectorAll('.plot .main-svg')].map(x => x.getBoundingClientRect().width)"
-    before = page.page.evaluate(widths)
-    page.page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
-    assert max(page.page.evaluate(widths)) <= 680 < max(before)  # what a sheet has room for
-    page.page.evaluate("() => dispatchEvent(new Event('afterprint'))")
-    assert page.page.evaluate(widths) == before
-    page.settle(CANVASES)
-
-
 def test_nothing_runs_that_somebody_adds(path: Path, opened: Open, tmp_path: Path) -> None:
     """The second line of defence, should the first ever fail."""
     target = tmp_path / "changed.html"

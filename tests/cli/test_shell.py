@@ -112,14 +112,9 @@ def test_columns_in_the_help_are_those_of_the_table() -> None:
     ("typed", "offered"),
     [
         ("tl-posdisent ", sorted(COMMANDS)),
-        ("tl-posdisent per", ["perturb"]),
         ("tl-posdisent fit --backend ", ["auto", "bridge", "hooked"]),
-        ("tl-posdisent ablate --dtype b", ["bfloat16"]),
         ("tl-posdisent fit --model d", ["demo"]),
-        ("tl-posdisent ablate --mode ", ["mean", "resample", "zero"]),
         ("tl-posdisent perturb --kind ", ["feature", "index", "order"]),
-        ("tl-posdisent length --way l", ["lambda-mask"]),
-        ("tl-posdisent report --section sh", ["shares"]),
     ],
 )
 def test_completion(typed: str, offered: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The script that trains the demo model: exact resume, refusal of other settings, its measures, and its files."""
+"""The script that trains the demo model: refusal of other settings, its measures, and its files."""
 
 from __future__ import annotations
 

@@ -236,17 +236,6 @@ def test_a_model_without_rotary_has_an_order() -> None:
             CURVE(model, TEXT, [kind])
 
 
-def test_text_moves_by_words_unless_told_otherwise() -> None:
-    model = load_demo_model()
-    fit = {"kinds": ["order"], "fractions": [0.5], "seeds": [0]}
-    by_text, by_word, by_token = (
-        CURVE(model, text, unit=unit, **fit)
-        for text, unit in ((SPEECH, None), (model.to_tokens(SPEECH), "word"), (model.to_tokens(SPEECH), None))
-    )
-    pd.testing.assert_frame_equal(by_text, by_word)
-    assert by_text["perplexity"].item() < by_token["perplexity"].item()  # pieces of words are worse than words
-
-
 # --- downstream ------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""A band of RoPE's frequencies: against brute force over subspaces, and by what bands must do together."""
+"""A band of RoPE's frequencies: exact in the model's own numbers, and layers that it leaves out."""
 
 from __future__ import annotations
 

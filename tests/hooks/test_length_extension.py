@@ -1,4 +1,4 @@
-"""The Λ-shaped window and position interpolation: brute force, what they leave alone, and refusals."""
+"""The Λ-shaped window: brute force, what it leaves alone, and refusals."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.intervention_cases import REAL, TOKENS, L, close, edited, every_way, logits, mixed_of
+from support.intervention_cases import REAL, L, close, edited, every_way, logits, mixed_of
 from torch import Tensor
 
-from tl_posdisent import lambda_mask, position_interpolation, read_attention, remap_distance, swap_positions
+from tl_posdisent import lambda_mask, read_attention
 from tl_posdisent.hooks import positions as windows
 from tl_posdisent.hooks.edits.edits import DistanceMap, Order, ScoreEdit
 
@@ -45,18 +45,6 @@ def test_a_window_and_a_ceiling_as_long_as_the_text_change_nothing(kind: str, na
 
 
 # --- interpolation ----------------------------------------------------------------------------------------------
-
-
-@every_way
-def test_interpolation_is_swapped_positions(kind: str, name: str, shared_model: Any) -> None:
-    model = shared_model(kind, name)
-    for factor in (2, 8.0, 0.4):
-        got = logits(model, position_interpolation(model, factor))
-        assert torch.equal(got, logits(model, swap_positions(model, REAL / factor)))
-        close(got, logits(model, remap_distance(model, DISTANCE.double() / factor)), 2e-4)
-    assert torch.equal(logits(model, position_interpolation(model, 1)), logits(model, []))
-    shorter = logits(model, position_interpolation(model, 2), TOKENS[:, :7])  # of any length
-    assert torch.equal(shorter, logits(model, swap_positions(model, REAL[:7] / 2), TOKENS[:, :7]))
 
 
 @pytest.mark.usefixtures("unchecked")

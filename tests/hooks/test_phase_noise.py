@@ -1,4 +1,4 @@
-"""Noise in RoPE's phases: positions as a special case, an independent computation, and what must not change."""
+"""Noise in RoPE's phases: how the angles are drawn, and what must not change."""
 
 from __future__ import annotations
 

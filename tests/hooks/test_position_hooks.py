@@ -1,4 +1,4 @@
-"""Hooks for positions are plain lists: every way to apply them, nothing held, gradients, and refusals at once."""
+"""Hooks for positions are plain lists: every way to apply them, and nothing is held after the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lies about position: as Hugging Face with other position_ids, for the chosen heads and layers, and no others."""
+"""Other positions for RoPE: as Hugging Face with other position_ids, far, fractional and negative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What RoPE can do: exact where it can be, orthogonal where it cannot, and never better with fewer frequencies."""
+"""What RoPE can do: exact where it can be, of the model's rounding, and the condition of its basis."""
 
 from __future__ import annotations
 

@@ -76,16 +76,6 @@ def test_equals_sampled_permutations() -> None:
         assert abs(error) < 4 * sampled.std() / len(sampled) ** 0.5
 
 
-def test_equal_keys_are_positional_and_unturned_scores_symbolic() -> None:
-    q, k, rotary = case()
-    same = positional_symbolic_qk(q, k[:, :1].expand_as(k), rotary)
-    torch.testing.assert_close(same.positional, torch.ones(2, 4, dtype=torch.float64))
-    assert float(same.symbolic.abs().max()) < 1e-12
-    still = positional_symbolic_qk(q, k, Rotary(torch.zeros(3, dtype=torch.float64)))
-    torch.testing.assert_close(still.symbolic, torch.ones(2, 4, dtype=torch.float64))
-    assert float(still.positional.abs().max()) < 1e-12
-
-
 def test_scores_that_do_not_vary_are_nan() -> None:
     q, k, rotary = case()
     assert bool(positional_symbolic_qk(torch.zeros_like(q), k, rotary).positional.isnan().all())

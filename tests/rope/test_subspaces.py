@@ -148,20 +148,6 @@ def test_turn_is_how_much_the_rotation_spreads() -> None:
     torch.testing.assert_close(weighted.turn[0], torch.tensor(2 * math.sqrt(3) / 4, dtype=torch.float64))
 
 
-def test_slow_content_and_fast_constants_are_additive() -> None:
-    """Theorem 2's two ways out at once; and neither: fast subspaces with keys that vary."""
-    rotary = Rotary(torch.tensor([2 * math.pi / 8, 0.0], dtype=torch.float64), "adjacent")
-    constant, content = torch.ones(50, 1, 2, dtype=torch.float64), torch.randn(50, 1, 2, dtype=torch.float64)
-    good = patterns(*[torch.cat([constant, content], -1)] * 2, rotary)
-    assert float(good.interaction.abs().max()) < 1e-12
-    assert float(good.spread.max()) < 1e-12
-    assert bool((good.distance[0, 0] > 0.1) & (good.semantic[0, 1] > 0.1))
-    torch.testing.assert_close(good.key_concentration[0, 0], torch.tensor(1.0, dtype=torch.float64))
-    bad = patterns(*[torch.cat([content, constant], -1)] * 2, rotary)
-    assert float(bad.interaction[0, 0]) > 0.5
-    assert float(bad.semantic.sum()) < 0.1
-
-
 # --- symmetries -------------------------------------------------------------------------------------------------------
 
 

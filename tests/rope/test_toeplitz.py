@@ -69,15 +69,6 @@ def test_texts_of_different_levels_are_pooled_as_one() -> None:
     assert toeplitz_share(scores, pool=True).item() == pytest.approx(by_hand(scores[:, 0], inside), abs=1e-12)
 
 
-def test_toeplitz_matrices_and_noise() -> None:
-    d = torch.arange(64)[:, None] - torch.arange(64)
-    assert toeplitz_share((d**2).double().cos()).item() == pytest.approx(1, abs=1e-12)
-    assert math.isnan(toeplitz_share(torch.full((5, 5), 0.1)).item())
-    for how, n_distance, n_cells in (({}, 64, 64 * 65 / 2), ({"mask": "full"}, 127, 64 * 64)):
-        noise = toeplitz_share(normal(400, 64, 64), **how).mean().item()
-        assert noise == pytest.approx((n_distance - 1) / (n_cells - 1), rel=0.02)
-
-
 def test_low_precision_is_summed_in_double() -> None:
     low = SCORES.bfloat16()
     assert torch.equal(toeplitz_share(low), toeplitz_share(low.double()))

@@ -1,4 +1,4 @@
-"""Sufficient sets of heads: every subset by brute force on a tiny trained model, and what redundancy cannot hide."""
+"""Sufficient sets of heads: every subset by brute force on a tiny trained model."""
 
 from __future__ import annotations
 
@@ -129,37 +129,6 @@ def test_the_set_suffices_and_none_of_its_heads_can_go(
     assert smallest <= len(found.heads) <= 4
     assert (found.baseline, found.baseline_loss) == pytest.approx(all_sets[frozenset(HEADS)], abs=1e-5)
     assert (found.none, found.none_loss) == pytest.approx(all_sets[frozenset()], abs=1e-5)
-
-
-# --- what redundancy cannot hide --------------------------------------------------------------------------------
-
-
-def doubled(model: SyntheticModel) -> SyntheticModel:
-    """Each head twice, each copy with half of the output: no copy alone is missed as the head was."""
-    twin = tiny(n_heads=4, d_head=12)
-    state = dict(model.state_dict())
-    for name, x in state.items():
-        last = name.rsplit(".", 1)[-1]
-        if last in ("W_Q", "W_K", "W_V", "b_Q", "b_K", "b_V"):
-            state[name] = x.repeat(2, *[1] * (x.ndim - 1))
-        if last == "W_O":
-            state[name] = x.repeat(2, 1, 1) / 2
-    twin.load_state_dict(state)
-    return twin.eval()
-
-
-def test_redundant_heads_are_not_necessary_and_one_of_each_is_in_the_set(trained: SyntheticModel) -> None:
-    """Copies of every head: drops shrink, and the sufficient set keeps as many heads as without copies, or more
-    where half of an output is too little; but never none."""
-    model = doubled(trained)
-    torch.testing.assert_close(model(SAMPLES[0]), trained(SAMPLES[0]), rtol=0, atol=1e-4)
-    before = deposit(head_drops(trained, *SAMPLES, mode="mean", progress=False), measure="loss")
-    after = deposit(head_drops(model, *SAMPLES, mode="mean", progress=False), measure="loss")
-    assert after.drop < 0.6 * before.drop
-    assert after.effective_heads > 1.5 * before.effective_heads
-    found = sufficient_heads(model, *SAMPLES)
-    assert len(found.heads) >= len(sufficient_heads(trained, *SAMPLES).heads) > 0
-    assert found.none < 0.6
 
 
 # --- other models -----------------------------------------------------------------------------------------------

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 import pytest
 import torch
-from support.processes import run as run_process
 from support.public import public_names
 
 import tl_posdisent as tp
@@ -59,12 +57,3 @@ def test_show_is_the_widget_of_the_result() -> None:
     assert shown.title == tp.show_scores(fit, [*"abcdefghijkl"], "distance", heads=[1]).title
     with pytest.raises(ValueError, match="tokens must be as many as the keys"):
         fit.show(["a"])
-
-
-@pytest.mark.slow
-def test_figures_are_imported_when_a_result_is_first_drawn() -> None:
-    code = (
-        "import sys, torch, tl_posdisent as tp; fit = tp.fit_additive(torch.randn(4, 4)); repr(fit);"
-        "assert 'plotly' not in sys.modules; fit.plot(); assert 'plotly' in sys.modules"
-    )
-    run_process(sys.executable, "-c", code)

@@ -1,4 +1,4 @@
-"""Widgets without a browser: the numbers that a page carries, what is refused, and that nothing is fetched."""
+"""Widgets without a browser: the numbers that a page carries, and that nothing is fetched."""
 
 from __future__ import annotations
 
