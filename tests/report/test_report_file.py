@@ -13,9 +13,8 @@ from support.documents import Document
 from support.untouched import state
 
 import tl_posdisent as tp
-from tl_posdisent.report.measurements import SHARES, Found
+from tl_posdisent.report.measurements import SHARES, Found, read_subject
 from tl_posdisent.report.sections import section
-from tl_posdisent.report.subject import read_subject
 from tl_posdisent.viz.widgets.offline import library
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)

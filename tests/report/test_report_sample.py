@@ -13,8 +13,8 @@ from support.documents import Document, as_number
 
 import tl_posdisent as tp
 from tl_posdisent.report import measurements
-from tl_posdisent.report import subject as sample
-from tl_posdisent.report.subject import narrowed, read_subject
+from tl_posdisent.report import measurements as sample
+from tl_posdisent.report.measurements import narrowed, read_subject
 
 TOKENS = tp.demo_tokens(length=97)[:, 1:].view(2, 48)
 OPTIONS: Any = {"control": 0, "seed": 5, "progress": False}

@@ -12,8 +12,7 @@ import pytest
 from support.documents import Document
 
 from tl_posdisent.report.measurements import Found
-from tl_posdisent.report.sections import section
-from tl_posdisent.report.summary import verdict
+from tl_posdisent.report.sections import section, verdict
 
 NAN = float("nan")
 

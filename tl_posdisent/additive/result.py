@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import pandas as pd
 import torch
@@ -21,8 +21,33 @@ Component = Literal["distance", "query", "key"]
 TableComponent = Literal["summary", "distance", "query", "key"]
 
 
+class CellsFit(HasTable):
+    """A fit to some cells of score matrices."""
+
+    cells: Cells
+
+    @property
+    def mask(self) -> Bool[Tensor, "*mask query key"]:
+        """True where a cell took part in the fit."""
+        return self.cells.to_mask()
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same fit on another device."""
+        return on_device(self, device)
+
+    def plot(self, **options: Any) -> Any:
+        """Plot the distance component of each head: ``plot_distance`` of this fit, with its options.
+
+        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
+        >>> _, cache = load_demo_model().run_with_cache(demo_tokens(length=32))
+        >>> fit_additive(cache["attn_scores", 3]).plot().layout.title.text
+        'Distance component of the scores'
+        """
+        return figure_function("plot_distance")(self, **options)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
-class AdditiveFit(HasTable):
+class AdditiveFit(CellsFit):
     """Least-squares fit ``scores[i, j] ≈ intercept + distance[i - j] + query[i] + key[j]``.
 
     All tensors are float64 and in the units of the scores. ``*batch`` are the leading axes of the scores; ``*fit``
@@ -82,11 +107,6 @@ class AdditiveFit(HasTable):
     layers: tuple[int, ...] | None = None
 
     @property
-    def mask(self) -> Bool[Tensor, "*mask query key"]:
-        """True where a cell took part in the fit."""
-        return self.cells.to_mask()
-
-    @property
     def _shape(self) -> tuple[int, ...]:
         return (*self.intercept.shape, self.cells.n_query, self.cells.n_key)
 
@@ -116,10 +136,6 @@ class AdditiveFit(HasTable):
             raise ValueError(f"scores must have the fitted shape {self._shape}, got {tuple(scores.shape)}")
         return torch.where(self.mask, scores.detach().to(self.query.device).double() - self.fitted(), 0.0)
 
-    def to(self, device: torch.device | str) -> AdditiveFit:
-        """Return the same fit on another device."""
-        return on_device(self, device)
-
     def to_frame(self, component: TableComponent = "summary") -> pd.DataFrame:
         """Return the fit as a table.
 
@@ -138,16 +154,6 @@ class AdditiveFit(HasTable):
         return pd.DataFrame(
             {**index, component: axis.tolist() * values[..., 0].numel(), "value": values.flatten().tolist()}
         )
-
-    def plot(self, **options: Any) -> Any:
-        """Plot the distance component of each head: ``plot_distance`` of this fit, with its options.
-
-        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
-        >>> _, cache = load_demo_model().run_with_cache(demo_tokens(length=32))
-        >>> fit_additive(cache["attn_scores", 3]).plot().layout.title.text
-        'Distance component of the scores'
-        """
-        return figure_function("plot_distance")(self, **options)
 
     def show(self, tokens: Sequence[str], component: str = "fitted", **options: Any) -> Any:
         """Return a widget of one component of the scores: ``show_scores`` of this fit, with its options.

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, cell_distances
-from tl_posdisent.utils.validation import check_devices
+from tl_posdisent.utils.validation import check_devices, described
 
 # Models mask with -inf, the lowest number of some dtype, or a round number: -1e4 is the least that is in use. Real
 # scores are hundreds at most, and come to -1000 only where attention is far sharper than in any trained model.
@@ -48,8 +48,7 @@ def check_queries_and_keys(**vectors: Any) -> None:
     """Raise unless these two, by name, are finite queries and at least two keys that belong together."""
     for name, x in vectors.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
-            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {what}")
+            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {described(x)}")
         check_finite_tensor(name, x)
     check_devices(**vectors)
     q, k = vectors.values()

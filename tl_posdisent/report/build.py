@@ -12,10 +12,8 @@ from torch import Tensor
 
 from tl_posdisent.models.texts import Tokens
 from tl_posdisent.report.markup import escape
-from tl_posdisent.report.measurements import SECTIONS, SectionName, measure
-from tl_posdisent.report.sections import TITLES, section
-from tl_posdisent.report.subject import read_subject
-from tl_posdisent.report.summary import analysed, headline, reproduce, verdict
+from tl_posdisent.report.measurements import SECTIONS, SectionName, measure, read_subject
+from tl_posdisent.report.sections import TITLES, analysed, headline, reproduce, section, verdict
 from tl_posdisent.utils.files import whole_file
 from tl_posdisent.utils.validation import check_integer, check_seed, check_subset, head_label, shown
 from tl_posdisent.viz.widgets.offline import library, policy

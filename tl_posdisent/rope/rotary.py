@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Complex, Float, Float64, Real
 from torch import Tensor
 
-from tl_posdisent.utils.validation import check_choice, check_devices, check_number, shown
+from tl_posdisent.utils.validation import check_choice, check_devices, check_number, described, shown
 
 Pairing = Literal["half", "adjacent"]
 
@@ -49,7 +49,7 @@ class Rotary:
         check_choice("pairing", self.pairing, get_args(Pairing))
         x = self.frequencies
         if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype != torch.float64:
-            raise ValueError(f"frequencies must be a float64 tensor of shape (subspace,), got {_described(x)}")
+            raise ValueError(f"frequencies must be a float64 tensor of shape (subspace,), got {described(x)}")
         if not bool(x.isfinite().all()):
             raise ValueError(f"frequencies must be finite, got {int((~x.isfinite()).sum())} that are not")
         check_number("attention_factor", self.attention_factor, above=0)
@@ -186,9 +186,9 @@ def from_complex(
     n = len(check_rotary(rotary).frequencies)
     check_devices(z=z, rest=rest)
     if not isinstance(z, Tensor) or not z.is_complex() or z.shape[-1:] != (n,):
-        raise ValueError(f"z must be complex with a last axis of {n}, one per frequency, got {_described(z)}")
+        raise ValueError(f"z must be complex with a last axis of {n}, one per frequency, got {described(z)}")
     if not isinstance(rest, Tensor) or not rest.is_floating_point() or rest.shape[:-1] != z.shape[:-1]:
-        raise ValueError(f"rest must be floating point of shape {(*z.shape[:-1], 'rest')}, got {_described(rest)}")
+        raise ValueError(f"rest must be floating point of shape {(*z.shape[:-1], 'rest')}, got {described(rest)}")
     return torch.cat([_joined(z.real, z.imag, rotary.pairing), rest], -1)
 
 
@@ -204,7 +204,7 @@ def _check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> T
         batch = x.shape[0] if x.ndim == 4 else "batch"
         raise ValueError(
             f"{name} must have shape (pos,) = ({length},) or (batch, pos) = ({batch}, {length}), "
-            f"got {_described(positions)}"
+            f"got {described(positions)}"
         )
     if positions.is_complex() or positions.dtype == torch.bool or not bool(positions.isfinite().all()):
         raise ValueError(f"{name} must be finite real numbers, got {shown(positions)}")
@@ -223,13 +223,9 @@ def _check(x: Any, rotary: Rotary) -> None:
     if not isinstance(x, Tensor) or x.ndim < 1 or not x.is_floating_point() or x.shape[-1] < rotary.dim:
         raise ValueError(
             f"x must be floating point with a last axis of at least {rotary.dim} (two per frequency), "
-            f"got {_described(x)}"
+            f"got {described(x)}"
         )
     check_devices(x=x)
-
-
-def _described(x: Any) -> str:
-    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def _planes(x: Tensor, pairing: Pairing) -> tuple[Tensor, ...]:
@@ -262,7 +258,7 @@ def rotary_from_table(
     """
     for name, x in (("cos", cos), ("sin", sin)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise ValueError(f"{name} must be a floating point torch.Tensor, got {_described(x)}")
+            raise ValueError(f"{name} must be a floating point torch.Tensor, got {described(x)}")
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] < 2:
         raise ValueError(
             "cos and sin must have the same shape (pos, columns) with at least two positions, got "

@@ -10,7 +10,7 @@ from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import ROUNDING, Marginals, read_marginals
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import check_devices, check_flag
+from tl_posdisent.utils.validation import check_devices, check_flag, described
 
 
 @own_sums()
@@ -129,8 +129,9 @@ def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float6
     """
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2 or x.shape[0] != a.shape[0]:
-            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be floating point of shape (d, columns), the same d for both, got {what}")
+            raise ValueError(
+                f"{name} must be floating point of shape (d, columns), the same d for both, got {described(x)}"
+            )
         if not bool(x.isfinite().all()) or not bool((x != 0).any()):
             raise ValueError(f"{name} must be finite and not all 0")
     check_devices(a=a, b=b)

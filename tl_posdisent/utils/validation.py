@@ -27,6 +27,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
+def described(x: Any) -> str:
+    """Type and shape of a tensor, or the type of anything else, for errors."""
+    return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
 def is_integer(value: Any) -> bool:
     """Whether ``value`` is an integer: Python's, numpy's or a torch scalar's; True and False are not.
 

@@ -12,10 +12,9 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.additive.attention.sums import first_keys
-from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells, on_device
-from tl_posdisent.additive.result import mean_and_range
+from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells
+from tl_posdisent.additive.result import CellsFit, mean_and_range
 from tl_posdisent.additive.score_checks import check_finite_tensor
-from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_devices, check_flag, check_indices
 
@@ -23,7 +22,7 @@ AttentionComponent = Literal["summary", "distance", "key", "query"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttentionFit(HasTable):
+class AttentionFit(CellsFit):
     """Additive attention ``softmax_j(distance[i - j] + key[band of i - j, j])`` nearest to a pattern.
 
     All tensors are float64; coefficients are in nats, the units of scores. ``*batch`` are the leading axes of the
@@ -79,11 +78,6 @@ class AttentionFit(HasTable):
     cells: Cells
     pooled: bool
     pseudo_count: float
-
-    @property
-    def mask(self) -> Bool[Tensor, "*mask query key"]:
-        """True where a cell took part in the fit."""
-        return self.cells.to_mask()
 
     def logits(self) -> Float64[Tensor, "*batch query key"]:
         """The sum of the components at each cell; ``-inf`` outside the mask."""
@@ -215,18 +209,10 @@ class AttentionFit(HasTable):
         columns |= {component: axis * (values.numel() // len(axis)), "value": values.flatten().tolist()}
         return pd.DataFrame({**index, **columns})
 
-    def to(self, device: torch.device | str) -> AttentionFit:
-        """Return the same fit on another device."""
-        return on_device(self, device)
-
     def _mean_kl(self) -> Float64[Tensor, "*fit"]:
         used = (self.cells.split(self.cells.counts).query > 0).expand(self.kl.shape)
         sums, n = self.kl.sum(-1), used.sum(-1)
         return sums.sum(0) / n.sum(0) if self.pooled else sums / n
-
-    def plot(self, **options: Any) -> Any:
-        """Plot the distance component of each head: ``plot_distance`` of this fit, with its options."""
-        return figure_function("plot_distance")(self, **options)
 
     def __repr__(self) -> str:
         batch = "×".join(map(str, self.kl.shape[:-1])) or "one"

@@ -23,7 +23,7 @@ from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
 from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop, load_checkpoint, save_checkpoint
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.precision import no_autocast, with_gradients
-from tl_posdisent.utils.validation import check_fields, check_float64, check_integer, check_number, shown
+from tl_posdisent.utils.validation import check_fields, check_float64, check_integer, check_number, described, shown
 
 
 @torch.no_grad()
@@ -80,8 +80,7 @@ def check_samples(model: Any, tokens: Any, labels: Any) -> None:
     check_float64("model", model.embed.W_E.device)
     for name, x, ndim in (("tokens", tokens, 2), ("labels", labels, 1)):
         if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool or x.ndim != ndim:
-            what = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be integers of shape {('sample', 'pos')[:ndim]}, got {what}")
+            raise ValueError(f"{name} must be integers of shape {('sample', 'pos')[:ndim]}, got {described(x)}")
     if len(labels) != len(tokens):
         raise ValueError(f"labels must be one per row of tokens, got {len(labels)} for {len(tokens)} rows")
     model.check_tokens(tokens)

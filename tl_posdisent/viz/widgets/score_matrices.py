@@ -16,7 +16,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, check_tokens, run, token_words
 from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
-from tl_posdisent.utils.validation import check_choice, check_flag, is_integer
+from tl_posdisent.utils.validation import check_choice, check_flag, described, is_integer
 from tl_posdisent.viz.widgets.layout import Choice, Options, choose, head_selector, pick
 from tl_posdisent.viz.widgets.offline import Widget
 from tl_posdisent.viz.widgets.raster import beside
@@ -278,8 +278,9 @@ def show_change(
     """
     for name, x in (("before", before), ("after", after)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
-            got = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating point tensor of shape (*batch, query, key), got {got}")
+            raise ValueError(
+                f"{name} must be a floating point tensor of shape (*batch, query, key), got {described(x)}"
+            )
     if before.shape != after.shape:
         raise ValueError(f"after must have the shape of before, {tuple(before.shape)}, got {tuple(after.shape)}")
     options = Options(heads, text, positions, scale, title, raster)
