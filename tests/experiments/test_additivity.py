@@ -19,6 +19,7 @@ from tl_posdisent.models import read_model
 
 TOKENS = zoo.random_tokens(24)
 COLUMNS = ["batch", "layer", "head", "r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key"]
+COLUMNS += ["r_no_distance", "r_held_out"]
 
 
 def table_of(model: Any, tokens: Tensor = TOKENS, **more: Any) -> pd.DataFrame:
@@ -47,7 +48,8 @@ def by_least_squares(scores: Tensor, cells: Tensor) -> dict[str, float]:
     design = np.hstack([np.ones((len(y), 1)), *(np.eye(2 * length)[column] for column in axes.values())])
     r2 = explained(*axes.values())
     spare = len(y) - np.linalg.matrix_rank(design)
-    out = {"r": r2**0.5, "r2": r2, "r2_adjusted": 1 - (1 - r2) * (len(y) - 1) / spare}
+    alone = explained(axes["share_query"], axes["share_key"]) ** 0.5
+    out = {"r": r2**0.5, "r_no_distance": alone, "r2": r2, "r2_adjusted": 1 - (1 - r2) * (len(y) - 1) / spare}
     return out | {name: explained(column) for name, column in axes.items()}
 
 
@@ -68,6 +70,46 @@ def test_every_number_by_least_squares(kind: str, name: str, shared_model: Any) 
             expected = by_least_squares(scores[spec.layer][batch, head], spec.mask(24))
             for column, value in expected.items():
                 assert row[column] == pytest.approx(value, abs=1e-6), column
+
+
+def held_out(scores: list[np.ndarray], cells: list[np.ndarray], text: int) -> float:
+    """r of one text with the profile of all others, which have queries and keys of their own, by numpy."""
+    size = max(len(x) for x in cells)
+    designs = []
+    for n, (i, j) in enumerate(np.nonzero(x) for x in cells):
+        distance, own = np.eye(2 * size)[i - j + size], np.zeros((len(i), len(cells), 2 * size))
+        own[np.arange(len(i)), n, i] = own[np.arange(len(i)), n, size + j] = 1
+        designs.append(np.hstack([distance, own.reshape(len(i), -1)]))
+    y = [x[c] for x, c in zip(scores, cells, strict=True)]
+    others = [n for n in range(len(y)) if n != text]
+    fit = np.linalg.lstsq(np.vstack([designs[n] for n in others]), np.hstack([y[n] for n in others]), rcond=None)[0]
+    left = y[text] - designs[text][:, : 2 * size] @ fit[: 2 * size]
+    own = designs[text][:, 2 * size :]
+    rest = left - own @ np.linalg.lstsq(own, left, rcond=None)[0]
+    return float(np.sqrt(max(0.0, 1 - np.sum(rest**2) / np.sum((y[text] - y[text].mean()) ** 2))))
+
+
+@pytest.mark.parametrize("lengths", [(24, 24, 24), (24, 17, 24, 9), (24, 17)])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))
+def test_profile_of_other_texts(kind: str, name: str, lengths: tuple[int, ...], shared_model: Any) -> None:
+    model, generator = shared_model(kind, name), torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 60, (len(lengths), 24), generator=generator)
+    real = torch.arange(24) < torch.tensor(lengths)[:, None]
+    table = table_of(model, ids, attention_mask=real.long(), layers=[1]).set_index(["batch", "head"])["r_held_out"]
+    (spec,), head = read_model(model).specs([1]), 5
+    scores = [
+        next(iter(tp.capture(model, row[None, :n], layers=[1]))).scores[0, head].double().numpy()
+        for row, n in zip(ids, lengths, strict=True)
+    ]
+    for text, length in enumerate(lengths):
+        expected = held_out(scores, [spec.mask(n).numpy() for n in lengths], text)
+        longest = max(n for other, n in enumerate(lengths) if other != text)
+        expected = expected if length <= longest else float("nan")
+        assert table[text, head] == pytest.approx(expected, abs=1e-6, nan_ok=True)
+
+
+def test_one_text_has_no_others() -> None:
+    assert "r_held_out" not in table_of(zoo.load("hooked", "llama-gqa"), TOKENS[:1])
 
 
 @pytest.mark.parametrize("name", ["opt", "gptj", "gpt_neo"])

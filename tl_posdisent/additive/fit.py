@@ -373,6 +373,25 @@ def fit_marginals(
     )
 
 
+def explained_around(
+    read: Marginals, cells: Cells, profile: Float64[Tensor, "*batch distance"] | None = None
+) -> Float64[Tensor, "*batch"]:
+    """r² of a *given* distance profile (default none) with the best query and key components of these scores.
+
+    It is ``1 - residual / total``, below that of queries and keys alone where the profile is worse than none.
+    """
+    coefficients = torch.zeros_like(read.sums)
+    if profile is not None:
+        cells.split(coefficients).distance.copy_(profile)
+    put_in = cells.product(coefficients)
+    left = read.sums - put_in
+    solution = solve(cells, left, distances=False)
+    residual = read.squares - (coefficients * (read.sums + left)).sum(-1) - (solution * left).sum(-1)
+    total = read.squares - cells.split(read.sums).query.sum(-1) ** 2 / cells.n_cells
+    constant = total <= cells.n_cells * (ROUNDING * read.pivot) ** 2
+    return torch.where(constant, torch.nan, 1 - residual.clamp_min(0) / total)
+
+
 def _axis_sums(cells: Cells, stacked: Tensor, *, pool: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Sum over distances, queries and keys; pooled texts have their own queries and keys, and the same distances."""
     d, q, k = (x.sum(-1) for x in cells.split(stacked))

@@ -24,19 +24,24 @@ AIM, ENOUGH, ACCEPTED = 1e-13, 1e-12, 1e-10
 Stacked = Float64[Tensor, "*batch coefficient"]
 
 
-def solve(cells: Cells, marginals: Stacked, *, pool: bool = False) -> Stacked:
+def solve(cells: Cells, marginals: Stacked, *, pool: bool = False, distances: bool = True) -> Stacked:
     """Compute coefficients whose model has the given marginals, up to gauge.
 
     Args:
         cells: the cells that count.
         marginals: stacked sums of the (roughly centred) scores; leading axes are independent systems.
         pool: the systems of the first axis share their distance coefficients; ``marginals`` then are ``pooled``.
+        distances: False for queries and keys alone; coefficients of distances are then 0.
 
     Raises:
         RuntimeError: not converged; says the residual reached.
     """
     weights = pooled(cells, cells.counts.expand_as(marginals)) if pool else cells.counts
     inverse = torch.where(weights > 0, 1 / weights, 0.0)
+    if not distances:
+        cells.split(inverse).distance.zero_()  # a coefficient that the preconditioner leaves alone stays 0
+        marginals = marginals.clone()
+        cells.split(marginals).distance.zero_()
     narrow = 0 < cells.high - cells.low < cells.n_query // 4
 
     def precondition(x: Stacked) -> Stacked:
@@ -44,6 +49,8 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False) -> Stacked:
 
     def product(x: Stacked) -> Stacked:
         y = cells.product(x)
+        if not distances:
+            cells.split(y).distance.zero_()
         return pooled(cells, y) if pool else y
 
     def dot(x: Stacked, y: Stacked) -> Float64[Tensor, "*system 1"]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import nan
 from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
-from tl_posdisent.additive.fit import Marginals, fit_marginals, read_marginals
+from tl_posdisent.additive.fit import Marginals, explained_around, fit_marginals, read_marginals
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.memory import require_room
 from tl_posdisent.models.reading.model_reading import read_model
@@ -51,7 +52,12 @@ def additivity(
     Returns:
         One row per text (unless pooled), layer and head: ``batch``, ``layer``, ``head``, ``r``, ``r2``,
         ``r2_adjusted``, and ``share_distance``, ``share_query``, ``share_key``, the share of the scores' variance that
-        each component explains alone (see ``AdditiveFit``).
+        each component explains alone (see ``AdditiveFit``). Not pooled, also ``r_no_distance``, r of the query and
+        key component alone, and of two texts or more ``r_held_out``: r with the distance profile that was fitted to the
+        *other* texts, and the text's own query and key component; 0 where that profile is worse than a constant, NaN
+        for a text that is longer than all others. Of these numbers ``r_held_out`` tells trained from random weights
+        most clearly (docs/results.md): a deep random network is nearly additive on one text, too, but not by one
+        profile for all texts.
 
     Raises:
         ValueError: unusable arguments; scores that neither show nor can be recomputed from queries and keys.
@@ -83,11 +89,7 @@ def additivity(
     tables = []
     for layer in sorted(read[0]):
         parts = [of_group.pop(layer) for of_group in read]
-        if pool:
-            table = fit_marginals(*_stacked(parts), pool=True).to_frame()
-        else:
-            fits = [fit_marginals(part.read, part.cells).to_frame() for part in parts]
-            table = join_texts(fits, [part.group.rows.tolist() for part in parts], ["batch", "head"])
+        table = fit_marginals(*_stacked(parts), pool=True).to_frame() if pool else _of_texts(parts)
         table.insert(list(table.columns).index("head"), "layer", layer)
         tables.append(table)
     return reading.note(pd.concat(tables, ignore_index=True))
@@ -96,7 +98,7 @@ def additivity(
 class Part(NamedTuple):
     """Marginal sums of one layer's scores in texts of equal length."""
 
-    group: TextGroup
+    rows: Int[Tensor, "text"]
     read: Marginals
     cells: Cells
 
@@ -111,11 +113,50 @@ def _read_group(
         cells = make_cells(
             scores.shape, device=scores.device, sinks=sinks, **cells_of(spec, mask, group.tokens.shape[1])
         )
-        parts[spec.layer] = Part(group, read_marginals(scores, cells), cells)
+        parts[spec.layer] = Part(group.rows, read_marginals(scores, cells), cells)
         bar.update()
 
     for_each_scores(model, group.tokens, specs, read)
     return parts
+
+
+def _of_texts(parts: Sequence[Part]) -> pd.DataFrame:
+    """A row per text and head."""
+    tables, held_out = [], _held_out(parts)
+    for part, r2 in zip(parts, held_out, strict=True):
+        table = fit_marginals(part.read, part.cells).to_frame()
+        table["r_no_distance"] = explained_around(part.read, part.cells).clamp_min(0).sqrt().flatten().tolist()
+        if r2 is not None:
+            table["r_held_out"] = r2.clamp_min(0).sqrt().flatten().tolist()
+        tables.append(table)
+    return join_texts(tables, [part.rows.tolist() for part in parts], ["batch", "head"])
+
+
+def _held_out(parts: Sequence[Part]) -> list[Tensor | None]:
+    """r² ``[text, head]`` with the distance profile of all other texts, of the texts of each length."""
+    if len(parts) > 1:
+        apart = [[_one_text(part, n) for n in range(len(part.rows))] for part in parts]
+        every = [one for some in apart for one in some]
+        return [torch.cat([_by_others(one, [x for x in every if x is not one]) for one in some]) for some in apart]
+    ((rows, read, cells),) = parts
+    if len(rows) < 2:
+        return [None]
+    own = fit_marginals(read, cells).distance  # in one mask, the profile of several texts is the mean of theirs
+    return [explained_around(read, cells, (own.sum(0) - own) / (len(rows) - 1))]
+
+
+def _one_text(part: Part, n: int) -> Part:
+    read = Marginals(**{name: sums[n : n + 1] for name, sums in vars(part.read).items()})
+    return Part(part.rows[n : n + 1], read, part.cells)
+
+
+def _by_others(part: Part, others: Sequence[Part]) -> Tensor:
+    """r² ``[1, head]`` of one text; NaN if no other is as long."""
+    if part.cells.n_key > max(other.cells.n_key for other in others):
+        return torch.full_like(part.read.pivot, nan)
+    profile = fit_marginals(*_stacked(others), pool=True)
+    low = part.cells.low - int(profile.distances[0])
+    return explained_around(part.read, part.cells, profile.distance[..., low : low + part.cells.n_distance])
 
 
 def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
@@ -123,19 +164,20 @@ def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
     if len(parts) == 1:
         return parts[0].read, parts[0].cells
     n = max(part.cells.n_key for part in parts)
-    batch, n_heads = sum(len(part.group.rows) for part in parts), parts[0].read.pivot.shape[1]
+    batch, n_heads = sum(len(part.rows) for part in parts), parts[0].read.pivot.shape[1]
+    places = torch.arange(batch, device=parts[0].read.pivot.device).split([len(part.rows) for part in parts])
     inside = torch.zeros(batch, 1, n, n, dtype=torch.bool, device=parts[0].read.pivot.device)
-    for part in parts:
-        inside[part.group.rows, :, : part.cells.n_query, : part.cells.n_key] = part.cells.to_mask()
+    for at, part in zip(places, parts, strict=True):
+        inside[at, :, : part.cells.n_query, : part.cells.n_key] = part.cells.to_mask()
     cells = make_cells((batch, n_heads, n, n), inside, device=inside.device)
     zero = cells.counts.new_zeros(batch, n_heads)
     whole = Marginals(zero, zero.new_zeros(*zero.shape, cells.counts.shape[-1]), zero.clone())
-    for group, read, own in parts:
-        whole.pivot[group.rows], whole.squares[group.rows] = read.pivot, read.squares
+    for at, (_, read, own) in zip(places, parts, strict=True):
+        whole.pivot[at], whole.squares[at] = read.pivot, read.squares
         low = own.low - cells.low
         ranges = (slice(low, low + own.n_distance), slice(own.n_query), slice(own.n_key))
         for axis, some, sums in zip(cells.split(whole.sums), ranges, own.split(read.sums), strict=True):
-            axis[group.rows, :, some] = sums
+            axis[at, :, some] = sums
     return whole, cells
 
 
