@@ -103,10 +103,10 @@ CASES = {
     "fit": Case(
         "fit --length 32 --layers 0,2-3 --control 2 --seed 5",
         partial(beside_random, partial(additivity, layers=[0, 2, 3]), [5, 6]),
-        ONE,
+        stretches(2, 32),
     ),
     "fit labels": Case(
-        "fit --length 32 --heads L4H5,L0H7 --control 0",
+        "fit --length 32 --heads L4H5,L0H7 --control 0 --texts 1",
         lambda m, t: additivity(m, t, layers=[0, 4], **QUIET).iloc[[7, 13]].assign(weights="trained"),
         ONE,
     ),
@@ -160,8 +160,9 @@ def test_the_table_is_that_of_the_library(name: str, model: Any, tmp_path: Path)
 @pytest.mark.parametrize("command", ["fit", "controlled"])
 def test_means_over_heads_are_shown_beside_random_weights(command: str, model: Any) -> None:
     measure = additivity if command == "fit" else controlled_distance
-    columns = ["r"] if command == "fit" else ["r_three_axis", "r_two_axis"]
-    trained, chance = (measure(m, ONE, **QUIET) for m in (model, next(random_control(model, [0]))))
+    columns = ["r_held_out"] if command == "fit" else ["r_three_axis", "r_two_axis"]
+    tokens = stretches(2, 32) if command == "fit" else ONE
+    trained, chance = (measure(m, tokens, **QUIET) for m in (model, next(random_control(model, [0]))))
     result = run_command(f"{command} --length 32 --no-progress")
     shown = [words[0:1] + words[-2:] for words in rows(result)]
     expected = []
@@ -171,6 +172,13 @@ def test_means_over_heads_are_shown_beside_random_weights(command: str, model: A
         headline = f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over 40 heads"
         assert f"{headline}; at random initialisation {chance[column].mean():.3f}" in result.stdout
     assert shown == expected
+    if command == "fit":
+        heads, limit = trained.groupby(["layer", "head"])["r_held_out"].mean(), {}
+        for (layer, _), r in chance.groupby(["layer", "head"])["r_held_out"].mean().items():
+            limit[layer] = max(r, limit.get(layer, 0))
+        low = [f"L{layer}H{head}" for (layer, head), r in heads.items() if r <= limit[layer]]
+        said = f"above the highest random head of their layer: {40 - len(low)} of 40 heads"
+        assert said + (f", all but {', '.join(low)}\n" if low else "\n") in result.stdout
     without = run_command(f"{command} --length 32 --no-progress --control 0")
     assert {words[-1] for words in rows(without)} == {"–"}
     assert {len(words) for words in rows(without)} == {11}  # layer, eight heads, mean, random
@@ -294,7 +302,7 @@ def test_a_directory_as_save_pretrained_writes_it(
     demo_hf_model().save_pretrained(folder)
     demo_tokenizer().save_pretrained(folder)
     text.write_text("We the people of the United States, in order to form a more perfect union. " * 3, encoding="utf-8")
-    line = f"fit --length 32 --control 0 --backend {backend} --no-progress"
+    line = f"fit --length 32 --texts 1 --control 0 --backend {backend} --no-progress"
     result = run_command(line, "--model", "../my [bold] model", "--text", text, "--out", out)
     ids = torch.tensor([demo_tokenizer().encode(text.read_text(encoding="utf-8"))[:32]])
     expected = additivity(load_demo_model(backend=backend), ids, progress=False)

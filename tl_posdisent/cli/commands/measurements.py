@@ -27,17 +27,22 @@ from tl_posdisent.cli.output import by_head, check_out, frame, save
 @command(f"{ON_TEXT} layers heads control seed progress")
 def fit(
     given: Given,
+    texts: int | None = Option(
+        None, min=1, help="Number of consecutive parts of the text; default two if it has them."
+    ),
     pool: bool = Option(False, help="One distance profile for all texts."),
 ) -> list[str]:
     """Fit attention scores by a distance, a query and a key component: r per layer and head, beside random weights.
 
-    The scores are those of the text itself.
+    The scores are those of the text itself. Of two texts or more, r is that with the distance profile of the other
+    texts, which tells trained from random weights most clearly.
 
     Columns:
       batch, layer, head   which text and which head
       r, r2, r2_adjusted   correlation of scores and fit, square, adjusted
       share_distance …     share of the variance that one component explains alone
-      cells, parameters    number of fitted scores and of free parameters
+      r_no_distance        r of query and key component alone
+      r_held_out           r with the distance profile of the other texts
       weights              trained, or random and the seed
 
     Examples:
@@ -48,6 +53,7 @@ def fit(
     from tl_posdisent.experiments.attention_scores.additivity import additivity
     from tl_posdisent.utils.validation import check_heads
 
+    given.texts = texts
     model, tokens, what = given.read()
     chosen = check_heads(given.chosen_layers, given.chosen_heads, int(model.cfg.n_layers), int(model.cfg.n_heads))
 
@@ -58,11 +64,32 @@ def fit(
 
     trained, chance = _beside_random(measure, model, given)
     shares = ", ".join(f"{name} {trained[f'share_{name}'].mean():.3f}" for name in ("distance", "query", "key"))
+    column, means = "r", "r of the three-axis fit"
+    if "r_held_out" in trained:
+        column, means = "r_held_out", "r with the distance profile of the other texts"
     return [
-        *by_head(trained, "r", f"r of the three-axis fit, by layer and head: {what}", chance=chance),
-        _mean("r", trained, chance),
+        *by_head(trained, column, f"{means}, by layer and head: {what}", chance=chance),
+        *(_mean(x, trained, chance) for x in dict.fromkeys([column, "r"])),
+        *_not_above(trained, chance, column),
         f"share of the variance that each component explains alone: {shares}",
     ]
+
+
+def _not_above(trained: Any, chance: Any, column: str) -> list[str]:
+    """Which heads are not above the highest that was measured in their layer at random initialisation."""
+    if chance.empty:
+        return []
+    from tl_posdisent.utils.validation import head_label
+
+    mean = trained.groupby(["layer", "head"])[column].mean()
+    copies = chance.groupby(["weights", "layer", "head"])[column].mean()
+    limit = copies.groupby("layer").max().reindex(mean.index.get_level_values("layer")).to_numpy()
+    low = [head_label(*place) for place in mean.index[~(mean.to_numpy() > limit)]]
+    named = f", all but {', '.join(low[:_NAMED])}{' …' if len(low) > _NAMED else ''}" if low else ""
+    return [f"above the highest random head of their layer: {len(mean) - len(low)} of {len(mean)} heads{named}"]
+
+
+_NAMED = 20  # heads at most; the table has all
 
 
 _MODELS = {"r_three_axis": "distance + query + key", "r_two_axis": "(query, distance) + (query, key)"}
