@@ -107,6 +107,7 @@ _OTHERWISE = {
     "random_control": "gives a model",
     "report": "a file",
     "show_interventions": "a widget",
+    "show_loss_change": "a widget",
     "length_generalization": "compares with the model's own short texts",
     "component_patching": "below",
     "limit_frequencies": "below",
