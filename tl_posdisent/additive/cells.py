@@ -270,7 +270,6 @@ class Scattered(Cells):
     """Cells in any arrangement: packed documents, sinks, random masks.
 
     Attributes:
-        mask: True where a cell counts.
         query_key, query_distance, key_distance: the mask as weights, laid out along its three pairs of axes.
     """
 

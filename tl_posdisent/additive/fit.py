@@ -128,7 +128,7 @@ def fix_gauge(
     """
     numbers = cells.split(weights)
     key = torch.arange(cells.n_key, device=solution.device).double()
-    lever = (key - _mean(key, numbers.key)) * numbers.key
+    lever = (key - weighted_mean(key, numbers.key)) * numbers.key
     up, down = (lever * cells.split(solution).key).sum(-1, keepdim=True), (lever * key).sum(-1, keepdim=True)
     if pool:
         up, down = (x.expand_as(up).sum(0, keepdim=True) for x in (up, down))
@@ -136,14 +136,16 @@ def fix_gauge(
     query = torch.arange(cells.n_query, device=solution.device) + cells.offset
     line = torch.cat([-cells.distances, query, -key])
     tilted = cells.split(torch.addcmul(solution, slope, line))
-    means = [_mean(x, n) for x, n in zip(tilted, numbers, strict=True)]
+    means = [weighted_mean(x, n) for x, n in zip(tilted, numbers, strict=True)]
     # A distance, query or key without cells has no coefficient: it is given as 0.
     parts = ((x - m) * (n > 0) for x, m, n in zip(tilted, means, numbers, strict=True))
     return (means[0] + means[1] + means[2])[..., 0], Parts(*parts)
 
 
-def _mean(x: Tensor, weights: Tensor) -> Tensor:
-    return (x * weights).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True)
+def weighted_mean(x: Tensor, weights: Tensor) -> Tensor:
+    """Over the last axis, which stays; 0 without weights."""
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, (x * weights).sum(-1, keepdim=True) / total, 0.0)
 
 
 _NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction

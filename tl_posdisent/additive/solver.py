@@ -28,7 +28,6 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False, distances: bo
     """Compute coefficients whose model has the given marginals, up to gauge.
 
     Args:
-        cells: the cells that count.
         marginals: stacked sums of the (roughly centred) scores; leading axes are independent systems.
         pool: the systems of the first axis share their distance coefficients; ``marginals`` then are ``pooled``.
         distances: False for queries and keys alone; coefficients of distances are then 0.

@@ -27,9 +27,7 @@ class TextGroup:
     """Texts of equal length from a batch, without their padding.
 
     Attributes:
-        rows: ``[text]``, their rows in the batch.
-        tokens: ``[text, pos]``, their token ids.
-        starts: ``[text]``, the column of the batch in which each begins.
+        rows, starts: the row of each in the batch, and the column in which it begins.
     """
 
     rows: Int[Tensor, "text"]
@@ -47,8 +45,7 @@ class Texts:
     """A batch of texts and where its padding is.
 
     Attributes:
-        tokens: ``[batch, pos]``, with padding.
-        real: ``[batch, pos]``, True where a token belongs to a text.
+        tokens, real: with padding, and True where a token belongs to a text.
         groups: the texts by length, in the order of the first text of each length.
     """
 
@@ -118,7 +115,6 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
     """Split a batch into groups of texts of equal length, without padding.
 
     Args:
-        model: takes the token ids, and tokenises text.
         tokens: ids ``[batch, pos]`` or ``[pos]``, a text, or a list of texts of any lengths, which are padded on the
             side of the model's tokenizer. ``Texts`` that were read are returned as they are.
         attention_mask: for ids, in their shape: True or 1 at tokens, False or 0 at padding, which is at the beginning

@@ -98,10 +98,6 @@ def _additive_verdict(found: Found) -> list[str]:
     ]
 
 
-def _shares_verdict(found: Found) -> list[str]:
-    return _against_random(found, "r_two_axis", "the two-axis model", "shares")
-
-
 def _against_random(found: Found, column: str, model: str, section: str) -> list[str]:
     """How many heads are above and below the random-weights baseline, and the means."""
     heads = by_head(found.trained).dropna(subset=column)
@@ -166,7 +162,7 @@ def _ladder_verdict(found: Found) -> list[str]:
 _VERDICTS: dict[SectionName, Callable[[Found], list[str]]] = {
     "ladder": _ladder_verdict,
     "additivity": _additive_verdict,
-    "shares": _shares_verdict,
+    "shares": lambda found: _against_random(found, "r_two_axis", "the two-axis model", "shares"),
     "perturbation": _perturbation_verdict,
     "ablation": _ablation_verdict,
 }

@@ -26,8 +26,7 @@ class Spread:
 
     Attributes:
         count: how many points there are; their total weight, if they are weighted.
-        mean: ``[head, coordinate]``, float64, in the units of the points.
-        cov: ``[head, coordinate, coordinate]``, population covariance (divided by the count).
+        mean, cov: in the units of the points; the population covariance (divided by the count).
     """
 
     count: float

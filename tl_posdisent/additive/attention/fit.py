@@ -16,6 +16,7 @@ from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.solver import Problem, Solution, solve_attention, solve_keys_alone
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, first_keys, to_batch
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
+from tl_posdisent.additive.fit import weighted_mean
 from tl_posdisent.additive.fit_from_qk import check_vectors
 from tl_posdisent.additive.score_checks import (
     check_finite_tensor,
@@ -222,11 +223,9 @@ def _fit(
 
 @dataclass(frozen=True, eq=False)
 class _Features:
-    """Features of the keys as linear combinations that are of one size and uncorrelated.
+    """Features of the keys as linear combinations (``values``) that are of one size and uncorrelated.
 
-    Attributes:
-        values: ``[system, text, key, combination]``.
-        weights: ``[system, feature, combination]``; a direction of features is ``weights`` times one of combinations.
+    A direction of features is ``weights`` times one of combinations.
     """
 
     values: Float64[Tensor, "system text key combination"]
@@ -329,23 +328,18 @@ def _fix_gauge(layout: Layout, stacked: Stacked, *, free: bool) -> tuple[Tensor,
     of_distance, of_key = layout.split(layout.counts.expand_as(stacked))
     if free:
         key = torch.arange(layout.n_key, device=stacked.device).double()
-        lever = (key - _mean(key, of_key)) * of_key
+        lever = (key - weighted_mean(key, of_key)) * of_key
         up, down = ((lever * x).sum((1, 2, 3)) for x in (by_key, key))
         slope = torch.where(down > 0, up / down, 0.0)
         distances = torch.arange(layout.low, layout.high + 1, device=stacked.device)
         by_distance -= slope[:, None, None] * distances
         by_key -= slope[:, None, None, None] * key
-        of_text, of_band = _two_way_means(_mean(by_key, of_key)[..., 0], of_key.sum(-1))
+        of_text, of_band = _two_way_means(weighted_mean(by_key, of_key)[..., 0], of_key.sum(-1))
         by_key -= of_text[:, :, None, None] + of_band[:, None, :, None]
         by_distance += of_band[:, None, layout.band]
         by_key *= of_key > 0
     by_distance, of_distance = by_distance[:, 0], of_distance.sum(1)
-    return (by_distance - _mean(by_distance, of_distance)) * (of_distance > 0), by_key
-
-
-def _mean(x: Tensor, weights: Tensor) -> Tensor:
-    total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, (x * weights).sum(-1, keepdim=True) / total, 0.0)
+    return (by_distance - weighted_mean(by_distance, of_distance)) * (of_distance > 0), by_key
 
 
 def _two_way_means(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

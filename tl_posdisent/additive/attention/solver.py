@@ -41,7 +41,6 @@ class Problem:
     """Marginals of the data, and how the coefficients of a fit become those of the cells.
 
     Attributes:
-        layout: of the cells.
         marginals: that the model should have; one distance profile serves all texts of a system.
         distance: whether there is a profile.
         features: of the keys, whose importances are linear in them, with one direction per system and band; none at all
@@ -123,14 +122,7 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Point:
-    """Coefficients of some systems, and what follows from them.
-
-    Attributes:
-        x, stacked: coefficients of the fit, and of the cells.
-        sums: normalisers and marginals there.
-        value: the objective.
-        gradient: marginals of the model less those of the data.
-    """
+    """Coefficients of the fit and of the cells; sums, objective, and gradient: marginals less those of the data."""
 
     x: Coefficients
     stacked: Stacked
@@ -150,9 +142,7 @@ class Solution(NamedTuple):
     """What Newton's method found.
 
     Attributes:
-        coefficients: of the fit.
-        stacked: of the cells.
-        log_z: normalisers there.
+        coefficients, stacked: of the fit, and of the cells.
         gap: estimate of how far the divergence is above its lowest, in nats per query: half the Newton decrement.
         converged: whether each marginal is as near as was asked, or the gap is below ``GAP``.
     """

@@ -52,8 +52,8 @@ def sweep(
 
     sources: list[Path | str] = [*text] if text else ["demo"]
     arguments = dict(_argument(x) for x in argument or [])
-    todo = jobs(
-        [_place(name) for name in model or ["demo"]],
+    todo = jobs(  # as in the other commands, a model is a path if it exists, or if it looks like one
+        [Path(name) if Path(name).exists() or name.startswith((".", "/")) else name for name in model or ["demo"]],
         (experiment, arguments),
         [part for source in sources for part in Text.of(source, length=length, count=given.texts).split(split)],
         checkpoints="all" if checkpoints == "all" else whole_numbers("checkpoints", checkpoints),
@@ -68,11 +68,6 @@ def sweep(
     if done.empty:
         raise ValueError(f"all {len(todo)} jobs failed; {out / 'failed'} says why")
     return frame(_means(done, arguments), f"{experiment}, means over texts, layers and heads", digits=3)
-
-
-def _place(name: str) -> str | Path:
-    """As in the other commands: a path if it exists, or if it looks like one."""
-    return Path(name) if Path(name).exists() or name.startswith((".", "/")) else name
 
 
 def _argument(given: str) -> tuple[str, Any]:

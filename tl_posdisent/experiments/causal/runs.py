@@ -48,7 +48,6 @@ class Runs:
 
     Args:
         model: in evaluation mode (``evaluating``), with the hooks of the user's, if any.
-        texts: what is run.
         layers: those that are to be changed.
         under: hooks for each group of texts, in force in all of these runs.
     """
@@ -66,9 +65,7 @@ class Runs:
         """Each unit of heads of a layer changed in turn.
 
         Args:
-            layer: one of ``layers``.
-            units: heads that are changed together.
-            hooks_of: the hooks that change them.
+            units: heads that are changed together, in one of ``layers``.
             kind: of change. The first of each kind is compared with a full pass under its hooks; shortcuts are given up
                 for those that differ, and not tried for ``COUPLED``. None for changes of z itself.
         """
@@ -245,10 +242,7 @@ def effect_table(
     """Measure a metric with some heads at a time changed in a run on ``texts``.
 
     Args:
-        reading: of the model.
         metric, progress: as in ``head_ablation``, checked.
-        texts: what is run and changed.
-        units: what is changed.
         hooks_in: for a layer, hooks that change some of its heads; called layer by layer, when they are needed.
         kind: of the change in a layer (``Runs.each``).
         source: of patches: texts of the run that is patched from, its hooks for each group of them, and which argument

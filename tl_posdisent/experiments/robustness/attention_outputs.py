@@ -29,10 +29,9 @@ class ReferenceSample:
     ``μ = tr S / d`` and the ρ of Ledoit and Wolf (J. Multivariate Anal. 88, 2004).
 
     Attributes:
-        mean: ``[*batch, d]``.
-        axes, spread: ``[*batch, d, d]`` and ``[*batch, d]``, eigenvectors (in columns) and eigenvalues of S.
-        shrinkage: ``[*batch]``, ρ from 0 to 1.
-        sample: ``[*batch, n, d]``, the deviations from the mean along the axes.
+        axes, spread: eigenvectors (in columns) and eigenvalues of S.
+        shrinkage: ρ, from 0 to 1.
+        sample: the deviations from the mean along the axes.
     """
 
     mean: Float64[Tensor, "*batch d"]

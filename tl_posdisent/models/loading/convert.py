@@ -6,12 +6,10 @@ where HookedTransformer no longer exists.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,14 +27,6 @@ else:  # what a run-time type checker can know of them
     HookedTransformer, HookedTransformerConfig = torch.nn.Module, Any
 
 _COMPARED_AT_ONCE = 2**20  # logits in double precision; a large vocabulary's of all tokens take as much as a layer
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Silence the one notice that HookedTransformer is deprecated; every other warning passes."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="HookedTransformer", category=DeprecationWarning)
-        yield
 
 
 def first_line(error: BaseException) -> str:
@@ -195,7 +185,8 @@ def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
     tokens = probe_tokens(hf_model)
     try:
         config, state = _converted(hf_model)
-        with quietly():
+        with warnings.catch_warnings():  # the one notice that the class is deprecated
+            warnings.filterwarnings("ignore", message="HookedTransformer", category=DeprecationWarning)
             model = HookedTransformer(config)
         # Not load_and_process_state_dict: with all processing off it goes through the model once for every weight.
         model.load_state_dict(model.fill_missing_keys(state), strict=False)

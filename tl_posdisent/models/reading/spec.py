@@ -28,7 +28,6 @@ class Tap:
     """A hook at which queries or keys can be read, and how they lie there.
 
     Attributes:
-        name: the hook's name, as ``model.hooks`` takes it.
         layout: ``[batch, pos, head, d_head]``, ``[batch, head, pos, d_head]`` or ``[batch, pos, head * d_head]``.
         n_heads: heads at this hook (key heads for keys).
         norm: the QK-norm that the model applies between this hook and the rotation, if any.

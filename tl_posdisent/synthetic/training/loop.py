@@ -132,8 +132,7 @@ class TrainingLoop(ABC):
 
     Attributes:
         steps, done: steps of the whole training run, and those done.
-        clip: greatest norm of the gradient; None for no clipping.
-        log_every: steps per row of metrics.
+        clip, log_every: as in ``TrainConfig``.
         folder: of checkpoints and state; None keeps nothing.
         rows, checkpoints: the metrics, one dict per row; step → file with its weights.
     """
