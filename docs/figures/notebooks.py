@@ -62,9 +62,9 @@ def screenshots(pages: list[str]) -> list[bytes]:
 
 
 def smaller(png: bytes) -> bytes:
-    """The image with 128 colours."""
+    """The image with 256 colours."""
     written = io.BytesIO()
-    Image.open(io.BytesIO(png)).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
+    Image.open(io.BytesIO(png)).convert("RGB").quantize(256, kmeans=3, dither=Image.Dither.NONE).save(
         written, "PNG", optimize=True
     )
     return written.getvalue()
