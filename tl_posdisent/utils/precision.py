@@ -12,11 +12,6 @@ from torch import Tensor
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
-def autocast_dtypes() -> list[torch.dtype]:
-    """Those to which products are now rounded, by the caller's autocast."""
-    return [torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind)]
-
-
 @contextlib.contextmanager
 def no_autocast() -> Iterator[None]:
     """Leave products in the dtypes of their factors, which the caller's autocast would round to bfloat16."""
@@ -77,4 +72,5 @@ def score_tolerance(*dtypes: torch.dtype | None) -> float:
     """How nearly recomputed scores must agree, relative to the largest, if numbers of these dtypes, or of those of
     autocast where it is on, went into them."""
     known = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-2}  # rotation tables are float32 at best
-    return max(known.get(dtype, 6e-2) for dtype in (*dtypes, *autocast_dtypes()) if dtype)
+    rounded = [torch.get_autocast_dtype(kind) for kind in _KINDS if torch.is_autocast_enabled(kind)]
+    return max(known.get(dtype, 6e-2) for dtype in (*dtypes, *rounded) if dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,12 +28,9 @@ def index_columns(
     known = ["batch", "head"] if layers is None else ["batch", "layer", "head"]
     names = known[len(known) - n :] if n <= len(known) else [f"axis_{i}" for i in range(n)]
     names = names[pooled:]
-    columns, inner = {}, math.prod(shape)
-    for name, size in zip(names, shape, strict=True):
-        outer, inner = math.prod(shape) // inner, inner // size
-        numbers = layers if name == "layer" and layers is not None else range(size)
-        columns[name] = [i for _ in range(outer) for i in numbers for _ in range(inner * repeat)]
-    return columns
+    ranges: list[Any] = [layers if name == "layer" else range(size) for name, size in zip(names, shape, strict=True)]
+    index: Any = pd.MultiIndex.from_product([*ranges, range(repeat)])
+    return {name: index.get_level_values(n).tolist() for n, name in enumerate(names)}
 
 
 def join_texts(tables: Sequence[pd.DataFrame], rows: Sequence[Sequence[int]], order: Sequence[str]) -> pd.DataFrame:

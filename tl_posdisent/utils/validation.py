@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from numbers import Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -190,11 +190,16 @@ def check_seeds(seeds: Any) -> list[int]:
     """
     if is_integer(seeds):
         return list(range(check_integer("seeds", seeds, 1)))
-    if isinstance(seeds, (str, bytes, Mapping)) or not isinstance(seeds, Iterable):
-        raise ValueError(f"seeds must be how many, or a list of which, got {shown(seeds)}")
-    given = [check_seed(seed) for seed in seeds]
+    return check_distinct("seeds", seeds, check_seed, "how many, or a list of which")
+
+
+def check_distinct(name: str, values: Any, check: Callable[[Any], Any], what: str = "a sequence") -> list[Any]:
+    """What ``check`` returns for each of at least one value, none twice; ``what`` is needed, for errors."""
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be {what}, got {shown(values)}")
+    given = [check(value) for value in values]
     if not given or len(set(given)) < len(given):
-        raise ValueError(f"seeds must name at least one and none twice, got {shown(given)}")
+        raise ValueError(f"{name} must name at least one and none twice, got {shown(given)}")
     return given
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -292,8 +292,8 @@ class _Data:
 
     def explained_alone(self, *, distance: bool, features: Tensor | None) -> Float64[Tensor, "system"]:
         """The share that the distance or the keys explain alone; NaN where that fit has not converged."""
-        layout = self.layout.without_bands()
-        own, marginals = (self.layout.drop_bands(x) for x in (self.own, self.marginals))
+        own, marginals, counts = (self.layout.drop_bands(x) for x in (self.own, self.marginals, self.layout.counts))
+        layout = replace(self.layout, edges=(), counts=counts)
         if not distance and features is None and layout.is_causal:
             stacked, log_z = solve_keys_alone(layout, marginals)
             converged = torch.ones(len(log_z), dtype=torch.bool, device=log_z.device)

@@ -86,10 +86,6 @@ class Layout(Grid):
         """Views of the distances ``[..., distance]`` and of the keys ``[..., band, key]``."""
         return stacked[..., : self.n_distance], stacked[..., self.n_distance :].unflatten(-1, (self.n_band, self.n_key))
 
-    def without_bands(self) -> Layout:
-        """The layout with one importance for each key."""
-        return replace(self, edges=(), counts=self.drop_bands(self.counts))
-
     def drop_bands(self, sums: Tensor) -> Tensor:
         """Stacked sums with those of keys added up over the bands."""
         by_distance, by_key = self.split(sums)

@@ -24,7 +24,7 @@ from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 from tl_posdisent.utils.tables import index_columns, join_texts, progress_bar
-from tl_posdisent.utils.validation import check_integer, shown
+from tl_posdisent.utils.validation import check_distinct, check_integer
 
 
 def controlled_distance(
@@ -124,7 +124,8 @@ def dummy_distance_check(
             )
     texts = read_texts(model, tokens, attention_mask)
     length = min(texts.lengths)
-    chosen = _check_distances([2**n for n in range(7) if 2**n < length] if distances is None else distances, length)
+    given = [2**n for n in range(7) if 2**n < length] if distances is None else distances
+    chosen = check_distinct("distances", given, lambda d: check_integer("distances", d, 0, length - 1))
     tables, rows = [], []
     with progress_bar(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
         for group in texts.groups:
@@ -137,16 +138,6 @@ def dummy_distance_check(
                     rows.append(group.rows.tolist())
                 bar.update()
     return reading.note(join_texts(tables, rows, ["layer", "distance", "batch", "head"]))
-
-
-def _check_distances(distances: Any, length: int) -> list[int]:
-    """Distances that occur in texts of this length."""
-    if isinstance(distances, (str, bytes)) or not isinstance(distances, Iterable):
-        raise ValueError(f"distances must be a sequence of integers, got {shown(distances)}")
-    chosen = [check_integer("distances", d, 0, length - 1) for d in distances]
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise ValueError(f"distances must name at least one and none twice, got {chosen}")
-    return chosen
 
 
 def _fits(model: Any, tokens: Tensor, specs: list[AttentionSpec]) -> dict[int, AdditiveFit]:

@@ -19,7 +19,7 @@ from tl_posdisent.models.reading.forward import check_tokens, device_of, refuse_
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.tables import progress_bar
-from tl_posdisent.utils.validation import check_choice, check_integer, check_number, check_seeds, shown
+from tl_posdisent.utils.validation import check_choice, check_distinct, check_integer, check_number, check_seeds
 
 Text = str | Int[Tensor, "_pos"]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -163,10 +163,10 @@ def perturbation_curve(
         >>> bool((loss.loc[0] == 0).all()), bool((loss.loc[0.5] > loss.loc[0.1]).all())
         (True, True)
     """
-    kinds, seeds = _distinct("kinds", kinds), check_seeds(seeds)
+    kinds, seeds = check_distinct("kinds", kinds, lambda kind: kind), check_seeds(seeds)
     for kind in kinds:
         check_choice("kind", kind, get_args(Kind))
-    fractions = [check_number("fractions", x, least=0, most=1) for x in _distinct("fractions", fractions)]
+    fractions = check_distinct("fractions", fractions, lambda x: check_number("fractions", x, least=0, most=1))
     reading = read_model(model)
     model, own_unit = reading.model, "token" if isinstance(tokens, Tensor) else "word"
     groups = read_texts(model, tokens, attention_mask).groups
@@ -205,16 +205,6 @@ def perturbation_curve(
 def _perturbed(reading: Any, chosen: dict[str, Any], tokens: Any, attention_mask: Any = None, **more: Any) -> Perturbed:
     """``perturb`` with what was chosen for the curve, whatever the caller's unit."""
     return perturb(reading, tokens, attention_mask=attention_mask, **(more | chosen))
-
-
-def _distinct(name: str, values: Any) -> list[Any]:
-    """A sequence of at least one value, none twice, as a list."""
-    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} must be a sequence, got {shown(values)}")
-    found = list(values)
-    if not found or len(set(found)) < len(found):
-        raise ValueError(f"{name} must have at least one and none twice, got {shown(found)}")
-    return found
 
 
 def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None:
