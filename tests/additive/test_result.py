@@ -62,18 +62,6 @@ def test_a_component_table_has_a_row_for_each_coefficient(part: Any, pool: bool)
         assert row.value == values[(*index, at)].item()
 
 
-def test_repr_tells_the_numbers() -> None:
-    fit = fit_additive(noise(2, 3, 9, 9))
-    shown = repr(fit)
-    assert "2×3 score matrices, 9 queries × 9 keys, 45 cells, 24 parameters" in shown
-    for x in (fit.r, fit.r2, fit.r2_adjusted, fit.share_distance, fit.share_query, fit.share_key):
-        assert f"{x.mean():.3f} ({x.min():.3f}…{x.max():.3f})" in shown
-    assert "pooled" not in shown
-    assert "pooled over the first axis" in repr(fit_additive(noise(2, 3, 9, 9), pool=True))
-    assert "r undefined" in repr(fit_additive(torch.ones(4, 4)))
-    assert "one score matri" in repr(fit_additive(noise(4, 4)))
-
-
 def test_methods_refuse(unchecked: None) -> None:
     fit: Any = fit_additive(noise(2, 5, 5))
     with pytest.raises(ValueError, match="name must be 'distance', 'query' or 'key', got 'keys'"):

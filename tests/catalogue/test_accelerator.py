@@ -133,7 +133,11 @@ def as_default(device: str) -> Iterator[None]:
         torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("name", CASES)
+def on_two_devices(name: str) -> bool:
+    return with_model(name) and not takes_synthetic(FUNCTIONS[name])
+
+
+@pytest.mark.parametrize("name", [x for x in CASES if not on_two_devices(x.values[0])])
 def test_on_a_device(name: str) -> None:
     right = expected(name)
     with imitated():
@@ -162,11 +166,9 @@ def test_arguments_elsewhere(name: str, some: list[str], device: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [x.values[0] for x in CASES if with_model(x.values[0])])
+@pytest.mark.parametrize("name", [x.values[0] for x in CASES if on_two_devices(x.values[0])])
 def test_a_model_on_two_devices(name: str) -> None:
-    """Its logits are where its last layer is, and tokens where its first."""
-    if takes_synthetic(FUNCTIONS[name]):
-        pytest.skip("is on one device")
+    """Its logits are where its last layer is, and tokens where its first; what bears that bears one device."""
     model, right = zoo.hooked("llama"), expected(name)
     with imitated():
         model.cfg.device, model.cfg.n_devices = DEVICE, 2

@@ -1,4 +1,4 @@
-"""The script that trains the demo model: refusal of other settings, its measures, and its files."""
+"""The script that trains the demo model: its measures, and its files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gzip
 import itertools
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,26 +33,6 @@ from tl_posdisent.demo import demo_hf_model, demo_text, demo_tokens
 from tl_posdisent.models.loading.convert import hf_logits
 
 STREAM = torch.arange(4000) % 16
-
-
-def same(a: Any, b: Any) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
-
-
-@pytest.mark.slow
-def test_other_settings_are_refused_and_more_steps_are_not(tmp_path: Path) -> None:
-    begun = Options(steps=2, batch=1, checkpoint_every=1)
-    train_model(STREAM, begun, tmp_path, progress=False)
-    content = (tmp_path / "state.safetensors").read_bytes()
-    for name, value in {"seed": 2, "batch": 2, "dropout": 0.2, "peak": 1e-3, "steps": 1}.items():
-        message = "learning rates" if name in ("peak", "steps") else name
-        with pytest.raises(ValueError, match=f"has training {message}="):
-            train_model(STREAM, replace(begun, **{name: value}), tmp_path, progress=False)
-    with pytest.raises(ValueError, match="has training text="):
-        train_model(STREAM + 1, begun, tmp_path, progress=False)
-    assert (tmp_path / "state.safetensors").read_bytes() == content
-    longer = replace(begun, steps=8)  # the rates of the first two steps are those of two of eight steps too
-    assert same(*(train_model(STREAM, longer, folder, progress=False) for folder in (tmp_path, None)))
 
 
 @pytest.mark.slow

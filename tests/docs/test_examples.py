@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 BRIDGE = re.compile(r'(model = load_\w+\((?:folder, |"smollm2", )?backend=)"bridge"')
-OWN_MODEL = {"03_positional_deposit"}  # these train a model of this package, which is of neither class
+IN_BOTH = ("01_fit_additive", "04_your_own_model")  # other tests try every tool on both classes
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_notebook_runs_and_prints_what_it_shows(path: Path, run: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.extended
 @pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
-@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem not in OWN_MODEL], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in NOTEBOOKS if p.stem in IN_BOTH], ids=lambda path: path.stem)
 def test_notebook_runs_with_a_hooked_transformer(path: Path, run: Any) -> None:
     """The same cells, but for those that are marked as needing a bridge."""
     notebook = read(path)

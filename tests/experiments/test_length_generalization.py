@@ -11,11 +11,9 @@ from support import zoo
 from torch import Tensor
 
 from tl_posdisent import (
-    demo_tokens,
     fit_additive,
     lambda_mask,
     length_generalization,
-    load_demo_model,
     read_attention,
 )
 from tl_posdisent.experiments.robustness.attention_outputs import fit_reference
@@ -174,13 +172,3 @@ def test_outputs_that_are_not_finite(shared_model: Any) -> None:
     message = "the attention outputs of layer 0 are not finite"
     with model.hooks(fwd_hooks=[("blocks.0.attn.hook_z", spoil)]), pytest.raises(ValueError, match=message):
         table(model, TOKENS, EDGES)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_truncation_is_named() -> None:
-    """``to_tokens`` cuts a text at the model's context; the message says so, and how to pass the whole."""
-    model = load_demo_model()
-    with pytest.raises(ValueError, match=r"to_tokens truncates longer texts .* truncate=False"):
-        length_generalization(model, demo_tokens(length=512), [0, 256, 1024], progress=False)
-    with pytest.raises(ValueError, match=r"got \[0, 256, 1024\]$"):
-        length_generalization(model, demo_tokens(length=500), [0, 256, 1024], progress=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import zoo
 from support.dense import dense_fitted
-from support.intervention_cases import TOKENS, close, logits
+from support.intervention_cases import close, logits
 from torch import Tensor
 
 from tl_posdisent.hooks import drop_component, substitute_additive
@@ -95,21 +95,6 @@ def test_a_softmax_does_not_see_the_query_part(kind: str, name: str, shared_mode
 def test_a_sink_sees_it(shared_model: Any) -> None:
     model = shared_model("bridge", "gpt_oss")
     assert (logits(model, drop_component(model, "query")) - logits(model, [])).abs().max() > 0.1
-
-
-def test_bfloat16(shared_model: Any) -> None:
-    """Scores are fitted in float64 and rounded once."""
-    model = zoo.bridge("llama-gqa").to(torch.bfloat16)
-    scores = "blocks.0.attn.hook_attn_scores"
-    with torch.no_grad():
-        before = model.run_with_cache(TOKENS, names_filter=scores)[1][scores]
-        inside = before > -1e30
-        with model.hooks(fwd_hooks=drop_component(model, "distance")):
-            after = model.run_with_cache(TOKENS, names_filter=scores)[1][scores]
-    expected = (before.double() - split_scores(before, inside)["distance"]).to(torch.bfloat16)
-    assert after.dtype == torch.bfloat16
-    assert torch.equal(after[inside], expected[inside])
-    assert torch.equal(after[~inside], before[~inside])
 
 
 def test_scores_that_are_not_finite_are_refused(shared_model: Any) -> None:

@@ -40,10 +40,12 @@ def described(spec: AttentionSpec) -> tuple[Any, ...]:
 EVERY = [(d, x) for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16) for x in (0.01, 1, 100, 10_000)]
 SOME = [(torch.float32, 10_000), (torch.bfloat16, 0.01), (torch.float16, 100)]
 GENTLE = [(torch.bfloat16, 0.01), (torch.float16, 1)]
+OF = dict.fromkeys(("llama-gqa", "mistral"), EVERY) | dict.fromkeys(("neox", "gptj", "gpt2"), SOME)
+OF |= dict.fromkeys(("qwen3", "codegen", "gemma2", "opt"), GENTLE)
 CASES = [
     pytest.param(*case.values, *one, id=f"{case.id}-{one}", marks=[] if one in SOME else pytest.mark.slow)
-    for case in zoo.cases("llama-gqa", "mistral", "neox", "gptj", "gpt2", "qwen3", "codegen", "gemma2", "opt")
-    for one in (EVERY if case.values[1] in ("llama-gqa", "mistral", "neox", "gptj", "gpt2") else GENTLE)
+    for case in zoo.cases(*OF)
+    for one in OF[case.values[1]]
 ]
 
 

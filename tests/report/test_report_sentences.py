@@ -117,24 +117,3 @@ def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
     said = plain(verdict({"perturbation": Found(curve)}))
     assert ("tokens of the text +0.200 ± 0.010" if sign > 0 else "tokens of the text −0.200 ± 0.010") in said
     assert ("positions +0.100 (" if sign > 0 else "positions −0.100 (") in said
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_many_heads_are_those_that_vary_most(tmp_path: Path) -> None:
-    """Not the first eight; each layer has its own."""
-    steep = {0: {11, 17}, 1: {3, 19}}
-    rows = [
-        (layer, head, d, (1.0 if head in steep[layer] else 0.01 * (head + 1) / 20) * d, 32 - d)
-        for layer in (0, 1)
-        for head in range(20)
-        for d in range(32)
-    ]
-    profiles = pd.DataFrame(rows, columns=["layer", "head", "distance", "value", "cells"])
-    subject: Any = type("Subject", (), {"layers": [0, 1]})()
-    path = tmp_path / "section.html"
-    path.write_text(section("distance", subject, Found(profiles))[0])
-    for layer in (0, 1):
-        drawn = {int(line["name"].split()[1]) for line in Document(path).drawn(f"layer {layer}")}
-        assert len(drawn) == 8
-        assert steep[layer] <= drawn
-        assert drawn - steep[layer] <= set(range(12, 20))

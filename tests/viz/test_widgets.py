@@ -219,13 +219,6 @@ def test_before_and_after_are_the_models_own(kind: str, name: str, what: Any, sh
     assert data(widget)["common"]["tokens"] == [str(i) for i in tokens[1].tolist()]
 
 
-def test_tokens_are_named_where_the_model_can() -> None:
-    model, tokens = tp.load_demo_model(), tp.demo_tokens(length=6)
-    widget = tp.show_interventions(model, tokens, [], layer=0, heads=[1])
-    assert data(widget)["common"]["tokens"] == ["<|endoftext|>", "M", "y", "·f", "ri", "end"]
-    assert matrices(widget)[0, 2].abs().max() == 0  # no hook, no change
-
-
 @zoo.needs_bridge
 def test_interventions_that_a_pattern_would_not_show(shared_model: Any) -> None:
     name = next(name for name in zoo.BRIDGE_NAMES if not _editable(shared_model("bridge", name)))
