@@ -3,7 +3,7 @@
 The three blocks on the diagonal of the normal matrix are diagonal themselves (numbers of cells), and a product with the
 rest is cheap (``Cells.product``), so conjugate gradients with the diagonal as preconditioner needs about fifteen
 O(length) steps; a narrow window needs ``_tension`` too. The system is singular (see
-``identifiability.py``) but consistent, and conjugate gradients then converges to one of its solutions.
+``fit.fix_gauge``) but consistent, and conjugate gradients then converges to one of its solutions.
 """
 
 from __future__ import annotations

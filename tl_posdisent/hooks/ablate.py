@@ -20,7 +20,7 @@ from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.precision import mismatch
-from tl_posdisent.utils.validation import check_seed
+from tl_posdisent.utils.validation import check_choice, check_seed
 
 AblationMode = Literal["zero", "mean", "resample"]
 
@@ -150,8 +150,7 @@ def derangement(n: int, seed: int) -> Int[Tensor, "text"]:
 
 
 def check_mode(mode: Any, reference: Any, seed: Any) -> None:
-    if mode not in get_args(AblationMode):
-        raise ValueError(f"mode must be one of {', '.join(get_args(AblationMode))}, got {mode!r}")
+    check_choice("mode", mode, get_args(AblationMode))
     if (mode == "mean") != (reference is not None):
         wanted = "must be tokens" if mode == "mean" else "must not be given"
         got = "None" if reference is None else type(reference).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -89,11 +88,6 @@ class Subject:
         return [spec.layer for spec in self.specs]
 
     @property
-    def rotary(self) -> list[int]:
-        """Numbers of the layers with rotary embeddings."""
-        return [spec.layer for spec in self.specs if spec.rotary is not None]
-
-    @property
     def pairs(self) -> list[tuple[int, int]]:
         """Layer and head of each head that is shown."""
         return [(layer, head) for layer, some in self.heads.items() for head in some]
@@ -110,20 +104,10 @@ class Subject:
         specs = [spec for spec in self.specs if spec.layer in heads]
         return replace(self, asked=list(heads), specs=specs, heads=heads, sample=sample, sampled=len(self.pairs))
 
-    def fingerprint(self) -> str:
-        """A hash of the ids that are measured; padding counts as -1."""
-        ids = torch.where(self.real, self.tokens, -1)
-        return hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()[:16]
-
     def sizes(self) -> str:
         """Number and lengths of the texts, in words."""
         n, low, high = len(self.tokens), min(self.lengths), max(self.lengths)
         return f"{n} text{'s' if n > 1 else ''} of {low if low == high else f'{low} to {high}'} tokens"
-
-    def excerpt(self) -> str:
-        """How the first text begins."""
-        nameless = self.words == [str(i) for i in self.first[0].tolist()]  # a model without a tokenizer
-        return (" " if nameless else "").join(self.words[:60]) + (" …" if len(self.words) > 60 else "")
 
     def name(self) -> str:
         """What the model is called, as far as it knows."""

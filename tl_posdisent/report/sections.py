@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -169,7 +170,9 @@ _VERDICTS: dict[SectionName, Callable[[Found], list[str]]] = {
 
 
 def analysed(subject: Subject) -> str:
-    model, spec, rotary = subject.model, subject.specs[0], subject.rotary
+    model, spec, words = subject.model, subject.specs[0], subject.words
+    rotary = [spec.layer for spec in subject.specs if spec.rotary is not None]
+    nameless = words == [str(i) for i in subject.first[0].tolist()]  # a model without a tokenizer
     parameters = next(model.parameters(), torch.zeros(0, device="cpu"))
     dtype = str(parameters.dtype).removeprefix("torch.")
     turned = "all layers" if rotary == subject.layers else f"layers {numbers(rotary)}" if rotary else "none"
@@ -184,7 +187,7 @@ def analysed(subject: Subject) -> str:
         f"{plural(spec.n_kv_heads, 'key head')}",
         "Attention": f"{'causal' if spec.causal else 'in both directions'}; rotary embeddings: {turned}",
         "Text": f"{subject.sizes()}{cut}",
-        "It begins": subject.excerpt(),
+        "It begins": (" " if nameless else "").join(words[:60]) + (" …" if len(words) > 60 else ""),
     }
     return f'<section id="analysed"><h2>What was analysed</h2>{definitions(rows)}</section>\n'
 
@@ -228,6 +231,8 @@ def _millions(n: int) -> str:
 
 def reproduce(subject: Subject, call: str, seed: int, control: int) -> str:
     """Versions, seed, command."""
+    ids = torch.where(subject.real, subject.tokens, -1)  # padding counts as -1
+    digest = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
     packages = ("tl_posdisent", "transformer_lens", "circuitsvis")
     versions = {name: version(name.replace("_", "-")) for name in packages}
     versions |= {"torch": torch.__version__, "Python": platform.python_version()}
@@ -235,7 +240,7 @@ def reproduce(subject: Subject, call: str, seed: int, control: int) -> str:
     rows = {
         "Versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
         "Seed": seeds,
-        "Token ids": f"SHA-256 {subject.fingerprint()}…, int64, {subject.tokens.shape[0]} × {subject.tokens.shape[1]}",
+        "Token ids": f"SHA-256 {digest[:16]}…, int64, {subject.tokens.shape[0]} × {subject.tokens.shape[1]}",
     }
     return (
         '<section id="reproduce"><h2>How to reproduce</h2>'

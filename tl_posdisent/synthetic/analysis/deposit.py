@@ -75,10 +75,9 @@ class SufficientHeads(HasTable):
     def __repr__(self) -> str:
         labels = ", ".join(head_label(*head) for head in self.heads[:6])
         more = f", … ({len(self.heads)})" if len(self.heads) > 6 else ""
-        what = "rotating" if self.by == "rotation" else "attending"
         heads = "1 head" if len(self.heads) == 1 else f"{len(self.heads)} heads"
         return (
-            f"SufficientHeads: accuracy {self.accuracy:.3f} of {self.baseline:.3f} with {heads} {what} "
+            f"SufficientHeads: accuracy {self.accuracy:.3f} of {self.baseline:.3f} with {heads} {_SETS[self.by]} "
             f"(none: {self.none:.3f}): {labels or 'none'}{more}"
         )
 
