@@ -353,7 +353,12 @@ class AttentionSums:
         Systems of ``x`` broadcast against those of the coefficients.
         """
         out = torch.zeros_like(x) if self._fourier is None else self._fourier.product(x)
-        for rows, columns, pattern in self._patterns():
+        for n, rows in enumerate(self.tiles):
+            columns = self._layout.columns(rows)
+            if self._stored is not None:
+                pattern = self._stored[n]
+            else:
+                pattern = self._logits(rows).sub_(self.log_z[..., rows, None]).exp_()
             weighted = self._layout.spread(x, rows, columns).mul_(pattern)
             mean = weighted.sum(-1, keepdim=True)
             self._layout.add_sums(out, weighted.addcmul_(pattern, mean, value=-1), rows, columns)
@@ -363,11 +368,3 @@ class AttentionSums:
         columns = self._layout.columns(rows)
         cells = self._layout.spread(self._stacked, rows, columns)
         return cells.masked_fill_(~self._layout.inside(rows, columns), -torch.inf)
-
-    def _patterns(self) -> Iterator[tuple[slice, slice, Float64[Tensor, "system text row column"]]]:
-        for n, rows in enumerate(self.tiles):
-            if self._stored is not None:
-                pattern = self._stored[n]
-            else:
-                pattern = self._logits(rows).sub_(self.log_z[..., rows, None]).exp_()
-            yield rows, self._layout.columns(rows), pattern
