@@ -131,6 +131,42 @@ def language_dynamics() -> go.Figure:
     return tp.viz.plot_dynamics(table[table["step"] > 0], "r_two_axis").update_xaxes(type="log", dtick=1)
 
 
+SEPARATION = ["r, one text", "r, 10 texts", "r, profile of other texts", "attention explained"]
+
+
+def trained_and_random() -> go.Figure:
+    """Four statistics of SmolLM2-135M by layer: trained, and the range over random copies."""
+    table = pd.read_csv(FOLDER / "trained_and_random.csv")
+    trained, chance = (table[table["model"].eq("trained") == of].groupby("layer") for of in (True, False))
+    figure = make_subplots(1, len(SEPARATION), shared_yaxes=True, subplot_titles=SEPARATION, horizontal_spacing=0.02)
+    for column, name in enumerate(SEPARATION, 1):
+        show: dict[str, Any] = {"showlegend": column == 1}
+        for edge, fill in (("min", None), ("max", "tonexty")):
+            y = getattr(chance[name], edge)()
+            grey: dict[str, Any] = {"fill": fill, "line": {"color": "#888", "width": 1}, "name": "random weights"}
+            figure.add_scatter(
+                x=y.index, y=y, **grey, showlegend=show["showlegend"] and fill is not None, row=1, col=column
+            )
+        y = trained[name].mean()
+        figure.add_scatter(
+            x=y.index, y=y, line={"color": "#b2182b", "width": 2}, name="trained", **show, row=1, col=column
+        )
+    figure.update_xaxes(title="layer").update_yaxes(range=[0, 1])
+    return figure.update_layout(
+        title="SmolLM2-135M: trained, and the range over random copies", legend={"x": 0.3, "y": 0.05}
+    )
+
+
+def smollm2_layers() -> go.Figure:
+    """What position is worth in each layer of SmolLM2-135M."""
+    table = pd.read_csv(FOLDER / "smollm2" / "layers.csv").query("intervention == 'every distance 5'")
+    figure = go.Figure()
+    for name, what in (("alone", "fixed in this layer alone"), ("restored", "restored in this layer alone")):
+        figure.add_bar(x=table["layer"], y=table[name], name=what)
+    figure.update_layout(title="Every distance 5: loss added, and taken back", legend={"x": 0.4, "y": 0.95})
+    return figure.update_yaxes(title="nats per token").update_xaxes(title="layer", dtick=5)
+
+
 SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     ablation: (680, 360),
     substitution: (760, 560),
@@ -146,6 +182,8 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     training: (680, 460),
     dynamics: (860, 360),
     language_dynamics: (960, 360),
+    trained_and_random: (960, 330),
+    smollm2_layers: (720, 340),
 }
 
 
