@@ -68,14 +68,17 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     model, document = made(backend)
     copies, quiet = list(tp.random_control(model, [5, 6])), {"progress": False}
     r = over_texts(model)
-    r["random r"] = sum(over_texts(m)["r"] for m in copies) / 2
+    for name, column in {"random r": "r", "random held-out r": "r_held_out"}.items():
+        r[name] = sum(over_texts(m)[column] for m in copies) / 2
     r["r without the first token"] = over_texts(model, sinks=1)["r"]
     columns = {name: name for name in ("r", "random r", "r without the first token")} | {"adjusted r²": "r2_adjusted"}
+    columns |= {"held-out r": "r_held_out", "random held-out r": "random held-out r"}
     columns |= {f"{part} alone": f"share_{part}" for part in ("distance", "query", "key")}
     agrees(document, "heads-r", columns, r)
-    by_layer = r.groupby("layer")[["r", "random r", "r without the first token"]].mean()
+    by_layer = r.groupby("layer").mean()
     by_layer["low"], by_layer["high"] = r.groupby("layer")["r"].min(), r.groupby("layer")["r"].max()
     titles = {"mean r": "r", "lowest": "low", "highest": "high", "random": "random r"}
+    titles |= {"held-out": "r_held_out", "random held-out": "random held-out r"}
     agrees(document, "layers-r", titles | {"without the first token": "r without the first token"}, by_layer)
     ends = r.sort_values("r", ascending=False, kind="stable")
     agrees(document, "ends", {"r": "r"}, pd.concat([ends.head(3), ends.tail(3)]))
@@ -113,6 +116,7 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
         (shares["r_two_axis"], random_shares["r_two_axis"]),
         (shares["r_three_axis"], random_shares["r_three_axis"]),
         (r["r"], r["random r"]),
+        (r["r_held_out"], r["random held-out r"]),
     )
     for row, (here, random) in zip(document.rows("headline"), correlations, strict=True):
         assert row["this model"] == f"{here.mean():.3f} ({here.min():.3f} to {here.max():.3f})"
@@ -140,8 +144,8 @@ def test_distance_profiles_are_those_of_pooled_fits(backend: str, made: Callable
 def test_figures_draw_the_numbers_of_their_tables(made: Callable[[str], tuple[Any, Document]]) -> None:
     _, document = made(BACKENDS[0])
     for caption, table, title in (
-        ("r of this model", "heads-r", "r"),
-        ("r at random", "heads-r", "random r"),
+        ("held-out r of this model", "heads-r", "held-out r"),
+        ("held-out r at random", "heads-r", "random held-out r"),
         ("Added loss without", "heads-ablation", "added loss"),
     ):
         black, white = (trace["z"].astype(float) for trace in document.drawn(caption))

@@ -38,8 +38,8 @@ def plain(page: str) -> str:
 def test_heads_are_counted_by_what_explains_most(r: float, distance: float, key: float, counts: Any) -> None:
     said = plain(verdict(additive(r, distance, key)))
     positional, content, interacting = counts
-    assert f"{positional} of 4 heads look mainly at where a key is (positional), {content} mainly at what" in said
-    assert f"and {interacting} at neither alone (interacting)" in said
+    assert f"{positional} of 4 heads look mainly at where a key is, {content} mainly at what it is" in said
+    assert f"and {interacting} at neither alone (additivity)" in said
 
 
 def climbed(loss: dict[str, float]) -> pd.DataFrame:

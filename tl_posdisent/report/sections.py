@@ -64,12 +64,15 @@ _FEW = 0.05  # the share of tokens that [A] says may be out of place
 def verdict(found: Mapping[SectionName, Found]) -> str:
     """The report in a few sentences, each computed from the data and linked to its section."""
     measured = {name: one for name, one in found.items() if not one.refused}
-    sentences = [
-        f"{sentence} Only {measured[name].sampled}." if measured[name].sampled else sentence
-        for name, write in _VERDICTS.items()
-        if name in measured
-        for sentence in write(measured[name])
-    ]
+    longest = max((sum(one.read.lengths) for one in measured.values() if one.read), default=0)
+    sentences = []
+    for name, write in _VERDICTS.items():
+        if name in measured:
+            one = measured[name]
+            only = [f"Only {one.sampled}."] if one.sampled else []
+            if one.read and sum(one.read.lengths) < longest:
+                only.append(f"Read: {one.read.sizes()}.")
+            sentences += [" ".join([sentence, *only]) for sentence in write(one)]
     if not sentences:
         return ""
     items = "".join(f"<li>{sentence}</li>" for sentence in sentences)
@@ -83,20 +86,28 @@ def _additive_verdict(found: Found) -> list[str]:
     # The largest of the three names the head. The query's share is left out: the softmax ignores it.
     shares = {"positional": heads["share_distance"], "content": heads["share_key"], "interacting": 1 - heads["r"] ** 2}
     n = pd.DataFrame(shares).idxmax(axis=1).value_counts().reindex(list(shares), fill_value=0)
+    look = "looks" if n["positional"] == 1 else "look"
     first = (
-        f"{n['positional']} of {plural(len(heads), 'head')} {'looks' if n['positional'] == 1 else 'look'} mainly at "
-        f"where a key is (<em>positional</em>), {n['content']} mainly at what it is (<em>content</em>), and "
-        f"{n['interacting']} at neither alone (<em>interacting</em>): of the variance of their scores, the largest of "
-        "three shares is the one that the distance explains alone, the one that the key explains alone, or the one "
-        'that no sum of components explains (<a href="#additivity">additivity</a>).'
+        f"<strong>{n['positional']} of {plural(len(heads), 'head')} {look} mainly at where a key is</strong>, "
+        f"{n['content']} mainly at what it is, and {n['interacting']} at neither alone "
+        '(<a href="#additivity">additivity</a>): of the variance of their scores, the largest of three shares is '
+        "the one that the distance explains alone, the one that the key explains alone, or the one that no sum of "
+        "components explains."
     )
     top = heads.sort_values("share_distance", ascending=False, kind="stable").head(3)
     names = [f"{head_link(x['layer'], x['head'])} ({number(x['share_distance'], 2)})" for _, x in top.iterrows()]
     return [
         first,
         f"The distance alone explains the largest share in {', '.join(names)}.",
-        *_against_random(found, "r", "the three-axis fit", "additivity"),
+        *_against_random(found, *_told_apart(found.trained), "additivity"),
     ]
+
+
+def _told_apart(table: pd.DataFrame) -> tuple[str, str]:
+    """The column of ``additivity`` that tells trained from random weights most clearly, and what it is of."""
+    if "r_held_out" in table:
+        return "r_held_out", "distance + query + key, with the distance component of the other texts,"
+    return "r", "the three-axis fit"
 
 
 def _against_random(found: Found, column: str, model: str, section: str) -> list[str]:
@@ -202,12 +213,15 @@ def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
         ),
         "r, three-axis model, at controlled distances": ("shares", "r_three_axis", MISSING),
         "r, three-axis fit of the text’s own scores": ("additivity", "r", MISSING),
+        "r, the same with the distance component of the other texts": ("additivity", "r_held_out", MISSING),
     }
     rows = []
     for measure, (name, column, papers) in claims.items():
         one, random = found.get(name), MISSING
         if one is None or one.refused:
             here = "not asked for" if one is None else "not measured" if one.failed else "not for this model"
+        elif column not in one.trained:
+            here = "needs two texts"
         else:
             r = by_head(one.trained)[column]
             here = f"{number(r.mean())} ({number(r.min())} to {number(r.max())})" if len(r) > 1 else number(r.mean())
@@ -297,30 +311,40 @@ def _additivity(subject: Subject, found: Found) -> str:
     text = (
         "The scores of each head in the text are fitted by the three-axis model: a distance component plus a query "
         "component plus a key component. <em>r</em> is the correlation of the scores with the fit; 1 means that the "
-        "scores are exactly such a sum. A <em>share</em> is a fraction of the variance of the scores. Random weights "
-        "can give a high r too, so compare every number with its random-weights baseline. <em>r without the first "
+        "scores are exactly such a sum. <em>Held-out r</em>, of two texts or more, is that with the distance component "
+        "of the other texts. A <em>share</em> is a fraction of the variance of the scores. Random weights can give a "
+        "high r too, so compare every number with its random-weights baseline. <em>r without the first "
         "token</em> is that of a fit that leaves the first key of each text out: an attention sink has scores unlike "
         "all others, and alone can make a head more or less additive."
     )
     by_layer = trained.groupby("layer")["r"].agg(["mean", "min", "max"]).reset_index()
     by_layer.columns = pd.Index(["layer", "mean r", "lowest", "highest"])
     by_layer["without the first token"] = by_layer["layer"].map(trained.groupby("layer")["r_without_first"].mean())
-    height = map_height(len(by_layer))
-    maps = [figure(plot_heads(trained, "r"), "r of this model", height=height, linked=len(trained) <= ROWS)]
-    columns = [*HEAD, "r", "r_without_first", "r2_adjusted", *SHARES]
+    height, (main, _) = map_height(len(by_layer)), _told_apart(trained)
+    held_out, named = [main] if main != "r" else [], "r" if main == "r" else "held-out r"
+    maps = [figure(plot_heads(trained, main), f"{named} of this model", height=height, linked=len(trained) <= ROWS)]
+    columns = [*HEAD, "r", *held_out, "r_without_first", "r2_adjusted", *SHARES]
     if found.random is not None:
         random = by_head(found.random)
-        maps.append(figure(plot_heads(random, "r"), "r at random initialisation", height=height))
+        maps.append(figure(plot_heads(random, main), f"{named} at random initialisation", height=height))
         by_layer["random"] = by_layer["layer"].map(random.groupby("layer")["r"].mean())
-        trained = trained.merge(random[[*HEAD, "r"]], on=HEAD, suffixes=("", "_random"), how="left")
-        columns.append("r_random")
+        trained = trained.merge(random[[*HEAD, "r", *held_out]], on=HEAD, suffixes=("", "_random"), how="left")
+        columns += ["r_random", *(f"{name}_random" for name in held_out)]
+    for name, of in {"held-out": trained, "random held-out": found.random}.items():
+        if held_out and of is not None:
+            by_layer[name] = by_layer["layer"].map(of.groupby("layer")[main].mean())
     titles = {"r2_adjusted": "adjusted r²", "r_random": "random r", "r_without_first": "r without the first token"}
-    titles |= _ALONE
+    titles |= {"r_held_out": "held-out r", "r_held_out_random": "random held-out r", **_ALONE}
     ranked = trained.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
     listed = trained if len(trained) <= ROWS else ranked  # of many heads those that are linked to
     every = table("heads-r", "Every head, mean over texts", listed[columns], titles, heads="named")
     ranked = ranked.dropna(subset="share_distance").head(_RANKED)
-    first = [*HEAD, "share_distance", "share_key", *(c for c in columns if c == "r" or c == "r_random")]
+    first = [
+        *HEAD,
+        "share_distance",
+        "share_key",
+        *(c for c in columns if c in ("r", "r_random", *held_out, f"{main}_random")),
+    ]
     best = f"Heads whose scores the distance explains best: the first {len(ranked)} of {len(trained)}"
     return (
         paragraph(text)

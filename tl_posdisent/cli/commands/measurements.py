@@ -23,13 +23,13 @@ from tl_posdisent.cli.options import (
 )
 from tl_posdisent.cli.output import by_head, check_out, frame, save
 
+TEXTS = "Number of consecutive parts of the text; default two if it has them."
+
 
 @command(f"{ON_TEXT} layers heads control seed progress")
 def fit(
     given: Given,
-    texts: int | None = Option(
-        None, min=1, help="Number of consecutive parts of the text; default two if it has them."
-    ),
+    texts: int | None = Option(None, min=1, help=TEXTS),
     pool: bool = Option(False, help="One distance profile for all texts."),
 ) -> list[str]:
     """Fit attention scores by a distance, a query and a key component: r per layer and head, beside random weights.
@@ -308,6 +308,7 @@ SECTIONS = ("additivity", "distance", "shares", "subspaces", "heads", "perturbat
 @command(f"{ON_TEXT} layers heads control seed progress")
 def report(
     given: Given,
+    texts: int | None = Option(None, min=1, help=TEXTS),
     out: Path = Option(Path("report.html"), "--out", help="The page: .html."),
     section: list[str] | None = repeated(SECTIONS),
     title: str | None = Option(None, help="Of the page."),
@@ -323,6 +324,7 @@ def report(
     """
     check_out(out, (".html",))
     sections: Any = one_of("section", section, SECTIONS) if section else None
+    given.texts = texts
     model, tokens, _ = given.read()
     from tl_posdisent.report.build import report as write_report
 
