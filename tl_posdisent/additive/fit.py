@@ -387,7 +387,8 @@ def explained_around(
         cells.split(coefficients).distance.copy_(profile)
     put_in = cells.product(coefficients)
     left = read.sums - put_in
-    solution = solve(cells, left, distances=False)
+    # Not of what is left: sums that nearly cancel are no longer those of one matrix.
+    solution = solve(cells, read.sums, distances=False) - solve(cells, put_in, distances=False)
     residual = read.squares - (coefficients * (read.sums + left)).sum(-1) - (solution * left).sum(-1)
     total = read.squares - cells.split(read.sums).query.sum(-1) ** 2 / cells.n_cells
     constant = total <= cells.n_cells * (ROUNDING * read.pivot) ** 2

@@ -102,7 +102,7 @@ class Given:
     )
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = Option("float32", help="Of the model's weights.")
     length: int | None = Option(None, min=2, help="Tokens per text; default the context, 512 at most.")
-    texts: int | None = Option(1, min=1, help="Number of consecutive parts of the text.")
+    texts: int = Option(1, min=1, help="Number of consecutive parts of the text.")
     layers: str | None = Option(None, help="Such as 0,3,5 or 0-3,7; default all.")
     heads: str | None = Option(None, help="Heads of these layers, such as 0,2-4, or L4H2,L0H5; default all.")
     control: int = Option(1, min=0, help="Number of random initialisations for the baseline, from --seed on.")
@@ -124,7 +124,7 @@ class Given:
         from tl_posdisent.sweeps.sources import cut
 
         length = self.length or min(int(model.cfg.n_ctx), 512)
-        if self.texts is None:
+        if not self.texts:  # two, if there are
             try:
                 tokens = cut(model, words, length, 2)
             except ValueError:

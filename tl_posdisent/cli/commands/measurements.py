@@ -53,7 +53,7 @@ def fit(
     from tl_posdisent.experiments.attention_scores.additivity import additivity
     from tl_posdisent.utils.validation import check_heads
 
-    given.texts = texts
+    given.texts = texts or 0
     model, tokens, what = given.read()
     chosen = check_heads(given.chosen_layers, given.chosen_heads, int(model.cfg.n_layers), int(model.cfg.n_heads))
 
@@ -324,7 +324,7 @@ def report(
     """
     check_out(out, (".html",))
     sections: Any = one_of("section", section, SECTIONS) if section else None
-    given.texts = texts
+    given.texts = texts or 0
     model, tokens, _ = given.read()
     from tl_posdisent.report.build import report as write_report
 

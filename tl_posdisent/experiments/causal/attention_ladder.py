@@ -240,7 +240,7 @@ class _Ladder:
 
     def _fits(self, together: Chosen, rung: Rung, seen: dict[int, Attended], *, shuffled: bool) -> list[Stored]:
         """The fits of a rung for each group of the predicted texts."""
-        model, options = self.reading.model, {"bands": self.bands, "rank": self.rank}
+        model, options = self.reading.model, dict[str, Any](bands=self.bands, rank=self.rank)
         groups = (self.fitted if rung in PER_HEAD else self.texts).groups
         tokens = [group.tokens for group in groups]
         if shuffled:
