@@ -33,10 +33,10 @@ from tl_posdisent.hooks.hook_list import Hooks
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 # Tables and turned vectors, turned vectors alone, vectors before the rotation, recomputed results.
-MODELS = [
-    *zoo.cases("llama-gqa"),
-    *(pytest.param("bridge", name, marks=[pytest.mark.slow, pytest.mark.extended]) for name in ("gptj", "neox")),
-]
+SLOW = [pytest.mark.slow, pytest.mark.extended]
+MODELS = [*zoo.cases("llama-gqa"), *(pytest.param("bridge", name, marks=SLOW) for name in ("gptj", "neox"))]
+HEADS = [pytest.param(*case.values, heads) for case in zoo.cases("llama-gqa") for heads in (None, [1, 6])]
+HEADS += [pytest.param("bridge", "gptj", None, marks=SLOW), pytest.param("bridge", "neox", [1, 6], marks=SLOW)]
 POSITIONS = {"swap", "dummy", "remap", "lambda"}
 REFUSED = {frozenset(pair) for pair in combinations(sorted(POSITIONS), 2)}
 REFUSED |= {frozenset(("two axes", x)) for x in (*POSITIONS, "noise", "vectors", "scores")} | {
@@ -68,8 +68,7 @@ def copied(model: Any, first: Hooks, second: Hooks) -> Tensor:
 WAYS = {"nested": nested, "separately": separately, "copied": copied}
 
 
-@pytest.mark.parametrize(("kind", "name"), MODELS)
-@pytest.mark.parametrize("heads", [None, [1, 6]], ids=["all heads", "some"])
+@pytest.mark.parametrize(("kind", "name", "heads"), HEADS)
 def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, shared_model: Any) -> None:
     model = shared_model(kind, name)
     editable = read_model(model).specs(0)[0].scores_editable
@@ -245,7 +244,7 @@ def test_a_model_that_was_changed_since_is_noticed() -> None:
 # --- the same on padded batches and while generating ------------------------------------------------------------
 
 PAIRS = [(a, b) for a, b in combinations(TOOLS_FOR_ANY_LENGTH, 2) if frozenset((a, b)) not in REFUSED]
-START, PAD = 7, 4
+PAD = 4
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -13,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.smollm2 import needs_smollm2
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading.gguf import read_gguf
@@ -253,23 +249,3 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"model.gguf needs the package gguf, .* pip install gguf"):
         load_model(path)
-
-
-@pytest.mark.slow
-def test_smollm2_in_both_classes() -> None:
-    needs_smollm2()
-    path = (
-        Path(os.environ.get("POSDISENT_DATA", Path(__file__).parents[3] / "shared" / "data")) / "wikitext2-test.txt.gz"
-    )
-    if not path.is_file():
-        pytest.skip(f"needs {path.name} (POSDISENT_DATA names the folder)")
-    text = gzip.decompress(path.read_bytes()).decode("utf-8")
-    found = []
-    for backend in ("hooked", "bridge") if has_hooked() else ("bridge",):
-        model = load_model("smollm2", backend=backend)
-        tokens = model.to_tokens(text[:10_000], prepend_bos=False, truncate=False)[:, :1024]
-        found.append(logits(model, tokens))
-        prompt = model.to_tokens("The capital of France is")
-        assert model.tokenizer.decode(logits(model, prompt)[0, -1].argmax()) == " Paris"
-    assert float(cross_entropy(found[0][0, :-1], tokens[0, 1:])) == pytest.approx(2.39, abs=0.01)
-    torch.testing.assert_close(found[0], found[-1], atol=1e-2, rtol=0)

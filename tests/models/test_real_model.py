@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +52,19 @@ def logits(model: Any, tokens: Tensor, hooks: Any = (), **given: Any) -> Tensor:
         return model(tokens, **given)
 
 
+def test_it_is_the_trained_model(model: Any) -> None:
+    assert (
+        model.tokenizer.decode(logits(model, model.to_tokens("The capital of France is"))[0, -1].argmax()) == " Paris"
+    )
+    folder = Path(os.environ.get("POSDISENT_DATA", Path(__file__).parents[3] / "shared" / "data"))
+    if not (folder / "wikitext2-test.txt.gz").is_file():
+        pytest.skip("needs wikitext2-test.txt.gz (POSDISENT_DATA names the folder)")
+    text = gzip.decompress((folder / "wikitext2-test.txt.gz").read_bytes()).decode("utf-8")
+    ids = model.to_tokens(text[:10_000], prepend_bos=False, truncate=False)[:, :1024]
+    loss = torch.nn.functional.cross_entropy(logits(model, ids)[0, :-1], ids[0, 1:])
+    assert float(loss) == pytest.approx(2.39, abs=0.01)
+
+
 def test_positions_are_position_ids(model: Any, tokens: Tensor) -> None:
     n = tokens.shape[1]
     places = torch.randperm(3 * n, generator=torch.Generator().manual_seed(0))[None, :n]
@@ -72,8 +88,7 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("layer", [0, 18])
+@pytest.mark.parametrize(("layer", "edit"), [(0, "two"), *((18, edit) for edit in EDITS)])
 def test_heads_under_edits_are_the_oracles(layer: int, edit: str, model: Any, tokens: Tensor) -> None:
     """Some heads of each group of keys; layer 18 has strong attention sinks."""
     seen = next(capture(model, tokens, layers=[layer]))
@@ -138,7 +153,7 @@ def test_controlled_distance_by_brute_force(model: Any, tokens: Tensor) -> None:
 @pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 def test_both_classes_agree_under_hooks(model: Any, tokens: Tensor) -> None:
     other = load_model("smollm2", backend="hooked")
-    for make in (EDITS["dummy"], EDITS["lambda"], lambda m: ablate_heads(m, ["L16H0", "L18H6"])):
+    for make in (lambda m: [], EDITS["dummy"], EDITS["lambda"], lambda m: ablate_heads(m, ["L16H0", "L18H6"])):
         found, expected = logits(other, tokens, make(other)), logits(model, tokens, make(model))
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 * float(expected.abs().max()))
 
@@ -148,5 +163,5 @@ def test_sixteen_bits(tokens: Tensor) -> None:
     plain = logits(narrow, tokens)
     n = tokens.shape[1]
     assert torch.equal(logits(narrow, tokens, swap_positions(narrow, torch.arange(n))), plain)
-    for make in EDITS.values():
+    for make in (EDITS["ceiling"], EDITS["three"]):
         assert bool(logits(narrow, tokens, make(narrow)).isfinite().all())

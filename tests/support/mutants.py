@@ -111,7 +111,11 @@ def seconds_of_tests(tests: list[str], log: Path, limit: float | None) -> tuple[
             resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, int(limit) + 5))
         import pytest
 
-        os._exit(int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *FAST_LANE, *tests])))
+        code = 1
+        try:
+            code = int(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *FAST_LANE, *tests]))
+        finally:  # or an error at its end would remove the copy, which is the parent's
+            os._exit(code)
     begun = time.monotonic()
     while True:
         done, status, used = os.wait4(child, os.WNOHANG)
