@@ -69,7 +69,8 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         " rotary_heads sinks split_seed start until",
     ),
     "seed": ([-1, 0.5, True, "a"], "seed"),
-    "seeds": ([[], [-1], "0", 0.5], "seeds"),
+    "seeds": ([0, [], [-1], "0", 0.5], "seeds"),
+    "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": (
         [NAN, "1", True, 1j],
         "attention_factor clip confidence distance dropout explained factor fraction high jitter low lr noise"
@@ -152,6 +153,7 @@ ELSEWHERE = {
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
     ("TriggerDistance", "repeats"): "flag",
     ("head_labels", "repeats"): "count",
+    ("head_labels", "seeds"): "seeds or none",
     ("MultipleChoice", "choices"): "",
     ("remap_distance", "distances"): "metric",
     ("patch_scores", "scores"): "",  # refused at the forward pass

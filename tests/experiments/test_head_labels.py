@@ -132,6 +132,17 @@ def test_random_columns_are_those_of_random_copies(shared_model: Any) -> None:
     assert table["streaming"].abs().max() > 10 * table["streaming_random"].abs().max() > 0
 
 
+@pytest.mark.parametrize("none", [0, (), []])
+def test_without_a_random_copy(none: Any, shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    alone, beside = labels(model, seeds=none, threshold=0.2), labels(model)
+    pd.testing.assert_frame_equal(alone.drop(columns="label"), beside[["layer", "head", *MEASURES]])
+    for _, row in alone.iterrows():
+        named = [name for name in MEASURES[:4] if row[name] >= 0.2]
+        assert row["label"] == "+".join(named or ["local"] * (row["local"] >= 0.2))
+    assert len(set(alone["label"])) > 1
+
+
 def test_padded_texts_are_measured_alone(shared_model: Any) -> None:
     model, mask = shared_model("bridge", "llama-gqa"), torch.ones_like(TOKENS)
     mask[0, :5] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import fields
 from numbers import Real
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -182,14 +182,16 @@ def check_seed(seed: Any) -> int:
     return operator.index(seed)
 
 
-def check_seeds(seeds: Any) -> list[int]:
+def check_seeds(seeds: Any, least: Literal[0, 1] = 1) -> list[int]:
     """Seeds as a list without repetition: a number is how many (0, 1, 2 …), a list is which.
 
     >>> check_seeds(3), check_seeds([7]), check_seeds(range(2, 4))
     ([0, 1, 2], [7], [2, 3])
     """
     if is_integer(seeds):
-        return list(range(check_integer("seeds", seeds, 1)))
+        return list(range(check_integer("seeds", seeds, least)))
+    if not least and isinstance(seeds, Sized) and not isinstance(seeds, (str, bytes)) and not len(seeds):
+        return []
     return check_distinct("seeds", seeds, check_seed, "how many, or a list of which")
 
 

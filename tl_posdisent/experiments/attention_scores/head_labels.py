@@ -71,13 +71,15 @@ def head_labels(
         repeats: random sequences, of which the mean is taken.
         threshold: for ``label``.
         seed: of the random sequences.
-        seeds: random copies of the model (``random_control``): how many, or a list of their seeds.
+        seeds: random copies of the model (``random_control``): how many, or a list of their seeds; 0 or ``()`` for
+            none.
         progress: show a bar over the models.
 
     Returns:
         One row per layer and head: ``layer``, ``head``, ``label``; then each measure, and with ``_random`` its mean
         over the random copies. ``label`` names those of the first four measures that come at least ``threshold`` of the
-        way from the random copies' value to 1, joined by ``+``; else ``"local"`` if that does; else it is empty.
+        way from the random copies' value (without copies: from 0) to 1, joined by ``+``; else ``"local"`` if that does;
+        else it is empty.
         ``table.attrs["start_token"]`` begins the repeated random tokens; None without tokenizer or configuration.
 
     Raises:
@@ -95,14 +97,14 @@ def head_labels(
     check_integer("repeats", repeats, 1)
     check_number("threshold", threshold, above=0)
     check_flag("streaming", streaming)
-    seeds = check_seeds(seeds)
+    seeds = check_seeds(seeds, 0)
     reading = read_model(model, layers)
     copied = repeated_tokens(reading.model, length, repeats, check_seed(seed))
     given = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
     texts = read_texts(reading.model, *given)
     if min(texts.lengths) <= local:
         raise ValueError(f"local must be less than the tokens of every text, {min(texts.lengths)}, got {local}")
-    copies = random_control(reading.model, seeds)
+    copies = random_control(reading.model, seeds) if seeds else ()
     found = []
     with progress_bar(total=1 + len(seeds), desc="models", disable=not progress) as bar:
         for m in (m for group in ([reading], copies) for m in group):
@@ -115,7 +117,8 @@ def head_labels(
             found.append(table)
             bar.update()
     trained, *random = found
-    table = _compared(trained, functools.reduce(operator.add, random) / len(seeds), threshold)
+    chance = functools.reduce(operator.add, random) / len(seeds) if seeds else None
+    table = _compared(trained, chance, threshold)
     table.attrs["start_token"] = int(copied[0, 0]) if copied.shape[1] % 2 else None
     return reading.note(table)
 
@@ -142,13 +145,13 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
     return torch.cat([first, drawn, drawn], 1).to(device_of(model))
 
 
-def _compared(trained: pd.DataFrame, random: pd.DataFrame, threshold: float) -> pd.DataFrame:
-    above = (trained - random) / (1 - random) >= threshold
+def _compared(trained: pd.DataFrame, random: pd.DataFrame | None, threshold: float) -> pd.DataFrame:
+    above = (trained if random is None else (trained - random) / (1 - random)) >= threshold
     names = [[name for name in _LABELS if row[name]] for _, row in above.iterrows()]
     labels = ["+".join(own or ["local"] * local) for own, local in zip(names, above["local"], strict=True)]
     columns = {"label": pd.Series(labels, index=trained.index, dtype="object")}
     for name in trained.columns:
-        columns |= {name: trained[name], f"{name}_random": random[name]}
+        columns |= {name: trained[name]} | ({} if random is None else {f"{name}_random": random[name]})
     return pd.DataFrame(columns).reset_index()
 
 
