@@ -150,7 +150,7 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
             warnings.warn(
                 f"attention_mask is 1 at {where}, which is measured as a part of the text. If it is padding, give the "
                 "texts as a list of strings, or the mask of model.tokenizer(texts, padding=True): TransformerLens's "
-                "get_attention_mask looks on the tokenizer's side alone",
+                "get_attention_mask looks on the tokenizer's side unless padding_side= names another",
                 stacklevel=3,
             )
     lengths, starts = real.sum(1), real.to(torch.uint8).argmax(1)
