@@ -188,6 +188,35 @@ def test_colours_are_symmetric_where_numbers_are_signed() -> None:
     assert zero.zmin < zero.zmax
 
 
+def test_colours_of_shares_leave_out_their_lowest_and_small_differences_are_small() -> None:
+    close = by_head(5, 8, r=lambda layer, head: 0.9 + head / 100)
+    close.loc[0, "r"] = 0.1  # one of forty
+    (heat,) = plot_heads(close, "r").data
+    assert np.allclose((heat.zmin, heat.zmax), (0.8, 1.0))
+    (wide,) = plot_heads(by_head(5, 8, r=lambda layer, head: (8 * layer + head) / 40), "r").data
+    assert np.allclose((wide.zmin, wide.zmax), (0.05, 0.975), atol=0.01)
+    for value in (0.0, 1.0, 0.02):
+        (heat,) = plot_heads(HEADS.assign(r=value), "r").data
+        assert 0 <= heat.zmin <= value <= heat.zmax <= 1
+        assert np.isclose(heat.zmax - heat.zmin, 0.2)
+
+
+def test_by_layer_means_over_heads_and_their_range() -> None:
+    low, high, line = plot_heads(pd.concat([HEADS.assign(batch=n) for n in (0, 1)]), "r", by="layer").data
+    assert line.x.tolist() == [0, 1, 2]
+    assert (low.y.tolist(), line.y.tolist(), high.y.tolist()) == ([0, 10, 20], [0.5, 10.5, 20.5], [1, 11, 21])
+    assert line.customdata.tolist() == [[0, 1], [10, 11], [20, 21]]
+    for bar in plot_shares(SHARES, by="layer").data:
+        means = SHARES.groupby("layer")[bar.name.replace(" × ", ":")].mean()
+        assert (list(bar.x), np.allclose(bar.y, means)) == (["0", "1"], True)
+    first, second = plot_distance(PROFILES, by="layer").data
+    assert (first.name, first.y.tolist(), second.y.tolist()) == ("layer 0", [5, 6, 7, 8], [105, 106, 107, 108])
+    with pytest.raises(ValueError, match="table must have the column layer to be drawn by layer"):
+        plot_shares(SHARES.query("layer == 0").drop(columns="layer"), by="layer")
+    with pytest.raises(ValueError, match="limits must be two ascending numbers"):
+        plot_heads(HEADS, "r", by="layer", limits=(1, 0))
+
+
 def test_subspaces_has_wavelengths_on_y_and_heads_on_x() -> None:
     figure = plot_subspaces(SUBSPACES, "key_size")
     (heat,) = figure.data
@@ -300,6 +329,31 @@ def test_distance_draws_each_profile_of_a_fit() -> None:
     assert np.allclose(two.data[0].y, 0)  # the mean over texts
 
 
+@pytest.mark.parametrize("least", [0, -400])
+def test_far_distances_are_averaged_by_their_cells_and_near_ones_are_not(least: int) -> None:
+    distance = np.arange(least, 500)
+    table = pd.DataFrame({"distance": distance, "cells": 500.0 - abs(distance)})
+    table["value"] = np.random.default_rng(0).normal(size=len(table))
+    (line,) = plot_distance(table, log=False).data
+    near = abs(line.x) <= 32
+    assert np.array_equal(line.y[near], table.loc[abs(distance) <= 32, "value"])
+    far = table[table["distance"] > 32]
+    octave = np.floor(8 * np.log2(far["distance"] / 32)).astype(int)
+    for n, (_, rows) in enumerate(far.groupby(octave)):
+        at = near.sum() + n + (line.x < -32).sum()
+        assert np.isclose(line.x[at], np.average(rows["distance"], weights=rows["cells"]))
+        assert np.isclose(line.y[at], np.average(rows["value"], weights=rows["cells"]))
+    assert len(line.x) - near.sum() == octave.nunique() + (30 if least else 0)
+
+
+def test_the_most_positional_heads_of_several_layers_are_found_in_a_fit() -> None:
+    point = torch.arange(12.0)[:, None] - torch.arange(12.0)
+    noise = torch.randn(1, 2, 2, 12, 12, generator=torch.Generator().manual_seed(0))
+    noise[0, 1, 0] += 3 * point
+    fit = dataclasses.replace(fit_additive(noise), layers=(4, 7))
+    assert plot_distance(fit, top=1).data[-1].name == "layer 7, head 0"
+
+
 def test_distance_of_many_heads_tells_all_apart_in_order() -> None:
     figure = plot_distance(PROFILES)
     assert [line.name for line in figure.data] == [f"layer {n}, head {m}" for n in (0, 1) for m in (0, 1)]
@@ -382,7 +436,7 @@ def test_distance_marks_the_wavelengths_that_occur() -> None:
     marks = plot_distance(table, wavelengths=[500.0, 6.283, 100.0, 8.0, float("inf")], log=False).data[-1]
     assert marks.name == "wavelengths"
     assert list(marks.x) == [6.283, 6.283, None, 8.0, 8.0, None, 100.0, 100.0, None]
-    assert list(marks.y) == [-1, 3, None] * 3
+    assert list(marks.y) == [-0.98, 3, None] * 3  # from the lowest to the highest mean that is drawn
     assert list(marks.text)[1::3] == ["6", "", "100"]  # no room for the 8
     marks = plot_distance(table, wavelengths=[6.283, 7.0, 100.0]).data[-1]
     assert list(marks.x)[::3] == [7.283, 8.0, 101.0]
@@ -413,6 +467,13 @@ def test_length_is_level_over_each_bucket() -> None:
     assert [(line.x0, line.x1) for line in figure.layout.shapes] == [(100, 100)] * 2
     assert [a.title.text for a in figure.select_yaxes()] == ["loss (nats per token)", "entropy of attention (nats)"]
     assert not plot_length(LENGTH, ["loss"]).layout.shapes
+
+
+def test_small_changes_over_a_text_look_small() -> None:
+    for losses, least in (([5.0, 5.03], 1.006), ([5.0, 1.0], 4.0), ([0.0, 0.0], 1.0), ([NAN, NAN], 1.0)):
+        low, high = plot_length(LENGTH.assign(loss=losses), ["loss"]).layout.yaxis.range
+        assert 0.999 * least <= high - low <= 1.11 * least
+        assert all(np.isnan(x) or low <= x <= high for x in losses)
 
 
 def test_training_draws_the_test_only_where_it_was_measured() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -44,7 +43,7 @@ from tl_posdisent.rope.variance_decomposition import COMPONENTS
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
 from tl_posdisent.viz.plots.curves import plot_distance, plot_perturbation
-from tl_posdisent.viz.plots.heatmaps import plot_heads, plot_subspaces, plot_verdicts, wavelengths
+from tl_posdisent.viz.plots.heatmaps import bounded_limits, plot_heads, plot_subspaces, plot_verdicts, wavelengths
 from tl_posdisent.viz.widgets.layout import Layout, coloured_text
 from tl_posdisent.viz.widgets.offline import Widget, text_token
 from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns
@@ -322,11 +321,14 @@ def _additivity(subject: Subject, found: Found) -> str:
     by_layer["without the first token"] = by_layer["layer"].map(trained.groupby("layer")["r_without_first"].mean())
     height, (main, _) = map_height(len(by_layer)), _told_apart(trained)
     held_out, named = [main] if main != "r" else [], "r" if main == "r" else "held-out r"
-    maps = [figure(plot_heads(trained, main), f"{named} of this model", height=height, linked=len(trained) <= ROWS)]
+    shown = pd.concat([trained, by_head(found.random)]) if found.random is not None else trained
+    limits = bounded_limits(main, shown[main])  # the same colours in both maps
+    drawn = plot_heads(trained, main, limits=limits)
+    maps = [figure(drawn, f"{named} of this model", height=height, linked=len(trained) <= ROWS)]
     columns = [*HEAD, "r", *held_out, "r_without_first", "r2_adjusted", *SHARES]
     if found.random is not None:
         random = by_head(found.random)
-        maps.append(figure(plot_heads(random, main), f"{named} at random initialisation", height=height))
+        maps.append(figure(plot_heads(random, main, limits=limits), f"{named} at random initialisation", height=height))
         by_layer["random"] = by_layer["layer"].map(random.groupby("layer")["r"].mean())
         trained = trained.merge(random[[*HEAD, "r", *held_out]], on=HEAD, suffixes=("", "_random"), how="left")
         columns += ["r_random", *(f"{name}_random" for name in held_out)]
@@ -360,7 +362,7 @@ def _distance(subject: Subject, found: Found) -> str:
     text = (
         "The distance component of the scores, fitted to all texts together. A decreasing line is a head that prefers "
         "near keys; the scores of a head with a flat line do not depend on the distance alone. A score higher by "
-        "0.69 doubles a key’s weight. Beyond 16, means of neighbouring distances are drawn; few pairs are far apart, "
+        "0.69 doubles a key’s weight. Beyond 32, means of neighbouring distances are drawn; few pairs are far apart, "
         "so the right ends are noisy."
     )
     if len(layers) < len(subject.layers):
@@ -381,15 +383,9 @@ def _distance(subject: Subject, found: Found) -> str:
 
 
 def _drawn(rows: pd.DataFrame) -> pd.DataFrame:
-    """Profiles of the heads that vary most: to distance 16 one by one, then means over an eighth of an octave."""
+    """Profiles of the heads that vary most."""
     squares = (rows["value"] ** 2 * rows["cells"]).groupby(rows["head"]).sum()
-    rows = rows[rows["head"].isin(squares.nlargest(_LINES).index)]
-    size = rows["distance"].abs().clip(lower=1)
-    octave = np.where(size <= 16, size, 16 + np.floor(8 * np.log2(size / 16)))
-    bins = (np.sign(rows["distance"]) * octave).rename("bin")
-    weighted = rows[["distance", "value"]].mul(rows["cells"], axis=0).assign(cells=rows["cells"])
-    totals = weighted.groupby([rows["head"], bins]).sum()
-    return totals[["distance", "value"]].div(totals["cells"], axis=0).reset_index("head")
+    return rows[rows["head"].isin(squares.nlargest(_LINES).index)].drop(columns="layer")
 
 
 def _shares(subject: Subject, found: Found) -> str:

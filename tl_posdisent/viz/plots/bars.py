@@ -14,15 +14,16 @@ from tl_posdisent.utils.validation import check_choice
 from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
 
 from .heatmaps import head_axis, head_names, head_ticks
-from .tables import add_title, check_table, head_index, mean_over_texts, title_of
+from .tables import By, add_title, check_table, head_index, mean_over_texts, over_heads, title_of
 
 
-def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
+def plot_shares(table: pd.DataFrame, *, by: By = "head", title: str | None = None) -> go.Figure:
     """Plot the variance decomposition of each head's scores: seven stacked shares that add up to 1.
 
     Args:
         table: of ``controlled_distance``, or ``to_frame`` of ``VarianceShares``: one row per head, or per layer, with
             a column for each of ``COMPONENTS``.
+        by: ``"layer"`` for the mean over the heads of each layer.
         title: of the figure; default says what it shows.
 
     Raises:
@@ -37,11 +38,12 @@ def plot_shares(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
     """
     index = head_index(table) or ["head"]
     means = mean_over_texts(check_table(table, index, COMPONENTS, "controlled_distance"), index, COMPONENTS)
+    means = over_heads(means, by, [], COMPONENTS)
     order = sorted(COMPONENTS, key=lambda effect: "distance:" in effect)
     figure = stacked_shares(head_axis(means), means, order, names=head_names(means))
     figure.update_xaxes(**head_ticks(means))
     figure.update_yaxes(range=[0, 1.0001])  # they add up to 1
-    return add_title(figure, title, "Variance decomposition of the scores of each head")
+    return add_title(figure, title, f"Variance decomposition of the scores of each {by}")
 
 
 def stacked_shares(

@@ -15,8 +15,21 @@ from tl_posdisent.synthetic.training.train import TrainRun
 from tl_posdisent.utils.validation import check_flag, check_integer
 from tl_posdisent.viz.palette import BLUE, GREY, HUES, ORANGE, faint, line_style
 
-from .tables import add_title, check_table, head_index, mean_over_texts, natural_range, title_of, without_unit
+from .tables import (
+    By,
+    add_title,
+    check_table,
+    head_index,
+    mean_over_texts,
+    natural_range,
+    over_heads,
+    title_of,
+    widened,
+    without_unit,
+)
 
+_EXACT = 32  # distances that are drawn one by one
+_LEVEL = 0.2  # of the largest number, the least height of an axis of plot_length
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 
 
@@ -26,10 +39,13 @@ def plot_distance(
     wavelengths: Sequence[float] | None = None,
     value: str = "value",
     top: int = 8,
+    by: By = "head",
     log: bool | None = None,
     title: str | None = None,
 ) -> go.Figure:
     """Plot the distance component of each head's scores; of many heads the most positional ones in colour.
+
+    Beyond distance 32 the lines are means over an eighth of an octave, weighted by a column ``cells`` if there is one.
 
     Args:
         profiles: an ``AdditiveFit`` or ``AttentionFit``; or a table with ``distance`` and ``value`` by ``layer`` and
@@ -39,6 +55,7 @@ def plot_distance(
         value: the column to draw.
         top: heads in colour at most: of a fit those of which the distance alone explains the largest share, of a table
             those whose profile varies most. The others are grey.
+        by: ``"layer"`` for the mean over the heads of each layer.
         log: a logarithmic axis, of 1 + distance; default if no distance is negative.
         title: of the figure; default says what it shows.
 
@@ -51,7 +68,7 @@ def plot_distance(
         >>> _, cache = model.run_with_cache(demo_tokens(length=128))
         >>> fit = fit_additive(cache["attn_scores", 3])
         >>> figure = plot_distance(fit, wavelengths=read_attention(model, 3).rotary.wavelengths.tolist(), log=False)
-        >>> figure.data[5].name, figure.data[8].name, bool(figure.data[5].y[100] == fit.distance[0, 5, 100])
+        >>> figure.data[5].name, figure.data[8].name, bool(figure.data[5].y[20] == fit.distance[0, 5, 20])
         ('head 5', 'wavelengths', True)
     """
     makers = 'AdditiveFit.to_frame("distance") or dummy_distance_check'
@@ -59,8 +76,9 @@ def plot_distance(
     table = profiles.to_frame("distance") if isinstance(profiles, (AdditiveFit, AttentionFit)) else profiles
     table = check_table(table, [], ["distance", value], makers)
     heads = head_index(table)
-    means = mean_over_texts(table, [*heads, "distance"], [value])
-    distances = means["distance"]
+    columns = [value, *(["cells"] if "cells" in table else [])]
+    means = over_heads(mean_over_texts(table, [*heads, "distance"], columns), by, ["distance"], columns)
+    heads, distances = ["layer"] if by == "layer" else heads, means["distance"]
     if log is not None:
         check_flag("log", log)
     logarithmic = bool(distances.min() >= 0) if log is None else log
@@ -75,7 +93,8 @@ def plot_distance(
         lines[", ".join(f"{column} {int(i)}" for column, i in zip(heads, which, strict=True))] = rows
     ranked, how = list(lines), ""
     if len(lines) > top:
-        ranked, how = _most_positional(profiles, lines, value)
+        ranked, how = _most_positional(profiles, lines, value, by)
+    before, lines = len(means), {name: _neighbours_averaged(rows, value) for name, rows in lines.items()}
     figure, others = go.Figure(), [name for name in lines if name not in ranked[:top]]
     for name in others:
         style: dict[str, Any] = {"color": GREY, "width": 1}
@@ -84,7 +103,7 @@ def plot_distance(
     for number, name in enumerate(ranked[:top]):
         figure.add_trace(_profile(lines[name], value, logarithmic).update(line=line_style(number), name=name))
     if wavelengths is not None:
-        figure.add_trace(_marks(wavelengths, distances, means[value], logarithmic))
+        figure.add_trace(_marks(wavelengths, distances, pd.concat(lines.values())[value], logarithmic))
     figure.update_layout(showlegend=len(figure.data) > 1)
     figure.update_xaxes(title="distance, query − key (positions)")
     if logarithmic:
@@ -92,21 +111,37 @@ def plot_distance(
         figure.update_xaxes(type="log", tickvals=[d + 1 for d in ticks], ticktext=[str(d) for d in ticks])
     named = "distance component<br>(units of the scores)" if value == "value" else title_of(value, table)
     figure.update_yaxes(title=named)
-    note = f"In colour: the {top} of {len(lines)} heads {how}" if others else ""
+    note = f"In colour: the {top} of {len(lines)} {by}s {how}" if others else ""
+    if sum(map(len, lines.values())) < before:
+        note += f"{'. ' if note else ''}Beyond distance {_EXACT}: means over neighbouring distances"
     default = "Distance component of the scores" if value == "value" else f"{without_unit(named)}, by distance"
     return add_title(figure, title, default, note)
 
 
+def _neighbours_averaged(rows: pd.DataFrame, value: str) -> pd.DataFrame:
+    """A profile as it is up to distance 32, then means over an eighth of an octave: few pairs are that far apart."""
+    far = rows["distance"].abs() > _EXACT
+    if not far.any():
+        return rows
+    beyond = rows[far]
+    octave = np.sign(beyond["distance"]) * np.floor(8 * np.log2(beyond["distance"].abs() / _EXACT) + 1)
+    cells = beyond["cells"] if "cells" in rows else pd.Series(1.0, beyond.index)
+    totals = beyond[["distance", value]].mul(cells, axis=0).assign(cells=cells).groupby(octave).sum()
+    means = totals[["distance", value]].div(totals["cells"], axis=0)
+    return pd.concat([rows[~far], means]).sort_values("distance", ignore_index=True)
+
+
 def _most_positional(
-    profiles: AdditiveFit | AttentionFit | pd.DataFrame, lines: Mapping[str, pd.DataFrame], value: str
+    profiles: AdditiveFit | AttentionFit | pd.DataFrame, lines: Mapping[str, pd.DataFrame], value: str, by: By
 ) -> tuple[list[str], str]:
     """Names of the heads, the most positional first, and by what they are ranked."""
-    if isinstance(profiles, pd.DataFrame):
+    if isinstance(profiles, pd.DataFrame) or by == "layer":
         spread = {name: float(rows[value].std(ddof=0)) for name, rows in lines.items()}
         return sorted(lines, key=lambda name: -spread[name]), "whose profile varies most"
     column = "share_distance" if isinstance(profiles, AdditiveFit) else "explained_distance"
-    shares = profiles.to_frame().groupby("head")[column].mean()
-    return [f"head {head}" for head in shares.sort_values(ascending=False, kind="stable").index], (
+    table = profiles.to_frame()
+    shares = table.groupby(head_index(table))[column].mean().set_axis(list(lines))  # both ascend
+    return list(shares.sort_values(ascending=False, kind="stable").index), (
         "with the largest share explained by distance alone"
     )
 
@@ -114,7 +149,7 @@ def _most_positional(
 def _profile(rows: pd.DataFrame, value: str, logarithmic: bool) -> go.Scatter:
     distance = rows["distance"].to_numpy()
     x = distance + 1 if logarithmic else distance
-    hover = "distance %{customdata}: %{y:.4g}"
+    hover = "distance %{customdata:.4g}: %{y:.4g}"
     return go.Scatter(x=x, y=rows[value].to_numpy(), customdata=distance, hovertemplate=hover, mode="lines")
 
 
@@ -207,7 +242,8 @@ def plot_length(
 
     Args:
         tables: of ``length_generalization`` with ``by="bucket"``, one, or several by name.
-        measures: columns to draw. Each bucket is a level stretch over its positions.
+        measures: columns to draw. Each bucket is a level stretch over its positions. The height of a panel is at
+            least a fifth of its largest number, so that small changes look small.
         in_range: the length of the training texts, marked by a dotted line.
         title: of the figure; default says what it shows.
 
@@ -240,7 +276,11 @@ def plot_length(
             line = line_style(number) | {"simplify": False}  # or level stretches lean
             figure.add_scatter(x=x, y=y, name=name, line=line, mode="lines", row=row, col=1, **style)
     for row, measure in enumerate(measures, start=1):
-        figure.update_yaxes(title=title_of(measure, next(iter(named.values()))), row=row, col=1)
+        y = np.concatenate([table[measure].to_numpy(dtype=float) for table in named.values()])
+        y = y[np.isfinite(y)] if np.isfinite(y).any() else np.zeros(1)
+        margin = 0.05 * (y.max() - y.min())
+        ends = widened(float(y.min() - margin), float(y.max() + margin), _LEVEL * float(abs(y).max()) or 1.0)
+        figure.update_yaxes(title=title_of(measure, next(iter(named.values()))), range=ends, row=row, col=1)
         if in_range is not None:
             label = {"annotation_text": "in range", "annotation_position": "top left"} if row == 1 else {}
             figure.add_vline(x=in_range, line={"color": GREY, "dash": "dot"}, row=row, col=1, **label)

@@ -11,19 +11,33 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from tl_posdisent.utils.validation import check_integer
-from tl_posdisent.viz.palette import DIVERGING, GREY, SEQUENTIAL, VERDICTS
+from tl_posdisent.viz.palette import DIVERGING, GREY, SEQUENTIAL, SKY, VERDICTS, faint
 
-from .tables import add_title, check_table, head_index, mean_over_texts, natural_range, title_of, whole, without_unit
+from .tables import (
+    By,
+    add_title,
+    check_table,
+    head_index,
+    mean_over_texts,
+    natural_range,
+    over_heads,
+    title_of,
+    whole,
+    widened,
+    without_unit,
+)
 
 WRITTEN = 160
 """Cells of a map that have room for their numbers."""
 _NAMED = 100  # heads that have room for theirs
+_SPAN = 0.2  # of measures between 0 and 1: a smaller difference has not the whole scale
 
 
 def plot_heads(
     table: pd.DataFrame,
     value: str,
     *,
+    by: By = "head",
     signed: bool | None = None,
     limits: tuple[float | int, float | int] | None = None,
     title: str | None = None,
@@ -34,8 +48,11 @@ def plot_heads(
         table: with the columns ``layer``, ``head`` and ``value``, one row per layer and head, or per text, layer and
             head (column ``batch``): then the mean over texts is drawn.
         value: the column to draw. NaN is left blank; hovering shows the standard error of a column ``<value>_se``.
+        by: ``"layer"`` draws the mean over the heads of each layer as a line, and from the least to the largest head
+            as a band.
         signed: colours that part below and above 0, over a range symmetric about 0. Default: if a value is negative.
-        limits: of the colour scale; default from 0 to 1 for correlations and shares, otherwise from 0, or symmetric.
+        limits: of the colour scale; default from 0, or symmetric; for correlations and shares, from the lowest
+            twentieth of the heads to the largest, at least 0.2 apart.
         title: of the figure; default names the measure.
 
     Raises:
@@ -52,6 +69,8 @@ def plot_heads(
     makers = "additivity, controlled_distance or head_ablation"
     table = check_table(table, ["layer", "head"], [value], makers)
     means = mean_over_texts(table, ["layer", "head"], [value])
+    if by != "head":
+        return _layers(over_heads(means, by, [], [value]), value, limits, title_of(value, table), title)
     grid = means.pivot(index="layer", columns="head", values=value)
     heat = _heat_map(grid, title_of(value, table), signed, limits, value)
     heat.update(x=whole(grid.columns), y=whole(grid.index), hovertemplate="layer %{y}, head %{x}: %{z:.4g}")
@@ -61,6 +80,24 @@ def plot_heads(
         heat.update(customdata=errors.to_numpy(dtype=float), hovertemplate=heat.hovertemplate + " ± %{customdata:.2g}")
     figure = add_title(go.Figure(heat), title, f"{without_unit(title_of(value, table))}, by layer and head")
     return _as_map(figure, "head", "layer")
+
+
+def _layers(means: pd.DataFrame, value: str, limits: Any, axis: str, title: str | None) -> go.Figure:
+    """A line through the means of the layers, and a band from the lowest to the highest head."""
+    x, low, high = (means[name].to_numpy() for name in ("layer", "low", "high"))
+    figure = go.Figure()
+    figure.add_scatter(x=x, y=low, line={"width": 0}, mode="lines", hoverinfo="skip", name="lowest", showlegend=False)
+    band = {"fill": "tonexty", "fillcolor": faint(SKY), "line": {"width": 0}, "hoverinfo": "skip"}
+    figure.add_scatter(x=x, y=high, mode="lines", name="lowest to highest head", **band)
+    hover = "layer %{x}: %{y:.4g}, heads from %{customdata[0]:.4g} to %{customdata[1]:.4g}"
+    line = {"line": {"color": SKY}, "mode": "lines+markers", "name": "mean over heads", "hovertemplate": hover}
+    figure.add_scatter(x=x, y=means[value].to_numpy(), customdata=np.stack([low, high], 1), **line)
+    bounds = natural_range(value, float(np.nanmin(low)), float(np.nanmax(high)))
+    ends = _limits(limits) if limits is not None else None
+    if ends is None and bounds:
+        ends = widened(float(np.nanmin(low)), float(np.nanmax(high)), _SPAN, bounds)
+    figure.update_yaxes(title=axis.replace(" (", "<br>("), range=ends, rangemode=None if ends else "tozero")
+    return add_title(figure.update_xaxes(title="layer"), title, f"{without_unit(axis)}, by layer")
 
 
 def plot_subspaces(
@@ -272,17 +309,13 @@ def _heat_map(
     low, high = float(np.nanmin(z, initial=0)), float(np.nanmax(z, initial=0))
     signed = low < 0 if signed is None else signed
     if limits is not None:
-        try:
-            low, high = (float(x) for x in (() if isinstance(limits, (str, bytes)) else limits))
-        except (TypeError, ValueError):
-            low = high = math.nan
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ValueError(f"limits must be two ascending numbers, got {limits!r}")
+        low, high = _limits(limits)
     elif signed:
         high = max(-low, high) or 1.0
         low = -high
     else:
-        low, high = natural_range(value, low, high) or (low, high if high > low else low + 1.0)
+        high = high if high > low else low + 1.0
+        low, high = bounded_limits(value, z) or (low, high)
     return go.Heatmap(
         z=z,
         zmin=low,
@@ -292,6 +325,24 @@ def _heat_map(
         texttemplate="%{z:.2f}" if z.size <= room else None,
         name="",
     )
+
+
+def bounded_limits(value: str, values: Any) -> tuple[float, float] | None:
+    """Limits of colours of a measure between 0 and 1: without its lowest twentieth, and never narrow."""
+    known = np.asarray(values, dtype=float)
+    known = known[np.isfinite(known)]
+    bounds = natural_range(value, float(known.min()), float(known.max())) if known.size else None
+    return widened(float(np.quantile(known, 0.05)), float(known.max()), _SPAN, bounds) if bounds else None
+
+
+def _limits(limits: Any) -> tuple[float, float]:
+    try:
+        low, high = (float(x) for x in (() if isinstance(limits, (str, bytes)) else limits))
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"limits must be two ascending numbers, got {limits!r}")
+    return low, high
 
 
 def wavelengths(subspaces: pd.DataFrame) -> list[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pandas as pd
 import plotly.graph_objects as go
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
+
+from tl_posdisent.utils.validation import check_choice
 
 _SHARE = "share of the variance of the scores"
 _TITLES = {
@@ -53,6 +56,14 @@ def natural_range(name: str, low: float, high: float) -> tuple[float, float] | N
     """From 0 to 1 for correlations, shares and accuracies; None for other measures, and for values outside it."""
     bounded = name in _FROM_0_TO_1 or name.startswith(("share", "explained", "positional", "symbolic"))
     return (0.0, 1.0) if bounded and low >= 0 and high <= 1 else None
+
+
+def widened(low: float, high: float, span: float, bounds: tuple[float, float] | None = None) -> tuple[float, float]:
+    """These limits, or ones as far apart as ``span`` about their middle, so that small differences look small."""
+    more = max(span - (high - low), 0.0) / 2
+    low, high = low - more, high + more
+    least, most = bounds or (-math.inf, math.inf)
+    return max(low - max(high - most, 0.0), least), min(high + max(least - low, 0.0), most)
 
 
 def title_of(name: str, table: pd.DataFrame) -> str:
@@ -104,6 +115,23 @@ def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], make
 def head_index(table: Any) -> list[str]:
     """Columns that identify a head or a layer: ``layer`` and ``head``, or the one of them that exists."""
     return [name for name in ("layer", "head") if name in getattr(table, "columns", ())]
+
+
+By = Literal["head", "layer"]
+
+
+def over_heads(means: pd.DataFrame, by: By, index: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
+    """The table by head, or means over the heads of each layer; ``low`` and ``high`` are the range of one value."""
+    check_choice("by", by, get_args(By))
+    if by == "head":
+        return means
+    if "layer" not in means:
+        raise ValueError("table must have the column layer to be drawn by layer, got one without")
+    groups = means.groupby(["layer", *index])[list(values)]
+    table = groups.mean()
+    if len(values) == 1:
+        table = table.assign(low=groups.min(), high=groups.max())
+    return table.reset_index()
 
 
 def mean_over_texts(table: pd.DataFrame, index: Sequence[str], values: Sequence[str]) -> pd.DataFrame:
