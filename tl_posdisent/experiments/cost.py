@@ -24,6 +24,9 @@ Measured = Literal[
     "head_ablation",
     "head_patching",
     "position_patching",
+    "additive_substitution",
+    "attention_ladder",
+    "preference_flips",
 ]
 
 # Of all layers and heads. A changed head needs only the layers behind it; each layer's attention runs once more.
@@ -31,6 +34,8 @@ _PASSES: dict[str, Callable[[int, int], float]] = {
     "head_ablation": lambda layers, heads: heads * (layers + 1) / 2 + layers + 2,
     "head_patching": lambda layers, heads: heads * (layers + 1) / 2 + layers + 4,
     "position_patching": lambda layers, heads: heads * layers + 2,
+    "additive_substitution": lambda layers, heads: 3 * (heads + 1) * (layers + 1) / 2 + layers + 24,
+    "attention_ladder": lambda layers, heads: 13 * heads * (layers + 1) / 2 + 2 * layers + 17,
 }
 
 
@@ -112,7 +117,8 @@ def estimate(
         length: tokens of a text, at least 2.
         batch: texts that run at once.
         tool: what will run, on all layers and heads; ``"fit_attention"`` of one layer that ``capture`` returns. Tools
-            that run once, layer by layer, need about as much as ``"controlled_distance"``.
+            that run once, layer by layer, need about as much as ``"controlled_distance"``. What a tool computes beside
+            the passes takes time too: docs/memory_and_time.md has all of it, measured.
         available: bytes that may be used in addition to the model; default the free memory of the model's device (RAM
             or the limit of the process's control group; memory of the fullest GPU).
 
@@ -165,9 +171,11 @@ def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
         step = min(cells, max(2**20, min(64 * length, 2**22)))
         other += 8 * (3 * step + 30 * heads * tokens + min(cells // 4, 2**26))
     elif tool in _PASSES:
-        other += 2**28 + 4 * 4 * tokens * getattr(cfg, "d_vocab", 0)  # logits
+        logits = 4 * tokens * getattr(cfg, "d_vocab", 0)
+        other += 2**28 + 4 * logits + min(2**29, 16 * logits)  # of the unmodified run, and of several heads at once
     else:
         vectors = min(tokens * heads * width, NUMBERS_AT_ONCE)
+        other += 2**26 * (tool == "preference_flips")  # pairs of keys at a time
         other += 8 * (4 * vectors + 2 * (heads + kv) * width * (2 * width + length)) + 6 * tokens * heads * width * size
     return scores, other + 2**23 + layers * 2**19  # beside tensors, as measured
 
