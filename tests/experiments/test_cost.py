@@ -16,6 +16,7 @@ from tl_posdisent.models import memory
 from tl_posdisent.models.capture import Captured, for_each_layer
 
 TOOLS = get_args(Measured)
+LAYER_BY_LAYER = ("additivity", "controlled_distance", "subspace_patterns", "fit_attention")
 
 
 def run_tool(model: Any, tool: str, tokens: torch.Tensor, **options: Any) -> None:
@@ -53,12 +54,12 @@ def test_passes_are_counted(tool: str, layers: int, heads: int) -> None:
 def test_no_tool_holds_more(kind: str, name: str, tool: str) -> None:
     """The tensors that are alive at the worst step, at lengths where scores are the smaller and the larger part."""
     model = {"bridge": zoo.bridge, "hooked": zoo.hooked}[kind](name, max_position_embeddings=1024)
-    for length in (64, 256) if tool not in ("additivity", "controlled_distance", "subspace_patterns", "fit_attention") else (100, 600):
+    for length in (100, 600) if tool in LAYER_BY_LAYER else (64, 256):
         with torch.no_grad(), LiveBytes() as live:
             run_tool(model, tool, zoo.random_tokens(length, 1))
         needed = tp.estimate(model, length, tool=tool).needed_bytes
         assert max(live.steps) + 2**22 < needed
-    if tool in ("additivity", "controlled_distance", "subspace_patterns", "fit_attention"):
+    if tool in LAYER_BY_LAYER:
         assert needed < 3 * max(live.steps) + 2**25
 
 
