@@ -83,11 +83,6 @@ def test_scores(opened: Open, tmp_path: Path) -> None:
 def test_parts(opened: Open, tmp_path: Path) -> None:
     scores = torch.randn(1, 2, 6, 6, generator=torch.Generator().manual_seed(1))
     fit = tp.fit_additive(scores)
-    page = opened(saved(tp.show_parts(fit, WORDS, 1, scores=scores), tmp_path))
-    page.settle(6)
-    page.screenshot("parts")
-    assert page.page.locator("figcaption").all_inner_texts() == list(get_args(ScoreComponent))
-    assert len({page.picture(n) for n in range(6)}) == 6
     # The darkest cell of all is somewhere, and its number is the scale's.
     parts = {"scores": scores.double() - fit.intercept[..., None, None], "residual": fit.residual(scores)}
     parts |= {name: fit.component(name) for name in ("distance", "query", "key")}
@@ -95,6 +90,11 @@ def test_parts(opened: Open, tmp_path: Path) -> None:
     values = {name: x[0, 1][POINT >= 0] for name, x in parts.items()}
     name = max(values, key=lambda name: values[name].abs().max())
     extreme = values[name][values[name].abs().argmax()].item()
+    page = opened(saved(tp.show_parts(fit, WORDS, 1, scores=scores, scale=abs(extreme)), tmp_path))
+    page.settle(6)
+    page.screenshot("parts")
+    assert page.page.locator("figcaption").all_inner_texts() == list(get_args(ScoreComponent))
+    assert len({page.picture(n) for n in range(6)}) == 6
     canvas = page.page.locator("figcaption").all_inner_texts().index(name)
     value = page.tooltip(canvas, HIGH if extreme > 0 else LOW)[-1]
     assert float(value.removeprefix("Val: ")) == pytest.approx(extreme, abs=1e-3)
@@ -103,7 +103,7 @@ def test_parts(opened: Open, tmp_path: Path) -> None:
 def test_patterns(opened: Open, tmp_path: Path) -> None:
     scores, fit = two_heads()
     pattern = scores.masked_fill(POINT < 0, -torch.inf).softmax(-1)
-    page = opened(saved(tp.show_patterns(fit, WORDS, pattern), tmp_path))
+    page = opened(saved(tp.show_patterns(fit, WORDS, pattern, scale=1.0), tmp_path))
     page.settle(2)
     page.screenshot("patterns")
     first = page.picture(0)

@@ -150,6 +150,7 @@ ELSEWHERE = {
     **dict.fromkeys([("plot_perturbation", "measure"), ("plot_subspaces", "value")], "column"),
     **{(of, "text"): "number of a text" for of in callables() if of.startswith("show_")},
     **{(of, "tokens"): "words" for of in callables() if of.startswith("show_") and of != "show_interventions"},
+    **{(f"show_{of}", "layer"): "" for of in ("change", "parts", "patterns", "scores")},  # most take any
     **{(of, "tokens"): "samples" for of in ("evaluate", "head_drops", "sufficient_heads")},
     ("TriggerDistance", "repeats"): "flag",
     ("head_labels", "repeats"): "count",

@@ -44,7 +44,7 @@ from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
 from tl_posdisent.viz.plots.curves import plot_distance, plot_perturbation
 from tl_posdisent.viz.plots.heatmaps import bounded_limits, plot_heads, plot_subspaces, plot_verdicts, wavelengths
-from tl_posdisent.viz.widgets.layout import Layout, coloured_text
+from tl_posdisent.viz.widgets.layout import Layout, check_scale, coloured_text
 from tl_posdisent.viz.widgets.offline import Widget, text_token
 from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns
 
@@ -547,14 +547,10 @@ def _key_importance(subject: Subject, shown: Exhibits) -> Widget:
     layers = sorted(shown.fits.items(), key=lambda one: one[0] != shown.most[0])
     heads = sorted({head for layer, _ in layers for head in subject.heads[layer]})
     values = {f"layer {layer}": fit.key[0, heads, :n].double() for layer, fit in layers}
-    largest = max(float(key[:, 1:].abs().max()) for key in values.values())
-    note = (
-        "How much higher than the head’s average a token’s scores are as a key. The first token may be beyond the "
-        "scale. Point at a token for its number."
-    )
+    note = "How much higher than the head’s average a token’s scores are as a key. Point at a token for its number."
     words = [text_token(word) for word in subject.words[:n]]
     return coloured_text(
-        values, [str(head) for head in heads], words, Layout(max(largest, 1e-9), "Key importance", note)
+        values, [str(head) for head in heads], words, Layout(check_scale(None, values.values()), "Key importance", note)
     )
 
 

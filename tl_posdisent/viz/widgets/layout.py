@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.utils.validation import check_flag, check_indices, check_integer, check_number
+from tl_posdisent.utils.validation import check_flag, check_indices, check_integer, check_number, head_label
 from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 from tl_posdisent.viz.widgets.offline import Widget, axis_token, rounded, script_json
 
@@ -74,15 +74,22 @@ class Layout:
         body = self._header(values) + _menu(groups) + f'<div data-stage="" style="{style}"></div>'
         return Widget(body, draw % script_json(data), title=self.title)
 
+    def beyond(self, values: Iterable[Tensor]) -> bool:
+        """Whether a number is larger than the scale, and has the colour of its end."""
+        return any(bool((x.abs() > self.scale).any()) for x in values)
+
     def _header(self, values: Iterable[Tensor]) -> str:
         """Title, explanation, and the colours with their numbers: below 0 as well, if a value is."""
-        scale, negative = f"{self.scale:.3g}", any(bool((x < 0).any()) for x in values)
+        values = list(values)
+        negative, beyond = any(bool((x < 0).any()) for x in values), self.beyond(values)
+        scale = f"{self.scale:.3g}"
         colours = f"{NEGATIVE},#fff,{POSITIVE}" if negative else f"#fff,{POSITIVE}"
         bar = (  # as circuitsvis mixes colours; older browsers take the first
             f"height:10px;border:1px solid #bbb;background:linear-gradient(to right,{colours});"
             f"background:linear-gradient(to right in lab,{colours})"
         )
-        ends = "".join(f"<span>{end}</span>" for end in ((f"−{scale}", "0", scale) if negative else ("0", scale)))
+        low, high = (f"≤ −{scale}", f"≥ {scale}") if beyond else (f"−{scale}", scale)
+        ends = "".join(f"<span>{end}</span>" for end in ((low, "0", high) if negative else ("0", high)))
         note = f"{self.note} {'Grey: after the query.' if self.causal else ''}".strip()
         return (
             f'<div style="font-size:16px;font-weight:600">{html.escape(self.title)}</div>'
@@ -96,7 +103,7 @@ def head_selector(
     matrices: Float64[Tensor, "head query key"], names: Sequence[str], tokens: Sequence[str], layout: Layout
 ) -> Widget:
     """All heads small, and the selected one in full size: circuitsvis's ``AttentionHeads``."""
-    short = [f"H{name}" for name in names]  # they cover the chart
+    short = [name if name.startswith("L") else f"H{name}" for name in names]  # they cover the chart
     props = {"attention": rounded(matrices, layout.scale), "attentionHeadNames": short}
     common = layout.common(tokens) | {"maskUpperTri": layout.causal}
     data = {"component": "AttentionHeads", "common": common, "choices": [[props]], "captions": [""], **_ONE}
@@ -111,7 +118,7 @@ def matrices_beside(
 ) -> Widget:
     """Several matrices of one head beside each other; a list of heads to choose from."""
     charts = [rounded(x, layout.scale) for x in matrices.values()]
-    width = 320 if len(tokens) <= 16 else 440
+    width = 260 if len(matrices) % 3 == 0 else 320 if len(tokens) <= 16 else 440  # rows of three in a notebook
     data = {
         "component": "AttentionPattern",
         "common": layout.common(tokens) | {"maskUpperTri": layout.causal},
@@ -168,6 +175,7 @@ class Options:
     scale: float | None
     title: str | None
     raster: bool
+    layer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -179,11 +187,18 @@ class Choice:
     rows: list[int]
     positions: list[int]
     tokens: list[str]
+    layer: int | None = None
 
     @property
     def names(self) -> list[str]:
         """Of the heads."""
-        return [str(head) for head in self.heads]
+        return [str(head) if self.layer is None else head_label(self.layer, head) for head in self.heads]
+
+    def titled(self, what: str) -> str:
+        """What is shown, behind the head or the layer that it is of, as far as there is one."""
+        one, layer = len(self.heads) == 1, self.layer
+        of = f"Head {self.heads[0]}" if one and layer is None else self.names[0] if one else f"Layer {layer}"
+        return f"{of}: {what}" if one or layer is not None else what[0].upper() + what[1:]
 
     def of(self, x: Tensor) -> Float64[Tensor, "head query key"]:
         """The chosen part of matrices ``[*batch, query, key]``."""
@@ -192,7 +207,8 @@ class Choice:
 
     def layout(self, shown: Iterable[Tensor], title: str, note: str, *, causal: bool) -> Layout:
         """The layout of a widget of these matrices, with this title and scale unless others were given."""
-        return Layout(check_scale(self.options.scale, shown), check_title(self.options.title, title), note, causal)
+        scale = check_scale(self.options.scale, shown, first=self.positions[0] == 0)
+        return Layout(scale, check_title(self.options.title, self.titled(title)), note, causal)
 
 
 def pick(x: Tensor, rows: Sequence[int], *, cell_axes: int = 2) -> Tensor:
@@ -204,25 +220,44 @@ def pick(x: Tensor, rows: Sequence[int], *, cell_axes: int = 2) -> Tensor:
     return flat[torch.tensor(rows, device=x.device) % len(flat)]
 
 
-def choose(shape: Sequence[int], tokens: Any, options: Options, *, charts: int = 1, more: int = 0) -> Choice:
+def choose(
+    shape: Sequence[int],
+    tokens: Any,
+    options: Options,
+    *,
+    charts: int = 1,
+    more: int = 0,
+    layers: Sequence[int] | None = None,
+) -> Choice:
     """Check what of matrices of shape ``[*batch, query, key]`` is to be shown.
 
-    ``charts`` matrices are drawn for each head, and ``more`` besides, unless as images.
+    ``charts`` matrices are drawn for each head, and ``more`` besides, unless as images. ``layers`` are those of an axis
+    before the heads.
     """
     *batch, n_query, n_key = shape
+    layer, n_layers = options.layer, 1
+    if layer is not None:
+        check_integer("layer", layer, 0)
+    if layers is not None:
+        layer, n_layers = layers[0] if layer is None and len(layers) == 1 else layer, batch.pop(-2)
+        if layer not in layers:
+            raise ValueError(f"layer must be one of the fit's, {', '.join(map(str, layers))}, got {layer!r}")
     heads, rows = check_heads(batch, options.heads, options.text)
+    n_heads = [1, *batch][-1]
+    at = 0 if layers is None else layers.index(layer)  # texts, layers and heads as one axis
+    rows = [(row // n_heads * n_layers + at) * n_heads + row % n_heads for row in rows]
     if n_query != n_key:
         raise ValueError(f"the matrices must be square, as a whole text's are, got {n_query} queries × {n_key} keys")
     words = check_tokens(tokens, n_key)
-    at = check_indices("positions", options.positions, n_key)
-    if at != sorted(at):
-        raise ValueError(f"positions must be ascending, got {at}")
+    positions = check_indices("positions", options.positions, n_key)
+    if positions != sorted(positions):
+        raise ValueError(f"positions must be ascending, got {positions}")
     check_flag("raster", options.raster)
-    _check_cells(len(heads), len(at), charts, 0 if options.raster else more, raster=options.raster)
-    labels = [axis_token(words[i]) for i in at]
-    if at != list(range(len(at))):
-        labels = [f"{label}@{i}" for label, i in zip(labels, at, strict=True)]
-    return Choice(options, heads, rows, at, labels)
+    _check_cells(len(heads), len(positions), charts, 0 if options.raster else more, raster=options.raster)
+    labels = [axis_token(words[i]) for i in positions]
+    if positions != list(range(len(positions))):
+        labels = [f"{label}@{i}" for label, i in zip(labels, positions, strict=True)]
+    return Choice(options, heads, rows, positions, labels, layer)
 
 
 def check_heads(batch: Sequence[int], heads: Any, text: int) -> tuple[list[int], list[int]]:
@@ -265,11 +300,20 @@ def _check_cells(n_heads: int, length: int, charts: int, more: int, *, raster: b
     )
 
 
-def check_scale(scale: float | None, shown: Iterable[Tensor]) -> float:
-    """The given scale, or the largest magnitude of what is shown; never 0, which would be no scale."""
-    if scale is None:
-        return max(1e-9, *(float(x.abs().max()) for x in shown))
-    return check_number("scale", scale, above=0)
+def check_scale(scale: float | None, shown: Iterable[Tensor], *, first: bool = True) -> float:
+    """The given scale, or one of what is shown (last axis keys) that an attention sink does not stretch.
+
+    The largest magnitude apart from the first key (if it is there: ``first``) and from one cell in 200, and at least a
+    twentieth of the largest of all; never 0, which would be no scale.
+    """
+    if scale is not None:
+        return check_number("scale", scale, above=0)
+    ends = [1e-9]
+    for x in shown:
+        others = x[..., 1:] if first and x.shape[-1] > 1 else x
+        sizes = others.abs().double().flatten()
+        ends += [float(sizes.kthvalue(len(sizes) - len(sizes) // 200).values), float(x.abs().max()) / 20]
+    return max(ends)
 
 
 def check_title(title: str | None, default: str) -> str:

@@ -48,7 +48,7 @@ _DRAW = """(circuitsvis, root) => {
   const draw = (n) => {
     stage.replaceChildren();
     data.choices[n].forEach((image, p) => {
-      const figure = add(stage, "figure", `margin:0;min-width:0;max-width:${data.width}px`);
+      const figure = add(stage, "figure", `flex:1 1 240px;margin:0;min-width:0;max-width:${data.width}px`);
       if (data.captions[p])
         add(figure, "figcaption", "font-weight:600;text-align:center;padding:4px 0", data.captions[p]);
       const columns3 = "grid-template-columns:auto auto minmax(0,1fr)";
@@ -73,7 +73,9 @@ _DRAW = """(circuitsvis, root) => {
         const at = (x, size) => Math.max(0, Math.min(side - 1, Math.floor(((x - 1) / (size - 2)) * side)));
         const row = at(event.clientY - box.y, box.height), column = at(event.clientX - box.x, box.width);
         const level = (await known)[row * (side + 1) + 1 + column];
-        const value = level === 0 ? "after the query" : Number((((level - 128) / 127) * data.scale).toPrecision(3));
+        const end = !data.beyond ? "" : level === 255 ? "at least " : level === 1 ? "at most " : "";
+        const number = Number((((level - 128) / 127) * data.scale).toPrecision(3));
+        const value = level === 0 ? "after the query" : end + number;
         readout.textContent = `query ${place(row)}, key ${place(column)}: ${value}`;
       });
       picture.addEventListener("pointerleave", () => { readout.textContent = " "; });
@@ -104,6 +106,7 @@ def beside(matrices: Mapping[str, Float64[Tensor, "head query key"]], choice: Ch
         "tokens": choice.tokens,
         "positions": choice.positions,
         "scale": layout.scale,
+        "beyond": layout.beyond(matrices.values()),
         "width": 100 + max(360, min(side, 720 if len(matrices) == 1 else 400)),  # several stand in rows
     }
     note = f"{layout.note} Point at a pixel for its number, to 1/{_STEPS} of the scale.".strip()

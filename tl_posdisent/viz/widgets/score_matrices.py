@@ -21,7 +21,7 @@ from tl_posdisent.viz.widgets.layout import Choice, Options, choose, head_select
 from tl_posdisent.viz.widgets.offline import Widget
 from tl_posdisent.viz.widgets.raster import beside
 
-ScoreComponent = Literal["scores", "fitted", "distance", "query", "key", "residual"]
+ScoreComponent = Literal["scores", "fitted", "residual", "distance", "query", "key"]
 _COMPONENTS = get_args(ScoreComponent)
 Matrices = Float64[Tensor, "head query key"]
 _MEAN = "Scores and fitted scores are shown without each head's mean."
@@ -34,6 +34,7 @@ def show_scores(
     *,
     scores: Float[Tensor, "*batch query key"] | None = None,
     heads: Iterable[int] | None = None,
+    layer: int | None = None,
     text: int = 0,
     positions: Iterable[int] | None = None,
     centred: bool = True,
@@ -53,10 +54,12 @@ def show_scores(
             (scores less fitted) need ``scores``.
         scores: the fitted scores, which the fit does not store.
         heads: default all.
+        layer: of these heads, for their names; of a fit of several layers, which one to show.
         text: which entry of the first axis, if the scores have four.
         positions: which to show, as queries and as keys, ascending; default all.
         centred: subtract each head's mean (``fit.intercept``) from the scores and the fitted scores.
-        scale: magnitude of the darkest colours, in units of the scores; default the largest in the chosen heads.
+        scale: magnitude of the darkest colours, in units of the scores; default the largest in the chosen heads but
+            for one cell in 200 and those of the first key, which often is an attention sink; its colours are cut off.
         title: default describes the content.
         raster: draw images instead of charts, a pixel for each cell: for 2048 positions of two heads, or 512 of 32.
 
@@ -75,13 +78,13 @@ def show_scores(
     check_fit(fit)
     if scores is None and component in ("scores", "residual"):
         raise ValueError(f"scores must be given to show the component {component!r}: the fit does not keep them")
-    options = Options(heads, text, positions, scale, title, raster)
-    choice = choose(check_fit(fit), tokens, options, more=1)
+    options = Options(heads, text, positions, scale, title, raster, layer)
+    choice = choose(check_fit(fit), tokens, options, more=1, layers=fit.layers)
     components = _components(fit, choice, scores, centred=centred)
-    titles = {"fitted": "The fitted scores", "scores": "The scores", "residual": "What the fit leaves of the scores"}
+    titles = {"fitted": "the fitted scores", "scores": "the scores", "residual": "what the fit leaves of the scores"}
     layout = choice.layout(
         components.values(),
-        titles.get(component, f"The {component} component of the scores"),
+        titles.get(component, f"the {component} component of the scores"),
         _MEAN if centred and component in ("scores", "fitted") else "",
         causal=fit.cells.low >= 0,
     )
@@ -96,6 +99,7 @@ def show_parts(
     head: int,
     *,
     scores: Float[Tensor, "*batch query key"] | None = None,
+    layer: int | None = None,
     text: int = 0,
     positions: Iterable[int] | None = None,
     centred: bool = True,
@@ -108,7 +112,7 @@ def show_parts(
     With ``scores`` these and the residual are shown too: fitted + residual = scores.
 
     Args:
-        fit, tokens, scores, text, positions, centred, scale, title, raster: as in ``show_scores``.
+        fit, tokens, scores, layer, text, positions, centred, scale, title, raster: as in ``show_scores``.
         head: its number.
 
     Raises:
@@ -119,19 +123,19 @@ def show_parts(
         >>> model, tokens = load_demo_model(), demo_tokens(length=16)
         >>> _, cache = model.run_with_cache(tokens)
         >>> scores = cache["attn_scores", 3]
-        >>> show_parts(fit_additive(scores), model.to_str_tokens(tokens[0]), 2, scores=scores)
-        Widget('Head 2: the scores and their components')
+        >>> show_parts(fit_additive(scores), model.to_str_tokens(tokens[0]), 2, scores=scores, layer=3)
+        Widget('L3H2: the scores and their components')
     """
     check_fit(fit)
     if not is_integer(head):
         raise ValueError(f"head must be an integer, got {head!r}")
     names = [name for name in _COMPONENTS if scores is not None or name not in ("scores", "residual")]
-    options = Options([head], text, positions, scale, title, raster)
-    choice = choose(check_fit(fit), tokens, options, charts=len(names))
+    options = Options([head], text, positions, scale, title, raster, layer)
+    choice = choose(check_fit(fit), tokens, options, charts=len(names), layers=fit.layers)
     components = _components(fit, choice, scores, centred=centred)
     layout = choice.layout(
         components.values(),
-        f"Head {head}: the scores and their components",
+        "the scores and their components",
         "distance + query + key = fitted. " + (_MEAN if centred else ""),
         causal=fit.cells.low >= 0,
     )
@@ -144,6 +148,7 @@ def show_patterns(
     pattern: Float[Tensor, "*batch query key"],
     *,
     heads: Iterable[int] | None = None,
+    layer: int | None = None,
     text: int = 0,
     positions: Iterable[int] | None = None,
     scale: float | None = None,
@@ -155,7 +160,7 @@ def show_patterns(
     The additive pattern is the softmax of ``fit.fitted()`` over the fit's mask.
 
     Args:
-        fit, tokens, heads, text, positions, scale, title, raster: as in ``show_scores``.
+        fit, tokens, heads, layer, text, positions, scale, title, raster: as in ``show_scores``.
         pattern: the model's own, of the fit's shape, such as ``cache["pattern", 3]``.
 
     Raises:
@@ -167,11 +172,11 @@ def show_patterns(
         >>> _, cache = model.run_with_cache(tokens)
         >>> fit = fit_additive(cache["attn_scores", 3])
         >>> show_patterns(fit, model.to_str_tokens(tokens[0]), cache["pattern", 3])
-        Widget('Attention patterns: the model and its additive scores')
+        Widget('Attention patterns of the model and of its additive scores')
     """
     _check_alike(fit, "pattern", pattern)
-    options = Options(heads, text, positions, scale, title, raster)
-    choice = choose(check_fit(fit), tokens, options, charts=2)
+    options = Options(heads, text, positions, scale, title, raster, layer)
+    choice = choose(check_fit(fit), tokens, options, charts=2, layers=fit.layers)
     additive, inside = _additive_pattern(fit, choice)
     own = choice.of(pattern.detach()).to(additive.device)
     if not bool(((own >= 0) & (own <= 1.01))[inside].all()):  # 1.01: bfloat16
@@ -179,7 +184,7 @@ def show_patterns(
     shown = {"model": torch.where(inside, own, 0.0), "additive scores": additive}
     layout = choice.layout(
         shown.values(),
-        "Attention patterns: the model and its additive scores",
+        "attention patterns of the model and of its additive scores",
         "Rows are queries; those of a whole text add up to 1.",
         causal=fit.cells.low >= 0,
     )
@@ -252,6 +257,7 @@ def show_change(
     *,
     mask: MaskKind | Bool[Tensor, "query key"] = "causal",
     heads: Iterable[int] | None = None,
+    layer: int | None = None,
     text: int = 0,
     positions: Iterable[int] | None = None,
     scale: float | None = None,
@@ -263,7 +269,7 @@ def show_change(
     Args:
         before, after: ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``, from any two runs.
         mask: cells that count, as in ``fit_additive``; others may hold anything, and are shown as 0.
-        tokens, heads, text, positions, scale, title, raster: as in ``show_scores``.
+        tokens, heads, layer, text, positions, scale, title, raster: as in ``show_scores``.
 
     Raises:
         ValueError: unusable arguments; a cell inside the mask that is not finite; more cells than a browser draws.
@@ -283,8 +289,8 @@ def show_change(
             )
     if before.shape != after.shape:
         raise ValueError(f"after must have the shape of before, {tuple(before.shape)}, got {tuple(after.shape)}")
-    options = Options(heads, text, positions, scale, title, raster)
-    return _change(before, after, tokens, mask, options, "Before and after")
+    options = Options(heads, text, positions, scale, title, raster, layer)
+    return _change(before, after, tokens, mask, options, "before and after")
 
 
 def _change(before: Tensor, after: Tensor, tokens: Any, mask: Any, options: Options, title: str) -> Widget:
@@ -341,7 +347,7 @@ def show_interventions(
     check_choice("what", what, get_args(What))
     spec, model = read_attention(model, layer), model_of(model)
     ids = check_tokens(model, tokens)
-    options = Options(heads, text, positions, scale, title, raster)
+    options = Options(heads, text, positions, scale, title, raster, layer)
     # What cannot be drawn is refused before the model runs.
     choose((len(ids), spec.n_heads, ids.shape[1], ids.shape[1]), [""] * ids.shape[1], options, charts=3)
     tap = spec.pattern if what == "pattern" else spec.scores
@@ -355,7 +361,7 @@ def show_interventions(
             f"{spec.z}, behind its {what}: a picture would show nothing of it"
         )
     words, mask = token_words(model, ids[text]), spec.mask(ids.shape[1], before.device)
-    return _change(before, after, words, mask, options, f"Layer {layer}: {what} before and after")
+    return _change(before, after, words, mask, options, f"{what} before and after")
 
 
 def _seen(model: Any, ids: Tensor, tap: str, hooks: Sequence[Hook]) -> Tensor:
