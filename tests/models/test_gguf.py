@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import zoo
@@ -59,6 +60,44 @@ def permuted(rows: Tensor, n_heads: int) -> Tensor:
     """As llama.cpp stores queries and keys of Llama: pairs (i, i + half) beside each other in every head."""
     by_head = rows.unflatten(0, (n_heads, 2, -1))
     return by_head.transpose(1, 2).reshape(rows.shape)
+
+
+def q4_k(rows: int, columns: int) -> tuple[np.ndarray, Tensor]:
+    """Random blocks of llama.cpp's Q4_K (the package gguf writes none), and their numbers, written out."""
+    generator = np.random.default_rng(rows)
+    blocks = generator.integers(0, 256, (rows, columns // 256, 144), dtype=np.uint8)
+    blocks[..., :4] = np.array([3e-4, 2e-3], np.float16).view(np.uint8)
+    numbers = np.zeros((rows, columns // 256, 256))
+    d, least = (blocks[..., :4].copy().view(np.float16).astype(float)[..., n, None] for n in (0, 1))
+    packed, quants = blocks[..., 4:16].astype(int), blocks[..., 16:].astype(int)
+    for j in range(8):
+        scale, shift = packed[..., j] & 63, packed[..., (j + 4) % 12] & 63
+        if j >= 4:
+            scale = (packed[..., j + 4] & 15) | (packed[..., j - 4] >> 6 << 4)
+            shift = (packed[..., j + 4] >> 4) | (packed[..., j] >> 6 << 4)
+        nibble = quants[..., 32 * (j // 2) : 32 * (j // 2) + 32] >> 4 * (j % 2) & 15
+        numbers[..., 32 * j : 32 * j + 32] = d * scale[..., None] * nibble - least * shift[..., None]
+    return blocks.reshape(rows, -1), torch.tensor(numbers.reshape(rows, columns), dtype=torch.float32)
+
+
+def q6_k(rows: int, columns: int) -> tuple[np.ndarray, Tensor]:
+    """The same for Q6_K, which Q4_K_M files have beside it."""
+    generator = np.random.default_rng(rows)
+    blocks = generator.integers(0, 256, (rows, columns // 256, 210), dtype=np.uint8)
+    blocks[..., 208:] = np.array([2e-5], np.float16).view(np.uint8)
+    d = blocks[..., 208:].copy().view(np.float16).astype(float)
+    low, high = blocks[..., :128].astype(int), blocks[..., 128:192].astype(int)
+    scales, numbers = blocks[..., 192:208].copy().view(np.int8), np.zeros((rows, columns // 256, 256))
+    for n in range(256):
+        half, at = divmod(n, 128)
+        quarter, place = divmod(at, 32)
+        nibble = low[..., 64 * half + 32 * (quarter % 2) + place] >> 4 * (quarter // 2) & 15
+        top = high[..., 32 * half + place] >> 2 * quarter & 3
+        numbers[..., n] = d[..., 0] * scales[..., 8 * half + 2 * quarter + place // 16] * ((nibble | top << 4) - 32)
+    return blocks.reshape(rows, -1), torch.tensor(numbers.reshape(rows, columns), dtype=torch.float32)
+
+
+K_QUANTS = {"Q4_K": q4_k, "Q6_K": q6_k}
 
 
 def write_gguf(path: Path, model: Any, architecture: str, kind: str = "F32", **changes: Any) -> dict[str, Tensor]:
@@ -114,9 +153,12 @@ def write_gguf(path: Path, model: Any, architecture: str, kind: str = "F32", **c
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             value = permuted(value, heads if "q_proj" in name else keys)
         matrix = value.ndim == 2 and "wpe" not in name
-        numbers = gguf.quantize(value.contiguous().numpy(), kind if matrix else gguf.GGMLQuantizationType.F32)
+        if matrix and kind.name in K_QUANTS:
+            numbers, value = K_QUANTS[kind.name](*value.shape)
+        else:
+            numbers = gguf.quantize(value.contiguous().numpy(), kind if matrix else gguf.GGMLQuantizationType.F32)
+            value = torch.from_numpy(gguf.dequantize(numbers, kind)) if matrix else value
         writer.add_tensor(stored, numbers, raw_dtype=kind if matrix else None)
-        value = torch.from_numpy(gguf.dequantize(numbers, kind)) if matrix else value
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             value = (
                 value.unflatten(0, (heads if "q_proj" in name else keys, -1, 2)).transpose(1, 2).reshape(value.shape)
@@ -173,11 +215,16 @@ def test_a_file_computes_what_its_weights_do(name: str, backend: Any, tmp_path: 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*(("llama tied", kind) for kind in ("F16", "BF16", "Q8_0", "Q4_1", "Q5_0")), ("gemma2", "Q4_0"), ("gpt2", "Q4_0")],
+    [
+        *(("llama tied", kind) for kind in ("F16", "BF16", "Q8_0", "Q4_1", "Q5_0", "Q4_K", "Q6_K")),
+        *(("gemma2", "Q4_0"), ("gpt2", "Q4_0")),
+    ],
 )
 def test_quantised_weights_are_the_file_s_numbers(name: str, kind: str, tmp_path: Path) -> None:
     """Not those before quantisation, from which they differ; and plain afterwards: saved, and loaded again."""
     architecture, of, changes = MODELS[name]
+    if kind in K_QUANTS:
+        changes = changes | {"hidden_size": 256, "intermediate_size": 256}  # blocks of 256 numbers
     model = zoo.hf_model(of, vocab_size=1024, **changes)
     state = write_gguf(path := tmp_path / "model.gguf", model, architecture, kind)
     tokens = zoo.random_tokens(30)
