@@ -152,6 +152,9 @@ def position_patching(
 
         effect = (value - corrupted) / (clean - corrupted)
 
+    What is moved carries whatever earlier layers computed at the right positions, not this layer's rotation alone: for
+    that, give other positions to this layer only (``swap_positions(model, positions, layers=[layer])``).
+
     Args:
         model, tokens, metric, attention_mask, layers, heads, progress: as in ``head_ablation``; of rotary layers.
         positions: what RoPE sees in the corrupted run, in all layers: ``(pos,)``, counted from each text's first
