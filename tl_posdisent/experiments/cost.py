@@ -172,7 +172,7 @@ def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
         other += 8 * (3 * step + 30 * heads * tokens + min(cells // 4, 2**26))
     elif tool in _PASSES:
         logits = 4 * tokens * getattr(cfg, "d_vocab", 0)
-        other += 2**28 + 4 * logits + min(2**29, 16 * logits)  # of the unmodified run, and of several heads at once
+        other += 2**28 + 4 * logits + min(2**28, 16 * logits)  # of the unmodified run, and of several heads at once
     else:
         vectors = min(tokens * heads * width, NUMBERS_AT_ONCE)
         other += 2**26 * (tool == "preference_flips")  # pairs of keys at a time

@@ -30,7 +30,7 @@ from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import head_label
 
 _BYTES_PER_TENSOR = 2**22
-_BYTES_HELD = 2**29
+_BYTES_HELD = 2**28
 _Measured = TypeVar("_Measured")
 COUPLED = "coupled"
 """The kind of changes in which heads that are changed together with others differ from each changed alone."""
