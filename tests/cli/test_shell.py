@@ -38,7 +38,7 @@ def test_in_a_pipe(tmp_path: Path) -> None:
     assert running.returncode == 0, stderr
     lines = stdout.decode().splitlines()
     assert lines[0] == "change of loss without each head (zero): demo, 1 × 16 tokens"
-    assert [line.split()[0] for line in lines if line.strip()][-4:] == ["0", "DepositReport", "largest", "share"]
+    assert [line.split()[0] for line in lines if line.strip()][-4:] == ["0", "drops", "largest", "share"]
     assert b"heads: 100%" in stderr
     assert out.exists()
 

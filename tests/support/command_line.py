@@ -18,4 +18,5 @@ def run_command(line: str, *more: Any, code: int = 0, stdin: bytes | None = None
     words = [*shlex.split(line), *map(str, more)]
     result = CliRunner(charset).invoke(app, words, input=stdin, env=ENVIRONMENT)
     assert result.exit_code == code, (result.output, result.exc_info)
+    assert not code or len(result.stderr.rpartition("error: ")[2]) <= 1000, result.stderr
     return result

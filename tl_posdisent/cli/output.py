@@ -22,6 +22,7 @@ INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + 
 
 # Arguments of the library whose option has another name.
 _RENAMED = {"distance_ceiling": "ceiling", "kinds": "kind", "name": "preset", "path": "out", "sections": "section"}
+_TOO_LONG = re.compile(r"tokens are (\d+) long, and the model fails beyond its context of (\d+):.*")
 
 
 @contextlib.contextmanager
@@ -44,12 +45,22 @@ def answering(options: Collection[str]) -> Iterator[None]:
 
 
 def one_line(message: str, options: Collection[str]) -> str:
-    """A message without line breaks, in which an argument at the beginning has the name of its option.
+    """A message on one line, in which arguments at the beginning and before ``=`` have the name of their option.
 
     >>> one_line("distance_ceiling must be at least 1, got 0", ["in_range", "ceiling"])
     '--ceiling must be at least 1, got 0'
+    >>> one_line("rotary_heads must be left out with encoding='none'", ["encoding", "rotary_heads"])
+    "--rotary-heads must be left out with --encoding 'none'"
     """
     message = " ".join(message.split())
+    if "length" in options:  # the way out that the library names is a context manager
+        message = _TOO_LONG.sub(r"length must be at most \2, beyond which this model fails, got \1", message)
+
+    def option(found: re.Match[str]) -> str:
+        name = _RENAMED.get(found[1], found[1])
+        return f"--{name.replace('_', '-')}{' ' * bool(found[2])}" if name in options else found[0]
+
+    message = re.sub(r"\b(\w+)=(?=(\S?))", option, message)
     word = re.match(r'(\w+)(?=( must| has| needs| "))', message)
     if word and (name := _RENAMED.get(word[0], word[0])) in options:
         return f"--{name.replace('_', '-')}{message[word.end() :]}"

@@ -193,7 +193,7 @@ def ablate(
     save(table, given.out)
     report = deposit(table, better="lower" if metric == "loss" else "higher")
     title = f"change of {metric} without each head ({mode}): {what}"
-    return [*by_head(table, "effect", title, digits=3), repr(report)]
+    return [*by_head(table, "effect", title, digits=3), repr(report).replace("DepositReport", "drops", 1)]
 
 
 def _next_token_accuracy(logits: Any, tokens: Any) -> Any:

@@ -153,7 +153,7 @@ def as_numbers(value: Any, batch: int) -> Tensor:
             f"shape {tuple(numbers.shape)}"
         )
     if not bool(numbers.isfinite().all()):
-        raise ValueError(f"metric must return finite numbers, got {numbers.tolist()}")
+        raise ValueError(f"metric must return finite numbers, got {shown(numbers.tolist())}")
     return numbers.double()
 
 

@@ -19,7 +19,7 @@ from tl_posdisent.models.reading.forward import check_tokens, device_of, refuse_
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.tables import progress_bar
-from tl_posdisent.utils.validation import check_choice, check_distinct, check_integer, check_number, check_seeds
+from tl_posdisent.utils.validation import check_choice, check_distinct, check_integer, check_number, check_seeds, shown
 
 Text = str | Int[Tensor, "_pos"]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -227,7 +227,7 @@ def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"downstream must return a number, got {value!r}") from error
+            raise ValueError(f"downstream must return a number, got {shown(value)}") from error
         if number - number != 0:
             raise ValueError(f"downstream must return a finite number, got {number}")
         return number

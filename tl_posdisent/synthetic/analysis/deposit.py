@@ -340,8 +340,10 @@ class DepositReport(HasTable):
 
     def __repr__(self) -> str:
         layers = self.by_layer()
-        where = "1 layer" if len(layers) == 1 else f"{len(layers)} layers"
-        begin = f"DepositReport of {len(self.drops)} heads in {where}, baseline {self.baseline:.3f}\n"
+        heads, where = (
+            f"{len(x)} {of}{'s' if len(x) > 1 else ''}" for of, x in (("head", self.drops), ("layer", layers))
+        )
+        begin = f"DepositReport of {heads} in {where}, baseline {self.baseline:.3f}\n"
         sets = "".join(f"\n  {found!r}".replace("SufficientHeads: ", "sufficient: ") for found in self.sufficient)
         if self.layer is None:
             return begin + "  no head costs anything" + sets
