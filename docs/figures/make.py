@@ -163,7 +163,7 @@ def smollm2_layers() -> go.Figure:
     figure = go.Figure()
     for name, what in (("alone", "fixed in this layer alone"), ("restored", "restored in this layer alone")):
         figure.add_bar(x=table["layer"], y=table[name], name=what)
-    figure.update_layout(title="Every distance 5: loss added, and taken back", legend={"x": 0.4, "y": 0.95})
+    figure.update_layout(title="Every distance 5: loss added, and taken back", legend={"orientation": "h", "y": 1.1})
     return figure.update_yaxes(title="nats per token").update_xaxes(title="layer", dtick=5)
 
 
