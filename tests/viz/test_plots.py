@@ -14,7 +14,17 @@ import plotly.io as pio
 import pytest
 import torch
 
-from tl_posdisent import fit_additive, plot_distance, plot_heads, plot_shares
+from tl_posdisent import (
+    demo_tokens,
+    fit_additive,
+    head_ablation,
+    load_demo_model,
+    logit_difference,
+    plot_distance,
+    plot_heads,
+    plot_shares,
+)
+from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.rope import COMPONENTS
 from tl_posdisent.synthetic import SufficientHeads, deposit
 from tl_posdisent.synthetic.training.train import TrainRun
@@ -250,6 +260,30 @@ def test_shares_are_stacked_to_one_with_what_breaks_additivity_on_top() -> None:
     assert sorted(names) == sorted(effect.replace(":", " × ") for effect in COMPONENTS)
     assert [name.startswith("distance ×") for name in names] == [False] * 4 + [True] * 3
     assert len({bar.marker.color for bar in figure.data}) == 7
+
+
+def accuracy(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return (logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean(1)
+
+
+@pytest.mark.parametrize(
+    ("metric", "named"),
+    [
+        (next_token_loss, "loss (nats per token)"),
+        (accuracy, "accuracy (share)"),
+        (logit_difference(3), "logit difference"),
+        (lambda logits: logits[:, -1, 3], "metric"),
+    ],
+)
+def test_axes_of_effects_name_the_metric(metric: Any, named: str) -> None:
+    options: dict[str, Any] = {"layers": [4], "progress": False}
+    table = head_ablation(load_demo_model(), demo_tokens(length=16), metric, **options)
+    assert plot_deposit(table, better="lower").layout.yaxis.title.text.endswith(f"<br>{named}")
+    assert deposit(table).plot().layout.yaxis.title.text.endswith(f"<br>{named}")
+    titles = [plot_heads(table, column).data[0].colorbar.title.text for column in ("effect", "value")]
+    assert [title.replace("<br>", " ") for title in titles] == [f"change of {named}", named]
+    table.attrs.clear()  # as of a table that was written and read
+    assert plot_deposit(table, better="lower").layout.yaxis.title.text.endswith("<br>the metric")
 
 
 @pytest.mark.parametrize(("better", "sign", "most"), [("lower", 1, 5), ("higher", -1, 0)])

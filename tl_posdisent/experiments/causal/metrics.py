@@ -171,6 +171,18 @@ def check_metric(metric: Any) -> None:
         return
 
 
+def metric_name(metric: Metric) -> str:
+    """What a table and its figures call a metric: the function's name in words; ``"metric"`` for a lambda.
+
+    >>> metric_name(next_token_loss), metric_name(logit_difference(3)), metric_name(lambda logits: 0)
+    ('loss', 'logit difference', 'metric')
+    """
+    if metric is next_token_loss or isinstance(metric, LogitDifference):
+        return "loss" if metric is next_token_loss else "logit difference"
+    name = str(getattr(metric, "__name__", "metric"))
+    return "metric" if name == "<lambda>" else " ".join(name.split("_")).strip()
+
+
 def _takes_tokens(metric: Metric) -> bool:
     """Whether a metric is called with (logits, tokens), or with logits alone."""
     try:

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.experiments.causal.metrics import Metric, run_texts, value_of
+from tl_posdisent.experiments.causal.metrics import Metric, metric_name, run_texts, value_of
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.partial_forward import attempted, attention_from, has_hooks, run_clean, run_from
 from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating, hook_name, output_of
@@ -253,6 +253,7 @@ def effect_table(
     Returns:
         One row per layer and head: ``layer``, ``head``, ``source`` (of patches: the metric of that run), ``baseline``
         (without a change), ``value``, and ``effect``: value − baseline, of patches divided by source − baseline.
+        ``table.attrs["metric"]`` is the metric's name (``metric_name``).
     """
     model, rows, failures, target = reading.model, [], Failures(), target or texts
     with (
@@ -273,6 +274,7 @@ def effect_table(
                 rows += [(spec.layer, head, *ends.values(), value) for head in heads]
                 bar.update()
     table = pd.DataFrame(rows, columns=["layer", "head", *ends, "value"]).astype({"value": float})
+    table.attrs["metric"] = metric_name(metric)
     table["effect"] = table["value"] - ends["baseline"]
     if source is not None:
         table["effect"] /= ends["source"] - ends["baseline"]

@@ -391,6 +391,7 @@ def deposit(
             if name not in drops:
                 raise ValueError(f'drops must have the column {name!r} with measure="loss", as head_drops makes it')
         drops, better = drops.assign(baseline=drops["loss_baseline"], effect=drops["loss_effect"]), "lower"
+        drops.attrs["metric"] = "loss"
     _check_drops(drops)
     loss = drops["effect"].to_numpy(float) * (-1.0 if better == "higher" else 1.0) + 0.0
     worth = loss.clip(min=0)

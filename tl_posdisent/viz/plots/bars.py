@@ -14,7 +14,7 @@ from tl_posdisent.utils.validation import check_choice
 from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
 
 from .heatmaps import head_axis, head_names, head_ticks
-from .tables import By, add_title, check_table, head_index, mean_over_texts, over_heads, title_of
+from .tables import By, add_title, check_table, head_index, mean_over_texts, metric_title, over_heads, title_of
 
 
 def plot_shares(table: pd.DataFrame, *, by: By = "head", title: str | None = None) -> go.Figure:
@@ -118,9 +118,7 @@ def plot_deposit(
     )
     figure.add_annotation(x=most, y=max(worse[most], 0), text=names[most], showarrow=False, yanchor="bottom")
     figure.update_xaxes(**head_ticks(means), row=1, col=1)
-    figure.update_yaxes(
-        title="how much worse without the head<br>(units of the metric: nats for the loss)", row=1, col=1
-    )
+    figure.update_yaxes(title=f"how much worse without the head<br>{metric_title(table)}", row=1, col=1)
     alone = {"rotation": "if only these rotate", "attention": "if only these attend"}
     for found, colour in zip(sufficient, (RUST, BLUE, GREY), strict=False):
         path = found.path.sort_values("heads")

@@ -71,8 +71,16 @@ def title_of(name: str, table: pd.DataFrame) -> str:
     if name == "effect" and {"clean", "source"} & set(table.columns):
         return "effect (0: run as it was, 1: as the other)" if "source" in table else "effect (0 corrupted, 1 clean)"
     if name == "effect" and "baseline" in table:
-        return "effect (metric without the head − untouched)"
+        return f"change of {metric_title(table)}"
+    if name in ("value", "baseline", "source", "clean", "corrupted") and "metric" in table.attrs:
+        return metric_title(table)
     return _TITLES.get(name, name.replace("_", " "))
+
+
+def metric_title(table: pd.DataFrame) -> str:
+    """The metric of a causal table with its unit, if it is known; tables that were read from a file do not say it."""
+    name = table.attrs.get("metric", "the metric")
+    return _TITLES.get(name, name)
 
 
 def without_unit(title: str) -> str:
