@@ -172,7 +172,7 @@ def test_the_file_is_valid_and_closed(backend: str, made: Callable[[str], tuple[
     assert document.wrong == []
     assert set(document.hashes) == document.allowed
     assert len(document.hashes) == 2 + 1 + 5  # plotly and what draws all figures, circuitsvis and five widgets
-    assert len(document.figures) == 2 + 5 + 1 + 2 + 1 + 1 + 1
+    assert len(document.figures) == 2 + 5 + 1 + 2 + 1 + 1 + 2
     assert "default-src 'none'" in document.policy
     assert "http" not in document.policy
     assert "unsafe" not in document.policy.split("script-src")[1].split(";")[0]

@@ -71,7 +71,12 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     letters = [
         letter for trace in document.drawn("Verdict") for letter in np.where(np.isnan(trace["z"]), "", trace["text"])[0]
     ]
-    assert sorted(filter(None, letters)) == sorted("DSABQ?–")
+    assert sorted(letter[:1] for letter in letters if letter) == sorted("DSABQ?–")
+    assert sorted(letter[1:] for letter in letters if letter) == ["", "", *["<br>94%"], *["<br>99%"] * 4]
+    of_static = document.drawn("Verdict")[0]["customdata"][0][0]
+    assert of_static.endswith("<br>recovered: distance 50%, distance+sink 50%, static 99%, additive 99%, banded 99%")
+    gaps = [trace["z"][0] for trace in document.drawn("Gap")]
+    assert np.nansum(gaps) == pytest.approx(7.0)
     (banded,) = [row for row in document.rows("ladder") if row["verdict"] == "banded"]
     assert (banded["head"], banded["gap (nats per token)"], banded["distance"]) == ("L3H2", "1.000", "0.500")
     alone = Found(none.assign(layer=3))

@@ -498,8 +498,13 @@ def _ladder(subject: Subject, found: Found) -> str:
         "first that may and the first that does, by 95 % intervals over texts (blocks of few texts). A head whose gap "
         "is not significant has <em>no effect</em> in this text; it may have one in another."
     )
-    drawn = plot_verdicts(verdicts)
-    content = paragraph(text) + figure(drawn, "Verdict by head", height=map_height(verdicts["layer"].nunique()))
+    height = map_height(verdicts["layer"].nunique())
+    gaps = plot_heads(verdicts.assign(gap_se=verdicts["error"]), "gap", signed=True)
+    gaps.update_traces(colorbar_title_text="gap<br>(nats per token)")
+    content = paragraph(text) + _grid(
+        figure(plot_verdicts(verdicts, rungs=rungs), "Verdict by head, and the share recovered", height=height),
+        figure(gaps, "Gap: added loss with uniform attention", height=height),
+    )
     shown = verdicts[verdicts["verdict"] != "no effect"].sort_values("gap", ascending=False, kind="stable")
     if shown.empty:
         return content

@@ -201,11 +201,14 @@ def plot_distance_sources(
 _LETTERS = {"no effect": "–", "undecided": "?"}
 
 
-def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure:
+def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, title: str | None = None) -> go.Figure:
     """Plot the verdict of each head: layers on y, the first at the top, heads on x.
+
+    Below the letter of a verdict is the share of the loss that the rung of that name recovers. Hovering shows the gap.
 
     Args:
         table: of ``head_verdicts``.
+        rungs: of ``attention_ladder``: hovering shows the share that each rung recovers.
         title: of the figure; default counts the heads of each verdict.
 
     Raises:
@@ -226,15 +229,14 @@ def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure
     full = table["verdict"].astype(str)
     verdicts = full.str.replace("^undecided .*", "undecided", regex=True)
     names = [name for name in VERDICTS if name in set(verdicts)] + sorted(set(verdicts) - set(VERDICTS))
-    errors = table.get("error", [float("nan")] * len(table))
     cells = table[["layer", "head"]].assign(
         number=verdicts.map(names.index),
         letter=[_LETTERS.get(name, name[0].upper()) for name in verdicts],
-        hover=[
-            f"{verdict}<br>gap {gap:.3g} ± {error:.2g} nats per token"
-            for verdict, gap, error in zip(full, table["gap"], errors, strict=True)
-        ],
+        hover=verdict_texts(table, rungs),
     )
+    if "recovered" in table and "simplest" in table:
+        known = ~table["simplest"].isin(["uniform", "untouched"])  # which recover 0 and 1 by definition
+        cells["letter"] += [f"<br>{x:.0%}" if there else "" for x, there in zip(table["recovered"], known, strict=True)]
     grids = cells.pivot(index="layer", columns="head")
     codes, n = grids["number"], len(names)
     steps = [(k / n, VERDICTS.get(name, GREY)) for k, name in enumerate(names)]
@@ -255,6 +257,23 @@ def plot_verdicts(table: pd.DataFrame, *, title: str | None = None) -> go.Figure
     counted = ", ".join(f"{(verdicts == name).sum()} {name}" for name in names)
     figure = add_title(go.Figure(heat), title, "What the predictions need of each head's attention", counted)
     return _as_map(figure, "head", "layer")
+
+
+def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
+    """What is known of each head of ``head_verdicts``: verdict, gap, and the share that each rung recovers."""
+    missing = [float("nan")] * len(table)
+    columns = (table["layer"], table["head"], table["verdict"], table["gap"], table.get("error", missing))
+    texts = [
+        f"{verdict}<br>gap {gap:.3g} ± {se:.2g} nats per token" for *_, verdict, gap, se in zip(*columns, strict=True)
+    ]
+    if rungs is None:
+        return texts
+    rungs = check_table(rungs, ["layer", "head", "rung"], ["recovered"], "attention_ladder")
+    tried = rungs[~rungs["rung"].isin(["uniform", "untouched"])].dropna(subset="recovered")
+    shares = (tried["rung"] + " " + tried["recovered"].map("{:.0%}".format)).groupby([tried["layer"], tried["head"]])
+    listed = shares.agg(", ".join).to_dict()
+    heads = zip(texts, *columns[:2], strict=True)
+    return [text + (f"<br>recovered: {listed[at]}" if (at := (x, y)) in listed else "") for text, x, y in heads]
 
 
 def _as_map(figure: go.Figure, x: str, y: str) -> go.Figure:
@@ -322,7 +341,7 @@ def _heat_map(
         zmax=high,
         colorscale=DIVERGING if signed else SEQUENTIAL,
         colorbar={"title": {"text": title.replace(" (", "<br>("), "side": "right"}},  # or it is cut
-        texttemplate="%{z:.2f}" if z.size <= room else None,
+        texttemplate=f"%{{z:.{max(2, 1 - math.floor(math.log10(high)))}f}}" if z.size <= room and high > 0 else None,
         name="",
     )
 
