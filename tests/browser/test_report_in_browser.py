@@ -72,8 +72,8 @@ def test_everything_is_drawn(path: Path, opened: Open) -> None:
     page = opened(path)
     page.settle(CANVASES)
     ids = page.page.locator("section").evaluate_all("all => all.map(x => x.id)")
-    assert ids == ["verdict", "analysed", "headline", *SECTIONS, "reproduce"]
-    assert page.page.locator(".plot").count() == 2 + 5 + 1 + 2 + 1 + 1 + 1
+    assert ids == ["atlas", "verdict", "analysed", "headline", *SECTIONS, "reproduce"]
+    assert page.page.locator(".plot").count() == 1 + 2 + 5 + 1 + 2 + 1 + 1 + 2
     boxes = page.page.locator(".plot .main-svg").evaluate_all(
         "all => all.map(x => x.getBoundingClientRect()).map(b => [b.width, b.height])"
     )
@@ -102,9 +102,28 @@ def test_a_cell_says_its_number_and_leads_to_its_head(path: Path, opened: Open) 
     assert where == "layer 3, head 4"
     page.page.mouse.click(*cell)
     page.page.wait_for_url("**#L3H4")
-    row = page.page.locator("#table-heads-r tr", has=page.page.locator("#L3H4"))
-    assert row.is_visible()  # it was folded
-    assert float(row.locator("td").first.inner_text()) == pytest.approx(float(r), abs=6e-4)
+    row = page.page.locator("#table-atlas tr", has=page.page.locator("#L3H4"))
+    assert row.is_visible()
+    assert float(row.locator("td").nth(4).inner_text()) == pytest.approx(float(r), abs=6e-4)
+
+
+def test_the_atlas_is_sorted_by_a_click_on_a_title(path: Path, opened: Open) -> None:
+    page = opened(path)
+    page.settle(CANVASES)
+    rows = page.page.locator("#table-atlas tbody tr")
+
+    def texts(n: int) -> list[str]:
+        return [row.locator("th, td").nth(n).inner_text() for row in rows.all()]
+
+    titles = page.page.locator("#table-atlas thead th")
+    for title, n in (("distance alone", 3), ("added loss", 6)):
+        titles.get_by_text(title, exact=True).click()
+        numbers = [float(text.replace("−", "-")) for text in texts(n)]
+        assert numbers == sorted(numbers, reverse=True)
+        titles.get_by_text(title).press("Enter")
+        assert [float(text.replace("−", "-")) for text in texts(n)] == numbers[::-1]
+    titles.first.click()
+    assert texts(0) == [f"L{layer}H{head}" for layer in range(5) for head in range(8)]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

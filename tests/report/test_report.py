@@ -166,13 +166,47 @@ def test_figures_draw_the_numbers_of_their_tables(made: Callable[[str], tuple[An
     assert means == pytest.approx(column(document, "subspaces", "concentration of keys"), abs=6e-4)
 
 
+def test_each_number_of_the_atlas_is_that_of_its_table(made: Callable[[str], tuple[Any, Document]]) -> None:
+    model, document = made(BACKENDS[0])
+    atlas, r, drops = (document.rows(name) for name in ("atlas", "heads-r", "heads-ablation"))
+    assert len(atlas) == 40
+    for name in ("head", "distance alone", "key alone", "held-out r"):
+        assert [row[name] for row in atlas] == [row[name] for row in r]
+    assert [row["added loss"] for row in atlas] == [row["added loss"] for row in drops]
+    climbed = {row["head"]: row for row in document.rows("ladder")}
+    assert climbed
+    for row in atlas:
+        verdict = climbed[row["head"]]["verdict"] if row["head"] in climbed else "no effect"
+        assert row["verdict"] == verdict
+        assert verdict == "no effect" or row["gap"].startswith(climbed[row["head"]]["gap (nats per token)"][:-1])
+    shares = [{name: as_number(row[f"{name} alone"]) for name in ("key", "distance")} for row in atlas]
+    maps = [np.where(np.isnan(trace["z"]), 0, trace["z"]) for trace in document.drawn("What − where")]
+    expected = [share["key"] - share["distance"] for share in shares]
+    assert sum(maps).ravel() == pytest.approx(expected, abs=1.1e-3)  # each of the two rounded
+    assert column(document, "atlas", "what − where") == pytest.approx(expected, abs=1.6e-3)
+    hover = np.array(document.drawn("What − where")[0]["customdata"]).ravel()
+    for text, row, share in zip(hover, atlas, shares, strict=True):
+        assert f"<b>{row['head']}</b> looks at: {row['looks at']}<br>distance alone {row['distance alone']}" in text
+        assert f"added loss without it: {'' if row['added loss'][0] == '−' else '+'}{row['added loss']} nats" in text
+        assert f"ladder: {row['verdict']}<br>" in text
+        assert f"profile: {row['profile']} over {row['range']}" in text
+        other = {"where": "key", "what": "distance"}.get(row["looks at"])
+        assert other is None or share[other] <= max(share.values())
+    profiles = np.concatenate([tp.fit_additive(x.scores, pool=True).distance for x in tp.capture(model, TOKENS)])
+    shown = profiles[:, [0, 1, 2, 4, 8, 16, 32]]
+    assert column(document, "atlas", "range") == pytest.approx(np.ptp(shown, axis=1), abs=6e-3)
+    for line, profile in zip((row["profile"] for row in atlas), shown, strict=True):
+        assert (line[profile.argmin()], line[profile.argmax()], len(line)) == ("▁", "█", 7)
+        assert sorted(line) == [line[n] for n in profile.argsort()]  # higher where the profile is
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_file_is_valid_and_closed(backend: str, made: Callable[[str], tuple[Any, Document]]) -> None:
     _, document = made(backend)
     assert document.wrong == []
     assert set(document.hashes) == document.allowed
     assert len(document.hashes) == 2 + 1 + 5  # plotly and what draws all figures, circuitsvis and five widgets
-    assert len(document.figures) == 2 + 5 + 1 + 2 + 1 + 1 + 2
+    assert len(document.figures) == 1 + 2 + 5 + 1 + 2 + 1 + 1 + 2
     assert "default-src 'none'" in document.policy
     assert "http" not in document.policy
     assert "unsafe" not in document.policy.split("script-src")[1].split(";")[0]
@@ -188,7 +222,7 @@ def test_the_file_is_valid_and_closed(backend: str, made: Callable[[str], tuple[
     assert len(set(ids)) == len(ids)
     links = [str(a["href"]) for tag, a in document.attributes if tag == "a" and "href" in a]
     targets = [link[1:] for link in links if link.startswith("#")]
-    menu = ["verdict", "analysed", "headline", *SECTIONS, "reproduce"]
+    menu = ["atlas", "verdict", "analysed", "headline", *SECTIONS, "reproduce"]
     assert targets[: len(menu)] == menu
     assert set(targets) <= set(ids)
     figures = [attributes for _, attributes in document.attributes if attributes.get("class") == "plot"]

@@ -13,6 +13,7 @@ from support.documents import Document
 from support.untouched import state
 
 import tl_posdisent as tp
+from tl_posdisent.report.atlas import atlas
 from tl_posdisent.report.measurements import SHARES, Found, read_subject
 from tl_posdisent.report.sections import section
 from tl_posdisent.viz.widgets.offline import library
@@ -47,22 +48,22 @@ def test_a_large_model_keeps_the_file_small(tmp_path: Path) -> None:
     columns += ["baseline", "value", "effect"]
     numbers = torch.rand(len(index), len(columns), generator=torch.Generator().manual_seed(0)).double()
     table = index.join(pd.DataFrame(numbers.numpy(), columns=columns))
+    first = table.nlargest(512, "share_distance")  # heads that sentences link to
     path = tmp_path / "section.html"
-    for name in ("additivity", "shares", "ablation"):
-        path.write_text(section(name, subject, Found(table, table.assign(seed=0)))[0])
+    for name in ("atlas", "additivity", "shares", "ablation"):
+        found = Found(table, table.assign(seed=0))
+        path.write_text(atlas({"additivity": found}) if name == "atlas" else section(name, subject, found)[0])
         document = Document(path)
         assert document.wrong == []
         assert "the first 512 of 5120 rows" in document.text
         targets = {value for tag, found in document.attributes for key, value in found.items() if key == "id"}
-        links = [found["href"] for tag, found in document.attributes if tag == "a" and "href" in found]
-        assert all(str(link)[1:] in targets for link in links if str(link).startswith("#"))
-        assert name != "additivity" or len(links) == 12  # the most positional heads
+        assert name != "atlas" or {f"L{x}H{y}" for x, y in first[HEAD].itertuples(index=False)} <= targets
         drawn += path.stat().st_size
     by_subspace = index.merge(pd.DataFrame({"subspace": range(64), "frequency": 0.9, "wavelength": 7.0}), how="cross")
     for column in ("turn", "key_concentration", "distance", "semantic", "interaction"):
         by_subspace[column] = 0.01
     path.write_text(section("subspaces", subject, Found(by_subspace))[0])
-    assert drawn + path.stat().st_size + len(library()) + len(get_plotlyjs()) < 7_000_000
+    assert drawn + path.stat().st_size + len(library()) + len(get_plotlyjs()) < 8_000_000
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -11,6 +11,7 @@ from plotly.offline import get_plotlyjs
 from torch import Tensor
 
 from tl_posdisent.models.texts import Tokens
+from tl_posdisent.report.atlas import atlas
 from tl_posdisent.report.markup import escape
 from tl_posdisent.report.measurements import SECTIONS, SectionName, measure, read_subject
 from tl_posdisent.report.sections import TITLES, analysed, headline, reproduce, section, verdict
@@ -100,14 +101,17 @@ def report(
     what = "text" if isinstance(text, (str, list)) else "tokens"
     call = command or f"from tl_posdisent import report\n\nreport(model, {what}, {target.name!r}{given})"
     measured = {name: section(name, subject, one) for name, one in found.items()}
+    opening = atlas(found)
     parts = [
+        opening,
         verdict(found),
         analysed(subject),
         headline(subject, found),
         *(content for content, _ in measured.values()),
         reproduce(subject, call, seed, control),
     ]
-    contents = {"verdict": "Verdict", "analysed": "What was analysed", "headline": "Headline numbers"}
+    contents = {"atlas": "Atlas"} if opening else {}
+    contents |= {"verdict": "Verdict", "analysed": "What was analysed", "headline": "Headline numbers"}
     contents |= {name: TITLES[name] for name in wanted} | {"reproduce": "How to reproduce"}
     scripts = [script for _, some in measured.values() for script in some]
     name = f"Position and content in {subject.name()}" if title is None else title
@@ -154,6 +158,10 @@ caption { text-align: left; color: var(--muted); padding: .2rem 0 }
 th, td { padding: .22rem .7rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top;
   overflow-wrap: normal }
 thead th { color: var(--muted); font-weight: 600; vertical-align: bottom }
+#atlas .scroll:has(table) { max-height: 26rem; overflow-y: auto }
+#atlas thead th { position: sticky; top: 0; background: var(--bg) }
+th[aria-sort="ascending"]::after { content: " ▲" }
+th[aria-sort="descending"]::after { content: " ▼" }
 #table-headline th, #table-headline td { text-align: left; min-width: 5.5rem }
 #table-headline tbody th { font-weight: 400 }
 #table-headline td:nth-of-type(1) { font-weight: 600 }
@@ -168,7 +176,8 @@ footer { color: var(--muted); font-size: .85rem; padding-bottom: 2rem }
   th, td { padding: .2rem .45rem } h1 { font-size: 1.4rem } }
 @media print { nav, summary { display: none } body { font-size: 11pt } main, header, footer { max-width: none }
   details::details-content { content-visibility: visible; display: block } .plot { print-color-adjust: exact }
-  figure, tr, .widget { break-inside: avoid } h2, h3 { break-after: avoid } .scroll { overflow: visible } }
+  figure, tr, .widget { break-inside: avoid } h2, h3 { break-after: avoid }
+  .scroll, #atlas .scroll:has(table) { overflow: visible; max-height: none } }
 """
 
 
@@ -184,6 +193,26 @@ for (const plot of document.querySelectorAll(".plot")) {
     plot.on("plotly_click", ({ points: [{ x, y }] }) => { location.hash = `L${y}H${x}`; });
   addEventListener("beforeprint", () => Plotly.relayout(plot, { width: Math.min(680, plot.offsetWidth) }));
   addEventListener("afterprint", () => Plotly.relayout(plot, { width: null, autosize: true }));
+}
+// A click on a column's title sorts: numbers from the largest, heads and words from the first, what is missing last.
+const value = (text) => Number(text.replace("−", "-"));
+const compare = (a, b) =>
+  isNaN(value(a)) || isNaN(value(b)) ? a.localeCompare(b, "en", { numeric: true }) : value(a) - value(b);
+for (const title of document.querySelectorAll("#table-atlas thead th")) {
+  const sort = () => {
+    const table = title.closest("table"), rows = [...table.tBodies[0].rows];
+    const text = (row) => row.cells[title.cellIndex].textContent, missing = (row) => text(row) === "–";
+    const numbers = rows.every((row) => missing(row) || !isNaN(value(text(row)))), before = title.ariaSort;
+    const down = before ? before === "ascending" : numbers;
+    table.querySelectorAll("th").forEach((other) => other.removeAttribute("aria-sort"));
+    title.ariaSort = down ? "descending" : "ascending";
+    rows.sort((a, b) => missing(a) - missing(b) || (down ? -1 : 1) * compare(text(a), text(b)));
+    table.tBodies[0].append(...rows);
+  };
+  title.tabIndex = 0;
+  title.style.cursor = "pointer";
+  title.addEventListener("click", sort);
+  title.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
 }
 """
 

@@ -79,12 +79,12 @@ def table(
     frame: pd.DataFrame,
     titles: Mapping[str, str] | None = None,
     digits: int | Mapping[str, int] = 3,
-    heads: Literal["plain", "named", "linked"] = "plain",
+    heads: Literal["plain", "named"] = "plain",
 ) -> str:
     """The first 512 rows of a table in a box that scrolls. Strings in it are HTML.
 
     The first column names the rows: of a table with ``layer`` and ``head`` these two, as a label, which is the target
-    of links (``heads="named"``) or such a link (``"linked"``).
+    of links (``heads="named"``).
     """
     if len(frame) > ROWS:
         caption = f"{caption}: the first {ROWS} of {len(frame)} rows"
@@ -96,7 +96,7 @@ def table(
             shown[column] = [number(x, places) for x in frame[column].tolist()]
     if {"layer", "head"} <= set(frame):
         labels = [head_label(int(x), int(y)) for x, y in zip(frame["layer"], frame["head"], strict=True)]
-        tag = {"plain": "{0}", "named": '<a id="{0}">{0}</a>', "linked": '<a href="#{0}">{0}</a>'}[heads]
+        tag = {"plain": "{0}", "named": '<a id="{0}">{0}</a>'}[heads]
         shown = shown.drop(columns=["layer", "head"])
         shown.insert(0, "head", [tag.format(label) for label in labels])
     names = [(titles or {}).get(column, column.replace("_", " ")) for column in map(str, shown)]
@@ -125,7 +125,8 @@ def figure(drawn: go.Figure, caption: str, *, height: int = 340, linked: bool = 
     )
     drawn.update_xaxes(ticks="outside")  # or a 0 lies over that of the other axis
     # On a phone, numbers in cells need more room than there is: the figure scrolls.
-    room = max([180 + 38 * len(trace.x) for trace in drawn.data if getattr(trace, "texttemplate", None)], default=0)
+    written = [trace for trace in drawn.data if getattr(trace, "texttemplate", None)]
+    room = max([180 + (38 if ".2f" in trace.texttemplate else 48) * len(trace.x) for trace in written], default=0)
     return (
         f'<figure><div class="scroll" tabindex="0"><div class="plot" role="img" aria-label="{caption}" '
         f'style="height:{height}px;min-width:{room}px"></div>'

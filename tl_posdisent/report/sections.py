@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 
 from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
+from tl_posdisent.report.atlas import looks_at
 from tl_posdisent.report.markup import (
     MISSING,
     ROWS,
@@ -82,13 +83,11 @@ def _additive_verdict(found: Found) -> list[str]:
     heads = by_head(found.trained).dropna(subset="r")
     if heads.empty:
         return ["No head has scores that vary in this text."]
-    # The largest of the three names the head. The query's share is left out: the softmax ignores it.
-    shares = {"positional": heads["share_distance"], "content": heads["share_key"], "interacting": 1 - heads["r"] ** 2}
-    n = pd.DataFrame(shares).idxmax(axis=1).value_counts().reindex(list(shares), fill_value=0)
-    look = "looks" if n["positional"] == 1 else "look"
+    n = looks_at(heads).value_counts().reindex(["where", "what", "neither"], fill_value=0)
+    look = "looks" if n["where"] == 1 else "look"
     first = (
-        f"<strong>{n['positional']} of {plural(len(heads), 'head')} {look} mainly at where a key is</strong>, "
-        f"{n['content']} mainly at what it is, and {n['interacting']} at neither alone "
+        f"<strong>{n['where']} of {plural(len(heads), 'head')} {look} mainly at where a key is</strong>, "
+        f"{n['what']} mainly at what it is, and {n['neither']} at neither alone "
         '(<a href="#additivity">additivity</a>): of the variance of their scores, the largest of three shares is '
         "the one that the distance explains alone, the one that the key explains alone, or the one that no sum of "
         "components explains."
@@ -273,7 +272,6 @@ TITLES: dict[SectionName, str] = {
 }
 _SHOWN = 24  # tokens on the axes of a chart
 _ALONE = {name: f"{name.removeprefix('share_')} alone" for name in SHARES}
-_RANKED = 12  # heads in the table of the most positional
 _LINES = 8  # heads in one figure of profiles
 _BARS = 96  # heads with a bar each; of more, the means by layer
 _KINDS = {"order": "order of the text", "index": "positions that RoPE receives", "feature": "phases of RoPE"}
@@ -338,20 +336,11 @@ def _additivity(subject: Subject, found: Found) -> str:
     titles = {"r2_adjusted": "adjusted r²", "r_random": "random r", "r_without_first": "r without the first token"}
     titles |= {"r_held_out": "held-out r", "r_held_out_random": "random held-out r", **_ALONE}
     ranked = trained.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
-    listed = trained if len(trained) <= ROWS else ranked  # of many heads those that are linked to
-    every = table("heads-r", "Every head, mean over texts", listed[columns], titles, heads="named")
-    ranked = ranked.dropna(subset="share_distance").head(_RANKED)
-    first = [
-        *HEAD,
-        "share_distance",
-        "share_key",
-        *(c for c in columns if c in ("r", "r_random", *held_out, f"{main}_random")),
-    ]
-    best = f"Heads whose scores the distance explains best: the first {len(ranked)} of {len(trained)}"
+    listed = trained if len(trained) <= ROWS else ranked  # of many heads the most positional
+    every = table("heads-r", "Every head, mean over texts", listed[columns], titles)
     return (
         paragraph(text)
         + _grid(*maps)
-        + table("positional", best, ranked[first], titles, heads="linked")
         + table("layers-r", "r by layer: mean, lowest and highest of its heads", by_layer)
         + folded("The numbers of every head", every)
     )
@@ -501,10 +490,9 @@ def _ladder(subject: Subject, found: Found) -> str:
     height = map_height(verdicts["layer"].nunique())
     gaps = plot_heads(verdicts.assign(gap_se=verdicts["error"]), "gap", signed=True)
     gaps.update_traces(colorbar_title_text="gap<br>(nats per token)")
-    content = paragraph(text) + _grid(
-        figure(plot_verdicts(verdicts, rungs=rungs), "Verdict by head, and the share recovered", height=height),
-        figure(gaps, "Gap: added loss with uniform attention", height=height),
-    )
+    content = paragraph(text)
+    content += figure(plot_verdicts(verdicts, rungs=rungs), "Verdict by head, and the share recovered", height=height)
+    content += figure(gaps, "Gap: added loss with uniform attention", height=height)
     shown = verdicts[verdicts["verdict"] != "no effect"].sort_values("gap", ascending=False, kind="stable")
     if shown.empty:
         return content

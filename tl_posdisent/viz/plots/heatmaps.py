@@ -270,10 +270,11 @@ def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
         return texts
     rungs = check_table(rungs, ["layer", "head", "rung"], ["recovered"], "attention_ladder")
     tried = rungs[~rungs["rung"].isin(["uniform", "untouched"])].dropna(subset="recovered")
-    shares = (tried["rung"] + " " + tried["recovered"].map("{:.0%}".format)).groupby([tried["layer"], tried["head"]])
-    listed = shares.agg(", ".join).to_dict()
-    heads = zip(texts, *columns[:2], strict=True)
-    return [text + (f"<br>recovered: {listed[at]}" if (at := (x, y)) in listed else "") for text, x, y in heads]
+    listed: dict[tuple[int, int], list[str]] = {}
+    for layer, head, rung, share in tried[["layer", "head", "rung", "recovered"]].itertuples(index=False):
+        listed.setdefault((layer, head), []).append(f"{rung} {share:.0%}")
+    shares = [", ".join(listed.get(at, ())) for at in zip(*columns[:2], strict=True)]
+    return [text + (f"<br>recovered: {some}" if some else "") for text, some in zip(texts, shares, strict=True)]
 
 
 def _as_map(figure: go.Figure, x: str, y: str) -> go.Figure:

@@ -1,0 +1,110 @@
+"""The atlas of a report: all heads in one map and one table, with what the other sections measured of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+
+from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
+from tl_posdisent.report.markup import ROWS, figure, map_height, number, paragraph, signed, table
+from tl_posdisent.report.measurements import HEAD, Found, SectionName, by_head
+from tl_posdisent.utils.validation import head_label
+from tl_posdisent.viz.plots.heatmaps import plot_heads, verdict_texts
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def looks_at(heads: pd.DataFrame) -> pd.Series:
+    """``"where"``, ``"what"`` or ``"neither"``: the largest of three shares of the variance of a head's scores.
+
+    That which the distance explains alone, the key alone, or no sum of components. The query's share is left out: the
+    softmax ignores it.
+    """
+    shares = {"where": heads["share_distance"], "what": heads["share_key"], "neither": 1 - heads["r"] ** 2}
+    return pd.DataFrame(shares).fillna(-1.0).idxmax(axis=1).where(heads["r"].notna(), "–")
+
+
+def atlas(found: Mapping[SectionName, Found]) -> str:
+    """The section; empty without the additivity of each head, which colours the map."""
+    if "additivity" not in found or found["additivity"].refused:
+        return ""
+    heads = atlas_table(found)
+    told, distances = _known(heads, found), heads.attrs["distances"]
+    text = (
+        "Each cell is a head. Its number is the share of the variance of the head’s scores that the key explains "
+        "alone, less the share that the distance explains alone: blue heads look at <em>where</em> a key is, red ones "
+        "at <em>what</em> it is, pale ones at both alike or at neither. Point at a cell for all that the sections "
+        "below measured of its head. A click on a column’s title sorts the table."
+    )
+    if distances:
+        listed = ", ".join(map(str, distances))
+        text += f" Profiles are the distance component at distances {listed}, each on a scale of its own"
+        text += "; their range is in units of the scores."
+    partly = {"ablation": "added loss", "ladder": "gap and verdict"}
+    some = [f" For {of}, {found[x].sampled}." for x, of in partly.items() if x in found and found[x].sampled]
+    drawn = plot_heads(heads, "what − where", signed=True)
+    drawn.update_traces(colorbar_title_text="what − where<br>(share of variance)")
+    grid = heads.assign(told=told).pivot(index="layer", columns="head", values="told")
+    drawn.update_traces(customdata=grid.fillna("").to_numpy(), hovertemplate="%{customdata}")
+    ranked = heads.sort_values("share_distance", ascending=False, kind="stable", na_position="last")
+    rows = heads if len(heads) <= ROWS else ranked  # of many heads those that are linked to
+    titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss"}
+    titles |= {"r_held_out": "held-out r", "looks": "looks at"}
+    shown = rows.drop(columns=["r"] if "r_held_out" in rows else []).fillna({"verdict": "–", "profile": "–"})
+    return (
+        f'<section id="atlas"><h2>Atlas of the heads</h2>{paragraph(text + "".join(some))}'
+        + figure(drawn, "What − where, by head", height=map_height(heads["layer"].nunique()), linked=len(heads) <= ROWS)
+        + table("atlas", "Every head", shown, titles, {"effect": 4, "gap": 4, "range": 2}, heads="named")
+        + "</section>\n"
+    )
+
+
+def atlas_table(found: Mapping[SectionName, Found]) -> pd.DataFrame:
+    """One row for each head, with the columns of the sections that were measured."""
+    heads = by_head(found["additivity"].trained)
+    columns = ["share_distance", "share_key", *(name for name in ("r", "r_held_out") if name in heads)]
+    heads = heads[[*HEAD, *columns]].assign(looks=looks_at(heads))
+    heads.insert(2, "what − where", heads["share_key"] - heads["share_distance"])
+    heads.insert(2, "looks", heads.pop("looks"))
+    measured = {name: one.trained for name, one in found.items() if not one.refused}
+    if "ablation" in measured:
+        heads = heads.merge(measured["ablation"][[*HEAD, "effect"]], on=HEAD, how="left")
+    if "ladder" in measured:
+        verdicts = head_verdicts(measured["ladder"])[[*HEAD, "gap", "verdict"]]
+        heads = heads.merge(verdicts.astype(dict.fromkeys(HEAD, int)), on=HEAD, how="left")
+    distances: list[int] = []
+    if "distance" in measured:
+        profiles = measured["distance"].pivot(index=HEAD, columns="distance", values="value")
+        distances = [d for d in (0, *(2**n for n in range(20))) if d in profiles]
+        heights = profiles[distances].sub(profiles[distances].min(axis=1), axis=0)
+        ranges = heights.max(axis=1)
+        steps = heights.div(ranges.replace(0.0, 1.0), axis=0).mul(len(_BLOCKS) - 1).round().astype(int)
+        lines = ["".join(_BLOCKS[step] for step in row) for row in steps.to_numpy()]
+        heads = heads.merge(ranges.to_frame("range").assign(profile=lines).reset_index(), on=HEAD, how="left")
+    heads.attrs["distances"] = distances
+    return heads
+
+
+def _known(heads: pd.DataFrame, found: Mapping[SectionName, Found]) -> list[str]:
+    """What the map says of each head."""
+    ladder = found.get("ladder")
+    climbed: dict[tuple[int, int], str] = {}
+    if ladder is not None and not ladder.refused:
+        verdicts = head_verdicts(ladder.trained)
+        places = zip(verdicts["layer"], verdicts["head"], strict=True)
+        climbed = dict(zip(places, verdict_texts(verdicts, ladder.trained), strict=True))
+    texts = []
+    for row in heads.to_dict("records"):
+        at = int(row["layer"]), int(row["head"])
+        shares = f"distance alone {number(row['share_distance'])}, key alone {number(row['share_key'])}"
+        lines = [f"<b>{head_label(*at)}</b> looks at: {row['looks']}", f"{shares}, r {number(row['r'])}"]
+        if np.isfinite(row.get("effect", np.nan)):
+            lines.append(f"added loss without it: {signed(row['effect'], 4)} nats per token")
+        if at in climbed:
+            lines.append(f"ladder: {climbed[at]}")
+        if isinstance(row.get("profile"), str):
+            lines.append(f"profile: {row['profile']} over {number(row['range'], 2)}")
+        texts.append("<br>".join(lines))
+    return texts
