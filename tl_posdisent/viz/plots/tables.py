@@ -135,10 +135,11 @@ def over_heads(means: pd.DataFrame, by: By, index: Sequence[str], values: Sequen
         return means
     if "layer" not in means:
         raise ValueError("table must have the column layer to be drawn by layer, got one without")
-    groups = means.groupby(["layer", *index])[list(values)]
-    table = groups.mean()
+    groups = means.groupby(["layer", *index])
+    table = groups[list(values)].mean()
     if len(values) == 1:
-        table = table.assign(low=groups.min(), high=groups.max())
+        of_value = groups[values[0]]
+        table = table.assign(low=of_value.min(), high=of_value.max())
     return table.reset_index()
 
 
