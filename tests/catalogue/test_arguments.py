@@ -107,6 +107,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "fractions": ([[], [NAN], "x", [2.0]], "fractions"),
     "lengths": ([[0, 12, 4], [0, 400], [], "x", [NAN]], "lengths"),
     "positions": ([torch.full((12,), NAN), torch.full((12,), INF), "0123", [], torch.arange(12) * 1j], "positions"),
+    "places": ([12, -13, [0, 0], [0.5], [], "0", True], ""),
     "source": ([TOKENS[:, :5]], "source"),
     "metric": ([3, "loss"], "metric"),
     "device": (["no such device"], "device"),
@@ -155,6 +156,7 @@ ELSEWHERE = {
     ("TriggerDistance", "repeats"): "flag",
     ("head_labels", "repeats"): "count",
     ("head_labels", "seeds"): "seeds or none",
+    ("head_patching", "positions"): "places",
     ("MultipleChoice", "choices"): "",
     ("remap_distance", "distances"): "metric",
     ("patch_scores", "scores"): "",  # refused at the forward pass

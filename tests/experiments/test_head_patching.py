@@ -117,6 +117,44 @@ def test_later_layers_that_read_the_keys_and_values_of_earlier_ones(activation: 
             assert ours[head] == pytest.approx(by_hand(model, name, at, cache[name][at]), abs=1e-5)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("kind", "name"), KINDS)
+def test_one_head_at_one_position_by_hand(kind: str, name: str, activation: str, shared_model: Any) -> None:
+    """Also of a pattern whose edits are discarded: there a head's result, of the patched row and the values."""
+    model, places = shared_model(kind, name), [5, 2, -1]
+    hook = f"blocks.1.attn.hook_{activation}"
+    with torch.no_grad():
+        held = model.run_with_cache(TOKENS)[1][hook]
+        v = model.run_with_cache(CORRUPTED)[1]["blocks.1.attn.hook_v"]
+    ours = table(model, activation, positions=places, layers=[1], heads=[6, 3])
+    assert ours[["head", "position"]].to_numpy().tolist() == [[head, place] for head in (3, 6) for place in places]
+    n = v.shape[2] if activation in ("k", "v") else 8
+    for _, row in ours.iterrows():
+        head, place = int(row["head"]), int(row["position"])
+        at: Any = (slice(None), place, head * n // 8)
+        if activation == "pattern":
+            at = (slice(None), head, place)
+        if (kind, name, activation) == ("bridge", "gptj", "pattern"):
+            z = torch.einsum("bk,bkd->bd", held[at], v[:, :, head])
+            expected = by_hand(model, "blocks.1.attn.hook_z", (slice(None), place, head), z)
+        else:
+            expected = by_hand(model, hook, at, held[at])
+        assert row["value"] == pytest.approx(expected, abs=1e-5)
+    assert ours["effect"].abs().max() > 1e-3
+
+
+def test_positions_of_padded_texts_are_counted_in_each(shared_model: Any) -> None:
+    model, mask = shared_model("bridge", "llama-gqa"), torch.ones_like(TOKENS)
+    mask[0, :3] = 0  # the first text is shorter
+    arguments: Any = {"metric": lambda logits: logits[0, -1, 7], "positions": [1, -2], "layers": [0], "heads": 2}
+    padded = table(model, "z", attention_mask=mask, **arguments)
+    alone = head_patching(model, CORRUPTED[:1, 3:], TOKENS[:1, 3:], progress=False, **arguments)
+    pd.testing.assert_frame_equal(padded, alone, atol=1e-5)
+    for wrong in (TOKENS.shape[1] - 3, [1, 1], "0", 0.5):
+        with pytest.raises(ValueError, match=r"^positions must"):
+            table(model, "z", attention_mask=mask, **arguments | {"positions": wrong})
+
+
 def test_heads_that_share_keys_have_the_effect_of_their_key_head(shared_model: Any) -> None:
     model, asked = shared_model("bridge", "llama-gqa"), []
 

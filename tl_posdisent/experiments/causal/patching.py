@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
 from tl_posdisent.experiments.causal.runs import COUPLED, HooksOf, effect_table, read_source, units_of
-from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, replace_scores
+from tl_posdisent.hooks.edits.edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, replace_scores
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import real_tensor, swap_positions
 from tl_posdisent.models.capture import listen_scores, listen_vectors
@@ -19,7 +21,8 @@ from tl_posdisent.models.reading.forward import Hook, hook_name, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
-from tl_posdisent.utils.validation import check_choice
+from tl_posdisent.utils.tables import progress_bar
+from tl_posdisent.utils.validation import check_choice, check_indices, is_integer
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
 
@@ -32,11 +35,12 @@ def head_patching(
     *,
     attention_mask: Tensor | None = None,
     activation: Activation = "z",
+    positions: int | Iterable[int] | None = None,
     layers: Layers = None,
     heads: Heads = None,
     progress: bool = True,
 ) -> pd.DataFrame:
-    """Patch the activation of each head at all positions from a run on one text into a run on another.
+    """Patch the activation of each head from a run on one text into a run on another, at all positions or one by one.
 
     The values are those of ``transformer_lens.patching.get_act_patch_attn_head_{out,q,k,v,pattern}_all_pos``, in one
     table, and faster (``head_ablation``). Grouped heads have a row each, with the effect of the key head that they
@@ -49,14 +53,17 @@ def head_patching(
         source: the run from which activations come, in the shape or of the lengths of ``tokens``.
         metric: as there, but a function of logits and ``source``.
         activation: ``"z"`` (a head's result), ``"q"``, ``"k"``, ``"v"`` (before rotation and norm) or ``"pattern"``.
+        positions: token positions to patch one at a time, counted from each text's first token, or if negative from its
+            end; of a pattern the queries'. None patches all of them together, in a fraction of the time.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``; ``source``, ``baseline`` and ``value``, the metric on
-        ``source``, on ``tokens``, and with the patch; ``effect``, ``(value - baseline) / (source - baseline)``.
+        One row per layer and head (and position): ``layer``, ``head``, (``position``;) ``source``, ``baseline`` and
+        ``value``, the metric on ``source``, on ``tokens``, and with the patch; ``effect``, ``(value - baseline) /
+        (source - baseline)``.
 
     Raises:
         ValueError: tokens of different shape, or with the same metric; an unknown activation, or one that the model
-            does not show by heads; what ``head_ablation`` refuses.
+            does not show by heads; positions beyond the shortest text; what ``head_ablation`` refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, head_patching, load_demo_model
@@ -68,6 +75,10 @@ def head_patching(
         >>> table = head_patching(model, corrupted, clean, log_p, layers=[0], progress=False)
         >>> list(table.columns)
         ['layer', 'head', 'source', 'baseline', 'value', 'effect']
+        >>> some = {"layers": [0], "heads": [3], "progress": False}
+        >>> table = head_patching(model, corrupted, clean, log_p, positions=[0, 19, 20], **some)
+        >>> table["position"].tolist(), (table["effect"] != 0).tolist()  # the texts differ at 20
+        ([0, 19, 20], [False, False, True])
     """
     check_choice("activation", activation, get_args(Activation))
     check_metric(metric)
@@ -75,26 +86,58 @@ def head_patching(
     model, chosen = reading.model, any_heads(reading, layers, heads)
     texts = read_texts(model, tokens, attention_mask)
     other = read_source(model, texts, source, attention_mask)
+    places = _places(positions, min(texts.lengths))
 
-    def hooks_in(spec: AttentionSpec) -> HooksOf:
+    def hooks_at(place: int | None, spec: AttentionSpec) -> HooksOf:
         held = [_held(model, group.tokens, spec, activation) for group in other.groups]
-        return lambda group, some: _hooks(spec, some, held[group], activation)
+        return lambda group, some: _hooks(spec, some, held[group], activation, place)
 
     # Each layer is checked: a norm of all heads' queries or keys couples heads, and layers may share keys and values.
     options: dict[str, Any] = {"source": (other, [[]] * len(other.groups), "source"), "target": other}
     units = [units_of(spec, some, by_key=activation in ("k", "v")) for spec, some in chosen]
     options["kind"] = lambda spec: (activation, spec.layer if activation in ("q", "k", "v") else None)
-    return effect_table(reading, texts, units, hooks_in, metric, **options, progress=progress)
+    options["progress"] = progress and positions is None
+    found = []
+    with progress_bar(places, desc="positions", disable=not progress or positions is None) as bar:
+        for place in bar:
+            found.append(effect_table(reading, texts, units, partial(hooks_at, place), metric, **options))
+            if place is not None:
+                found[-1].insert(2, "position", place)
+    table = pd.concat(found).sort_values(["layer", "head"], kind="stable", ignore_index=True)
+    table.attrs = {name: x for some in found for name, x in some.attrs.items()}
+    return table
 
 
-def _hooks(spec: AttentionSpec, heads: Sequence[int], held: Tensor, activation: Activation) -> list[Hook]:
+def _places(positions: Any, length: int) -> list[int | None]:
+    """Positions one by one, as they were given; ``[None]`` for all together."""
+    if positions is None:
+        return [None]
+    given = [positions] if is_integer(positions) else positions  # also a tensor without dimension
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        given = list(given)
+    check_indices("positions", given, length)
+    return [int(x) for x in given]
+
+
+def _hooks(
+    spec: AttentionSpec, heads: Sequence[int], held: Tensor, activation: Activation, place: int | None
+) -> list[Hook]:
     some = sorted({spec.key_head(head) if activation in ("k", "v") else head for head in heads})
     if activation == "pattern" and not spec.scores_editable:  # as scores of which it is the softmax
-        return replace_scores(spec, heads, lambda view: held[:, list(view.heads)].log(), "head_patching")
+        if place is None:
+            return replace_scores(spec, heads, lambda view: held[:, list(view.heads)].log(), "head_patching")
+
+        def put_log(view: View) -> Tensor:
+            scores = view.scores().clone()
+            scores[:, :, place] = held[:, list(view.heads), place].log().to(scores)
+            return scores
+
+        return hooks_for([(spec, heads)], ScoreEdit("head_patching", put_log, Order.REPLACE, scores=True))
+    at_place = slice(None) if place is None else place
 
     def put(x: Tensor, hook: Any) -> Tensor:
         x = x.clone()
-        at = (slice(None), some) if activation == "pattern" else (slice(None), slice(None), some)
+        at = (slice(None), some, at_place) if activation == "pattern" else (slice(None), at_place, some)
         x[at] = held[at].to(x.device)
         return x
 
