@@ -221,7 +221,7 @@ def test_report(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("sys.argv", ["/usr/bin/tl-posdisent", *typed, "--no-progress", "--out", str(out)])
     assert run_command(line).stdout == f"{out}\n"
     chosen: dict[str, Any] = {"layers": [1], "sections": ["additivity"], "title": title}
-    report(model, ONE, other, **chosen, command=f"tl-posdisent {line}", progress=False)
+    report(model, stretches(2, 32), other, **chosen, command=f"tl-posdisent {line}", progress=False)
     assert out.read_bytes() == other.read_bytes()
     assert "A &amp; B &lt;1&gt;" in out.read_text(encoding="utf-8")
 

@@ -106,7 +106,8 @@ def test_rows_of_a_text(name_of: str, kind: str, name: str, shared_reading: Any)
     expected = alone.sort_values(keys, kind="stable", ignore_index=True)
     for side in SIDES:
         tokens, mask = batch(side)
-        same(run(model, tokens, attention_mask=mask, progress=False), expected)
+        found = run(model, tokens, attention_mask=mask, progress=False)
+        same(found.drop(columns="r_held_out", errors="ignore"), expected)  # of a text alone there is none
 
 
 @pytest.mark.parametrize(("kind", "name"), MODELS)

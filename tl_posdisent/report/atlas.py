@@ -42,7 +42,7 @@ def atlas(found: Mapping[SectionName, Found]) -> str:
         listed = ", ".join(map(str, distances))
         text += f" Profiles are the distance component at distances {listed}, each on a scale of its own"
         text += "; their range is in units of the scores."
-    partly = {"ablation": "added loss", "ladder": "gap and verdict"}
+    partly: dict[SectionName, str] = {"ablation": "added loss", "ladder": "gap and verdict"}
     some = [f" For {of}, {found[x].sampled}." for x, of in partly.items() if x in found and found[x].sampled]
     drawn = plot_heads(heads, "what − where", signed=True)
     drawn.update_traces(colorbar_title_text="what − where<br>(share of variance)")

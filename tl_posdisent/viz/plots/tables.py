@@ -79,7 +79,7 @@ def title_of(name: str, table: pd.DataFrame) -> str:
 
 def metric_title(table: pd.DataFrame) -> str:
     """The metric of a causal table with its unit, if it is known; tables that were read from a file do not say it."""
-    name = table.attrs.get("metric", "the metric")
+    name = str(table.attrs.get("metric", "the metric"))
     return _TITLES.get(name, name)
 
 
