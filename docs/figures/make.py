@@ -206,7 +206,7 @@ if __name__ == "__main__":
     options = [x for x in sys.argv[1:] if x.startswith("--png=")]
     wanted = [x for x in sys.argv[1:] if x not in options]
     if not wanted or "sum_of_parts" in wanted:
-        (FOLDER / "sum_of_parts.svg").write_text(sum_of_parts.draw(MODEL), encoding="utf-8")
+        (FOLDER / "sum_of_parts.svg").write_text(sum_of_parts.draw(tp.load_model("smollm2")), encoding="utf-8")
     for draw, (width, height) in SIZES.items():
         if not wanted or draw.__name__ in wanted:
             save(draw(), draw.__name__, width, height, Path(options[0][6:]) if options else None)

@@ -25,13 +25,13 @@ MEANING = {
 
 
 def draw(model: Any) -> str:
-    """The SVG file, for head 2 of the last layer on the first words of the demo text."""
-    _, cache = model.run_with_cache(tp.demo_tokens(length=LENGTH))
-    scores = cache["attn_scores", 4][0, 2].double()
-    fit = tp.fit_additive(scores)
+    """The SVG file, for head L16H0 of SmolLM2-135M on the first words of the demo text, but for their first key."""
+    _, cache = model.run_with_cache(model.to_tokens(tp.demo_text(), truncate=False)[:, :LENGTH])
+    scores = cache["attn_scores", 16][0, 0].double()
+    fit = tp.fit_additive(scores, sinks=1)
     maps = {name: fit.component(name) for name in ("distance", "query", "key")}
     maps = {"scores": scores - fit.intercept, **maps, "residual": fit.residual(scores)}
-    limit = 0.6 * maps["scores"][fit.mask].abs().max()
+    limit = maps["scores"][fit.mask].abs().quantile(0.98)
     parts = [text(LEFT + SIDE + GAP / 2 + n * (SIDE + GAP), 138, sign, 34, "#222") for n, sign in enumerate("=+++")]
     for n, (name, values) in enumerate(maps.items()):
         x = LEFT + n * (SIDE + GAP)
