@@ -157,6 +157,17 @@ def trained_and_random() -> go.Figure:
     )
 
 
+def smollm2_heads() -> go.Figure:
+    """As narrow as a column of a paper."""
+    return tp.plot_heads(pd.read_csv(FOLDER / "smollm2" / "heads.csv"), "r_held_out", title="SmolLM2-135M")
+
+
+def smollm2_by_layer() -> go.Figure:
+    """As wide as a notebook."""
+    table = pd.read_csv(FOLDER / "smollm2" / "heads.csv")
+    return tp.plot_heads(table, "r_held_out", by="layer", title="SmolLM2-135M: held-out r by layer")
+
+
 def smollm2_layers() -> go.Figure:
     """What position is worth in each layer of SmolLM2-135M."""
     table = pd.read_csv(FOLDER / "smollm2" / "layers.csv").query("intervention == 'every distance 5'")
@@ -184,6 +195,8 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     language_dynamics: (960, 360),
     trained_and_random: (960, 330),
     smollm2_layers: (720, 340),
+    smollm2_heads: (340, 620),
+    smollm2_by_layer: (680, 300),
 }
 
 

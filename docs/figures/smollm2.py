@@ -67,6 +67,17 @@ def interventions(model: Any) -> pd.DataFrame:
     return pd.DataFrame(rows).astype({"added_loss": float, "se": float})
 
 
+def heads(model: Any) -> pd.DataFrame:
+    """Per head, four texts: r with the distance profile of the other texts, shares, and r of a random copy."""
+    tokens = texts(model, 4)
+    columns = ["r_held_out", "r", "share_distance", "share_key"]
+    trained, chance = (
+        tp.additivity(m, tokens, progress=False).groupby(["layer", "head"])[columns].mean()
+        for m in (model, next(tp.random_control(model, [0])))
+    )
+    return trained.assign(random=chance["r_held_out"]).reset_index()
+
+
 def layers(model: Any) -> pd.DataFrame:
     """Per layer: the loss added by one intervention in this layer alone, and what of it is left by all but this."""
     tokens = texts(model, 4)
@@ -192,7 +203,7 @@ def ladder(model: Any) -> pd.DataFrame:
     return pd.concat([every, some])
 
 
-STUDIES = [interventions, layers, rotation, sufficiency, perturbation, labels, flips, verdicts, ladder]
+STUDIES = [interventions, heads, layers, rotation, sufficiency, perturbation, labels, flips, verdicts, ladder]
 
 
 def main() -> None:

@@ -53,6 +53,8 @@ def experiments(*parameters: str) -> Any:
 
 def call(function: Call, model: Any, good: dict[str, Any] = GOOD, **more: Any) -> Any:
     named = list(inspect.signature(function).parameters)[1:]
+    if function is tp.head_patching:  # whose positions are tokens that are patched one by one
+        named.remove("positions")
     return function(model, **{name: good[name] for name in named if name in good} | more)
 
 
