@@ -23,7 +23,7 @@ LAYERS = {"bridge": [2, 0], "hooked": [1]}
 CASES = [
     pytest.param(name, kind, LAYERS[kind], marks=[] if name in QUICK else pytest.mark.slow)
     for kind in CLASSES
-    for name in (OF_MODELS if kind == CLASSES[0] else QUICK)
+    for name in (OF_MODELS if kind == CLASSES[0] else sorted(QUICK))
 ]
 
 
