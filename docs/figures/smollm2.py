@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 import stories
 import torch
+import trained_and_random
 from torch import Tensor
 
 import tl_posdisent as tp
@@ -68,8 +69,11 @@ def interventions(model: Any) -> pd.DataFrame:
 
 
 def heads(model: Any) -> pd.DataFrame:
-    """Per head, four texts: r with the distance profile of the other texts, shares, and r of a random copy."""
-    tokens = texts(model, 4)
+    """Per head, four texts: r with the distance profile of the other texts, shares, and r of a random copy.
+
+    The second parts of speeches: many begin alike, and then random weights have common profiles too.
+    """
+    tokens = trained_and_random.texts(model)[10:14]
     columns = ["r_held_out", "r", "share_distance", "share_key"]
     trained, chance = (
         tp.additivity(m, tokens, progress=False).groupby(["layer", "head"])[columns].mean()

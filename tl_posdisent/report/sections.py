@@ -170,8 +170,8 @@ def _ladder_verdict(found: Found) -> list[str]:
 
 
 _VERDICTS: dict[SectionName, Callable[[Found], list[str]]] = {
-    "ladder": _ladder_verdict,
     "additivity": _additive_verdict,
+    "ladder": _ladder_verdict,
     "shares": lambda found: _against_random(found, "r_two_axis", "the two-axis model", "shares"),
     "perturbation": _perturbation_verdict,
     "ablation": _ablation_verdict,
