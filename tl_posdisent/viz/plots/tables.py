@@ -40,6 +40,8 @@ _TITLES = {
     "query_size": "mean size of queries",
     "r": "r, scores and additive fit",
     "r2": "r², scores and additive fit",
+    "r_held_out": "r, profile of other texts",
+    "r_no_distance": "r, query and key alone",
     "r_three_axis": "r, three-axis model",
     "r_two_axis": "r, two-axis model",
     "semantic": f"semantic ({_SHARE})",
@@ -49,7 +51,7 @@ _TITLES = {
     "turn": "turn (0 stands still … 1)",
 }
 _FROM_0_TO_1 = {"accuracy", "key_concentration", "query_concentration", "outside"}
-_FROM_0_TO_1 |= {"r", "r2", "r_three_axis", "r_two_axis"}
+_FROM_0_TO_1 |= {"r", "r2", "r_held_out", "r_no_distance", "r_three_axis", "r_two_axis"}
 
 
 def natural_range(name: str, low: float, high: float) -> tuple[float, float] | None:
