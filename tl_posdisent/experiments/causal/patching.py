@@ -112,7 +112,9 @@ def _places(positions: Any, length: int) -> list[int | None]:
     """Positions one by one, as they were given; ``[None]`` for all together."""
     if positions is None:
         return [None]
-    given = [positions] if is_integer(positions) else positions  # also a tensor without dimension
+    if isinstance(positions, Tensor):
+        positions = positions.tolist()
+    given = [positions] if is_integer(positions) else positions
     if isinstance(given, Iterable) and not isinstance(given, str):
         given = list(given)
     check_indices("positions", given, length)
