@@ -85,7 +85,6 @@ class _Group:
         # Hooks of the user's may count on every block to run, and on the batch as it is.
         self.shortcuts = isinstance(output, Tensor) and len(output) == len(tokens) and not has_hooks(model)
         self.agreeing: dict[Hashable, bool] = {None: True, COUPLED: False}
-        self.proven: set[int] = set()  # layers from which an unmodified text comes out as before
         self.at_once = _texts_at_once(model, tokens, output)
 
     def each(
@@ -105,7 +104,8 @@ class _Group:
                 most = len(some) // 2
                 z = z if most else None
                 continue
-            if outputs is None or not self._proved(layer, outputs):
+            clean = self.clean.output[0]
+            if outputs is None or outputs[-1].shape != clean.shape or mismatch(outputs[-1], clean) > 1:
                 self.shortcuts, z = False, None
                 continue
             if kind not in self.agreeing:
@@ -115,7 +115,7 @@ class _Group:
             if not self.agreeing[kind]:
                 z = None
                 continue
-            for output in outputs[: len(some) * len(self.tokens)].unflatten(0, (len(some), -1)):
+            for output in outputs[:-1].unflatten(0, (len(some), -1)):
                 yield partial(lambda x: x, output)
             waiting = waiting[len(some) :]
 
@@ -137,15 +137,8 @@ class _Group:
         by_head = (*self.tokens.shape, self.model.cfg.n_heads)
         return kept[-1] if kept and kept[-1].ndim == 4 and kept[-1].shape[:3] == by_head else None
 
-    def _proved(self, layer: int, outputs: Tensor) -> bool:
-        """Whether the first text, unmodified, came out as in the clean run: tried once for each layer."""
-        clean = self.clean.output[0]
-        if layer not in self.proven and outputs[-1].shape == clean.shape and mismatch(outputs[-1], clean) <= 1:
-            self.proven.add(layer)
-        return layer in self.proven
-
     def _from_the_layer(self, layer: int, units: Sequence[Sequence[int]], changed: Z) -> Any:
-        """Outputs of all texts with each unit changed, and, until it is proved, of the first text unmodified."""
+        """Outputs of all texts with each unit changed, and of the first text unmodified, as the proof."""
         n = len(self.tokens)
 
         def edit(z: Tensor, hook: Any) -> Tensor:
@@ -154,8 +147,7 @@ class _Group:
                 z[i * n : (i + 1) * n, :, list(unit)] = changed[:, :, list(unit)].to(z.device)
             return z
 
-        proof = [] if layer in self.proven else [0]
-        rows = torch.tensor([*range(n)] * len(units) + proof, device=self.tokens.device)
+        rows = torch.tensor([*range(n)] * len(units) + [0], device=self.tokens.device)
         hooks = [*self.under, (hook_name(layer, "hook_z"), edit)]
         return run_from(self.model, self.tokens, layer, self.clean, rows, hooks)
 
