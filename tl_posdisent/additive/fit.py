@@ -376,23 +376,23 @@ def fit_marginals(
 
 
 def explained_around(
-    read: Marginals, cells: Cells, profile: Float64[Tensor, "*batch distance"] | None = None
-) -> Float64[Tensor, "*batch"]:
-    """r² of a *given* distance profile (default none) with the best query and key components of these scores.
+    read: Marginals, cells: Cells, profiles: Float64[Tensor, "profile *batch distance"]
+) -> Float64[Tensor, "profile *batch"]:
+    """r² of *given* distance profiles (0: none) with the best query and key components of these scores.
 
-    It is ``1 - residual / total``, below that of queries and keys alone where the profile is worse than none.
+    It is ``1 - residual / total``, below that of queries and keys alone where the profile is worse than none, and NaN
+    for a profile of NaN.
     """
-    coefficients = torch.zeros_like(read.sums)
-    if profile is not None:
-        cells.split(coefficients).distance.copy_(profile)
+    coefficients = read.sums.new_zeros(len(profiles), *read.sums.shape)
+    cells.split(coefficients).distance.copy_(profiles.nan_to_num())
     put_in = cells.product(coefficients)
     left = read.sums - put_in
     # Not of what is left: sums that nearly cancel are no longer those of one matrix.
     solution = solve(cells, read.sums, distances=False) - solve(cells, put_in, distances=False)
     residual = read.squares - (coefficients * (read.sums + left)).sum(-1) - (solution * left).sum(-1)
     total = read.squares - cells.split(read.sums).query.sum(-1) ** 2 / cells.n_cells
-    constant = total <= cells.n_cells * (ROUNDING * read.pivot) ** 2
-    return torch.where(constant, torch.nan, 1 - residual.clamp_min(0) / total)
+    undefined = (total <= cells.n_cells * (ROUNDING * read.pivot) ** 2) | profiles.isnan().any(-1)
+    return torch.where(undefined, torch.nan, 1 - residual.clamp_min(0) / total)
 
 
 def _axis_sums(cells: Cells, stacked: Tensor, *, pool: bool) -> tuple[Tensor, Tensor, Tensor]:

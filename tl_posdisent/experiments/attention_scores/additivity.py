@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import Marginals, explained_around, fit_marginals, read_marginals
+from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.memory import require_room
 from tl_posdisent.models.reading.model_reading import read_model
@@ -122,27 +123,25 @@ def _read_group(
 
 def _of_texts(parts: Sequence[Part]) -> pd.DataFrame:
     """A row per text and head."""
-    tables, held_out = [], _held_out(parts)
-    for part, r2 in zip(parts, held_out, strict=True):
-        table = fit_marginals(part.read, part.cells).to_frame()
-        table["r_no_distance"] = explained_around(part.read, part.cells).clamp_min(0).sqrt().flatten().tolist()
-        if r2 is not None:
-            table["r_held_out"] = r2.clamp_min(0).sqrt().flatten().tolist()
-        tables.append(table)
+    fits = [fit_marginals(part.read, part.cells) for part in parts]
+    given = {"r_no_distance": [torch.zeros_like(fit.distance) for fit in fits]}
+    if sum(len(part.rows) for part in parts) > 1:
+        given["r_held_out"] = _profiles_of_others(parts, fits)
+    tables = []
+    for part, fit, *profiles in zip(parts, fits, *given.values(), strict=True):
+        r = explained_around(part.read, part.cells, torch.stack(profiles)).clamp_min(0).sqrt()
+        tables.append(fit.to_frame().assign(**dict(zip(given, r.flatten(1).tolist(), strict=True))))
     return join_texts(tables, [part.rows.tolist() for part in parts], ["batch", "head"])
 
 
-def _held_out(parts: Sequence[Part]) -> list[Tensor | None]:
-    """r² ``[text, head]`` with the distance profile of all other texts, of the texts of each length."""
-    if len(parts) > 1:
-        apart = [[_one_text(part, n) for n in range(len(part.rows))] for part in parts]
-        every = [one for some in apart for one in some]
-        return [torch.cat([_by_others(one, [x for x in every if x is not one]) for one in some]) for some in apart]
-    ((rows, read, cells),) = parts
-    if len(rows) < 2:
-        return [None]
-    own = fit_marginals(read, cells).distance  # in one mask, the profile of several texts is the mean of theirs
-    return [explained_around(read, cells, (own.sum(0) - own) / (len(rows) - 1))]
+def _profiles_of_others(parts: Sequence[Part], fits: Sequence[AdditiveFit]) -> list[Tensor]:
+    """For each text the profile ``[text, head, distance]`` of all others; NaN if none of them is as long."""
+    if len(parts) == 1:  # in one mask, the profile of several texts is the mean of theirs
+        (fit,) = fits
+        return [(fit.distance.sum(0) - fit.distance) / (len(fit.distance) - 1)]
+    apart = [[_one_text(part, n) for n in range(len(part.rows))] for part in parts]
+    every = [one for some in apart for one in some]
+    return [torch.stack([_profile(one.cells, [x for x in every if x is not one]) for one in some]) for some in apart]
 
 
 def _one_text(part: Part, n: int) -> Part:
@@ -150,13 +149,13 @@ def _one_text(part: Part, n: int) -> Part:
     return Part(part.rows[n : n + 1], read, part.cells)
 
 
-def _by_others(part: Part, others: Sequence[Part]) -> Tensor:
-    """r² ``[1, head]`` of one text; NaN if no other is as long."""
-    if part.cells.n_key > max(other.cells.n_key for other in others):
-        return torch.full_like(part.read.pivot, nan)
-    profile = fit_marginals(*_stacked(others), pool=True)
-    low = part.cells.low - int(profile.distances[0])
-    return explained_around(part.read, part.cells, profile.distance[..., low : low + part.cells.n_distance])
+def _profile(cells: Cells, others: Sequence[Part]) -> Tensor:
+    """The profile ``[head, distance]`` of these texts, at the distances of the cells."""
+    fit = fit_marginals(*_stacked(others), pool=True)
+    if cells.n_key > max(other.cells.n_key for other in others):
+        return fit.distance.new_full((len(fit.distance), cells.n_distance), nan)
+    low = cells.low - int(fit.distances[0])
+    return fit.distance[..., low : low + cells.n_distance]
 
 
 def _stacked(parts: Sequence[Part]) -> tuple[Marginals, Cells]:
