@@ -35,7 +35,7 @@ _PASSES: dict[str, Callable[[int, int], float]] = {
     "head_patching": lambda layers, heads: heads * (layers + 1) / 2 + layers + 4,
     "position_patching": lambda layers, heads: heads * layers + 2,
     "additive_substitution": lambda layers, heads: 3 * (heads + 1) * (layers + 1) / 2 + layers + 24,
-    "attention_ladder": lambda layers, heads: 13 * heads * (layers + 1) / 2 + 2 * layers + 17,
+    "attention_ladder": lambda layers, heads: (13 * heads + 11) * (layers + 1) / 2 + 2 * layers + 17,
 }
 
 
