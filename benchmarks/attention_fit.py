@@ -1,4 +1,4 @@
-"""Additive attention: compared with Poisson fixed effects and torch's L-BFGS, and its time by length."""
+"""Additive attention: compared with Poisson fixed effects and torch's L-BFGS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from common import device, medians, report, seconds
 
 from tl_posdisent import fit_attention
-from tl_posdisent.additive import fit_attention_qk
 
 HEADS = 8
 
@@ -140,30 +139,7 @@ def steps(fit: Callable[[], object]) -> dict[str, int]:
     return counts
 
 
-def by_length(lengths: Sequence[int] = (2048, 4096, 8192, 16384, 32768)) -> None:
-    """From queries and keys, beside one pass over the pattern in blocks."""
-    rows = []
-    for length in lengths:
-        generator = torch.Generator().manual_seed(0)
-        q, k = (torch.randn(length, 1, 64, generator=generator).to(device()) for _ in range(2))
-        time = seconds(lambda q=q, k=k: fit_attention_qk(q, k, scale=0.125))
-        one_pass = seconds(lambda q=q, k=k: softmax_in_blocks(q[:, 0], k[:, 0]))
-        rows.append({"length": length, "seconds": time, "one pass s": one_pass, "ratio": time / one_pass})
-        print(rows[-1], flush=True)
-    report("attention_by_length", "Additive attention of one head from q and k, d_head 64", rows)
-
-
-def softmax_in_blocks(q: torch.Tensor, k: torch.Tensor) -> float:
-    """One pass over the pattern, as plainly as it can be done."""
-    total = 0.0
-    for row in range(0, len(q), 64):
-        scores = q[row : row + 64].double() @ k[: row + 64].double().T * 0.125
-        seen = torch.arange(scores.shape[1]) <= torch.arange(row, row + 64)[:, None]
-        total += float(scores.masked_fill(~seen.to(scores.device), -torch.inf).softmax(-1).sum())
-    return total
-
-
 if __name__ == "__main__":
-    chosen = sys.argv[1:] or ["against_others", "multiples_of_a_pass", "by_length"]
+    chosen = sys.argv[1:] or ["against_others", "multiples_of_a_pass"]
     for name in chosen:
         globals()[name]()

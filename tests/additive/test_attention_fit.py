@@ -11,7 +11,7 @@ from support.masks import CASES, padding
 from torch import Tensor
 
 from tl_posdisent import fit_attention
-from tl_posdisent.additive import AttentionFit, fit_attention_qk
+from tl_posdisent.additive import AttentionFit
 from tl_posdisent.additive.attention import fit as patterns
 from tl_posdisent.additive.cells import cell_distances
 
@@ -224,16 +224,11 @@ def test_a_previous_token_head_to_the_letter(options: dict) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"mask": "full"}, {"window": 5, "bands": (1, 3)}, {"pool": True}], ids=str)
-def test_queries_and_keys_are_their_scores(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In blocks of few queries and of one head, too."""
-    q, k = torch.randn(2, 30, 4, 6, dtype=torch.float64), torch.randn(2, 30, 2, 6, dtype=torch.float64)
-    scores = 0.4 * torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2))
-    monkeypatch.setattr(patterns, "_BLOCK", 100)
-    found = fit_attention_qk(q, k, scale=0.4, keys=k, **options)
-    monkeypatch.undo()
+def test_blocks_of_few_queries_and_of_one_head_are_the_whole(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    k, scores = torch.randn(2, 30, 2, 6, dtype=torch.float64), torch.randn(2, 4, 30, 30, dtype=torch.float64)
     expected = fit_attention(scores, keys=k, **options)
-    assert found.direction is not None
-    assert expected.direction is not None
+    monkeypatch.setattr(patterns, "_BLOCK", 100)
+    found = fit_attention(scores, keys=k, **options)
     for name in ("distance", "key", "direction", "sinks", "kl", "explained", "explained_key", "explained_distance"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-6)
 

@@ -11,7 +11,6 @@ from support.dense import allowed
 from torch import Tensor
 
 from tl_posdisent import fit_additive
-from tl_posdisent.additive import score_correlation
 from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.rope import toeplitz_share
 
@@ -47,7 +46,7 @@ def test_masking_values_are_refused_and_the_argument_is_named(n: int, how: str) 
         )
     ):
         scores = masked(scores_of(dtypes[(n + at) % len(dtypes)]), cells, MASKING[n], how)
-        for function in (fit_additive, toeplitz_share, lambda x, **o: score_correlation(x, x, **o)):
+        for function in (fit_additive, toeplitz_share):
             with pytest.raises(ValueError, match=r"inside the mask, got -.* at index .* more such cells; " + advice):
                 function(scores, **options)
         fit_additive(scores, mask=cells)  # what was advised
@@ -76,7 +75,6 @@ def test_a_boolean_mask_is_taken_as_it_is() -> None:
     everything = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
     assert bool((fit_additive(scores, mask=everything).r > 0.5).all())
     assert not toeplitz_share(scores, mask=everything).isnan().any()
-    assert not score_correlation(scores, scores, mask=everything).isnan().any()
 
 
 @pytest.mark.parametrize("size", [0.01, 100.0, 1e4])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tl_posdisent import fit_additive, fit_additive_qk
-from tl_posdisent.additive import score_correlation
 from tl_posdisent.rope import (
     Moments,
     Rotary,
@@ -40,7 +39,6 @@ MEASURED: dict[str, Callable[[], Any]] = {
     "fit_additive": lambda: fit_additive(ATTENDED),
     "fit_additive_qk": lambda: fit_additive_qk(*LEARNT, scale=1.0),
     "toeplitz_share": lambda: toeplitz_share(ATTENDED),
-    "score_correlation": lambda: score_correlation(ATTENDED, ATTENDED * 2),
     "Moments.from_qk": lambda: Moments.from_qk(*LEARNT, ROTARY).query,
     "decompose": lambda: decompose(Moments.from_qk(*LEARNT, ROTARY), range(4), scale=1.0),
     "interaction_by_subspace": lambda: interaction_by_subspace(Moments.from_qk(*LEARNT, ROTARY), range(4), scale=1.0),

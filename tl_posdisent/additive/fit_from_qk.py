@@ -63,7 +63,13 @@ def fit_additive_qk(
         >>> bool(torch.allclose(fit_additive_qk(q, k, scale=8**-0.5).r, fit_additive(scores).r, atol=1e-6))
         True
     """
-    check_vectors(q_rot, k_rot, scale, mask, pool)
+    if not isinstance(mask, str):
+        raise ValueError('mask must be "causal" or "full"; fits to other masks need scores: use fit_additive')
+    check_queries_and_keys(q_rot=q_rot, k_rot=k_rot)
+    check_number("scale", scale)
+    check_flag("pool", pool)
+    if pool and q_rot.ndim < 4:
+        raise ValueError(f"pool=True needs a leading axis of texts, got q_rot of shape {tuple(q_rot.shape)}")
     *batch, n_query, n_heads, _ = q_rot.shape
     n_key, n_kv = k_rot.shape[-3:-1]
     cells = make_cells((*batch, n_heads, n_query, n_key), mask, window, device=q_rot.device)
@@ -161,16 +167,3 @@ def _key_blocks(cells: Cells, row: int, stop: int) -> tuple[range, list[int]]:
     inner_stop = math.ceil(by_all.stop / _BLOCK) if by_all.stop == cells.n_key else by_all.stop // _BLOCK
     whole = range(math.ceil(by_all.start / _BLOCK), inner_stop)
     return whole, [b for b in touched if b not in whole]
-
-
-def check_vectors(q: Tensor, k: Tensor, scale: float, mask: object, pool: bool) -> None:
-    """Raise unless rotated queries and keys belong together."""
-    if not isinstance(mask, str):
-        raise ValueError(
-            'mask must be "causal" or "full"; fits to other masks need scores: use fit_additive or fit_attention'
-        )
-    check_queries_and_keys(q_rot=q, k_rot=k)
-    check_number("scale", scale)
-    check_flag("pool", pool)
-    if pool and q.ndim < 4:
-        raise ValueError(f"pool=True needs a leading axis of texts, got q_rot of shape {tuple(q.shape)}")

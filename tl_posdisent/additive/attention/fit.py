@@ -17,7 +17,6 @@ from tl_posdisent.additive.attention.solver import Problem, Solution, solve_atte
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, first_keys, to_batch
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
 from tl_posdisent.additive.fit import weighted_mean
-from tl_posdisent.additive.fit_from_qk import check_vectors
 from tl_posdisent.additive.score_checks import (
     check_finite_tensor,
     check_scores,
@@ -93,79 +92,7 @@ def fit_attention(
     x = (check_scores(pattern, "pattern") if scores is None else check_scores(scores)).detach()
     check_devices(**{"pattern" if scores is None else "scores": x}, keys=keys)
 
-    def read(cells: Cells, layout: Layout, pool: bool) -> tuple[Pattern, Sequence[int]]:
-        arranged = by_system(x, 2, pool=pool)
-        if scores is None:
-            return pattern_of_pattern(layout, arranged), arranged.shape[:2]
-        refuse_unusable(x, arranged, cells, layout, pool=pool, suspicious=isinstance(mask, str))
-        return pattern_of_scores(layout, arranged), arranged.shape[:2]
-
-    return _fit(x, x.shape, read, mask, window, bands, keys, sinks, pool, pseudo_count)
-
-
-@own_sums()
-def fit_attention_qk(
-    q_rot: Float[Tensor, "*batch query head d_head"],
-    k_rot: Float[Tensor, "*batch key kv d_head"],
-    *,
-    scale: float | int,
-    mask: MaskKind = "causal",
-    window: int | None = None,
-    bands: Sequence[int] = (),
-    keys: Float[Tensor, "*texts key kv feature"] | None = None,
-    sinks: int | None = None,
-    pool: bool | None = None,
-    pseudo_count: float | int = 1e-3,
-) -> AttentionFit:
-    """Fit additive attention to ``softmax(scale · ⟨q_rot[i], k_rot[j]⟩)`` without holding the scores.
-
-    Memory is O(length · d_head): the pattern is formed a block at a time, twice.
-
-    Args:
-        q_rot, k_rot, scale, mask: as in ``fit_additive_qk``.
-        window, bands, keys, sinks, pool, pseudo_count: as in ``fit_attention``.
-
-    Returns:
-        An ``AttentionFit`` with leading axes ``*batch head``.
-
-    Raises:
-        ValueError: as ``fit_additive_qk`` and ``fit_attention``.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent import fit_attention
-        >>> from tl_posdisent.additive import fit_attention_qk
-        >>> q, k = torch.randn(2, 64, 4, 8), torch.randn(2, 64, 2, 8)  # two texts, four heads on two key heads
-        >>> scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 8**0.5
-        >>> fit = fit_attention_qk(q, k, scale=8**-0.5)
-        >>> bool(torch.allclose(fit.explained, fit_attention(scores).explained, atol=1e-5))
-        True
-    """
-    check_vectors(q_rot, k_rot, scale, mask, bool(pool))
-    check_devices(q_rot=q_rot, k_rot=k_rot, keys=keys)
-    q, k = (x.detach().transpose(-3, -2) for x in (q_rot, k_rot))
-
-    def read(cells: Cells, layout: Layout, pool: bool) -> tuple[Pattern, Sequence[int]]:
-        of_heads = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
-        arranged, other = (by_system(x, 2, pool=pool) for x in (q, of_heads))
-        return pattern_of_vectors(layout, arranged, other, scale), arranged.shape[:2]
-
-    return _fit(q, (*q.shape[:-1], k.shape[-2]), read, mask, window, bands, keys, sinks, pool, pseudo_count)
-
-
-def _fit(
-    given: Tensor,
-    shape: Sequence[int],
-    read: Callable[[Cells, Layout, bool], tuple[Pattern, Sequence[int]]],
-    mask: MaskKind | Tensor,
-    window: int | None,
-    bands: Sequence[int],
-    keys: Any,
-    sinks: int | None,
-    pool: bool | None,
-    pseudo_count: float,
-) -> AttentionFit:
-    """Check the options; fit what ``read`` returns: passes over the pattern, and numbers of systems and texts."""
+    shape = x.shape
     if pool is not None:
         check_flag("pool", pool)
     if pool and len(shape) < 3:
@@ -183,10 +110,16 @@ def _fit(
     if any(a >= b for a, b in pairwise(bands)):
         raise ValueError(f"bands must be distances that ascend, got {bands!r}")
     batch = torch.Size(shape[:-2])
-    cells = make_cells(shape, mask, window, device=given.device)
+    cells = make_cells(shape, mask, window, device=x.device)
     layout = Layout.of(cells, tuple(map(int, bands)), batch, pool=pool, named=isinstance(mask, str))
     features = None if keys is None else _Features.of(keys, shape, layout, pool=pool, sinks=sinks)
-    data = _Data.read(*read(cells, layout, pool), layout, pseudo_count)
+    arranged = by_system(x, 2, pool=pool)
+    if scores is None:
+        blocks = pattern_of_pattern(layout, arranged)
+    else:
+        refuse_unusable(x, arranged, cells, layout, pool=pool, suspicious=isinstance(mask, str))
+        blocks = pattern_of_scores(layout, arranged)
+    data = _Data.read(blocks, arranged.shape[:2], layout, pseudo_count)
     values = None if features is None else features.values
     found = solve_attention(Problem(layout, data.marginals, features=values))
     kl = data.divergence(found)
@@ -382,14 +315,6 @@ def pattern_of_scores(layout: Layout, scores: Tensor) -> Pattern:
     return lambda: (
         (systems, rows, columns, _softmax(scores[systems][..., rows, columns].to(torch.float64, copy=True), inside))
         for systems, rows, columns, inside in _blocks(layout, *scores.shape[:2])
-    )
-
-
-def pattern_of_vectors(layout: Layout, q: Tensor, k: Tensor, scale: float) -> Pattern:
-    """The softmax of inner products of queries and keys that are arranged by system and text."""
-    return lambda: (
-        (s, rows, columns, _softmax((scale * q[s][..., rows, :].double()) @ k[s][..., columns, :].double().mT, inside))
-        for s, rows, columns, inside in _blocks(layout, *q.shape[:2])
     )
 
 
