@@ -103,7 +103,6 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "samples": ([None, "ids", [1.0]], "labels"),
     "token mask": ([NAN, "mask", torch.ones(5), numbers(2, 12)], "attention_mask heldout_mask reference"),
     "distances": ([[], [NAN], "near", [[1, 2]]], "distances far near"),
-    "weights": ([[1.0], [1.0, -1.0], [0, 0], [NAN, 1.0], "near"], "weights"),
     "fractions": ([[], [NAN], "x", [2.0]], "fractions"),
     "lengths": ([[0, 12, 4], [0, 400], [], "x", [NAN]], "lengths"),
     "positions": ([torch.full((12,), NAN), torch.full((12,), INF), "0123", [], torch.arange(12) * 1j], "positions"),
@@ -186,7 +185,7 @@ NOT_YET = words_of(
     """
     check_model.tools check_model.lengths head_labels.attention_mask length_generalization.hooks
     output_projection.hooks show_scores.scores show_parts.scores show_patterns.pattern
-    interaction_by_subspace.components sufficient_heads.order
+    sufficient_heads.order
     train_preset.device jobs.experiments plot_training.run fit_attention.pattern
     """
 )
@@ -203,9 +202,8 @@ WITHOUT_KIND = words_of(
 # Made by the package and given back; who makes one by hand knows what belongs in it.
 RESULTS = {
     *("AdditiveFit", "AttentionFit", "AttentionSpec", "Captured", "ContentPosition", "DepositReport"),
-    *("DistanceSources", "Estimate", "InteractionBound", "LogitDifference", "ModelReading", "Perturbed", "Plane"),
-    *("PositionalSubspace", "PreferenceFlips", "RopeCapacity", "RopeHadamard", "Split", "SubspacePatterns"),
-    *("SubspaceShares", "SufficientHeads", "TrainRun", "VarianceShares"),
+    *("DistanceSources", "Estimate", "LogitDifference", "ModelReading", "Perturbed", "PositionalSubspace"),
+    *("RopeCapacity", "RopeHadamard", "Split", "SufficientHeads", "TrainRun", "VarianceShares"),
 }
 NO_FUNCTIONS = {"COMPONENTS", "Job", "Preset", "Task"}  # nor are presets and jobs checked before they are used
 

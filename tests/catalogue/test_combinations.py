@@ -34,7 +34,7 @@ from support.public_calls import (
 
 import tl_posdisent as tp
 from tl_posdisent.hooks import patch_scores, patch_vectors, phase_noise
-from tl_posdisent.rope import decompose, interaction_by_subspace
+from tl_posdisent.rope import decompose
 from tl_posdisent.synthetic import TrainRun, TriggerCount
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -126,15 +126,10 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("Moments", {"k": K.to("meta")}, "q and k must be on the same device, got cpu and meta"),
     ("Moments", {"q": Q / 0}, "q must be finite"),
     ("Moments", {"q": Q.double() * 1e200}, "q must be .* small enough to be squared"),
-    ("decompose", {"weights": [1.0]}, "weights must"),
-    ("decompose", {"weights": [1.0, -1.0]}, "weights must be non-negative with"),
     ("decompose", {"distances": torch.ones(2, 2)}, r"distances must be one-dim.* shape \(2, 2\)"),
     ("decompose", {"distances": torch.tensor([True])}, "distances must be finite real numbers"),
     ("decompose", {"distances": [1j]}, "distances must be finite real numbers"),
     ("decompose", {"scale": torch.ones(2)}, r"scale must be a finite number, got a Tensor of shape \(2,\)"),
-    ("interaction_by_subspace", {"components": ["place"]}, "components must be 'distance', .* got 'place'"),
-    ("interaction_by_subspace", {"components": "distance"}, "components must be .* got the one word 'distance'"),
-    ("interaction_by_subspace", {"components": []}, "components must name at least one"),
     ("positional_symbolic_qk", {"q": Q[:, :1], "k": K[:, :1]}, "q"),
     ("positional_symbolic_qk", {"k": K[:, :5]}, "q and k"),
     ("subspace_patterns_qk", {"k": K * NAN}, "k must be"),
@@ -320,10 +315,6 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: tp.synthetic.sufficient_heads(synthetic(), SAMPLES, LABELS).at(7), "heads must be an integer from 0 to 2"),
     (lambda: tp.synthetic.dynamics(TrainRun(synthetic(), TASK, FEW, pd.DataFrame())), "run must have checkpoints"),
     (lambda: decompose(GOOD["moments"], [1, 2], scale=1.0).share("place"), "component must be 'distance', .* 'place'"),
-    (
-        lambda: interaction_by_subspace(GOOD["moments"], [1, 2], scale=1.0).share("query:key"),
-        "component must be 'distance:key' or 'distance:query:key', got 'query:key'",
-    ),
 ]
 
 

@@ -18,22 +18,22 @@ FLIPS: dict[str, Any] = {"near": [0, 1, 2], "far": [5, 9]}
 Q_ROWS = {0: [0, 4, 7, 11], 4: [0, 2, 5, 7]}  # four of the queries that are left by the sinks, evenly spaced
 
 OF_VECTORS: dict[str, tuple[Callable[..., pd.DataFrame], dict[str, Any], Callable[..., pd.DataFrame]]] = {
-    "flips": (preference_flips, FLIPS, lambda q, k, spec: preference_flips_qk(q, k, spec.rotary, **FLIPS).to_frame()),
+    "flips": (preference_flips, FLIPS, lambda q, k, spec: preference_flips_qk(q, k, spec.rotary, **FLIPS)),
     "flips of some queries": (
         preference_flips,
         FLIPS | {"queries": 4},
-        lambda q, k, spec: preference_flips_qk(q[:, Q_ROWS[12 - q.shape[1]]], k, spec.rotary, **FLIPS).to_frame(),
+        lambda q, k, spec: preference_flips_qk(q[:, Q_ROWS[12 - q.shape[1]]], k, spec.rotary, **FLIPS),
     ),
-    "plane": (positional_symbolic, {}, lambda q, k, spec: positional_symbolic_qk(q, k, spec.rotary).to_frame()),
+    "plane": (positional_symbolic, {}, lambda q, k, spec: positional_symbolic_qk(q, k, spec.rotary)),
     "plane by subspace": (
         positional_symbolic,
         {"by_subspace": True},
-        lambda q, k, spec: positional_symbolic_qk(q, k, spec.rotary).to_frame(by_subspace=True),
+        lambda q, k, spec: positional_symbolic_qk(q, k, spec.rotary, by_subspace=True),
     ),
     "patterns": (
         subspace_patterns,
         {},
-        lambda q, k, spec: subspace_patterns_qk(q, k, spec.rotary, range(12), scale=spec.scale).to_frame(),
+        lambda q, k, spec: subspace_patterns_qk(q, k, spec.rotary, range(12), scale=spec.scale),
     ),
 }
 

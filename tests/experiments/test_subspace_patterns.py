@@ -51,7 +51,7 @@ def measures(model: Any, sinks: int) -> pd.DataFrame:
     bounds = []
     for layer in capture(model, TOKENS, scores=False):
         moments = Moments.from_qk(layer.q[:, sinks:], layer.k[:, sinks:], layer.spec.rotary)
-        bounds.append(interaction_bound(moments, range(12), scale=layer.spec.scale).to_frame()["separate"])
+        bounds.append(interaction_bound(moments, range(12), scale=layer.spec.scale)["separate"])
     table = controlled[["r_three_axis", "r_two_axis", "distance:key", "distance:query:key"]].assign(
         r=r.groupby(index)["r"].mean(),
         bound=pd.concat(bounds).tolist(),

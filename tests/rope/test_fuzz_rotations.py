@@ -61,8 +61,9 @@ def test_the_plane_does_not_know_the_order_of_heads_and_texts(heads: Heads, seed
     plane = positional_symbolic_qk(heads.q, heads.k, heads.rotary)
     order = torch.randperm(len(heads.q), generator=torch.Generator().manual_seed(seed))
     moved = positional_symbolic_qk(heads.q[order], heads.k[order], heads.rotary)
-    both = torch.stack([plane.positional, plane.symbolic])
-    torch.testing.assert_close(torch.stack([moved.positional, moved.symbolic]), both[:, order], equal_nan=True)
+    shape, columns = (2, *heads.q.shape[:-3], heads.q.shape[-2]), ["positional", "symbolic"]
+    both, other = (torch.tensor(x[columns].values.T).view(shape) for x in (plane, moved))
+    torch.testing.assert_close(other, both[:, order], equal_nan=True)
     known = both[~both.isnan()]
     assert bool(((known >= -1e-9) & (known <= 1 + 1e-9)).all())
 

@@ -13,11 +13,7 @@ from tl_posdisent.rope import (
     Moments,
     Rotary,
     decompose,
-    interaction_bound,
-    interaction_by_subspace,
-    positional_symbolic_qk,
     rope_capacity,
-    subspace_patterns_qk,
     toeplitz_share,
 )
 
@@ -41,10 +37,6 @@ MEASURED: dict[str, Callable[[], Any]] = {
     "toeplitz_share": lambda: toeplitz_share(ATTENDED),
     "Moments.from_qk": lambda: Moments.from_qk(*LEARNT, ROTARY).query,
     "decompose": lambda: decompose(Moments.from_qk(*LEARNT, ROTARY), range(4), scale=1.0),
-    "interaction_by_subspace": lambda: interaction_by_subspace(Moments.from_qk(*LEARNT, ROTARY), range(4), scale=1.0),
-    "interaction_bound": lambda: interaction_bound(Moments.from_qk(*LEARNT, ROTARY), range(4), scale=1.0),
-    "subspace_patterns_qk": lambda: subspace_patterns_qk(*LEARNT, ROTARY, range(4), scale=1.0),
-    "positional_symbolic_qk": lambda: positional_symbolic_qk(*LEARNT, ROTARY),
     "rope_capacity": lambda: rope_capacity(ROTARY, range(8), LEARNT[0][:8, 0, 0]),
 }
 

@@ -53,12 +53,16 @@ def test_equals_tables(pairing: str, heads: int, kv: int, rest: int, shift: floa
     """Also where coordinates that are rotated are stretched (YaRN), and others are not."""
     monkeypatch.setattr(module, "_QUERIES_AT_ONCE", 7)  # several blocks
     q, k, rotary = case(heads=heads, kv=kv, rest=rest, pairing=pairing, shift=shift, factor=factor)
-    found = positional_symbolic_qk(q, k, rotary)
+    table = positional_symbolic_qk(q, k, rotary)
     expected = brute_force(q, k, rotary)
-    torch.testing.assert_close(torch.stack([found.positional, found.symbolic], -1), expected, rtol=1e-9, atol=1e-11)
-    for c in range(3):
-        alone = torch.stack([found.positional_by_subspace[..., c], found.symbolic_by_subspace[..., c]], -1)
-        torch.testing.assert_close(alone, brute_force(q, k, rotary, c), rtol=1e-8, atol=1e-10)
+    assert table["head"].tolist() == [*range(heads)] * 2
+    found = torch.tensor(table[["positional", "symbolic"]].values).view(expected.shape)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+    by_subspace = positional_symbolic_qk(q, k, rotary, by_subspace=True)
+    assert by_subspace["frequency"].tolist() == rotary.frequencies.tolist() * 2 * heads
+    for c, alone in by_subspace.groupby("subspace"):
+        found = torch.tensor(alone[["positional", "symbolic"]].values).view(expected.shape)
+        torch.testing.assert_close(found, brute_force(q, k, rotary, int(c)), rtol=1e-8, atol=1e-10)
 
 
 def test_equals_sampled_permutations() -> None:
@@ -78,15 +82,4 @@ def test_equals_sampled_permutations() -> None:
 
 def test_scores_that_do_not_vary_are_nan() -> None:
     q, k, rotary = case()
-    assert bool(positional_symbolic_qk(torch.zeros_like(q), k, rotary).positional.isnan().all())
-
-
-def test_tables_of_results() -> None:
-    found = positional_symbolic_qk(*case())
-    frame = found.to_frame()
-    assert frame["positional"].tolist() == found.positional.flatten().tolist()
-    by_subspace = found.to_frame(by_subspace=True)
-    one = by_subspace.query("batch == 1 and head == 2 and subspace == 1")
-    assert one["symbolic"].item() == found.symbolic_by_subspace[1, 2, 1].item()
-    assert one["frequency"].item() == 0.3
-    assert f"({found.positional[0, 0]:.2f}, {found.symbolic[0, 0]:.2f})" in repr(found)
+    assert bool(positional_symbolic_qk(torch.zeros_like(q), k, rotary)["positional"].isna().all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -10,15 +11,7 @@ import torch
 from support.rotary_layers import all_scores, anova, complex_subspaces
 from torch import Tensor
 
-from tl_posdisent.rope import (
-    Moments,
-    Rotary,
-    SubspacePatterns,
-    decompose,
-    interaction_bound,
-    interaction_by_subspace,
-    subspace_patterns_qk,
-)
+from tl_posdisent.rope import Moments, Rotary, decompose, interaction_bound, subspace_patterns_qk
 
 SCALE = 0.3
 DISTANCES = range(40)
@@ -47,8 +40,14 @@ def draw(layer: str = "half", n: int = 60) -> tuple[Tensor, Tensor, Rotary]:
     return side(heads), side(kv), rotary
 
 
-def patterns(q: Tensor, k: Tensor, rotary: Rotary, scale: float = SCALE) -> SubspacePatterns:
-    return subspace_patterns_qk(q, k, rotary, DISTANCES, scale=scale)
+def tensors(table: pd.DataFrame) -> SimpleNamespace:
+    """Each column as ``[head, subspace]``."""
+    shape = table["head"].nunique(), -1
+    return SimpleNamespace(**{name: torch.tensor(table[name]).view(shape) for name in table})
+
+
+def patterns(q: Tensor, k: Tensor, rotary: Rotary, scale: float = SCALE) -> SimpleNamespace:
+    return tensors(subspace_patterns_qk(q, k, rotary, DISTANCES, scale=scale))
 
 
 def angle_between(a: Tensor, b: Tensor) -> float:
@@ -83,8 +82,6 @@ def test_relative_phase_is_that_of_all_pairs(layer: str) -> None:
     zq, zk = (complex_subspaces(x, rotary).flatten(0, 1) for x in (q, k))
     pairs = zq[:, None] * zk.conj().repeat_interleave(q.shape[2] // k.shape[2], 1)[None]
     assert angle_between(found.relative_phase[:, :n], pairs.mean((0, 1)).angle()) < 1e-12
-    resultant = pairs.mean((0, 1)).abs() / pairs.abs().mean((0, 1))
-    torch.testing.assert_close(found.relative_concentration[:, :n], resultant)
     assert float(found.relative_phase[:, :n].abs().max()) <= math.pi
 
 
@@ -104,12 +101,6 @@ def test_shares_over_subspaces_are_those_of_the_dense_tensor(layer: str) -> None
     assert torch.allclose(torch.stack([getattr(found, x) for x in SHARES]).sum((0, -1)), torch.ones(()).double())
 
 
-def test_distance_parts_are_those_of_interaction_by_subspace() -> None:
-    q, k, rotary = draw()
-    parts = interaction_by_subspace(Moments.from_qk(q, k, rotary), DISTANCES, scale=SCALE, components=["distance"])
-    torch.testing.assert_close(patterns(q, k, rotary).distance, parts.share("distance"))
-
-
 # --- the theorem: what turns, and what varies -------------------------------------------------------------------------
 
 
@@ -126,7 +117,7 @@ def test_spread_is_made_of_the_patterns(layer: str) -> None:
     size = SCALE * rotary.attention_factor**2 * mean_query * sd_key * found.turn
     torch.testing.assert_close(found.spread, size / total.sqrt()[:, None])
     bound = interaction_bound(moments, DISTANCES, scale=SCALE)
-    torch.testing.assert_close(found.spread.sum(-1) ** 2, bound.separate / total)
+    torch.testing.assert_close(found.spread.sum(-1) ** 2, torch.tensor(bound["separate"]))
 
 
 @pytest.mark.parametrize("layer", LAYERS)
@@ -139,13 +130,15 @@ def test_spread_bounds_the_interaction_with_the_key(layer: str) -> None:
 def test_turn_is_how_much_the_rotation_spreads() -> None:
     q, k, _ = draw()
     slow = Rotary(torch.tensor([math.pi, 1e-9, 0.0], dtype=torch.float64))
-    found = subspace_patterns_qk(q, k, slow, DISTANCES, scale=SCALE)
+    found = tensors(subspace_patterns_qk(q, k, slow, DISTANCES, scale=SCALE))
+    assert bool((found.turn == found.turn[0]).all())
+    found.turn = found.turn[0]
     torch.testing.assert_close(found.turn[0], torch.tensor(1.0, dtype=torch.float64))  # half a turn at each step
     spread = torch.tensor(DISTANCES, dtype=torch.float64).std(correction=0)  # exp(i θ d) ≈ 1 + i θ d
     torch.testing.assert_close(found.turn[1], 1e-9 * spread)
     assert found.turn[2] == 0
-    weighted = subspace_patterns_qk(q, k, slow, [0, 7], scale=SCALE, weights=[3, 1])  # at 1 and at -1
-    torch.testing.assert_close(weighted.turn[0], torch.tensor(2 * math.sqrt(3) / 4, dtype=torch.float64))
+    repeated = tensors(subspace_patterns_qk(q, k, slow, [0, 7, 0, 0], scale=SCALE))  # at 1 and at -1
+    torch.testing.assert_close(repeated.turn[0, 0], torch.tensor(2 * math.sqrt(3) / 4, dtype=torch.float64))
 
 
 # --- symmetries -------------------------------------------------------------------------------------------------------
@@ -184,28 +177,19 @@ def test_equal_keys_do_not_vary() -> None:
 def test_what_is_not_there_is_nan() -> None:
     q, k, rotary = draw("odd rest")
     found = patterns(q, k, rotary)
-    assert found.frequencies.tolist() == [*FREQUENCIES.tolist(), 0.0, 0.0]  # three coordinates more: two subspaces
+    assert found.frequency[0].tolist() == [*FREQUENCIES.tolist(), 0.0, 0.0]  # three coordinates more: two subspaces
     for name in ("query_phase", "key_phase", "query_concentration", "key_concentration", "relative_phase"):
         assert getattr(found, name).isnan().tolist() == [[False] * 3 + [True] * 2] * 2, name
     assert not found.key_size.isnan().any()
-    assert found.turn[3:].tolist() == [0, 0]
+    assert found.turn[0, 3:].tolist() == [0, 0]
     silent = patterns(q, torch.zeros_like(k), rotary)  # scores that do not vary have no shares, keys no direction
     for name in (*SHARES, "spread", "key_phase", "key_concentration", "key_variation"):
         assert getattr(silent, name).isnan().all(), name
 
 
-def test_frame_and_repr() -> None:
-    q, k, rotary = draw("partial")
-    found = patterns(q, k, rotary)
-    table = found.to_frame()
+def test_table() -> None:
+    table = subspace_patterns_qk(*draw("partial"), DISTANCES, scale=SCALE)
     assert table.columns[:5].tolist() == ["head", "subspace", "frequency", "wavelength", "turn"]
     assert len(table) == 2 * 5
     assert table["wavelength"].tolist()[3:5] == [math.inf] * 2
-    row = table[(table["head"] == 1) & (table["subspace"] == 2)].iloc[0]
-    for name in ("key_size", "query_variation", "relative_phase", "relative_concentration", "interaction", "spread"):
-        assert row[name] == getattr(found, name)[1, 2].item(), name
-    assert row["turn"] == found.turn[2].item()
-    assert not pd.isna(row).any()
-    text = repr(found)
-    assert text.startswith("SubspacePatterns of 2 heads, 5 subspaces")
-    assert f"distance {found.distance[:, :2].sum(-1).mean().item():.3f}" in text  # the two fastest of five
+    assert not table[table["subspace"] < 3].isna().any().any()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.rotary import Rotary
-from tl_posdisent.rope.subspaces import interaction_bound, interaction_by_subspace
+from tl_posdisent.rope.subspaces import interaction_bound
 from tl_posdisent.rope.variance_decomposition import COMPONENTS, VarianceShares, decompose
 
 
@@ -27,10 +27,10 @@ def assert_same(ours: VarianceShares, theirs: dict[str, Tensor], close: float = 
 @pytest.mark.parametrize("at", DISTANCES)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_decomposition_is_the_anova_of_all_scores(layer: str, at: str) -> None:
-    rotary, (distances, weights) = LAYERS[layer][0], DISTANCES[at]
+    rotary, distances = LAYERS[layer][0], DISTANCES[at]
     q, k = draw(layer)
-    ours = decompose(Moments.from_qk(q, k, rotary), distances, scale=SCALE, weights=weights)
-    assert_same(ours, anova(all_scores(q, k, rotary, distances), weights))
+    ours = decompose(Moments.from_qk(q, k, rotary), distances, scale=SCALE)
+    assert_same(ours, anova(all_scores(q, k, rotary, distances)))
     torch.testing.assert_close(ours.shares.sum(0), torch.ones(q.shape[1]).double())
 
 
@@ -83,18 +83,11 @@ def test_both_r_are_correlations_of_fitted_scores() -> None:
         torch.testing.assert_close(r, torch.stack(expected), rtol=1e-10, atol=0)
 
 
-def test_weights_count_repetitions_and_ignore_order() -> None:
-    moments = Moments.from_qk(*draw("half"), LAYERS["half"][0])
-    repeated = decompose(moments, [4, 1, 4, 9, 4, 9], scale=SCALE)
-    weighted = decompose(moments, torch.tensor([1, 4, 9]), scale=SCALE, weights=torch.tensor([1, 3, 2]))
-    torch.testing.assert_close(repeated.variances, weighted.variances, rtol=1e-12, atol=1e-15)
-
-
 def test_many_distances_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = Moments.from_qk(*draw("half"), LAYERS["half"][0])
-    whole = decompose(moments, range(1000), scale=SCALE, weights=torch.arange(1000))
+    whole = decompose(moments, range(1000), scale=SCALE)
     monkeypatch.setattr("tl_posdisent.rope.variance_decomposition.ANGLES_AT_ONCE", 400)
-    parts = decompose(moments, range(1000), scale=SCALE, weights=torch.arange(1000))
+    parts = decompose(moments, range(1000), scale=SCALE)
     torch.testing.assert_close(parts.variances, whole.variances, rtol=1e-12, atol=1e-15)
 
 
@@ -115,9 +108,8 @@ def test_heads_whose_scores_do_not_vary_have_no_shares() -> None:
     shares = decompose(moments, range(9), scale=SCALE)
     assert shares.total[0] > 0
     assert shares.total[1] == 0
-    parts = interaction_by_subspace(moments, range(9), scale=SCALE)
-    bound = interaction_bound(moments, range(9), scale=SCALE).to_frame()
-    for values in (shares.shares.T, shares.r_three_axis, shares.r_two_axis, parts.shares.transpose(0, 1)):
+    bound = interaction_bound(moments, range(9), scale=SCALE)
+    for values in (shares.shares.T, shares.r_three_axis, shares.r_two_axis):
         assert not bool(values[0].isnan().any())
         assert bool(values[1].isnan().all())
     assert bound["share"].isna().tolist() == [False, True]

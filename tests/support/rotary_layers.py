@@ -41,10 +41,10 @@ LAYERS: dict[str, tuple[Rotary, int, int, int]] = {  # rotation, heads, key head
 }
 
 
-DISTANCES: dict[str, tuple[Any, Any]] = {
-    "range": (range(1, 12, 2), None),
-    "fractions": (torch.tensor([0.5, -3.25, 100.75, 1e4]), None),
-    "weighted": ([0.0, 1.0, 2.5, 7.0, 40.0], [3.0, 0.0, 1.0, 0.5, 2.0]),
+DISTANCES: dict[str, Any] = {
+    "range": range(1, 12, 2),
+    "fractions": torch.tensor([0.5, -3.25, 100.75, 1e4]),
+    "repeated": [0.0, 1.0, 2.5, 7.0, 2.5, 40.0, 2.5],
 }
 
 

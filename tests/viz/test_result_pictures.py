@@ -10,9 +10,8 @@ import torch
 from support.public import public_names
 
 import tl_posdisent as tp
-from tl_posdisent.rope import decompose, subspace_patterns_qk
+from tl_posdisent.rope import decompose
 from tl_posdisent.utils.pictures import HasTable
-from tl_posdisent.viz import plot_subspaces
 
 SCORES = torch.randn(2, 12, 12, generator=torch.Generator().manual_seed(0))
 
@@ -47,8 +46,6 @@ def test_plot_is_the_function_of_the_result() -> None:
     rotary = tp.rope.Rotary(torch.tensor([1.0, 0.3, 0.1, 0.03], dtype=torch.float64))
     shares = decompose(tp.rope.Moments.from_qk(q, k, rotary), range(8), scale=1.0)
     assert shares.plot().to_dict() == tp.plot_shares(shares.to_frame()).to_dict()
-    patterns = subspace_patterns_qk(q, k, rotary, range(8), scale=1.0)
-    assert patterns.plot("key_size").to_dict() == plot_subspaces(patterns.to_frame(), "key_size").to_dict()
 
 
 def test_show_is_the_widget_of_the_result() -> None:

@@ -25,7 +25,7 @@ class Spread:
     """Count, mean and covariance of a set of points per head. ``a + b`` are those of both sets together.
 
     Attributes:
-        count: how many points there are; their total weight, if they are weighted.
+        count: how many points there are.
         mean, cov: in the units of the points; the population covariance (divided by the count).
     """
 
@@ -53,19 +53,12 @@ def total(spreads: Iterable[Spread]) -> Spread:
     return functools.reduce(operator.add, spreads)
 
 
-def spread_of(
-    points: Float64[Tensor, "point head coordinate"], weights: Float64[Tensor, "point"] | None = None
-) -> Spread:
-    """Compute mean and covariance of (weighted) points; equal points have a covariance of exactly 0."""
+def spread_of(points: Float64[Tensor, "point head coordinate"]) -> Spread:
+    """Compute mean and covariance of points; equal points have a covariance of exactly 0."""
     origin = points[0]
-    moved = points - origin
-    if weights is None:
-        weights = moved.new_ones(len(moved))
-    count = weights.sum()
-    mean = torch.einsum("n,nha->ha", weights, moved) / count
-    moved = (moved - mean) * (weights / count).sqrt()[:, None, None]
-    by_head = moved.permute(1, 0, 2)
-    return Spread(float(count), origin + mean, by_head.mT @ by_head)
+    mean = (points - origin).mean(0)
+    by_head = (points - origin - mean).permute(1, 0, 2)
+    return Spread(len(points), origin + mean, by_head.mT @ by_head / len(points))
 
 
 def chunks(x: Float[Tensor, "*point head coordinate"]) -> Iterator[Float64[Tensor, "part head coordinate"]]:

@@ -14,7 +14,6 @@ keys: O(length · d²) for all queries together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import pandas as pd
 import torch
@@ -22,9 +21,9 @@ from jaxtyping import Complex, Float, Float64
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import check_queries_and_keys
-from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.validation import check_flag
 
 from .rotary import Rotary, check_rotary, to_complex
 
@@ -32,45 +31,14 @@ _QUERIES_AT_ONCE = 64
 _ROUNDING = 1e-12  # scores that vary by less than this of their size do not vary
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Plane(HasTable):
-    """Points in the positional–symbolic plane, each the mean over queries.
-
-    Attributes:
-        positional: ``[*batch, head]``, 0 … 1; how far the scores depend on the place alone.
-        symbolic: ``[*batch, head]``, 0 … 1; how far they depend on the key alone. Their sum is at most 1, the rest
-            depends on key and place together. NaN where scores vary for no query.
-        positional_by_subspace, symbolic_by_subspace: ``[*batch, head, subspace]``, the same for the scores of one
-            subspace alone.
-        frequencies: ``[subspace]``, radians per position.
-    """
-
-    positional: Float64[Tensor, "*batch head"]
-    symbolic: Float64[Tensor, "*batch head"]
-    positional_by_subspace: Float64[Tensor, "*batch head subspace"]
-    symbolic_by_subspace: Float64[Tensor, "*batch head subspace"]
-    frequencies: Float64[Tensor, "subspace"]
-
-    def to_frame(self, *, by_subspace: bool = False) -> pd.DataFrame:
-        """One row per head, or per head and subspace."""
-        shape, n, ending = self.positional.shape, 1, ""
-        columns: dict[str, list[float]] = {}
-        if by_subspace:
-            n, ending = len(self.frequencies), "_by_subspace"
-            columns = {"subspace": [*range(n)] * shape.numel(), "frequency": self.frequencies.tolist() * shape.numel()}
-        values = {name: getattr(self, name + ending).flatten().tolist() for name in ("positional", "symbolic")}
-        return pd.DataFrame({**index_columns(shape, repeat=n), **columns, **values})
-
-    def __repr__(self) -> str:
-        pairs = zip(self.positional.flatten().tolist(), self.symbolic.flatten().tolist(), strict=True)
-        points = ", ".join(f"({p:.2f}, {s:.2f})" for p, s in pairs)
-        return f"Plane of {self.positional.numel()} heads, (positional, symbolic): {points}"
-
-
 @own_sums()
 def positional_symbolic_qk(
-    q: Float[Tensor, "*batch pos head d_head"], k: Float[Tensor, "*batch pos kv d_head"], rotary: Rotary
-) -> Plane:
+    q: Float[Tensor, "*batch pos head d_head"],
+    k: Float[Tensor, "*batch pos kv d_head"],
+    rotary: Rotary,
+    *,
+    by_subspace: bool = False,
+) -> pd.DataFrame:
     """Compute each head's point in the positional–symbolic plane of arXiv 2511.11579, without sampling.
 
     Queries see the keys at places 0 … i (causal); the first query, which sees one key, is left out.
@@ -79,9 +47,12 @@ def positional_symbolic_qk(
         q: queries before rotation, ``[*batch, pos, head, d_head]``.
         k: keys likewise, ``[*batch, pos, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
         rotary: the layer's rotation. The scale of the scores does not matter.
+        by_subspace: one row for each rotary subspace instead, for the scores of that subspace alone.
 
     Returns:
-        ``Plane``.
+        One row per text and head (and subspace): ``batch``, ``head``, (``subspace``, ``frequency``,) ``positional``
+        and ``symbolic``, means over queries, each 0 … 1: how far the scores depend on the place alone, and on the key
+        alone. Their sum is at most 1, the rest depends on both together. NaN where scores vary for no query.
 
     Raises:
         ValueError: shapes that do not fit, fewer than two positions, values that are not finite.
@@ -91,14 +62,15 @@ def positional_symbolic_qk(
         >>> from tl_posdisent.rope import Rotary, positional_symbolic_qk
         >>> rotary = Rotary(torch.tensor([1.0, 0.0], dtype=torch.float64))  # one subspace turns, one does not
         >>> q, k = torch.ones(40, 1, 4), torch.ones(40, 1, 4)
-        >>> plane = positional_symbolic_qk(q, k, rotary)  # all keys are alike: only the place can matter
-        >>> round(plane.positional.item(), 6), round(plane.symbolic.item(), 6)
-        (1.0, 0.0)
+        >>> positional_symbolic_qk(q, k, rotary)  # all keys are alike: only the place can matter
+           head  positional  symbolic
+        0     0         1.0       0.0
     """
     check_queries_and_keys(q=q, k=k)
     if q.shape[-3] != k.shape[-3]:
         raise ValueError(f"q and k must have as many positions, got {tuple(q.shape)} and {tuple(k.shape)}")
     check_rotary(rotary)
+    check_flag("by_subspace", by_subspace)
     *batch, _, n_heads, _ = q.shape
     n, sides = rotary.dim // 2, []
     for x in (q, k):  # every coordinate that is not rotated becomes a subspace that never turns
@@ -109,8 +81,13 @@ def positional_symbolic_qk(
     theta = torch.nn.functional.pad(rotary.frequencies.to(q.device), (0, queries.shape[-1] - n))
     points = torch.stack([_points(x.movedim(1, 0), y.movedim(1, 0), theta) for x, y in zip(queries, keys, strict=True)])
     points = points.permute(0, 3, 2, 1).reshape(*batch, n_heads, -1, 2)
-    whole, parts = points[..., -1, :], points[..., :n, :]
-    return Plane(whole[..., 0], whole[..., 1], parts[..., 0], parts[..., 1], rotary.frequencies)
+    points = points[..., :n, :] if by_subspace else points[..., -1:, :]
+    index = index_columns((*batch, n_heads), repeat=points.shape[-2])
+    if by_subspace:
+        repeats = points[..., 0, 0].numel()
+        index |= {"subspace": [*range(n)] * repeats, "frequency": rotary.frequencies.tolist() * repeats}
+    values = points.flatten(0, -2).T.tolist()
+    return pd.DataFrame({**index, "positional": values[0], "symbolic": values[1]})
 
 
 def _points(

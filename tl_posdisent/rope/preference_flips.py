@@ -7,7 +7,6 @@ nor a soft cap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -16,7 +15,6 @@ from jaxtyping import Float, Float64, Integer
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import check_queries_and_keys
-from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
 
@@ -26,35 +24,6 @@ from .variance_decomposition import Numbers, numbers
 _CELLS_AT_ONCE = 2**20
 _ROUNDING = {torch.float64: 1e-12}  # scores that differ by less than this of |q|·|k| do not differ
 _ROUNDING_OF_MODELS = 1e-6  # else, as vectors of one token in two places of a text differ
-_NAMES = ("near", "far", "near_far")
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PreferenceFlips(HasTable):
-    """Probabilities that two keys change places between two distances: 0 for an additive head, ½ by chance.
-
-    Attributes:
-        near: ``[*batch, head]``, between two of the near distances.
-        far: ``[*batch, head]``, between two of the far distances.
-        near_far: ``[*batch, head]``, between a near and a far distance. All in float64; NaN for a single distance.
-        near_distances, far_distances: in positions.
-    """
-
-    near: Float64[Tensor, "*batch head"]
-    far: Float64[Tensor, "*batch head"]
-    near_far: Float64[Tensor, "*batch head"]
-    near_distances: Float64[Tensor, "near"]
-    far_distances: Float64[Tensor, "far"]
-
-    def to_frame(self) -> pd.DataFrame:
-        """One row per head: its index, ``near``, ``far`` and ``near_far``."""
-        values = {name: getattr(self, name).flatten().tolist() for name in _NAMES}
-        return pd.DataFrame({**index_columns(self.near.shape), **values})
-
-    def __repr__(self) -> str:
-        rows = zip(*(getattr(self, name).flatten().tolist() for name in _NAMES), strict=True)
-        said = ", ".join(" ".join(f"{x:.2f}" for x in row) for row in rows)
-        return f"PreferenceFlips of {self.near.numel()} heads (near, far, near–far): {said}"
 
 
 @own_sums()
@@ -64,7 +33,7 @@ def preference_flips_qk(
     rotary: Rotary,
     near: Numbers,
     far: Numbers,
-) -> PreferenceFlips:
+) -> pd.DataFrame:
     """Count how often two keys change places between two distances, for every query and every pair of keys.
 
     For query i, keys A ≠ B and distances d ≠ d′ the preference flips if ``W[d, i, A] > W[d, i, B]`` and
@@ -82,7 +51,9 @@ def preference_flips_qk(
         near, far: distances in positions, any finite numbers, none in both and none twice.
 
     Returns:
-        ``PreferenceFlips``.
+        One row per text and head: ``batch``, ``head``; ``near``, ``far`` and ``near_far``, the probability of a flip
+        between two near distances, two far ones, and one of each: 0 for an additive head, ½ by chance. NaN for a single
+        distance.
 
     Raises:
         ValueError: shapes that do not fit; fewer than two keys; values that are not finite; unusable distances.
@@ -93,8 +64,8 @@ def preference_flips_qk(
         >>> rotary = Rotary(torch.tensor([0.5, 0.0], dtype=torch.float64), pairing="adjacent")
         >>> q, k = torch.ones(20, 1, 4), torch.randn(30, 1, 4)
         >>> k[..., :2] = 1.0  # what turns is the same for all keys, so the head is additive
-        >>> preference_flips_qk(q, k, rotary, near=range(8), far=range(8, 32)).near_far.item()
-        0.0
+        >>> preference_flips_qk(q, k, rotary, near=range(8), far=range(8, 32))["near_far"].tolist()
+        [0.0]
     """
     check_queries_and_keys(q=q, k=k)
     check_rotary(rotary)
@@ -110,8 +81,8 @@ def preference_flips_qk(
             for head in range(n_heads)
         ]
     )
-    near_near, far_far, mixed = found.reshape(*batch, n_heads, 3).unbind(-1)
-    return PreferenceFlips(near_near, far_far, mixed, near_at, far_at)
+    values = dict(zip(("near", "far", "near_far"), found.T.tolist(), strict=True))
+    return pd.DataFrame({**index_columns((*batch, n_heads)), **values})
 
 
 def _flips_of_head(

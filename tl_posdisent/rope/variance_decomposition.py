@@ -87,11 +87,10 @@ class Factors(NamedTuple):
 
 
 @own_sums()
-def read_factors(moments: Moments, distances: Numbers, weights: Numbers | None, scale: float) -> Factors:
+def read_factors(moments: Moments, distances: Numbers, scale: float) -> Factors:
     """Compute the factors' means and covariances; the key's are those of its conjugate, so that all three multiply."""
-    d, w = check_distances(moments, distances, weights)
-    n_subspaces, used = -(-moments.query.mean.shape[-1] // 2), w > 0
-    u = _factor(total(_rotations(moments.rotary, d[used], w[used], n_subspaces, check_number("scale", scale))))
+    d, n_subspaces = check_distances(moments, distances), -(-moments.query.mean.shape[-1] // 2)
+    u = _factor(total(_rotations(moments.rotary, d, n_subspaces, check_number("scale", scale))))
     q, k = _factor(moments.query), _factor(moments.key)
     groups = len(moments.key.mean), -1
     query = Factor(q.mean.unflatten(0, groups), *(Pair(*(x.unflatten(0, groups) for x in pair)) for pair in q[1:]))
@@ -99,19 +98,13 @@ def read_factors(moments: Moments, distances: Numbers, weights: Numbers | None, 
     return Factors(u, query, key)
 
 
-def all_frequencies(moments: Moments) -> Float64[Tensor, "subspace"]:
-    """θ of every subspace of the factors: 0 for the coordinates that RoPE leaves alone, two to a subspace."""
-    rest = moments.query.mean.shape[-1] - moments.rotary.dim
-    return torch.nn.functional.pad(moments.rotary.frequencies, (0, -(-rest // 2)))
-
-
-def _rotations(rotary: Rotary, distances: Tensor, weights: Tensor, n_subspaces: int, scale: float) -> Iterator[Spread]:
+def _rotations(rotary: Rotary, distances: Tensor, n_subspaces: int, scale: float) -> Iterator[Spread]:
     step = max(1, ANGLES_AT_ONCE // n_subspaces)
-    for d, w in zip(distances.split(step), weights.split(step), strict=True):
+    for d in distances.split(step):
         angle = rotary.angles(d)
         u = torch.full((len(d), n_subspaces), scale, dtype=torch.complex128, device=d.device)
         u[:, : angle.shape[1]] = scale * rotary.attention_factor**2 * torch.polar(torch.ones_like(angle), angle)
-        yield spread_of(torch.view_as_real(u).flatten(1)[:, None], w)
+        yield spread_of(torch.view_as_real(u).flatten(1)[:, None])
 
 
 def _factor(spread: Spread) -> Factor:
@@ -192,13 +185,7 @@ class VarianceShares(HasTable):
         return f"VarianceShares of {len(self.total)} heads, on average:\n  {means}"
 
 
-def decompose(
-    moments: Moments,
-    distances: Numbers,
-    *,
-    scale: float,
-    weights: Numbers | None = None,
-) -> VarianceShares:
+def decompose(moments: Moments, distances: Numbers, *, scale: float) -> VarianceShares:
     """Decompose the variance of the scores over all combinations of these distances, queries and keys, exactly.
 
     Each pair's score is taken at every distance (arXiv 2503.13305, §3),
@@ -211,15 +198,15 @@ def decompose(
 
     Args:
         moments: of queries and keys, possibly summed over many texts.
-        distances: query position minus key position in tokens: any finite numbers, 1-D.
+        distances: query position minus key position in tokens: any finite numbers, 1-D; one that is given several
+            times counts as often.
         scale: what the model multiplies ``⟨q, k⟩`` by, usually ``d_head ** -0.5``.
-        weights: one non-negative number per distance, e.g. how often it occurs; all the same if None.
 
     Returns:
         ``VarianceShares``: variance and share of each component per query head, ``r_three_axis``, ``r_two_axis``.
 
     Raises:
-        ValueError: distances, weights or a scale that are not finite or do not fit each other.
+        ValueError: distances or a scale that are not finite; none.
 
     Example:
         >>> import torch
@@ -233,7 +220,7 @@ def decompose(
         >>> {name: round(float(shares.share(name)), 3) for name in ("distance", "query:key", "distance:key")}
         {'distance': 0.5, 'query:key': 0.5, 'distance:key': 0.0}
     """
-    return decompose_factors(read_factors(moments, distances, weights, scale))
+    return decompose_factors(read_factors(moments, distances, scale))
 
 
 def decompose_factors(factors: Factors) -> VarianceShares:
@@ -250,27 +237,16 @@ def share_of(part: Tensor, total: Tensor) -> Tensor:
     return torch.where(total > 0, part / total, torch.nan)
 
 
-def check_distances(
-    moments: Moments, distances: Numbers, weights: Numbers | None
-) -> tuple[Float64[Tensor, "distance"], Float64[Tensor, "distance"]]:
-    """Return distances and weights in float64 on the device of the moments, or raise."""
+def check_distances(moments: Moments, distances: Numbers) -> Float64[Tensor, "distance"]:
+    """Return the distances in float64 on the device of the moments, or raise."""
     if not isinstance(moments, Moments):
         raise ValueError(f"moments must be Moments (Moments.from_qk makes them), got {type(moments).__name__}")
-    device = moments.query.mean.device
-    d = numbers("distances", distances, device)
-    w = torch.ones_like(d) if weights is None else numbers("weights", weights, device)
-    if d.shape != w.shape:
-        raise ValueError(f"weights must be one per distance, got {len(w)} weights for {len(d)} distances")
-    if bool((w < 0).any()) or not bool((w > 0).any()):
-        raise ValueError(
-            f"weights must be non-negative with at least one positive, got values from {w.min():g} to {w.max():g}"
-        )
-    return d, w
+    return numbers("distances", distances, moments.query.mean.device)
 
 
-def check_component(component: str, name: str = "component") -> Component:
+def check_component(component: str) -> Component:
     """Return ``component``, or raise unless it is one of ``COMPONENTS``."""
-    check_choice(name, component, COMPONENTS)
+    check_choice("component", component, COMPONENTS)
     return cast(Component, component)
 
 

@@ -78,7 +78,7 @@ def preference_flips(
 
     def measure(layer: Captured) -> pd.DataFrame:
         q = layer.q if queries is None else layer.q[:, spread_rows(layer.q.shape[1], queries)]
-        return preference_flips_qk(q, layer.k, layer.spec.require_rotary("preference_flips"), *sets).to_frame()
+        return preference_flips_qk(q, layer.k, layer.spec.require_rotary("preference_flips"), *sets)
 
     options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress, "leave": 2}
     return measure_layers(reading, texts, "preference_flips", measure, rows_by_text(texts), **options)

@@ -105,9 +105,8 @@ def positional_symbolic(
     texts = read_texts(reading.model, tokens, attention_mask)
 
     def measure(layer: Captured) -> pd.DataFrame:
-        return positional_symbolic_qk(layer.q, layer.k, layer.spec.require_rotary("positional_symbolic")).to_frame(
-            by_subspace=by_subspace
-        )
+        rotary = layer.spec.require_rotary("positional_symbolic")
+        return positional_symbolic_qk(layer.q, layer.k, rotary, by_subspace=by_subspace)
 
     options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress, "leave": 2}
     return measure_layers(reading, texts, "positional_symbolic", measure, rows_by_text(texts), **options)
@@ -132,9 +131,9 @@ def subspace_patterns(
         model, tokens, attention_mask, distances, layers, sinks, progress: as in ``controlled_distance``.
 
     Returns:
-        One row per layer, head and subspace: ``layer``, ``head`` and the columns of ``SubspacePatterns.to_frame``:
-        ``frequency``, ``key_concentration`` …, and the shares ``distance``, ``semantic`` and ``interaction``, which add
-        up to 1 in each head.
+        One row per layer, head and subspace: ``layer``, ``head`` and the columns of ``subspace_patterns_qk``:
+        ``frequency``, ``key_concentration`` …, and the shares ``distance``, ``semantic`` and ``interaction``, which
+        add up to 1 in each head.
 
     Raises:
         ValueError: unusable arguments; a layer without rotary embeddings.
@@ -155,7 +154,7 @@ def subspace_patterns(
     def table(spec: AttentionSpec, parts: list[Captured]) -> pd.DataFrame:
         q, k = (torch.cat([x.flatten(0, 1) for x in side]) for side in zip(*((x.q, x.k) for x in parts), strict=True))
         own = parts[0].spec
-        return subspace_patterns_qk(q, k, own.require_rotary(tool), at, scale=own.require_scale()).to_frame()
+        return subspace_patterns_qk(q, k, own.require_rotary(tool), at, scale=own.require_scale())
 
     options: dict[str, Any] = {"layers": layers, "sinks": sinks, "progress": progress}
     return measure_layers(reading, texts, tool, lambda layer: layer, table, **options)

@@ -104,13 +104,14 @@ def _measure(
         late = torch.arange(n, device=layer.q.device) >= sinks
         fit = fit_additive(layer.scores, **cells_of(layer.spec, late[:, None] & late if sinks else None, n))
         plane = positional_symbolic_qk(layer.q, layer.k, rotary)
-        by_text = torch.stack([fit.r, plane.positional, plane.symbolic])
+        points = (fit.r.new_tensor(plane[x].tolist()).view_as(fit.r) for x in ("positional", "symbolic"))
+        by_text = torch.stack([fit.r, *points])
         return _OfTexts(layer, Moments.from_qk(layer.q, layer.k, rotary), by_text)
 
     def table(spec: AttentionSpec, parts: list[_OfTexts]) -> pd.DataFrame:
         moments, scale = functools.reduce(operator.add, (part.moments for part in parts)), spec.require_scale()
         q, k = (torch.cat([getattr(part.layer, x).flatten(0, 1) for part in parts]) for x in ("q", "k"))
-        patterns = subspace_patterns_qk(q, k, moments.rotary, at, scale=scale).to_frame().groupby("head")
+        patterns = subspace_patterns_qk(q, k, moments.rotary, at, scale=scale).groupby("head")
         controlled = decompose(moments, at, scale=scale).to_frame().set_index("head")
         r, positional, symbolic = torch.cat([part.by_text for part in parts], 1).nanmean(1).tolist()
         columns = {
