@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tl_posdisent.rope import Rotary, from_complex, rope_capacity, rotate
+from tl_posdisent.rope import Rotary, rope_capacity, rotate
+from tl_posdisent.rope.rotary import from_complex
 
 DISTANCES = range(256)
 

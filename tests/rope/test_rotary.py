@@ -11,13 +11,8 @@ from transformers import LlamaConfig
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_apply
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from tl_posdisent.rope import (
-    Rotary,
-    from_complex,
-    rotary_from_table,
-    rotate,
-    to_complex,
-)
+from tl_posdisent.rope import Rotary, rotary_from_table, rotate, to_complex
+from tl_posdisent.rope.rotary import from_complex
 
 PAIRINGS = ("half", "adjacent")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -88,17 +83,6 @@ def test_complex_round_trip_and_order(pairing: str) -> None:
     assert torch.equal(z.imag, x[:, 4:8] if pairing == "half" else x[:, 1:8:2])
     assert to_complex(x.bfloat16(), geometry)[0].dtype == torch.complex64
     assert z.dtype == torch.complex128
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("pairing", PAIRINGS)
-def test_start_turns_the_difference_only(pairing: str, dtype: torch.dtype) -> None:
-    geometry = rotary(pairing, attention_factor=1.4, angle_dtype=torch.float32)
-    x, a, b = vectors(dtype=dtype), POSITIONS["huge"], POSITIONS["counted"]
-    assert torch.equal(rotate(x, a, geometry, start=a), x)
-    exact = rotary(pairing, attention_factor=1.4)
-    moved = rotate(rotate(x.double(), b, exact), a, exact, start=b)  # the factor is in already
-    torch.testing.assert_close(moved, rotate(x.double(), a, exact), rtol=0, atol=1e-8)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])

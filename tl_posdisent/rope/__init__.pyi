@@ -4,11 +4,9 @@ from .moments import Moments as Moments
 from .positional_symbolic import positional_symbolic_qk as positional_symbolic_qk
 from .preference_flips import preference_flips_qk as preference_flips_qk
 from .rotary import Rotary as Rotary
-from .rotary import from_complex as from_complex
 from .rotary import rotary_from_table as rotary_from_table
 from .rotary import rotate as rotate
 from .rotary import to_complex as to_complex
-from .rotary import unrotate as unrotate
 from .subspaces import interaction_bound as interaction_bound
 from .subspaces import subspace_patterns_qk as subspace_patterns_qk
 from .toeplitz import principal_angles as principal_angles

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE): rotate and unrotate vectors, read frequencies off a model's tables, make tables.
+"""Rotary position embedding (RoPE): rotate vectors, read frequencies off a model's tables, make tables.
 
 RoPE splits the first ``2n`` coordinates of a query or key into n planes (*subspaces*) and turns plane c by the angle
 ``position · θ_c``; further coordinates pass through. A score then depends on positions through their difference
@@ -77,11 +77,7 @@ class Rotary:
 
 
 def rotate(
-    x: Float[Tensor, "*batch pos head d_head"],
-    positions: Tensor,
-    rotary: Rotary,
-    *,
-    start: Tensor | None = None,
+    x: Float[Tensor, "*batch pos head d_head"], positions: Tensor, rotary: Rotary
 ) -> Float[Tensor, "*batch pos head d_head"]:
     """Rotate queries or keys to ``positions``.
 
@@ -89,8 +85,6 @@ def rotate(
         x: vectors before rotation, ``[*batch, pos, head, d_head]``; coordinates beyond ``rotary.dim`` pass through.
         positions: ``(pos,)`` for all texts or ``(batch, pos)``: any finite real numbers.
         rotary: the layer's rotation.
-        start: positions that ``x`` has been turned to already. Only the difference is then turned, and lengths stay as
-            they are; at ``start == positions`` the result is ``x`` to the last bit.
 
     Returns:
         The same shape and dtype as ``x``; computed in float64 for float64 and in float32 otherwise.
@@ -107,28 +101,8 @@ def rotate(
         [[[1.0, 0.0]], [[0.0, 1.0]], [[-1.0, 0.0]]]
     """
     _check(x, rotary)
-    angle, factor = rotary.angles(_check_positions(positions, x)), rotary.attention_factor
-    if start is not None:
-        angle, factor = angle - rotary.angles(_check_positions(start, x, "start")), 1.0
-    return turn(x, angle[..., None, :], rotary.pairing, factor)
-
-
-def unrotate(
-    x: Float[Tensor, "*batch pos head d_head"], positions: Tensor, rotary: Rotary
-) -> Float[Tensor, "*batch pos head d_head"]:
-    """Undo ``rotate``, whose arguments and errors it has: return the vectors before rotation.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import Rotary, rotate, unrotate
-        >>> rotary = Rotary(torch.tensor([1.0, 0.01], dtype=torch.float64), "adjacent", attention_factor=1.2)
-        >>> x, positions = torch.randn(7, 2, 4), torch.arange(7)
-        >>> bool(torch.allclose(unrotate(rotate(x, positions, rotary), positions, rotary), x, atol=1e-6))
-        True
-    """
-    _check(x, rotary)
     angle = rotary.angles(_check_positions(positions, x))
-    return turn(x, -angle[..., None, :], rotary.pairing, 1 / rotary.attention_factor)
+    return turn(x, angle[..., None, :], rotary.pairing, rotary.attention_factor)
 
 
 def turn(
@@ -171,28 +145,11 @@ def to_complex(
 def from_complex(
     z: Complex[Tensor, "*batch subspace"], rest: Float[Tensor, "*batch rest"], rotary: Rotary
 ) -> Float[Tensor, "*batch d_head"]:
-    """Undo ``to_complex``: join subspaces and the rest into vectors.
-
-    Raises:
-        ValueError: subspaces that are not complex or not those of the rotation; a rest of another batch.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.rope import Rotary, from_complex
-        >>> rotary = Rotary(torch.tensor([1.0, 0.01], dtype=torch.float64), "adjacent")
-        >>> from_complex(torch.tensor([1 + 2j, 3 + 4j]), torch.tensor([5.0]), rotary).tolist()
-        [1.0, 2.0, 3.0, 4.0, 5.0]
-    """
-    n = len(check_rotary(rotary).frequencies)
-    check_devices(z=z, rest=rest)
-    if not isinstance(z, Tensor) or not z.is_complex() or z.shape[-1:] != (n,):
-        raise ValueError(f"z must be complex with a last axis of {n}, one per frequency, got {described(z)}")
-    if not isinstance(rest, Tensor) or not rest.is_floating_point() or rest.shape[:-1] != z.shape[:-1]:
-        raise ValueError(f"rest must be floating point of shape {(*z.shape[:-1], 'rest')}, got {described(rest)}")
+    """Undo ``to_complex``: join subspaces and the rest into vectors."""
     return torch.cat([_joined(z.real, z.imag, rotary.pairing), rest], -1)
 
 
-def _check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> Tensor:
+def _check_positions(positions: Tensor, x: Tensor) -> Tensor:
     """Return ``positions`` on the device of ``x: [*batch, pos, head, d_head]``, or raise unless they fit."""
     if x.ndim < 3:
         raise ValueError(f"x must have shape (*batch, pos, head, d_head), got {tuple(x.shape)}")
@@ -203,11 +160,11 @@ def _check_positions(positions: Tensor, x: Tensor, name: str = "positions") -> T
     ):
         batch = x.shape[0] if x.ndim == 4 else "batch"
         raise ValueError(
-            f"{name} must have shape (pos,) = ({length},) or (batch, pos) = ({batch}, {length}), "
+            f"positions must have shape (pos,) = ({length},) or (batch, pos) = ({batch}, {length}), "
             f"got {described(positions)}"
         )
     if positions.is_complex() or positions.dtype == torch.bool or not bool(positions.isfinite().all()):
-        raise ValueError(f"{name} must be finite real numbers, got {shown(positions)}")
+        raise ValueError(f"positions must be finite real numbers, got {shown(positions)}")
     return positions.to(x.device)
 
 
