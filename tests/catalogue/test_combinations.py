@@ -105,7 +105,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("rotate", {"x": Q[0, :, 0]}, r"x must have shape \(\*batch, pos, head, d_head\), got \(9, 6\)"),
     ("rotate", {"positions": torch.zeros(2, 2, 9)}, r"positions must have shape .*got .*\(2, 2, 9\)"),
     ("rotate", {"positions": torch.full((9,), True)}, "positions must be finite real numbers, got"),
-    ("rotate", {"start": torch.arange(6)}, r"start must have shape \(pos,\) = \(9,\) .*of shape \(6,\)"),
     ("Rotary", {"frequencies": ROTARY.frequencies[None]}, r"frequencies must .* shape \(subspace,\), got .* \(1, 2\)"),
     ("Rotary", {"frequencies": ROTARY.frequencies / 0}, "frequencies must be finite, got 2 that are not"),
     ("Rotary", {"attention_factor": 0.0}, "attention_factor must be a finite number above 0"),
