@@ -166,6 +166,34 @@ def test_figures_draw_the_numbers_of_their_tables(made: Callable[[str], tuple[An
     assert means == pytest.approx(column(document, "subspaces", "concentration of keys"), abs=6e-4)
 
 
+def test_labels_are_those_of_head_labels(made: Callable[[str], tuple[Any, Document]]) -> None:
+    """In the section, in the atlas, in the hover text and in the sentence that counts them."""
+    model, document = made(BACKENDS[0])
+    table = tp.head_labels(model, TOKENS, streaming=False, seed=5, seeds=[5, 6], progress=False)
+    table["words"] = [label.replace("_", " ").replace("+", " + ") or "–" for label in table["label"]]
+    labels = table["words"].tolist()
+    assert set(labels) > {"–"}
+    assert [row["label"] for row in document.rows("atlas")] == labels
+    hover = np.array(document.drawn("What − where")[0]["customdata"]).ravel()
+    assert ["".join(re.findall("<br>label: ([a-z +]+)", text)) or "–" for text in hover] == labels
+    ranked = table.sort_values("label", key=lambda label: label == "", kind="stable")
+    assert [row["label"] for row in document.rows("heads-labels")] == ranked["words"].tolist()
+    measures = {"previous token": "previous_token", "induction": "induction", "local": "local", "entropy": "entropy"}
+    agrees(document, "heads-labels", measures, ranked)
+    means = table.groupby("layer").mean(numeric_only=True)
+    random = table[[f"{name}_random" for name in measures.values()]].mean().to_frame().T
+    random.columns = list(measures.values())
+    agrees(document, "layers-labels", measures, pd.concat([means, random]))
+    assert document.rows("layers-labels")[-1]["layer"] == "random"
+    counts = [
+        int(n)
+        for n in re.findall(r" have a label by the keys .*?\(labels\)|$", document.text)[0].split()
+        if n.isdigit()
+    ]
+    assert f"{40 - labels.count('–')} of 40 heads have a label by the keys" in " ".join(document.text.split())
+    assert sum(counts) == sum(len(label.split(" + ")) for label in labels if label != "–")
+
+
 def test_each_number_of_the_atlas_is_that_of_its_table(made: Callable[[str], tuple[Any, Document]]) -> None:
     model, document = made(BACKENDS[0])
     atlas, r, drops = (document.rows(name) for name in ("atlas", "heads-r", "heads-ablation"))

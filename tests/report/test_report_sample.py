@@ -99,6 +99,13 @@ def test_a_section_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pyt
     assert document.wrong == []
     assert "Not measured. RuntimeError: out of <memory>" in said(document)
     assert len(document.rows("heads-r")) == 8
+    monkeypatch.setattr(measurements, "head_labels", fail)
+    with pytest.warns(UserWarning, match="the section labels could not be measured"):
+        document = Document(
+            tp.report(model, TOKENS, tmp_path / "r.html", **options | {"sections": ["additivity", "labels"]})
+        )
+    assert [set(row) & {"label", "looks at"} for row in document.rows("atlas")] == [{"looks at"}] * 8
+    assert "label:" not in document.source.split("customdata")[1].split("</script>")[0]
     options |= {"sections": ["ablation"]}
     with pytest.warns(UserWarning, match="RuntimeError"), pytest.raises(ValueError, match=r"nothing .*: RuntimeError"):
         tp.report(model, TOKENS, tmp_path / "none.html", **options)

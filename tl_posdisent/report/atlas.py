@@ -52,7 +52,9 @@ def atlas(found: Mapping[SectionName, Found]) -> str:
     rows = heads if len(heads) <= ROWS else ranked  # of many heads those that are linked to
     titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss"}
     titles |= {"r_held_out": "held-out r", "looks": "looks at"}
-    shown = rows.drop(columns=["r"] if "r_held_out" in rows else []).fillna({"verdict": "–", "profile": "–"})
+    shown = rows.drop(columns=["r"] if "r_held_out" in rows else []).fillna(
+        dict.fromkeys(("label", "verdict", "profile"), "–")
+    )
     return (
         f'<section id="atlas"><h2>Atlas of the heads</h2>{paragraph(text + "".join(some))}'
         + figure(drawn, "What − where, by head", height=map_height(heads["layer"].nunique()), linked=len(heads) <= ROWS)
@@ -69,6 +71,8 @@ def atlas_table(found: Mapping[SectionName, Found]) -> pd.DataFrame:
     heads.insert(2, "what − where", heads["share_key"] - heads["share_distance"])
     heads.insert(2, "looks", heads.pop("looks"))
     measured = {name: one.trained for name, one in found.items() if not one.refused}
+    if "labels" in measured:
+        heads = heads.merge(label_words(measured["labels"])[[*HEAD, "label"]], on=HEAD, how="left")
     if "ablation" in measured:
         heads = heads.merge(measured["ablation"][[*HEAD, "effect"]], on=HEAD, how="left")
     if "ladder" in measured:
@@ -87,6 +91,12 @@ def atlas_table(found: Mapping[SectionName, Found]) -> pd.DataFrame:
     return heads
 
 
+def label_words(labels: pd.DataFrame) -> pd.DataFrame:
+    """The same with each ``label`` in words, and None where a head has none."""
+    words = labels["label"].str.replace("_", " ").str.replace("+", " + ", regex=False)
+    return labels.assign(label=words.where(words != "", None))
+
+
 def _known(heads: pd.DataFrame, found: Mapping[SectionName, Found]) -> list[str]:
     """What the map says of each head."""
     ladder = found.get("ladder")
@@ -100,6 +110,8 @@ def _known(heads: pd.DataFrame, found: Mapping[SectionName, Found]) -> list[str]
         at = int(row["layer"]), int(row["head"])
         shares = f"distance alone {number(row['share_distance'])}, key alone {number(row['share_key'])}"
         lines = [f"<b>{head_label(*at)}</b> looks at: {row['looks']}", f"{shares}, r {number(row['r'])}"]
+        if isinstance(row.get("label"), str):
+            lines.append(f"label: {row['label']}")
         if np.isfinite(row.get("effect", np.nan)):
             lines.append(f"added loss without it: {signed(row['effect'], 4)} nats per token")
         if at in climbed:

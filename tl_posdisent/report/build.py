@@ -53,8 +53,9 @@ def report(
         layers: default all.
         control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
         heads: integers (in each layer), pairs ``(layer, head)`` or labels ``"L3H4"``; default all.
-        sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"heads"``,
-            ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Those that cannot be made give the reason.
+        sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"labels"``,
+            ``"heads"``, ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Those that cannot be made give
+            the reason.
         title: of the page; default names the model.
         seed: of random initialisations, perturbations and samples of heads.
         command: the command line to print under "How to reproduce"; default this call.

@@ -21,6 +21,7 @@ from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.attention_scores.additivity import additivity
 from tl_posdisent.experiments.attention_scores.controlled_distance import controlled_distance
+from tl_posdisent.experiments.attention_scores.head_labels import head_labels
 from tl_posdisent.experiments.attention_scores.rotary_layers import subspace_patterns
 from tl_posdisent.experiments.causal.attention_ladder import attention_ladder, head_verdicts
 from tl_posdisent.experiments.causal.head_ablation import head_ablation
@@ -158,7 +159,7 @@ def _stretches(model: Any, text: str, ids: Int[Tensor, " whole"], longest: int) 
     return torch.cat([first.expand(texts, -1), rows], 1)
 
 
-READ = {"perturbation": (512, 1024), "ablation": (128, 512), "ladder": (128, 1024)}
+READ = {"labels": (512, 1024), "perturbation": (512, 1024), "ablation": (128, 512), "ladder": (128, 1024)}
 """Positions of each text, and tokens altogether, of sections that read less than the report."""
 PASSES = {"ablation": 0.53, "ladder": 5.0}
 """Forward passes for each head, as measured on 30 layers of 9 heads."""
@@ -187,7 +188,9 @@ def narrowed(name: str, subject: Subject, seed: int) -> Subject:
     return part.only(drawn, how)
 
 
-SectionName = Literal["additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation", "ladder"]
+SectionName = Literal[
+    "additivity", "distance", "shares", "subspaces", "labels", "heads", "perturbation", "ablation", "ladder"
+]
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 
 HEAD = ["layer", "head"]
@@ -246,7 +249,7 @@ def measure(
     with progress_bar(total=len(needed) + control, desc="report", disable=not progress) as bar:
         for name in needed:
             bar.set_postfix_str(name)
-            found[name] = _try(name, subject, found, seed)
+            found[name] = _try(name, subject, found, seed, control)
             bar.update()
         if all(found[name].refused for name in wanted):
             raise ValueError(f"nothing of this can be measured: {found[wanted[0]].refused}")
@@ -275,13 +278,13 @@ def by_head(table: pd.DataFrame) -> pd.DataFrame:
     return table.drop(columns=["batch", "seed"], errors="ignore").groupby(HEAD, as_index=False).mean()
 
 
-def _try(name: SectionName, subject: Subject, found: Mapping[SectionName, Found], seed: int) -> Found:
+def _try(name: SectionName, subject: Subject, found: Mapping[SectionName, Found], seed: int, control: int) -> Found:
     """A measurement, or why there is none: errors of the input (``ValueError``) and of the computation."""
     part = narrowed(name, subject, seed)
     try:
         if name == "heads":
             return found["additivity"] if found["additivity"].refused else Found(_heads(part, found["additivity"]))
-        table = _MEASUREMENTS[name](part, seed)
+        table = _labels(part, seed, control) if name == "labels" else _MEASUREMENTS[name](part, seed)
         failures = "; ".join(f"{label}: {reason}" for label, reason in table.attrs.get("failures", {}).items())
         return Found(table, note=f"Not measured: {failures}." if failures else None, read=part)
     except ValueError as error:
@@ -315,6 +318,12 @@ def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
 
 def _of_layers(experiment: Callable[..., pd.DataFrame], subject: Subject, seed: int) -> pd.DataFrame:
     return _chosen(subject, experiment(**_common(subject)))
+
+
+def _labels(subject: Subject, seed: int, control: int) -> pd.DataFrame:
+    """With the mean over the random copies beside each measure; these copies belong to the labels themselves."""
+    options: dict[str, Any] = {"local": min(8, min(subject.lengths) - 1), "streaming": False, "seed": seed}
+    return _chosen(subject, head_labels(**_common(subject), seeds=range(seed, seed + control), **options))
 
 
 def _perturbation(subject: Subject, seed: int, kinds: Any = ("order", "index", "feature")) -> pd.DataFrame:

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
-from tl_posdisent.report.atlas import looks_at
+from tl_posdisent.report.atlas import label_words, looks_at
 from tl_posdisent.report.markup import (
     MISSING,
     ROWS,
@@ -169,8 +169,19 @@ def _ladder_verdict(found: Found) -> list[str]:
     ]
 
 
+def _labels_verdict(found: Found) -> list[str]:
+    labels = label_words(found.trained)["label"]
+    n, counts = int(labels.notna().sum()), labels.str.split(" + ", regex=False).explode().value_counts()
+    counted = "".join(f", {k} <em>{label}</em>" for label, k in counts.items()).replace(",", ":", 1)
+    return [
+        f"{n} of {plural(len(labels), 'head')} {'has' if n == 1 else 'have'} a label by the keys that they attend to"
+        f'{counted} (<a href="#labels">labels</a>).'
+    ]
+
+
 _VERDICTS: dict[SectionName, Callable[[Found], list[str]]] = {
     "additivity": _additive_verdict,
+    "labels": _labels_verdict,
     "ladder": _ladder_verdict,
     "shares": lambda found: _against_random(found, "r_two_axis", "the two-axis model", "shares"),
     "perturbation": _perturbation_verdict,
@@ -265,6 +276,7 @@ TITLES: dict[SectionName, str] = {
     "distance": "Distance profiles",
     "shares": "Variance decomposition of the scores",
     "subspaces": "Rotary subspaces",
+    "labels": "Head labels",
     "heads": "The most and the least additive head",
     "perturbation": "Robustness to perturbed word order and positions",
     "ablation": "Head ablation",
@@ -430,6 +442,28 @@ def _subspaces(subject: Subject, found: Found) -> str:
     )
 
 
+def _labels(subject: Subject, found: Found) -> str:
+    measures = ["previous_token", "duplicate_token", "induction", "first_token", "local", "entropy"]
+    text = (
+        "The attention that a head gives, mean over queries, to the previous token, to the first token (often a sink), "
+        "to the last keys (<em>local</em>: 8 with the query’s own), and, in random tokens that are repeated, to the "
+        "same token in the first copy (<em>duplicate token</em>) and to the one after it (<em>induction</em>). A head "
+        "has the label of what comes at least half of the way from random weights to 1; attention is not use. "
+        "<em>Entropy</em> is that of the attention over keys, in nats."
+    )
+    means = found.trained.groupby("layer", as_index=False)[measures].mean()
+    if "entropy_random" in found.trained:
+        chance = found.trained[[f"{name}_random" for name in measures]].mean().set_axis(measures)
+        means = pd.concat([means, pd.DataFrame([{"layer": "random", **chance}])])
+    every = label_words(found.trained)[[*HEAD, "label", *measures]].fillna({"label": MISSING})
+    ranked = every.sort_values("label", key=lambda label: label == MISSING, kind="stable")  # those with a label first
+    return (
+        paragraph(text)
+        + table("layers-labels", "By layer, mean over heads", means)
+        + folded("The numbers of every head", table("heads-labels", "Every head", ranked))
+    )
+
+
 def _perturbation(subject: Subject, found: Found) -> str:
     curve = found.trained
     text = (
@@ -552,6 +586,7 @@ _SECTIONS: dict[SectionName, Callable[[Subject, Found], str]] = {
     "distance": _distance,
     "shares": _shares,
     "subspaces": _subspaces,
+    "labels": _labels,
     "perturbation": _perturbation,
     "ablation": _ablation,
     "ladder": _ladder,

@@ -302,7 +302,7 @@ def length(
     return frame(measured, f"by position: {what}")
 
 
-SECTIONS = ("additivity", "distance", "shares", "subspaces", "heads", "perturbation", "ablation", "ladder")
+SECTIONS = ("additivity", "distance", "shares", "subspaces", "labels", "heads", "perturbation", "ablation", "ladder")
 
 
 @command(f"{ON_TEXT} layers heads control seed progress")
