@@ -231,11 +231,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Exhibits:
-    """The most and the least additive head (layer, head), all heads by r, and scores of the two's layers."""
+    """The most and the least additive head (layer, head), and fits and scores of the two's layers."""
 
     most: tuple[int, int]
     least: tuple[int, int]
-    ranking: pd.DataFrame
     fits: dict[int, AdditiveFit]
     scores: dict[int, Float[Tensor, "1 head query key"]]
 
@@ -389,7 +388,7 @@ def _heads(subject: Subject, found: Found) -> Exhibits:
 
     specs = subject.reading.specs(sorted({most[0], least[0]}))
     for_each_scores(subject.model, subject.first, specs, fitted)
-    return Exhibits(most, least, r[[*HEAD, "r", *SHARES]], fits, kept)
+    return Exhibits(most, least, fits, kept)
 
 
 def _cells(spec: AttentionSpec) -> dict[str, Any]:

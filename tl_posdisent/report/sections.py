@@ -45,9 +45,9 @@ from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.bars import plot_shares, stacked_shares
 from tl_posdisent.viz.plots.curves import plot_distance, plot_perturbation
 from tl_posdisent.viz.plots.heatmaps import bounded_limits, plot_heads, plot_subspaces, plot_verdicts, wavelengths
-from tl_posdisent.viz.widgets.layout import Layout, check_scale, coloured_text
-from tl_posdisent.viz.widgets.offline import Widget, text_token
+from tl_posdisent.viz.widgets.offline import Widget
 from tl_posdisent.viz.widgets.score_matrices import show_parts, show_patterns
+from tl_posdisent.viz.widgets.token_colours import show_key_importance
 
 A = '<a href="https://arxiv.org/abs/2503.13305">[A]</a>'
 B = '<a href="https://arxiv.org/abs/2505.13027">[B]</a>'
@@ -171,12 +171,10 @@ def _ladder_verdict(found: Found) -> list[str]:
 
 def _labels_verdict(found: Found) -> list[str]:
     labels = label_words(found.trained)["label"]
-    n, counts = int(labels.notna().sum()), labels.str.split(" + ", regex=False).explode().value_counts()
-    counted = "".join(f", {k} <em>{label}</em>" for label, k in counts.items()).replace(",", ":", 1)
-    return [
-        f"{n} of {plural(len(labels), 'head')} {'has' if n == 1 else 'have'} a label by the keys that they attend to"
-        f'{counted} (<a href="#labels">labels</a>).'
-    ]
+    counts = labels.str.split(" + ", regex=False).explode().value_counts()
+    counted = ", ".join(f"{n} <em>{label}</em>" for label, n in counts.items()) or "none"
+    of = f"{labels.notna().sum()} of {plural(len(labels), 'head')}"
+    return [f'Heads with a label by the keys that they attend to, {of}: {counted} (<a href="#labels">labels</a>).']
 
 
 _VERDICTS: dict[SectionName, Callable[[Found], list[str]]] = {
@@ -284,7 +282,6 @@ TITLES: dict[SectionName, str] = {
 }
 _SHOWN = 24  # tokens on the axes of a chart
 _ALONE = {name: f"{name.removeprefix('share_')} alone" for name in SHARES}
-_LINES = 8  # heads in one figure of profiles
 _BARS = 96  # heads with a bar each; of more, the means by layer
 _KINDS = {"order": "order of the text", "index": "positions that RoPE receives", "feature": "phases of RoPE"}
 
@@ -364,29 +361,15 @@ def _distance(subject: Subject, found: Found) -> str:
         "The distance component of the scores, fitted to all texts together. A decreasing line is a head that prefers "
         "near keys; the scores of a head with a flat line do not depend on the distance alone. A score higher by "
         "0.69 doubles a key’s weight. Beyond 32, means of neighbouring distances are drawn; few pairs are far apart, "
-        "so the right ends are noisy."
+        "so the right ends are noisy. In colour: the heads of a layer whose distance component varies most."
     )
     if len(layers) < len(subject.layers):
         text += f" Of {len(subject.layers)} layers, {len(layers)} are shown."
-    if profiles["head"].nunique() > _LINES:
-        text += f" Of each layer, the {_LINES} heads whose distance component varies most are drawn."
     figures = [
-        figure(plot_distance(_drawn(rows)), f"Distance component of the heads of layer {layer}")
+        figure(plot_distance(rows.drop(columns="layer")), f"Distance component of the heads of layer {layer}")
         for layer, rows in profiles.groupby("layer")
     ]
-    both_ways, last = bool(profiles["distance"].min() < 0), int(profiles["distance"].max())
-    powers = [0, *(2**n for n in range(last.bit_length()))]
-    ticks = [n * max(1, last // 4) for n in range(-4, 5)] if both_ways else powers
-    at = profiles[profiles["distance"].isin(ticks)].groupby(["layer", "distance"])["value"].mean().unstack("distance")
-    at = at.rename(columns=lambda d: f"d = {d}").reset_index()
-    numbers = table("distance", "Distance component of the scores, mean over all heads of a layer", at)
-    return paragraph(text) + _grid(*figures) + folded("Numbers at some distances", numbers)
-
-
-def _drawn(rows: pd.DataFrame) -> pd.DataFrame:
-    """Profiles of the heads that vary most."""
-    squares = (rows["value"] ** 2 * rows["cells"]).groupby(rows["head"]).sum()
-    return rows[rows["head"].isin(squares.nlargest(_LINES).index)].drop(columns="layer")
+    return paragraph(text) + _grid(*figures)
 
 
 def _shares(subject: Subject, found: Found) -> str:
@@ -443,7 +426,6 @@ def _subspaces(subject: Subject, found: Found) -> str:
 
 
 def _labels(subject: Subject, found: Found) -> str:
-    measures = ["previous_token", "duplicate_token", "induction", "first_token", "local", "entropy"]
     text = (
         "The attention that a head gives, mean over queries, to the previous token, to the first token (often a sink), "
         "to the last keys (<em>local</em>: 8 with the query’s own), and, in random tokens that are repeated, to the "
@@ -451,17 +433,9 @@ def _labels(subject: Subject, found: Found) -> str:
         "has the label of what comes at least half of the way from random weights to 1; attention is not use. "
         "<em>Entropy</em> is that of the attention over keys, in nats."
     )
-    means = found.trained.groupby("layer", as_index=False)[measures].mean()
-    if "entropy_random" in found.trained:
-        chance = found.trained[[f"{name}_random" for name in measures]].mean().set_axis(measures)
-        means = pd.concat([means, pd.DataFrame([{"layer": "random", **chance}])])
-    every = label_words(found.trained)[[*HEAD, "label", *measures]].fillna({"label": MISSING})
+    every = label_words(found.trained).fillna({"label": MISSING})
     ranked = every.sort_values("label", key=lambda label: label == MISSING, kind="stable")  # those with a label first
-    return (
-        paragraph(text)
-        + table("layers-labels", "By layer, mean over heads", means)
-        + folded("The numbers of every head", table("heads-labels", "Every head", ranked))
-    )
+    return paragraph(text) + folded("The numbers of every head", table("heads-labels", "Every head", ranked))
 
 
 def _perturbation(subject: Subject, found: Found) -> str:
@@ -546,13 +520,11 @@ def _exhibits(subject: Subject, shown: Exhibits) -> tuple[str, list[str]]:
         scripts.append(script)
         return f'<div class="widget">{element}</div>'
 
-    ends = shown.ranking if len(shown.ranking) <= 6 else pd.concat([shown.ranking.head(3), shown.ranking.tail(3)])
     content = paragraph(
         f"Scores of the first {n} tokens of the first text: rows are queries, columns keys, red is high, blue low. The "
         "distance component has stripes along the diagonal, the query component rows, the key component columns; "
         "fitted is their sum, and the residual is the difference between scores and fit."
     )
-    content += table("ends", "The most and the least additive heads, mean over texts", ends, _ALONE)
     both = {"Most additive": shown.most, "Least additive": shown.least}
     for title, (layer, head) in list(both.items())[: len(set(both.values()))]:
         fit, scores, label = shown.fits[layer], shown.scores[layer], head_label(layer, head)
@@ -565,20 +537,10 @@ def _exhibits(subject: Subject, shown: Exhibits) -> tuple[str, list[str]]:
         content += place(show_patterns(fit, subject.words, pattern, heads=[head], title=patterns, **options))
     content += "<h3>Key component by token</h3>"
     content += paragraph("The key component of the scores of these layers, as the colours of the text.")
-    return content + place(_key_importance(subject, shown)), scripts
-
-
-def _key_importance(subject: Subject, shown: Exhibits) -> Widget:
-    """``show_key_importance`` of the first tokens. The first of all is often a sink, and would leave others pale."""
-    n = min(2 * _SHOWN, subject.lengths[0])
-    layers = sorted(shown.fits.items(), key=lambda one: one[0] != shown.most[0])
-    heads = sorted({head for layer, _ in layers for head in subject.heads[layer]})
-    values = {f"layer {layer}": fit.key[0, heads, :n].double() for layer, fit in layers}
-    note = "How much higher than the head’s average a token’s scores are as a key. Point at a token for its number."
-    words = [text_token(word) for word in subject.words[:n]]
-    return coloured_text(
-        values, [str(head) for head in heads], words, Layout(check_scale(None, values.values()), "Key importance", note)
-    )
+    fits = dict(sorted(shown.fits.items(), key=lambda one: one[0] != shown.most[0]))
+    heads = sorted({head for layer in fits for head in subject.heads[layer]})
+    positions = range(min(2 * _SHOWN, subject.lengths[0]))
+    return content + place(show_key_importance(fits, subject.words, heads=heads, positions=positions)), scripts
 
 
 _SECTIONS: dict[SectionName, Callable[[Subject, Found], str]] = {

@@ -43,7 +43,7 @@ def plot_distance(
     log: bool | None = None,
     title: str | None = None,
 ) -> go.Figure:
-    """Plot the distance component of each head's scores; of many heads the most positional ones in colour.
+    """Plot the distance component of each head's scores; of many heads those in colour whose component varies most.
 
     Beyond distance 32 the lines are means over an eighth of an octave, weighted by a column ``cells`` if there is one.
 
@@ -53,8 +53,7 @@ def plot_distance(
             is drawn.
         wavelengths: of RoPE, in positions, marked by dotted lines.
         value: the column to draw.
-        top: heads in colour at most: of a fit those of which the distance alone explains the largest share, of a table
-            those whose profile varies most. The others are grey.
+        top: heads in colour at most: those whose profile varies most. The others are grey.
         by: ``"layer"`` for the mean over the heads of each layer.
         log: a logarithmic axis, of 1 + distance; default if no distance is negative.
         title: of the figure; default says what it shows.
@@ -91,9 +90,8 @@ def plot_distance(
     groups: Any = means.groupby(heads) if heads else [((), means)]
     for which, rows in groups:
         lines[", ".join(f"{column} {int(i)}" for column, i in zip(heads, which, strict=True))] = rows
-    ranked, how = list(lines), ""
-    if len(lines) > top:
-        ranked, how = _most_positional(profiles, lines, value, by)
+    spread = {name: float(rows[value].std(ddof=0)) for name, rows in lines.items()}
+    ranked = sorted(lines, key=lambda name: -spread[name]) if len(lines) > top else list(lines)
     before, lines = len(means), {name: _neighbours_averaged(rows, value) for name, rows in lines.items()}
     figure, others = go.Figure(), [name for name in lines if name not in ranked[:top]]
     for name in others:
@@ -111,7 +109,7 @@ def plot_distance(
         figure.update_xaxes(type="log", tickvals=[d + 1 for d in ticks], ticktext=[str(d) for d in ticks])
     named = "distance component<br>(units of the scores)" if value == "value" else title_of(value, table)
     figure.update_yaxes(title=named)
-    note = f"In colour: the {top} of {len(lines)} {by}s {how}" if others else ""
+    note = f"In colour: the {top} of {len(lines)} {by}s whose profile varies most" if others else ""
     if sum(map(len, lines.values())) < before:
         note += f"{'. ' if note else ''}Beyond distance {_EXACT}: means over neighbouring distances"
     default = "Distance component of the scores" if value == "value" else f"{without_unit(named)}, by distance"
@@ -129,21 +127,6 @@ def _neighbours_averaged(rows: pd.DataFrame, value: str) -> pd.DataFrame:
     totals = beyond[["distance", value]].mul(cells, axis=0).assign(cells=cells).groupby(octave).sum()
     means = totals[["distance", value]].div(totals["cells"], axis=0)
     return pd.concat([rows[~far], means]).sort_values("distance", ignore_index=True)
-
-
-def _most_positional(
-    profiles: AdditiveFit | AttentionFit | pd.DataFrame, lines: Mapping[str, pd.DataFrame], value: str, by: By
-) -> tuple[list[str], str]:
-    """Names of the heads, the most positional first, and by what they are ranked."""
-    if isinstance(profiles, pd.DataFrame) or by == "layer":
-        spread = {name: float(rows[value].std(ddof=0)) for name, rows in lines.items()}
-        return sorted(lines, key=lambda name: -spread[name]), "whose profile varies most"
-    column = "share_distance" if isinstance(profiles, AdditiveFit) else "explained_distance"
-    table = profiles.to_frame()
-    shares = table.groupby(head_index(table))[column].mean().set_axis(list(lines))  # both ascend
-    return list(shares.sort_values(ascending=False, kind="stable").index), (
-        "with the largest share explained by distance alone"
-    )
 
 
 def _profile(rows: pd.DataFrame, value: str, logarithmic: bool) -> go.Scatter:

@@ -249,9 +249,7 @@ def choose(
     if n_query != n_key:
         raise ValueError(f"the matrices must be square, as a whole text's are, got {n_query} queries × {n_key} keys")
     words = check_tokens(tokens, n_key)
-    positions = check_indices("positions", options.positions, n_key)
-    if positions != sorted(positions):
-        raise ValueError(f"positions must be ascending, got {positions}")
+    positions = check_positions(options.positions, n_key)
     check_flag("raster", options.raster)
     _check_cells(len(heads), len(positions), charts, 0 if options.raster else more, raster=options.raster)
     labels = [axis_token(words[i]) for i in positions]
@@ -271,6 +269,13 @@ def check_heads(batch: Sequence[int], heads: Any, text: int) -> tuple[list[int],
     check_integer("text", text, 0, texts - 1)
     chosen = check_indices("heads", heads, n_heads)
     return chosen, [text * n_heads + head for head in chosen]
+
+
+def check_positions(positions: Any, length: int) -> list[int]:
+    chosen = check_indices("positions", positions, length)
+    if chosen != sorted(chosen):
+        raise ValueError(f"positions must be ascending, got {chosen}")
+    return chosen
 
 
 def check_tokens(tokens: Any, length: int) -> list[str]:

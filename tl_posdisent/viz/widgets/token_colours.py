@@ -17,7 +17,7 @@ from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.texts import read_texts
 from tl_posdisent.utils.validation import check_integer
 
-from .layout import Layout, check_heads, check_scale, check_title, check_tokens, coloured_text, pick
+from .layout import Layout, check_heads, check_positions, check_scale, check_title, check_tokens, coloured_text, pick
 from .offline import Widget, text_token
 from .score_matrices import check_fit
 
@@ -28,6 +28,7 @@ def show_key_importance(
     *,
     heads: Iterable[int] | None = None,
     text: int = 0,
+    positions: Iterable[int] | None = None,
     scale: float | None = None,
     title: str | None = None,
 ) -> Widget:
@@ -38,7 +39,7 @@ def show_key_importance(
 
     Args:
         fit: as in ``show_scores``; or one for each layer, ``{layer: fit}``.
-        tokens, heads, text, scale, title: as in ``show_scores``.
+        tokens, heads, text, positions, scale, title: as in ``show_scores``.
 
     Raises:
         ValueError: unusable arguments.
@@ -57,12 +58,13 @@ def show_key_importance(
     if len(shapes) != 1:
         raise ValueError(f"fit must be an AdditiveFit, or one of the same shape for each layer, got {sorted(shapes)}")
     *batch, _, n_key = next(iter(shapes))
-    words = [text_token(word) for word in check_tokens(tokens, n_key)]
+    words, at = check_tokens(tokens, n_key), check_positions(positions, n_key)
     chosen, rows = check_heads(batch, heads, text)
-    shown = {name: pick(one.key, rows, cell_axes=1) for name, one in fits.items()}
+    shown = {name: pick(one.key, rows, cell_axes=1)[:, at] for name, one in fits.items()}
     note = "How much higher than the head's average a token's scores are as a key, apart from distance and query."
-    layout = Layout(check_scale(scale, shown.values()), check_title(title, "Key importance"), note)
-    return coloured_text(shown, [str(head) for head in chosen], words, layout)
+    scale = check_scale(scale, shown.values(), first=at[0] == 0)
+    layout = Layout(scale, check_title(title, "Key importance"), note)
+    return coloured_text(shown, [str(head) for head in chosen], [text_token(words[i]) for i in at], layout)
 
 
 def show_loss_change(
