@@ -11,17 +11,23 @@ from __future__ import annotations
 import gzip
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import downstream
 import pandas as pd
 import stories
 import torch
 import trained_and_random
 from torch import Tensor
+from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 import tl_posdisent as tp
+from tl_posdisent.experiments.robustness.attention_outputs import fit_reference
 from tl_posdisent.hooks import applied
+from tl_posdisent.models import longer_context
 
 FOLDER = Path(__file__).with_name("smollm2")
 LENGTH = 256
@@ -158,7 +164,13 @@ def labels(model: Any) -> pd.DataFrame:
 
 
 def flips(model: Any) -> pd.DataFrame:
-    return tp.preference_flips(model, texts(model, 1, 128), progress=False)
+    """Probability that the distance decides which of two keys a head prefers, by layer; trained and random."""
+    tables = []
+    for name, each in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
+        table = tp.preference_flips(each, texts(model, 1, 128), progress=False)
+        means = table.groupby("layer")[["near", "far", "near_far"]].mean()
+        tables.append(means.reset_index().assign(model=name))
+    return pd.concat(tables)
 
 
 LADDER = ["distance", "distance+sink", "static", "additive", "banded"]
@@ -207,7 +219,117 @@ def ladder(model: Any) -> pd.DataFrame:
     return pd.concat([every, some])
 
 
-STUDIES = [interventions, heads, layers, rotation, sufficiency, perturbation, labels, flips, verdicts, ladder]
+def scales(model: Any) -> pd.DataFrame:
+    """By layer and length of one text: r and shares at controlled distances, trained and with random weights."""
+    tables = []
+    for length in (256, 512, 2048):
+        text = texts(model, 1, length, skip=LONGEST)
+        for name, each in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
+            table = tp.controlled_distance(each, text, progress=False).drop(columns="head")
+            means = table.groupby("layer").mean().drop(columns=["mean", "total"])
+            tables.append(means.reset_index().assign(length=length, model=name))
+            print(length, name, flush=True)
+    return pd.concat(tables)
+
+
+def subspaces(model: Any) -> pd.DataFrame:
+    """By layer and band of wavelengths: concentration of keys, and shares of a head's variance; trained and random."""
+    tokens, bands = texts(model, 4, skip=10), [0.0, 16.0, 256.0, 4096.0, float("inf")]
+    columns = ["key_concentration", "query_concentration", "distance", "semantic", "interaction"]
+    tables = []
+    for name, each in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
+        table = tp.subspace_patterns(each, tokens, sinks=8, progress=False)
+        table["wavelengths below"] = pd.cut(table["wavelength"], bands, labels=bands[1:]).astype(float)
+        by_band = table.groupby(["layer", "head", "wavelengths below"])[columns]
+        means = by_band.mean()
+        means[columns[2:]] = by_band.sum()[columns[2:]]  # shares of the head add up
+        tables.append(means.groupby(["layer", "wavelengths below"]).mean().reset_index().assign(model=name))
+    return pd.concat(tables)
+
+
+def sources(model: Any) -> pd.DataFrame:
+    """Where the distance profile of the three heads with the largest share of distance comes from: the share of each
+    source of the mean query (with whatever key), and of the mean key."""
+    table = pd.read_csv(FOLDER / "heads.csv").nlargest(3, "share_distance")
+    tables = []
+    for layer, head in table[["layer", "head"]].astype(int).to_numpy():
+        found = tp.distance_sources(model, texts(model, 2), int(layer), heads=[int(head)], sinks=1).to_frame()
+        for side in ("query", "key"):
+            shares = found.groupby(f"{side}_source")["share"].sum().rename_axis("source").reset_index()
+            tables.append(shares.assign(layer=layer, head=head, side=side))
+        print(layer, head, flush=True)
+    return pd.concat(tables)
+
+
+LONGEST = 3  # the speech with 2048 tokens and more that is read where one is enough
+EDGES = [512, 1024, 2048, 4096, 8192, 12288]
+WATCHED = (1, 8, 16, 24, 29)
+PART = 512
+
+
+def lengths(model: Any) -> pd.DataFrame:
+    """Loss by position of one long text (WikiText-2's test set), in parts against a cache: the model was trained on
+    8192 tokens. ``distance``: the root mean square Mahalanobis distance of attention outputs of five layers from those
+    of the plain run before position 8192, per coordinate; about 1 there. One part of 512 tokens after another."""
+    wiki = gzip.decompress(stories.data_file("wikitext2-test.txt.gz").read_bytes()).decode()
+    tokens = model.to_tokens(wiki[: 6 * EDGES[-1]], truncate=False)[:, : EDGES[-1]]
+    assert tokens.shape[1] == EDGES[-1]
+    ways: dict[str, list[Any]] = {
+        "plain": [],
+        "distances at most 8191": tp.remap_distance(model, lambda d: d.clamp(max=8191)),
+        "positions divided by 1.5": tp.position_interpolation(model, 1.5),
+        "window of 4096 and 4 sinks": tp.lambda_mask(model, 4, 4096, 4096),
+    }
+    rows, references = [], {}
+    with longer_context(model, EDGES[-1]):
+        for name, hooks in ways.items():
+            loss, outputs = in_parts(model, tokens, hooks)
+            if not references:
+                references = {layer: fit_reference(z[:, EDGES[0] : 8192]) for layer, z in outputs.items()}
+            for start, stop in pairwise(EDGES):
+                far = [references[layer].distance(z[:, start:stop]) for layer, z in outputs.items()]
+                size = torch.stack(far).square().mean().sqrt() / model.cfg.d_head**0.5
+                rows.append({"intervention": name, "start": start, "stop": stop, "loss": loss[start:stop].mean()})
+                rows[-1]["distance"] = size
+                print(rows[-1], flush=True)
+    return pd.DataFrame(rows).astype({"loss": float, "distance": float})
+
+
+def in_parts(model: Any, tokens: Tensor, hooks: list[Any]) -> tuple[Tensor, dict[int, Tensor]]:
+    """``[pos - 1]`` nats, and ``[head, pos, d_head]`` attention outputs of the watched layers."""
+    kept: dict[int, list[Tensor]] = {layer: [] for layer in WATCHED}
+    watch = [(f"blocks.{n}.attn.hook_z", lambda z, hook, n=n: kept[n].append(z[0].clone())) for n in WATCHED]
+    found, cache = [], TransformerLensKeyValueCache.init_cache(model.cfg, "cpu", 1)
+    with torch.no_grad(), model.hooks(fwd_hooks=[*hooks, *watch]):
+        for start in range(0, tokens.shape[1], PART):
+            logits = model(tokens[:, start : start + PART], past_kv_cache=cache)
+            found.append(-_log_p(logits[0, : len(tokens[0]) - 1 - start], tokens[0, start + 1 : start + 1 + PART]))
+    return torch.cat(found), {n: torch.cat(z).transpose(0, 1) for n, z in kept.items()}
+
+
+def downstream_questions(model: Any) -> pd.DataFrame:
+    """Multiple choice from held-out speeches under exchanged neighbours, with chance (.5) and standard errors."""
+    speeches = gzip.decompress(stories.data_file("speeches-heldout.txt.gz").read_bytes()).decode().replace("\f", " ")
+    tables = []
+    for ask in downstream.TASKS:
+        drawn = [q for q in downstream.questions_from_text(speeches, ask) if len(str(q.context)) < 600]
+        some = [drawn[int(i)] for i in torch.linspace(0, len(drawn) - 1, 100)]
+        asked = [replace(q, context=model.to_tokens(q.context)[0]) for q in some]
+        asked = [replace(q, choices=[model.to_tokens(c, prepend_bos=False)[0] for c in q.choices]) for q in asked]
+        curve = tp.perturbation_curve(
+            model, texts(model, 1, 64), ["order"], [0, 0.05, 0.25, 1], seeds=1, downstream=asked, progress=False
+        )
+        right = curve["downstream"]
+        columns = {"task": ask, "questions": len(asked), "se": (right * (1 - right) / len(asked)) ** 0.5}
+        tables.append(curve[["kind", "fraction", "downstream"]].assign(**columns))
+        print(tables[-1].round(3).to_string(), flush=True)
+    return pd.concat(tables)
+
+
+STUDIES = [
+    *[interventions, heads, layers, rotation, sufficiency, perturbation, labels, flips, verdicts, ladder],
+    *[scales, subspaces, sources, lengths, downstream_questions],
+]
 
 
 def main() -> None:
