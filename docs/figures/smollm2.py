@@ -248,17 +248,24 @@ def subspaces(model: Any) -> pd.DataFrame:
 
 
 def sources(model: Any) -> pd.DataFrame:
-    """Where the distance profile of the three heads with the largest share of distance comes from: the share of each
-    source of the mean query (with whatever key), and of the mean key."""
+    """Where the distance profile of the three heads with the largest share of distance comes from: shares of the
+    sources of the mean query (with whatever key) and of the mean key, summed by kind."""
     table = pd.read_csv(FOLDER / "heads.csv").nlargest(3, "share_distance")
-    tables = []
+    rows = []
     for layer, head in table[["layer", "head"]].astype(int).to_numpy():
         found = tp.distance_sources(model, texts(model, 2), int(layer), heads=[int(head)], sinks=1).to_frame()
-        for side in ("query", "key"):
-            shares = found.groupby(f"{side}_source")["share"].sum().rename_axis("source").reset_index()
-            tables.append(shares.assign(layer=layer, head=head, side=side))
-        print(layer, head, flush=True)
-    return pd.concat(tables)
+        sums = {side: found.groupby(found[f"{side}_source"].map(kind))["share"].sum() for side in ("query", "key")}
+        rows.append(pd.DataFrame(sums).rename_axis("source").reset_index().assign(layer=layer, head=head))
+        print(rows[-1], flush=True)
+    return pd.concat(rows)
+
+
+def kind(source: str) -> str:
+    """MLPs and heads of the first three layers, and of later ones: ``L2 MLP``, ``L15H3``, ``embedding``, ``bias``."""
+    if not source.startswith("L"):
+        return source
+    layer = int("".join(x for x in source[1:3] if x.isdigit()))
+    return f"{'MLPs' if 'MLP' in source else 'heads'} of layers {'0 to 2' if layer < 3 else '3 and later'}"
 
 
 LONGEST = 3  # the speech with 2048 tokens and more that is read where one is enough
