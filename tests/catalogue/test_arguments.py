@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     ),
     "count": (
         [0, 2.5, True, "3", NAN],
-        "batch batch_size batches before block choices chunk components count d_head d_key_latent d_mlp d_model "
+        "batch batch_size batches before block choices components count d_head d_key_latent d_mlp d_model "
         "d_query_latent d_rope d_vocab epochs length local log_every max_gap max_length "
         "max_side min_length n n_ctx n_heads n_layers n_logits n_out "
         "n_test n_train n_triggers pieces rank samples stop_at t5_buckets "
@@ -73,7 +73,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": (
         [NAN, "1", True, 1j],
-        "attention_factor clip confidence distance dropout explained factor fraction high jitter low lr noise"
+        "attention_factor clip confidence distance dropout explained factor fraction high low lr noise"
         " pseudo_count ridge rope_base scale share threshold warmup weight_decay",
     ),
     "index": ([8, -9, 0.5, "0", True], "head layer"),
@@ -161,7 +161,6 @@ ELSEWHERE = {
     ("patch_scores", "scores"): "",  # refused at the forward pass
     ("patch_vectors", "q_rot"): "",  # one of both may be None
     ("patch_vectors", "k_rot"): "",
-    ("only_heads", "heads"): "",  # may be none
     ("jobs", "texts"): "",
     ("rotary_from_table", "sin"): "",  # as cos
     ("Widget", "title"): "",

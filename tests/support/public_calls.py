@@ -114,7 +114,6 @@ OWN: dict[str, dict[str, Any]] = {
     "jobs": {"models": "demo", "experiments": "additivity", "texts": "demo"},
     "logit_difference": {"answers": [3]},
     "MultipleChoice": QUESTION,
-    "only_heads": {"by": "rotation"},
     "plot_distance": {"profiles": FIT},
     "plot_heads": {"value": "r"},
     "preference_flips_qk": {"near": [1], "far": [5]},

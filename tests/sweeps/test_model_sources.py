@@ -16,7 +16,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from tl_posdisent import additivity, load_model
 from tl_posdisent.demo import demo_tokenizer
-from tl_posdisent.sweeps import Text, checkpoint_steps, failures, jobs, sweep
+from tl_posdisent.sweeps import Text, failures, jobs, sweep
 from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, load_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -102,7 +102,7 @@ REFUSED: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: jobs(folder, "additivity", WORDS), r"checkpoint must be one of \[20, 100\]"),
     (lambda folder: jobs(folder, "additivity", WORDS, checkpoints=[3]), r"checkpoint must be one of \[20, 100\]"),
     (lambda folder: jobs(folder, "additivity", WORDS, checkpoints=["best"]), r"checkpoint must be one of \[20, 100\]"),
-    (lambda folder: checkpoint_steps(folder / "out"), "folder must have checkpoints"),
+    (lambda folder: jobs(folder / "out", "additivity", WORDS, checkpoints="all"), "folder must have checkpoints"),
 ]
 
 

@@ -17,7 +17,7 @@ from support.processes import process_pool, time_limit
 from support.swept import LAST, SLOW, inodes, when_parts
 
 from tl_posdisent import additivity, load_demo_model
-from tl_posdisent.sweeps import Text, failures, jobs, sweep
+from tl_posdisent.sweeps import Text, failures, jobs, runner, sweep
 
 pytestmark = pytest.mark.slow
 
@@ -45,12 +45,15 @@ def _in_time() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["pool", "dask"])
-def test_results_are_those_of_one_process(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_results_are_those_of_one_process(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To the last bit, in the order asked for; a job that fails does not stop the others, none is done twice."""
     executor = request.getfixturevalue("pool") if kind == "pool" else request.getfixturevalue("client").get_executor()
+    monkeypatch.setattr(runner, "_PIECES", 3)  # two jobs in a call
     todo = jobs("demo", LAST, [*TEXTS.split(4), Text.of("demo", length=48, first=400)])
     with pytest.warns(UserWarning, match="1 of 5 jobs failed"):
-        table = sweep(todo, executor, out=tmp_path, chunk=2, progress=False)
+        table = sweep(todo, executor, out=tmp_path, progress=False)
     assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo[:4]]
     assert failures(tmp_path)["job"].tolist() == [todo[4].hash]
     model = load_demo_model()
@@ -68,7 +71,7 @@ def test_ctrl_c_cancels_what_has_not_begun(pool: ProcessPoolExecutor, tmp_path: 
         when_parts(tmp_path, 2, lambda: os.kill(os.getpid(), signal.SIGINT)),
         pytest.raises(KeyboardInterrupt),
     ):
-        sweep(todo, pool, out=tmp_path, chunk=1, progress=False)
+        sweep(todo, pool, out=tmp_path, progress=False)
     pool.submit(os.getpid).result()  # behind what was running or handed over
     done = list((tmp_path / "parts").glob("*.parquet"))
     assert 2 <= len(done) < 20
@@ -102,31 +105,37 @@ def kill_a_busy_worker(client: Any, pids: dict[str, int]) -> Callable[[], None]:
     return kill
 
 
-def test_dask_replaces_a_killed_worker_and_nothing_is_done_twice(client: Any, tmp_path: Path) -> None:
+def test_dask_replaces_a_killed_worker_and_nothing_is_done_twice(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_PIECES", 2)  # four jobs in a call
     todo = jobs("demo", SLOW, TEXTS.split(8))
     seen: dict[str, Any] = {}
     with (
         when_parts(tmp_path, 2, kill_a_busy_worker(client, client.run(os.getpid))),
         when_parts(tmp_path, 2, lambda: seen.update(inodes(tmp_path))),
     ):
-        table = sweep(todo, client.get_executor(), out=tmp_path, chunk=4, progress=False)
+        table = sweep(todo, client.get_executor(), out=tmp_path, progress=False)
     assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo]
     assert failures(tmp_path).empty
     assert len(seen) >= 2
     assert seen.items() <= inodes(tmp_path).items()
 
 
-def test_a_job_that_its_worker_does_not_survive_is_a_failed_job(client: Any, tmp_path: Path) -> None:
+def test_a_job_that_its_worker_does_not_survive_is_a_failed_job(
+    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Dask gives up on it (here at once, by default after three more attempts); the rest of its chunk is done."""
     scheduler = client.cluster.scheduler
     allowed, scheduler.allowed_failures = scheduler.allowed_failures, 0
+    monkeypatch.setattr(runner, "_PIECES", 2)  # four jobs in a call
     todo = jobs("demo", SLOW, TEXTS.split(8))
     try:
         with (
             when_parts(tmp_path, 1, kill_a_busy_worker(client, client.run(os.getpid))),
             pytest.warns(UserWarning, match="1 of 8 jobs failed"),
         ):
-            table = sweep(todo, client.get_executor(), out=tmp_path, chunk=4, progress=False)
+            table = sweep(todo, client.get_executor(), out=tmp_path, progress=False)
     finally:
         scheduler.allowed_failures = allowed
     assert failures(tmp_path)["error"].tolist() == ["KilledWorker"]
@@ -135,14 +144,17 @@ def test_a_job_that_its_worker_does_not_survive_is_a_failed_job(client: Any, tmp
     assert table["job"].drop_duplicates().tolist() == [job.hash for job in todo]
 
 
-def test_a_pool_that_lost_a_worker_says_so_and_can_be_replaced(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+def test_a_pool_that_lost_a_worker_says_so_and_can_be_replaced(
+    pool: ProcessPoolExecutor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last test of the pool: Python's own does not survive it."""
+    monkeypatch.setattr(runner, "_PIECES", 2)  # four jobs in a call
     todo = jobs("demo", SLOW, TEXTS.split(8))
     with (
         when_parts(tmp_path, 2, lambda: os.kill(next(iter(pool._processes)), signal.SIGKILL)),
         pytest.raises(RuntimeError, match="a worker process ended abruptly"),
     ):
-        sweep(todo, pool, out=tmp_path, chunk=4, progress=False)
+        sweep(todo, pool, out=tmp_path, progress=False)
     before = inodes(tmp_path)
     assert 2 <= len(before) < 8
     table = sweep(todo, out=tmp_path, progress=False)

@@ -3,4 +3,3 @@ from .jobs import jobs as jobs
 from .runner import failures as failures
 from .runner import sweep as sweep
 from .sources import Text as Text
-from .sources import checkpoint_steps as checkpoint_steps

@@ -25,7 +25,6 @@ from tqdm.auto import tqdm
 from tl_posdisent.sweeps.jobs import Job, run_experiment
 from tl_posdisent.sweeps.sources import load
 from tl_posdisent.utils.files import locked, remove_unfinished, whole_file
-from tl_posdisent.utils.validation import check_integer
 
 _KEY = b"tl_posdisent"
 _FAILURE = ["job", "model", "checkpoint", "text", "experiment", "arguments", "seed", "error", "message", "traceback"]
@@ -188,7 +187,6 @@ def sweep(
     out: str | Path,
     retry: bool = False,
     device: str | None = None,
-    chunk: int | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Run the jobs that have no result yet, and return the results of all jobs as one table.
@@ -206,7 +204,6 @@ def sweep(
         out: a folder. ``parts/HASH.parquet`` is the table of a job, ``failed/HASH.json`` the error of a failed job.
         retry: repeat failed jobs.
         device: where models go, such as ``"cuda"``; by default what ``load_model`` takes.
-        chunk: how many jobs of one model a worker gets at a time; by default such that there are about 64 calls.
         progress: show a bar.
 
     Returns:
@@ -239,8 +236,6 @@ def sweep(
     listed = list(dict.fromkeys(listed))
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise ValueError(f"executor must be a concurrent.futures.Executor or None, got {type(executor).__name__}")
-    if chunk is not None:
-        chunk = check_integer("chunk", chunk, 1)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"out must be a folder, or a path where one can be made, got the file {folder}")
     different = list({job.hash: job for job in listed}.values())
@@ -261,7 +256,7 @@ def sweep(
                     finally:
                         forget()
                 else:
-                    _elsewhere(_chunks(_by_model(todo), chunk), folder, device, executor, bar)
+                    _elsewhere(_chunks(_by_model(todo)), folder, device, executor, bar)
     return _table(listed, folder)
 
 
@@ -272,11 +267,11 @@ def _by_model(todo: list[Job]) -> list[list[Job]]:
     return list(models.values())
 
 
-def _chunks(models: list[list[Job]], size: int | None) -> list[list[Job]]:
+def _chunks(models: list[list[Job]]) -> list[list[Job]]:
     """Never of two models."""
     found = []
     for group in models:
-        step = size or math.ceil(len(group) / math.ceil(_PIECES / len(models)))
+        step = math.ceil(len(group) / math.ceil(_PIECES / len(models)))
         found += [group[n : n + step] for n in range(0, len(group), step)]
     return found
 

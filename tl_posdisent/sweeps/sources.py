@@ -30,22 +30,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def checkpoint_steps(folder: str | Path) -> list[int]:
-    """List the steps of the checkpoints in a folder, ascending.
-
-    Files ``step-000100.safetensors`` (of the demo model's training, or of ``train``) and folders such as ``step100``
-    or ``checkpoint-100`` with a Hugging Face model in each.
-
-    Raises:
-        ValueError: no such folder, or none of these in it.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> from tl_posdisent.sweeps import checkpoint_steps
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     for step in (0, 20, 100):
-        ...         pathlib.Path(folder, f"step-{step:06d}.safetensors").touch()
-        ...     checkpoint_steps(folder)
-        [0, 20, 100]
+    """The steps of the checkpoints in a folder, ascending: files ``step-000100.safetensors`` (of the demo model's
+    training, or of ``train``), and folders such as ``step100`` or ``checkpoint-100`` with a Hugging Face model in each.
     """
     if not (found := _steps(Path(folder))):
         raise ValueError(f"folder must have checkpoints (step-000100.safetensors, checkpoint-100/), got {folder}")

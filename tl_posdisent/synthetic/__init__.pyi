@@ -2,7 +2,6 @@ from .analysis.deposit import DepositReport as DepositReport
 from .analysis.deposit import SufficientHeads as SufficientHeads
 from .analysis.deposit import deposit as deposit
 from .analysis.deposit import head_drops as head_drops
-from .analysis.deposit import only_heads as only_heads
 from .analysis.deposit import sufficient_heads as sufficient_heads
 from .analysis.training_dynamics import dynamics as dynamics
 from .analysis.training_dynamics import gradient_margins as gradient_margins

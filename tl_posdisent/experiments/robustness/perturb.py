@@ -63,7 +63,6 @@ def perturb(
     seed: int = 0,
     window: int = 1,
     unit: Unit | None = None,
-    jitter: float | int | None = None,
     until: int | None = None,
 ) -> Perturbed:
     """Perturb the order, the positions or the rotary phases of a fraction of a text (arXiv 2503.13305).
@@ -86,7 +85,6 @@ def perturb(
         window: how far apart the places of a pair are at most, in units: 1 exchanges neighbours.
         unit: ``"word"`` moves whole words with the space before them, ``"token"`` single tokens. Default words for text
             and tokens for ids.
-        jitter: standard deviation of normal displacements in the place of exchanges (``"index"``, ``"feature"``).
         until: positions of each text from here on stay; default none.
 
     Raises:
@@ -108,8 +106,6 @@ def perturb(
     check_number("fraction", fraction, least=0, most=1)
     if unit is not None:
         check_choice("unit", unit, get_args(Unit))
-    if jitter is not None:
-        check_number("jitter", jitter, above=0)
     for name, value, least in (("window", window, 1), ("seed", seed, 0), ("until", 0 if until is None else until, 0)):
         check_integer(name, value, least)
     reading = read_model(model)
@@ -126,10 +122,7 @@ def perturb(
         units = _movable(reading.model, ids[at].tolist(), unit, len(at) if until is None else until)
         order = _reordered(units, len(at), fraction, window, generator)
         source[row, at] = at[order]
-        shift = order.argsort().double() - places[: len(at)]
-        if jitter is not None:
-            shift = torch.randn(len(at), generator=generator, dtype=torch.float64, device="cpu") * jitter * (shift != 0)
-        shifts[row, at] = shift
+        shifts[row, at] = order.argsort().double() - places[: len(at)]
         generators.append(generator)
     moved = (source != places).to(texts.tokens.device)
     if kind == "order":

@@ -123,7 +123,6 @@ def perturbation_curve(
     attention_mask: Tensor | None = None,
     window: int = 1,
     unit: Unit | None = None,
-    jitter: float | int | None = None,
     downstream: Downstream | None = None,
     progress: bool = True,
 ) -> pd.DataFrame:
@@ -139,7 +138,7 @@ def perturbation_curve(
         kinds: what to perturb.
         fractions: of the units that can move. At 0 model and text are as they are.
         seeds: how many perturbations (seeds 0, 1, 2 …), or the seeds themselves.
-        window, unit, jitter: as in ``perturb``.
+        window, unit: as in ``perturb``.
         downstream: what else to measure: one or several ``MultipleChoice``, of which the share answered right counts,
             or any ``downstream(model, perturb) -> number`` that applies what ``perturb(its_tokens)`` returns by itself.
         progress: show a bar over the runs.
@@ -175,7 +174,7 @@ def perturbation_curve(
     score = _downstream(downstream)
     clean = [run_under(model, group.tokens, []) for group in groups]
     unmodified: float | None = None  # the same for all kinds and seeds
-    options = {"window": window, "jitter": jitter} | ({"unit": unit} if unit else {})
+    options: dict[str, Any] = {"window": window} | ({"unit": unit} if unit else {})
     runs = [(kind, fraction, seed) for kind in kinds for fraction in fractions for seed in seeds]
     rows = []
     with progress_bar(runs, desc="perturbations", disable=not progress) as bar:

@@ -23,7 +23,7 @@ from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED
 from tl_posdisent.synthetic.training.train import answers, check_samples, evaluate
 from tl_posdisent.utils.pictures import HasTable, figure_function
-from tl_posdisent.utils.validation import check_choice, check_heads, check_integer, check_number, head_label, listed
+from tl_posdisent.utils.validation import check_choice, check_integer, check_number, head_label
 
 By = Literal["rotation", "attention"]
 Head = tuple[int, int]
@@ -82,44 +82,6 @@ class SufficientHeads(HasTable):
         )
 
 
-def only_heads(
-    model: SyntheticModel, heads: Iterable[Head | str], *, by: By = "rotation", reference: Tensor | None = None
-) -> list[Hook]:
-    """Return hooks under which only these heads rotate, or only these attend.
-
-    * ``by="rotation"``: the queries and keys of all other heads stay unrotated, as under
-      ``limit_frequencies(model, high=0, mode="freeze")``: they attend by content, at whatever distance.
-    * ``by="attention"``: the output of all other heads is its mean over the positions of the reference texts, as
-      under ``ablate_heads(mode="mean")``.
-
-    Args:
-        heads: pairs ``(layer, head)`` or labels ``"L0H1"``; may be empty.
-        by: what the others lack.
-        reference: for ``"attention"``: texts ``[sample, pos]``, padded as the model's training samples.
-
-    Raises:
-        ValueError: a model that does not rotate; no reference, or one where none is needed; heads out of range or
-            twice.
-
-    Example:
-        >>> from tl_posdisent.synthetic import evaluate, only_heads, preset
-        >>> small = preset("small")
-        >>> model, samples = small.model("rope", "distance"), small.tasks["distance"].batch(50)
-        >>> with model.hooks(fwd_hooks=only_heads(model, [(0, 1)])):
-        ...     loss, accuracy = evaluate(model, *samples)
-        >>> accuracy < 0.5
-        True
-    """
-    _check(model, by)
-    heads = listed(heads)
-    by_layer = check_heads(None, heads, model.cfg.n_layers, model.cfg.n_heads) if heads != [] else {}
-    if (by == "attention") != (reference is not None):
-        needed = "must be tokens" if by == "attention" else "must be None"
-        raise ValueError(f'reference {needed} with by="{by}", got {type(reference).__name__}')
-    chosen = {(layer, head) for layer, some in by_layer.items() for head in some}
-    return _restricted(model, chosen, _mean(model, reference))
-
-
 def sufficient_heads(
     model: SyntheticModel,
     tokens: Int[Tensor, "sample pos"],
@@ -131,21 +93,23 @@ def sufficient_heads(
 ) -> SufficientHeads:
     """Find a small set of heads that suffices for a task, by greedy elimination.
 
-    A set is *sufficient* if the model keeps ``keep`` of its accuracy with these heads alone (``only_heads``); of two
-    redundant heads one is in the set, though neither is *necessary* (``head_drops``). The search ranks the heads by
-    their own effect, finds by bisection how many of the first suffice, and removes heads, the last ones first, until
-    each is needed (a smaller set of other heads may exist). The heads of the set are ranked by the loss without each.
+    A set is *sufficient* if the model keeps ``keep`` of its accuracy with these heads alone; of two redundant heads one
+    is in the set, though neither is *necessary* (``head_drops``). The search ranks the heads by their own effect, finds
+    by bisection how many of the first suffice, and removes heads, the last ones first, until each is needed (a smaller
+    set of other heads may exist). The heads of the set are ranked by the loss without each.
 
     Args:
         model: trained.
         tokens, labels: samples ``[sample, pos]`` that it was not trained on, and ``[sample]``.
-        by: ``"rotation"`` (the others are frozen) or ``"attention"`` (the others are mean-ablated).
+        by: ``"rotation"``: queries and keys of all other heads stay unrotated, as under ``limit_frequencies(high=0,
+            mode="freeze")``; or ``"attention"``: the output of all others is its mean over these samples, as under
+            ``ablate_heads(mode="mean")``.
         keep: share of the baseline's accuracy that suffices, above 0 and at most 1.
         order: a table with ``layer``, ``head`` and ``loss_effect``, as from ``head_drops``: heads with the largest
             effect rank first. Default: by their own effect under ``by``.
 
     Raises:
-        ValueError: as ``evaluate`` and ``only_heads``; an ``order`` without these columns or without some head.
+        ValueError: as ``evaluate``; a model that does not rotate; an ``order`` without these columns or some head.
 
     Example:
         >>> from tl_posdisent.synthetic import preset, sufficient_heads
