@@ -272,8 +272,10 @@ def fit_additive(
         >>> i = torch.arange(6.0)
         >>> scores = -0.5 * (i[:, None] - i) + torch.tensor([3.0, 0, 0, 1, 0, 0])  # a slope and two high keys
         >>> fit = fit_additive(scores)
-        >>> round(fit.r.item(), 6), fit.distances.tolist()
-        (1.0, [0, 1, 2, 3, 4, 5])
+        >>> fit
+        AdditiveFit of one score matrices, 6 queries × 6 keys, 21 cells, 15 parameters
+          r 1.000   r² 1.000   adjusted r² 1.000
+          alone: distance ...   query ...   key ...
         >>> bool(torch.allclose(fit.fitted(), scores.double().tril()))
         True
         >>> from tl_posdisent import demo_tokens, load_demo_model

@@ -47,10 +47,7 @@ def fit_additive_qk(
         k_rot: rotated keys ``[*batch, key, kv_head, d_head]``; query head h reads key head ``h // (head // kv_head)``.
         scale: what the inner products are multiplied by, usually ``d_head ** -0.5`` (``AttentionSpec.scale``).
         mask: ``"causal"`` or ``"full"``.
-        window, pool: as in ``fit_additive``; pooling is over the first batch axis.
-
-    Returns:
-        An ``AdditiveFit`` with leading axes ``*batch head``.
+        window, pool: as in ``fit_additive``; pooling is over the first batch axis. Leading axes are ``*batch head``.
 
     Raises:
         ValueError: shapes that do not belong together, vectors that are not finite, a boolean mask.

@@ -75,18 +75,6 @@ class AdditiveFit(CellsFit):
         n_parameters: rank of the design, intercept included.
         pooled: whether all entries of the first axis share one distance component.
         layers: the layers of the axis before the heads, if scores of several layers were fitted; else None.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent import fit_additive
-        >>> distance = torch.arange(8.0)[:, None] - torch.arange(8.0)
-        >>> fit = fit_additive(torch.stack([-distance, distance**2]))  # two heads that read the distance alone
-        >>> fit
-        AdditiveFit of 2 score matrices, 8 queries × 8 keys, 36 cells, 21 parameters
-          r 1.000   r² 1.000   adjusted r² 1.000
-          alone: distance 1.000   query ...   key ...
-        >>> fit.to_frame("distance").query("head == 0")["value"].diff().round(6).unique().tolist()[1:]
-        [-1.0]
     """
 
     intercept: Float64[Tensor, "*batch"]

@@ -62,13 +62,12 @@ def ablate_heads(
 
     Example:
         >>> from tl_posdisent import ablate_heads, demo_tokens, load_demo_model
-        >>> from tl_posdisent.hooks import applied
-        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> model = load_demo_model()
         >>> hooks = ablate_heads(model, [(0, 3), (0, 5), (2, 1)])
         >>> hooks
         ablate_heads(zero) on L0H3, L0H5, L2H1
-        >>> with applied(model, hooks):
-        ...     _, cache = model.run_with_cache(tokens)
+        >>> with model.hooks(fwd_hooks=hooks):
+        ...     _, cache = model.run_with_cache(demo_tokens(length=64))
         >>> cache["z", 0].abs().sum((0, 1, 3)).bool().tolist()  # head by head
         [True, True, True, False, True, False, True, True]
     """

@@ -93,13 +93,9 @@ def dummy_distance(model: Any, distance: int | float, *, layers: Layers = None, 
     Example:
         >>> from tl_posdisent import demo_tokens, dummy_distance, load_demo_model
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
-        >>> with model.hooks(fwd_hooks=dummy_distance(model, 5, layers=[0])):
-        ...     _, cache = model.run_with_cache(tokens, names_filter="blocks.0.attn.hook_attn_scores")
-        >>> q, k = 40, slice(0, 41)  # the same token far and near now gets the same score
-        >>> scores = cache["attn_scores", 0][0, :, q, k]
-        >>> same = tokens[0, k] == tokens[0, k].mode().values
-        >>> bool((scores[:, same].std(1) < scores.std(1)).all())
-        True
+        >>> near, far = (model.run_with_hooks(tokens, fwd_hooks=dummy_distance(model, d)) for d in (5, 50))
+        >>> bool((near - far).abs().max() > 1), dummy_distance(model, 5)
+        (True, dummy_distance(5) on 5 layers × 8 heads)
     """
     check_number("distance", distance)
     return rotation_hooks(model, layers, heads, PositionMap(f"dummy_distance({distance:g})", float(distance), 0.0))

@@ -90,12 +90,9 @@ def drop_component(model: Any, component: Part, *, layers: Layers = None, heads:
         >>> from tl_posdisent import demo_tokens, load_demo_model
         >>> from tl_posdisent.hooks import drop_component
         >>> model, tokens = load_demo_model(), demo_tokens(length=64)
-        >>> plain = model(tokens, return_type="loss").item()
-        >>> for part in ("query", "distance"):
-        ...     loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=drop_component(model, part)).item()
-        ...     print(part, abs(round(loss - plain, 3)) > 0.01)
-        query False
-        distance True
+        >>> loss = model.run_with_hooks(tokens, return_type="loss", fwd_hooks=drop_component(model, "distance"))
+        >>> bool(loss > model(tokens, return_type="loss") + 0.01)
+        True
     """
     check_choice("component", component, get_args(Part))
     edit = component_edit(f"drop_component({component})", [name for name in get_args(Part) if name != component])

@@ -46,14 +46,6 @@ class Captured:
         scores: ``[batch, head, query, key]``, logits before the softmax, scale and soft cap included: the model's own,
             else computed from ``q_rot`` and ``k_rot`` when first used. Outside the mask (``spec.mask(length)``) they
             may hold anything.
-
-    Example:
-        >>> from tl_posdisent import capture, demo_tokens, load_demo_model
-        >>> layer = next(capture(load_demo_model(), demo_tokens(length=8), layers=1, scores=False))
-        >>> layer
-        Captured(layer 1: q (1, 8, 8, 16), k (1, 8, 4, 16), q_rot (1, 8, 8, 16), k_rot (1, 8, 4, 16))
-        >>> layer.scores.shape
-        torch.Size([1, 8, 8, 8])
     """
 
     layer: int
@@ -104,10 +96,10 @@ def capture(
 
     Example:
         >>> from tl_posdisent import capture, demo_tokens, load_demo_model
-        >>> for layer in capture(load_demo_model(), demo_tokens(length=32), layers=[0, 3]):
-        ...     print(layer.layer, tuple(layer.q.shape), tuple(layer.scores.shape))
-        0 (1, 32, 8, 16) (1, 8, 32, 32)
-        3 (1, 32, 8, 16) (1, 8, 32, 32)
+        >>> for layer in capture(load_demo_model(), demo_tokens(length=8), layers=[0, 3], scores=False):
+        ...     print(layer)
+        Captured(layer 0: q (1, 8, 8, 16), k (1, 8, 4, 16), q_rot (1, 8, 8, 16), k_rot (1, 8, 4, 16))
+        Captured(layer 3: q (1, 8, 8, 16), k (1, 8, 4, 16), q_rot (1, 8, 8, 16), k_rot (1, 8, 4, 16))
     """
     check_flag("scores", scores)
     reading = read_model(model, layers)

@@ -97,6 +97,7 @@ def rope_capacity(
 
     A query and a key are free to have any z_c, so this is what RoPE can do at all (an inverse Fourier transform,
     arXiv 2503.13305). What the frequencies cannot tell apart over these distances gets the smallest coefficients.
+    Returns ``RopeCapacity``.
 
     Args:
         rotary: the layer's frequencies, angles rounded as its model rounds them.
@@ -104,9 +105,6 @@ def rope_capacity(
         target: the function's value at each.
         ridge: weight of ``Σ|z_c|²``, in (units of the target / units of z)², not negative.
         intercept: whether to fit a constant too, which the ridge leaves alone. The softmax does not see one.
-
-    Returns:
-        ``RopeCapacity``.
 
     Raises:
         ValueError: distances or a target that are not finite, empty, or of unequal length; a negative ridge; a rotary

@@ -49,18 +49,6 @@ class AttentionFit(CellsFit):
         cells: those of the mask.
         pooled: whether all entries of the first axis share one distance component.
         pseudo_count: part of the pattern that was replaced by uniform attention for the fit.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent import fit_attention
-        >>> distance = torch.arange(8.0)[:, None] - torch.arange(8.0)
-        >>> fit = fit_attention(torch.stack([-distance, -(distance**2)]))  # two heads that read the distance alone
-        >>> fit
-        AttentionFit of 2 patterns, 8 queries × 8 keys
-          explained 1.000   KL ... nats per query
-          alone: distance 1.000   key ...
-        >>> fit.to_frame().columns.tolist()
-        ['head', 'explained', 'explained_distance', 'explained_key', 'kl']
     """
 
     distance: Float64[Tensor, "*fit distance"]

@@ -28,12 +28,6 @@ class ModelReading:
         n_layers: layers of the model.
         without_attention: layers that do not attend (of models that mix attention with other layers). Tables over
             layers name them in ``table.attrs["layers_without_attention"]``.
-
-    Example:
-        >>> from tl_posdisent import load_demo_model, read_model
-        >>> reading = read_model(load_demo_model())
-        >>> reading
-        ModelReading(5 of 5 layers of LlamaForCausalLM)
     """
 
     model: Any
@@ -128,6 +122,8 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, read_model
         >>> reading = read_model(load_demo_model())
+        >>> reading
+        ModelReading(5 of 5 layers of LlamaForCausalLM)
         >>> spec = reading.specs(0)[0]
         >>> spec.n_heads, spec.n_kv_heads, spec.causal, spec.rotary.pairing, spec.rotary.dim
         (8, 4, True, 'half', 16)

@@ -41,13 +41,6 @@ class SufficientHeads(HasTable):
         accuracy, loss: with the sufficient set alone.
         heads: the set, ``(layer, head)``, the most important ones first.
         path: from all heads to none, one row per number of heads of the search: ``heads``, ``accuracy``, ``loss``.
-
-    Example:
-        >>> from tl_posdisent.synthetic import preset, sufficient_heads
-        >>> small = preset("small")
-        >>> found = sufficient_heads(small.model("rope", "count"), *small.tasks["count"].batch(20))
-        >>> found.accuracy >= found.keep * found.baseline
-        True
     """
 
     by: By
@@ -115,8 +108,8 @@ def sufficient_heads(
         >>> from tl_posdisent.synthetic import preset, sufficient_heads
         >>> small = preset("small")
         >>> model, samples = small.model("rope", "distance"), small.tasks["distance"].batch(40)
-        >>> bool(sufficient_heads(model, *samples, keep=0.5).path["heads"].max() == 12)
-        True
+        >>> sufficient_heads(model, *samples, keep=0.5)
+        SufficientHeads: accuracy ...
     """
     _check(model, by)
     check_samples(model, tokens, labels)
@@ -261,15 +254,6 @@ class DepositReport(HasTable):
         layer, head: of the largest drop (the first, if several are equal); None if all drops are 0.
         drops: one row per head: ``layer``, ``head``, ``drop`` (negative: a gain), ``share`` (its p).
         sufficient: small sets of heads that suffice, where they were searched for.
-
-    Example:
-        >>> import pandas as pd
-        >>> from tl_posdisent.synthetic import deposit
-        >>> rows = [(0, 0, 0.95, -0.75), (0, 1, 0.95, -0.05), (1, 0, 0.95, -0.05), (1, 1, 0.95, 0.01)]
-        >>> deposit(pd.DataFrame(rows, columns=["layer", "head", "baseline", "effect"]))
-        DepositReport of 4 heads in 2 layers, baseline 0.950
-          largest drop 0.750 (layer 0, head 0), second 0.050; share 0.88, effective number of heads 1.56
-          share by layer: 0.94 0.06
     """
 
     baseline: float
@@ -338,11 +322,13 @@ def deposit(
         ValueError: a table without these columns, with a head twice, numbers that are not finite, or several baselines.
 
     Example:
-        >>> from tl_posdisent import demo_tokens, head_ablation, load_demo_model
+        >>> import pandas as pd
         >>> from tl_posdisent.synthetic import deposit
-        >>> table = head_ablation(load_demo_model(), demo_tokens(length=128), mode="mean", progress=False)
-        >>> deposit(table, better="lower").effective_heads > 5  # of a loss
-        True
+        >>> rows = [(0, 0, 0.95, -0.75), (0, 1, 0.95, -0.05), (1, 0, 0.95, -0.05), (1, 1, 0.95, 0.01)]
+        >>> deposit(pd.DataFrame(rows, columns=["layer", "head", "baseline", "effect"]))
+        DepositReport of 4 heads in 2 layers, baseline 0.950
+          largest drop 0.750 (layer 0, head 0), second 0.050; share 0.88, effective number of heads 1.56
+          share by layer: 0.94 0.06
     """
     check_choice("better", better, ("higher", "lower"))
     check_choice("measure", measure, ("metric", "loss"))

@@ -231,13 +231,6 @@ class TrainRun(HasTable):
             dropout) and ``grad_norm`` (before clipping); ``test_loss`` and ``test_accuracy``, NaN where not measured;
             ``seconds`` of training.
         checkpoints: step → file with the weights.
-
-    Example:
-        >>> from tl_posdisent.synthetic import TrainConfig, preset, train
-        >>> small, how = preset("small"), TrainConfig(epochs=1, batch_size=32, n_train=320, n_test=100)
-        >>> run = train(small.model("rope", "count"), small.tasks["count"], how, progress=False)
-        >>> run.metrics["step"].tolist()
-        [10]
     """
 
     model: SyntheticModel
@@ -325,8 +318,7 @@ def train(
         stop_at: stop after this step, to resume another time.
         on_step: called with the number of steps done and the model after every step.
 
-    Returns:
-        ``TrainRun``: model (in evaluation mode), metrics, checkpoints.
+    Returns a ``TrainRun``: model (in evaluation mode), metrics, checkpoints.
 
     Raises:
         ValueError: a model that does not fit the task; a loss that is not finite; ``resume`` without a folder, or with
