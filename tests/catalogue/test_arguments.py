@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "flag": (
         [1, "yes"],
         "biases by_subspace causal centred check extrapolate final_norm ignore_zero intercept keep_last "
-        "latent_norm log pool raster replaced shared_rotary_query source_norm stray_triggers streaming every_layer "
+        "latent_norm log pool replaced shared_rotary_query source_norm stray_triggers streaming every_layer "
         "sufficiency trained two_triggers",
     ),
     "choice": (

@@ -291,7 +291,7 @@ def _editable(model: Any) -> bool:
 @pytest.mark.parametrize(("charts", "more"), [(1, 1), (3, 0)])
 @pytest.mark.parametrize(("n_heads", "length"), [(8, 512), (32, 128), (1, 700), (12, 60), (40, 64), (3, 4000)])
 def test_what_is_suggested_is_allowed(n_heads: int, length: int, charts: int, more: int) -> None:
-    options = choice.Options(None, 0, None, None, None, raster=False)
+    options = choice.Options(None, 0, None, None, None)
 
     def attempt(**changed: Any) -> None:
         shape = (n_heads, length, length)

@@ -93,11 +93,6 @@ SEQUENTIAL = _scale("ffffd9 edf8b1 c7e9b4 7fcdbb 41b6c4 1d91c0 225ea8 253494 081
 """Pale yellow, green, dark blue (ColorBrewer's YlGnBu)."""
 
 
-def diverging(share: float) -> str:
-    """The colour of a number from -1 to 1."""
-    return on_scale(DIVERGING, (share + 1) / 2)
-
-
 def on_scale(scale: Sequence[Sequence[Any]], share: float) -> str:
     """The colour of a number from 0 to 1 on a scale."""
     places = [stop[0] for stop in scale]

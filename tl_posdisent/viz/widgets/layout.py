@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from tl_posdisent.utils.validation import check_flag, check_indices, check_integer, check_number, head_label
+from tl_posdisent.utils.validation import check_indices, check_integer, check_number, head_label
 from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 from tl_posdisent.viz.widgets.offline import Widget, axis_token, rounded, script_json
 
@@ -161,8 +161,6 @@ def _menu(groups: Mapping[str, Sequence[str]]) -> str:
 
 CELLS = 200_000
 """Cells that a browser draws in about 20 s."""
-IMAGE_CELLS = 2**23
-"""Cells that are made into images: a page of some 8 MB."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,6 @@ class Options:
     positions: Iterable[int] | None
     scale: float | None
     title: str | None
-    raster: bool
     layer: int | None = None
 
 
@@ -231,8 +228,7 @@ def choose(
 ) -> Choice:
     """Check what of matrices of shape ``[*batch, query, key]`` is to be shown.
 
-    ``charts`` matrices are drawn for each head, and ``more`` besides, unless as images. ``layers`` are those of an axis
-    before the heads.
+    ``charts`` matrices are drawn for each head, and ``more`` besides. ``layers`` are those of an axis before the heads.
     """
     *batch, n_query, n_key = shape
     layer, n_layers = options.layer, 1
@@ -250,8 +246,7 @@ def choose(
         raise ValueError(f"the matrices must be square, as a whole text's are, got {n_query} queries × {n_key} keys")
     words = check_tokens(tokens, n_key)
     positions = check_positions(options.positions, n_key)
-    check_flag("raster", options.raster)
-    _check_cells(len(heads), len(positions), charts, 0 if options.raster else more, raster=options.raster)
+    _check_cells(len(heads), len(positions), charts, more)
     labels = [axis_token(words[i]) for i in positions]
     if positions != list(range(len(positions))):
         labels = [f"{label}@{i}" for label, i in zip(labels, positions, strict=True)]
@@ -289,19 +284,17 @@ def check_tokens(tokens: Any, length: int) -> list[str]:
     return words
 
 
-def _check_cells(n_heads: int, length: int, charts: int, more: int, *, raster: bool) -> None:
+def _check_cells(n_heads: int, length: int, charts: int, more: int) -> None:
     """Raise for more cells than a browser can draw; the error suggests selections that fit."""
-    most, matrices = IMAGE_CELLS if raster else CELLS, n_heads * charts + more
-    if matrices * length**2 <= most:
+    matrices = n_heads * charts + more
+    if matrices * length**2 <= CELLS:
         return
-    fewer, shorter = (most // length**2 - more) // charts, math.isqrt(most // matrices)
+    fewer, shorter = (CELLS // length**2 - more) // charts, math.isqrt(CELLS // matrices)
     ways = [f"heads=range({fewer})"] if fewer > 0 else []
     ways += [f"positions=range({shorter})"] if shorter >= 2 else []
-    ways += ["raster=True"] if not raster and n_heads * charts * length**2 <= IMAGE_CELLS else []
     raise ValueError(
         f"heads and positions must be fewer: {matrices} matrices of {length}×{length} are {matrices * length**2} "
-        f"cells, and {'images have' if raster else 'a browser is asked to draw'} {most} at most; choose for instance "
-        + " or ".join(ways)
+        f"cells, and a browser is asked to draw {CELLS} at most; choose for instance " + " or ".join(ways)
     )
 
 

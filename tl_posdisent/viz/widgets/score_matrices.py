@@ -17,9 +17,8 @@ from tl_posdisent.models.reading.forward import Hook, check_tokens, run, token_w
 from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
 from tl_posdisent.utils.validation import check_choice, check_flag, described, is_integer
-from tl_posdisent.viz.widgets.layout import Choice, Options, choose, head_selector, pick
+from tl_posdisent.viz.widgets.layout import Choice, Options, choose, head_selector, matrices_beside, pick
 from tl_posdisent.viz.widgets.offline import Widget
-from tl_posdisent.viz.widgets.raster import beside
 
 ScoreComponent = Literal["scores", "fitted", "residual", "distance", "query", "key"]
 _COMPONENTS = get_args(ScoreComponent)
@@ -40,7 +39,6 @@ def show_scores(
     centred: bool = True,
     scale: float | None = None,
     title: str | None = None,
-    raster: bool = False,
 ) -> Widget:
     """Show one component of the scores for all heads: small, and the selected head in full size.
 
@@ -61,7 +59,6 @@ def show_scores(
         scale: magnitude of the darkest colours, in units of the scores; default the largest in the chosen heads but
             for one cell in 200 and those of the first key, which often is an attention sink; its colours are cut off.
         title: default describes the content.
-        raster: draw images instead of charts, a pixel for each cell: for 2048 positions of two heads, or 512 of 32.
 
     Raises:
         ValueError: unusable arguments; more cells than a browser draws: the error names a choice that is not.
@@ -78,7 +75,7 @@ def show_scores(
     check_fit(fit)
     if scores is None and component in ("scores", "residual"):
         raise ValueError(f"scores must be given to show the component {component!r}: the fit does not keep them")
-    options = Options(heads, text, positions, scale, title, raster, layer)
+    options = Options(heads, text, positions, scale, title, layer)
     choice = choose(check_fit(fit), tokens, options, more=1, layers=fit.layers)
     components = _components(fit, choice, scores, centred=centred)
     titles = {"fitted": "the fitted scores", "scores": "the scores", "residual": "what the fit leaves of the scores"}
@@ -88,8 +85,6 @@ def show_scores(
         _MEAN if centred and component in ("scores", "fitted") else "",
         causal=fit.cells.low >= 0,
     )
-    if raster:
-        return beside({"": components[component]}, choice, layout)
     return head_selector(components[component], choice.names, choice.tokens, layout)
 
 
@@ -105,14 +100,13 @@ def show_parts(
     centred: bool = True,
     scale: float | None = None,
     title: str | None = None,
-    raster: bool = False,
 ) -> Widget:
     """Show all components of one head's scores side by side, in one colour scale: distance + query + key = fitted.
 
     With ``scores`` these and the residual are shown too: fitted + residual = scores.
 
     Args:
-        fit, tokens, scores, layer, text, positions, centred, scale, title, raster: as in ``show_scores``.
+        fit, tokens, scores, layer, text, positions, centred, scale, title: as in ``show_scores``.
         head: its number.
 
     Raises:
@@ -130,7 +124,7 @@ def show_parts(
     if not is_integer(head):
         raise ValueError(f"head must be an integer, got {head!r}")
     names = [name for name in _COMPONENTS if scores is not None or name not in ("scores", "residual")]
-    options = Options([head], text, positions, scale, title, raster, layer)
+    options = Options([head], text, positions, scale, title, layer)
     choice = choose(check_fit(fit), tokens, options, charts=len(names), layers=fit.layers)
     components = _components(fit, choice, scores, centred=centred)
     layout = choice.layout(
@@ -139,7 +133,7 @@ def show_parts(
         "distance + query + key = fitted. " + (_MEAN if centred else ""),
         causal=fit.cells.low >= 0,
     )
-    return beside({name: components[name] for name in names}, choice, layout)
+    return matrices_beside({name: components[name] for name in names}, choice.names, choice.tokens, layout)
 
 
 def show_patterns(
@@ -153,14 +147,13 @@ def show_patterns(
     positions: Iterable[int] | None = None,
     scale: float | None = None,
     title: str | None = None,
-    raster: bool = False,
 ) -> Widget:
     """Show the model's attention pattern beside that of the additive scores, head by head.
 
     The additive pattern is the softmax of ``fit.fitted()`` over the fit's mask.
 
     Args:
-        fit, tokens, heads, layer, text, positions, scale, title, raster: as in ``show_scores``.
+        fit, tokens, heads, layer, text, positions, scale, title: as in ``show_scores``.
         pattern: the model's own, of the fit's shape, such as ``cache["pattern", 3]``.
 
     Raises:
@@ -175,7 +168,7 @@ def show_patterns(
         Widget('Attention patterns of the model and of its additive scores')
     """
     _check_alike(fit, "pattern", pattern)
-    options = Options(heads, text, positions, scale, title, raster, layer)
+    options = Options(heads, text, positions, scale, title, layer)
     choice = choose(check_fit(fit), tokens, options, charts=2, layers=fit.layers)
     additive, inside = _additive_pattern(fit, choice)
     own = choice.of(pattern.detach()).to(additive.device)
@@ -188,7 +181,7 @@ def show_patterns(
         "Rows are queries; those of a whole text add up to 1.",
         causal=fit.cells.low >= 0,
     )
-    return beside(shown, choice, layout)
+    return matrices_beside(shown, choice.names, choice.tokens, layout)
 
 
 def check_fit(fit: Any) -> tuple[int, ...]:
@@ -262,14 +255,13 @@ def show_change(
     positions: Iterable[int] | None = None,
     scale: float | None = None,
     title: str | None = None,
-    raster: bool = False,
 ) -> Widget:
     """Show two patterns, or two score matrices, and their difference, side by side in one colour scale, head by head.
 
     Args:
         before, after: ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``, from any two runs.
         mask: cells that count, as in ``fit_additive``; others may hold anything, and are shown as 0.
-        tokens, heads, layer, text, positions, scale, title, raster: as in ``show_scores``.
+        tokens, heads, layer, text, positions, scale, title: as in ``show_scores``.
 
     Raises:
         ValueError: unusable arguments; a cell inside the mask that is not finite; more cells than a browser draws.
@@ -289,7 +281,7 @@ def show_change(
             )
     if before.shape != after.shape:
         raise ValueError(f"after must have the shape of before, {tuple(before.shape)}, got {tuple(after.shape)}")
-    options = Options(heads, text, positions, scale, title, raster, layer)
+    options = Options(heads, text, positions, scale, title, layer)
     return _change(before, after, tokens, mask, options, "before and after")
 
 
@@ -304,7 +296,9 @@ def _change(before: Tensor, after: Tensor, tokens: Any, mask: Any, options: Opti
             raise ValueError(f"{name} must be finite inside the mask, got NaN, infinite or masking values")
     shown = {"before": old, "after": new, "after − before": new - old}
     note = "Rows are queries, columns keys."
-    return beside(shown, choice, choice.layout(shown.values(), title, note, causal=cells.low >= 0))
+    return matrices_beside(
+        shown, choice.names, choice.tokens, choice.layout(shown.values(), title, note, causal=cells.low >= 0)
+    )
 
 
 def show_interventions(
@@ -319,7 +313,6 @@ def show_interventions(
     positions: Iterable[int] | None = None,
     scale: float | None = None,
     title: str | None = None,
-    raster: bool = False,
 ) -> Widget:
     """Show the attention of a layer's heads without and with an intervention, such as a dummy distance.
 
@@ -331,7 +324,7 @@ def show_interventions(
         hooks: of an intervention, or any ``fwd_hooks``.
         layer: whose attention to show; the hooks may act anywhere.
         what: ``"pattern"``, or ``"scores"`` where the model shows them.
-        heads, text, positions, scale, title, raster: as in ``show_change``, which draws the result.
+        heads, text, positions, scale, title: as in ``show_change``, which draws the result.
 
     Raises:
         ValueError: unusable arguments; a layer that does not show its scores, or whose pattern would not show what
@@ -347,7 +340,7 @@ def show_interventions(
     check_choice("what", what, get_args(What))
     spec, model = read_attention(model, layer), model_of(model)
     ids = check_tokens(model, tokens)
-    options = Options(heads, text, positions, scale, title, raster, layer)
+    options = Options(heads, text, positions, scale, title, layer)
     # What cannot be drawn is refused before the model runs.
     choose((len(ids), spec.n_heads, ids.shape[1], ids.shape[1]), [""] * ids.shape[1], options, charts=3)
     tap = spec.pattern if what == "pattern" else spec.scores
