@@ -178,6 +178,18 @@ def smollm2_layers() -> go.Figure:
     return figure.update_yaxes(title="nats per token").update_xaxes(title="layer", dtick=5)
 
 
+def smollm2_sufficiency() -> go.Figure:
+    """How few heads of SmolLM2-135M can do with their distances alone."""
+    table = pd.read_csv(FOLDER / "smollm2" / "sufficiency.csv")
+    figure = go.Figure()
+    for name, rows in table.groupby("heads"):
+        figure.add_scatter(x=rows["k"], y=rows["kept"], name=f"heads of {name}" if name != "random" else "random heads")
+    figure.update_traces(mode="lines+markers")
+    figure.update_layout(title="Every distance 5 in all heads but some", legend={"orientation": "h", "y": 1.1})
+    figure.update_xaxes(title="heads that keep their distances", type="category")
+    return figure.update_yaxes(title="loss added (nats per token)", rangemode="tozero")
+
+
 SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     ablation: (680, 360),
     substitution: (760, 560),
@@ -195,6 +207,7 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     language_dynamics: (960, 360),
     trained_and_random: (960, 330),
     smollm2_layers: (720, 340),
+    smollm2_sufficiency: (680, 340),
     smollm2_heads: (340, 620),
     smollm2_by_layer: (680, 300),
 }
