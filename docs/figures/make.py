@@ -104,18 +104,6 @@ def drops() -> go.Figure:
     return figure.update_yaxes(title="layer", row=1, col=1)
 
 
-def training() -> go.Figure:
-    task = tp.synthetic.TriggerCount(d_vocab=24, n_triggers=3, max_count=8, min_length=8, max_length=24, n_ctx=24)
-    shape: dict[str, Any] = {name: getattr(task, name) for name in ("d_vocab", "n_ctx", "n_out", "pad_id")}
-    model = tp.synthetic.SyntheticModel(
-        tp.synthetic.SyntheticConfig(n_layers=2, d_model=32, n_heads=4, d_mlp=64, **shape)
-    )
-    config = tp.synthetic.TrainConfig(
-        epochs=10, batch_size=64, n_train=6400, n_test=1000, lr=2e-3, log_every=20, test_every=100
-    )
-    return tp.viz.plot_training(tp.synthetic.train(model, task, config, progress=False))
-
-
 def dynamics() -> go.Figure:
     small, steps = tp.synthetic.preset("small"), tuple(range(0, 301, 25))
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +190,6 @@ SIZES: dict[Callable[[], go.Figure], tuple[int, int]] = {
     shares: (860, 400),
     deposit: (860, 360),
     drops: (960, 280),
-    training: (680, 460),
     dynamics: (860, 360),
     language_dynamics: (960, 360),
     trained_and_random: (960, 330),

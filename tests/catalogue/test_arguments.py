@@ -176,7 +176,7 @@ ELSEWHERE = {
 # Only the result that they take is tried: the rest is tested where there is such a result.
 OF_A_RESULT = {
     *("plot_deposit", "plot_distance_sources", "plot_dynamics", "plot_length", "plot_perturbation", "plot_shares"),
-    *("plot_subspaces", "plot_substitution", "plot_training", "plot_verdicts"),
+    *("plot_subspaces", "plot_substitution", "plot_verdicts"),
     *("shapley_values", "dynamics", "sweep"),
 }
 # Refused in other words, or not at all.
@@ -185,7 +185,7 @@ NOT_YET = words_of(
     check_model.tools check_model.lengths head_labels.attention_mask length_generalization.hooks
     output_projection.hooks show_scores.scores show_parts.scores show_patterns.pattern
     sufficient_heads.order
-    train_preset.device jobs.experiments plot_training.run fit_attention.pattern
+    train_preset.device jobs.experiments fit_attention.pattern
     """
 )
 # Arguments without a kind: any truth value, the user's functions and words, paths, and those of one function alone,

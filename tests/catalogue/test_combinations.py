@@ -286,7 +286,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("show_key_importance", {"fit": {}}, "one of the same shape for each layer"),
     ("show_patterns", {"pattern": SCORES * 9}, "pattern must be probabilities"),
     ("show_patterns", {"pattern": SCORES[:, :2].softmax(-1)}, "pattern must have"),
-    ("show_change", {"after": SCORES[:1]}, "after must have the shape"),
     ("plot_length", {"tables": {}}, "tables must have"),
 ]
 

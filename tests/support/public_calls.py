@@ -123,7 +123,6 @@ OWN: dict[str, dict[str, Any]] = {
     "rope_capacity": {"target": [0.0, 1.0]},
     "rotary_from_table": {"cos": ANGLES.cos(), "sin": ANGLES.sin()},
     "rotate": {"positions": torch.arange(9)},
-    "show_change": {"tokens": WORDS, "before": SCORES, "after": SCORES},
     "show_key_importance": {"tokens": WORDS},
     "show_parts": {"tokens": WORDS},
     "show_patterns": {"tokens": WORDS, "pattern": SCORES.softmax(-1)},

@@ -27,7 +27,6 @@ from tl_posdisent import (
 from tl_posdisent.experiments.causal.metrics import next_token_loss
 from tl_posdisent.rope import COMPONENTS
 from tl_posdisent.synthetic import SufficientHeads, deposit
-from tl_posdisent.synthetic.training.train import TrainRun
 from tl_posdisent.viz import (
     plot_deposit,
     plot_dynamics,
@@ -35,7 +34,6 @@ from tl_posdisent.viz import (
     plot_perturbation,
     plot_subspaces,
     plot_substitution,
-    plot_training,
     plot_verdicts,
 )
 from tl_posdisent.viz.palette import GREY, NEGATIVE, POSITIVE, VERDICTS, ZERO, faint
@@ -78,15 +76,6 @@ PERTURBATION = pd.DataFrame(
     columns=["kind", "fraction", "added_loss", "added_loss_se"],
 )
 LENGTH = pd.DataFrame({"start": [100, 0], "stop": [300, 100], "loss": [5.0, 3.0], "entropy": [2.0, 1.0]})
-METRICS = pd.DataFrame(
-    {
-        "step": [10, 20, 30],
-        "loss": [3.0, 2.0, 1.0],
-        "accuracy": [0.1, 0.4, 0.9],
-        "test_loss": [NAN, 2.5, 1.5],
-        "test_accuracy": [NAN, 0.3, 0.8],
-    }
-)
 MARGINS = pd.DataFrame(
     [(20, 1, 0, 4.0), (20, 0, 1, 3.0), (0, 1, 1, 2.0), (0, 0, 0, 1.0)], columns=["step", "layer", "head", "margin"]
 )
@@ -106,11 +95,10 @@ PLOTS: list[tuple[Callable[..., go.Figure], pd.DataFrame, list[str]]] = [
     (plot_substitution, SUBSTITUTION, ["scope", "put_in", "keep", "change"]),
     (plot_perturbation, PERTURBATION, ["kind", "fraction", "added_loss", "added_loss_se"]),
     (partial(plot_length, measures=["loss"]), LENGTH, ["start", "stop", "loss"]),
-    (plot_training, METRICS, ["step", "loss", "accuracy", "test_loss", "test_accuracy"]),
     (partial(plot_dynamics, value="margin"), MARGINS, ["step", "layer", "margin"]),
     (plot_verdicts, HEAD_VERDICTS, ["layer", "head", "verdict", "gap"]),
 ]
-NAMES = ["heads", "distance", "shares", "subspaces", "deposit", "substitution", "perturbation", "length", "training"]
+NAMES = ["heads", "distance", "shares", "subspaces", "deposit", "substitution", "perturbation", "length"]
 NAMES += ["dynamics", "verdicts"]
 
 
@@ -508,19 +496,6 @@ def test_small_changes_over_a_text_look_small() -> None:
         low, high = plot_length(LENGTH.assign(loss=losses), ["loss"]).layout.yaxis.range
         assert 0.999 * least <= high - low <= 1.11 * least
         assert all(np.isnan(x) or low <= x <= high for x in losses)
-
-
-def test_training_draws_the_test_only_where_it_was_measured() -> None:
-    run = object.__new__(TrainRun)
-    for field in dataclasses.fields(TrainRun):
-        object.__setattr__(run, field.name, METRICS if field.name == "metrics" else None)
-    for source in (METRICS, run):
-        loss, test_loss, accuracy, test_accuracy = plot_training(source).data
-        assert (list(loss.x), list(loss.y)) == ([10, 20, 30], [3, 2, 1])
-        assert (list(test_loss.x), list(test_loss.y)) == ([20, 30], [2.5, 1.5])
-        assert (list(accuracy.y), list(test_accuracy.y)) == ([0.1, 0.4, 0.9], [0.3, 0.8])
-        assert [line.yaxis for line in (loss, test_loss, accuracy, test_accuracy)] == ["y", "y", "y2", "y2"]
-        assert [line.name for line in (loss, test_loss)] == ["training", "test"]
 
 
 def test_dynamics_has_a_panel_per_layer_and_a_line_per_head() -> None:

@@ -146,8 +146,6 @@ def test_titles_say_layer_and_head_and_a_layer_is_chosen() -> None:
     assert data(tp.show_scores(fit, WORDS, layer=9))["choices"][0][0]["attentionHeadNames"][1] == "L9H1"
     assert tp.show_scores(fits[5], WORDS, heads=[3]).title == "Head 3: the fitted scores"
     assert tp.show_scores(fits[5], WORDS).title == "The fitted scores"
-    change = tp.viz.show_change(own[:, 0], own[:, 1], WORDS, layer=4, heads=[1])
-    assert change.title == "L4H1: before and after"
     for wrong in (None, 7):
         with pytest.raises(ValueError, match=f"layer must be one of the fit's, 5, 6, 9, got {wrong}"):
             tp.show_scores(fit, WORDS, layer=wrong)
@@ -155,8 +153,9 @@ def test_titles_say_layer_and_head_and_a_layer_is_chosen() -> None:
         tp.show_scores(fits[5], WORDS, layer=-1)
 
 
-def test_three_matrices_stand_in_a_row_of_a_notebook() -> None:
-    widget = tp.viz.show_change(random_scores(1).sigmoid(), random_scores(1, seed=1).sigmoid(), WORDS)
+def test_six_matrices_stand_in_two_rows_of_a_notebook() -> None:
+    scores = random_scores(1)
+    widget = tp.show_parts(tp.fit_additive(scores), WORDS, 0, scores=scores)
     (least,) = re.findall(r"minmax\(min\(100%,(\d+)px\),1fr\)", data(widget)["columns"])
     assert 3 * int(least) + 2 * 8 + 24 <= 860  # JupyterLab and VS Code have more
 
@@ -245,8 +244,6 @@ def test_masked_cells_may_hold_anything(dtype: torch.dtype) -> None:
     widgets = [tp.show_parts(tp.fit_additive(x), WORDS, 0, scores=x) for x in (scores, masked)]
     assert torch.equal(*map(matrices, widgets))
     assert matrices(widgets[0])[..., upper].abs().max() == 0
-    patterns = [x.masked_fill(upper, fill) for x, fill in ((scores.sigmoid(), 0), (scores.sigmoid(), torch.nan))]
-    assert torch.equal(*(matrices(tp.viz.show_change(x, x / 2, WORDS)) for x in patterns))
 
 
 # --- interventions ------------------------------------------------------------------------------------------

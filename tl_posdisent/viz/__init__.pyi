@@ -5,13 +5,11 @@ from .plots.curves import plot_distance as plot_distance
 from .plots.curves import plot_dynamics as plot_dynamics
 from .plots.curves import plot_length as plot_length
 from .plots.curves import plot_perturbation as plot_perturbation
-from .plots.curves import plot_training as plot_training
 from .plots.heatmaps import plot_distance_sources as plot_distance_sources
 from .plots.heatmaps import plot_heads as plot_heads
 from .plots.heatmaps import plot_subspaces as plot_subspaces
 from .plots.heatmaps import plot_verdicts as plot_verdicts
 from .widgets.offline import Widget as Widget
-from .widgets.score_matrices import show_change as show_change
 from .widgets.score_matrices import show_interventions as show_interventions
 from .widgets.score_matrices import show_parts as show_parts
 from .widgets.score_matrices import show_patterns as show_patterns

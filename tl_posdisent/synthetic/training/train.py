@@ -21,7 +21,7 @@ from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
 from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop, load_checkpoint, save_checkpoint
-from tl_posdisent.utils.pictures import HasTable, figure_function
+from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import no_autocast, with_gradients
 from tl_posdisent.utils.validation import check_fields, check_float64, check_integer, check_number, described, shown
 
@@ -271,10 +271,6 @@ class TrainRun(HasTable):
     def to_frame(self) -> pd.DataFrame:
         """A copy of the metrics."""
         return self.metrics.copy()
-
-    def plot(self, **options: Any) -> Any:
-        """Plot loss and accuracy: ``plot_training``, with its options."""
-        return figure_function("plot_training")(self, **options)
 
     def __repr__(self) -> str:
         kept = f", {len(self.checkpoints)} checkpoints" if self.checkpoints else ""

@@ -11,9 +11,8 @@ import plotly.graph_objects as go
 
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.synthetic.training.train import TrainRun
 from tl_posdisent.utils.validation import check_flag, check_integer
-from tl_posdisent.viz.palette import BLUE, GREY, HUES, ORANGE, faint, line_style
+from tl_posdisent.viz.palette import GREY, HUES, faint, line_style
 
 from .tables import (
     By,
@@ -270,43 +269,6 @@ def plot_length(
     figure.update_layout(height=140 + 200 * len(measures))
     figure.update_xaxes(title="position in the text (tokens)", row=len(measures), col=1)
     return add_title(figure, title, "Loss and attention by position in the text")
-
-
-def plot_training(run: TrainRun | pd.DataFrame, *, title: str | None = None) -> go.Figure:
-    """Plot training and test loss and accuracy over training steps.
-
-    Args:
-        run: the result of ``train``, or its ``metrics``, where a training point is the mean since the previous one.
-        title: of the figure; default says what it shows.
-
-    Raises:
-        ValueError: neither a run nor a table with its columns and rows.
-
-    Example:
-        >>> import pandas as pd
-        >>> from tl_posdisent.viz import plot_training
-        >>> columns = ["step", "loss", "accuracy", "test_loss", "test_accuracy"]
-        >>> rows = pd.DataFrame([(5, 2.0, 0.1, 2.1, 0.1), (10, 1.0, 0.6, 1.2, 0.5)], columns=columns)
-        >>> loss, test_loss, accuracy, test_accuracy = plot_training(rows).data
-        >>> loss.x.tolist(), test_accuracy.y.tolist()
-        ([5, 10], [0.1, 0.5])
-    """
-    measures = ("loss", "accuracy")
-    table = run.metrics if isinstance(run, TrainRun) else run
-    numbers = ["step", *measures, *(f"test_{measure}" for measure in measures)]
-    table = check_table(table, [], numbers, "train, in TrainRun.metrics")
-    figure = go.Figure().set_subplots(rows=2, shared_xaxes=True, vertical_spacing=0.06)
-    for row, measure in enumerate(measures, start=1):
-        for name, column, colour in (("training", measure, BLUE), ("test", f"test_{measure}", ORANGE)):
-            there = table.dropna(subset=column)
-            x, y = there["step"].to_numpy(), there[column].to_numpy()
-            mode = "lines" if name == "training" and len(there) > 1 else "lines+markers"
-            figure.add_scatter(x=x, y=y, name=name, mode=mode, line={"color": colour}, row=row, col=1)
-            figure.data[-1].update(legendgroup=name, showlegend=row == 1)
-    figure.update_yaxes(title="loss (nats per answer)", rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(title="accuracy (share)", range=[0, 1.01], row=2, col=1)
-    figure.update_xaxes(title="training step", row=2, col=1)
-    return add_title(figure, title, "Loss and accuracy during training")
 
 
 def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str | None = None) -> go.Figure:

@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
-from tl_posdisent.additive.cells import MaskKind, make_cells
+from tl_posdisent.additive.cells import make_cells
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, check_tokens, run, token_words
 from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
-from tl_posdisent.utils.validation import check_choice, check_flag, described, is_integer
+from tl_posdisent.utils.validation import check_choice, check_flag, is_integer
 from tl_posdisent.viz.widgets.layout import Choice, Options, choose, head_selector, matrices_beside, pick
 from tl_posdisent.viz.widgets.offline import Widget
 
@@ -243,48 +243,6 @@ def _cells(
 What = Literal["pattern", "scores"]
 
 
-def show_change(
-    before: Float[Tensor, "*batch query key"],
-    after: Float[Tensor, "*batch query key"],
-    tokens: Sequence[str],
-    *,
-    mask: MaskKind | Bool[Tensor, "query key"] = "causal",
-    heads: Iterable[int] | None = None,
-    layer: int | None = None,
-    text: int = 0,
-    positions: Iterable[int] | None = None,
-    scale: float | None = None,
-    title: str | None = None,
-) -> Widget:
-    """Show two patterns, or two score matrices, and their difference, side by side in one colour scale, head by head.
-
-    Args:
-        before, after: ``[query, key]``, ``[head, query, key]`` or ``[text, head, query, key]``, from any two runs.
-        mask: cells that count, as in ``fit_additive``; others may hold anything, and are shown as 0.
-        tokens, heads, layer, text, positions, scale, title: as in ``show_scores``.
-
-    Raises:
-        ValueError: unusable arguments; a cell inside the mask that is not finite; more cells than a browser draws.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model
-        >>> from tl_posdisent.viz import show_change
-        >>> model, tokens = load_demo_model(), demo_tokens(length=16)
-        >>> _, cache = model.run_with_cache(tokens)
-        >>> show_change(cache["pattern", 1], cache["pattern", 2], model.to_str_tokens(tokens[0]), title="Two layers")
-        Widget('Two layers')
-    """
-    for name, x in (("before", before), ("after", after)):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 2:
-            raise ValueError(
-                f"{name} must be a floating point tensor of shape (*batch, query, key), got {described(x)}"
-            )
-    if before.shape != after.shape:
-        raise ValueError(f"after must have the shape of before, {tuple(before.shape)}, got {tuple(after.shape)}")
-    options = Options(heads, text, positions, scale, title, layer)
-    return _change(before, after, tokens, mask, options, "before and after")
-
-
 def _change(before: Tensor, after: Tensor, tokens: Any, mask: Any, options: Options, title: str) -> Widget:
     choice = choose(before.shape, tokens, options, charts=3)
     at = torch.tensor(choice.positions, device="cpu")
@@ -324,7 +282,7 @@ def show_interventions(
         hooks: of an intervention, or any ``fwd_hooks``.
         layer: whose attention to show; the hooks may act anywhere.
         what: ``"pattern"``, or ``"scores"`` where the model shows them.
-        heads, text, positions, scale, title: as in ``show_change``, which draws the result.
+        heads, text, positions, scale, title: as in ``show_scores``.
 
     Raises:
         ValueError: unusable arguments; a layer that does not show its scores, or whose pattern would not show what
