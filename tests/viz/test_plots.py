@@ -414,6 +414,26 @@ def test_distance_colours_the_most_positional_heads_and_says_which() -> None:
         plot_distance(both, log=True)
 
 
+def test_scales_of_any_number_of_verdicts_end_at_1() -> None:
+    """A browser replaces a scale that ends at 0.9999999999999999 by its own colours."""
+    for n in range(1, 9):
+        table = pd.DataFrame({"layer": 0, "head": range(n), "verdict": [f"{k}" for k in range(n)], "gap": 0.1})
+        scale = plot_verdicts(table).data[0].colorscale
+        assert (scale[0][0], scale[-1][0]) == (0.0, 1.0), n
+
+
+def test_many_layers_are_drawn_below_each_other_and_long_axes_skip_names() -> None:
+    rows = [(step, layer, head, 0.5) for step in (0, 300) for layer in range(30) for head in range(2)]
+    layout = plot_dynamics(pd.DataFrame(rows, columns=["step", "layer", "head", "r"]), "r").layout
+    domains = {(layout[f"xaxis{n or ''}"].domain, layout[f"yaxis{n or ''}"].domain) for n in (0, *range(2, 31))}
+    assert len(domains) == 30
+    assert len({x for x, _ in domains}) <= 6
+    bands = pd.DataFrame({"head": 0, "subspace": range(32), "frequency": 0.5 ** np.arange(32), "key_size": 1.0})
+    axis = plot_subspaces(bands, "key_size").layout.yaxis
+    assert len(axis.tickvals) == len(axis.ticktext) <= 16
+    assert dict(zip(axis.tickvals, axis.ticktext, strict=True))["4"] == f"{2 * np.pi * 16:.0f}"
+
+
 def test_verdicts_have_their_colours_and_are_counted() -> None:
     figure = plot_verdicts(HEAD_VERDICTS.sample(frac=1, random_state=0))
     (heat,) = figure.data

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.utils.validation import check_flag, check_integer
-from tl_posdisent.viz.palette import GREY, HUES, faint, line_style
+from tl_posdisent.viz.palette import GREY, HUES, SEQUENTIAL, faint, line_style, on_scale
 
 from .tables import (
     By,
@@ -29,6 +29,7 @@ from .tables import (
 
 _EXACT = 32  # distances that are drawn one by one
 _LEVEL = 0.2  # of the largest number, the least height of an axis of plot_length
+_PANELS = 6  # of layers beside each other
 _SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 
 
@@ -303,22 +304,31 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str 
     table = table.sort_values(key)
     layers = sorted(table["layer"].unique())
     titles = [f"layer {int(layer)}" for layer in layers] if by_head else None
-    columns = len(layers) if by_head else 1
+    panels = len(layers) if by_head else 1
+    columns, panel_rows = min(panels, _PANELS), -(-panels // _PANELS)
+    spacing = {"horizontal_spacing": 0.1 / columns, "vertical_spacing": 0.25 / panel_rows}
     figure = go.Figure().set_subplots(
-        rows=1, cols=columns, shared_yaxes=True, subplot_titles=titles, horizontal_spacing=0.1 / columns
+        rows=panel_rows, cols=columns, shared_xaxes="all", shared_yaxes="all", subplot_titles=titles, **spacing
     )
     line_of, lines = ("head", ["layer", "head"]) if by_head else ("layer", ["layer"])
     named = {number: n for n, number in enumerate(sorted(table[line_of].unique()))}
     for _, rows in table.groupby(lines):
         number = rows[line_of].iloc[0]
         style = line_style(named[number])
-        column = layers.index(rows["layer"].iloc[0]) + 1 if by_head else 1
+        if line_of == "layer" and len(named) > len(HUES):  # from light to dark, as deep as they are
+            style = {"color": on_scale(SEQUENTIAL, 0.25 + 0.75 * named[number] / len(named))}
+        row, column = divmod(layers.index(rows["layer"].iloc[0]) if by_head else 0, columns)
         x, y = rows["step"].to_numpy(), rows[value].to_numpy()
         first = not any(trace.legendgroup == str(number) for trace in figure.data)
-        figure.add_scatter(x=x, y=y, name=f"{line_of} {int(number)}", mode="lines", line=style, row=1, col=column)
+        figure.add_scatter(
+            x=x, y=y, name=f"{line_of} {int(number)}", mode="lines", line=style, row=row + 1, col=column + 1
+        )
         figure.data[-1].update(legendgroup=str(number), showlegend=first)
     low, high = float(table[value].min()), float(table[value].max())
     natural = natural_range(value, low, high)
     figure.update_yaxes(range=natural) if natural else figure.update_yaxes(rangemode="tozero")
-    figure.update_yaxes(title=title_of(value, table), row=1, col=1).update_xaxes(title="training step")
+    figure.update_yaxes(title=title_of(value, table), row=(panel_rows + 1) // 2, col=1)
+    figure.update_xaxes(title="training step", row=panel_rows, col=(columns + 1) // 2)
+    figure.update_xaxes(ticklabeloverflow="hide past domain" if panels > 1 else None)
+    figure.update_layout(height=150 + 150 * panel_rows if panel_rows > 1 else None)
     return add_title(figure, title, f"{without_unit(title_of(value, table))}, during training")

@@ -142,12 +142,12 @@ def plot_subspaces(
         hovertemplate="%{customdata[0]}, wavelength %{customdata[1]}: %{z:.4g}",
     )
     figure = add_title(go.Figure(heat), title, f"{without_unit(title_of(value, table))}, by wavelength and head")
-    by_number = names == whole(grid.index)
+    by_number, step = names == whole(grid.index), -(-len(names) // 16)
     figure.update_yaxes(
         title="subspace" if by_number else "wavelength (positions)",
         type="category",
-        tickvals=whole(grid.index),
-        ticktext=names,
+        tickvals=whole(grid.index)[::step],
+        ticktext=names[::step],
         autorange="reversed",
     )
     return figure.update_xaxes(**head_ticks(heads))
@@ -239,14 +239,14 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
         cells["letter"] += [f"<br>{x:.0%}" if there else "" for x, there in zip(table["recovered"], known, strict=True)]
     grids = cells.pivot(index="layer", columns="head")
     codes, n = grids["number"], len(names)
-    steps = [(k / n, VERDICTS.get(name, GREY)) for k, name in enumerate(names)]
+    colours = [VERDICTS.get(name, GREY) for name in names]
     heat = go.Heatmap(
         x=whole(codes.columns),
         y=whole(codes.index),
         z=codes.to_numpy(dtype=float, na_value=float("nan")),
         zmin=-0.5,
         zmax=n - 0.5,
-        colorscale=[(at + part / n, colour) for at, colour in steps for part in (0, 1)],
+        colorscale=[((k + part) / n, colour) for k, colour in enumerate(colours) for part in (0, 1)],  # ends at 1.0
         colorbar={"title": "verdict", "tickvals": list(range(n)), "ticktext": names},
         text=grids["letter"].fillna("").to_numpy(),
         texttemplate="%{text}" if codes.size <= WRITTEN else None,
