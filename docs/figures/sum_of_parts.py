@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent.viz.palette import diverging
+from tl_posdisent.viz.palette import DIVERGING, on_scale
 
 LENGTH, SIDE, GAP, LEVELS = 56, 168, 36, 21  # tokens; size and distance of the maps; colours
 TOP, LEFT, WIDTH, HEIGHT = 44, 10, 1004, 256
@@ -54,7 +54,7 @@ def strokes(levels: Tensor) -> str:
     """Each colour as one path of horizontal runs, or of vertical ones if these are fewer; -1 is left out."""
     across, down = runs(levels), runs(levels.T)
     upright = sum(map(len, down)) < sum(map(len, across))
-    colours = [diverging(2 * n / (LEVELS - 1) - 1) for n in range(LEVELS)]
+    colours = [on_scale(DIVERGING, n / (LEVELS - 1)) for n in range(LEVELS)]
     paths = []
     for shade, found in zip(colours, down if upright else across, strict=True):
         form = "M{0}.5 {1}v{2}" if upright else "M{1} {0}.5h{2}"

@@ -76,7 +76,7 @@ def test_heads_as_pairs_and_labels(tmp_path: Path) -> None:
     tp.report(model, TEXTS[0], path, sections=["additivity", "heads", "ablation"], **options)
     for table in ("heads-r", "heads-ablation"):
         assert [row["head"] for row in Document(path).rows(table)] == ["L1H0", "L4H2", "L4H7"]
-    assert "0 in layer 1; 2, 7 in layer 4 of 8" in Document(path).source
+    assert "3, of 8 a layer" in Document(path).source
     assert "heads=['L1H0', 'L4H2', 'L4H7'], sections=[" in Document(path).text
 
 

@@ -194,14 +194,11 @@ def analysed(subject: Subject) -> str:
     parameters = next(model.parameters(), torch.zeros(0, device="cpu"))
     dtype = str(parameters.dtype).removeprefix("torch.")
     turned = "all layers" if rotary == subject.layers else f"layers {numbers(rotary)}" if rotary else "none"
-    chosen = [f"{numbers(heads)} in layer {layer}" for layer, heads in subject.heads.items()]
-    alike = len(set(map(tuple, subject.heads.values()))) == 1
-    heads = numbers(next(iter(subject.heads.values()))) if alike else "; ".join(chosen)
     cut = "" if sum(subject.lengths) == subject.given else f", of {subject.given} tokens given"
     rows = {
         "Model": f"{subject.name()} ({type(model).__name__}, {_millions(subject.parameters())} parameters, {dtype})",
         "Layers": f"{numbers(subject.layers)} of {plural(model.cfg.n_layers, 'layer')}",
-        "Heads": f"{heads} of {spec.n_heads} in each layer, {spec.d_head} coordinates, "
+        "Heads": f"{len(subject.pairs)}, of {spec.n_heads} a layer, {spec.d_head} coordinates, "
         f"{plural(spec.n_kv_heads, 'key head')}",
         "Attention": f"{'causal' if spec.causal else 'in both directions'}; rotary embeddings: {turned}",
         "Text": f"{subject.sizes()}{cut}",

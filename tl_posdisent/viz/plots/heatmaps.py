@@ -189,8 +189,11 @@ def plot_distance_sources(
         raise ValueError(f"head must be one of the table's, {whole(found)}, got {head!r}")
     pairs = mean_over_texts(table[table["head"] == head], names, ["share"])
     sizes = pd.concat([pairs["share"].abs().groupby(pairs[name]).max() for name in names], axis=1).max(axis=1)
-    shown = set(sizes.nlargest(top).index)
-    order = [name for name in dict.fromkeys(_source_order(sizes.index)) if name in shown]
+    places: dict[str, list[float]] = {}
+    for name in sizes.nlargest(top).index:  # the embedding, layer by layer heads, bias and MLP, and a bias at the end
+        numbers = re.findall(r"\d+", name) or ["-1" if name == "embedding" else "inf"]
+        places[name] = [*map(float, numbers), math.inf, name.endswith("MLP")]
+    order = sorted(places, key=lambda name: places[name])
     grid = pairs.pivot(index=names[0], columns=names[1], values="share").reindex(index=order, columns=order)
     heat = _heat_map(grid, "share of the distance profile's variance", True, limits, "share")
     heat.update(x=order, y=order, hovertemplate="query from %{y}, key from %{x}: %{z:.4g}")
@@ -281,18 +284,6 @@ def _as_map(figure: go.Figure, x: str, y: str) -> go.Figure:
     """Title the axes of a map of categories, with the first row at the top."""
     figure.update_xaxes(title=x, type="category", showgrid=False)
     return figure.update_yaxes(title=y, type="category", autorange="reversed", showgrid=False)
-
-
-def _source_order(names: Any) -> list[str]:
-    """The embedding, layer by layer heads, bias and MLP, and the layer's own bias at the end."""
-
-    def key(name: str) -> tuple[float, ...]:
-        numbers = [float(x) for x in re.findall(r"\d+", name)]
-        if not numbers:
-            return (-1.0,) if name == "embedding" else (math.inf,)
-        return (*numbers, math.inf, float(name.endswith("MLP")))
-
-    return sorted(names, key=key)
 
 
 def head_axis(heads: pd.DataFrame) -> list[Any]:
