@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "flag": (
         [1, "yes"],
         "biases by_subspace causal centred check extrapolate final_norm ignore_zero intercept keep_last "
-        "latent_norm log pool replaced shared_rotary_query source_norm stray_triggers streaming every_layer "
+        "latent_norm log pool shared_rotary_query source_norm stray_triggers streaming every_layer "
         "sufficiency trained two_triggers",
     ),
     "choice": (
@@ -158,7 +158,6 @@ ELSEWHERE = {
     ("head_patching", "positions"): "places",
     ("MultipleChoice", "choices"): "",
     ("remap_distance", "distances"): "metric",
-    ("patch_scores", "scores"): "",  # refused at the forward pass
     ("patch_vectors", "q_rot"): "",  # one of both may be None
     ("patch_vectors", "k_rot"): "",
     ("jobs", "texts"): "",

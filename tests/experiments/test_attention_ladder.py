@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import TOKENS, L, logits
+from support.intervention_cases import TOKENS, L, fit_layers, logits, put_in
 from support.untouched import state
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from tl_posdisent import (
     random_control,
 )
 from tl_posdisent.additive.attention.rungs import RUNGS
-from tl_posdisent.hooks import fit_attention_layers, substitute_attention
+from tl_posdisent.hooks import substitute_attention
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 TRAIN = zoo.random_tokens(L + 2)
@@ -68,11 +68,14 @@ def test_every_row_is_the_run_that_it_says(kind: str, name: str, shared_model: A
     rows = ladder(model, layers=[0, 1], heads=[(0, 3), (1, 0), (1, 6)], rungs=FEW, controls=[])
     assert state(model) == before
     assert rows["rung"].tolist() == ["uniform", *FEW, "untouched"] * 3
-    fits = {rung: fit_attention_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
+    fits = {rung: fit_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
     for row in rows.itertuples():
         where = [(row.layer, row.head)]
-        by = {row.layer: fits[row.rung][row.layer]} if row.rung in fits else row.rung
-        same(row, figures(model, substitute_attention(model, by, heads=where)))
+        if row.rung in fits:
+            hooks = put_in(model, fits[row.rung], where)
+        else:
+            hooks = substitute_attention(model, row.rung, heads=where)
+        same(row, figures(model, hooks))
         ends = rows[(rows["layer"] == row.layer) & (rows["head"] == row.head)].set_index("rung")
         gap = ends["loss"]["uniform"] - ends["loss"]["untouched"]
         share = (ends["loss"]["uniform"] - row.loss) / gap if abs(gap) > ends["error"]["uniform"] else torch.nan
@@ -97,11 +100,14 @@ def test_layers_and_the_whole_model(unit: Any, shared_model: Any) -> None:
     assert len(rows) == 6 * (2 if unit == "layer" else 1)
     assert rows["head"].isna().all()
     assert rows["layer"].isna().all() == (unit == "all")
-    fits = {rung: fit_attention_layers(model, TRAIN, rung, replaced=unit == "all") for rung in FEW[:2]}
+    fits = {rung: fit_layers(model, TRAIN, rung, replaced=unit == "all") for rung in FEW[:2]}
     for row in rows.itertuples():
         layers = [0, 1] if unit == "all" else [int(row.layer)]
-        by = {layer: fits[row.rung][layer] for layer in layers} if row.rung in fits else row.rung
-        same(row, figures(model, substitute_attention(model, by, layers=layers, bands=BANDS)))
+        if row.rung in fits:
+            hooks = put_in(model, {layer: fits[row.rung][layer] for layer in layers})
+        else:
+            hooks = substitute_attention(model, row.rung, layers=layers, bands=BANDS)
+        same(row, figures(model, hooks))
         size = {"static": 8 * (L + 2 + 1 + 8), "banded": 8 * 2 * (L + L + (L - 1) + (L - 3))}.get(row.rung)
         assert size is None or row.parameters == size * len(layers)
 
@@ -269,12 +275,15 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     metric = logit_difference(answers=[3, 4], wrong=[5, 6])
     options: dict[str, Any] = {"layers": [1], "heads": [0, 3], "rungs": FEW, "controls": []}
     rows = ladder(model, heldout_mask=mask, metric=metric, **options)
-    fits = {rung: fit_attention_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
+    fits = {rung: fit_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
     for (_, head), some in rows.groupby(["layer", "head"]):
         values = {}
         for row in some.itertuples():
-            by = {1: fits[row.rung][1]} if row.rung in fits else row.rung
-            hooks = substitute_attention(model, by, heads=[(1, int(head))])
+            where = [(1, int(head))]
+            if row.rung in fits:
+                hooks = put_in(model, fits[row.rung], where)
+            else:
+                hooks = substitute_attention(model, row.rung, heads=where)
             last = [logits(model, hooks, x)[0, -1].double() for x in (TOKENS[:1], TOKENS[1:, : L - 3])]
             values[row.rung] = torch.stack([last[0][3] - last[0][5], last[1][4] - last[1][6]])
             assert row.value == pytest.approx(values[row.rung].mean().item(), abs=1e-5)

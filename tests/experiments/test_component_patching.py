@@ -8,12 +8,11 @@ import pandas as pd
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import FEW, TOKENS, UNORDERED, close, every_way, logits
+from support.intervention_cases import FEW, TOKENS, UNORDERED, close, every_way, logits, patch_scores
 from torch import Tensor
 
 from tl_posdisent import capture, component_patching, fit_additive, position_patching
 from tl_posdisent.experiments.causal.metrics import next_token_loss
-from tl_posdisent.hooks import patch_scores
 from tl_posdisent.models import read_model
 from tl_posdisent.models.capture import listen_scores
 

@@ -68,8 +68,6 @@ def _arguments(function: Any, model: Any) -> dict[str, Any]:
         spec = tp.read_attention(model, 0)
         sizes = {"q_rot": spec.n_heads, "k_rot": spec.n_kv_heads}
         given |= {name: torch.randn(2, LENGTH, n, spec.d_head, generator=drawn) for name, n in sizes.items()}
-    if function is tp.hooks.patch_scores:
-        given["scores"] = torch.randn(2, 8, LENGTH, LENGTH, generator=drawn)
     arguments = {name: value for name, value in given.items() if name in named}
     if function in (tp.ablate_heads, tp.additive_substitution):
         arguments["layers"] = 0

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
-from support.intervention_cases import TOKENS, L, close, logits, mixed_of
+from support.intervention_cases import TOKENS, L, close, fit_layers, logits, mixed_of, patch_scores, put_in
 from support.untouched import state
 from torch import Tensor
 
@@ -17,8 +17,6 @@ from tl_posdisent.additive.attention.rungs import RUNGS
 from tl_posdisent.hooks import (
     applied,
     drop_component,
-    fit_attention_layers,
-    patch_scores,
     substitute_additive,
     substitute_attention,
 )
@@ -124,8 +122,8 @@ def test_static_heads_are_causal_on_another_text(kind: str, name: str, shared_mo
     other = zoo.random_tokens(L + 3)
     rungs = ("distance", "distance+sink") if name == "gpt2" else ("distance", "distance+sink", "static")
     for rung in rungs:
-        fits = fit_attention_layers(model, other, rung)
-        hooks = substitute_attention(model, fits)
+        fits = fit_layers(model, other, rung)
+        hooks = put_in(model, fits)
         changed = TOKENS.clone()
         changed[:, 7:] = changed[:, 7:].flip(0)
         a, b = logits(model, hooks), logits(model, hooks, changed)
@@ -134,39 +132,40 @@ def test_static_heads_are_causal_on_another_text(kind: str, name: str, shared_mo
         assert (a - logits(model, [])).abs().max() > 1e-2
         spec, _, pattern, v = attended(model)
         keys = next(capture(model, TOKENS, layers=[0])).k if rung == "static" else v.new_zeros(2, L, 1, 0)
-        put_in = fits[0].static_scores(keys, window=spec.window).softmax(-1)
-        close(mixed_of(model, hooks), torch.einsum("bhqk,bkhd->bhqd", put_in, v).float())
-        assert pattern.shape == put_in.shape
+        ours = fits[0].of.static_scores(keys, window=spec.window).softmax(-1)
+        close(mixed_of(model, hooks), torch.einsum("bhqk,bkhd->bhqd", ours, v).float())
+        assert pattern.shape == ours.shape
 
 
 @pytest.mark.slow
 def test_layers_are_fitted_in_turn(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    in_turn, at_once = (fit_attention_layers(model, TOKENS, replaced=x) for x in (True, False))
+    in_turn, at_once = (fit_layers(model, TOKENS, replaced=x) for x in (True, False))
     assert list(in_turn) == [0, 1]
     plain = [next(capture(model, TOKENS, layers=[layer])) for layer in (0, 1)]
     for layer, seen in enumerate(plain):
-        close(at_once[layer].distance, fit_attention(seen.scores, keys=seen.k).distance, 1e-6)
-    close(in_turn[0].direction, at_once[0].direction, 1e-6)
-    with applied(model, substitute_attention(model, {0: in_turn[0]})):
+        close(at_once[layer].of.distance, fit_attention(seen.scores, keys=seen.k).distance, 1e-6)
+    close(in_turn[0].of.direction, at_once[0].of.direction, 1e-6)
+    with applied(model, put_in(model, {0: in_turn[0]})):
         seen = next(capture(model, TOKENS, layers=[1]))
-    close(in_turn[1].direction, fit_attention(seen.scores, keys=seen.k).direction, 1e-5)
+    close(in_turn[1].of.direction, fit_attention(seen.scores, keys=seen.k).direction, 1e-5)
     one = TOKENS[:1]  # a text's own static heads, made before or in the run
     close(
-        logits(model, substitute_attention(model, fit_attention_layers(model, one)), one),
+        logits(model, put_in(model, fit_layers(model, one)), one),
         logits(model, substitute_attention(model, "static"), one),
     )
-    some = fit_attention_layers(model, TOKENS, heads=[(0, 2), (1, 5)])
-    with applied(model, substitute_attention(model, {0: some[0]}, heads=[(0, 2)])):
+    some = fit_layers(model, TOKENS, heads=[(0, 2), (1, 5)])
+    with applied(model, put_in(model, {0: some[0]}, heads=[(0, 2)])):
         seen = next(capture(model, TOKENS, layers=[1]))
-    close(some[1].distance, fit_attention(seen.scores, keys=seen.k).distance, 1e-5)
+    key = seen.k[:, :, [seen.spec.key_head(5)]]
+    close(some[1].of.distance, fit_attention(seen.scores[:, 5:6], keys=key).distance, 1e-5)
 
 
 def test_texts_of_unequal_length_share_one_fit(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     mask = torch.ones(2, L, dtype=torch.long)
     mask[0, :4] = 0
-    fit = fit_attention_layers(model, TOKENS, attention_mask=mask, layers=[0])[0]
+    fit = fit_layers(model, TOKENS, mask=mask)[0].of
     short, long = (next(capture(model, x, layers=[0])) for x in (TOKENS[:1, 4:], TOKENS[1:]))
     p = [x.scores.double().masked_fill(~x.spec.mask(x.scores.shape[-1]), -torch.inf).softmax(-1) for x in (short, long)]
     p = [(1 - 1e-3) * x + 1e-3 * x.new_ones(x.shape).tril() / torch.arange(1, x.shape[-1] + 1)[:, None] for x in p]
@@ -174,22 +173,6 @@ def test_texts_of_unequal_length_share_one_fit(shared_model: Any) -> None:
     for d in range(L):  # the total attention of every distance, of all texts
         wanted, got = (sum(x.diagonal(-d, -2, -1).sum((0, -1)) for x in y if d < x.shape[-1]) for y in (p, q))
         close(got, wanted, 1e-5)
-
-
-def test_free_importances_belong_to_their_texts(shared_model: Any) -> None:
-    model = shared_model("bridge", "llama-gqa")
-    fits = {0: fit_attention(next(capture(model, TOKENS, layers=[0])).scores)}
-    close(
-        logits(model, substitute_attention(model, fits)),
-        logits(model, substitute_attention(model, "additive", layers=0)),
-    )
-    with pytest.raises(
-        ValueError, match=r"by must hold fits of texts like the running ones, \(2, 8, 11, 11\) .*layer 0"
-    ):
-        logits(model, substitute_attention(model, fits), TOKENS[:, :-1])
-    padded = {0: fit_attention(next(capture(model, TOKENS, layers=[0])).scores, window=3)}
-    with pytest.raises(ValueError, match="by must hold fits of texts like the running ones"):
-        logits(model, substitute_attention(model, padded))
 
 
 # --- with others, and refusals --------------------------------------------------------------------------------
@@ -201,7 +184,7 @@ def test_with_other_interventions(shared_model: Any) -> None:
     swapped = swap_positions(model, torch.arange(L).flip(0))
     near = lambda_mask(model, 1, 4, 3)
     low = limit_frequencies(model, 0.05)
-    fits = fit_attention_layers(model, TOKENS, layers=[0])
+    fits = fit_layers(model, TOKENS)
     for rung in ("distance+sink", "static", "additive", "banded"):  # the fit is of what the others leave
         hooks = substitute_attention(model, rung, layers=[0], bands=BANDS)
         for other in (swapped, low):
@@ -209,11 +192,11 @@ def test_with_other_interventions(shared_model: Any) -> None:
         together = mixed_of(model, near + hooks)
         assert (together - mixed_of(model, hooks)).abs().max() > 1e-3
         close(together, mixed_of(model, hooks + near), 0)
-    for hooks in (substitute_attention(model, "uniform"), substitute_attention(model, fits)):
+    for hooks in (substitute_attention(model, "uniform"), put_in(model, fits)):
         with pytest.raises(ValueError, match="substitute_attention needs the real distances, which swap_positions"):
             hooks + swapped
     scores = next(capture(model, TOKENS, layers=[0])).scores
-    for other in (patch_scores(model, 0, scores), substitute_attention(model, "uniform")):
+    for other in (patch_scores(model, 0, scores, "key"), substitute_attention(model, "uniform")):
         with pytest.raises(ValueError, match=r"substitute_attention replaces the scores, and .* would be lost"):
             substitute_attention(model, "banded", bands=BANDS) + other
     both = drop_component(model, "key") + substitute_attention(model, "distance")
@@ -224,14 +207,7 @@ def test_with_other_interventions(shared_model: Any) -> None:
 def test_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     before = state(model)
-    with pytest.raises(ValueError, match="rung must be 'distance', 'distance\\+sink' or 'static', got 'banded'"):
-        fit_attention_layers(model, TOKENS, "banded")
-    fit = fit_attention_layers(model, TOKENS[:, :8], layers=[0])[0]
-    with pytest.raises(ValueError, match=r"distances were fitted, 0 to 7, got .* 11: .* extrapolate=True"):
-        logits(model, substitute_attention(model, {0: fit}))
-    logits(model, substitute_attention(model, {0: fit}, extrapolate=True))
-    few = fit_attention(torch.zeros(3, 8, 8))
-    for fits, layers, got in (({0: few}, None, r"leading axes \(3,\)"), ({0: fit}, [0, 1], "no fit")):
-        with pytest.raises(ValueError, match=f"by must hold a fit of all 8 heads of layer ., .*got .*{got}"):
-            substitute_attention(model, fits, layers=layers)
+    hooks = put_in(model, {0: fit_layers(model, TOKENS[:, :8])[0]})
+    with pytest.raises(ValueError, match=r"distances were fitted, 0 to 7, got .* 11"):
+        logits(model, hooks)
     assert state(model) == before

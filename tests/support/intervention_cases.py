@@ -23,14 +23,17 @@ from tl_posdisent import (
 from tl_posdisent.hooks import (
     applied,
     drop_component,
-    patch_scores,
     patch_vectors,
     phase_noise,
     substitute_additive,
     substitute_attention,
 )
 from tl_posdisent.hooks.edits.edits import DistanceMap, Edit
+from tl_posdisent.hooks.hook_list import Hooks, any_heads
+from tl_posdisent.hooks.patch import check_components, score_hooks
+from tl_posdisent.hooks.substitute import Stored, fit_in_turn, stored_hooks
 from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.texts import read_texts
 
 from . import zoo
 from .edited_scores import edited_results
@@ -119,6 +122,25 @@ NOISE = torch.randn(L, 64, dtype=torch.float64, generator=torch.Generator().manu
 
 def _noise(model: Any, **where: Any) -> list[Hook]:
     return phase_noise(model, NOISE[:, : len(read_model(model).specs(0)[0].rotary.frequencies)], **where)
+
+
+def patch_scores(model: Any, layer: int, scores: Tensor, moved: Any, heads: Any = None) -> Hooks:
+    """Hooks that put components of another run's scores in, as ``component_patching`` does."""
+    ((spec, chosen),) = any_heads(model, [layer], heads)
+    return score_hooks(spec, chosen, scores, check_components(moved))
+
+
+def fit_layers(
+    model: Any, tokens: Tensor, rung: Any = "static", *, mask: Any = None, heads: Any = None, replaced: bool = True
+) -> Stored:
+    """A rung fitted to texts, layer after layer, as ``attention_ladder`` does for held-out text."""
+    texts = [group.tokens for group in read_texts(model, tokens, mask).groups]
+    return fit_in_turn(model, texts, any_heads(model, None, heads), rung, replaced=replaced)
+
+
+def put_in(model: Any, fits: Stored, heads: Any = None) -> Hooks:
+    """Hooks with these fits in the place of the heads' attention."""
+    return stored_hooks(any_heads(model, list(fits), heads), fits)
 
 
 def _of_another_text(model: Any, patch: str, heads: Any) -> list[Hook]:

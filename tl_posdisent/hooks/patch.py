@@ -1,4 +1,4 @@
-"""Patch rotated queries and keys, or parts of the scores, of one run of a model into another."""
+"""Patch rotated queries and keys, or components of the scores, of one run of a model into another."""
 
 from __future__ import annotations
 
@@ -65,47 +65,6 @@ def patch_vectors(
     return vector_hooks(spec, chosen, q_rot, k_rot, keys)
 
 
-def patch_scores(
-    model: Any,
-    layer: int,
-    scores: Float[Tensor, "batch head query key"],
-    component: MovedComponent | Collection[MovedComponent] = _ALL,
-    *,
-    heads: Heads = None,
-) -> Hooks:
-    """Patch one or more additive components of the scores of a layer's heads.
-
-    Both runs' scores are split as in ``drop_component``, the run's own within the pass.
-
-    Args:
-        model: HookedTransformer, TransformerBridge or alike.
-        layer: 0 … n_layers - 1.
-        scores: ``[batch, head, query, key]`` of all heads in another run, as ``capture`` gives them; outside the mask
-            they may hold anything.
-        component: ``"distance"``, ``"query"``, ``"key"``, ``"residual"``, ``"mean"`` or several of them. Default all:
-            the scores as they are. A softmax ignores ``"query"`` and ``"mean"``, except beside an attention sink.
-        heads: query heads, default all.
-
-    Raises:
-        ValueError: unknown components; scores of wrong shape; a layer or heads out of range; a layer whose scores
-            cannot be changed. While running: a text of another shape or padding, scores that are not finite.
-
-    Example:
-        >>> from tl_posdisent import capture, demo_text, demo_tokens, load_demo_model
-        >>> from tl_posdisent.hooks import patch_scores
-        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
-        >>> other = next(capture(model, tokens.roll(20, 1), layers=[4]))
-        >>> hooks = patch_scores(model, 4, other.scores, "query")  # which the softmax ignores
-        >>> bool((model.run_with_hooks(tokens, fwd_hooks=hooks) - model(tokens)).abs().max() < 1e-3)
-        True
-    """
-    ((spec, chosen),) = any_heads(model, [layer], heads)
-    if not isinstance(scores, Tensor) or scores.ndim != 4 or scores.shape[1] != spec.n_heads:
-        got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-        raise ValueError(f"scores must have shape (batch, {spec.n_heads}, query, key), got {got}")
-    return score_hooks(spec, chosen, scores, check_components(component))
-
-
 def check_components(component: Any) -> list[MovedComponent]:
     """One component or several, as a list."""
     names: list[Any] = (
@@ -131,7 +90,8 @@ def vector_hooks(
 
 
 def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, moved: Collection[MovedComponent]) -> Hooks:
-    """``patch_scores`` for a layer already read and arguments already checked."""
+    """Hooks under which these components of the heads' scores are those of another run's scores ``[batch, head, query,
+    key]`` of all heads; both are split as in ``drop_component``, the run's own within the pass."""
 
     def move(view: View) -> Tensor:
         own, theirs = view.scores(), source[:, list(view.heads)].to(view.inside.device)
@@ -149,5 +109,5 @@ def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, moved
         before, after = split_scores(own, view.inside), split_scores(theirs, view.inside)
         return sum((after[name] - before[name] for name in moved), own.double())
 
-    call = f"patch_scores({', '.join(moved)})"
+    call = f"component_patching({', '.join(moved)})"
     return hooks_for([(spec, heads)], ScoreEdit(call, move, Order.PATCH, scores=True, components=frozenset(moved)))

@@ -25,10 +25,8 @@ from tl_posdisent.hooks.edits.edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import Part, component_edit, fewest_masks, keep_two_axis, keys_there
 from tl_posdisent.models.capture import for_each_layer, for_each_scores
-from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
-from tl_posdisent.models.texts import Tokens, read_texts
-from tl_posdisent.utils.validation import check_choice, check_flag, is_integer, shown
+from tl_posdisent.utils.validation import check_choice
 
 Axes = Literal["three", "two"]
 
@@ -128,13 +126,12 @@ def additive_heads(model: Any, axes: Axes, layers: Layers, heads: Heads, tool: s
 
 def substitute_attention(
     model: Any,
-    by: Rung | Mapping[int, AttentionFit],
+    by: Rung,
     *,
     layers: Layers = None,
     heads: Heads = None,
     bands: Sequence[int] = BANDS,
     rank: int = 1,
-    extrapolate: bool = False,
 ) -> Hooks:
     """Replace the attention of heads by the best additive attention, with a given freedom.
 
@@ -150,27 +147,24 @@ def substitute_attention(
       optimum: 100 steps of L-BFGS from the leading singular vectors);
     * ``"untouched"``: the scores as they are, to the last bit.
 
-    Or ``by`` gives fits made before: with features of the keys (static heads, ``fit_attention_layers``) for any text,
-    and free importances for texts of the shape of those of the fit.
+    ``attention_ladder`` also puts the lower rungs, up to static heads, into texts that they were not fitted to.
 
     The sum of each query's exponentials stays as it is, and distances are those of the tokens, also under position
     interventions.
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
-        by: a rung, or ``{layer: AttentionFit}`` with all heads of the layer.
-        layers, heads: query heads of layers, default all, or those of the fits.
+        by: a rung.
+        layers, heads: query heads of layers, default all.
         bands: for ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
         rank: for ``"low-rank"``.
-        extrapolate: for static heads at distances that were not fitted: raise, or take the nearest that was.
 
     Returns:
-        ``Hooks``, which compose with interventions on the rotation (but for ``"uniform"`` and fits made before) and not
-        with others that replace or patch a head's scores.
+        ``Hooks``, which compose with interventions on the rotation (but for ``"uniform"``) and not with others that
+        replace or patch a head's scores.
 
     Raises:
-        ValueError: an unknown rung, bands, rank; fits of other layers or numbers of heads; what ``drop_component``
-            refuses. While running: texts that a fit does not apply to.
+        ValueError: an unknown rung, bands, rank; what ``drop_component`` refuses.
 
     Example:
         >>> from tl_posdisent import demo_tokens, load_demo_model
@@ -182,9 +176,6 @@ def substitute_attention(
         >>> loss([]) < additive < uniform
         True
     """
-    check_flag("extrapolate", extrapolate)
-    if isinstance(by, Mapping):
-        return _stored_fits(model, by, layers, heads, extrapolate=extrapolate)
     check_choice("by", by, RUNGS)
     check_rung_options(bands, rank)
     chosen = any_heads(model, layers, heads)
@@ -212,16 +203,12 @@ def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
     return torch.where(inside, logits + (before - after), 0.0)
 
 
-# Fits made before.
-
-
 @dataclass(frozen=True, eq=False)
 class StoredAttention:
     """Attention fitted before, for some heads of a layer: static heads, or logits of given texts."""
 
     of: AttentionFit | Float[Tensor, "text head query key"]
     heads: tuple[int, ...]
-    extrapolate: bool = False
 
     def hooks(self, spec: AttentionSpec, heads: Sequence[int]) -> Hooks:
         """Hooks that put it in the place of these heads' attention."""
@@ -237,99 +224,15 @@ class StoredAttention:
 
     def _logits(self, view: View, scores: Tensor) -> Tensor:
         at = [self.heads.index(head) for head in view.heads]
-        if isinstance(self.of, AttentionFit) and self.of.direction is not None:
-            inside, length = fewest_masks(view.inside), scores.shape[-1]
-            keys = view.vectors()[1] if view.held_vectors else scores.new_zeros(len(scores), length, 1, 0)
-            return self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at, extrapolate=self.extrapolate)
-        logits = self.of.logits() if isinstance(self.of, AttentionFit) else self.of
-        logits = (logits if logits.ndim == 4 else logits[None])[:, at]
-        if logits.shape != scores.shape or not bool(
-            (logits > -torch.inf).expand(scores.shape)[view.inside.expand(scores.shape)].all()
-        ):
-            raise ValueError(
-                f"by must hold fits of texts like the running ones, {tuple(scores.shape)} with their mask, for layer "
-                f"{view.spec.layer}, got free importances of {tuple(logits.shape)}: they belong to the keys of their "
-                "own texts; static heads (fit_attention with keys=) apply to others"
-            )
-        return logits
-
-
-def _stored_fits(
-    model: Any, fits: Mapping[int, AttentionFit], layers: Layers, heads: Heads, *, extrapolate: bool
-) -> Hooks:
-    if not fits or not all(is_integer(x) and isinstance(fit, AttentionFit) for x, fit in fits.items()):
-        raise ValueError(f"by must be {', '.join(RUNGS)} or a dict of layers to AttentionFit, got {shown(fits)}")
-    chosen = any_heads(model, list(fits) if layers is None else layers, heads)
-    hooks = []
-    for spec, some in chosen:
-        fit = fits.get(spec.layer)
-        of_fit = () if fit is None else fit.kl.shape[:-1]
-        if fit is None or not 1 <= len(of_fit) <= 2 or of_fit[-1] != spec.n_heads:
-            got = "no fit" if fit is None else f"fits with leading axes {tuple(of_fit)}"
-            raise ValueError(
-                f"by must hold a fit of all {spec.n_heads} heads of layer {spec.layer}, (head,) or (text, head), got "
-                f"{got}"
-            )
-        hooks.append(StoredAttention(fit, tuple(range(spec.n_heads)), extrapolate).hooks(spec, some))
-    return joined(hooks)
+        if isinstance(self.of, Tensor):
+            return self.of[:, at]
+        inside = fewest_masks(view.inside)
+        keys = view.vectors()[1] if view.held_vectors else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
+        return self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at)
 
 
 def stored_hooks(chosen: Chosen, stored: Mapping[int, StoredAttention]) -> Hooks:
     return joined(stored[spec.layer].hooks(spec, heads) for spec, heads in chosen)
-
-
-# Fits of all layers, each in the model whose earlier layers are already replaced.
-
-
-def fit_attention_layers(
-    model: Any,
-    tokens: Tokens,
-    rung: Rung = "static",
-    *,
-    attention_mask: Tensor | None = None,
-    layers: Layers = None,
-    heads: Heads = None,
-    replaced: bool = True,
-) -> dict[int, AttentionFit]:
-    """Fit static heads to texts, to put them into runs on other texts (``substitute_attention``).
-
-    Each head has one distance profile, one direction and one term of the first token for all texts.
-
-    Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
-        tokens: ids ``[batch, pos]``, or text if the model has a tokenizer: one, or a list of any lengths.
-        rung: ``"distance"``, ``"distance+sink"`` or ``"static"``, see ``substitute_attention``.
-        attention_mask: 1 at tokens, 0 at padding, for padded ids.
-        layers: default all.
-        heads: query heads that are to be replaced, default all. The fits are of all heads of a layer.
-        replaced: fit each layer in the model whose layers before are already replaced, not in the unmodified one.
-
-    Returns:
-        ``{layer: AttentionFit}``, pooled over the texts, for ``substitute_attention(model, fits)``.
-
-    Raises:
-        ValueError: unusable tokens, layers or heads; a rung whose coefficients belong to one text; what ``capture``
-            and ``fit_attention`` refuse.
-
-    Example:
-        >>> from tl_posdisent import demo_tokens, load_demo_model
-        >>> from tl_posdisent.hooks import fit_attention_layers, substitute_attention
-        >>> model, tokens = load_demo_model(), demo_tokens(length=128)
-        >>> fits = fit_attention_layers(model, tokens[:, :96], layers=[3, 4])
-        >>> hooks = substitute_attention(model, fits)
-        >>> later = tokens[:, 96:]  # a text that was not fitted
-        >>> static = model.run_with_hooks(later, return_type="loss", fwd_hooks=hooks).item()
-        >>> uniform = substitute_attention(model, "uniform", layers=[3, 4])
-        >>> static < model.run_with_hooks(later, return_type="loss", fwd_hooks=uniform).item()
-        True
-    """
-    check_choice("rung", rung, PER_HEAD)
-    check_flag("replaced", replaced)
-    reading = read_model(model, layers)
-    chosen = any_heads(reading, layers, heads)
-    texts = [group.tokens for group in read_texts(reading.model, tokens, attention_mask).groups]
-    stored = fit_in_turn(reading.model, texts, chosen, rung, replaced=replaced, every=True)
-    return {layer: each.of for layer, each in stored.items() if isinstance(each.of, AttentionFit)}
 
 
 Stored = dict[int, StoredAttention]
@@ -350,12 +253,11 @@ def fit_in_turn(
     replaced: bool = True,
     bands: Sequence[int] = BANDS,
     rank: int = 1,
-    every: bool = False,
 ) -> Stored:
     """Fit a rung to what was ``seen``, or layer after layer; if ``replaced``, each in a run with those before put in.
 
-    One fit of all texts, in groups of equal length, of the heads chosen or of ``every`` head; or, for rungs with free
-    importances, the logits of each text of one group.
+    One fit of all texts, in groups of equal length, of the heads chosen; or, for rungs with free importances, the
+    logits of each text of one group.
     """
     stored: Stored = {}
     for some in [list(chosen)] if seen or not replaced else [[each] for each in chosen]:
@@ -363,7 +265,7 @@ def fit_in_turn(
         specs = [spec for spec, _ in some]
         found = seen or [attended(model, tokens, specs, hooks, with_keys=rung == "static") for tokens in texts]
         for spec, heads in some:
-            at = list(range(spec.n_heads)) if every else list(heads)
+            at = list(heads)
             scores, keys, inside = _side_by_side(spec, [each[spec.layer] for each in found])
             of: AttentionFit | Tensor
             if rung in PER_HEAD:
