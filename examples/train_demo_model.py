@@ -124,12 +124,12 @@ class DemoTraining(TrainingLoop):
         chosen = {name: getattr(self.options, name) for name in ("seed", "batch", "dropout")}
         return {"training": {**chosen, "text": digest(self.stream), "learning rates": f"{done}, {digest(rates)}"}}
 
-    def measures(self, done: int) -> bool:
+    def keeps(self, done: int) -> bool:
         return done % self.options.checkpoint_every == 0
 
-    keeps = measures
-
-    def measure(self) -> dict[str, float]:
+    def measure(self, done: int) -> dict[str, float]:
+        if not self.keeps(done):
+            return {}
         with evaluating(self.model):
             return {name: math.log(perplexity(self.model, windows)) for name, windows in self.unseen.items()}
 

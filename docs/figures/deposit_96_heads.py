@@ -80,7 +80,7 @@ def measured(model: SyntheticModel, tokens: torch.Tensor, labels: torch.Tensor, 
             found |= {f"{mode}_{name}_{key}": value for key, value in row.items()}
     for by in [*["rotation"] * model.encoding.rotates, *["attention"] * attention]:
         sets = sufficient_heads(model, tokens, labels, by=by, order=drops)  # type: ignore[arg-type]
-        one = sets.at(1)[0] if sets.heads else sets.none
+        one = sets.path.query("heads >= 1")["accuracy"].iloc[-1] if sets.heads else sets.none
         found |= {f"{by}_heads": len(sets.heads), f"{by}_none": sets.none, f"{by}_one": one}
         found |= {f"{by}_accuracy": sets.accuracy, f"{by}_set": " ".join(f"{n}.{h}" for n, h in sets.heads)}
     return found

@@ -305,7 +305,6 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: TASK.batch(1, seed=-1), "seed must be an integer from 0 to 4294967295, got -1"),
     (lambda: TASK.split(1, 1, seed=2**32), "seed must be an integer from 0 to 4294967295, got 4294967296"),
     (lambda: TASK.batch(1, torch.Generator(), device="meta"), "device must be the generator's, cpu, or None, got meta"),
-    (lambda: tp.synthetic.sufficient_heads(synthetic(), SAMPLES, LABELS).at(7), "heads must be an integer from 0 to 2"),
     (lambda: tp.synthetic.dynamics(TrainRun(synthetic(), TASK, FEW, pd.DataFrame())), "run must have checkpoints"),
     (lambda: decompose(GOOD["moments"], [1, 2], scale=1.0).share("place"), "component must be 'distance', .* 'place'"),
 ]

@@ -22,7 +22,7 @@ SHAPES = [(2, 4, 4), (2, 4, 3), (1, 4, 7), (2, 6, 2), (3, 2, 1), (0, 3, 3), (2, 
 def by_brute_force(model: Any, sinks: int, window: int, ceiling: int, layer: int) -> Tensor:
     """What every head takes along: scores at the ceiling by the oracle, hidden cell by cell."""
     cells = [[j < sinks or i - j < window for j in range(L)] for i in range(L)]
-    hide = ScoreEdit("", lambda view: view.scores().masked_fill(~torch.tensor(cells), -torch.inf), Order.HIDE)
+    hide = ScoreEdit("", lambda view: view.scores.masked_fill(~torch.tensor(cells), -torch.inf), Order.HIDE)
     return edited(model, [DistanceMap("", DISTANCE.clamp(max=ceiling)), hide], layer)
 
 

@@ -117,8 +117,9 @@ def test_the_set_suffices_and_none_of_its_heads_can_go(
     assert all(all_sets[whole - {head}][0] < enough for head in whole)
     smallest = min(len(some) for some, (accuracy, _) in all_sets.items() if accuracy >= enough)
     assert smallest <= len(found.heads) <= 4
-    assert (found.baseline, found.baseline_loss) == pytest.approx(all_sets[frozenset(HEADS)], abs=1e-5)
-    assert (found.none, found.none_loss) == pytest.approx(all_sets[frozenset()], abs=1e-5)
+    ends = found.path[["accuracy", "loss"]].iloc[[0, -1]].values
+    assert ends.tolist() == [pytest.approx(all_sets[frozenset(x)], abs=1e-5) for x in (HEADS, [])]
+    assert [found.baseline, found.none] == ends[:, 0].tolist()
 
 
 # --- other models -----------------------------------------------------------------------------------------------
@@ -134,7 +135,8 @@ def test_padding_that_is_read_is_in_the_mean() -> None:
     model = tiny(pad_id=None).eval()
     found = sufficient_heads(model, *SAMPLES, by="attention", keep=1e-9)
     with model.hooks(fwd_hooks=ablate_heads(model, HEADS, mode="mean", reference=SAMPLES[0])):
-        assert (found.none_loss, found.none) == pytest.approx(evaluate(model, *SAMPLES), abs=1e-5)
+        loss, accuracy = evaluate(model, *SAMPLES)
+    assert found.path[["accuracy", "loss"]].iloc[-1].tolist() == pytest.approx([accuracy, loss], abs=1e-5)
 
 
 # --- reports ----------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, moved
     key]`` of all heads; both are split as in ``drop_component``, the run's own within the pass."""
 
     def move(view: View) -> Tensor:
-        own, theirs = view.scores(), source[:, list(view.heads)].to(view.inside.device)
+        own, theirs = view.scores, source[:, list(view.heads)].to(view.inside.device)
         if theirs.shape != own.shape:
             raise ValueError(
                 f"scores must have the shape of the run's own, {tuple(own.shape)}, got {tuple(theirs.shape)}"

@@ -212,7 +212,7 @@ def lambda_mask(
         query, key = view.own
         at = key[..., None, :]
         hidden = (query[..., :, None] - at >= window) & (at >= sinks)
-        return view.scores().masked_fill(hidden if hidden.ndim == 2 else hidden[:, None], -torch.inf)
+        return view.scores.masked_fill(hidden if hidden.ndim == 2 else hidden[:, None], -torch.inf)
 
     call = f"lambda_mask({sinks}, {window}, {distance_ceiling})"
     ceiling = DistanceMap(call, partial(torch.clamp, max=distance_ceiling))

@@ -101,7 +101,7 @@ def drop_component(model: Any, component: Part, *, layers: Layers = None, heads:
 
 def component_edit(call: str, keep: Collection[Part]) -> ScoreEdit:
     """The edit that leaves these parts of the three-axis fit of the scores, and their mean."""
-    return ScoreEdit(call, lambda view: keep_parts(view.scores(), view.inside, keep), Order.COMPONENT, scores=True)
+    return ScoreEdit(call, lambda view: keep_parts(view.scores, view.inside, keep), Order.COMPONENT, scores=True)
 
 
 # The two-axis model (``substitute_additive``). Means of the table over keys and over distances are the scores of a mean

@@ -92,7 +92,7 @@ def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection
 
     def fit(view: View) -> Tensor:
         rotary = view.spec.require_rotary("two axes")
-        q, k = view.vectors()
+        q, k = view.vectors
         _check_consecutive(view)
         other = replace(view.spec, rotary=view.rotation.frequencies(rotary))
         return keep_two_axis(other, view.rotation.kept(q, rotary), k, view.inside, keep)
@@ -186,10 +186,10 @@ def rung_hooks(spec: AttentionSpec, heads: Sequence[int], rung: Rung, bands: Seq
     """Hooks that fit a rung to the running attention of these heads."""
 
     def edit(view: View) -> Tensor:
-        scores, inside = view.scores(), fewest_masks(view.inside)
+        scores, inside = view.scores, fewest_masks(view.inside)
         if rung == "untouched":
             return scores
-        keys = view.vectors()[1] if rung == "static" else None
+        keys = view.vectors[1] if rung == "static" else None
         return _with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
 
     more: dict[str, Any] = {"scores": True, "vectors": rung == "static", "plain": rung == "uniform"}
@@ -214,7 +214,7 @@ class StoredAttention:
         """Hooks that put it in the place of these heads' attention."""
 
         def edit(view: View) -> Tensor:
-            scores = view.scores()
+            scores = view.scores
             return _with_sums_of(scores, self._logits(view, scores), view.inside)
 
         direction = self.of.direction if isinstance(self.of, AttentionFit) else None
@@ -227,7 +227,7 @@ class StoredAttention:
         if isinstance(self.of, Tensor):
             return self.of[:, at]
         inside = fewest_masks(view.inside)
-        keys = view.vectors()[1] if view.held_vectors else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
+        keys = view.vectors[1] if view.vectors else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
         return self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at)
 
 

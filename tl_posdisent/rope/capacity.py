@@ -31,10 +31,8 @@ class RopeCapacity(HasTable):
         coefficients: ``[subspace]``, the z_c: the feature ``q_c · conj(k_c)`` of a query and a key that have this
             profile, times the model's scale and the square of its attention factor.
         intercept: a constant that the softmax does not see; 0 unless asked for.
-        ridge: the weight of ``Σ|z_c|²``.
         condition: largest over smallest singular value of the basis; infinite with fewer distances than real
             coefficients. Where it is large, coefficients without a ridge are large and cancel each other.
-        rank: how many of the 2 · subspace real coefficients the distances can tell apart in float64.
         frequencies: ``[subspace]``, θ in radians per position.
     """
 
@@ -43,23 +41,16 @@ class RopeCapacity(HasTable):
     fitted: Float64[Tensor, "distance"]
     coefficients: Complex128[Tensor, "subspace"]
     intercept: float
-    ridge: float
     condition: float
-    rank: int
     frequencies: Float64[Tensor, "subspace"]
 
     @property
-    def residual(self) -> Float64[Tensor, "distance"]:
-        """``target - fitted``."""
-        return self.target - self.fitted
-
-    @property
     def error(self) -> float:
-        """Mean square of the residual over the target's variance: 0 is perfect; NaN for a constant target."""
+        """Mean square of ``target - fitted`` over the target's variance: 0 is perfect; NaN for a constant target."""
         variance = self.target.var(correction=0).item()
         # Of a constant, the mean may be off by rounding.
         varies = variance > 1e-28 * self.target.square().mean().item()
-        return self.residual.square().mean().item() / variance if varies else math.nan
+        return (self.target - self.fitted).square().mean().item() / variance if varies else math.nan
 
     @property
     def r2(self) -> float:
@@ -78,10 +69,9 @@ class RopeCapacity(HasTable):
         )
 
     def __repr__(self) -> str:
-        n = len(self.frequencies)
         return (
-            f"RopeCapacity of {n} frequencies for {len(self.distances)} distances: r² {self.r2:.4g}\n"
-            f"  norm {self.norm:.3g}, condition {self.condition:.3g}, rank {self.rank} of {2 * n}"
+            f"RopeCapacity of {len(self.frequencies)} frequencies for {len(self.distances)} distances: "
+            f"r² {self.r2:.4g}, norm {self.norm:.3g}, condition {self.condition:.3g}"
         )
 
 
@@ -143,8 +133,6 @@ def rope_capacity(
         fitted=u @ (s * inverse * along) + level,  # the projection itself: large coefficients cost digits
         coefficients=torch.complex(*x.chunk(2)),
         intercept=constant.item(),
-        ridge=ridge,
         condition=s[0].item() / smallest if smallest > 0 else math.inf,
-        rank=int(kept.sum()),
         frequencies=rotary.frequencies,
     )

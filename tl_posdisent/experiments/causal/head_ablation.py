@@ -139,7 +139,7 @@ def streaming_ablation(
     check_reach(model, [spec.layer for spec, _ in chosen])
 
     def hide(view: View) -> Tensor:
-        scores = view.scores()
+        scores = view.scores
         at = torch.arange(scores.shape[-1], device=scores.device)
         visible = (at < sinks) | ((at[:, None] - at).abs() < window)
         return scores.masked_fill(~visible, -torch.inf)

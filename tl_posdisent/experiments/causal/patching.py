@@ -130,7 +130,7 @@ def _hooks(
             return replace_scores(spec, heads, lambda view: held[:, list(view.heads)].log(), "head_patching")
 
         def put_log(view: View) -> Tensor:
-            scores = view.scores().clone()
+            scores = view.scores.clone()
             scores[:, :, place] = held[:, list(view.heads), place].log().to(scores)
             return scores
 

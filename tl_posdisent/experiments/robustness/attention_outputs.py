@@ -71,15 +71,7 @@ class ReferenceSample:
 
 
 def fit_reference(x: Float[Tensor, "*batch n d"]) -> ReferenceSample:
-    """Mean and shrunk covariance of n ≥ 2 vectors, for each leading index.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent.experiments.robustness.attention_outputs import fit_reference
-        >>> x = torch.randn(5000, 2, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 10.0])
-        >>> fit_reference(x).distance(torch.tensor([[0.0, 0.0], [3.0, 0.0], [0.0, 30.0]])).round().tolist()
-        [0.0, 3.0, 3.0]
-    """
+    """Mean and shrunk covariance of n ≥ 2 vectors, for each leading index."""
     if x.ndim < 2 or x.shape[-2] < 2 or not bool(x.isfinite().all()):
         what = "some that are not finite" if x.ndim >= 2 and x.shape[-2] >= 2 else f"shape {tuple(x.shape)}"
         raise ValueError(f"x must be at least two finite vectors (vector, coordinate), got {what}")

@@ -388,18 +388,11 @@ class View:
     inside: Bool[Tensor, "*lead query key"]  # where a query sees a key, padding left out; broadcasts to the scores
     rotation: HeadRotation
     own: tuple[Tensor, Tensor]  # the tokens' positions, of queries and of keys, ``(pos,)`` or ``(batch, pos)``
-    held_scores: Tensor
-    held_vectors: tuple[Tensor, Tensor] | None  # None if not asked for
-
-    def scores(self) -> Float[Tensor, "batch head query key"]:
-        """The scores under all rotation edits and the score edits that come before: in the model's dtype, soft cap
-        included, anything outside the mask."""
-        return self.held_scores
-
-    def vectors(self) -> tuple[Float[Tensor, "batch pos head d_head"], Float[Tensor, "batch pos head d_head"]]:
-        """Queries and keys before rotation, keys repeated for every query head that reads them."""
-        assert self.held_vectors is not None
-        return self.held_vectors
+    # The scores under all rotation edits and the score edits that come before: in the model's dtype, soft cap included,
+    # anything outside the mask.
+    scores: Float[Tensor, "batch head query key"]
+    # Queries and keys before rotation, keys repeated for every query head that reads them; None if not asked for.
+    vectors: Any
 
 
 class Order(IntEnum):

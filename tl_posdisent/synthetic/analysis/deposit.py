@@ -23,7 +23,7 @@ from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED
 from tl_posdisent.synthetic.training.train import answers, check_samples, evaluate
 from tl_posdisent.utils.pictures import HasTable, figure_function
-from tl_posdisent.utils.validation import check_choice, check_integer, check_number, head_label
+from tl_posdisent.utils.validation import check_choice, check_number, head_label
 
 By = Literal["rotation", "attention"]
 Head = tuple[int, int]
@@ -36,8 +36,7 @@ class SufficientHeads(HasTable):
     Attributes:
         by: what the other heads lack: ``"rotation"`` (frozen) or ``"attention"`` (replaced by their mean).
         keep: share of the model's accuracy that suffices.
-        baseline, baseline_loss: with all heads.
-        none, none_loss: with no head.
+        baseline, none: accuracy with all heads, and with no head.
         accuracy, loss: with the sufficient set alone.
         heads: the set, ``(layer, head)``, the most important ones first.
         path: from all heads to none, one row per number of heads of the search: ``heads``, ``accuracy``, ``loss``.
@@ -46,23 +45,15 @@ class SufficientHeads(HasTable):
     by: By
     keep: float
     baseline: float
-    baseline_loss: float
     none: float
-    none_loss: float
     accuracy: float
     loss: float
     heads: tuple[Head, ...]
     path: pd.DataFrame
 
-    def at(self, heads: int) -> tuple[float, float]:
-        """Accuracy and loss with so many heads, or with the path's next larger number."""
-        check_integer("heads", heads, 0, int(self.path["heads"].max()))
-        row = self.path[self.path["heads"] >= heads].sort_values("heads").iloc[0]
-        return float(row["accuracy"]), float(row["loss"])
-
     def to_frame(self) -> pd.DataFrame:
         """One row: ``by``, ``keep``, ``heads`` (how many suffice), and accuracies and losses as above."""
-        names = ("by", "keep", "baseline", "baseline_loss", "none", "none_loss", "accuracy", "loss")
+        names = ("by", "keep", "baseline", "none", "accuracy", "loss")
         return pd.DataFrame([{name: getattr(self, name) for name in names} | {"heads": len(self.heads)}])
 
     def __repr__(self) -> str:
@@ -141,10 +132,8 @@ def sufficient_heads(
     path += [heads[:n] for n in reversed(range(len(heads)))]
     rows = [(len(some), *measured(some)) for some in path]
     table = pd.DataFrame(rows, columns=["heads", "accuracy", "loss"]).drop_duplicates("heads", ignore_index=True)
-    (accuracy, loss), (baseline, baseline_loss), (none, none_loss) = map(measured, (kept, everything, []))
-    return SufficientHeads(
-        by, keep, baseline, baseline_loss, none, none_loss, accuracy, loss, heads=tuple(heads), path=table
-    )
+    (accuracy, loss), (baseline, _), (none, _) = map(measured, (kept, everything, []))
+    return SufficientHeads(by, keep, baseline, none, accuracy, loss, heads=tuple(heads), path=table)
 
 
 def _search(ranked: list[Head], suffice: Callable[[list[Head]], bool]) -> list[list[Head]]:
@@ -266,15 +255,6 @@ class DepositReport(HasTable):
     drops: pd.DataFrame
     sufficient: tuple[SufficientHeads, ...] = ()
 
-    def by_layer(self) -> pd.DataFrame:
-        """One row per layer: ``drop`` (its largest), ``head`` (that one's), ``total`` (its drops added up), ``share``
-        (of all layers' total)."""
-        drops = self.drops.assign(drop=self.drops["drop"].clip(lower=0))
-        layers = drops.groupby("layer")
-        table = drops.loc[layers["drop"].idxmax(), ["layer", "drop", "head"]].reset_index(drop=True)
-        share = layers["share"].sum().to_numpy() if math.isfinite(self.share) else math.nan
-        return table.assign(total=layers["drop"].sum().to_numpy(), share=share)
-
     def to_frame(self) -> pd.DataFrame:
         """One row with all measures, and with ``sufficient`` the numbers of heads, ``rotating`` and ``attending``."""
         row = {name: [getattr(self, name)] for name in _MEASURES}
@@ -287,7 +267,7 @@ class DepositReport(HasTable):
         return figure_function("plot_deposit")(table, better="lower", sufficient=self.sufficient, title=title)
 
     def __repr__(self) -> str:
-        layers = self.by_layer()
+        layers = self.drops.groupby("layer")["share"].sum()
         heads, where = (
             f"{len(x)} {of}{'s' if len(x) > 1 else ''}" for of, x in (("head", self.drops), ("layer", layers))
         )
@@ -295,7 +275,7 @@ class DepositReport(HasTable):
         sets = "".join(f"\n  {found!r}".replace("SufficientHeads: ", "sufficient: ") for found in self.sufficient)
         if self.layer is None:
             return begin + "  no head costs anything" + sets
-        shares = " ".join(f"{x:.2f}" for x in layers["share"])
+        shares = " ".join(f"{x:.2f}" for x in layers)
         return begin + (
             f"  largest drop {self.drop:.3f} (layer {self.layer}, head {self.head}), second {self.second:.3f}; "
             f"share {self.share:.2f}, effective number of heads {self.effective_heads:.2f}\n"

@@ -280,15 +280,7 @@ def dynamics(
 
 
 def long_texts(task: Task, texts: int, seed: int = 0) -> Int[Tensor, "text pos"]:
-    """Texts of a task without padding: the longest of many, cut to the shortest of them.
-
-    Example:
-        >>> from tl_posdisent.synthetic import TriggerDistance
-        >>> from tl_posdisent.synthetic.analysis.training_dynamics import long_texts
-        >>> tokens = long_texts(TriggerDistance(), 4)
-        >>> bool((tokens != 0).all()), tokens.shape[1] > 100
-        (True, True)
-    """
+    """Texts of a task without padding: the longest of many, cut to the shortest of them."""
     check_integer("texts", texts, 1)
     tokens, _ = task.batch(texts * _DRAWN, torch.Generator().manual_seed(seed))
     lengths = (tokens != task.pad_id).sum(-1)

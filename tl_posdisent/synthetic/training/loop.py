@@ -174,12 +174,8 @@ class TrainingLoop(ABC):
         """Write a checkpoint."""
 
     @abstractmethod
-    def measure(self) -> dict[str, float]:
-        """Columns of a row at which ``measures`` is true, on data that is not trained on."""
-
-    @abstractmethod
-    def measures(self, done: int) -> bool:
-        """Whether ``measure`` is called after so many steps."""
+    def measure(self, done: int) -> dict[str, float]:
+        """Columns of a row of metrics, on data that is not trained on; none where it is not due after so many steps."""
 
     @abstractmethod
     def keeps(self, done: int) -> bool:
@@ -228,7 +224,7 @@ class TrainingLoop(ABC):
         with tqdm(total=self.steps, initial=self.done, desc="training", unit="step", disable=not progress) as bar:
             while self.done < end:
                 self._step()
-                kept, measured = self.done == end or self.keeps(self.done), self.measures(self.done)
+                kept, measured = self.done == end or self.keeps(self.done), self.measure(self.done)
                 bar.update()
                 if kept or measured or self.done % self.log_every == 0:
                     row = self._log(measured)
@@ -251,7 +247,7 @@ class TrainingLoop(ABC):
         self.done += 1
         self._recent.append({**numbers, "grad_norm": norm.detach()})
 
-    def _log(self, measured: bool) -> dict[str, Any]:
+    def _log(self, measured: dict[str, float]) -> dict[str, Any]:
         """Add a row about the steps since the last row."""
         recent = {name: torch.stack([x[name].float() for x in self._recent]).cpu() for name in self._recent[0]}
         bad = (~recent["loss"].isfinite()).nonzero()
@@ -263,7 +259,7 @@ class TrainingLoop(ABC):
             )
         row: dict[str, Any] = {"step": self.done, "lr": self.learning_rate(self.done - 1)}
         row |= {name: values.double().mean().item() for name, values in recent.items()}
-        row |= self.measure() if measured else {}
+        row |= measured
         row["seconds"] = self._seconds_before + time.perf_counter() - self._started
         self.rows.append(row)
         self._recent = []

@@ -411,12 +411,12 @@ class TaskTraining(TrainingLoop):
     def save_weights(self, path: Path) -> None:
         save_checkpoint(self.model, path, {**self.settings(self.done), "step": self.done})
 
-    def measures(self, done: int) -> bool:
+    def measure(self, done: int) -> dict[str, float]:
         """At checkpoints, every ``test_every`` steps and at the end."""
-        every = self.config.test_every
-        return done in self.config.checkpoints or done == self.steps or (every is not None and done % every == 0)
-
-    def measure(self) -> dict[str, float]:
+        if not (
+            self.keeps(done) or done == self.steps or (self.config.test_every and done % self.config.test_every == 0)
+        ):
+            return {}
         loss, accuracy = evaluate(self.model, self.split.test_tokens, self.split.test_labels)
         return {"test_loss": loss, "test_accuracy": accuracy}
 
