@@ -344,13 +344,13 @@ NUMBERS = "--layers must be numbers with commas between, or ranges such as 0-3, 
 DEVICE = '--device must be one of torch\'s, such as "cpu" or "cuda:0", got \'abacus\''
 REFUSED = [
     ("fit --text nowhere.txt", "--text cannot be read: [Errno 2] No such file or directory: 'nowhere.txt'"),
-    ("fit --text short.txt --length 32", "--text has 2 tokens, too few for 1 stretches of 32"),
+    ("fit --text short.txt --length 32", "--text has 2 tokens, too few for 1 × 32"),
     ("fit --text latin.txt", "--text must be UTF-8, but latin.txt is not (byte 0xe9 at position 3)"),
     ("fit --text empty.txt", "--text must have words, but"),
     ("fit --text folder.csv", "--text cannot be read: [Errno 21] Is a directory"),
     ("fit --length 32 --layers 0,9", "--layers must be integers from 0 to 4"),
     *((f"fit --layers '{x}'", f"{NUMBERS} {x!r}") for x in ("first", "[b]0", "3-1", "-1", "")),
-    ("fit --length 16 --heads 8", "--heads must be integers from 0 to 7 (or from -8 to -1, counted from the end), g"),
+    ("fit --length 16 --heads 8", "--heads must be integers from 0 to 7, g"),
     ("fit --device abacus", DEVICE),
     *((f"fit --device {x}", f"--device must be one that torch can use, got {x!r} (") for x in ("meta", "cuda:77")),
     ("fit --out table.xls", "--out must end in .csv, .parquet, .json, got 'table.xls'"),
@@ -363,7 +363,7 @@ REFUSED = [
         (f"{x} --length 600", "--length must be at most 512, beyond which this model fails, got 600")
         for x in ("fit", "controlled", "perturb", "ablate")
     ),
-    ("fit --length 32 --texts 1000", "--text has 3257 tokens, too few for 1000 stretches of 32"),
+    ("fit --length 32 --texts 1000", "--text has 3257 tokens, too few for 1000 × 32"),
     ("perturb --kind chaos", "--kind must be one of order, index, feature, got 'chaos'"),
     ("perturb --fractions 0,half", "--fractions must be numbers with commas between, got '0,half'"),
     ("perturb --fractions 0,2", "--fractions must be a finite number of at least 0 and at most 1, got 2.0"),

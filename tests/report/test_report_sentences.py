@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from support import zoo
 from support.documents import Document
 
-from tl_posdisent.report.measurements import Found
+from tl_posdisent import demo_tokens, load_demo_model
+from tl_posdisent.demo import demo_hf_model
+from tl_posdisent.report.measurements import Found, read_subject
 from tl_posdisent.report.sections import section, verdict
 
 NAN = float("nan")
@@ -122,3 +125,14 @@ def test_ablation_and_perturbation_have_the_sign_of_the_data(sign: int) -> None:
     said = plain(verdict({"perturbation": Found(curve)}))
     assert ("tokens of the text +0.200 ± 0.010" if sign > 0 else "tokens of the text −0.200 ± 0.010") in said
     assert ("positions +0.100 (" if sign > 0 else "positions −0.100 (") in said
+
+
+def test_tied_embeddings_count_once_and_a_model_from_a_file_has_its_name(tmp_path: Path) -> None:
+    original = sum(x.numel() for x in demo_hf_model().parameters())
+    (tmp_path / "Some-1B.Q4_1.gguf").touch()
+    for backend in ("bridge", "hooked") if zoo.TL_MAJOR < 4 else ("bridge",):
+        model: Any = load_demo_model(backend=backend)  # type: ignore[arg-type]
+        subject = read_subject(model, demo_tokens(length=8), None, None, None)
+        assert subject.parameters() == pytest.approx(original, rel=0.01)
+        model.cfg.model_name, model.tokenizer.name_or_path = "custom", str(tmp_path)
+        assert subject.name() == "Some-1B.Q4_1"

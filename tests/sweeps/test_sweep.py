@@ -283,7 +283,7 @@ BAD = [
     (lambda: Text.of("demo", length=8, count=0), "count must be an integer of at least 1, got 0"),
     (lambda: Text.of([1, 2], length=8), "length must be None for token ids"),
     (lambda: Text.of("demo", length=8).split(0), "parts must be an integer of at least 1, got 0"),
-    (lambda: Text.of("demo", length=4000).tokens(load_demo_model()), "too few for 1 stretches of 4000"),
+    (lambda: Text.of("demo", length=4000).tokens(load_demo_model()), "too few for 1 × 4000"),
     (lambda: sweep([], out="nowhere"), "jobs must be a list of Job .* got none"),
     (lambda: sweep(["additivity"], out="nowhere"), "jobs must be a list of Job .* got str"),
     (lambda: sweep(jobs("demo", LAST, "demo"), 4, out="nowhere"), "executor must be .* got int"),

@@ -87,7 +87,7 @@ class Given:
     model: str = Option(
         "demo",
         metavar="demo|NAME|PATH",
-        help="A name (see 'models'), a directory, or a GGUF file.",
+        help="A name such as smollm2 (see 'models'), a directory, or a GGUF file.",
         autocompletion=lambda: ["demo", "smollm2"],  # shells complete directories by themselves
     )
     text: Path | None = Option(

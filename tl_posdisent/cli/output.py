@@ -52,7 +52,7 @@ def one_line(message: str, options: Collection[str]) -> str:
     >>> one_line("rotary_heads must be left out with encoding='none'", ["encoding", "rotary_heads"])
     "--rotary-heads must be left out with --encoding 'none'"
     """
-    message = " ".join(message.split())
+    message = re.sub(r" \(or [^(]*, counted from the end\)", "", " ".join(message.split()))  # no option takes these
     if "length" in options:  # the way out that the library names is a context manager
         message = _TOO_LONG.sub(r"length must be at most \2, beyond which this model fails, got \1", message)
 

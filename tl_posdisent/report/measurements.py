@@ -115,12 +115,17 @@ class Subject:
         tokenizer = getattr(self.model, "tokenizer", None)
         for name in (getattr(self.model.cfg, "model_name", None), getattr(tokenizer, "name_or_path", None)):
             if isinstance(name, str) and name not in _NAMELESS:
-                return (Path(name).resolve().name or name) if Path(name).is_dir() else name
+                files = [*Path(name).glob("*.gguf")] if Path(name).is_dir() else []
+                whole = files[0].stem if len(files) == 1 else Path(name).resolve().name
+                return whole if Path(name).is_dir() and whole else name
         return self.specs[0].architecture
 
     def parameters(self) -> int:
-        """How many numbers the model has learned."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        """How many numbers the model has learned. Embeddings that are tied count once, also where they are copied."""
+        own = {id(x): x for x in self.model.parameters()}
+        embed, unembed = (own.get(id(getattr(self.model, name, None))) for name in ("W_E", "W_U"))
+        copied = embed is not None and unembed is not None and torch.equal(embed, unembed.T)
+        return sum(x.numel() for x in own.values() if not (copied and x is unembed))
 
 
 def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
@@ -310,8 +315,7 @@ def _chosen(subject: Subject, table: pd.DataFrame) -> pd.DataFrame:
 def _additivity(subject: Subject, seed: int) -> pd.DataFrame:
     """With ``r_without_first``, of the fit without the first key of each text, which often is an attention sink."""
     table = additivity(**_common(subject))
-    enough = min(subject.lengths) > _LEAST
-    without = additivity(**_common(subject), sinks=1)["r"] if enough else np.nan
+    without = additivity(**_common(subject), sinks=1)["r"] if min(subject.lengths) > _LEAST else np.nan
     return _chosen(subject, table.assign(r_without_first=without))
 
 

@@ -162,7 +162,7 @@ def _ladder_verdict(found: Found) -> list[str]:
     if not effective:
         return [f"Uniform attention in the place of a single head costs no more than noise in this text {link}."]
     kinds = ("distance", "static", "additive", "banded", "query-dependent", "undecided")
-    counted = ", ".join(f"{int(n.get(kind, 0))} <em>{kind}</em>" for kind in kinds)
+    counted = ", ".join(f"{n[kind]} <em>{kind}</em>" for kind in kinds if kind in n)
     return [
         f"For {effective} of {plural(len(verdicts), 'head')} the loss is higher if attention there is uniform. By the "
         f"simplest attention that recovers 95 % of that loss, these are: {counted} {link}."

@@ -240,8 +240,8 @@ def cut(model: Any, words: str, length: int | None, count: int = 1, first: int =
     needed = (first + count) * body
     if needed > len(ids):
         raise ValueError(
-            f"text has {len(ids)} tokens, too few for {count} stretches of {length}, which need {needed}: "
-            "give a longer text, or ask for fewer or shorter stretches"
+            f"text has {len(ids)} tokens, too few for {count} × {length}, which need {needed}: "
+            "give a longer text, or ask for fewer or shorter parts of it"
         )
     rows = ids[first * body : needed].view(count, body)
     return torch.cat([begin.to(ids).expand(count, -1), rows], 1)

@@ -285,8 +285,8 @@ def check_heads(
     for x in given:
         if not _is_pair(x) or not (-n_layers <= x[0] < n_layers and -n_heads <= x[1] < n_heads):
             raise ValueError(
-                f"heads must be pairs (layer, head) with layers from 0 to {n_layers - 1} and heads from 0 to "
-                f"{n_heads - 1} (or negative, counted from the end), got {shown(x)}"
+                f"heads must be L0H0 to {head_label(n_layers - 1, n_heads - 1)}, as labels or as pairs (layer, head) "
+                f"(or negative, counted from the end), got {head_label(*x) if _is_pair(x) else shown(x)}"
             )
         by_layer.setdefault(operator.index(x[0]) % n_layers, []).append(operator.index(x[1]) % n_heads)
     if any(len(set(some)) < len(some) for some in by_layer.values()):

@@ -19,7 +19,7 @@ from tl_posdisent.models.reading.forward import check_tokens, device_of, refuse_
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.tables import progress_bar
-from tl_posdisent.utils.validation import check_choice, check_distinct, check_integer, check_number, check_seeds, shown
+from tl_posdisent.utils.validation import check_distinct, check_integer, check_number, check_seeds, check_subset, shown
 
 Text = str | Int[Tensor, "_pos"]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -162,9 +162,8 @@ def perturbation_curve(
         >>> bool((loss.loc[0] == 0).all()), bool((loss.loc[0.5] > loss.loc[0.1]).all())
         (True, True)
     """
-    kinds, seeds = check_distinct("kinds", kinds, lambda kind: kind), check_seeds(seeds)
-    for kind in kinds:
-        check_choice("kind", kind, get_args(Kind))
+    kinds = check_distinct("kinds", check_subset("kinds", kinds, get_args(Kind)), str)
+    seeds = check_seeds(seeds)
     fractions = check_distinct("fractions", fractions, lambda x: check_number("fractions", x, least=0, most=1))
     reading = read_model(model)
     model, own_unit = reading.model, "token" if isinstance(tokens, Tensor) else "word"
