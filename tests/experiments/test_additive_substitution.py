@@ -201,6 +201,14 @@ def test_the_shuffled_fit_is_that_of_a_shuffled_text(axes: Any, shared_model: An
     assert others.groupby(["scope", "head", "put_in", "keep"], dropna=False)["loss"].std().max() == 0
 
 
+def test_controls_do_not_change_the_other_rows(shared_model: Any) -> None:
+    model = shared_model("bridge", "llama-gqa")
+    whole, zero, none = (run(model, layers=[1], controls=some) for some in (("shuffled fit", "zero"), "zero", ()))
+    for some, left_out in ((zero, ["shuffled fit"]), (none, ["shuffled fit", "zero"])):
+        expected = whole[~whole["put_in"].isin(left_out)].reset_index(drop=True)
+        pd.testing.assert_frame_equal(some, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_two_axes_need_rotary_embeddings(shared_model: Any) -> None:
     model = shared_model("bridge", "gpt2")
     for tool in (substitute_additive, lambda m, axes: additive_substitution(m, TOKENS, axes=axes)):

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import pandas as pd
 
+from tl_posdisent.experiments.causal.runs import texts_at_once
 from tl_posdisent.models.memory import free_memory, gigabytes, model_bytes, model_devices
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.reading.spec import n_layers
@@ -34,8 +35,8 @@ _PASSES: dict[str, Callable[[int, int], float]] = {
     "head_ablation": lambda layers, heads: heads * (layers + 1) / 2 + layers + 2,
     "head_patching": lambda layers, heads: heads * (layers + 1) / 2 + layers + 4,
     "position_patching": lambda layers, heads: heads * layers + 2,
-    "additive_substitution": lambda layers, heads: 3 * (heads + 1) * (layers + 1) / 2 + layers + 24,
-    "attention_ladder": lambda layers, heads: (13 * heads + 11) * (layers + 1) / 2 + 2 * layers + 17,
+    "additive_substitution": lambda layers, heads: 3 * (heads + 2) * (layers + 1) / 2 + 24,
+    "attention_ladder": lambda layers, heads: (13 * heads + 15) * (layers + 1) / 2 + 8,
 }
 
 
@@ -171,8 +172,8 @@ def _memory(model: Any, tool: str, length: int, batch: int) -> tuple[int, int]:
         step = min(cells, max(2**20, min(64 * length, 2**22)))
         other += 8 * (3 * step + 30 * heads * tokens + min(cells // 4, 2**26))
     elif tool in _PASSES:
-        logits = 4 * tokens * getattr(cfg, "d_vocab", 0)
-        other += 2**28 + 4 * logits + min(2**28, 16 * logits)  # of the unmodified run, and of several heads at once
+        runs = 1 + max(1, min(heads, texts_at_once(cfg, length) // batch))  # in one batch, and the unmodified text
+        scores, other = runs * scores, runs * other + 24 * tokens * getattr(cfg, "d_vocab", 0)
     else:
         vectors = min(tokens * heads * width, NUMBERS_AT_ONCE)
         other += 2**26 * (tool == "preference_flips")  # pairs of keys at a time

@@ -53,55 +53,57 @@ class Clean:
     """One untouched run."""
 
     output: Any
-    before: dict[int, Any]  # for each layer but the first, what the block before it returned
+    after: dict[int, Any]  # what some blocks returned
+
+    @property
+    def last(self) -> Any:
+        """What the last block returned."""
+        return self.after[max(self.after)] if self.after else None
 
 
 def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int]) -> Clean:
-    """Run the model, with the hooks that it has, and keep what comes into these layers."""
-    before: dict[int, Any] = {}
+    """Run the model, with the hooks that it has, and keep what comes into these layers and out of the last block."""
+    after: dict[int, Any] = {}
 
     def recording(layer: int, own: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            before[layer] = out = own(*args, **kwargs)
+            after[layer] = out = own(*args, **kwargs)
             return out
 
         return forward
 
-    blocks = {layer: model.blocks[layer - 1] for layer in layers if layer > 0}
-    with torch.no_grad(), forwards({block: recording(layer, block.forward) for layer, block in blocks.items()}):
-        return Clean(output_of(model, tokens), before)
+    kept = {x - 1 for x in (*layers, len(model.blocks)) if x > 0}
+    others = {model.blocks[layer]: recording(layer, model.blocks[layer].forward) for layer in kept}
+    with torch.no_grad(), forwards(others):
+        return Clean(output_of(model, tokens), after)
 
 
-def run_from(
+def result_of(
+    module: Any,
     model: Any,
-    tokens: Int[Tensor, "batch pos"],
+    tokens: Int[Tensor, "row pos"],
     layer: int,
-    clean: Clean,
-    texts: Int[Tensor, "row"],
+    before: Any,
     hooks: Sequence[Hook],
 ) -> Any:
-    """What the model returns for ``tokens[texts]``, of a clean run, in any order and number, run from a layer on."""
-    known = known_before(model, layer, clean, texts)
-    with torch.no_grad(), forwards(known), model.hooks(fwd_hooks=list(hooks)):
-        return output_of(model, tokens[texts])
-
-
-def attention_from(
-    model: Any, tokens: Int[Tensor, "batch pos"], layer: int, clean: Clean, hooks: Sequence[Hook]
-) -> Any:
-    """What one layer's attention returns on the texts of a clean run; layers before and after are not computed."""
-    module = model.blocks[layer].attn
+    """What a module returns in a pass that begins at a layer, with what the block before returned, and ends there."""
     own, box = module.forward, []
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         box.append(own(*args, **kwargs))
         raise Ended
 
-    known = known_before(model, layer, clean)
-    hooked = model.hooks(fwd_hooks=list(hooks))
-    with contextlib.suppress(Ended), torch.no_grad(), forwards({**known, module: forward}), hooked:
+    others = {**dict.fromkeys(model.blocks[:layer], lambda *args, **kwargs: before), module: forward}
+    with contextlib.suppress(Ended), torch.no_grad(), forwards(others), model.hooks(fwd_hooks=list(hooks)):
         output_of(model, tokens)
     return box[0]
+
+
+def output_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequence[Hook]) -> Any:
+    """What the model returns where its last block returns ``last``: its own norm, unembedding and caps."""
+    known = dict.fromkeys(model.blocks, lambda *args, **kwargs: last)
+    with torch.no_grad(), forwards(known), model.hooks(fwd_hooks=list(hooks)):
+        return output_of(model, tokens)
 
 
 @contextlib.contextmanager
@@ -134,16 +136,13 @@ def has_hooks(model: Any) -> bool:
     return any(not handle.is_permanent for point in model.hook_dict.values() for handle in point.fwd_hooks)
 
 
-def known_before(model: Any, layer: int, clean: Clean, texts: Tensor | None = None) -> dict[Any, Forward]:
-    """What to call instead of the blocks before a layer (``forwards``); of some texts of the clean run, default all."""
-    if layer == 0:
-        return {}
-    before = clean.before[layer] if texts is None else of_texts(clean.before[layer], texts)
-    return dict.fromkeys(model.blocks[:layer], lambda *args, **kwargs: before)
-
-
-def of_texts(output: Any, texts: Tensor) -> Any:
+def of_texts(output: Any, texts: Tensor | slice) -> Any:
     """A block's output, which is a tensor or a tuple or list that begins with it, for a batch of some of its texts."""
     if isinstance(output, (tuple, list)):
         return type(output)((output[0][texts], *output[1:]))
     return output[texts]
+
+
+def hidden_of(output: Any) -> Any:
+    """The residual stream in a block's output."""
+    return output[0] if isinstance(output, (tuple, list)) else output

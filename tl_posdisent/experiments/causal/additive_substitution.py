@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from math import nan
-from typing import Any
+from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
@@ -27,9 +27,13 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.tables import progress_bar
+from tl_posdisent.utils.validation import check_subset
 
 from .metrics import as_log_probabilities, clean_losses, compare, run_texts, shuffled_order
 from .runs import Failures, Runs
+
+Control = Literal["shuffled fit", "zero"]
+_CONTROLS: tuple[Control, ...] = get_args(Control)
 
 
 def additive_substitution(
@@ -39,18 +43,20 @@ def additive_substitution(
     attention_mask: Tensor | None = None,
     axes: Axes = "three",
     layers: int | Iterable[int] | None = None,
+    controls: Collection[Control] = _CONTROLS,
     seed: int = 0,
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure the added loss if scores are replaced by their additive fit: by head, by layer, and in all layers.
 
-    There are two baselines on the same heads: zero output, and the fit of a *shuffled* text, the same tokens in another
-    order with the first one in place.
+    There are two controls on the same heads: zero output, and the fit of a *shuffled* text, the same tokens in another
+    order with the first one in place. Each takes as long as the fit.
 
     Args:
         model, tokens, attention_mask, progress: as in ``head_ablation``.
         axes: ``"three"`` or ``"two"`` (see ``substitute_additive``).
         layers: default all (all that rotate, for two axes).
+        controls: which; ``head_ablation`` measures ``"zero"``, too.
         seed: of the order of the shuffled text, which is the same for all texts of one length.
 
     Returns:
@@ -61,7 +67,8 @@ def additive_substitution(
         the predictions, nats per token.
 
     Raises:
-        ValueError: unusable tokens, layers, axes or seed; what ``substitute_additive`` and ``ablate_heads`` refuse.
+        ValueError: unusable tokens, layers, axes, controls or seed; what ``substitute_additive`` and ``ablate_heads``
+            refuse.
 
     Example:
         >>> from tl_posdisent import additive_substitution, demo_tokens, load_demo_model
@@ -71,15 +78,16 @@ def additive_substitution(
         >>> bool(full["fit", "distance+query+key"] < full["zero", ""])
         True
     """
+    extra = check_subset("controls", controls, _CONTROLS)
     reading = read_model(model, layers)
     model = reading.model
     specs = [spec for spec, _ in additive_heads(reading, axes, layers, None, "additive_substitution")]
     texts = read_texts(model, tokens, attention_mask)
     shuffled = [group.tokens[:, shuffled_order(group.tokens.shape[1], seed)] for group in texts.groups]
     check_reach(model, [spec.layer for spec in specs])
-    stored = [_fits_of(model, tokens, specs, axes) for tokens in shuffled]
-    everywhere = list(_puts(axes))
-    one_layer = everywhere[:3]
+    stored = [_fits_of(model, tokens, specs, axes) if "shuffled fit" in extra else {} for tokens in shuffled]
+    everywhere = [put for put in _puts(axes) if put[0] in ("fit", *extra)]
+    one_layer = everywhere[: 1 + len(extra)]
     rows: list[tuple[Any, ...]] = []
     n_rows = len(one_layer) * sum(spec.n_heads + 1 for spec in specs) + len(everywhere)
     with evaluating(model), progress_bar(total=n_rows, desc="runs", disable=not progress) as bar:
@@ -100,7 +108,9 @@ def additive_substitution(
                 def hooks(group: int, some: Sequence[int], put: Put = put, spec: AttentionSpec = spec) -> Hooks:
                     return put(spec, some, stored[group])
 
-                each = runs.each(spec.layer, [*([head] for head in heads), heads], hooks, kind=put_in)
+                each = runs.each(
+                    spec.layer, [*([head] for head in heads), heads], hooks, kind=None if put_in == "zero" else put_in
+                )
                 for head, run in zip([*heads, None], each, strict=True):
                     measure(run, "layer" if head is None else "head", spec.layer, head, put_in, keep)
         for put_in, keep, put in everywhere:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
+from itertools import product, repeat
 from math import atan2, ceil, isnan, nan, pi
 from typing import Any, Literal, get_args
 
@@ -139,12 +139,10 @@ def attention_ladder(
     total = n_items * (len(rung_list) * (1 + ("random" in extra)) + len(fitted_rungs) * ("shuffled" in extra))
     with progress_bar(total=total, desc="runs", disable=not progress) as bar:
         ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed, metric, Failures(), bar)
-        rows = ladder.rows(chosen, rung_list, "none")
-        if "shuffled" in extra:
-            rows += ladder.rows(chosen, fitted_rungs, "shuffled")
+        rows = ladder.rows(chosen, {"none": rung_list} | ({"shuffled": fitted_rungs} if "shuffled" in extra else {}))
         if "random" in extra:
             copy = read_model(next(random_control(reading.model, [seed])), [spec.layer for spec, _ in chosen])
-            rows += replace(ladder, reading=copy).rows(any_heads(copy, layers, heads), rung_list, "random")
+            rows += replace(ladder, reading=copy).rows(any_heads(copy, layers, heads), {"random": rung_list})
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     if metric is None:
         table = table.drop(columns="value")
@@ -182,23 +180,23 @@ class _Ladder:
     bar: Any
     uniform: dict[_Row, _Measured] = field(default_factory=dict)  # by layer and head, the last that was measured
 
-    def rows(self, chosen: Chosen, rungs: Sequence[Rung], control: str) -> list[_Row]:
-        """The rows of a control. Its uniform attention is that of the last control, where it has none."""
-        model = self.reading.model
+    def rows(self, chosen: Chosen, rungs: Mapping[str, Sequence[Rung]]) -> list[_Row]:
+        """The rows of each control. One without uniform attention takes that of the control before."""
+        model, whole = self.reading.model, self.unit == "all"
         rows: list[_Row] = []
         with evaluating(model):
-            runs = Runs(model, self.texts, [] if self.unit == "all" else [spec.layer for spec, _ in chosen])
+            runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in chosen])
             clean = [as_log_probabilities(output) for output in runs.clean]
             losses = clean_losses(clean, self.texts)
             untouched = _Measured(losses, 0.0, self._values(runs.clean, losses))
-            for together in [chosen] if self.unit == "all" else [[each] for each in chosen]:
+            for control, together in product(rungs, [chosen] if whole else [[each] for each in chosen]):
                 ((spec, heads), *_) = together
-                items: list[_Item] = [(None if self.unit == "all" else spec.layer, None, together)]
+                items: list[_Item] = [(None if whole else spec.layer, None, together)]
                 if self.unit == "head":
                     items = [(spec.layer, head, [(spec, [head])]) for head in heads]
                 found: list[dict[Rung, _Measured]] = [{} for _ in items]
                 seen: dict[int, Attended] = {}
-                for rung in rungs:
+                for rung in rungs[control]:
                     outputs: Iterator[Run | None] = repeat(None, len(items))
                     if rung != "untouched":
                         outputs = self._runs(runs, together, items, rung, seen, shuffled=control == "shuffled")

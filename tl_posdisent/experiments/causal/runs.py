@@ -15,12 +15,20 @@ from typing import Any, TypeVar
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import Metric, metric_name, run_texts, value_of
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.partial_forward import attempted, attention_from, has_hooks, run_clean, run_from
+from tl_posdisent.models.partial_forward import (
+    attempted,
+    has_hooks,
+    hidden_of,
+    of_texts,
+    output_after,
+    result_of,
+    run_clean,
+)
 from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating, hook_name, output_of
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -29,8 +37,7 @@ from tl_posdisent.utils.precision import apart, mismatch
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import head_label
 
-_BYTES_PER_TENSOR = 2**22
-_BYTES_HELD = 2**28
+_BYTES_AT_ONCE, _MOST_AT_ONCE = 2**27, 32
 _Measured = TypeVar("_Measured")
 COUPLED = "coupled"
 """The kind of changes in which heads that are changed together with others differ from each changed alone."""
@@ -81,11 +88,10 @@ class _Group:
         self.model, self.tokens, self.under = model, tokens, under
         with applied(model, under):
             self.clean = run_clean(model, tokens, layers)
-        output = self.clean.output
         # Hooks of the user's may count on every block to run, and on the batch as it is.
-        self.shortcuts = isinstance(output, Tensor) and len(output) == len(tokens) and not has_hooks(model)
+        self.shortcuts = bool(layers) and not has_hooks(model) and self._after_blocks_agrees()
         self.agreeing: dict[Hashable, bool] = {None: True, COUPLED: False}
-        self.at_once = _texts_at_once(model, tokens, output)
+        self.at_once = texts_at_once(model.cfg, tokens.shape[1])
 
     def each(
         self, layer: int, units: Sequence[Sequence[int]], hooks_of: Callable[[Sequence[int]], list[Hook]], kind: Any
@@ -99,24 +105,22 @@ class _Group:
                 continue
             some = waiting[: ceil(len(waiting) / ceil(len(waiting) / most))]  # batches of one size
             try:
-                outputs = attempted(partial(self._from_the_layer, layer, some, z))
+                lasts = attempted(partial(self._from_the_layer, layer, some, z))
             except torch.OutOfMemoryError:
                 most = len(some) // 2
                 z = z if most else None
                 continue
-            clean = self.clean.output[0]
-            if outputs is None or outputs[-1].shape != clean.shape or mismatch(outputs[-1], clean) > 1:
+            if lasts is None:
                 self.shortcuts, z = False, None
                 continue
+            outputs = [partial(self._after_blocks, last) for last in lasts]
             if kind not in self.agreeing:
-                expected = attempted(partial(self._full_pass, hooks_of, some[0]))
-                first = outputs[: len(self.tokens)]
-                self.agreeing[kind] = isinstance(expected, Tensor) and mismatch(first, expected) <= 1
+                expected, first = attempted(partial(self._full_pass, hooks_of, some[0])), attempted(outputs[0])
+                self.agreeing[kind] = _agree(first, expected)
             if not self.agreeing[kind]:
                 z = None
                 continue
-            for output in outputs[:-1].unflatten(0, (len(some), -1)):
-                yield partial(lambda x: x, output)
+            yield from outputs
             waiting = waiting[len(some) :]
 
     def _full_pass(self, hooks_of: Callable[[Sequence[int]], list[Hook]], heads: Sequence[int]) -> Any:
@@ -130,15 +134,16 @@ class _Group:
         every = sorted({head for unit in units for head in unit})
 
         def read() -> None:
-            hooks = [*(self.under + hooks_of(every)), listen]
-            attention_from(self.model, self.tokens, layer, self.clean, hooks)
+            attention, before = self.model.blocks[layer].attn, self.clean.after.get(layer - 1)
+            result_of(attention, self.model, self.tokens, layer, before, [*(self.under + hooks_of(every)), listen])
 
         attempted(read)
         by_head = (*self.tokens.shape, self.model.cfg.n_heads)
         return kept[-1] if kept and kept[-1].ndim == 4 and kept[-1].shape[:3] == by_head else None
 
-    def _from_the_layer(self, layer: int, units: Sequence[Sequence[int]], changed: Z) -> Any:
-        """Outputs of all texts with each unit changed, and of the first text unmodified, as the proof."""
+    def _from_the_layer(self, layer: int, units: Sequence[Sequence[int]], changed: Z) -> list[Any] | None:
+        """What the last block returns of all texts with each unit changed; None if it does not return the same as
+        before of the first text, unmodified in the same batch."""
         n = len(self.tokens)
 
         def edit(z: Tensor, hook: Any) -> Tensor:
@@ -149,22 +154,36 @@ class _Group:
 
         rows = torch.tensor([*range(n)] * len(units) + [0], device=self.tokens.device)
         hooks = [*self.under, (hook_name(layer, "hook_z"), edit)]
-        return run_from(self.model, self.tokens, layer, self.clean, rows, hooks)
+        before = of_texts(self.clean.after[layer - 1], rows) if layer else None
+        last = result_of(self.model.blocks[-1], self.model, self.tokens[rows], layer, before, hooks)
+        own, clean = hidden_of(last)[-1], hidden_of(self.clean.last)[0]
+        size = (
+            clean.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(clean.dtype).tiny)
+        )  # of each token: some are huge
+        if not _agree(own / size, clean / size):
+            return None
+        return [of_texts(last, slice(i * n, (i + 1) * n)) for i in range(len(units))]
+
+    def _after_blocks(self, last: Any) -> Any:
+        return output_after(self.model, self.tokens, last, self.under)
+
+    def _after_blocks_agrees(self) -> bool:
+        """Whether the output is a function of what the last block returns."""
+        output = self.clean.output
+        texts = isinstance(output, Tensor) and len(output) == len(self.tokens)
+        return texts and _agree(attempted(partial(self._after_blocks, self.clean.last)), output)
 
 
-def _texts_at_once(model: Any, tokens: Int[Tensor, "text pos"], output: Any) -> int:
-    """How many texts to run in one pass, by a rough estimate of the largest tensor that it makes of each.
+def _agree(found: Any, expected: Any) -> bool:
+    """Whether tensors are equal but for rounding."""
+    tensors = isinstance(found, Tensor) and isinstance(expected, Tensor)
+    return tensors and found.shape == expected.shape and mismatch(found, expected) <= 1
 
-    A processor is slower with tensors beyond its cache, a GPU faster with large ones.
-    """
-    length, cfg = tokens.shape[1], model.cfg
+
+def texts_at_once(cfg: Any, length: int) -> int:
+    """How many texts to run in one pass, by a rough estimate of the largest tensor that it makes of each."""
     numbers: int = length * max(cfg.n_heads * length, 4 * getattr(cfg, "d_model", 0))
-    room, few = _BYTES_PER_TENSOR, 1
-    if isinstance(output, Tensor):
-        few = min(16, _BYTES_HELD // max(1, output[:1].numel() * output.element_size()))
-        if output.device.type == "cuda":
-            room = int(torch.cuda.mem_get_info(output.device)[0]) // 16
-    return max(1, few, room // (4 * numbers))
+    return max(1, min(_MOST_AT_ONCE, _BYTES_AT_ONCE // (4 * numbers)))
 
 
 class Failures:
