@@ -269,11 +269,8 @@ def fit_in_turn(
             scores, keys, inside = _side_by_side(spec, [each[spec.layer] for each in found])
             of: AttentionFit | Tensor
             if rung in PER_HEAD:
-                keys = (
-                    keys[..., [spec.key_head(head) for head in at], :]
-                    if rung == "static" and keys is not None
-                    else None
-                )
+                of_heads = [spec.key_head(head) for head in at]
+                keys = None if rung != "static" or keys is None else keys[..., of_heads, :]
                 of = fit_rung(rung, scores[:, at], inside, keys, bands=(), pool=True)
             else:
                 of = rung_logits(rung, scores[:, at], inside, None, bands=bands, rank=rank).float()

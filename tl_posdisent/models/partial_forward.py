@@ -54,11 +54,7 @@ class Clean:
 
     output: Any
     after: dict[int, Any]  # what some blocks returned
-
-    @property
-    def last(self) -> Any:
-        """What the last block returned."""
-        return self.after[max(self.after)] if self.after else None
+    last: Any  # what the last block returned
 
 
 def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int]) -> Clean:
@@ -73,19 +69,11 @@ def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int
         return forward
 
     kept = {x - 1 for x in (*layers, len(model.blocks)) if x > 0}
-    others = {model.blocks[layer]: recording(layer, model.blocks[layer].forward) for layer in kept}
-    with torch.no_grad(), forwards(others):
-        return Clean(output_of(model, tokens), after)
+    with torch.no_grad(), forwards({model.blocks[x]: recording(x, model.blocks[x].forward) for x in kept}):
+        return Clean(output_of(model, tokens), after, after.get(len(model.blocks) - 1))
 
 
-def result_of(
-    module: Any,
-    model: Any,
-    tokens: Int[Tensor, "row pos"],
-    layer: int,
-    before: Any,
-    hooks: Sequence[Hook],
-) -> Any:
+def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, hooks: Sequence[Hook]) -> Any:
     """What a module returns in a pass that begins at a layer, with what the block before returned, and ends there."""
     own, box = module.forward, []
 
@@ -99,7 +87,7 @@ def result_of(
     return box[0]
 
 
-def output_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequence[Hook]) -> Any:
+def run_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequence[Hook]) -> Any:
     """What the model returns where its last block returns ``last``: its own norm, unembedding and caps."""
     known = dict.fromkeys(model.blocks, lambda *args, **kwargs: last)
     with torch.no_grad(), forwards(known), model.hooks(fwd_hooks=list(hooks)):
@@ -143,6 +131,6 @@ def of_texts(output: Any, texts: Tensor | slice) -> Any:
     return output[texts]
 
 
-def hidden_of(output: Any) -> Any:
+def hidden(output: Any) -> Any:
     """The residual stream in a block's output."""
     return output[0] if isinstance(output, (tuple, list)) else output

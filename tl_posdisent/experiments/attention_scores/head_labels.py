@@ -127,9 +127,8 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
     """Sequences of different random tokens, each twice in a row, after the token that begins texts if there is one."""
     # TransformerLens gives tokenizers that lack one a token beyond the vocabulary.
     start = [x for x in (special_id(model, "bos"),) if x is not None and x < model.cfg.d_vocab]
-    usable = torch.tensor(
-        [x for x in range(model.cfg.d_vocab) if x not in (special_id(model, "pad"), *start)], device="cpu"
-    )
+    special = (special_id(model, "pad"), *start)
+    usable = torch.tensor([x for x in range(model.cfg.d_vocab) if x not in special], device="cpu")
     room = (getattr(model.cfg, "n_ctx", None) or 2 * _LENGTH + 1) - len(start)
     most = min(len(usable), room // 2)
     length = min(most, _LENGTH) if length is None else check_integer("length", length, 2)

@@ -20,15 +20,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import Metric, metric_name, run_texts, value_of
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.partial_forward import (
-    attempted,
-    has_hooks,
-    hidden_of,
-    of_texts,
-    output_after,
-    result_of,
-    run_clean,
-)
+from tl_posdisent.models.partial_forward import attempted, has_hooks, hidden, of_texts, result_of, run_after, run_clean
 from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating, hook_name, output_of
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -89,7 +81,10 @@ class _Group:
         with applied(model, under):
             self.clean = run_clean(model, tokens, layers)
         # Hooks of the user's may count on every block to run, and on the batch as it is.
-        self.shortcuts = bool(layers) and not has_hooks(model) and self._after_blocks_agrees()
+        self.shortcuts = bool(layers) and not has_hooks(model)
+        if self.shortcuts:  # is the output, of each text, a function of what the last block returns?
+            again: Any = attempted(partial(self._after_blocks, self.clean.last))
+            self.shortcuts = _agree(again, self.clean.output) and len(again) == len(tokens)
         self.agreeing: dict[Hashable, bool] = {None: True, COUPLED: False}
         self.at_once = texts_at_once(model.cfg, tokens.shape[1])
 
@@ -134,16 +129,15 @@ class _Group:
         every = sorted({head for unit in units for head in unit})
 
         def read() -> None:
-            attention, before = self.model.blocks[layer].attn, self.clean.after.get(layer - 1)
-            result_of(attention, self.model, self.tokens, layer, before, [*(self.under + hooks_of(every)), listen])
+            attention, hooks = self.model.blocks[layer].attn, [*(self.under + hooks_of(every)), listen]
+            result_of(attention, self.model, self.tokens, layer, self.clean.after.get(layer - 1), hooks)
 
         attempted(read)
         by_head = (*self.tokens.shape, self.model.cfg.n_heads)
         return kept[-1] if kept and kept[-1].ndim == 4 and kept[-1].shape[:3] == by_head else None
 
     def _from_the_layer(self, layer: int, units: Sequence[Sequence[int]], changed: Z) -> list[Any] | None:
-        """What the last block returns of all texts with each unit changed; None if it does not return the same as
-        before of the first text, unmodified in the same batch."""
+        """What the last block returns of texts with each unit changed; None if not as before of a text unmodified."""
         n = len(self.tokens)
 
         def edit(z: Tensor, hook: Any) -> Tensor:
@@ -156,22 +150,14 @@ class _Group:
         hooks = [*self.under, (hook_name(layer, "hook_z"), edit)]
         before = of_texts(self.clean.after[layer - 1], rows) if layer else None
         last = result_of(self.model.blocks[-1], self.model, self.tokens[rows], layer, before, hooks)
-        own, clean = hidden_of(last)[-1], hidden_of(self.clean.last)[0]
-        size = (
-            clean.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(clean.dtype).tiny)
-        )  # of each token: some are huge
+        own, clean = hidden(last)[-1], hidden(self.clean.last)[0]
+        size = clean.abs().amax(-1, keepdim=True)  # of each token: a sink's may be huge
         if not _agree(own / size, clean / size):
             return None
         return [of_texts(last, slice(i * n, (i + 1) * n)) for i in range(len(units))]
 
     def _after_blocks(self, last: Any) -> Any:
-        return output_after(self.model, self.tokens, last, self.under)
-
-    def _after_blocks_agrees(self) -> bool:
-        """Whether the output is a function of what the last block returns."""
-        output = self.clean.output
-        texts = isinstance(output, Tensor) and len(output) == len(self.tokens)
-        return texts and _agree(attempted(partial(self._after_blocks, self.clean.last)), output)
+        return run_after(self.model, self.tokens, last, self.under)
 
 
 def _agree(found: Any, expected: Any) -> bool:
