@@ -39,7 +39,7 @@ def words_of(text: str) -> set[str]:
 KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "flag": (
         [1, "yes"],
-        "biases by_subspace causal centred check extrapolate final_norm ignore_zero intercept keep_last "
+        "biases by_subspace causal centred check final_norm ignore_zero intercept keep_last "
         "latent_norm log pool shared_rotary_query source_norm stray_triggers streaming every_layer "
         "sufficiency trained two_triggers",
     ),
@@ -73,7 +73,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "seeds or none": ([-1, [-1], "0", "", 0.5, [1, 1]], ""),
     "number": (
         [NAN, "1", True, 1j],
-        "attention_factor clip confidence distance dropout explained factor fraction high low lr noise"
+        "attention_factor clip confidence distance dropout factor fraction high low lr noise"
         " pseudo_count ridge rope_base scale share threshold warmup weight_decay",
     ),
     "index": ([8, -9, 0.5, "0", True], "head layer"),

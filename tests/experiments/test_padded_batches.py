@@ -337,7 +337,7 @@ def test_means_at_positions_are_over_the_texts_that_reach_them(grand_mean: Any, 
         assert not total[row][:, ~inside].any()
     assert found.to_frame().groupby("head")["share"].sum().tolist() == pytest.approx([1] * found.query.shape[3])
 
-    space = ex.positional_subspace(model, tokens, 1, attention_mask=mask, explained=1.0)
+    space = ex.positional_subspace(model, tokens, 1, attention_mask=mask)
     between = sum(len(x) * p.square().sum() for x, p in zip(at, position, strict=True))
     within = sum((x - x.mean(0)).square().sum() for x in at)
     n = sum(len(x) for x in streams)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tl_posdisent import lambda_mask, read_attention
 from tl_posdisent.hooks import positions as windows
-from tl_posdisent.hooks.edits.edits import DistanceMap, Order, ScoreEdit
+from tl_posdisent.hooks.edits.rotation_and_score_edits import DistanceMap, Order, ScoreEdit
 
 DISTANCE = REAL[:, None] - REAL
 # sinks, window, ceiling: one below the other and the other way round, a ceiling that hides nothing, no sinks.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.edits import (
+from tl_posdisent.hooks.edits.rotation_and_score_edits import (
     DistanceMap,
     Edit,
     FrequencyLimit,
@@ -95,6 +95,6 @@ def edited_results(seen: Captured, values: Tensor, edits: Sequence[Edit], beside
 
 
 def _limits(edits: Sequence[Edit]) -> Any:
-    from tl_posdisent.hooks.edits.edits import compose
+    from tl_posdisent.hooks.edits.rotation_and_score_edits import compose
 
     return compose(edits)

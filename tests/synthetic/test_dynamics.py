@@ -23,7 +23,7 @@ from tl_posdisent.synthetic import (
     preset,
     train,
 )
-from tl_posdisent.synthetic.analysis.training_dynamics import _vectors, long_texts
+from tl_posdisent.synthetic.analysis.positional_gradients_and_dynamics import _vectors, long_texts
 
 TOKENS = torch.randint(1, 20, (12, 9), generator=torch.Generator().manual_seed(3))
 TOKENS[::3, 6:] = 0

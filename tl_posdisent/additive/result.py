@@ -36,13 +36,7 @@ class CellsFit(HasTable):
         return on_device(self, device)
 
     def plot(self, **options: Any) -> Any:
-        """Plot the distance component of each head: ``plot_distance`` of this fit, with its options.
-
-        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
-        >>> _, cache = load_demo_model().run_with_cache(demo_tokens(length=32))
-        >>> fit_additive(cache["attn_scores", 3]).plot().layout.title.text
-        'Distance component of the scores'
-        """
+        """Plot the distance component of each head: ``plot_distance`` of this fit, with its options."""
         return figure_function("plot_distance")(self, **options)
 
 
@@ -144,14 +138,7 @@ class AdditiveFit(CellsFit):
         )
 
     def show(self, tokens: Sequence[str], component: str = "fitted", **options: Any) -> Any:
-        """Return a widget of one component of the scores: ``show_scores`` of this fit, with its options.
-
-        >>> from tl_posdisent import demo_tokens, fit_additive, load_demo_model
-        >>> model, tokens = load_demo_model(), demo_tokens(length=16)
-        >>> _, cache = model.run_with_cache(tokens)
-        >>> fit_additive(cache["attn_scores", 3]).show(model.to_str_tokens(tokens[0]), "distance")
-        Widget('The distance component of the scores')
-        """
+        """Return a widget of one component of the scores: ``show_scores`` of this fit, with its options."""
         return figure_function("show_scores")(self, tokens, component, **options)
 
     def __repr__(self) -> str:

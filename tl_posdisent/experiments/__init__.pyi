@@ -4,8 +4,8 @@ from .attention_scores.controlled_distance import disentanglement as disentangle
 from .attention_scores.controlled_distance import dummy_distance_check as dummy_distance_check
 from .attention_scores.head_labels import head_labels as head_labels
 from .attention_scores.head_preferences import preference_flips as preference_flips
-from .attention_scores.rotary_layers import positional_symbolic as positional_symbolic
-from .attention_scores.rotary_layers import subspace_patterns as subspace_patterns
+from .attention_scores.positional_symbolic_subspaces import positional_symbolic as positional_symbolic
+from .attention_scores.positional_symbolic_subspaces import subspace_patterns as subspace_patterns
 from .attention_scores.trained_vs_random import trained_vs_random as trained_vs_random
 from .causal.additive_substitution import additive_substitution as additive_substitution
 from .causal.attention_ladder import attention_ladder as attention_ladder
@@ -29,10 +29,10 @@ from .residual_stream.distance_sources import DistanceSources as DistanceSources
 from .residual_stream.distance_sources import distance_sources as distance_sources
 from .residual_stream.rope_hadamard import RopeHadamard as RopeHadamard
 from .residual_stream.rope_hadamard import rope_hadamard as rope_hadamard
-from .robustness.attention_outputs import output_projection as output_projection
 from .robustness.length_generalization import length_generalization as length_generalization
+from .robustness.mahalanobis_and_projection import output_projection as output_projection
+from .robustness.multiple_choice import MultipleChoice as MultipleChoice
+from .robustness.multiple_choice import choice_scores as choice_scores
 from .robustness.perturb import Perturbed as Perturbed
 from .robustness.perturb import perturb as perturb
-from .robustness.perturbation_curve import MultipleChoice as MultipleChoice
-from .robustness.perturbation_curve import choice_scores as choice_scores
 from .robustness.perturbation_curve import perturbation_curve as perturbation_curve

@@ -16,7 +16,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.edits import DistanceMap, Order, PositionMap, PositionScale, ScoreEdit, View, mapped
+from tl_posdisent.hooks.edits.rotation_and_score_edits import (
+    DistanceMap,
+    Order,
+    PositionMap,
+    PositionScale,
+    ScoreEdit,
+    View,
+    mapped,
+)
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, rotation_hooks
 from tl_posdisent.utils.validation import check_float64, check_integer, check_number, listed, shown
 

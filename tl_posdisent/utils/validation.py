@@ -57,9 +57,6 @@ def is_number(value: Any) -> bool:
 def check_integer(name: str, value: Any, least: int, most: int | None = None, why: str = "") -> int:
     """Return ``value`` as an int, or raise unless it is one from ``least`` to ``most``. ``why`` explains the bound.
 
-    >>> check_integer("window", True, 1)
-    Traceback (most recent call last):
-    ValueError: window must be an integer of at least 1, got True
     >>> check_integer("step", 12, 0, 10, why="the steps of this run")
     Traceback (most recent call last):
     ValueError: step must be an integer from 0 to 10 (the steps of this run), got 12
@@ -79,12 +76,7 @@ def check_number(
     most: float = math.inf,
     below: float = math.inf,
 ) -> float:
-    """Return ``value``, or raise unless it is a finite real number within these bounds.
-
-    >>> check_number("share", 1.5, least=0, most=1)
-    Traceback (most recent call last):
-    ValueError: share must be a finite number of at least 0 and at most 1, got 1.5
-    """
+    """Return ``value``, or raise unless it is a finite real number within these bounds."""
     if not (is_number(value) and math.isfinite(value) and least <= value <= most and above < value < below):
         bounds = {"of at least": least, "above": above, "at most": most, "below": below}
         words = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
@@ -107,12 +99,7 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
 
 def check_subset(name: str, given: Any, choices: Iterable[str]) -> list[str]:
-    """Some of the choices as a list: one, or a collection of several, each once.
-
-    >>> check_subset("controls", ["random", "random"], ("shuffled", "random"))
-    Traceback (most recent call last):
-    ValueError: controls must be some of shuffled, random, each once, got ['random', 'random']
-    """
+    """Some of the choices as a list: one, or a collection of several, each once."""
     choices = list(choices)
     picked = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else None
     known = picked is not None and all(isinstance(x, str) and x in choices for x in picked)
@@ -128,13 +115,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None:
-    """Validate the fields of a dataclass by annotation; integers are at least 1, or what ``least`` says for a name.
-
-    >>> from tl_posdisent.synthetic import TriggerDistance
-    >>> TriggerDistance(repeats=1)
-    Traceback (most recent call last):
-    ValueError: repeats must be True or False, got 1
-    """
+    """Validate the fields of a dataclass by annotation; integers are at least 1, or what ``least`` says for a name."""
     hints = get_type_hints(type(config))
     for name in (field.name for field in fields(config)):
         kind, value, parts = hints[name], getattr(config, name), get_args(hints[name])
@@ -148,13 +129,7 @@ def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None
 
 
 def check_devices(**given: Any) -> None:
-    """Raise unless all tensors among these values are on one device, which has float64.
-
-    >>> import torch
-    >>> check_devices(q=torch.ones(2), k=torch.ones(2, device="meta"))
-    Traceback (most recent call last):
-    ValueError: q and k must be on the same device, got cpu and meta
-    """
+    """Raise unless all tensors among these values are on one device, which has float64."""
     devices = {name: x.device for name, x in given.items() if isinstance(getattr(x, "device", None), torch.device)}
     if len(set(devices.values())) > 1:
         names, places = (", ".join(map(str, x[:-1])) + f" and {x[-1]}" for x in ([*devices], [*devices.values()]))
@@ -233,11 +208,7 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
 
 
 def listed(chosen: Any) -> Any:
-    """A choice of indices as something that can be iterated more than once; anything else as it is, for later checks.
-
-    >>> listed(iter([1, 2])), listed(3), listed({4: [2]})
-    ([1, 2], 3, {4: [2]})
-    """
+    """A choice of indices as a list, to be iterated more than once; anything else as it is, for later checks."""
     return list(chosen) if isinstance(chosen, Iterable) and not isinstance(chosen, (str, bytes, Mapping)) else chosen
 
 

@@ -16,7 +16,7 @@ from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_ce
 from tl_posdisent.additive.result import CellsFit, mean_and_range
 from tl_posdisent.additive.score_checks import check_finite_tensor
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_choice, check_devices, check_flag, check_indices
+from tl_posdisent.utils.validation import check_choice, check_devices, check_indices
 
 AttentionComponent = Literal["summary", "distance", "key", "query"]
 
@@ -90,7 +90,6 @@ class AttentionFit(CellsFit):
         mask: MaskKind | Bool[Tensor, "*mask query key"] = "causal",
         window: int | None = None,
         heads: int | Iterable[int] | None = None,
-        extrapolate: bool = False,
     ) -> Float64[Tensor, "*texts head query key"]:
         """Apply static heads to keys of other texts: ``distance[i - j] + direction · keys[j] + sinks``.
 
@@ -99,7 +98,6 @@ class AttentionFit(CellsFit):
                 any if the fit is pooled (or of scores without an axis of texts), else those of the fit.
             mask, window: of these texts, as in ``fit_attention``; the first key is the first that some query sees.
             heads: which of the fit's heads to apply, default all; ``keys`` has the key heads of these.
-            extrapolate: take the coefficient of the nearest fitted distance where no cell of the fit had a distance.
 
         Returns:
             Scores, ``-inf`` outside the mask; ``.softmax(-1)`` is the attention pattern.
@@ -124,7 +122,6 @@ class AttentionFit(CellsFit):
                 "static_scores needs a fit whose importances are linear in features of the keys (fit_attention with "
                 "keys=), got one of free importances, which belong to the keys of its own texts"
             )
-        check_flag("extrapolate", extrapolate)
         chosen = check_indices("heads", heads, self.direction.shape[-3])
         features = self._features_per_head(keys, len(chosen))
         n_key = features.shape[-2]
@@ -132,7 +129,8 @@ class AttentionFit(CellsFit):
         cells = make_cells(shape, mask, window, device=features.device)
         d = cell_distances(cells.n_query, n_key, features.device)
         inside = cells.to_mask()
-        at = self._profile_index(d, d[inside.reshape(-1, *d.shape).any(0)], extrapolate=extrapolate)
+        self._check_distances(d[inside.reshape(-1, *d.shape).any(0)])
+        at = d.clamp(self.cells.low, self.cells.high) - self.cells.low
         key = torch.einsum("...hkf,...hbf->...hbk", features, self.direction[..., chosen, :, :])
         if self.sinks is not None:
             marks = first_keys(cells.split(cells.counts).key > 0, self.sinks.shape[-1])
@@ -155,23 +153,15 @@ class AttentionFit(CellsFit):
         per_head: Tensor = keys.detach().double().transpose(-3, -2).repeat_interleave(n_heads // keys.shape[-2], -3)
         return per_head
 
-    def _profile_index(
-        self, cells: Int64[Tensor, "query key"], needed: Int64[Tensor, "cell"], *, extrapolate: bool
-    ) -> Int64[Tensor, "query key"]:
-        """The entry of ``distance`` for each cell."""
+    def _check_distances(self, needed: Int64[Tensor, "cell"]) -> None:
         counts = self.cells.split(self.cells.counts).distance
         fitted = self.distances[counts.reshape(-1, counts.shape[-1]).amax(0) > 0]
         missing = needed[~torch.isin(needed, fitted)]
-        if len(missing) and not extrapolate:
+        if len(missing):
             raise ValueError(
                 f"keys must be of texts whose distances were fitted, {int(fitted[0])} to {int(fitted[-1])}, got a text "
-                f"with distance {int(missing.abs().max())}: fit longer texts, pass shorter ones, or extrapolate=True"
+                f"with distance {int(missing.abs().max())}: fit longer texts, or pass shorter ones"
             )
-        low, high = int(cells.min()), int(cells.max())
-        distances = torch.arange(low, high + 1, device=cells.device)
-        nearest = (distances[:, None] - fitted).abs().argmin(-1)  # the shorter one of two
-        entry = fitted[nearest] - self.cells.low
-        return entry[cells - low]
 
     def to_frame(self, component: AttentionComponent = "summary") -> pd.DataFrame:
         """The fit as a table.

@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_ablation import streaming_ablation
-from tl_posdisent.hooks.edits.edits import masked_softmax
+from tl_posdisent.hooks.edits.rotation_and_score_edits import masked_softmax
 from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.forward import Hook, device_of, run, special_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model

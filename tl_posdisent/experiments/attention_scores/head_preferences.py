@@ -18,7 +18,7 @@ from tl_posdisent.rope.variance_decomposition import numbers
 from tl_posdisent.utils.precision import spread_rows
 from tl_posdisent.utils.validation import check_integer
 
-from .rotary_layers import measure_layers, rows_by_text
+from .positional_symbolic_subspaces import measure_layers, rows_by_text
 
 NEAR = range(8)
 _N_FAR = 8

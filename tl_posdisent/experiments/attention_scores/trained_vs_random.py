@@ -25,7 +25,7 @@ from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, check_seeds
 
 from .additivity import cells_of
-from .rotary_layers import measure_layers
+from .positional_symbolic_subspaces import measure_layers
 
 _HEAD = ["layer", "head"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
 from tl_posdisent.experiments.causal.runs import HooksOf, effect_table, units_of
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, replace_heads, stand_in
-from tl_posdisent.hooks.edits.edits import Order, ScoreEdit, View
+from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, hooks_for
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model

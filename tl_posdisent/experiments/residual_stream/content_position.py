@@ -23,7 +23,7 @@ from tl_posdisent.rope.toeplitz import toeplitz_share
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_choice, check_integer, check_number
+from tl_posdisent.utils.validation import check_choice, check_integer
 
 Source = Literal["content", "position", "bias"]
 SOURCES: tuple[Source, ...] = get_args(Source)
@@ -279,7 +279,6 @@ def positional_subspace(
     *,
     attention_mask: Tensor | None = None,
     rank: int | None = None,
-    explained: float = 0.95,
     sinks: int = 0,
 ) -> PositionalSubspace:
     """Compute the principal directions of the positional part of the residual stream before a layer.
@@ -293,8 +292,7 @@ def positional_subspace(
             variances are over tokens, so that a position counts by the number of texts that reach it.
         layer: 0 … n_layers - 1; negative ones count from the end.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Texts are run without padding.
-        rank: number of directions; None for the smallest number that explains the share ``explained``.
-        explained: of the positional part's variance, above 0 and up to 1; used without ``rank``.
+        rank: number of directions; None for the smallest number that explains 95 % of the positional part's variance.
         sinks: positions to leave out at the beginning.
 
     Raises:
@@ -318,7 +316,6 @@ def positional_subspace(
     texts = read_texts(model, tokens, attention_mask)
     if rank is not None:
         check_integer("rank", rank, 1)
-    check_number("explained", explained, above=0, most=1)
     texts.require_two("positional_subspace")
     check_integer("sinks", sinks, 0, min(texts.lengths) - 2)
     streams = []
@@ -339,7 +336,7 @@ def positional_subspace(
         )
     if rank is None:
         so_far = variances.cumsum(0) / variances.sum()
-        rank = min(int((so_far < explained).sum()) + 1, varying)
+        rank = min(int((so_far < 0.95).sum()) + 1, varying)
     if not 1 <= rank <= varying:
         raise ValueError(f"rank must be at least 1 and at most {varying}, the directions with variance, got {rank}")
     within, between = sum(part.square().sum() for part in content) / n, variances.sum()

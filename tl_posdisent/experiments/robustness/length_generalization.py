@@ -22,7 +22,7 @@ from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer, shown
 
-from .attention_outputs import ReferenceSample, fit_reference, for_each_output, require_finite
+from .mahalanobis_and_projection import ReferenceSample, fit_reference, for_each_output, require_finite
 
 
 def entropy_by_query(pattern: Float[Tensor, "batch head query key"]) -> Float64[Tensor, "batch head query"]:

@@ -1,112 +1,23 @@
-"""The added loss of perturbed word order, positions and rotary phases, and the score of multiple-choice questions."""
+"""The added loss of perturbed word order, positions and rotary phases, and the share of questions answered right."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args
 
 import pandas as pd
 import torch
-from jaxtyping import Float64, Int
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import run_under
+from tl_posdisent.experiments.robustness.multiple_choice import MultipleChoice, choice_scores
 from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed, Unit, perturb
-from tl_posdisent.models.reading.forward import check_tokens, device_of, refuse_padding
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.tables import progress_bar
-from tl_posdisent.utils.validation import check_distinct, check_integer, check_number, check_seeds, check_subset, shown
-
-Text = str | Int[Tensor, "_pos"]
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-@dataclass(frozen=True)
-class MultipleChoice:
-    """A multiple-choice question for ``perturbation_curve``: context, choices and index of the correct choice.
-
-    Attributes:
-        context: text, or token ids ``(pos,)`` with the beginning-of-text token that the model expects.
-        choices: at least two continuations, as text or token ids ``(pos,)`` without such a token. Each is tokenised on
-            its own: let it begin with a space where the tokenizer has spaces before words.
-        answer: which choice is right, from 0.
-
-    Raises:
-        ValueError: fewer than two choices; an answer out of range; neither text nor ids, or empty ones.
-    """
-
-    context: Text
-    choices: Sequence[Text]
-    answer: int
-
-    def __post_init__(self) -> None:
-        if isinstance(self.choices, (str, Tensor)) or not isinstance(self.choices, Sequence) or len(self.choices) < 2:
-            raise ValueError(f"choices must be a sequence of at least two continuations, got {self.choices!r}")
-        check_integer("answer", self.answer, 0, len(self.choices) - 1)
-        for name, text in [("context", self.context), *((f"choices[{i}]", x) for i, x in enumerate(self.choices))]:
-            ids = isinstance(text, Tensor) and text.ndim == 1 and text.dtype in _INTEGERS
-            if not (isinstance(text, str) or ids) or len(text) == 0:
-                got = f"{text.dtype} of shape {tuple(text.shape)}" if isinstance(text, Tensor) else repr(text)
-                raise ValueError(f"{name} must be text or integer token ids of shape (pos,), not empty, got {got}")
-
-
-def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | None = None) -> Float64[Tensor, "choice"]:
-    """Compute the mean log-likelihood per token of each choice, given the context.
-
-    Args:
-        model: a causal HookedTransformer, TransformerBridge or alike, or its ``read_model``.
-        question: context and choices.
-        perturb: what ``perturbation_curve`` passes to its ``downstream``: it perturbs the context; the choice follows
-            unperturbed.
-
-    Returns:
-        Nats per token, one number for each choice; the likeliest is the model's answer.
-
-    Raises:
-        ValueError: text for a model without tokenizer; ids outside the vocabulary or with padding; scores that are not
-            finite.
-
-    Example:
-        >>> from tl_posdisent import load_demo_model
-        >>> from tl_posdisent.experiments import MultipleChoice, choice_scores
-        >>> question = MultipleChoice("In order to form a more perfect", [" Union", " of"], 0)
-        >>> int(choice_scores(load_demo_model(), question).argmax()) == question.answer
-        True
-    """
-    if not isinstance(question, MultipleChoice):
-        raise ValueError(f"question must be a MultipleChoice, got {type(question).__name__}")
-    model = read_model(model).model
-    context = _ids(model, "context", question.context, begins=True)
-    by = "word" if isinstance(question.context, str) else "token"
-    scores = []
-    for n, choice in enumerate(question.choices):
-        ids = torch.cat([context, _ids(model, f"choices[{n}]", choice, begins=False)])
-        tokens, hooks = check_tokens(model, ids, padded=True), []
-        if perturb is not None:
-            perturbed = perturb(tokens, until=len(context), unit=by)
-            tokens, hooks = perturbed.tokens, perturbed.hooks
-        logits = run_under(model, tokens, hooks)[0, len(context) - 1 : -1].double()
-        following = tokens[0, len(context) :, None].to(logits.device)
-        scores.append(logits.log_softmax(-1).gather(-1, following).mean())
-    found = torch.stack(scores).cpu()
-    if not bool(found.isfinite().all()):
-        raise ValueError(f"the model gives the choices log-likelihoods of {found.tolist()}")
-    return found
-
-
-def _ids(model: Any, name: str, text: Text, *, begins: bool) -> Int[Tensor, " pos"]:
-    if isinstance(text, Tensor):
-        refuse_padding(model, text[None], name, "cut it off")
-        return text.to(device_of(model), torch.int64)
-    if getattr(model, "tokenizer", None) is None:
-        raise ValueError("context and choices were given as text, but the model has no tokenizer: pass token ids")
-    row: Tensor = model.to_tokens(text, truncate=False, **({} if begins else {"prepend_bos": False}))[0]
-    return row.to(device_of(model))
-
+from tl_posdisent.utils.validation import check_distinct, check_number, check_seeds, check_subset, shown
 
 Downstream = Callable[[Any, Perturb], float | int] | MultipleChoice | Sequence[MultipleChoice]
 

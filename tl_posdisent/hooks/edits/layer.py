@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.hooks.edits import running_positions as text
-from tl_posdisent.hooks.edits.edits import (
+from tl_posdisent.hooks.edits.rotated_scores import rotated_scores, rotated_vectors
+from tl_posdisent.hooks.edits.rotation_and_score_edits import (
     Edit,
     FrequencyLimit,
     HeadRotation,
@@ -35,7 +36,6 @@ from tl_posdisent.hooks.edits.edits import (
     masked_softmax,
     score_conflict,
 )
-from tl_posdisent.hooks.edits.rotated_scores import rotated_scores, rotated_vectors
 from tl_posdisent.models.reading.forward import hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below
 from tl_posdisent.rope.rotary import turn

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.edits import DistanceMap, HeadRotation, Side, check_patch
+from tl_posdisent.hooks.edits.rotation_and_score_edits import DistanceMap, HeadRotation, Side, check_patch
 from tl_posdisent.models.reading.spec import AttentionSpec
 
 _CELLS_PER_BLOCK = 2**21
