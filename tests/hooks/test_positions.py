@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from support.intervention_cases import (
 )
 
 from tl_posdisent import read_model, remap_distance, swap_positions
+from tl_posdisent.hooks.edits.running_positions import positions_from_vectors
 
 
 @pytest.mark.parametrize(("kind", "name"), ROTARY)
@@ -36,6 +38,23 @@ def test_positions_are_the_position_ids_of_hugging_face(kind: str, name: str, sh
     close(logits(model, swap_positions(model, REAL + 37)), plain, 1e-5 * scale)
     close(logits(model, swap_positions(model, UNORDERED)), expected, 1e-5 * scale)
     close(logits(model, remap_distance(model, distances(UNORDERED)[:, None])), expected, 1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "neox", "gptj"])
+@pytest.mark.parametrize("start", [0, 6000, 16_000])
+def test_far_positions_of_the_running_text_are_seen(name: str, start: int) -> None:
+    """The tables of a HookedTransformer are the less exact the further, yet every position differs from the next."""
+    model = zoo.hooked(name, max_position_embeddings=16_384)
+    rotary = read_model(model).specs()[0].require_rotary("")
+    q = torch.randn(1, 8, 4, model.cfg.d_head, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(start, start + 8)
+    turned = model.blocks[0].attn.apply_rotary(q, start)
+    for expected in (positions, positions + 1):
+        found = positions_from_vectors(q, turned, rotary, expected)
+        assert found is not None
+        assert torch.equal(found.view(-1), positions)
+    other = replace(rotary, frequencies=rotary.frequencies * (1 + 0.5 / (start + 8)))
+    assert positions_from_vectors(q, turned, other, positions) is None
 
 
 @every_way

@@ -6,6 +6,8 @@ computes: in its table of cosines, in its vectors before and after rotation, and
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -27,16 +29,15 @@ def positions_from_table(
         if table.shape[1:] != cos.shape[1:]:
             return False
         error = (cos.detach().double() - table.double()).abs().amax()
-        return bool(error <= (2 * torch.finfo(cos.dtype).eps + 1e-4) * rotary.attention_factor)
+        return bool(error <= (2 * torch.finfo(cos.dtype).eps + _rounding(rotary, positions)) * rotary.attention_factor)
 
     if fits(expected):
         return expected
     candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2), device=cos.device)
     table = table_like(cos, rotary, candidates, "cos")[0].float()
-    rows = cos.detach().float().flatten(0, 1)
-    if table.shape[-1] != rows.shape[-1]:
+    if table.shape[-1] != cos.shape[-1]:
         return None
-    blocks = rows.split(max(1, _CELLS_PER_BLOCK // len(table)))
+    blocks = cos.detach().float().flatten(0, 1).split(max(1, _CELLS_PER_BLOCK // len(table)))
     distances = (torch.cdist(some, table, compute_mode="donot_use_mm_for_euclid_dist") for some in blocks)
     positions = torch.cat([each.argmin(-1) for each in distances]).view(cos.shape[:2])
     return (positions[0] if len(positions) == 1 else positions) if fits(positions) else None
@@ -53,29 +54,31 @@ def positions_from_vectors(
 
     def fits(positions: Tensor) -> bool:
         error = (after.double() - rotate(before, positions, rotary).double()).abs().amax()
-        return bool(error <= (8 * torch.finfo(after.dtype).eps + 1e-4) * after.double().abs().amax())
+        return bool(error <= (8 * torch.finfo(after.dtype).eps + _rounding(rotary, positions)) * after.abs().amax())
 
     if fits(expected):
         return expected
     start, end = (to_complex(x.double(), rotary)[0] for x in (before, after))
     turns = (end * start.conj()).sum(2).flatten(0, 1)  # by which angle each subspace was turned, of any length
     candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2), device=before.device)
-    angles = rotary.angles(candidates)
-    possible = torch.polar(torch.ones_like(angles), angles).to(turns.dtype).conj()
+    possible = torch.exp(-1j * rotary.angles(candidates)).to(turns.dtype)
     blocks = turns.split(max(1, _CELLS_PER_BLOCK // len(candidates)))
     positions = torch.cat([(some @ possible.T).real.argmax(-1) for some in blocks]).view(before.shape[:2])
     return positions if fits(positions) else None
 
 
+def _rounding(rotary: Rotary, positions: Int[Tensor, "*pos"]) -> float:
+    """Error of cosines, in radians: frequencies are rounded to float32, so far angles are less exact."""
+    return 1e-4 + 4 * torch.finfo(torch.float32).eps * float(positions.max() * rotary.frequencies.abs().max())
+
+
 def measured_rotary(cos: Tensor, sin: Tensor, rotary: Rotary) -> Rotary | None:
     """The rotation of a running table whose rows are 0, 1, 2 …: that of a long text may not be that of a short one."""
     for text in range(len(cos)):
-        try:
+        with suppress(ValueError):
             found = rotary_from_table(cos[text].detach(), sin[text].detach(), pairing=rotary.pairing)
-        except ValueError:
-            continue
-        if len(found.frequencies) == len(rotary.frequencies):
-            return found
+            if len(found.frequencies) == len(rotary.frequencies):
+                return found
     return None
 
 
