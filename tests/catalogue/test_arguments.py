@@ -53,11 +53,11 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "": ([], ""),
     "choices": (
         [["no such thing"], 3],
-        "components controls dropout_at encodings experiments keep kinds measures modes rungs sections tasks tools",
+        "controls dropout_at encodings experiments keep kinds measures modes rungs sections tasks tools",
     ),
     "count": (
         [0, 2.5, True, "3", NAN],
-        "batch batch_size batches before block choices components count d_head d_key_latent d_mlp d_model "
+        "batch batch_size batches before block choices count d_head d_key_latent d_mlp d_model "
         "d_query_latent d_rope d_vocab epochs length local log_every max_gap max_length "
         "max_side min_length n n_ctx n_heads n_layers n_logits n_out "
         "n_test n_train n_triggers pieces rank samples stop_at t5_buckets "

@@ -123,15 +123,6 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
     Raises:
         ValueError: what ``check_tokens`` refuses; a mask of another shape or of other values, with a gap, with padding
             on both sides of a text or with fewer than two tokens in one; a mask together with text.
-
-    Example:
-        >>> import torch
-        >>> from tl_posdisent import load_demo_model
-        >>> from tl_posdisent.models.texts import read_texts
-        >>> tokens = torch.tensor([[5, 6, 7], [8, 9, 0], [10, 11, 12]])
-        >>> texts = read_texts(load_demo_model(), tokens, tokens != 0)
-        >>> [(group.rows.tolist(), group.tokens.tolist()) for group in texts.groups]
-        [([0, 2], [[5, 6, 7], [10, 11, 12]]), ([1], [[8, 9]])]
     """
     if isinstance(tokens, Texts):
         return tokens

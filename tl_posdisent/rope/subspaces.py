@@ -14,7 +14,6 @@ from tl_posdisent.rope.variance_decomposition import (
     Component,
     Numbers,
     Pair,
-    check_component,
     check_distances,
     decompose_factors,
     read_factors,
@@ -22,6 +21,7 @@ from tl_posdisent.rope.variance_decomposition import (
 )
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
+from tl_posdisent.utils.validation import check_choice
 
 INTERACTIONS: tuple[Component, ...] = ("distance:key", "distance:query:key")
 
@@ -57,7 +57,8 @@ def interaction_bound(
         0     0  0.333     0.333     0.333   24.0
     """
     factors = read_factors(moments, distances, scale)
-    pair, whole = factors.pair(check_component(component)), decompose_factors(factors)
+    check_choice("component", component, COMPONENTS)
+    pair, whole = factors.pair(component), decompose_factors(factors)
     columns = {
         "share": whole.variance(component),
         "pairwise": (pair.hermitian.abs() + pair.plain.abs()).sum((-2, -1)) / 2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import pandas as pd
 import torch
@@ -152,11 +152,13 @@ class VarianceShares(HasTable):
 
     def variance(self, component: Component) -> Float64[Tensor, "head"]:
         """One component's variance for every head."""
-        return self.variances[COMPONENTS.index(check_component(component))]
+        check_choice("component", component, COMPONENTS)
+        return self.variances[COMPONENTS.index(component)]
 
     def share(self, component: Component) -> Float64[Tensor, "head"]:
         """One component's share of the variance for every head, 0…1."""
-        return self.shares[COMPONENTS.index(check_component(component))]
+        check_choice("component", component, COMPONENTS)
+        return self.shares[COMPONENTS.index(component)]
 
     @property
     def r_three_axis(self) -> Float64[Tensor, "head"]:
@@ -217,8 +219,8 @@ def decompose(moments: Moments, distances: Numbers, *, scale: float) -> Variance
         >>> content = torch.stack([angle.cos(), angle.sin()], -1)  # and content in the one that does not
         >>> q = k = torch.cat([same, content], -1)[:, None]  # 8 tokens, one head
         >>> shares = decompose(Moments.from_qk(q, k, rotary), range(64), scale=0.5)
-        >>> {name: round(float(shares.share(name)), 3) for name in ("distance", "query:key", "distance:key")}
-        {'distance': 0.5, 'query:key': 0.5, 'distance:key': 0.0}
+        >>> shares.to_frame().round(3)[["distance", "query:key", "distance:key"]].values.tolist()
+        [[0.5, 0.5, 0.0]]
     """
     return decompose_factors(read_factors(moments, distances, scale))
 
@@ -242,12 +244,6 @@ def check_distances(moments: Moments, distances: Numbers) -> Float64[Tensor, "di
     if not isinstance(moments, Moments):
         raise ValueError(f"moments must be Moments (Moments.from_qk makes them), got {type(moments).__name__}")
     return numbers("distances", distances, moments.query.mean.device)
-
-
-def check_component(component: str) -> Component:
-    """Return ``component``, or raise unless it is one of ``COMPONENTS``."""
-    check_choice("component", component, COMPONENTS)
-    return cast(Component, component)
 
 
 def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "distance"]:

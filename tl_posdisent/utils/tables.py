@@ -21,8 +21,6 @@ def index_columns(
 
         >>> index_columns((2, 2))
         {'batch': [0, 0, 1, 1], 'head': [0, 1, 0, 1]}
-        >>> index_columns((2, 2), layers=[3, 7])
-        {'layer': [3, 3, 7, 7], 'head': [0, 1, 0, 1]}
     """
     n = len(shape) + pooled
     known = ["batch", "head"] if layers is None else ["batch", "layer", "head"]

@@ -158,11 +158,7 @@ def check_seed(seed: Any) -> int:
 
 
 def check_seeds(seeds: Any, least: Literal[0, 1] = 1) -> list[int]:
-    """Seeds as a list without repetition: a number is how many (0, 1, 2 …), a list is which.
-
-    >>> check_seeds(3), check_seeds([7]), check_seeds(range(2, 4))
-    ([0, 1, 2], [7], [2, 3])
-    """
+    """Seeds as a list without repetition: a number is how many (0, 1, 2 …), a list is which."""
     if is_integer(seeds):
         return list(range(check_integer("seeds", seeds, least)))
     if not least and isinstance(seeds, Sized) and not isinstance(seeds, (str, bytes)) and not len(seeds):

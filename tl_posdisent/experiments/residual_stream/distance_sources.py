@@ -200,9 +200,6 @@ def distance_sources(
         >>> total = sum(found.term(a, b) for a in found.sources for b in found.sources)
         >>> bool((total - found.profile()).abs().max() < 1e-4)
         True
-        >>> table = found.to_frame()
-        >>> bool(table.groupby("head")["share"].sum().round(6).eq(1).all()), bool(table["error"].max() < 1e-5)
-        (True, True)
     """
     reading = read_model(model, [layer])
     model, (spec,) = reading.model, reading.rotary([layer], "distance_sources")

@@ -128,7 +128,6 @@ def output_projection(
     attention_mask: Tensor | None = None,
     in_range: int | None = None,
     start: int = 0,
-    components: int = 2,
     layers: int | Iterable[int] | None = None,
 ) -> pd.DataFrame:
     """Project the attention outputs of each layer on the principal components of those within the training length.
@@ -143,12 +142,11 @@ def output_projection(
         hooks: an intervention on the pass that is projected, such as ``lambda_mask``. Default none.
         in_range: the length of the training texts; default that of the texts.
         start: the first position that counts.
-        components: how many, at most as many as positions in the reference or coordinates.
         layers: default all.
 
     Returns:
         One row per layer, text and position from ``start``: ``layer``, ``text``, ``pos``, ``in_range`` (whether the
-        position is), and ``pc1``, ``pc2``, …. The sign of a component is such that its largest weight is positive.
+        position is), and ``pc1`` and ``pc2``. The sign of a component is such that its largest weight is positive.
         ``table.attrs["explained"]`` has the share of the reference's variance of each component, by layer.
 
     Raises:
@@ -171,10 +169,6 @@ def output_projection(
     length = min(batch.lengths)
     check_integer("start", start, 0, length - 3)
     end = check_integer("in_range", length if in_range is None else in_range, start + 3, length)
-    sizes = [spec.n_heads * spec.d_head for spec in specs]
-    most = min([*sizes, len(batch.tokens) * (end - start) - 1])
-    if check_integer("components", components, 1) > most:
-        raise ValueError(f"components must be at most {most} for outputs of {min(sizes)} coordinates, got {components}")
     texts = batch.unpadded()
     read = torch.stack([text[:length] for text in texts])
     with torch.no_grad(), longer_context(reading, length):
@@ -186,17 +180,15 @@ def output_projection(
         x = reference[spec.layer][:, start:].flatten(0, 1)
         mean = x.mean(0)
         _, spread, axes = torch.linalg.svd(x - mean, full_matrices=False)
-        variances, axes = spread.square() / len(x), axes[:components]
-        if not bool(variances[components - 1] > 1e-20 * variances.sum().clamp_min(1e-200)):
-            raise ValueError(
-                f"the attention outputs of layer {spec.layer} must vary in range along {components} components"
-            )
+        variances, axes = spread.square() / len(x), axes[:2]
+        if not bool(variances[1] > 1e-20 * variances.sum().clamp_min(1e-200)):
+            raise ValueError(f"the attention outputs of layer {spec.layer} must vary in range along two components")
         largest = axes.gather(1, axes.abs().argmax(1, keepdim=True))
-        scaled = axes * largest.sign() / variances[:components, None].sqrt()
+        scaled = axes * largest.sign() / variances[:2, None].sqrt()
         points = ((outputs[spec.layer][:, start:] - mean) @ scaled.T).flatten(0, 1).cpu()
         where = {"layer": spec.layer, "text": texts_at, "pos": start + pos, "in_range": start + pos < end}
-        tables.append(pd.DataFrame(where | {f"pc{n + 1}": points[:, n].numpy() for n in range(components)}))
-        explained[spec.layer] = (variances[:components] / variances.sum()).tolist()
+        tables.append(pd.DataFrame(where | {f"pc{n + 1}": points[:, n].numpy() for n in range(2)}))
+        explained[spec.layer] = (variances[:2] / variances.sum()).tolist()
     found = reading.note(pd.concat(tables, ignore_index=True))
     found.attrs["explained"] = explained
     return found

@@ -92,11 +92,7 @@ class Piece(NamedTuple):
 
 
 def straight_pieces(values: Float[Tensor, "distance"], low: int = 0) -> list[Piece] | None:
-    """A function at ``low``, ``low + 1`` … as few straight pieces, or None if it has many.
-
-    >>> straight_pieces(torch.tensor([0.0, 1.0, 2.0, 2.0, 2.0], dtype=torch.float64))
-    [Piece(start=0, slope=1.0, shift=0.0), Piece(start=3, slope=0.0, shift=2.0)]
-    """
+    """A function at ``low``, ``low + 1`` … as few straight pieces, or None if it has many."""
     pieces, start, n = [], 0, len(values)
     steps = values.diff()
     same = (steps[1:] - steps[:-1]).abs() <= 1e-9 * (1 + steps[1:].abs())

@@ -80,12 +80,6 @@ class AttentionSpec:
         problem: why scores cannot be recomputed from q and k; None if they can.
         no_rotation: why the layer's rotation cannot be read or changed; None if it can.
         points: this model's hook points, held weakly, with the names above, and the first of a pass.
-
-    Example:
-        >>> from tl_posdisent import load_demo_model, read_attention
-        >>> spec = read_attention(load_demo_model(), 2)
-        >>> spec.key_head(7), spec.mask(3).tolist()
-        (3, [[True, False, False], [True, True, False], [True, True, True]])
     """
 
     layer: int
