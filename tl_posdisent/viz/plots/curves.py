@@ -111,7 +111,7 @@ def plot_distance(
     figure.update_yaxes(title=named)
     note = f"In colour: the {top} of {len(lines)} {by}s whose profile varies most" if others else ""
     if sum(map(len, lines.values())) < before:
-        note += f"{'. ' if note else ''}Beyond distance {_EXACT}: means over neighbouring distances"
+        note += f"{'<br>' if note else ''}Beyond distance {_EXACT}: means over neighbouring distances"
     default = "Distance component of the scores" if value == "value" else f"{without_unit(named)}, by distance"
     return add_title(figure, title, default, note)
 
