@@ -39,6 +39,9 @@ def by_hand(fit: Any, keys: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("bands", [(), (1, 3)])
 def test_scores_of_another_text_cell_by_cell(bands: tuple[int, ...], sinks: int) -> None:
     fit = fit_attention(SCORES, keys=KEYS, bands=bands, sinks=sinks)
+    assert f"static: {KEYS.shape[-1]} features" + {0: "\n", 1: " and a sink\n"}.get(sinks, " and 3 sinks\n") in repr(
+        fit
+    )
     mask = torch.ones(2, 9, 9, dtype=torch.bool).tril()
     torch.testing.assert_close(fit.static_scores(OTHER), by_hand(fit, OTHER, mask))
     mask[0, :, :2] = False  # padding
