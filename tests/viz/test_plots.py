@@ -289,7 +289,7 @@ def test_deposit_points_up_where_the_model_is_worse(better: Any, sign: int, most
 
 def test_deposit_shows_what_suffices_beside_what_is_necessary() -> None:
     path = pd.DataFrame([(6, 1.0, 0.1), (2, 0.95, 0.2), (1, 0.5, 1.0), (0, 0.2, 2.0)], columns=PATH)
-    numbers = (0.9, 1.0, 0.1, 0.2, 2.0, 0.95, 0.2)
+    numbers = (0.9, 1.0, 0.2, 0.95, 0.2)  # keep, baseline, none, accuracy, loss
     found = [SufficientHeads(by, *numbers, heads=((0, 1), (1, 0)), path=path) for by in ("rotation", "attention")]
     figure = plot_deposit(HEADS, better="higher", sufficient=found)
     bars, *lines = figure.data

@@ -113,7 +113,7 @@ def plot_distance(
     if sum(map(len, lines.values())) < before:
         note += f"{'<br>' if note else ''}Beyond distance {_EXACT}: means over neighbouring distances"
     default = "Distance component of the scores" if value == "value" else f"{without_unit(named)}, by distance"
-    return add_title(figure, title, default, note)
+    return add_title(figure, title, default, note).update_layout(margin_t=100 if "<br>" in note else 80)
 
 
 def _neighbours_averaged(rows: pd.DataFrame, value: str) -> pd.DataFrame:
