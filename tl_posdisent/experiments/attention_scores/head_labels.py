@@ -168,8 +168,9 @@ def _measured(reading: ModelReading, texts: Texts, copied: Tensor, layers: Any, 
 
             def listen(x: Tensor, hook: Any, spec: AttentionSpec = spec) -> None:
                 pattern = x.detach() if spec.pattern else masked_softmax(x.detach(), ~spec.is_masked(x.detach()))
-                for column, each in measure(pattern.double()).items():
-                    sums[column, spec.layer] += each.sum(0).cpu() * (1 / n_texts)
+                by_head = [measure(one.double()) for one in pattern.split(1, 1)]  # takes less memory
+                for column in by_head[0]:
+                    sums[column, spec.layer] += torch.cat([x[column] for x in by_head], 1).sum(0).cpu() * (1 / n_texts)
 
             hooks.append((name, listen))
         run(reading.model, tokens, hooks, stop=specs[-1].layer + 1)
