@@ -116,9 +116,8 @@ def head_labels(
                 table["streaming"] = restricted.set_index(_HEAD)["effect"]
             found.append(table)
             bar.update()
-    trained, *random = found
-    chance = functools.reduce(operator.add, random) / len(seeds) if seeds else None
-    table = _compared(trained, chance, threshold)
+    chance = functools.reduce(operator.add, found[1:]) / len(seeds) if seeds else None
+    table = _compared(found[0], chance, threshold)
     table.attrs["start_token"] = int(copied[0, 0]) if copied.shape[1] % 2 else None
     return reading.note(table)
 
@@ -138,8 +137,8 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
             f"context room for {room // 2}, twice"
         )
     generator = torch.Generator().manual_seed(seed)
-    orders = (torch.randperm(len(usable), generator=generator, device="cpu") for _ in range(repeats))
-    drawn = torch.stack([usable[order[:length]] for order in orders])
+    orders = [torch.randperm(len(usable), generator=generator, device="cpu")[:length] for _ in range(repeats)]
+    drawn = usable[torch.stack(orders)]
     first = torch.tensor(start, dtype=torch.int64, device="cpu").expand(repeats, -1)
     return torch.cat([first, drawn, drawn], 1).to(device_of(model))
 
