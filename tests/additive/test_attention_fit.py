@@ -13,6 +13,7 @@ from torch import Tensor
 from tl_posdisent import fit_attention
 from tl_posdisent.additive import AttentionFit
 from tl_posdisent.additive.attention import fit as patterns
+from tl_posdisent.additive.attention.rungs import RUNGS, n_parameters
 from tl_posdisent.additive.cells import cell_distances
 
 BANDS = (1, 2, 4, 8)
@@ -239,3 +240,9 @@ def test_importances_alone_may_span_hundreds_of_nats() -> None:
     fit = fit_attention(-6 * (i[:, None] - i).abs().log1p() + torch.randn(160, 160, dtype=torch.float64))
     assert fit.explained_key.item() > 0.5
     assert fit.explained.item() > fit.explained_key.item()
+
+
+def test_numbers_that_a_rung_fits() -> None:
+    inside = torch.ones(5, 5).tril().bool()  # of five keys, four are seen from a distance
+    counts = [n_parameters(rung, inside, 3, bands=(1,), rank=2) for rung in RUNGS]
+    assert counts == [0, 5, 6, 9, 10, 5 + 5 + 4, 14 + 2 * 10, 0]

@@ -154,6 +154,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("perturb", {"unit": "word"}, 'unit must be "token" for a model without a tokenizer, got "word"'),
     ("perturb", {"until": 2}, "tokens must have at least two tokens that can move .* got 1"),
     ("perturbation_curve", {"kinds": ["order", "order"]}, "kinds must be some of order, index, feature, each once"),
+    ("substitute_attention", {"by": "banded", "bands": ()}, "bands must be .* at least one"),
     ("perturbation_curve", CURVE | {"downstream": 3}, "downstream must be a function, a MultipleChoice or some of"),
     ("perturbation_curve", CURVE | {"downstream": lambda model, perturb: None}, "must return a number, got None"),
     ("perturbation_curve", CURVE | {"downstream": lambda model, perturb: NAN}, "a finite number, got nan"),
