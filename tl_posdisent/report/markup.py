@@ -102,8 +102,8 @@ def table(
     names = [(titles or {}).get(column, column.replace("_", " ")) for column in map(str, shown)]
     shown = shown.set_axis(names, axis=1).set_index(names[0]).rename_axis(index=None, columns=names[0])
     with pd.option_context("display.max_colwidth", None):  # or links are cut
-        page = shown.to_html(table_id=f"table-{name}", border=0, escape=False)
-    top, _, body = page.partition("<tbody>")
+        lines = shown.to_html(table_id=f"table-{name}", border=0, escape=False).splitlines()
+    top, _, body = "\n".join(map(str.strip, lines)).partition("<tbody>")  # without pandas's spaces
     top = top.replace("<thead>", f"<caption>{caption}</caption><thead>").replace("<th>", '<th scope="col">')
     body = body.replace("<th>", '<th scope="row">')
     return f'<div class="scroll" role="group" aria-label="{caption}" tabindex="0">{top}<tbody>{body}</div>'
