@@ -53,6 +53,8 @@ def test_far_positions_of_the_running_text_are_seen(name: str, start: int) -> No
         found = positions_from_vectors(q, turned, rotary, expected)
         assert found is not None
         assert torch.equal(found.view(-1), positions)
+    if len(rotary.frequencies) < 4:
+        return  # two frequencies come near any rotation at one of many positions
     other = replace(rotary, frequencies=rotary.frequencies * (1 + 0.5 / (start + 8)))
     assert positions_from_vectors(q, turned, other, positions) is None
 

@@ -62,7 +62,7 @@ def stacked_shares(
         for component in components
     ]
     figure = go.Figure(bars).update_layout(barmode="relative", bargap=0.1, legend={"traceorder": "reversed"})
-    return figure.update_yaxes(title="share of the variance<br>of the scores")
+    return figure.update_yaxes(title="share of the variance")
 
 
 def plot_deposit(
