@@ -195,6 +195,15 @@ def verdicts(model: Any) -> pd.DataFrame:
     return found
 
 
+def all_verdicts(model: Any, layers: Any = None) -> pd.DataFrame:
+    """A verdict for each head: causal rungs fitted to two texts of 128 tokens, measured on three others."""
+    fitted, heldout = texts(model, 2, 128), texts(model, 3, 128, skip=2)
+    found = tp.attention_ladder(
+        model, fitted, heldout=heldout, layers=layers, rungs=LADDER[:3], controls=[], progress=False
+    )
+    return tp.head_verdicts(found)
+
+
 def agreement(found: pd.DataFrame) -> None:
     """Print how often verdicts on the two sets agree, of how many heads, and Cohen's kappa."""
     for name, table in found.groupby("model"):
@@ -333,7 +342,7 @@ def downstream_questions(model: Any) -> pd.DataFrame:
 
 STUDIES = [
     *[interventions, heads, layers, rotation, sufficiency, perturbation, labels, flips, verdicts, ladder],
-    *[scales, subspaces, sources, lengths, downstream_questions],
+    *[all_verdicts, scales, subspaces, sources, lengths, downstream_questions],
 ]
 
 
