@@ -35,7 +35,7 @@ class ModelReading:
     without_attention: tuple[int, ...]
     read: dict[int, AttentionSpec] = field(repr=False)
     no_results: dict[int, str] = field(repr=False)  # why heads of a layer cannot be ablated; empty if they can
-    state: dict[str, Any] = field(repr=False)
+    state: dict[str, Any] = field(repr=False, compare=False)  # addresses and counts, for this process alone
 
     def __repr__(self) -> str:
         return f"ModelReading({len(self.read)} of {self.n_layers} layers of {architecture(self.model)})"
