@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
 from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
 from tl_posdisent.report.atlas import label_words, looks_at
 from tl_posdisent.report.markup import (
@@ -56,7 +57,6 @@ _PAPERS = (
     f"<dt>{B}</dt><dd>Gu et al., <cite>Deconstructing Positional Information: From Attention Logits to Training "
     "Biases</cite>, ICLR 2026</dd>"
 )
-_CLEAR = 0.05  # differences of r that are called higher or lower
 _MATTERS = 0.01  # nats per token
 _FEW = 0.05  # the share of tokens that [A] says may be out of place
 
@@ -109,20 +109,13 @@ def _told_apart(table: pd.DataFrame) -> tuple[str, str]:
 
 
 def _against_random(found: Found, column: str, model: str, section: str) -> list[str]:
-    """How many heads are above and below the random-weights baseline, and the means."""
-    heads = by_head(found.trained).dropna(subset=column)
-    if heads.empty or found.random is None:
+    """The mean beside that of random weights, and which heads are not above these."""
+    if found.random is None or found.trained[column].isna().all():
         return []
-    random = by_head(found.random)[[*HEAD, column]]
-    both = heads.merge(random, on=HEAD, suffixes=("", "_random"))
-    gain = both[column] - both[f"{column}_random"]
-    mean, chance = both[column].mean(), both[f"{column}_random"].mean()
-    word = "above" if mean - chance > _CLEAR else "below" if chance - mean > _CLEAR else "as high as"
-    higher = int((gain > _CLEAR).sum())
+    mean, chance = (by_head(table)[column].mean() for table in (found.trained, found.random))
     return [
-        f"<em>r</em> of {model} is {number(mean, 2)} on average, {word} that of random weights ({number(chance, 2)}): "
-        f"{higher} of {plural(len(gain), 'head')} {'is' if higher == 1 else 'are'} higher by more than {_CLEAR}, "
-        f'{int((gain < -_CLEAR).sum())} lower (<a href="#{section}">{section}</a>).'
+        f"<em>r</em> of {model} is {number(mean, 2)} on average, that of random weights {number(chance, 2)}; "
+        f'{above_random(found.trained, found.random, column)} (<a href="#{section}">{section}</a>).'
     ]
 
 

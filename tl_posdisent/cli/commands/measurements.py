@@ -51,6 +51,7 @@ def fit(
       tl-posdisent fit --model EleutherAI/pythia-70m --text book.txt --pool
     """
     from tl_posdisent.experiments.attention_scores.additivity import additivity
+    from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
     from tl_posdisent.utils.validation import check_heads
 
     given.texts = texts or 0
@@ -70,26 +71,9 @@ def fit(
     return [
         *by_head(trained, column, f"{means}, by layer and head: {what}", chance=chance),
         *(_mean(x, trained, chance) for x in dict.fromkeys([column, "r"])),
-        *_not_above(trained, chance, column),
+        *([] if chance.empty else [above_random(trained, chance, column)]),
         f"share of the variance that each component explains alone: {shares}",
     ]
-
-
-def _not_above(trained: Any, chance: Any, column: str) -> list[str]:
-    """Which heads are not above the highest that was measured in their layer at random initialisation."""
-    if chance.empty:
-        return []
-    from tl_posdisent.utils.validation import head_label
-
-    mean = trained.groupby(["layer", "head"])[column].mean()
-    copies = chance.groupby(["weights", "layer", "head"])[column].mean()
-    limit = copies.groupby("layer").max().reindex(mean.index.get_level_values("layer")).to_numpy()
-    low = [head_label(*place) for place in mean.index[~(mean.to_numpy() > limit)]]
-    named = f", all but {', '.join(low[:_NAMED])}{' …' if len(low) > _NAMED else ''}" if low else ""
-    return [f"above the highest random head of their layer: {len(mean) - len(low)} of {len(mean)} heads{named}"]
-
-
-_NAMED = 20  # heads at most; the table has all
 
 
 _MODELS = {"r_three_axis": "distance + query + key", "r_two_axis": "(query, distance) + (query, key)"}

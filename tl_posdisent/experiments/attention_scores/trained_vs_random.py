@@ -22,12 +22,25 @@ from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.rope.subspaces import INTERACTIONS, subspace_patterns_qk
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 from tl_posdisent.utils.tables import progress_bar
-from tl_posdisent.utils.validation import check_choice, check_integer, check_seeds
+from tl_posdisent.utils.validation import check_choice, check_integer, check_seeds, head_label
 
 from .additivity import cells_of
 from .positional_symbolic_subspaces import measure_layers
 
 _HEAD = ["layer", "head"]
+
+
+def above_random(trained: pd.DataFrame, random: pd.DataFrame, column: str) -> str:
+    """In words, which heads are above the highest head of their layer at random initialisation, means over texts."""
+    mean = trained.groupby(_HEAD)[column].mean().dropna()
+    copies = random.groupby([*{"weights", "seed"}.intersection(random), *_HEAD])[column].mean()
+    limit = copies.groupby("layer").max().reindex(mean.index.get_level_values("layer")).to_numpy()
+    low = [head_label(*place) for place in mean.index[~(mean.to_numpy() > limit)]]
+    named = f", all but {', '.join(low[:_NAMED])}{' …' if len(low) > _NAMED else ''}" if low else ""
+    return f"above the highest random head of their layer: {len(mean) - len(low)} of {len(mean)} heads{named}"
+
+
+_NAMED = 20  # heads at most; the table has all
 
 
 def trained_vs_random(
