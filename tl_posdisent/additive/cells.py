@@ -1,9 +1,10 @@
-"""Masks as sets of (query, key) cells of a score matrix, and products with the normal matrix of the additive fit.
+"""Masks as sets of (query, key) cells of a score matrix; sums of scores over them; refusal of masking values inside.
 
 The additive model gives every cell ``a[distance] + b[query] + c[key]``; the normal equations need *marginals*, the sums
-over the cells of each distance, query and key. Coefficients and marginals are *stacked* in one vector: distances,
-queries, keys. ``Runs`` (no gaps in rows, columns and diagonals) and ``Scattered`` (any mask) are the two kinds of cell
-sets; ``make_cells`` chooses. The last query is at the last key: query ``i`` has position ``i + n_key - n_query``.
+over the cells of each distance, query and key, of the scores (``read_marginals``) and of the model (``Cells.product``).
+Coefficients and marginals are *stacked* in one vector: distances, queries, keys. ``Runs`` (no gaps in rows, columns and
+diagonals) and ``Scattered`` (any mask) are the two kinds of cell sets; ``make_cells`` chooses. The last query is at the
+last key: query ``i`` has position ``i + n_key - n_query``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from tl_posdisent.additive.score_checks import FAR
 from tl_posdisent.utils.validation import check_integer
 
 AnyCells = TypeVar("AnyCells", bound="Cells")
 T = TypeVar("T")
+
+_ROWS, _CELLS = 64, 2**18  # that are read at a time, at most, and converted: they stay in a processor's cache
+_APART = 100  # masked cells are this many times further from the other scores than these are from each other
 
 
 class Parts(NamedTuple):
@@ -373,3 +378,170 @@ def _checked(mask: Tensor, shape: Sequence[int], window: int | None, sinks: int)
         )
     shared = all(n == 1 for n in leading)
     return mask.reshape((n_query, n_key) if shared else (*aligned, n_query, n_key))
+
+
+@dataclass(frozen=True, eq=False)
+class Marginals:
+    """Sums of ``scores - pivot`` over the cells; the pivot is near the mean, so that squares do not cancel.
+
+    Attributes:
+        pivot: what was subtracted from the scores.
+        sums: over the cells of each distance, query and key, stacked.
+        squares: over all cells.
+    """
+
+    pivot: Float64[Tensor, "*batch"]
+    sums: Float64[Tensor, "*batch coefficient"]
+    squares: Float64[Tensor, "*batch"]
+
+    def about(self, pivot: Float64[Tensor, "*batch"], cells: Cells) -> Marginals:
+        """Convert to the sums of ``scores - pivot`` over the same cells, for another pivot."""
+        shift = self.pivot - pivot
+        total = cells.split(self.sums).query.sum(-1)
+        squares = self.squares + shift * (2 * total + cells.n_cells * shift)
+        return Marginals(pivot, torch.addcmul(self.sums, cells.counts, shift[..., None]), squares)
+
+
+def read_marginals(
+    scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores", *, suspicious: bool = False
+) -> Marginals:
+    """Sum every score matrix over ``cells`` along each axis, in float64.
+
+    Args:
+        name: of the scores, for errors.
+        suspicious: look for masking values such as -1e9 too; not where the user has marked every cell that counts.
+
+    Raises:
+        ValueError: a cell inside the mask is NaN, infinite or a masking value; says where the first one is.
+    """
+    batch, (n_query, n_key) = scores.shape[:-2], scores.shape[-2:]
+    flat, which = scores.reshape(-1, n_query, n_key), None  # flat index of the mask of every matrix, if not shared
+    if leading := cells.counts.shape[:-1]:
+        which = torch.arange(leading.numel(), device=scores.device).reshape(leading).expand(batch).flatten()
+    n = flat.shape[0]
+    sums = flat.new_zeros(n, cells.counts.shape[-1], dtype=torch.float64)
+    by_distance, by_query, by_key = cells.split(sums)
+    pivot, squares, lowest = (flat.new_zeros(n, dtype=torch.float64) for _ in range(3))
+
+    on_cpu = scores.device.type == "cpu"
+    at_once = _CELLS if on_cpu else 2**24
+    rows = min(n_query, max(1, at_once // n_key), _ROWS if on_cpu else n_query)
+    heads = max(1, at_once // (rows * n_key))
+    for first in range(0, n, heads):
+        some = slice(first, first + heads)
+        masks = None if which is None else which[some]
+        pivot[some] = _typical(flat[some], cells, masks)
+        for row in range(0, n_query, rows):
+            lines = slice(row, min(row + rows, n_query))
+            columns = cells.columns(lines)
+            if columns.start == columns.stop:
+                continue
+            block = flat[some, lines, columns].to(torch.float64, copy=True, memory_format=torch.contiguous_format)
+            block.sub_(pivot[some, None, None])
+            inside = cells.inside(lines, columns, masks)
+            touched = (~inside).flatten(0, -2).any(0).nonzero()
+            if len(touched):  # most columns have no cell to hide
+                hidden = slice(int(touched[0]), int(touched[-1]) + 1)
+                block[..., hidden].masked_fill_(~inside[..., hidden], 0.0)
+            cells.add_diagonals(by_distance[some], block, lines, columns)
+            by_query[some, lines] += block.sum(-1)
+            by_key[some, columns] += block.sum(-2)
+            lowest[some] = lowest[some].minimum(block.amin((-2, -1)) + pivot[some])
+            squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
+    pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
+    total = cells.split(sums).query.sum(-1)
+    refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
+    if suspicious:
+        refuse_masking_values(scores, cells, lowest, name)
+    return Marginals(pivot, sums, squares)
+
+
+def _typical(
+    x: Float[Tensor, "matrix query key"], cells: Cells, masks: Int64[Tensor, "matrix"] | None
+) -> Float64[Tensor, "matrix"]:
+    """Estimate the mean of each matrix from a few of its rows, or from all where these have no cells."""
+    for step in (max(1, cells.n_query // 8), 1):
+        rows = slice(0, cells.n_query, step)
+        inside = cells.inside(rows, slice(0, cells.n_key), masks)
+        count = inside.sum((-2, -1))
+        if bool(count.all()):
+            break
+    mean = x[:, rows].double().masked_fill(~inside, 0.0).sum((-2, -1)) / count
+    return torch.where(mean.abs() < 1e30, mean, 0.0)  # NaN and masking values are reported later
+
+
+def refuse_non_finite(scores: Tensor, cells: Cells, squares: Tensor, name: str) -> None:
+    """Raise if a cell is NaN, infinite or the lowest number of a dtype; look only if the sum of squares is large."""
+    sentinel = torch.finfo(torch.float16).min if scores.dtype == torch.float16 else -1e30
+    if bool((squares < 0.99 * sentinel**2).all()):
+        return
+    bad = ~(scores > sentinel) | ~(scores < -sentinel)
+    bad &= cells.to_mask()
+    if bool(bad.any()):
+        raise ValueError(f"{name} must be finite inside the mask, {_where(scores, bad, cells)}")
+
+
+def refuse_masking_values(scores: Tensor, cells: Cells, lowest: Tensor, name: str) -> None:
+    """Raise if some cells were masked by a finite number such as -1e9, -65504 or -1e4, alone or added to the scores.
+
+    They are recognised by their distance: far below 0, and either far below all other cells, or one number again and
+    again, beside other scores in the same row.
+
+    Args:
+        lowest: ``[matrix]``, the lowest score of each, which says where to look.
+    """
+    if bool((lowest > -FAR).all()):
+        return
+    n_query, n_key = scores.shape[-2:]
+    inside = cells.to_mask().expand(scores.shape).reshape(-1, n_query, n_key)
+    flat, bad = scores.detach().reshape(-1, n_query, n_key), torch.zeros_like(inside)
+    for matrix in (lowest <= -FAR).nonzero().flatten().tolist():
+        bad[matrix] = _masked(flat[matrix].double(), inside[matrix])
+    bad = bad.reshape(scores.shape)
+    if bool(bad.any()):
+        raise ValueError(
+            f"{name} must not hold masking values inside the mask, {_where(scores, bad, cells)} "
+            "(a boolean mask is taken as it is)"
+        )
+
+
+def _masked(scores: Tensor, inside: Tensor) -> Bool[Tensor, "query key"]:
+    """Which cells of one matrix hold a masking value."""
+    none = torch.zeros_like(inside)
+    lowest = scores[inside].min()
+    if lowest > -FAR:
+        return none
+    far, near = inside & (scores < lowest / 20), inside & (scores >= lowest / 20)
+    rest = scores[near]
+    apart = len(rest) >= 3 and bool(rest.min() - scores[far].max() > _APART * (rest.max() - rest.min()))
+    if apart and _beside(far, near):
+        return far
+    same = inside & (scores <= lowest + 1e-6 * lowest.abs())
+    often = same.sum() >= max(3, 0.05 * float(inside.sum()))
+    return same if bool(often) and _beside(same, inside & (scores > lowest / 2)) else none
+
+
+def _beside(some: Tensor, others: Tensor) -> bool:
+    """Whether a row holds both: a row that is low as a whole is a query component."""
+    return bool((some.any(-1) & others.any(-1)).any())
+
+
+def _where(scores: Tensor, bad: Tensor, cells: Cells) -> str:
+    """The first bad cell, and the argument that leaves exactly those of its matrix out, if there is one."""
+    first = tuple(bad.nonzero()[0].tolist())
+    inside = cells.to_mask().expand(bad.shape)[first[:-2]]
+    kept, distance = inside & ~bad[first[:-2]], cell_distances(cells.n_query, cells.n_key, bad.device)
+    advice = "pass the mask that the model used"
+    if bool(kept.any()):
+        window = int(distance[kept].abs().max()) + 1
+        near = inside & (distance.abs() < window)
+        for words, left in (
+            (f'mask="causal", window={window}', near & (distance >= 0)),
+            (f"window={window}", near),
+            ('mask="causal"', inside & (distance >= 0)),
+        ):
+            advice = f"pass {words}" if torch.equal(kept, left) else advice
+    return (
+        f"got {scores[first].item():g} at index {first} (query {first[-2]}, key {first[-1]}) "
+        f"and {int(bad.sum()) - 1} more such cells; {advice}"
+    )

@@ -1,233 +1,36 @@
-"""Least-squares fit of attention scores by a distance, a query and a key component (three-axis additivity)."""
+"""Least-squares fit of attention scores by a distance, a query and a key component (three-axis additivity).
+
+The normal equations are solved without a matrix. Their three diagonal blocks are diagonal themselves (numbers of
+cells), and a product with the rest is cheap (``Cells.product``), so conjugate gradients with the diagonal as
+preconditioner needs about fifteen O(length) steps; a narrow window needs ``_tension`` too. The system is singular (see
+``fix_gauge``) but consistent, and conjugate gradients then converges to one of its solutions.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, MaskKind, Parts, Runs, Scattered, make_cells
+from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, Parts, Runs, Scattered, make_cells, read_marginals
 from tl_posdisent.additive.result import AdditiveFit
-from tl_posdisent.additive.score_checks import (
-    check_scores,
-    refuse_masking_values,
-    refuse_non_finite,
-    refuse_patterns,
-    warn_of_vectors,
-)
-from tl_posdisent.additive.solver import pooled, solve
+from tl_posdisent.additive.score_checks import check_scores, refuse_patterns, warn_of_vectors
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag
 
-_ROWS, _CELLS = 64, 2**18  # that are read at a time, at most, and converted: they stay in a processor's cache
 ROUNDING = 1e-14  # scores that vary by less than this of their size do not vary
 
+# Relative size of the residual of the normal equations, in the norm of the preconditioner: what a run of conjugate
+# gradients aims at by its own reckoning, what the true residual must then be to need no second run (which would
+# only chase rounding), and what is an error if it is still exceeded.
+AIM, ENOUGH, ACCEPTED = 1e-13, 1e-12, 1e-10
 
-@dataclass(frozen=True, eq=False)
-class Marginals:
-    """Sums of ``scores - pivot`` over the cells; the pivot is near the mean, so that squares do not cancel.
-
-    Attributes:
-        pivot: what was subtracted from the scores.
-        sums: over the cells of each distance, query and key, stacked.
-        squares: over all cells.
-    """
-
-    pivot: Float64[Tensor, "*batch"]
-    sums: Float64[Tensor, "*batch coefficient"]
-    squares: Float64[Tensor, "*batch"]
-
-    def about(self, pivot: Float64[Tensor, "*batch"], cells: Cells) -> Marginals:
-        """Convert to the sums of ``scores - pivot`` over the same cells, for another pivot."""
-        shift = self.pivot - pivot
-        total = cells.split(self.sums).query.sum(-1)
-        squares = self.squares + shift * (2 * total + cells.n_cells * shift)
-        return Marginals(pivot, torch.addcmul(self.sums, cells.counts, shift[..., None]), squares)
-
-
-def read_marginals(
-    scores: Float[Tensor, "*batch query key"], cells: Cells, name: str = "scores", *, suspicious: bool = False
-) -> Marginals:
-    """Sum every score matrix over ``cells`` along each axis, in float64.
-
-    Args:
-        name: of the scores, for errors.
-        suspicious: look for masking values such as -1e9 too; not where the user has marked every cell that counts.
-
-    Raises:
-        ValueError: a cell inside the mask is NaN, infinite or a masking value; says where the first one is.
-    """
-    batch, (n_query, n_key) = scores.shape[:-2], scores.shape[-2:]
-    flat, which = scores.reshape(-1, n_query, n_key), None  # flat index of the mask of every matrix, if not shared
-    if leading := cells.counts.shape[:-1]:
-        which = torch.arange(leading.numel(), device=scores.device).reshape(leading).expand(batch).flatten()
-    n = flat.shape[0]
-    sums = flat.new_zeros(n, cells.counts.shape[-1], dtype=torch.float64)
-    by_distance, by_query, by_key = cells.split(sums)
-    pivot, squares, lowest = (flat.new_zeros(n, dtype=torch.float64) for _ in range(3))
-
-    on_cpu = scores.device.type == "cpu"
-    at_once = _CELLS if on_cpu else 2**24
-    rows = min(n_query, max(1, at_once // n_key), _ROWS if on_cpu else n_query)
-    heads = max(1, at_once // (rows * n_key))
-    for first in range(0, n, heads):
-        some = slice(first, first + heads)
-        masks = None if which is None else which[some]
-        pivot[some] = _typical(flat[some], cells, masks)
-        for row in range(0, n_query, rows):
-            lines = slice(row, min(row + rows, n_query))
-            columns = cells.columns(lines)
-            if columns.start == columns.stop:
-                continue
-            block = flat[some, lines, columns].to(torch.float64, copy=True, memory_format=torch.contiguous_format)
-            block.sub_(pivot[some, None, None])
-            inside = cells.inside(lines, columns, masks)
-            touched = (~inside).flatten(0, -2).any(0).nonzero()
-            if len(touched):  # most columns have no cell to hide
-                hidden = slice(int(touched[0]), int(touched[-1]) + 1)
-                block[..., hidden].masked_fill_(~inside[..., hidden], 0.0)
-            cells.add_diagonals(by_distance[some], block, lines, columns)
-            by_query[some, lines] += block.sum(-1)
-            by_key[some, columns] += block.sum(-2)
-            lowest[some] = lowest[some].minimum(block.amin((-2, -1)) + pivot[some])
-            squares[some] += torch.linalg.vector_norm(block, dim=(-2, -1)).square()
-    pivot, sums, squares = pivot.reshape(batch), sums.reshape(*batch, -1), squares.reshape(batch)
-    total = cells.split(sums).query.sum(-1)
-    refuse_non_finite(scores, cells, squares + pivot * (2 * total + cells.n_cells * pivot), name)
-    if suspicious:
-        refuse_masking_values(scores, cells, lowest, name)
-    return Marginals(pivot, sums, squares)
-
-
-def _typical(
-    x: Float[Tensor, "matrix query key"], cells: Cells, masks: Int64[Tensor, "matrix"] | None
-) -> Float64[Tensor, "matrix"]:
-    """Estimate the mean of each matrix from a few of its rows, or from all where these have no cells."""
-    for step in (max(1, cells.n_query // 8), 1):
-        rows = slice(0, cells.n_query, step)
-        inside = cells.inside(rows, slice(0, cells.n_key), masks)
-        count = inside.sum((-2, -1))
-        if bool(count.all()):
-            break
-    mean = x[:, rows].double().masked_fill(~inside, 0.0).sum((-2, -1)) / count
-    return torch.where(mean.abs() < 1e30, mean, 0.0)  # NaN and masking values are reported later
-
-
-def fix_gauge(
-    cells: Cells, weights: Float64[Tensor, "*mask coefficient"], solution: Tensor, *, pool: bool = False
-) -> tuple[Float64[Tensor, "*batch"], Parts]:
-    """Return the intercept and components in the gauge of ``AdditiveFit``.
-
-    Two constants and the straight line ``a[d] + t·d, b[i] − t·i, c[j] + t·j`` change no fitted value. Components get
-    mean 0 over the cells, and ``c`` a least-squares slope of 0 over key positions (of all texts, if they are pooled).
-    """
-    numbers = cells.split(weights)
-    key = torch.arange(cells.n_key, device=solution.device).double()
-    lever = (key - weighted_mean(key, numbers.key)) * numbers.key
-    up, down = (lever * cells.split(solution).key).sum(-1, keepdim=True), (lever * key).sum(-1, keepdim=True)
-    if pool:
-        up, down = (x.expand_as(up).sum(0, keepdim=True) for x in (up, down))
-    slope = torch.where(down > 0, up / down, 0.0)
-    query = torch.arange(cells.n_query, device=solution.device) + cells.offset
-    line = torch.cat([-cells.distances, query, -key])
-    tilted = cells.split(torch.addcmul(solution, slope, line))
-    means = [weighted_mean(x, n) for x, n in zip(tilted, numbers, strict=True)]
-    # A distance, query or key without cells has no coefficient: it is given as 0.
-    parts = ((x - m) * (n > 0) for x, m, n in zip(tilted, means, numbers, strict=True))
-    return (means[0] + means[1] + means[2])[..., 0], Parts(*parts)
-
-
-def weighted_mean(x: Tensor, weights: Tensor) -> Tensor:
-    """Over the last axis, which stays; 0 without weights."""
-    total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, (x * weights).sum(-1, keepdim=True) / total, 0.0)
-
-
-_NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
-
-
-def count_parameters(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit"]:
-    """Count the rank of the additive design, per set of cells; over all texts if they are pooled (``n_texts`` given).
-
-    Queries and keys alone have a rank of their number, less one constant for each piece that the cells fall into.
-    The distances add theirs, less the profiles that queries and keys can express. Where two neighbouring queries
-    and two neighbouring keys have all their four cells, such a profile has no kink at their distance. If that holds
-    at every distance it is a straight line, so there are two; if not, the rank of the distances is computed.
-    """
-    by_distance, by_query, by_key = cells.split(cells.counts)
-    rank = (by_query > 0).sum(-1) + (by_key > 0).sum(-1) - _count_pieces(cells)
-    n_cells, used, no_kink = cells.n_cells.long(), by_distance > 0, _has_no_kink(cells)
-    one_each = ((by_query <= 1).all(-1) | (by_key <= 1).all(-1)).expand_as(n_cells)
-    if n_texts is not None:
-        one_each = one_each.all()
-        if rank.ndim == 0:
-            rank, n_cells = rank * n_texts, n_cells * n_texts
-        else:
-            repeats = n_texts // rank.shape[0]
-            rank, n_cells = rank.sum(0) * repeats, n_cells.sum(0) * repeats
-            used, no_kink = used.any(0), no_kink.any(0)
-    of_distances = (used.sum(-1) - 2).clamp_min(0)
-    if not bool((one_each | (no_kink.sum(-1) == of_distances)).all()):
-        of_distances = _rank_of_distances(cells, pool=n_texts is not None)
-    return torch.where(one_each, n_cells, rank + of_distances)
-
-
-def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
-    """Count connected components, where two cells are neighbours if they share a query or a key."""
-    if isinstance(cells, Runs):
-        # A piece begins where a run of keys begins that no earlier run reaches.
-        empty = cells.first_key == cells.stop_key
-        first, order = cells.first_key.masked_fill(empty, cells.n_key).sort(-1)
-        reach = cells.stop_key.masked_fill(empty, 0).gather(-1, order).cummax(-1).values
-        reach = torch.nn.functional.pad(reach[..., :-1], (1, 0))
-        return ((first >= reach) & (first < cells.n_key)).sum(-1)
-    mask, key = cells.to_mask(), torch.arange(cells.n_key, device=cells.counts.device)
-    used, label = mask.any(-2), key.expand(*mask.shape[:-2], -1)
-    while True:  # every key takes the lowest label among the keys that it shares a query with
-        lowest = torch.where(mask, label[..., None, :], cells.n_key).amin(-1)
-        new = torch.where(mask, lowest[..., :, None], cells.n_key).amin(-2).minimum(label)
-        new = new.gather(-1, new)  # and the label of that one
-        if torch.equal(new, label):
-            return (used & (label == key)).sum(-1)
-        label = new
-
-
-def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
-    """Find the distances (but for the lowest and the highest) at which some neighbouring 2 × 2 cells all exist."""
-    if isinstance(cells, Runs):
-        first, stop = cells.first_query, cells.stop_query
-        start = torch.maximum(first[..., 1:-1], first[..., :-2]).maximum(first[..., 2:] - 1)
-        end = torch.minimum(stop[..., 1:-1] - 1, stop[..., :-2]).minimum(stop[..., 2:] - 1)
-        return start < end
-    assert isinstance(cells, Scattered)
-    cell = cells.query_distance > 0
-    upper, lower = cell[..., :-1, :], cell[..., 1:, :]
-    return (upper[..., 1:-1] & lower[..., 1:-1] & upper[..., :-2] & lower[..., 2:]).any(-2)
-
-
-def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
-    """Compute the rank of the distances' normal matrix after queries and keys are projected out."""
-    if isinstance(cells, Runs):
-        cells = Scattered.from_mask(cells.to_mask())
-    assert isinstance(cells, Scattered)
-    n_d, n_q, n_k = cells.split(cells.counts)
-    per_query = torch.where(n_q > 0, 1 / n_q, 0.0)[..., None]
-    keys = torch.diag_embed(n_k) - cells.query_key.mT @ (per_query * cells.query_key)
-    mixed = cells.key_distance - cells.query_key.mT @ (per_query * cells.query_distance)
-    values, vectors = torch.linalg.eigh(keys)
-    kept = values > _NEGLIGIBLE * n_k.amax(-1, keepdim=True)
-    seen = (vectors.mT @ mixed) * torch.where(kept, values, torch.inf).rsqrt()[..., None]
-    rest = torch.diag_embed(n_d) - cells.query_distance.mT @ (per_query * cells.query_distance) - seen.mT @ seen
-    if pool and rest.ndim > 2:
-        rest, n_d = rest.sum(0), n_d.sum(0)
-    scale = n_d.amax(-1, keepdim=True)  # counts: what is far below one cell is rounding
-    remaining: Tensor = torch.linalg.eigvalsh(rest)
-    return (remaining > _NEGLIGIBLE * scale).sum(-1)
+Stacked = Float64[Tensor, "*batch coefficient"]
 
 
 @own_sums()
@@ -332,12 +135,11 @@ def fit_marginals(
         size: of the terms that make up a score, where these are larger than the scores. Scores that vary by no more
             than its rounding do not vary.
     """
-    weights, n_cells = cells.counts, cells.n_cells
+    weights = cells.counts
     if pool:
         # One pivot for all texts: every sum and square is then about the same number.
         read = read.about(read.pivot.mean(0, keepdim=True).expand_as(read.pivot), cells)
         weights = pooled(cells, weights.expand_as(read.sums))
-        n_cells = n_cells.expand_as(read.pivot).sum(0)
     sums = pooled(cells, read.sums) if pool else read.sums
     squares, pivot = (read.squares.sum(0), read.pivot[0]) if pool else (read.squares, read.pivot)
 
@@ -345,6 +147,7 @@ def fit_marginals(
     offset, parts = fix_gauge(cells, weights, solution, pool=pool)
 
     # Variation about the mean of all cells: in total, explained by the model, and by each axis alone.
+    n_cells = _axis_sums(cells, weights, pool=pool)[1]
     mean = _axis_sums(cells, sums, pool=pool)[0] / n_cells
     total = squares - n_cells * mean**2
     centred = torch.addcmul(sums, weights, mean[..., None], value=-1)
@@ -392,8 +195,9 @@ def explained_around(
     # Not of what is left: sums that nearly cancel are no longer those of one matrix.
     solution = solve(cells, read.sums, distances=False) - solve(cells, put_in, distances=False)
     residual = read.squares - (coefficients * (read.sums + left)).sum(-1) - (solution * left).sum(-1)
-    total = read.squares - cells.split(read.sums).query.sum(-1) ** 2 / cells.n_cells
-    undefined = (total <= cells.n_cells * (ROUNDING * read.pivot) ** 2) | profiles.isnan().any(-1)
+    n_cells, total = (_axis_sums(cells, x, pool=False)[1] for x in (cells.counts, read.sums))
+    total = read.squares - total**2 / n_cells
+    undefined = (total <= n_cells * (ROUNDING * read.pivot) ** 2) | profiles.isnan().any(-1)
     return torch.where(undefined, torch.nan, 1 - residual.clamp_min(0) / total)
 
 
@@ -401,3 +205,255 @@ def _axis_sums(cells: Cells, stacked: Tensor, *, pool: bool) -> tuple[Tensor, Te
     """Sum over distances, queries and keys; pooled texts have their own queries and keys, and the same distances."""
     d, q, k = (x.sum(-1) for x in cells.split(stacked))
     return (d[0], q.sum(0), k.sum(0)) if pool else (d, q, k)
+
+
+def fix_gauge(
+    cells: Cells, weights: Float64[Tensor, "*mask coefficient"], solution: Tensor, *, pool: bool = False
+) -> tuple[Float64[Tensor, "*batch"], Parts]:
+    """Return the intercept and components in the gauge of ``AdditiveFit``.
+
+    Two constants and the straight line ``a[d] + t·d, b[i] − t·i, c[j] + t·j`` change no fitted value. Components get
+    mean 0 over the cells, and ``c`` a least-squares slope of 0 over key positions (of all texts, if they are pooled).
+    """
+    numbers = cells.split(weights)
+    key = torch.arange(cells.n_key, device=solution.device).double()
+    lever = (key - weighted_mean(key, numbers.key)) * numbers.key
+    up, down = (lever * cells.split(solution).key).sum(-1, keepdim=True), (lever * key).sum(-1, keepdim=True)
+    if pool:
+        up, down = (x.expand_as(up).sum(0, keepdim=True) for x in (up, down))
+    slope = torch.where(down > 0, up / down, 0.0)
+    query = torch.arange(cells.n_query, device=solution.device) + (cells.n_key - cells.n_query)
+    line = torch.cat([-cells.distances, query, -key])
+    tilted = cells.split(torch.addcmul(solution, slope, line))
+    means = [weighted_mean(x, n) for x, n in zip(tilted, numbers, strict=True)]
+    # A distance, query or key without cells has no coefficient: it is given as 0.
+    parts = ((x - m) * (n > 0) for x, m, n in zip(tilted, means, numbers, strict=True))
+    return (means[0] + means[1] + means[2])[..., 0], Parts(*parts)
+
+
+def weighted_mean(x: Tensor, weights: Tensor) -> Tensor:
+    """Over the last axis, which stays; 0 without weights."""
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, (x * weights).sum(-1, keepdim=True) / total, 0.0)
+
+
+_NEGLIGIBLE = 1e-9  # an eigenvalue below this times the largest is a gauge direction
+
+
+def count_parameters(cells: Cells, n_texts: int | None = None) -> Int64[Tensor, "*fit"]:
+    """Count the rank of the additive design, per set of cells; over all texts if they are pooled (``n_texts`` given).
+
+    Queries and keys alone have a rank of their number, less one constant for each piece that the cells fall into.
+    The distances add theirs, less the profiles that queries and keys can express. Where two neighbouring queries
+    and two neighbouring keys have all their four cells, such a profile has no kink at their distance. If that holds
+    at every distance it is a straight line, so there are two; if not, the rank of the distances is computed.
+    """
+    by_distance, by_query, by_key = cells.split(cells.counts)
+    rank = (by_query > 0).sum(-1) + (by_key > 0).sum(-1) - _count_pieces(cells)
+    n_cells, used, no_kink = by_query.sum(-1).long(), by_distance > 0, _has_no_kink(cells)
+    one_each = ((by_query <= 1).all(-1) | (by_key <= 1).all(-1)).expand_as(n_cells)
+    if n_texts is not None:
+        one_each = one_each.all()
+        if rank.ndim == 0:
+            rank, n_cells = rank * n_texts, n_cells * n_texts
+        else:
+            repeats = n_texts // rank.shape[0]
+            rank, n_cells = rank.sum(0) * repeats, n_cells.sum(0) * repeats
+            used, no_kink = used.any(0), no_kink.any(0)
+    of_distances = (used.sum(-1) - 2).clamp_min(0)
+    if not bool((one_each | (no_kink.sum(-1) == of_distances)).all()):
+        of_distances = _rank_of_distances(cells, pool=n_texts is not None)
+    return torch.where(one_each, n_cells, rank + of_distances)
+
+
+def _count_pieces(cells: Cells) -> Int64[Tensor, "*mask"]:
+    """Count connected components, where two cells are neighbours if they share a query or a key."""
+    if isinstance(cells, Runs):
+        # A piece begins where a run of keys begins that no earlier run reaches.
+        empty = cells.first_key == cells.stop_key
+        first, order = cells.first_key.masked_fill(empty, cells.n_key).sort(-1)
+        reach = cells.stop_key.masked_fill(empty, 0).gather(-1, order).cummax(-1).values
+        reach = torch.nn.functional.pad(reach[..., :-1], (1, 0))
+        return ((first >= reach) & (first < cells.n_key)).sum(-1)
+    mask, key = cells.to_mask(), torch.arange(cells.n_key, device=cells.counts.device)
+    used, label = mask.any(-2), key.expand(*mask.shape[:-2], -1)
+    while True:  # every key takes the lowest label among the keys that it shares a query with
+        lowest = torch.where(mask, label[..., None, :], cells.n_key).amin(-1)
+        new = torch.where(mask, lowest[..., :, None], cells.n_key).amin(-2).minimum(label)
+        new = new.gather(-1, new)  # and the label of that one
+        if torch.equal(new, label):
+            return (used & (label == key)).sum(-1)
+        label = new
+
+
+def _has_no_kink(cells: Cells) -> Bool[Tensor, "*mask inner"]:
+    """Find the distances (but for the lowest and the highest) at which some neighbouring 2 × 2 cells all exist."""
+    if isinstance(cells, Runs):
+        first, stop = cells.first_query, cells.stop_query
+        start = torch.maximum(first[..., 1:-1], first[..., :-2]).maximum(first[..., 2:] - 1)
+        end = torch.minimum(stop[..., 1:-1] - 1, stop[..., :-2]).minimum(stop[..., 2:] - 1)
+        return start < end
+    assert isinstance(cells, Scattered)
+    cell = cells.query_distance > 0
+    upper, lower = cell[..., :-1, :], cell[..., 1:, :]
+    return (upper[..., 1:-1] & lower[..., 1:-1] & upper[..., :-2] & lower[..., 2:]).any(-2)
+
+
+def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
+    """Compute the rank of the distances' normal matrix after queries and keys are projected out."""
+    if isinstance(cells, Runs):
+        cells = Scattered.from_mask(cells.to_mask())
+    assert isinstance(cells, Scattered)
+    n_d, n_q, n_k = cells.split(cells.counts)
+    per_query = torch.where(n_q > 0, 1 / n_q, 0.0)[..., None]
+    keys = torch.diag_embed(n_k) - cells.query_key.mT @ (per_query * cells.query_key)
+    mixed = cells.key_distance - cells.query_key.mT @ (per_query * cells.query_distance)
+    values, vectors = torch.linalg.eigh(keys)
+    kept = values > _NEGLIGIBLE * n_k.amax(-1, keepdim=True)
+    seen = (vectors.mT @ mixed) * torch.where(kept, values, torch.inf).rsqrt()[..., None]
+    rest = torch.diag_embed(n_d) - cells.query_distance.mT @ (per_query * cells.query_distance) - seen.mT @ seen
+    if pool and rest.ndim > 2:
+        rest, n_d = rest.sum(0), n_d.sum(0)
+    scale = n_d.amax(-1, keepdim=True)  # counts: what is far below one cell is rounding
+    remaining: Tensor = torch.linalg.eigvalsh(rest)
+    return (remaining > _NEGLIGIBLE * scale).sum(-1)
+
+
+def solve(cells: Cells, marginals: Stacked, *, pool: bool = False, distances: bool = True) -> Stacked:
+    """Compute coefficients whose model has the given marginals, up to gauge.
+
+    Args:
+        marginals: stacked sums of the (roughly centred) scores; leading axes are independent systems.
+        pool: the systems of the first axis share their distance coefficients; ``marginals`` then are ``pooled``.
+        distances: False for queries and keys alone; coefficients of distances are then 0.
+
+    Raises:
+        RuntimeError: not converged; says the residual reached.
+    """
+    weights = pooled(cells, cells.counts.expand_as(marginals)) if pool else cells.counts
+    inverse = torch.where(weights > 0, 1 / weights, 0.0)
+    if not distances:
+        cells.split(inverse).distance.zero_()  # a coefficient that the preconditioner leaves alone stays 0
+        marginals = marginals.clone()
+        cells.split(marginals).distance.zero_()
+    narrow = 0 < cells.high - cells.low < cells.n_query // 4
+
+    def precondition(x: Stacked) -> Stacked:
+        return torch.addcmul(_tension(cells, x, pool=pool), x, inverse) if narrow else x * inverse
+
+    def product(x: Stacked) -> Stacked:
+        y = cells.product(x)
+        if not distances:
+            cells.split(y).distance.zero_()
+        return pooled(cells, y) if pool else y
+
+    def dot(x: Stacked, y: Stacked) -> Float64[Tensor, "*system 1"]:
+        if not pool:
+            return (x * y).sum(-1, keepdim=True)
+        d, q, k = (part.sum(-1, keepdim=True) for part in cells.split(x * y))
+        return d[:1] + (q + k).sum(0, keepdim=True)  # pooled texts are one system with one copy of the distances
+
+    scale = marginals.abs().amax((0, -1) if pool else -1, keepdim=True)
+    marginals = marginals / torch.where(scale > 0, scale, 1.0)  # so that no square is too large or too small
+    solution, residual = torch.zeros_like(marginals), marginals
+    size = dot(residual, precondition(residual))
+    tiny = torch.finfo(size.dtype).tiny
+    for _ in range(3):
+        step, _ = conjugate_gradients(
+            product,
+            precondition,
+            dot,
+            residual,
+            (AIM**2 * size).clamp_min(tiny),
+            most=200 + marginals.shape[-1],
+        )
+        solution = solution + step
+        residual = marginals - product(solution)
+        left = dot(residual, precondition(residual))
+        if bool((left <= ENOUGH**2 * size).all()):
+            break
+    reached = float((left / size.clamp_min(tiny)).max().sqrt())
+    if not reached <= ACCEPTED:
+        raise RuntimeError(
+            f"the additive fit has not converged: relative residual {reached:.1e} of the normal equations, "
+            f"{ACCEPTED:.0e} needed"
+        )
+    return solution * scale
+
+
+def pooled(cells: Cells, stacked: Stacked) -> Stacked:
+    """Sum the distance part over the texts (the first axis) and give each text the whole sum."""
+    distance, query, key = cells.split(stacked)
+    return torch.cat([distance.sum(0, keepdim=True).expand_as(distance), query, key], -1)
+
+
+def _tension(cells: Cells, x: Stacked, *, pool: bool) -> Stacked:
+    """What to add to ``x`` over the diagonal in a window that is narrow beside the length.
+
+    There a smooth function of the position, added to the queries and taken from the keys, hardly changes a cell: its
+    energy is that of a stretched string, the integral of the squared slope, which cumulative sums forth and back
+    invert. A level and a straight line, which no cell or a change of the distances shows, are left out.
+    """
+    middle = (cells.low + cells.high) // 2  # on a common grid a key is where the queries are that see it
+    at_query, at_key = max(0, cells.offset - middle), max(0, middle - cells.offset)
+    queries, keys = slice(at_query, at_query + cells.n_query), slice(at_key, at_key + cells.n_key)
+    distance, by_query, by_key = cells.split(x)
+    grid = x.new_zeros(*x.shape[:-1], max(queries.stop, keys.stop))
+    grid[..., queries] += by_query
+    grid[..., keys] -= by_key
+    slope = (grid - grid.mean(-1, keepdim=True)).cumsum(-1)
+    slope -= slope.mean((0, -1) if pool else -1, keepdim=True)
+    smooth = slope.flip(-1).cumsum(-1).flip(-1) / (cells.distances - middle).double().square().sum()
+    smooth -= smooth.mean(-1, keepdim=True)
+    moved = torch.cat([torch.zeros_like(distance), smooth[..., queries], -smooth[..., keys]], -1)
+    return torch.where(cells.counts > 0, moved, 0.0)
+
+
+def conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    precondition: Callable[[Tensor], Tensor],
+    dot: Callable[[Tensor, Tensor], Tensor],
+    target: Tensor,
+    goal: Tensor,
+    *,
+    most: int,
+    allowed: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Solve ``product(x) = target`` until the residual of every system is small, or rounding has taken over.
+
+    Args:
+        product, precondition: multiplication by a positive semidefinite matrix, and by about its inverse.
+        dot: inner product of each system (a leading axis of ``target``), which keeps the last axis.
+        goal: the squared norm (of ``precondition``) that a residual should come to, in at most ``most`` products.
+        allowed: a residual whose entries are all at most these is small enough, too.
+
+    Returns:
+        The solution, and for which systems it is one.
+    """
+    solution, residual = torch.zeros_like(target), target.clone()
+    direction = precondition(residual)
+    rho = least = dot(residual, direction)
+    solved = rho <= goal
+    active = ~solved
+    for _ in range(most):
+        if not bool(active.any()):
+            break
+        image = product(direction)
+        curvature = dot(direction, image)
+        # A solved system stands still while others go on: what is left of its residual is rounding, part of it in
+        # directions that change nothing, where a step has no bound.
+        active = active & (curvature > 0)
+        alpha = torch.where(active, rho / curvature, 0.0)
+        solution.addcmul_(alpha, direction)
+        residual.addcmul_(alpha, image, value=-1)
+        z = precondition(residual)
+        new = dot(residual, z)
+        least = least.minimum(new)
+        enough = new <= goal
+        if allowed is not None:
+            enough = enough | (residual.abs() <= allowed).all(-1, keepdim=True)
+        solved = solved | (active & enough)
+        active = active & ~enough & (new <= 1e6 * least)
+        direction = torch.addcmul(z, torch.where(active, new / rho, 0.0), direction)
+        rho = new
+    return solution, solved

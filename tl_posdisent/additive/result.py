@@ -19,6 +19,7 @@ from tl_posdisent.utils.validation import check_choice
 
 Component = Literal["distance", "query", "key"]
 TableComponent = Literal["summary", "distance", "query", "key"]
+SUMMARY = ("r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key")  # columns of the table of fits
 
 
 class CellsFit(HasTable):
@@ -126,8 +127,7 @@ class AdditiveFit(CellsFit):
         """
         check_choice("component", component, get_args(TableComponent))
         if component == "summary":
-            names = ("r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key")
-            columns = {name: getattr(self, name).flatten().tolist() for name in names}
+            columns = {name: getattr(self, name).flatten().tolist() for name in SUMMARY}
             return pd.DataFrame({**index_columns(self.r.shape, pooled=self.pooled, layers=self.layers), **columns})
         values = getattr(self, component)
         axis = self.distances if component == "distance" else torch.arange(values.shape[-1], device="cpu")

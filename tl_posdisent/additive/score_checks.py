@@ -1,4 +1,4 @@
-"""Checks of tensors: attention scores (shape, dtype, masking values, no pattern, no vectors); queries and keys."""
+"""Checks of tensors: attention scores (shape, dtype, no pattern, no vectors); queries and keys."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import warnings
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, cell_distances
 from tl_posdisent.utils.validation import check_devices, described
 
 # Models mask with -inf, the lowest number of some dtype, or a round number: -1e4 is the least that is in use. Real
 # scores are hundreds at most, and come to -1000 only where attention is far sharper than in any trained model.
-_FAR = 1000.0
+FAR = 1000.0
 _ENOUGH = 6  # keys: of fewer, real scores might by chance be non-negative and add up to less than 1 in every row
-_APART = 100  # masked cells are this many times further from the other scores than these are from each other
 
 
 def check_scores(scores: Any, name: str = "scores") -> Tensor:
@@ -90,7 +88,7 @@ def warn_of_vectors(scores: Float[Tensor, "*batch query key"]) -> None:
     if scores.ndim < 3 or not 1 < n_query < n_key:
         return
     future = scores[..., 0, n_key - n_query + 1 :]
-    if bool((future.isfinite() & (future > -_FAR)).all() & (future != 0).any()):
+    if bool((future.isfinite() & (future > -FAR)).all() & (future != 0).any()):
         warnings.warn(
             f"scores of shape {tuple(scores.shape)} are fitted as (..., query, key) with the queries at the last keys, "
             "but keys after a query are not masked: q, k, v and z, which are (batch, pos, head, d_head), look like "
@@ -98,80 +96,3 @@ def warn_of_vectors(scores: Float[Tensor, "*batch query key"]) -> None:
             UserWarning,
             stacklevel=3,
         )
-
-
-def refuse_non_finite(scores: Tensor, cells: Cells, squares: Tensor, name: str) -> None:
-    """Raise if a cell is NaN, infinite or the lowest number of a dtype; look only if the sum of squares is large."""
-    sentinel = torch.finfo(torch.float16).min if scores.dtype == torch.float16 else -1e30
-    if bool((squares < 0.99 * sentinel**2).all()):
-        return
-    bad = ~(scores > sentinel) | ~(scores < -sentinel)
-    bad &= cells.to_mask()
-    if bool(bad.any()):
-        raise ValueError(f"{name} must be finite inside the mask, {_where(scores, bad, cells)}")
-
-
-def refuse_masking_values(scores: Tensor, cells: Cells, lowest: Tensor, name: str) -> None:
-    """Raise if some cells were masked by a finite number such as -1e9, -65504 or -1e4, alone or added to the scores.
-
-    They are recognised by their distance: far below 0, and either far below all other cells, or one number again and
-    again, beside other scores in the same row.
-
-    Args:
-        lowest: ``[matrix]``, the lowest score of each, which says where to look.
-    """
-    if bool((lowest > -_FAR).all()):
-        return
-    n_query, n_key = scores.shape[-2:]
-    inside = cells.to_mask().expand(scores.shape).reshape(-1, n_query, n_key)
-    flat, bad = scores.detach().reshape(-1, n_query, n_key), torch.zeros_like(inside)
-    for matrix in (lowest <= -_FAR).nonzero().flatten().tolist():
-        bad[matrix] = _masked(flat[matrix].double(), inside[matrix])
-    bad = bad.reshape(scores.shape)
-    if bool(bad.any()):
-        raise ValueError(
-            f"{name} must not hold masking values inside the mask, {_where(scores, bad, cells)} "
-            "(a boolean mask is taken as it is)"
-        )
-
-
-def _masked(scores: Tensor, inside: Tensor) -> Bool[Tensor, "query key"]:
-    """Which cells of one matrix hold a masking value."""
-    none = torch.zeros_like(inside)
-    lowest = scores[inside].min()
-    if lowest > -_FAR:
-        return none
-    far, near = inside & (scores < lowest / 20), inside & (scores >= lowest / 20)
-    rest = scores[near]
-    apart = len(rest) >= 3 and bool(rest.min() - scores[far].max() > _APART * (rest.max() - rest.min()))
-    if apart and _beside(far, near):
-        return far
-    same = inside & (scores <= lowest + 1e-6 * lowest.abs())
-    often = same.sum() >= max(3, 0.05 * float(inside.sum()))
-    return same if bool(often) and _beside(same, inside & (scores > lowest / 2)) else none
-
-
-def _beside(some: Tensor, others: Tensor) -> bool:
-    """Whether a row holds both: a row that is low as a whole is a query component."""
-    return bool((some.any(-1) & others.any(-1)).any())
-
-
-def _where(scores: Tensor, bad: Tensor, cells: Cells) -> str:
-    """The first bad cell, and the argument that leaves exactly those of its matrix out, if there is one."""
-    first = tuple(bad.nonzero()[0].tolist())
-    inside = cells.to_mask().expand(bad.shape)[first[:-2]]
-    kept, distance = inside & ~bad[first[:-2]], cell_distances(cells.n_query, cells.n_key, bad.device)
-    advice = "pass the mask that the model used"
-    if bool(kept.any()):
-        window = int(distance[kept].abs().max()) + 1
-        near = inside & (distance.abs() < window)
-        for words, left in (
-            (f'mask="causal", window={window}', near & (distance >= 0)),
-            (f"window={window}", near),
-            ('mask="causal"', inside & (distance >= 0)),
-        ):
-            advice = f"pass {words}" if torch.equal(kept, left) else advice
-    return (
-        f"got {scores[first].item():g} at index {first} (query {first[-2]}, key {first[-1]}) "
-        f"and {int(bad.sum()) - 1} more such cells; {advice}"
-    )

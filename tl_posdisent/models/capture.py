@@ -25,7 +25,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import rotate, rotated_by_table, running_rotary
-from tl_posdisent.utils.precision import score_tolerance, spread_rows
+from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.validation import check_flag
 
 _ROWS_CHECKED = 32
@@ -158,7 +158,7 @@ def _scores(spec: AttentionSpec) -> _Wanted:
     def make(held: dict[str, Tensor]) -> tuple[AttentionSpec, Tensor]:
         (seen,) = held.values()
         rows = spread_rows(seen.shape[-2], _ROWS_CHECKED, seen.device)
-        _check_mask(spec, seen[:, :, rows], rows)
+        spec.check_mask(seen[:, :, rows], rows)
         return spec, seen
 
     return _Wanted(spec.layer, [spec.scores], make)
@@ -294,23 +294,10 @@ def _gather(spec: AttentionSpec, scores: bool, held: dict[str, Tensor]) -> Captu
     return Captured(spec.layer, spec, q, k, q_rot, k_rot, own if scores else None)
 
 
-def _check_mask(spec: AttentionSpec, scores: Tensor, rows: Tensor) -> Bool[Tensor, "row key"]:
-    """The cells inside the layer's mask in some rows; refuses a model that masks others."""
-    inside = spec.sees(rows[:, None] - torch.arange(scores.shape[-1], device=rows.device))
-    # A score of float16 may be as large as what masks others; only a number beyond all scores is surely none.
-    half = torch.finfo(torch.float16).min
-    hidden = scores <= (half if spec.masked_below > half else spec.masked_below)
-    if bool((hidden & inside).any() | (~spec.is_masked(scores) & ~inside).any()):
-        raise ValueError(_other_mask(spec))
-    return inside
-
-
-def _other_mask(spec: AttentionSpec) -> str:
-    return (
-        f"layer {spec.layer} of {spec.architecture}: the model's mask is not the one that was read from it "
-        f"({'causal' if spec.causal else 'full'}, window {spec.window}); padded or packed texts are not supported: "
-        "pass texts of one length, or one at a time"
-    )
+def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, "row"]:
+    """Some of n rows all over a matrix, first and last included; in float64, which rounds no index of a long text."""
+    rows: Tensor = torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64, device="cpu").round().long()
+    return rows.to(device)
 
 
 def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None, pattern: Tensor | None) -> None:
@@ -322,11 +309,11 @@ def _self_check(spec: AttentionSpec, q: Tensor, k: Tensor, scores: Tensor | None
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     ours = spec.score(spec.rotated(q[:, rows].to(wide), rows), spec.rotated(k.to(wide), positions))
     if scores is not None:
-        inside = _check_mask(spec, theirs, rows)
+        inside = spec.check_mask(theirs, rows)
     else:  # of a pattern that is 0 inside the mask it cannot be said whether it was masked
         inside = spec.sees(rows[:, None] - positions)
         if bool((theirs[..., ~inside] != 0).any()):
-            raise ValueError(_other_mask(spec))
+            raise ValueError(spec.other_mask())
         largest = torch.where(inside, ours, 0.0).abs().amax()
         ours = ours.masked_fill(~inside, -torch.inf).softmax(-1)
     theirs = theirs.to(wide)

@@ -9,8 +9,8 @@ from .rotary import rotate as rotate
 from .rotary import to_complex as to_complex
 from .subspaces import interaction_bound as interaction_bound
 from .subspaces import subspace_patterns_qk as subspace_patterns_qk
-from .toeplitz import principal_angles as principal_angles
-from .toeplitz import toeplitz_share as toeplitz_share
+from .toeplitz_and_angles import principal_angles as principal_angles
+from .toeplitz_and_angles import toeplitz_share as toeplitz_share
 from .variance_decomposition import COMPONENTS as COMPONENTS
 from .variance_decomposition import VarianceShares as VarianceShares
 from .variance_decomposition import decompose as decompose

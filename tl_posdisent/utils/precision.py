@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 _KINDS = ("cpu", "cuda", "mps", "xpu")
@@ -38,12 +37,6 @@ def with_gradients(model: torch.nn.Module) -> Iterator[None]:
         )
     with torch.inference_mode(False), torch.enable_grad():
         yield
-
-
-def spread_rows(n: int, at_most: int, device: torch.device | None = None) -> Int[Tensor, "row"]:
-    """Some of n rows all over a matrix, first and last included; in float64, which rounds no index of a long text."""
-    rows: Tensor = torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64, device="cpu").round().long()
-    return rows.to(device)
 
 
 def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = None) -> float:

@@ -15,15 +15,9 @@ from torch import Tensor
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.attention.solver import Problem, Solution, solve_attention, solve_keys_alone
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked, by_system, first_keys, to_batch
-from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
+from tl_posdisent.additive.cells import Cells, MaskKind, make_cells, refuse_masking_values, refuse_non_finite
 from tl_posdisent.additive.fit import weighted_mean
-from tl_posdisent.additive.score_checks import (
-    check_finite_tensor,
-    check_scores,
-    refuse_masking_values,
-    refuse_non_finite,
-    refuse_patterns,
-)
+from tl_posdisent.additive.score_checks import check_finite_tensor, check_scores, refuse_patterns
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_flag, check_integer, check_number, is_integer
 

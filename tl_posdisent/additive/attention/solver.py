@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked
-from tl_posdisent.additive.solver import conjugate_gradients
+from tl_posdisent.additive.fit import conjugate_gradients
 
 _AT_ONCE = 2**14  # keys of all texts of the systems that are solved together
 AIM = 1e-9  # of each marginal, or of one unit of attention where the marginal is less

@@ -11,15 +11,15 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from tl_posdisent.additive.cells import Cells, MaskKind, make_cells
-from tl_posdisent.additive.fit import Marginals, explained_around, fit_marginals, read_marginals
-from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, read_marginals
+from tl_posdisent.additive.fit import explained_around, fit_marginals
+from tl_posdisent.additive.result import SUMMARY, AdditiveFit
 from tl_posdisent.models.capture import for_each_scores
-from tl_posdisent.models.memory import require_room
+from tl_posdisent.models.reading.forward import require_room
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
-from tl_posdisent.utils.tables import join_texts, progress_bar
+from tl_posdisent.utils.tables import index_columns, progress_bar
 from tl_posdisent.utils.validation import check_flag, check_integer
 
 
@@ -75,7 +75,7 @@ def additivity(
     reading = read_model(model, layers)
     model, specs = reading.model, reading.specs(layers)
     texts = read_texts(model, tokens, attention_mask)
-    check_integer("sinks", sinks, 0, min(texts.lengths) - 2)
+    check_integer("sinks", sinks, 0, min(group.tokens.shape[1] for group in texts.groups) - 2)
     width = texts.tokens.shape[1]
     if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.shape != (width, width)):
         raise ValueError(
@@ -90,9 +90,9 @@ def additivity(
     tables = []
     for layer in sorted(read[0]):
         parts = [of_group.pop(layer) for of_group in read]
-        table = fit_marginals(*_stacked(parts), pool=True).to_frame() if pool else _of_texts(parts)
-        table.insert(list(table.columns).index("head"), "layer", layer)
-        tables.append(table)
+        columns = _of_all([fit_marginals(*_stacked(parts), pool=True)]) if pool else _of_texts(parts)
+        (*texts_there, heads), values = columns["r"].shape, {name: x.flatten().tolist() for name, x in columns.items()}
+        tables.append(pd.DataFrame(index_columns((*texts_there, 1, heads), pooled=pool, layers=[layer]) | values))
     return reading.note(pd.concat(tables, ignore_index=True))
 
 
@@ -121,17 +121,21 @@ def _read_group(
     return parts
 
 
-def _of_texts(parts: Sequence[Part]) -> pd.DataFrame:
-    """A row per text and head."""
+def _of_all(fits: Sequence[AdditiveFit]) -> dict[str, Tensor]:
+    """Each column of the summary, ``[*text, head]``."""
+    return {name: torch.cat([getattr(fit, name) for fit in fits]) for name in SUMMARY}
+
+
+def _of_texts(parts: Sequence[Part]) -> dict[str, Tensor]:
+    """Columns ``[text, head]``, texts in the order of the batch."""
     fits = [fit_marginals(part.read, part.cells) for part in parts]
     given = {"r_no_distance": [torch.zeros_like(fit.distance) for fit in fits]}
     if sum(len(part.rows) for part in parts) > 1:
         given["r_held_out"] = _profiles_of_others(parts, fits)
-    tables = []
-    for part, fit, *profiles in zip(parts, fits, *given.values(), strict=True):
-        r = explained_around(part.read, part.cells, torch.stack(profiles)).clamp_min(0).sqrt()
-        tables.append(fit.to_frame().assign(**dict(zip(given, r.flatten(1).tolist(), strict=True))))
-    return join_texts(tables, [part.rows.tolist() for part in parts], ["batch", "head"])
+    r2 = [explained_around(p.read, p.cells, torch.stack(x)) for p, *x in zip(parts, *given.values(), strict=True)]
+    columns = _of_all(fits) | dict(zip(given, torch.cat(r2, 1).clamp_min(0).sqrt(), strict=True))
+    order = torch.cat([part.rows for part in parts]).argsort()
+    return {name: x[order.to(x.device)] for name, x in columns.items()}
 
 
 def _profiles_of_others(parts: Sequence[Part], fits: Sequence[AdditiveFit]) -> list[Tensor]:

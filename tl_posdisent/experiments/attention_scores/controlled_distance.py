@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.experiments.attention_scores.additivity import additivity
-from tl_posdisent.experiments.attention_scores.positional_symbolic_subspaces import measure_layers
+from tl_posdisent.experiments.attention_scores.measure_layers import measure_layers
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.positions import dummy_distance
 from tl_posdisent.models.capture import Captured, for_each_scores

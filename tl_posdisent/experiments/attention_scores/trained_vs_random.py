@@ -22,10 +22,10 @@ from tl_posdisent.rope.positional_symbolic import positional_symbolic_qk
 from tl_posdisent.rope.subspaces import INTERACTIONS, subspace_patterns_qk
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 from tl_posdisent.utils.tables import progress_bar
-from tl_posdisent.utils.validation import check_choice, check_integer, check_seeds, head_label
+from tl_posdisent.utils.validation import check_choice, check_seeds, head_label
 
 from .additivity import cells_of
-from .positional_symbolic_subspaces import measure_layers
+from .measure_layers import measure_layers
 
 _HEAD = ["layer", "head"]
 
@@ -86,12 +86,8 @@ def trained_vs_random(
     check_choice("by", by, ("head", "layer"))
     reading = read_model(model, layers)
     texts = read_texts(reading.model, tokens, attention_mask)
-    check_integer("sinks", sinks, 0, min(texts.lengths) - 2)
     seeds = check_seeds(seeds)
-    specs = reading.rotary(layers, "trained_vs_random")
-    for spec in specs:
-        spec.require_scale()
-    layers = [spec.layer for spec in specs]
+    layers = [spec.layer for spec in reading.rotary(layers, "trained_vs_random")]
     copies = random_control(reading.model, seeds)
     index = _HEAD if by == "head" else _HEAD[:1]
     results = []

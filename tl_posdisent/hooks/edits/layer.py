@@ -36,10 +36,11 @@ from tl_posdisent.hooks.edits.rotation_and_score_edits import (
     masked_softmax,
     score_conflict,
 )
+from tl_posdisent.models.capture import spread_rows
 from tl_posdisent.models.reading.forward import hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below
 from tl_posdisent.rope.rotary import turn
-from tl_posdisent.utils.precision import mismatch, no_autocast, spread_rows
+from tl_posdisent.utils.precision import mismatch, no_autocast
 from tl_posdisent.utils.validation import head_label
 
 Placed = tuple[Edit, tuple[int, ...]]

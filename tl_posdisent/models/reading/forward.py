@@ -1,4 +1,4 @@
-"""Forward passes with hooks that restore the model's state; tokens and texts as the model takes them."""
+"""Forward passes with hooks that restore the model's state; free memory; tokens and texts as the model takes them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.spec import n_layers
-from tl_posdisent.utils.validation import check_float64, is_integer
+from tl_posdisent.utils.validation import check_float64
 
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
 """What ``model.hooks(fwd_hooks=[...])`` takes: a name or a filter of names, and a function of ``(tensor, hook)``."""
@@ -293,6 +295,67 @@ def restored(model: Any) -> Iterator[None]:
             now.update({name: numbers[name] for name in kept})
 
 
+def free_memory(devices: Iterable[torch.device | str] = ("cpu",)) -> int | None:
+    """Bytes that are free on the fullest of these devices; None for devices other than CPUs and CUDA's.
+
+    On the host no more than its control group leaves; on a GPU with what torch has reserved and not used.
+    """
+    found = []
+    for device in map(torch.device, devices):
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            found.append(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        elif device.type in ("cpu", "meta"):
+            found.append(max(0, min(psutil.virtual_memory().available, *_left_by_group())))
+    return min(found, default=None)
+
+
+def _left_by_group(folder: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Bytes that the control group (version 2) of a container leaves; file cache can be given back."""
+    try:
+        limit, used = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return [limit - used + int(stat["inactive_file"])]
+    except (OSError, ValueError, KeyError):  # no such group, or "max"
+        return [2**63]
+
+
+def model_devices(model: Any) -> list[torch.device]:
+    """Where a model's tensors are, each device once."""
+    return list(dict.fromkeys(x.device for x in _tensors(model)))
+
+
+def model_bytes(model: Any) -> int:
+    """Bytes of parameters and buffers, each storage once."""
+    storages = [x.untyped_storage() for x in _tensors(model)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(model: Any) -> list[Tensor]:
+    held = [x for part in modules(model) for x in (*part._parameters.values(), *part._buffers.values())]
+    return [x for x in held if x is not None]
+
+
+def require_room(model: Any, n_matrices: int, length: int) -> None:
+    """Raise MemoryError for a text of which the score matrices of one layer alone are more than there is.
+
+    The forward pass holds them at least twice, as scores and as pattern: what is refused would not have run.
+    """
+    size = min((x.element_size() for x in model.parameters() if x.is_floating_point()), default=4)
+    scores = n_matrices * length**2 * size
+    free = free_memory(model_devices(model)) if scores > 2**20 else None
+    if free is not None and scores > free:
+        raise MemoryError(
+            f"scores of one layer take {gigabytes(scores)}, several times over, and {gigabytes(free)} are free: use "
+            f"fewer or shorter texts (estimate(model, {length}) says which fit)"
+        )
+
+
+def gigabytes(n: int | float) -> str:
+    """Bytes in GB of 10⁹, for people."""
+    return f"{n / 1e9:.3g} GB" if n < 1e12 else f"{n / 1e9:,.0f} GB"
+
+
 def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor, "batch pos"]:
     """Token ids on the model's device, from ids or from text; ValueError for what is neither.
 
@@ -300,6 +363,12 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     padding id that is also that of the beginning (or end) of a text is padding where two or more of them stand.
     """
     n_layers(model)
+    check_float64("model", device_of(model))
+    return token_ids(model, tokens, padded=padded)
+
+
+def token_ids(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor, "batch pos"]:
+    """``check_tokens`` of a model that has been read."""
     if isinstance(tokens, list) and not tokens:
         raise ValueError("tokens must hold at least one text, got an empty list")
     if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
@@ -329,7 +398,6 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     device = device_of(model)
     if device.type == "meta":
         raise ValueError("model must have weights, but its parameters are meta tensors: load them first")
-    check_float64("model", device)
     ids = (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
     if not padded:
         refuse_padding(model, ids)
@@ -340,7 +408,7 @@ def special_id(model: Any, which: Literal["pad", "bos", "eos"]) -> int | None:
     """The id with which the model's tokenizer, or else its Hugging Face config, pads, begins or ends texts."""
     source = getattr(model, "tokenizer", None) or getattr(getattr(model, "original_model", None), "config", None)
     found = getattr(source, f"{which}_token_id", None)
-    return found if is_integer(found) else None
+    return found if isinstance(found, int) else None
 
 
 _MASK = "pass attention_mask= (1 at tokens, 0 at padding; all ones if these are tokens of the text)"

@@ -47,9 +47,8 @@ class ModelReading:
 
     def specs(self, layers: int | Iterable[int] | None = None) -> list[AttentionSpec]:
         """The layers asked for, in that order; by default all that have attention. Raises as ``read_model``."""
-        picked = check_indices("layers", layers, self.n_layers)
-        if layers is None:
-            picked = [layer for layer in picked if layer not in self.without_attention]
+        attending = [layer for layer in range(self.n_layers) if layer not in self.without_attention]
+        picked = attending if layers is None else check_indices("layers", layers, self.n_layers)
         self._refuse_without_attention(picked)
         missing = [layer for layer in picked if layer not in self.read]
         if missing:
@@ -139,9 +138,9 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
                 f"model must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of "
                 f"whose {n} blocks has them"
             )
-        check_float64("model", device_of(model))
         state, kept = _state(model), _READINGS.get(model)
         if kept is None or kept[0] != state:
+            check_float64("model", device_of(model))
             kept = _READINGS[model] = state, {}, {}
         reading = ModelReading(model, n, without, kept[1], kept[2], state)
     reading.specs(layers)
@@ -163,7 +162,7 @@ def _state(model: Any) -> dict[str, Any]:
     parameters = [p for part in parts for p in part._parameters.values() if p is not None]
     return {
         "dtypes": {p.dtype for p in parameters},
-        "device": device_of(model),
+        "device": {p.device for p in parameters},
         "weights": _weights(parameters),
         "attention implementation": _implementations(model),
         "grouping of keys": bool(getattr(model.cfg, "ungroup_grouped_query_attention", False)),

@@ -123,6 +123,24 @@ class AttentionSpec:
         """Cells that hold no score in a run of this model, whatever masked them (padding too)."""
         return scores <= self.masked_below
 
+    def check_mask(self, scores: Float[Tensor, "batch head row key"], rows: Tensor) -> Bool[Tensor, "row key"]:
+        """The cells inside the layer's mask in some rows; refuses a model that masks others."""
+        inside = self.sees(rows[:, None] - torch.arange(scores.shape[-1], device=rows.device))
+        # A score of float16 may be as large as what masks others; only a number beyond all scores is surely none.
+        half = torch.finfo(torch.float16).min
+        hidden = scores <= (half if self.masked_below > half else self.masked_below)
+        if bool((hidden & inside).any() | (~self.is_masked(scores) & ~inside).any()):
+            raise ValueError(self.other_mask())
+        return inside
+
+    def other_mask(self) -> str:
+        """For errors."""
+        return (
+            f"layer {self.layer} of {self.architecture}: the model's mask is not the one that was read from it "
+            f"({'causal' if self.causal else 'full'}, window {self.window}); padded or packed texts are not supported: "
+            "pass texts of one length, or one at a time"
+        )
+
     def key_head(self, head: int) -> int:
         """The key head that a query head reads."""
         return head // (self.n_heads // self.n_kv_heads)

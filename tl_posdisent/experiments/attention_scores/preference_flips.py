@@ -10,15 +10,14 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.capture import Captured
+from tl_posdisent.models.capture import Captured, spread_rows
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.preference_flips import check_distance_sets, preference_flips_qk
 from tl_posdisent.rope.variance_decomposition import numbers
-from tl_posdisent.utils.precision import spread_rows
 from tl_posdisent.utils.validation import check_integer
 
-from .positional_symbolic_subspaces import measure_layers, rows_by_text
+from .measure_layers import measure_layers, rows_by_text
 
 NEAR = range(8)
 _N_FAR = 8

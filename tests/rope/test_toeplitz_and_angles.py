@@ -13,7 +13,7 @@ from tl_posdisent.rope import (
     principal_angles,
     toeplitz_share,
 )
-from tl_posdisent.rope.toeplitz import condition_number, effective_rank, product_spectrum
+from tl_posdisent.rope.toeplitz_and_angles import condition_number, effective_rank, product_spectrum
 
 TEXT, HEAD, LENGTH = 3, 2, 9
 

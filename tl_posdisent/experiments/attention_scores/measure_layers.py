@@ -1,0 +1,61 @@
+"""Run a measurement of queries and keys in each layer, for texts of any lengths, and join the layers' tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from tl_posdisent.models.capture import Captured, for_each_layer
+from tl_posdisent.models.reading.model_reading import ModelReading
+from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.texts import Texts
+from tl_posdisent.utils.tables import join_texts, progress_bar
+from tl_posdisent.utils.validation import check_integer
+
+Measured = TypeVar("Measured")
+
+
+def measure_layers(
+    reading: ModelReading,
+    texts: Texts,
+    tool: str,
+    measure: Callable[[Captured], Measured],
+    table: Callable[[AttentionSpec, list[Measured]], pd.DataFrame],
+    *,
+    layers: Any = None,
+    sinks: int = 0,
+    progress: bool = True,
+    leave: int = 1,
+) -> pd.DataFrame:
+    """Measure each layer in the texts of each length and join the layers' tables, with ``layer`` before ``head``.
+
+    One forward pass per length of text, without score matrices, one layer in memory. ``tool`` needs the rotation (for
+    errors); ``measure`` is called with one layer in texts of equal length, queries and keys without the ``sinks``, and
+    ``table`` with what it found for each group of ``texts``. At least ``leave`` positions must remain.
+    """
+    specs = reading.rotary(layers, tool)
+    check_integer("sinks", sinks, 0, min(texts.lengths) - leave)
+    found: dict[int, list[Measured]] = {}
+    tables = []
+    with progress_bar(total=len(specs) * len(texts.groups), desc="layers", disable=not progress) as bar:
+
+        def note(layer: Captured) -> None:
+            parts = found.setdefault(layer.layer, [])
+            parts.append(measure(replace(layer, q=layer.q[:, sinks:], k=layer.k[:, sinks:])))
+            if len(parts) == len(texts.groups):
+                of_layer = table(layer.spec, found.pop(layer.layer))
+                of_layer.insert(list(of_layer.columns).index("head"), "layer", layer.layer)
+                tables.append(of_layer)
+            bar.update()
+
+        for group in texts.groups:
+            for_each_layer(reading.model, group.tokens, specs, note, scores=False)
+    return reading.note(pd.concat(tables, ignore_index=True))
+
+
+def rows_by_text(texts: Texts) -> Callable[[AttentionSpec, list[pd.DataFrame]], pd.DataFrame]:
+    """The ``table`` of measures that have rows for each text."""
+    return lambda spec, parts: join_texts(parts, [group.rows.tolist() for group in texts.groups], ["batch", "head"])
