@@ -15,6 +15,7 @@ from tl_posdisent import (
     dummy_distance,
     limit_frequencies,
     read_model,
+    remap_distance,
     swap_positions,
 )
 from tl_posdisent.hooks import applied, drop_component, phase_noise, substitute_additive
@@ -113,6 +114,19 @@ def test_parts_of_any_length_give_the_logits_of_one_whole_pass(
             except ValueError as error:
                 assert (kind, name) == ("bridge", "gptj"), error  # noqa: PT017
                 assert "use_past_kv_cache=False" in str(error)  # noqa: PT017
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox"))
+def test_a_cache_of_thousands_of_tokens(kind: str, name: str) -> None:
+    """The positions of later parts are found however far they are; a ceiling beyond the window changes nothing."""
+    model = (zoo.bridge if kind == "bridge" else zoo.hooked)(name, max_position_embeddings=5000)
+    text, ends = zoo.random_tokens(4200, 1), [*range(700, 4200, 700), 4199, 4200]
+    plain = step_by_step(model, kind, [], text, ends=ends)[:, -2:]
+    same = step_by_step(model, kind, remap_distance(model, lambda d: d.clamp(max=4199)), text, ends=ends)[:, -2:]
+    close(same, plain, 2e-4)
+    near = step_by_step(model, kind, remap_distance(model, lambda d: d.clamp(max=50)), text, ends=ends)[:, -2:]
+    assert (near - plain).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gptj"))

@@ -49,8 +49,8 @@ def test_far_positions_of_the_running_text_are_seen(name: str, start: int) -> No
     q = torch.randn(1, 8, 4, model.cfg.d_head, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(start, start + 8)
     turned = model.blocks[0].attn.apply_rotary(q, start)
-    for expected in (positions, positions + 1):
-        found = positions_from_vectors(q, turned, rotary, expected)
+    for expected, cached in ((positions, 0), (positions + 1, 0), (positions - start, start), (positions % 5, start)):
+        found = positions_from_vectors(q, turned, rotary, expected, cached)
         assert found is not None
         assert torch.equal(found.view(-1), positions)
     if len(rotary.frequencies) < 4:

@@ -234,9 +234,14 @@ class LayerPass:
         return vectors
 
     @property
+    def cached(self) -> int:
+        """Tokens of the text in the KV cache, if this pass goes on with it."""
+        return self.memory.seen if self.memory.texts == self.texts else 0
+
+    @property
     def expected(self) -> Tensor:
         """Positions that the queries have unless something else shows: 0, 1, 2 …, or the next of a cached text."""
-        start = self.memory.seen if self.n_query == 1 and self.memory.texts == self.texts else 0
+        start = self.cached if self.n_query == 1 else 0
         return torch.arange(start, start + self.n_query, device=self.held["q"].device)
 
     # --- the rotation
@@ -261,7 +266,9 @@ class LayerPass:
     def _at_cos(self, x: Tensor) -> Tensor | None:
         self.held["cos"] = x
         if self._moves:
-            self.own = text.positions_from_table(x, self.spec.require_rotary("rotation edits"), self.expected)
+            self.own = text.positions_from_table(
+                x, self.spec.require_rotary("rotation edits"), self.expected, self.cached
+            )
         return self._exchanged(x, "cos")
 
     def _at_sin(self, x: Tensor) -> Tensor | None:
@@ -276,7 +283,7 @@ class LayerPass:
         """Go on with the rotation of the running text, where it is another than was read from the model."""
         read = self.spec.require_rotary("rotation edits")
         rotary = text.measured_rotary(cos, sin, read)
-        self.own = None if rotary is None else text.positions_from_table(cos, rotary, self.expected)
+        self.own = None if rotary is None else text.positions_from_table(cos, rotary, self.expected, self.cached)
         if rotary is None or self.own is None:
             self._refuse_rotation()
         for edit in {edit for rotation in self.plan.rotations for edit in rotation.edits}:
@@ -319,7 +326,7 @@ class LayerPass:
         if self._moves and behind and not self.spec.cos and which == "q":
             heads = sorted(self.plan.heads)  # other lists of hooks may have turned the others
             rotary, before = self.spec.require_rotary("rotation edits"), self.held["q"][:, :, heads]
-            self.own = text.positions_from_vectors(before, vectors[:, :, heads], rotary, self.expected)
+            self.own = text.positions_from_vectors(before, vectors[:, :, heads], rotary, self.expected, self.cached)
             if self.own is None:  # a model without hooks for its tables
                 self._refuse_rotation()
         if not turned or self._fell_back:

@@ -20,9 +20,9 @@ _CELLS_PER_BLOCK = 2**22
 
 
 def positions_from_table(
-    cos: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, expected: Int[Tensor, "pos"]
+    cos: Float[Tensor, "one_or_batch pos columns"], rotary: Rotary, expected: Int[Tensor, "pos"], cached: int = 0
 ) -> Int[Tensor, "*batch pos"] | None:
-    """The positions at which ``rotary`` gives this table of cosines; None if it gives it nowhere."""
+    """The positions at which ``rotary`` gives this table of cosines, maybe behind those of a KV cache, or None."""
 
     def fits(positions: Tensor) -> bool:
         table = table_like(cos, rotary, positions, "cos")
@@ -31,9 +31,10 @@ def positions_from_table(
         error = (cos.detach().double() - table.double()).abs().amax()
         return bool(error <= (2 * torch.finfo(cos.dtype).eps + _rounding(rotary, positions)) * rotary.attention_factor)
 
-    if fits(expected):
-        return expected
-    candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2), device=cos.device)
+    for plain in (expected, expected + cached):
+        if fits(plain):
+            return plain
+    candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2 + cached), device=cos.device)
     table = table_like(cos, rotary, candidates, "cos")[0].float()
     if table.shape[-1] != cos.shape[-1]:
         return None
@@ -48,19 +49,21 @@ def positions_from_vectors(
     after: Float[Tensor, "batch pos head d_head"],
     rotary: Rotary,
     expected: Int[Tensor, "pos"],
+    cached: int = 0,
 ) -> Int[Tensor, "*batch pos"] | None:
-    """The positions to which a model has turned these vectors; None if there are none."""
+    """The positions to which a model has turned these vectors, maybe behind those of a KV cache, or None."""
     before, after = before.detach(), after.detach()
 
     def fits(positions: Tensor) -> bool:
         error = (after.double() - rotate(before, positions, rotary).double()).abs().amax()
         return bool(error <= (8 * torch.finfo(after.dtype).eps + _rounding(rotary, positions)) * after.abs().amax())
 
-    if fits(expected):
-        return expected
+    for plain in (expected, expected + cached):
+        if fits(plain):
+            return plain
     start, end = (to_complex(x.double(), rotary)[0] for x in (before, after))
     turns = (end * start.conj()).sum(2).flatten(0, 1)  # by which angle each subspace was turned, of any length
-    candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2), device=before.device)
+    candidates = torch.arange(max(_CANDIDATES, 2 * int(expected.max()) + 2 + cached), device=before.device)
     possible = torch.exp(-1j * rotary.angles(candidates)).to(turns.dtype)
     blocks = turns.split(max(1, _CELLS_PER_BLOCK // len(candidates)))
     positions = torch.cat([(some @ possible.T).real.argmax(-1) for some in blocks]).view(before.shape[:2])
