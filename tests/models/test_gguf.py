@@ -243,6 +243,16 @@ def test_quantised_weights_are_the_file_s_numbers(name: str, kind: str, tmp_path
     assert (logits(chance, tokens) - expected).abs().max() > 100 * tolerance
 
 
+def test_weights_are_not_left_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As newer versions of transformers do where they can, saying so for other types than float32."""
+    quantizer = pytest.importorskip("transformers.quantizers.quantizer_gguf")
+    said: list[str] = []
+    monkeypatch.setattr(quantizer.logger, "warning", said.append)
+    write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama", "Q8_0")
+    assert {x.dtype for x in read_gguf(path, dtype=torch.bfloat16)[0].parameters()} == {torch.bfloat16}
+    assert not said
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_tokenizer_of_the_file_comes_along(backend: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama")

@@ -36,11 +36,8 @@ def above_random(trained: pd.DataFrame, random: pd.DataFrame, column: str) -> st
     copies = random.groupby([*{"weights", "seed"}.intersection(random), *_HEAD])[column].mean()
     limit = copies.groupby("layer").max().reindex(mean.index.get_level_values("layer")).to_numpy()
     low = [head_label(*place) for place in mean.index[~(mean.to_numpy() > limit)]]
-    named = f", all but {', '.join(low[:_NAMED])}{' …' if len(low) > _NAMED else ''}" if low else ""
+    named = f", all but {', '.join(low[:20])}{' …' if len(low) > 20 else ''}" if low else ""  # the table has all
     return f"above the highest random head of their layer: {len(mean) - len(low)} of {len(mean)} heads{named}"
-
-
-_NAMED = 20  # heads at most; the table has all
 
 
 def trained_vs_random(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from tl_posdisent.models.loading.convert import first_line
@@ -76,6 +77,8 @@ def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **options)  # as AutoTokenizer, in less time
             _complete(config, stated, divisors)
             options |= {"config": config, "dtype": dtype, "output_loading_info": True}
+            if hasattr(transformers, "GgufConfig"):  # which would leave weights packed where it has a kernel for them
+                options["quantization_config"] = transformers.GgufConfig(dequantize=True)
             model, report = AutoModelForCausalLM.from_pretrained(
                 folder, trust_remote_code=False, use_safetensors=True, **options
             )
