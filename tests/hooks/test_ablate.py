@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tl_posdisent import ablate_heads
 from tl_posdisent.hooks import applied
+from tl_posdisent.hooks.ablate import _real as real_queries
 from tl_posdisent.hooks.ablate import derangement
 
 TOKENS = zoo.random_tokens(batch=3)
@@ -105,6 +106,17 @@ def test_one_text_has_no_other(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     with pytest.raises(ValueError, match='mode "resample" needs a batch of at least two texts, got 1'):
         run(model, ablate_heads(model, [(0, 1)], mode="resample"), TOKENS[:1])
+
+
+def test_padding_shows_in_a_pattern_too() -> None:
+    """Some bridges show it in the place of scores: padding gets nothing, or is as a row of padding everywhere."""
+    causal = torch.ones(6, 6).tril().log()
+    scores = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    left, right = (scores + causal).clone(), (scores + causal).clone()
+    left[1, :, :, :2], left[1, :, :2] = -torch.inf, 0.0
+    right[1, :, :, 4:] = -torch.inf
+    for x, padded in ((scores + causal, False), (scores, False), (left, True), (right, True)):
+        assert real_queries(x.softmax(-1), torch.float32).all(1).tolist() == [True, not padded]
 
 
 def test_heads_that_cannot_be_told_apart_are_refused(shared_model: Any) -> None:

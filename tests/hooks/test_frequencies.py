@@ -31,6 +31,8 @@ def test_the_whole_band_changes_nothing(kind: str, name: str, shared_model: Any)
         # Both ends belong to it, however a frequency was read off.
         ends = float(f"{slowest:.8g}"), float(f"{fastest:.8g}")
         assert torch.equal(logits(model, limit_frequencies(model, *ends, mode=mode, layers=[0])), plain)
+        one = limit_frequencies(model, fastest, fastest, mode=mode)  # a band may be one frequency
+        assert torch.equal(logits(model, one), logits(model, limit_frequencies(model, cut(model), mode=mode)))
 
 
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gemma2"))

@@ -18,6 +18,7 @@ from support.intervention_cases import (
     every_way,
     logits,
 )
+from torch import Tensor
 
 from tl_posdisent import dummy_distance, remap_distance, swap_positions
 from tl_posdisent.hooks import applied
@@ -31,6 +32,17 @@ def refused(model: Any, hooks: list[Hook], message: str, **arguments: Any) -> No
     with torch.no_grad(), pytest.raises(ValueError, match=message), model.hooks(fwd_hooks=hooks):
         model(tokens, **arguments)
     assert torch.equal(logits(model, []), plain)
+
+
+def test_a_result_that_is_not_of_pattern_and_values_is_refused(shared_model: Any) -> None:
+    """Where edited scores are discarded, it has to be put together anew."""
+    model = shared_model("bridge", "gptj")
+
+    def doubled(z: Tensor, hook: Any) -> Tensor:
+        return 2 * z
+
+    hooks = [("blocks.0.attn.hook_z", doubled), *remap_distance(model, lambda d: d.clamp(max=3), layers=[0])]
+    refused(model, hooks, "its hook_z is not its pattern times hook_v")
 
 
 @every_way

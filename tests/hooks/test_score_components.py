@@ -12,8 +12,9 @@ from support.dense import dense_fitted
 from support.intervention_cases import close, logits
 from torch import Tensor
 
+from tl_posdisent import capture
 from tl_posdisent.hooks import drop_component, substitute_additive
-from tl_posdisent.hooks.score_components import Part, keep_parts, split_scores
+from tl_posdisent.hooks.score_components import Part, keep_parts, split_scores, split_two_axis
 
 PARTS = get_args(Part)
 # Scores edited; z recomputed; no rotation: learned, ALiBi; soft cap and window; multi-head latent attention.
@@ -105,6 +106,13 @@ def test_scores_that_are_not_finite_are_refused(shared_model: Any) -> None:
 
     with pytest.raises(ValueError, match=r"scores must be finite inside the mask, got nan at index \(0, 3, 5, 2\)"):
         logits(model, [("blocks.1.attn.hook_attn_scores", broken), *drop_component(model, "key")])
+
+
+def test_the_query_component_of_two_axes_has_mean_0(shared_model: Any) -> None:
+    """Over the queries, as a soft cap sees; the softmax alone would cancel what it is about."""
+    (layer,) = capture(shared_model("bridge", "llama-gqa"), zoo.random_tokens(), layers=[0])
+    parts = split_two_axis(layer.spec, layer.q, layer.spec.per_query_head(layer.k), layer.spec.mask(12))
+    assert parts.query.mean(-2).abs().max() < 1e-5 < parts.query.abs().max()
 
 
 @zoo.needs_bridge

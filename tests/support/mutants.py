@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FAST_LANE = ["-m", "not slow", "-o", "addopts=--doctest-modules"]
 # Tests in other folders of files below these.
 ELSEWHERE = {
-    "additive/attention": ["tests/hooks/test_substitute_attention.py", "tests/experiments/test_attention_ladder.py"]
+    "additive/attention": ["tests/hooks/test_substitute_attention.py", "tests/experiments/test_attention_ladder.py"],
+    "hooks/substitute": ["tests/experiments/test_attention_ladder.py"],
 }
 
 # What all functions refuse, in one table.
