@@ -20,6 +20,8 @@ from tl_posdisent.hooks import (
     substitute_additive,
     substitute_attention,
 )
+from tl_posdisent.hooks.hook_list import any_heads
+from tl_posdisent.hooks.substitute import fit_in_turn
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 BANDS = (1, 3)
@@ -142,6 +144,9 @@ def test_layers_are_fitted_in_turn(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     in_turn, at_once = (fit_layers(model, TOKENS, replaced=x) for x in (True, False))
     assert list(in_turn) == [0, 1]
+    apart = fit_in_turn(model, list(TOKENS.split(1)), any_heads(model, None, None), "static")  # in a run for each layer
+    for layer in (0, 1):
+        close(apart[layer].of.distance, in_turn[layer].of.distance, 1e-5)
     plain = [next(capture(model, TOKENS, layers=[layer])) for layer in (0, 1)]
     for layer, seen in enumerate(plain):
         close(at_once[layer].of.distance, fit_attention(seen.scores, keys=seen.k).distance, 1e-6)

@@ -29,9 +29,9 @@ from tl_posdisent.hooks import (
     substitute_attention,
 )
 from tl_posdisent.hooks.edits.rotation_and_score_edits import DistanceMap, Edit
-from tl_posdisent.hooks.hook_list import Hooks, any_heads
+from tl_posdisent.hooks.hook_list import Hooks, any_heads, joined
 from tl_posdisent.hooks.patch import check_components, score_hooks
-from tl_posdisent.hooks.substitute import Stored, fit_in_turn, stored_hooks
+from tl_posdisent.hooks.substitute import Stored, attended, fit_in_turn, stored_hooks
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.texts import read_texts
 
@@ -135,7 +135,9 @@ def fit_layers(
 ) -> Stored:
     """A rung fitted to texts, layer after layer, as ``attention_ladder`` does for held-out text."""
     texts = [group.tokens for group in read_texts(model, tokens, mask).groups]
-    return fit_in_turn(model, texts, any_heads(model, None, heads), rung, replaced=replaced)
+    chosen = any_heads(model, None, heads)
+    seen = [] if replaced else [attended(model, each, chosen, joined([]), with_keys=True) for each in texts]
+    return fit_in_turn(model, texts, chosen, rung, seen=seen)
 
 
 def put_in(model: Any, fits: Stored, heads: Any = None) -> Hooks:

@@ -216,15 +216,18 @@ def lambda_mask(
                 f"lambda_mask needs causal attention, but layer {spec.layer} of {spec.architecture} is not"
             )
 
-    def hide(view: View) -> Tensor:
-        query, key = view.own
-        at = key[..., None, :]
-        hidden = (query[..., :, None] - at >= window) & (at >= sinks)
-        return view.scores.masked_fill(hidden if hidden.ndim == 2 else hidden[:, None], -torch.inf)
-
     call = f"lambda_mask({sinks}, {window}, {distance_ceiling})"
     ceiling = DistanceMap(call, partial(torch.clamp, max=distance_ceiling))
+    hide = partial(hide_between, sinks=sinks, window=window)
     return hooks_for(chosen, ceiling) + hooks_for(chosen, ScoreEdit(call, hide, Order.HIDE, scores=True, cached=True))
+
+
+def hide_between(view: View, sinks: int, window: int) -> Tensor:
+    """The scores, where a query sees the first keys and those at less than ``window`` from it."""
+    query, key = view.own
+    at = key[..., None, :]
+    hidden = ((query[..., :, None] - at).abs() >= window) & (at >= sinks)
+    return view.scores.masked_fill(hidden if hidden.ndim == 2 else hidden[:, None], -torch.inf)
 
 
 def position_interpolation(model: Any, factor: int | float, *, layers: Layers = None, heads: Heads = None) -> Hooks:

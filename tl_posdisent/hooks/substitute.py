@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,7 +25,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import Part, component_edit, fewest_masks, keep_two_axis, keys_there
-from tl_posdisent.models.capture import for_each_layer, for_each_scores
+from tl_posdisent.models.reading.forward import run
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.validation import check_choice
 
@@ -179,10 +180,10 @@ def substitute_attention(
     check_choice("by", by, RUNGS)
     check_rung_options(bands, rank)
     chosen = any_heads(model, layers, heads)
-    return joined(rung_hooks(spec, some, by, bands, rank) for spec, some in chosen)
+    return rung_hooks(chosen, by, bands, rank)
 
 
-def rung_hooks(spec: AttentionSpec, heads: Sequence[int], rung: Rung, bands: Sequence[int], rank: int) -> Hooks:
+def rung_hooks(chosen: Chosen, rung: Rung, bands: Sequence[int], rank: int) -> Hooks:
     """Hooks that fit a rung to the running attention of these heads."""
 
     def edit(view: View) -> Tensor:
@@ -193,7 +194,7 @@ def rung_hooks(spec: AttentionSpec, heads: Sequence[int], rung: Rung, bands: Seq
         return _with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
 
     more: dict[str, Any] = {"scores": True, "vectors": rung == "static", "plain": rung == "uniform"}
-    return hooks_for([(spec, heads)], ScoreEdit(f"substitute_attention({rung})", edit, Order.REPLACE, **more))
+    return hooks_for(chosen, ScoreEdit(f"substitute_attention({rung})", edit, Order.REPLACE, **more))
 
 
 def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
@@ -203,6 +204,11 @@ def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:
     return torch.where(inside, logits + (before - after), 0.0)
 
 
+def _put_in_hooks(chosen: Chosen, edit: Callable[[View], Tensor], *, of_keys: bool) -> Hooks:
+    call = "substitute_attention(fits)"
+    return hooks_for(chosen, ScoreEdit(call, edit, Order.REPLACE, scores=True, vectors=of_keys, plain=True))
+
+
 @dataclass(frozen=True, eq=False)
 class StoredAttention:
     """Attention fitted before, for some heads of a layer: static heads, or logits of given texts."""
@@ -210,29 +216,25 @@ class StoredAttention:
     of: AttentionFit | Float[Tensor, "text head query key"]
     heads: tuple[int, ...]
 
-    def hooks(self, spec: AttentionSpec, heads: Sequence[int]) -> Hooks:
-        """Hooks that put it in the place of these heads' attention."""
-
-        def edit(view: View) -> Tensor:
-            scores = view.scores
-            return _with_sums_of(scores, self._logits(view, scores), view.inside)
-
+    @property
+    def of_keys(self) -> bool:
         direction = self.of.direction if isinstance(self.of, AttentionFit) else None
-        of_keys = direction is not None and direction.shape[-1] > 0
-        more: dict[str, Any] = {"scores": True, "vectors": of_keys, "plain": True}
-        return hooks_for([(spec, heads)], ScoreEdit("substitute_attention(fits)", edit, Order.REPLACE, **more))
+        return direction is not None and direction.shape[-1] > 0
 
-    def _logits(self, view: View, scores: Tensor) -> Tensor:
-        at = [self.heads.index(head) for head in view.heads]
+    def put_in(self, view: View) -> Tensor:
+        """The running scores of some of the heads, replaced."""
+        scores, at = view.scores, [self.heads.index(head) for head in view.heads]
         if isinstance(self.of, Tensor):
-            return self.of[:, at]
+            return _with_sums_of(scores, self.of[:, at], view.inside)
         inside = fewest_masks(view.inside)
-        keys = view.vectors[1] if view.vectors else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
-        return self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at)
+        keys = view.vectors[1] if self.of_keys else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
+        logits = self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at)
+        return _with_sums_of(scores, logits, view.inside)
 
 
 def stored_hooks(chosen: Chosen, stored: Mapping[int, StoredAttention]) -> Hooks:
-    return joined(stored[spec.layer].hooks(spec, heads) for spec, heads in chosen)
+    of_keys = any(stored[spec.layer].of_keys for spec, _ in chosen)
+    return _put_in_hooks(chosen, lambda view: stored[view.spec.layer].put_in(view), of_keys=of_keys)
 
 
 Stored = dict[int, StoredAttention]
@@ -249,46 +251,60 @@ def fit_in_turn(
     chosen: Chosen,
     rung: Rung,
     *,
-    seen: Sequence[Attended] | None = None,
-    replaced: bool = True,
+    seen: Sequence[Attended] = (),
     bands: Sequence[int] = BANDS,
     rank: int = 1,
 ) -> Stored:
-    """Fit a rung to what was ``seen``, or layer after layer; if ``replaced``, each in a run with those before put in.
+    """Fit a rung to what was ``seen``, or layer after layer, each in a run with those before put in.
 
     One fit of all texts, in groups of equal length, of the heads chosen; or, for rungs with free importances, the
     logits of each text of one group.
     """
     stored: Stored = {}
-    for some in [list(chosen)] if seen or not replaced else [[each] for each in chosen]:
-        hooks = stored_hooks([each for each in chosen if each[0].layer in stored], stored)
-        specs = [spec for spec, _ in some]
-        found = seen or [attended(model, tokens, specs, hooks, with_keys=rung == "static") for tokens in texts]
-        for spec, heads in some:
-            at = list(heads)
-            scores, keys, inside = _side_by_side(spec, [each[spec.layer] for each in found])
-            of: AttentionFit | Tensor
-            if rung in PER_HEAD:
-                of_heads = [spec.key_head(head) for head in at]
-                keys = None if rung != "static" or keys is None else keys[..., of_heads, :]
-                of = fit_rung(rung, scores[:, at], inside, keys, bands=(), pool=True)
-            else:
-                of = rung_logits(rung, scores[:, at], inside, None, bands=bands, rank=rank).float()
-            stored[spec.layer] = StoredAttention(of, tuple(at))
+    options: dict[str, Any] = {"rung": rung, "bands": bands, "rank": rank}
+    in_turn, of_keys = not any(seen), rung == "static"
+    if in_turn and len(texts) == 1:  # in one pass each layer's fit takes effect at once
+        edit = partial(_fit_and_put_in, stored=stored, **options)
+        _run_under(model, texts[0], joined([]), chosen, edit, of_keys=of_keys)
+        return stored
+    for spec, heads in chosen:
+        hooks, one = stored_hooks([each for each in chosen if each[0].layer in stored], stored), [(spec, heads)]
+        found = [attended(model, tokens, one, hooks, with_keys=of_keys) for tokens in texts] if in_turn else seen
+        stored[spec.layer] = _fit(spec, heads, [each[spec.layer] for each in found], **options)
     return stored
 
 
-def attended(
-    model: Any, tokens: Int[Tensor, "text pos"], specs: list[AttentionSpec], hooks: Hooks, *, with_keys: bool
-) -> Attended:
-    """What these layers attend by, in a run with hooks."""
+def _fit_and_put_in(view: View, stored: Stored, **options: Any) -> Tensor:
+    keys = view.vectors and view.vectors[1]
+    fit = stored[view.spec.layer] = _fit(view.spec, view.heads, [(view.scores, keys)], **options)
+    return fit.put_in(view)
+
+
+def _fit(
+    spec: AttentionSpec, heads: Sequence[int], of_texts: Sequence[_OfLayer], rung: Rung, bands: Sequence[int], rank: int
+) -> StoredAttention:
+    """One fit of these heads, given their scores and keys."""
+    scores, keys, inside = _side_by_side(spec, of_texts)
+    if rung in PER_HEAD:
+        return StoredAttention(fit_rung(rung, scores, inside, keys, bands=(), pool=True), tuple(heads))
+    return StoredAttention(rung_logits(rung, scores, inside, None, bands=bands, rank=rank).float(), tuple(heads))
+
+
+def attended(model: Any, tokens: Int[Tensor, "text pos"], chosen: Chosen, hooks: Hooks, *, with_keys: bool) -> Attended:
+    """What these heads attend by, in a run with hooks on others."""
     found: Attended = {}
-    with applied(model, hooks):
-        if with_keys:
-            for_each_layer(model, tokens, specs, lambda x: found.update({x.layer: (x.scores, x.k)}))
-        else:
-            for_each_scores(model, tokens, specs, lambda spec, scores: found.update({spec.layer: (scores, None)}))
+
+    def keep(view: View) -> Tensor:
+        found[view.spec.layer] = view.scores, view.vectors and view.vectors[1]
+        return view.scores
+
+    _run_under(model, tokens, hooks, chosen, keep, of_keys=with_keys)
     return found
+
+
+def _run_under(model: Any, tokens: Tensor, hooks: Hooks, chosen: Chosen, edit: Any, *, of_keys: bool) -> None:
+    with applied(model, hooks + _put_in_hooks(chosen, edit, of_keys=of_keys)):
+        run(model, tokens, [], stop=max(spec.layer for spec, _ in chosen) + 1)
 
 
 def _side_by_side(

@@ -152,24 +152,22 @@ def fit_query_term(
 
 
 def _fit_one(p: Cells, base: Cells, rank: int) -> Cells:
-    inside = base > -torch.inf
-    rows = inside.any(-1)
-    p, base, inside = p[rows], base[rows], inside[rows]
+    rows = (base > -torch.inf).any(-1)
+    p, base = p[rows], base[rows]
     u, s, v = torch.linalg.svd(p - base.softmax(-1), full_matrices=False)
-    size = s[:rank].sqrt()
+    inside, size = base > -torch.inf, s[:rank].sqrt()
     factors = [(u[:, :rank] * size).contiguous(), (v[:rank].mT * size).contiguous()]
     search = torch.optim.LBFGS(
         factors, max_iter=_STEPS, tolerance_grad=1e-5, tolerance_change=1e-7, line_search_fn="strong_wolfe"
     )
 
     def divergence() -> Tensor:
-        value, gradients = _value_and_gradients(p, base, inside, *factors)
+        value, gradients = _value_and_gradients(p, base, *factors)
         for factor, gradient in zip(factors, gradients, strict=True):
             factor.grad = gradient
         return value
 
-    before = divergence()
-    start = [factor.clone() for factor in factors]
+    before, start = divergence(), [factor.clone() for factor in factors]
     search.step(divergence)
     if not bool(divergence() <= before):
         factors = start
@@ -178,18 +176,14 @@ def _fit_one(p: Cells, base: Cells, rank: int) -> Cells:
     return term
 
 
-def _value_and_gradients(
-    p: Cells, base: Cells, inside: Bool[Tensor, "query key"], u: Tensor, v: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The divergence less the entropy of the pattern, which is constant, with the penalty; in closed form, as a model
-    may run where torch records no gradients."""
-    logits = torch.addmm(base, u, v.mT)
-    linear = (p * torch.where(inside, logits, 0.0)).sum()
-    # One exponential of each cell, in place: these passes are the time of the whole fit.
-    shift = logits.amax(-1, keepdim=True)
-    left = logits.sub_(shift).exp_()
-    z = left.sum(-1, keepdim=True)
-    value = (z.log() + shift).sum() - linear
-    left.div_(z).sub_(p)
+def _value_and_gradients(p: Cells, base: Cells, u: Tensor, v: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The divergence up to a constant, with the penalty; in closed form, as a model may run where torch records no
+    gradients."""
+    # One exponential of each cell, in place: passes over all cells are the time of the whole fit.
+    left = torch.addmm(base, u, v.mT)
+    shift = left.amax(-1, keepdim=True)
+    z = left.sub_(shift).exp_().sum(-1, keepdim=True)
+    of_u, of_v = p @ v, p.mT @ u
     penalty = _PENALTY / 2 * (u.square().sum() + v.square().sum())
-    return value + penalty, (left @ v + _PENALTY * u, left.mT @ u + _PENALTY * v)
+    value = (z.log() + shift).sum() - (u * of_u).sum() + penalty
+    return value, (left @ v / z - of_u + _PENALTY * u, left.mT @ (u / z) - of_v + _PENALTY * v)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -116,7 +115,7 @@ def head_labels(
                 table["streaming"] = restricted.set_index(_HEAD)["effect"]
             found.append(table)
             bar.update()
-    chance = functools.reduce(operator.add, found[1:]) / len(seeds) if seeds else None
+    chance: Any = sum(found[1:]) / len(seeds) if seeds else None
     table = _compared(found[0], chance, threshold)
     table.attrs["start_token"] = int(copied[0, 0]) if copied.shape[1] % 2 else None
     return reading.note(table)

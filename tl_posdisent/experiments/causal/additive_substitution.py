@@ -104,17 +104,13 @@ def additive_substitution(
         for spec in specs:
             heads = list(range(spec.n_heads))
             for put_in, keep, put in one_layer:
-
-                def hooks(group: int, some: Sequence[int], put: Put = put, spec: AttentionSpec = spec) -> Hooks:
-                    return put(spec, some, stored[group])
-
-                each = runs.each(
-                    spec.layer, [*([head] for head in heads), heads], hooks, kind=None if put_in == "zero" else put_in
-                )
+                units, kind = [*([head] for head in heads), heads], None if put_in == "zero" else put_in
+                each = runs.each(spec.layer, units, partial(put, spec, stored), kind)
                 for head, run in zip([*heads, None], each, strict=True):
                     measure(run, "layer" if head is None else "head", spec.layer, head, put_in, keep)
         for put_in, keep, put in everywhere:
-            hooks_of = [joined(put(spec, range(spec.n_heads), fits) for spec in specs) for fits in stored]
+            groups = range(len(stored))
+            hooks_of = [joined(put(spec, stored, n, range(spec.n_heads)) for spec in specs) for n in groups]
             measure(partial(run_texts, model, texts, hooks_of), "all", None, None, put_in, keep)
     table = pd.DataFrame(rows, columns=["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"])
     order = {name: n for n, name in enumerate(("head", "layer", "all"))}
@@ -127,19 +123,23 @@ def additive_substitution(
 Fits = dict[int, Captured | AdditiveFit]
 """What the fits of each layer's scores are made of, in the shuffled texts of one length."""
 
-Put = Callable[[AttentionSpec, Sequence[int], Fits], Hooks]
-"""From a layer and some of its heads to hooks that put something in their place."""
+Put = Callable[[AttentionSpec, Sequence[Fits], int, Sequence[int]], Hooks]
+"""From a layer, the fits and number of a group of texts, and some heads to hooks that put something in their place."""
 
 
 def _puts(axes: Axes) -> Iterator[tuple[str, str, Put]]:
     """What replaces heads, which components it keeps, and how; the first three are for single heads and layers, too."""
 
     def fit(keep: Collection[Part]) -> Put:
-        return lambda spec, heads, fits: keep_parts_hooks(spec, heads, keep, axes)
+        return lambda spec, fits, group, heads: keep_parts_hooks(spec, heads, keep, axes)
 
     yield "fit", "+".join(ADDITIVE), fit(ADDITIVE)
-    yield "shuffled fit", "+".join(ADDITIVE), lambda spec, heads, fits: _stored_fit(spec, heads, fits[spec.layer])
-    yield "zero", "", lambda spec, heads, fits: replace_heads(spec, heads, lambda layer, heads, z: torch.zeros_like(z))
+    yield "shuffled fit", "+".join(ADDITIVE), lambda spec, fits, n, heads: _stored_fit(spec, heads, fits[n][spec.layer])
+    yield (
+        "zero",
+        "",
+        lambda spec, fits, group, heads: replace_heads(spec, heads, lambda _, heads, z: torch.zeros_like(z)),
+    )
     for n in range(len(PARTS) + 1):
         for keep in combinations(PARTS, n):
             if keep != ADDITIVE:

@@ -222,12 +222,11 @@ class _Ladder:
         ``seen``: for each group of texts, what the unmodified model was seen to attend by, for other rungs.
         """
         model, replaced = self.reading.model, self.unit == "all"
-        stored = [] if rung in _WHOLE else self._fits(together, rung, seen, shuffled=shuffled)
+        in_the_run = rung in _WHOLE or (replaced and rung not in PER_HEAD and not shuffled)
+        stored = [] if in_the_run else self._fits(together, rung, seen, shuffled=shuffled)
 
         def hooks(group: int, where: Chosen) -> Hooks:
-            if stored:
-                return stored_hooks(where, stored[group])
-            return joined(rung_hooks(spec, heads, rung, self.bands, self.rank) for spec, heads in where)
+            return stored_hooks(where, stored[group]) if stored else rung_hooks(where, rung, self.bands, self.rank)
 
         if replaced:
             under = [hooks(group, together) for group in range(len(self.texts.groups))]
@@ -238,22 +237,17 @@ class _Ladder:
 
     def _fits(self, together: Chosen, rung: Rung, seen: dict[int, Attended], *, shuffled: bool) -> list[Stored]:
         """The fits of a rung for each group of the predicted texts."""
-        model, options = self.reading.model, dict[str, Any](bands=self.bands, rank=self.rank)
-        groups = (self.fitted if rung in PER_HEAD else self.texts).groups
-        tokens = [group.tokens for group in groups]
-        if shuffled:
-            tokens = [each[:, shuffled_order(each.shape[1], self.seed)] for each in tokens]
-        numbers = list(range(len(groups)))
-        if self.unit != "all":
-            for n in numbers:
-                if id(groups[n]) not in seen:
-                    specs = [spec for spec, _ in together]
-                    seen[id(groups[n])] = attended(model, tokens[n], specs, joined([]), with_keys=True)
+        model, per_head, found = self.reading.model, rung in PER_HEAD, list[tuple[Tensor, Attended]]()
+        for group in (self.fitted if per_head else self.texts).groups:
+            tokens = group.tokens[:, shuffled_order(group.tokens.shape[1], self.seed)] if shuffled else group.tokens
+            if id(group) not in seen and self.unit != "all":
+                seen[id(group)] = attended(model, tokens, together, joined([]), with_keys=True)
+            found.append((tokens, seen.get(id(group), {})))
         stored = []
-        for some in [numbers] if rung in PER_HEAD else [[n] for n in numbers]:
-            before = None if self.unit == "all" else [seen[id(groups[n])] for n in some]
-            stored.append(fit_in_turn(model, [tokens[n] for n in some], together, rung, seen=before, **options))
-        return stored * len(self.texts.groups) if rung in PER_HEAD else stored
+        for some in [found] if per_head else [[each] for each in found]:
+            tokens_of, fits = [x for x, _ in some], [x for _, x in some]
+            stored.append(fit_in_turn(model, tokens_of, together, rung, seen=fits, bands=self.bands, rank=self.rank))
+        return stored * len(self.texts.groups) if per_head else stored
 
     def _measure(self, run: Run, clean: Sequence[Tensor], layer: int | None, head: int | None) -> _Measured:
         def measure() -> _Measured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -9,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
-from tl_posdisent.experiments.causal.runs import HooksOf, effect_table, units_of
-from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, replace_heads, stand_in
-from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit, View
+from tl_posdisent.experiments.causal.runs import effect_table, units_of
+from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, stand_in
+from tl_posdisent.hooks.edits.rotation_and_score_edits import Edit, Order, ResultEdit, ScoreEdit
 from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, hooks_for
+from tl_posdisent.hooks.positions import hide_between
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
-from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.validation import check_integer
 
@@ -83,11 +84,11 @@ def head_ablation(
     with torch.no_grad(), evaluating(model):
         other = stand_in(model, attending, mode, averaged, seed)
     units = [units_of(spec, some) for spec, some in chosen]
+    return effect_table(reading, texts, units, _hooks_by(ResultEdit("ablate_heads", other)), metric, progress=progress)
 
-    def hooks_in(spec: AttentionSpec) -> HooksOf:
-        return lambda group, some: replace_heads(spec, some, other)
 
-    return effect_table(reading, texts, units, hooks_in, metric, progress=progress)
+def _hooks_by(edit: Edit) -> Any:
+    return lambda spec: lambda group, heads: hooks_for([(spec, heads)], edit)
 
 
 def streaming_ablation(
@@ -137,17 +138,8 @@ def streaming_ablation(
             f"{window} and {sinks}"
         )
     check_reach(model, [spec.layer for spec, _ in chosen])
-
-    def hide(view: View) -> Tensor:
-        scores = view.scores
-        at = torch.arange(scores.shape[-1], device=scores.device)
-        visible = (at < sinks) | ((at[:, None] - at).abs() < window)
-        return scores.masked_fill(~visible, -torch.inf)
-
+    units, hide = [units_of(spec, some) for spec, some in chosen], partial(hide_between, sinks=sinks, window=window)
     edit = ScoreEdit("streaming_ablation", hide, Order.HIDE, scores=True)
-    units = [units_of(spec, some) for spec, some in chosen]
-
-    def hooks_in(spec: AttentionSpec) -> HooksOf:
-        return lambda group, some: hooks_for([(spec, some)], edit)
-
-    return effect_table(reading, texts, units, hooks_in, metric, kind=lambda spec: "streaming", progress=progress)
+    return effect_table(
+        reading, texts, units, _hooks_by(edit), metric, kind=lambda spec: "streaming", progress=progress
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from typing import Any
@@ -29,7 +29,7 @@ def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch 
     if not per_token or logits.shape[2] <= int(tokens.max()):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"metric must be given for a model that returns no logits (batch, pos, vocabulary), got {got}")
-    return token_losses(as_log_probabilities(logits[:, :-1]), tokens).double().mean(1)
+    return torch.cat([losses for _, _, losses in _in_blocks(logits, tokens)], 1).double().mean(1)
 
 
 @dataclass(frozen=True)
@@ -195,10 +195,6 @@ def _takes_tokens(metric: Metric) -> bool:
     return any(x.default is Parameter.empty or x.name == "tokens" for x in second)
 
 
-def _called(metric: Metric, logits: Any, tokens: Tensor) -> Any:
-    return metric(logits, tokens) if _takes_tokens(metric) else metric(logits)
-
-
 def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
     """What a metric returns of a run: a number, or one for each text (in any order).
 
@@ -210,14 +206,14 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
     if isinstance(metric, LogitDifference):
         metric.check_batch(len(texts.tokens))
         return torch.cat([metric.of_texts(some, group.rows) for some, group in parts])
-    if len(outputs) == 1 and bool(texts.real.all()):
-        return _called(metric, outputs[0], texts.tokens)
-    if not all(isinstance(some, Tensor) for some in outputs):
+    whole = len(outputs) == 1 and bool(texts.real.all())
+    if not (whole or all(isinstance(some, Tensor) for some in outputs)):
         raise ValueError(
             f"attention_mask needs a model that returns logits, got {type(outputs[0]).__name__}: call the model for "
             "each length of text"
         )
-    return _called(metric, texts.lay_out(outputs), texts.tokens)
+    logits = outputs[0] if whole else texts.lay_out(outputs)
+    return metric(logits, texts.tokens) if _takes_tokens(metric) else metric(logits)
 
 
 def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
@@ -225,7 +221,7 @@ def value_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> float:
     return float(as_numbers(values_of(metric, outputs, texts), len(texts.tokens)).mean())
 
 
-_AT_A_TIME = 2**22  # log-probabilities that are compared
+_AT_A_TIME = 2**18  # log-probabilities, which stay in a processor's cache
 
 
 def as_log_probabilities(logits: Float[Tensor, "batch pos v"]) -> Float[Tensor, "batch pos v"]:
@@ -237,6 +233,14 @@ def token_losses(log_p: Float[Tensor, "batch pos v"], tokens: Int[Tensor, "batch
     """Of each token but the first, by the log-probabilities at the token before."""
     following = tokens[:, 1:].to(log_p.device)  # a model on several devices returns logits where its last layer is
     return -log_p[:, : following.shape[1]].gather(-1, following[..., None])[..., 0]
+
+
+def _in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Some positions at a time: which, log-probabilities, losses of the next tokens."""
+    n = max(1, _AT_A_TIME // (logits.shape[0] * logits.shape[-1]))
+    for some in (slice(first, first + n) for first in range(0, logits.shape[1], n)):
+        log_p = as_log_probabilities(logits[:, some])
+        yield some, log_p, token_losses(log_p, tokens[:, some.start : some.stop + 1])
 
 
 @torch.no_grad()
@@ -255,18 +259,14 @@ def compare(
     outputs: Sequence[Any], texts: Texts, clean: Sequence[Tensor]
 ) -> tuple[Float[Tensor, "predicted"], Float[Tensor, "token"]]:
     """Losses, and divergences KL(clean ‖ this) of predictions, by token of all texts."""
-    losses, divergences = [], []
+    found = []
     for group, before, output in zip(texts.groups, clean, outputs, strict=True):
-        rows = max(1, _AT_A_TIME // (output.shape[0] * output.shape[-1]))  # logits of a large vocabulary are gigabytes
-        parts = []
-        for first in range(0, output.shape[1], rows):
-            log_p = as_log_probabilities(output[:, first : first + rows])
-            loss = token_losses(log_p, group.tokens[:, first : first + rows + 1])
-            log_q = before[:, first : first + rows]
-            parts.append((loss, (log_q.exp() * (log_q - log_p)).sum(-1)))
-        losses.append(torch.cat([loss for loss, _ in parts], 1))
-        divergences.append(torch.cat([divergence for _, divergence in parts], 1))
-    return all_tokens(losses), all_tokens(divergences)
+        parts = [
+            (losses, (before[:, some].exp() * (before[:, some] - log_p)).sum(-1))
+            for some, log_p, losses in _in_blocks(output, group.tokens)
+        ]
+        found.append([torch.cat(x, 1) for x in zip(*parts, strict=True)])
+    return all_tokens([losses for losses, _ in found]), all_tokens([divergences for _, divergences in found])
 
 
 def clean_losses(clean: Sequence[Tensor], texts: Texts) -> Float[Tensor, "predicted"]:
