@@ -25,7 +25,8 @@ from support.intervention_cases import (
 )
 
 from tl_posdisent import read_model, remap_distance, swap_positions
-from tl_posdisent.hooks.edits.running_positions import positions_from_vectors
+from tl_posdisent.hooks.edits.running_positions import positions_from_vectors, rounding
+from tl_posdisent.rope.rotary import rotate
 
 
 @pytest.mark.parametrize(("kind", "name"), ROTARY)
@@ -49,6 +50,10 @@ def test_far_positions_of_the_running_text_are_seen(name: str, start: int) -> No
     q = torch.randn(1, 8, 4, model.cfg.d_head, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(start, start + 8)
     turned = model.blocks[0].attn.apply_rotary(q, start)
+    exact, size = rotate(q.double(), positions, rotary), q.norm(dim=-1).amax() ** 2  # scores of q with itself
+    error = torch.einsum("bqhd,bkhd->bhqk", turned.double(), turned.double())
+    error = error - torch.einsum("bqhd,bkhd->bhqk", exact, exact)
+    assert error.abs().amax() <= rounding(rotary, positions) * size
     for expected, cached in ((positions, 0), (positions + 1, 0), (positions - start, start), (positions % 5, start)):
         found = positions_from_vectors(q, turned, rotary, expected, cached)
         assert found is not None

@@ -39,13 +39,13 @@ def with_gradients(model: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = None) -> float:
-    """Largest error in units of what rounding (of the observed or of a coarser dtype) explains."""
+def mismatch(observed: Tensor, predicted: Tensor, dtype: torch.dtype | None = None, slack: float = 0.0) -> float:
+    """Largest error in units of what rounding (of the observed or of a coarser dtype, and ``slack``) explains."""
     if observed.numel() == 0:
         return 0.0
     wide = torch.promote_types(torch.promote_types(observed.dtype, predicted.dtype), torch.float32)
     error = _largest(observed.to(wide) - predicted.to(wide))
-    allowed = score_tolerance(observed.dtype, dtype) * _largest(observed).to(wide)
+    allowed = score_tolerance(observed.dtype, dtype) * _largest(observed).to(wide) + slack
     return float(torch.where(error == 0, 0.0, error / allowed).nan_to_num(nan=torch.inf))
 
 

@@ -568,7 +568,9 @@ class LayerPass:
             if pattern:
                 ours, seen = masked_softmax(ours, seen), torch.ones_like(seen)
             seen = seen.expand(theirs.shape)
-            if mismatch(theirs[seen], ours[seen], self.dtype) <= 1:
+            turned = text.rounding(self.spec.rotary, own[0]) if self.spec.rotary else 0.0
+            slack = turned * float(q_rot.norm(dim=-1).amax() * k_rot.norm(dim=-1).amax()) * self.spec.require_scale()
+            if mismatch(theirs[seen], ours[seen], self.dtype, slack) <= 1:
                 continue
             if cached:
                 self._refuse_cache(x.shape[-1])

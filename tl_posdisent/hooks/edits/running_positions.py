@@ -29,7 +29,7 @@ def positions_from_table(
         if table.shape[1:] != cos.shape[1:]:
             return False
         error = (cos.detach().double() - table.double()).abs().amax()
-        return bool(error <= (2 * torch.finfo(cos.dtype).eps + _rounding(rotary, positions)) * rotary.attention_factor)
+        return bool(error <= (2 * torch.finfo(cos.dtype).eps + rounding(rotary, positions)) * rotary.attention_factor)
 
     for plain in (expected, expected + cached):
         if fits(plain):
@@ -56,7 +56,7 @@ def positions_from_vectors(
 
     def fits(positions: Tensor) -> bool:
         error = (after.double() - rotate(before, positions, rotary).double()).abs().amax()
-        return bool(error <= (8 * torch.finfo(after.dtype).eps + _rounding(rotary, positions)) * after.abs().amax())
+        return bool(error <= (8 * torch.finfo(after.dtype).eps + rounding(rotary, positions)) * after.abs().amax())
 
     for plain in (expected, expected + cached):
         if fits(plain):
@@ -70,7 +70,7 @@ def positions_from_vectors(
     return positions if fits(positions) else None
 
 
-def _rounding(rotary: Rotary, positions: Int[Tensor, "*pos"]) -> float:
+def rounding(rotary: Rotary, positions: Int[Tensor, "*pos"]) -> float:
     """Error of cosines, in radians: frequencies are rounded to float32, so far angles are less exact."""
     return 1e-4 + 4 * torch.finfo(torch.float32).eps * float(positions.max() * rotary.frequencies.abs().max())
 
