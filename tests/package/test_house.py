@@ -9,7 +9,7 @@ from support import mutants
 from support.imports import PACKAGE, ROOMS, circle, grouped, import_graph, imported, lines_of, parsed, sources
 
 ENTRIES = 12  # of a folder, besides its __init__
-LINES = 24_996  # of all files together
+LINES = 24_986  # of all files together
 
 
 def test_rooms_are_the_folders_of_the_package() -> None:

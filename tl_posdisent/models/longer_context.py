@@ -49,8 +49,6 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
     reading = read_model(model)
     model = reading.model
     check_integer("length", length, 1)
-    if len(reading.attention) + len(reading.without_attention) < reading.n_layers:
-        reading = read_model(model)  # tables of all layers are extended
     with restored(model):
         grown = [
             (slot, _grown(spec, slot, length))

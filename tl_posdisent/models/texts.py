@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tl_posdisent.models.reading.forward import encode, padding_in, special_id, token_ids
+from tl_posdisent.models.reading.forward import check_tokens, encode, padding_in, special_id
 
 Tokens = Int[Tensor, "*batch pos"] | str | list[str]
 """Token ids ``[batch, pos]`` or ``[pos]``, a text, or texts of any lengths."""
@@ -130,12 +130,12 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
     if (several or isinstance(tokens, str)) and attention_mask is not None:
         raise ValueError("attention_mask must be None for tokens that are given as text: text needs no padding")
     if several and tokens:
-        rows = [token_ids(model, row, padded=True)[0] for row in encode(model, tokens)]
+        rows = [check_tokens(model, row, padded=True)[0] for row in encode(model, tokens)]
         side = getattr(model.tokenizer, "padding_side", "right")
         ids = pad_sequence(rows, True, special_id(model, "pad") or 0, side)
         real = pad_sequence([torch.ones_like(row) for row in rows], True, 0, side).bool()
     else:
-        ids = token_ids(model, tokens, padded=attention_mask is not None)
+        ids = check_tokens(model, tokens, padded=attention_mask is not None)
         real = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else _real(attention_mask, ids)
         if attention_mask is not None and (where := padding_in(model, ids.masked_fill(~real, -1))):
             warnings.warn(

@@ -17,9 +17,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.spec import n_layers
-from tl_posdisent.utils.validation import check_float64
-
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
 """What ``model.hooks(fwd_hooks=[...])`` takes: a name or a filter of names, and a function of ``(tensor, hook)``."""
 
@@ -357,18 +354,11 @@ def gigabytes(n: int | float) -> str:
 
 
 def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor, "batch pos"]:
-    """Token ids on the model's device, from ids or from text; ValueError for what is neither.
+    """Token ids on the device of a model that was read, from ids or from text; ValueError for what is neither.
 
     Unless ``padded`` says that an attention mask tells where padding is, texts must not begin or end with padding. A
     padding id that is also that of the beginning (or end) of a text is padding where two or more of them stand.
     """
-    n_layers(model)
-    check_float64("model", device_of(model))
-    return token_ids(model, tokens, padded=padded)
-
-
-def token_ids(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor, "batch pos"]:
-    """``check_tokens`` of a model that has been read."""
     if isinstance(tokens, list) and not tokens:
         raise ValueError("tokens must hold at least one text, got an empty list")
     if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):

@@ -152,6 +152,7 @@ def model_of(model: Any) -> Any:
     if isinstance(model, ModelReading):
         _check_unchanged(model)
         return model.model
+    n_layers(model)
     return model
 
 

@@ -98,7 +98,8 @@ def show_loss_change(
         >>> show_loss_change(model, tokens, dummy_distance(model, 3))
         Widget('Added loss')
     """
-    model, ids = model_of(model), check_ids(model_of(model), tokens)
+    model = model_of(model)
+    ids = check_ids(model, tokens)
     check_integer("text", text, 0, len(ids) - 1)
     ids = ids[text : text + 1]
     texts = read_texts(model, ids, None)
