@@ -12,6 +12,7 @@ import gzip
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ import tl_posdisent as tp
 from tl_posdisent.experiments.robustness.mahalanobis_and_projection import fit_reference
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import longer_context
+from tl_posdisent.rope import Moments, interaction_bound, to_complex
 
 FOLDER = Path(__file__).with_name("smollm2")
 LENGTH = 256
@@ -90,24 +92,25 @@ def heads(model: Any) -> pd.DataFrame:
 
 def layers(model: Any) -> pd.DataFrame:
     """Per layer: the loss added by one intervention in this layer alone, and what of it is left by all but this."""
-    tokens = texts(model, 4)
+    tokens, places = texts(model, 4), torch.arange(LENGTH)
     order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(0))
     tools: dict[str, Callable[..., list[Any]]] = {
-        "every distance 5": lambda some: tp.dummy_distance(model, 5, layers=some),
-        "shuffled": lambda some: tp.swap_positions(model, order, layers=some),
-        "distances at most 16": lambda some: tp.remap_distance(model, lambda d: d.clamp(max=16), layers=some),
+        "every distance 5": partial(tp.dummy_distance, model, 5),
+        "shuffled": partial(tp.swap_positions, model, order),
     }
+    for top in (4, 8, 16):
+        tools[f"distances at most {top}"] = partial(tp.remap_distance, model, partial(torch.clamp, max=top))
+    for step in (2, 8):
+        tools[f"multiples of {step}"] = partial(tp.swap_positions, model, places // step * step)
     base, n = losses(model, tokens), model.cfg.n_layers
     rows = []
     for name, tool in tools.items():
-        everywhere = (losses(model, tokens, tool(None)) - base).mean().item()
+        everywhere = (losses(model, tokens, tool(layers=None)) - base).mean().item()
         for layer in range(n):
-            alone = (losses(model, tokens, tool([layer])) - base).mean().item()
-            row = {"intervention": name, "layer": layer, "alone": alone, "everywhere": everywhere}
-            if name != "distances at most 16":
-                others = [other for other in range(n) if other != layer]
-                row["restored"] = everywhere - (losses(model, tokens, tool(others)) - base).mean().item()
-            rows.append(row)
+            others = [other for other in range(n) if other != layer]
+            alone, restored = (losses(model, tokens, tool(layers=some)) - base for some in ([layer], others))
+            row = {"intervention": name, "layer": layer, "alone": alone.mean().item(), "everywhere": everywhere}
+            rows.append(row | {"restored": everywhere - restored.mean().item()})
         print(name, flush=True)
     return pd.DataFrame(rows)
 
@@ -241,7 +244,7 @@ def scales(model: Any) -> pd.DataFrame:
 
 def subspaces(model: Any) -> pd.DataFrame:
     """By layer and band of wavelengths: concentration of keys, and shares of a head's variance; trained and random."""
-    tokens, bands = texts(model, 4, skip=10), [0.0, 16.0, 256.0, 4096.0, float("inf")]
+    tokens, bands = texts(model, 4, skip=10), BANDS
     columns = ["key_concentration", "query_concentration", "distance", "semantic", "interaction"]
     tables = []
     for name, each in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
@@ -252,6 +255,72 @@ def subspaces(model: Any) -> pd.DataFrame:
         means[columns[2:]] = by_band.sum()[columns[2:]]  # shares of the head add up
         tables.append(means.groupby(["layer", "wavelengths below"]).mean().reset_index().assign(model=name))
     return pd.concat(tables)
+
+
+def as_small(model: Any) -> pd.DataFrame:
+    """What the small models' tables have, of SmolLM2: ``table``, ``row``, ``column`` and ``value``, means over heads;
+    trained and of one random copy. Four texts of 256 tokens without their first 20; distances 0 to 255."""
+    tokens, rows = texts(model, 4, skip=10), []
+    for weights, each in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
+        options = {"model": each, "tokens": tokens, "sinks": 20, "progress": False}
+
+        def add(table: str, row: Any, means: pd.Series, weights: str = weights) -> None:
+            rows.extend(
+                {"table": table, "weights": weights, "row": row, "column": c, "value": v} for c, v in means.items()
+            )
+
+        for top in (LENGTH, 16, 4):
+            shares = tp.subspace_patterns(distances=range(top), **options)
+            shares["band"] = pd.cut(shares["wavelength"], BANDS, labels=BANDS[1:]).astype(float)
+            by_band = shares.groupby(["layer", "head", "band"])[["distance", "semantic", "interaction"]].sum()
+            for band, some in by_band.groupby("band"):
+                add(f"shares at distances below {top}", band, some.mean())
+        fits = tp.controlled_distance(**options).set_index(["layer", "head"])
+        plane = tp.positional_symbolic(by_subspace=True, **options)
+        plane["band"] = pd.cut(2 * torch.pi / plane["frequency"], BANDS, labels=BANDS[1:]).astype(float)
+        for band, some in plane.groupby("band"):
+            add("plane", band, some[["positional", "symbolic"]].mean())
+        heads = tp.positional_symbolic(**options).groupby(["layer", "head"])[["positional", "symbolic"]].mean()
+        with_query = fits["distance"] / (1 - fits["query"])
+        pairs = {"distance": fits["distance"], "distance / (1 - query)": with_query}
+        add("plane and shares", "positional", pd.Series({k: v.corr(heads["positional"]) for k, v in pairs.items()}))
+        pairs = {"query:key": fits["query:key"], "key": fits["key"]}
+        add("plane and shares", "symbolic", pd.Series({k: v.corr(heads["symbolic"]) for k, v in pairs.items()}))
+        add("plane and shares", "mean", heads.mean())
+        for start in range(0, 30, 6):
+            add("r of six layers from", start, fits.loc[start : start + 5, ["r_three_axis", "r_two_axis"]].mean())
+        bounds, agree = [], []
+        for layer in tp.capture(each, tokens, scores=False):
+            spec, q, k = layer.spec, layer.q[:, 20:].flatten(0, 1), layer.k[:, 20:].flatten(0, 1)
+            moments = Moments.from_qk(q, k, spec.rotary)
+            for component in ("distance:key", "distance:query:key"):
+                bound = interaction_bound(moments, range(LENGTH), scale=spec.scale, component=component)
+                assert ((bound["share"] <= bound["pairwise"]) & (bound["pairwise"] <= bound["separate"])).all()
+                bounds.append(bound.assign(component=component))
+            agree.append(at_distance(layer))
+        for component, some in pd.concat(bounds).groupby("component"):
+            add("bounds", component, some[["share", "pairwise", "separate"]].mean())
+        near = torch.cat(agree).mean(0)
+        add(
+            "agreement with other distances",
+            "r",
+            pd.Series({d: near[d].item() for d in (0, 1, 2, 4, 8, 16, 32, 64, 128)}),
+        )
+        print(weights, flush=True)
+    return pd.DataFrame(rows)
+
+
+BANDS = [0.0, 16.0, 256.0, 4096.0, float("inf")]  # of wavelengths
+
+
+def at_distance(layer: Any) -> Tensor:
+    """``[head, distance]``: the correlation over keys of the mean score at a distance with that at all; first text."""
+    (q, _), (k, _) = (to_complex(x[0, 20:].double(), layer.spec.rotary) for x in (layer.q, layer.k))
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    turn = torch.exp(1j * torch.arange(200.0)[:, None] * layer.spec.rotary.frequencies)
+    at = torch.einsum("dc,hc,jhc->hdj", turn, q.mean(0), k.conj()).real
+    at = at - at.mean(-1, keepdim=True)
+    return torch.cosine_similarity(at, at.mean(1, keepdim=True), dim=-1)
 
 
 def sources(model: Any) -> pd.DataFrame:
@@ -342,7 +411,7 @@ def downstream_questions(model: Any) -> pd.DataFrame:
 
 STUDIES = [
     *[interventions, heads, layers, rotation, sufficiency, perturbation, labels, flips, verdicts, ladder],
-    *[all_verdicts, scales, subspaces, sources, lengths, downstream_questions],
+    *[all_verdicts, scales, subspaces, as_small, sources, lengths, downstream_questions],
 ]
 
 
