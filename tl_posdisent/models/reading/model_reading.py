@@ -138,9 +138,9 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
                 f"model must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of "
                 f"whose {n} blocks has them"
             )
+        check_float64("model", device_of(model))
         state, kept = _state(model), _READINGS.get(model)
         if kept is None or kept[0] != state:
-            check_float64("model", device_of(model))
             kept = _READINGS[model] = state, {}, {}
         reading = ModelReading(model, n, without, kept[1], kept[2], state)
     reading.specs(layers)
