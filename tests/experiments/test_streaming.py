@@ -61,6 +61,20 @@ def test_where_edited_scores_are_discarded(shared_model: Any) -> None:
             assert value == pytest.approx(float(loss(model(TOKENS), TOKENS).mean()), abs=2e-6)
 
 
+def test_short_texts_see_no_change(shared_model: Any) -> None:
+    """Of a text no longer than sinks and window, and a token longer, beside one of which positions are left out."""
+    model, mask = shared_model("bridge", "llama-gqa"), torch.ones_like(TOKENS)
+    mask[1, 5:] = mask[2, 6:] = 0
+    options: dict[str, Any] = {"sinks": 2, "window": 3, "heads": [(0, 1)], "progress": False}
+    table = streaming_ablation(model, TOKENS, attention_mask=mask, **options)
+    with torch.no_grad():
+        values = [float(loss(model(TOKENS[1:2, :5]), TOKENS[1:2, :5]))]
+    for text in (TOKENS[:1], TOKENS[2:, :6]):
+        with torch.no_grad(), model.hooks(fwd_hooks=[("blocks.0.attn.hook_attn_scores", masked(1, 2, 3))]):
+            values.append(float(loss(model(text), text)))
+    assert table["value"][0] == pytest.approx(sum(values) / 3, abs=2e-6)
+
+
 def test_the_default_window_and_refusals(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
     options: dict[str, Any] = {"heads": [(1, 2)], "progress": False}

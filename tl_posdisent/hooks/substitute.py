@@ -215,11 +215,7 @@ class StoredAttention:
 
     of: AttentionFit | Float[Tensor, "text head query key"]
     heads: tuple[int, ...]
-
-    @property
-    def of_keys(self) -> bool:
-        direction = self.of.direction if isinstance(self.of, AttentionFit) else None
-        return direction is not None and direction.shape[-1] > 0
+    of_keys: bool = False  # whether it depends on key vectors
 
     def put_in(self, view: View) -> Tensor:
         """The running scores of some of the heads, replaced."""
@@ -228,8 +224,7 @@ class StoredAttention:
             return _with_sums_of(scores, self.of[:, at], view.inside)
         inside = fewest_masks(view.inside)
         keys = view.vectors[1] if self.of_keys else scores.new_zeros(len(scores), scores.shape[-1], 1, 0)
-        logits = self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at)
-        return _with_sums_of(scores, logits, view.inside)
+        return _with_sums_of(scores, self.of.static_scores(seen_keys(keys, inside), mask=inside, heads=at), view.inside)
 
 
 def stored_hooks(chosen: Chosen, stored: Mapping[int, StoredAttention]) -> Hooks:
@@ -286,7 +281,8 @@ def _fit(
     """One fit of these heads, given their scores and keys."""
     scores, keys, inside = _side_by_side(spec, of_texts)
     if rung in PER_HEAD:
-        return StoredAttention(fit_rung(rung, scores, inside, keys, bands=(), pool=True), tuple(heads))
+        fit = fit_rung(rung, scores, inside, keys, bands=(), pool=True)
+        return StoredAttention(fit, tuple(heads), of_keys=rung == "static")
     return StoredAttention(rung_logits(rung, scores, inside, None, bands=bands, rank=rank).float(), tuple(heads))
 
 

@@ -8,6 +8,7 @@ the other; callers check that the output is the same.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,21 @@ def with_mask(cache: dict[str, Any], part: Int[Tensor, "batch pos"]) -> dict[str
     return cache | {"attention_mask": torch.ones_like(part)} if "past_kv_cache" in cache else cache
 
 
+def cache_of(model: Any, part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
+    """Keys and values of the beginning of texts, as an argument of a pass over the rest."""
+    cache = empty_cache(model, part)
+    with torch.no_grad():
+        output_of(model, part, **with_mask(cache, part))
+    return cache
+
+
+def of_rows(cache: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """A copy of such a cache for a batch of some of its texts; raises for other caches than those of transformers."""
+    some = copy.deepcopy(cache)
+    some["past_key_values"].batch_select_indices(rows)
+    return some
+
+
 _Result = TypeVar("_Result")
 Forward = Callable[..., Any]
 
@@ -73,7 +89,7 @@ def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int
         return Clean(output_of(model, tokens), after, after.get(len(model.blocks) - 1))
 
 
-def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, hooks: Sequence[Hook]) -> Any:
+def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, hooks: list[Hook], **more: Any) -> Any:
     """What a module returns in a pass that begins at a layer, with what the block before returned, and ends there."""
     own, box = module.forward, []
 
@@ -82,8 +98,8 @@ def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, 
         raise Ended
 
     others = {**dict.fromkeys(model.blocks[:layer], lambda *args, **kwargs: before), module: forward}
-    with contextlib.suppress(Ended), torch.no_grad(), forwards(others), model.hooks(fwd_hooks=list(hooks)):
-        output_of(model, tokens)
+    with contextlib.suppress(Ended), torch.no_grad(), forwards(others), model.hooks(fwd_hooks=hooks):
+        output_of(model, tokens, **more)
     return box[0]
 
 
@@ -124,7 +140,7 @@ def has_hooks(model: Any) -> bool:
     return any(not handle.is_permanent for point in model.hook_dict.values() for handle in point.fwd_hooks)
 
 
-def of_texts(output: Any, texts: Tensor | slice) -> Any:
+def of_texts(output: Any, texts: Any) -> Any:
     """A block's output, which is a tensor or a tuple or list that begins with it, for a batch of some of its texts."""
     if isinstance(output, (tuple, list)):
         return type(output)((output[0][texts], *output[1:]))

@@ -105,8 +105,9 @@ def head_labels(
         raise ValueError(f"local must be less than the tokens of every text, {min(texts.lengths)}, got {local}")
     copies = random_control(reading.model, seeds) if seeds else ()
     found = []
-    with progress_bar(total=1 + len(seeds), desc="models", disable=not progress) as bar:
-        for m in (m for group in ([reading], copies) for m in group):
+    models = (m for group in ([reading], copies) for m in group)
+    with progress_bar(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
+        for m in bar:
             one = read_model(m, layers)
             table = _measured(one, texts, copied, layers, local)
             if streaming:
@@ -114,7 +115,6 @@ def head_labels(
                 restricted = streaming_ablation(one, texts.tokens, sinks=sinks, window=window, **common)
                 table["streaming"] = restricted.set_index(_HEAD)["effect"]
             found.append(table)
-            bar.update()
     chance: Any = sum(found[1:]) / len(seeds) if seeds else None
     table = _compared(found[0], chance, threshold)
     table.attrs["start_token"] = int(copied[0, 0]) if copied.shape[1] % 2 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pandas as pd
 import torch
@@ -28,6 +28,7 @@ from .additivity import cells_of
 from .measure_layers import measure_layers
 
 _HEAD = ["layer", "head"]
+_OfTexts = tuple[Captured, Moments, Tensor]  # in texts of equal length; ``[measure, text, head]`` of single texts
 
 
 def above_random(trained: pd.DataFrame, random: pd.DataFrame, column: str) -> str:
@@ -112,14 +113,15 @@ def _measure(
         plane = positional_symbolic_qk(layer.q, layer.k, rotary)
         points = (fit.r.new_tensor(plane[x].tolist()).view_as(fit.r) for x in ("positional", "symbolic"))
         by_text = torch.stack([fit.r, *points])
-        return _OfTexts(layer, Moments.from_qk(layer.q, layer.k, rotary), by_text)
+        return layer, Moments.from_qk(layer.q, layer.k, rotary), by_text
 
     def table(spec: AttentionSpec, parts: list[_OfTexts]) -> pd.DataFrame:
-        moments, scale = functools.reduce(operator.add, (part.moments for part in parts)), spec.require_scale()
-        q, k = (torch.cat([getattr(part.layer, x).flatten(0, 1) for part in parts]) for x in ("q", "k"))
+        captured, of_texts, points = zip(*parts, strict=True)
+        moments, scale = functools.reduce(operator.add, of_texts), spec.require_scale()
+        q, k = (torch.cat([getattr(layer, x).flatten(0, 1) for layer in captured]) for x in ("q", "k"))
         patterns = subspace_patterns_qk(q, k, moments.rotary, at, scale=scale).groupby("head")
         controlled = decompose(moments, at, scale=scale).to_frame().set_index("head")
-        r, positional, symbolic = torch.cat([part.by_text for part in parts], 1).nanmean(1).tolist()
+        r, positional, symbolic = torch.cat(points, 1).nanmean(1).tolist()
         columns = {
             "r": r,
             **{name: controlled[name] for name in ("r_three_axis", "r_two_axis", *INTERACTIONS)},
@@ -131,11 +133,3 @@ def _measure(
         return pd.DataFrame(columns).reset_index()
 
     return measure_layers(reading, texts, tool, measure, table, layers=layers, sinks=sinks, progress=False, leave=2)
-
-
-class _OfTexts(NamedTuple):
-    """A layer in texts of equal length: its moments, and ``[measure, text, head]`` of measures of single texts."""
-
-    layer: Captured
-    moments: Moments
-    by_text: Tensor

@@ -109,8 +109,7 @@ def additive_substitution(
                 for head, run in zip([*heads, None], each, strict=True):
                     measure(run, "layer" if head is None else "head", spec.layer, head, put_in, keep)
         for put_in, keep, put in everywhere:
-            groups = range(len(stored))
-            hooks_of = [joined(put(spec, stored, n, range(spec.n_heads)) for spec in specs) for n in groups]
+            hooks_of = [joined(put(spec, stored, n, range(spec.n_heads)) for spec in specs) for n in range(len(stored))]
             measure(partial(run_texts, model, texts, hooks_of), "all", None, None, put_in, keep)
     table = pd.DataFrame(rows, columns=["scope", "layer", "head", "put_in", "keep", "loss", "change", "kl"])
     order = {name: n for n, name in enumerate(("head", "layer", "all"))}

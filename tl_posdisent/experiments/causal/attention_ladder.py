@@ -144,8 +144,7 @@ def attention_ladder(
             copy = read_model(next(random_control(reading.model, [seed])), [spec.layer for spec, _ in chosen])
             rows += replace(ladder, reading=copy).rows(any_heads(copy, layers, heads), {"random": rung_list})
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
-    if metric is None:
-        table = table.drop(columns="value")
+    table = table.drop(columns="value") if metric is None else table
     table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
     return reading.note(ladder.failures.note(table))
 
@@ -217,10 +216,8 @@ class _Ladder:
         *,
         shuffled: bool,
     ) -> Iterator[Run]:
-        """Runs with a rung in the place of each item's attention, fitted to what is replaced together.
-
-        ``seen``: for each group of texts, what the unmodified model was seen to attend by, for other rungs.
-        """
+        """Runs with a rung in the place of each item's attention, fitted to what is replaced together; ``seen`` is what
+        the unmodified model was seen to attend by in each group of texts, for other rungs."""
         model, replaced = self.reading.model, self.unit == "all"
         in_the_run = rung in _WHOLE or (replaced and rung not in PER_HEAD and not shuffled)
         stored = [] if in_the_run else self._fits(together, rung, seen, shuffled=shuffled)
@@ -244,9 +241,8 @@ class _Ladder:
                 seen[id(group)] = attended(model, tokens, together, joined([]), with_keys=True)
             found.append((tokens, seen.get(id(group), {})))
         stored = []
-        for some in [found] if per_head else [[each] for each in found]:
-            tokens_of, fits = [x for x, _ in some], [x for _, x in some]
-            stored.append(fit_in_turn(model, tokens_of, together, rung, seen=fits, bands=self.bands, rank=self.rank))
+        for texts, fits in (zip(*some, strict=True) for some in ([found] if per_head else [[x] for x in found])):
+            stored.append(fit_in_turn(model, texts, together, rung, seen=fits, bands=self.bands, rank=self.rank))
         return stored * len(self.texts.groups) if per_head else stored
 
     def _measure(self, run: Run, clean: Sequence[Tensor], layer: int | None, head: int | None) -> _Measured:

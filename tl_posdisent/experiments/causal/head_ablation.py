@@ -133,13 +133,10 @@ def streaming_ablation(
     texts = read_texts(model, tokens, attention_mask)
     window = max(1, texts.longest // 4) if window is None else check_integer("window", window, 1)
     if sinks + window >= texts.longest:
-        raise ValueError(
-            f"window and sinks must hide keys, together less than the {texts.longest} tokens of the longest text, got "
-            f"{window} and {sinks}"
-        )
+        limit = f"less than the {texts.longest} tokens of the longest text"
+        raise ValueError(f"window and sinks must hide keys, together {limit}, got {window} and {sinks}")
     check_reach(model, [spec.layer for spec, _ in chosen])
     units, hide = [units_of(spec, some) for spec, some in chosen], partial(hide_between, sinks=sinks, window=window)
     edit = ScoreEdit("streaming_ablation", hide, Order.HIDE, scores=True)
-    return effect_table(
-        reading, texts, units, _hooks_by(edit), metric, kind=lambda spec: "streaming", progress=progress
-    )
+    options: dict[str, Any] = {"kind": lambda spec: "streaming", "start": sinks + window, "progress": progress}
+    return effect_table(reading, texts, units, _hooks_by(edit), metric, **options)

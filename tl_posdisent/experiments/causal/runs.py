@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import Metric, metric_name, run_texts, value_of
 from tl_posdisent.hooks.applied import applied
+from tl_posdisent.models import partial_forward
 from tl_posdisent.models.partial_forward import attempted, has_hooks, hidden, of_texts, result_of, run_after, run_clean
 from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating, hook_name, output_of
 from tl_posdisent.models.reading.model_reading import ModelReading
@@ -49,13 +50,14 @@ class Runs:
         model: in evaluation mode (``evaluating``), with the hooks of the user's, if any.
         layers: those that are to be changed.
         under: hooks for each group of texts, in force in all of these runs.
+        start: earlier positions see no change, and are not run where the model takes a cache.
     """
 
     def __init__(
-        self, model: Any, texts: Texts, layers: Sequence[int], under: Sequence[list[Hook]] | None = None
+        self, model: Any, texts: Texts, layers: Sequence[int], under: Sequence[list[Hook]] | None = None, start: int = 0
     ) -> None:
         of_groups = zip(texts.groups, under or [[]] * len(texts.groups), strict=True)
-        self._groups = [_Group(model, group.tokens, layers, hooks) for group, hooks in of_groups]
+        self._groups = [_Group(model, group.tokens, layers, hooks, start) for group, hooks in of_groups]
         self.clean: list[Any] = [group.clean.output for group in self._groups]
 
     def each(
@@ -76,7 +78,7 @@ class Runs:
 class _Group:
     """Texts of equal length, their unmodified run, and whether shortcuts have not failed."""
 
-    def __init__(self, model: Any, tokens: Tensor, layers: Sequence[int], under: list[Hook]) -> None:
+    def __init__(self, model: Any, tokens: Tensor, layers: Sequence[int], under: list[Hook], start: int) -> None:
         self.model, self.tokens, self.under = model, tokens, under
         with applied(model, under):
             self.clean = run_clean(model, tokens, layers)
@@ -85,6 +87,9 @@ class _Group:
         if self.shortcuts:  # is the output, of each text, a function of what the last block returns?
             again: Any = attempted(partial(self._after_blocks, self.clean.last))
             self.shortcuts = _agree(again, self.clean.output) and len(again) == len(tokens)
+        later = 0 < start < tokens.shape[1] - 1
+        self.cache = attempted(partial(partial_forward.cache_of, model, tokens[:, :start])) if later else None
+        self.start = start if self.cache else 0
         self.agreeing: dict[Hashable, bool] = {None: True, COUPLED: False}
         self.at_once = texts_at_once(model.cfg, tokens.shape[1])
 
@@ -105,18 +110,18 @@ class _Group:
                 most = len(some) // 2
                 z = z if most else None
                 continue
-            if lasts is None:
-                self.shortcuts, z = False, None
-                continue
-            outputs = [partial(self._after_blocks, last) for last in lasts]
-            if kind not in self.agreeing:
+            outputs = [partial(self._after_blocks, last) for last in lasts or ()]
+            if outputs and kind not in self.agreeing:
                 expected, first = attempted(partial(self._full_pass, hooks_of, some[0])), attempted(outputs[0])
                 self.agreeing[kind] = _agree(first, expected)
-            if not self.agreeing[kind]:
-                z = None
-                continue
-            yield from outputs
-            waiting = waiting[len(some) :]
+            if outputs and self.agreeing[kind]:
+                yield from outputs
+                waiting = waiting[len(some) :]
+            elif self.start:  # again, from the first position
+                self.start = 0
+                self.agreeing.pop(kind, None)
+            else:
+                self.shortcuts, z = self.shortcuts and bool(outputs), None
 
     def _full_pass(self, hooks_of: Callable[[Sequence[int]], list[Hook]], heads: Sequence[int]) -> Any:
         with torch.no_grad(), applied(self.model, self.under + hooks_of(heads)):
@@ -143,21 +148,24 @@ class _Group:
         def edit(z: Tensor, hook: Any) -> Tensor:
             z = z.clone()
             for i, unit in enumerate(units):
-                z[i * n : (i + 1) * n, :, list(unit)] = changed[:, :, list(unit)].to(z.device)
+                z[i * n : (i + 1) * n, :, list(unit)] = changed[:, self.start :, list(unit)].to(z.device)
             return z
 
         rows = torch.tensor([*range(n)] * len(units) + [0], device=self.tokens.device)
-        hooks = [*self.under, (hook_name(layer, "hook_z"), edit)]
-        before = of_texts(self.clean.after[layer - 1], rows) if layer else None
-        last = result_of(self.model.blocks[-1], self.model, self.tokens[rows], layer, before, hooks)
-        own, clean = hidden(last)[-1], hidden(self.clean.last)[0]
+        hooks, at = [*self.under, (hook_name(layer, "hook_z"), edit)], (rows, slice(self.start, None))
+        before, end = of_texts(self.clean.after[layer - 1], at) if layer else None, self.model.blocks[-1]
+        cache = partial_forward.of_rows(self.cache, rows) if self.start and self.cache else {}
+        last = result_of(end, self.model, self.tokens[at], layer, before, hooks, **cache)
+        own, clean = hidden(last)[-1], hidden(self.clean.last)[0, self.start :]
         size = clean.abs().amax(-1, keepdim=True)  # of each token: a sink's may be huge
         if not _agree(own / size, clean / size):
             return None
         return [of_texts(last, slice(i * n, (i + 1) * n)) for i in range(len(units))]
 
     def _after_blocks(self, last: Any) -> Any:
-        return run_after(self.model, self.tokens, last, self.under)
+        start = self.tokens.shape[1] - hidden(last).shape[1]
+        output = run_after(self.model, self.tokens[:, start:], last, self.under)
+        return torch.cat([self.clean.output[:, :start], output], 1) if start else output
 
 
 def _agree(found: Any, expected: Any) -> bool:
@@ -214,12 +222,11 @@ Units = tuple[AttentionSpec, list[list[int]], Sequence[Sequence[int | None]]]
 
 def units_of(spec: AttentionSpec, heads: list[int], *, by_key: bool = False) -> Units:
     """Heads one by one; or where their keys or values are changed, all heads that read a key head together."""
+    key = spec.key_head if by_key else int
     groups: dict[int, list[int]] = {}
     for head in sorted(heads):  # in the order of the rows
-        groups.setdefault(spec.key_head(head) if by_key else head, []).append(head)
-    if not by_key:
-        return spec, list(groups.values()), list(groups.values())
-    readers = [[head for head in range(spec.n_heads) if spec.key_head(head) == group] for group in groups]
+        groups.setdefault(key(head), []).append(head)
+    readers = [[head for head in range(spec.n_heads) if key(head) == group] for group in groups]
     return spec, readers, list(groups.values())
 
 
@@ -231,6 +238,7 @@ def effect_table(
     metric: Metric,
     *,
     kind: Callable[[AttentionSpec], Hashable] = lambda spec: None,
+    start: int = 0,
     source: tuple[Texts, Sequence[Sequence[Hook]], str] | None = None,
     under: Sequence[list[Hook]] | None = None,
     target: Texts | None = None,
@@ -241,7 +249,7 @@ def effect_table(
     Args:
         metric, progress: as in ``head_ablation``, checked.
         hooks_in: for a layer, hooks that change some of its heads; called layer by layer, when they are needed.
-        kind: of the change in a layer (``Runs.each``).
+        kind, start: of the change in a layer (``Runs.each``), and the first position that it reaches (``Runs``).
         source: of patches: texts of the run that is patched from, its hooks for each group of them, and which argument
             makes the two runs differ, for errors.
         under: hooks for each group of texts, in force in the run that is changed.
@@ -257,11 +265,15 @@ def effect_table(
         evaluating(model),
         progress_bar(total=sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
     ):
-        runs = Runs(model, texts, [spec.layer for spec, _, _ in units], under)
+        runs = Runs(model, texts, [spec.layer for spec, _, _ in units], under, start)
         ends = {} if source is None else {"source": value_of(metric, run_texts(model, *source[:2]), target)}
         ends["baseline"] = value_of(metric, runs.clean, target)
-        if source is not None:
-            _check_apart(model, ends["source"], ends["baseline"], source[2])
+        if source is not None and not apart(ends["source"], ends["baseline"], dtype_of(model)):
+            raise ValueError(  # every effect would be 0/0
+                f"{source[2]} must change the metric, but it is {ends['source']:.6g} in one run and "
+                f"{ends['baseline']:.6g} in the other: there is no effect to divide. Pass a metric= that they change, "
+                "such as logit_difference(…) of an answer that depends on it, or make the two runs differ more"
+            )
         for spec, changed, reported in units:
             each = runs.each(spec.layer, changed, hooks_in(spec), kind(spec))
             for heads, run in zip(reported, each, strict=True):
@@ -276,16 +288,6 @@ def effect_table(
     if source is not None:
         table["effect"] /= ends["source"] - ends["baseline"]
     return reading.note(failures.note(table.sort_values(["layer", "head"], ignore_index=True)))
-
-
-def _check_apart(model: Any, a: float, b: float, argument: str) -> None:
-    """Refuse two runs whose metrics differ by no more than rounding: every effect would be 0/0."""
-    if not apart(a, b, dtype_of(model)):
-        raise ValueError(
-            f"{argument} must change the metric, but it is {a:.6g} in one run and {b:.6g} in the other: there is no "
-            "effect to divide. Pass a metric= that they change, such as logit_difference(…) of an answer that depends "
-            "on it, or make the two runs differ more"
-        )
 
 
 def read_source(model: Any, texts: Texts, source: Any, attention_mask: Any) -> Texts:
