@@ -93,3 +93,9 @@ def test_truth_values_are_told_from_numbers_in_one_place() -> None:
 def test_mutants_are_tried_by_tests_that_exist() -> None:
     paths = {path for stem in mutants.all_files() for path in mutants.tests_of(stem)}
     assert not [path for path in paths if not (mutants.ROOT / path).exists()]
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest's default import mode takes a second file of one name for the first, and stops."""
+    names = [path.name for path in (mutants.ROOT / "tests").rglob("test_*.py")]
+    assert not {name for name in names if names.count(name) > 1}
