@@ -353,7 +353,8 @@ PART = 512
 def lengths(model: Any) -> pd.DataFrame:
     """Loss by position of one long text (WikiText-2's test set), in parts against a cache: the model was trained on
     8192 tokens. ``distance``: the root mean square Mahalanobis distance of attention outputs of five layers from those
-    of the plain run before position 8192, per coordinate; about 1 there. One part of 512 tokens after another."""
+    of the plain run before position 8192, per coordinate; about 1 there. ``layer n``: the share of its outputs that are
+    outside the circle with 99 % of those, on their two principal components. One part of 512 tokens after another."""
     wiki = gzip.decompress(stories.data_file("wikitext2-test.txt.gz").read_bytes()).decode()
     tokens = model.to_tokens(wiki[: 6 * EDGES[-1]], truncate=False)[:, : EDGES[-1]]
     assert tokens.shape[1] == EDGES[-1]
@@ -363,19 +364,37 @@ def lengths(model: Any) -> pd.DataFrame:
         "positions divided by 1.5": tp.position_interpolation(model, 1.5),
         "window of 4096 and 4 sinks": tp.lambda_mask(model, 4, 4096, 4096),
     }
-    rows, references = [], {}
+    rows, references, planes = [], {}, {}
     with longer_context(model, EDGES[-1]):
         for name, hooks in ways.items():
             loss, outputs = in_parts(model, tokens, hooks)
             if not references:
                 references = {layer: fit_reference(z[:, EDGES[0] : 8192]) for layer, z in outputs.items()}
+                planes = {layer: plane(z[:, EDGES[0] : 8192]) for layer, z in outputs.items()}
             for start, stop in pairwise(EDGES):
                 far = [references[layer].distance(z[:, start:stop]) for layer, z in outputs.items()]
                 size = torch.stack(far).square().mean().sqrt() / model.cfg.d_head**0.5
                 rows.append({"intervention": name, "start": start, "stop": stop, "loss": loss[start:stop].mean()})
                 rows[-1]["distance"] = size
+                for layer, (mean, axes, radius) in planes.items():
+                    points = (side_by_side(outputs[layer][:, start:stop]) - mean) @ axes
+                    rows[-1][f"layer {layer}"] = (points.norm(dim=1) > radius).double().mean().item()
                 print(rows[-1], flush=True)
     return pd.DataFrame(rows).astype({"loss": float, "distance": float})
+
+
+def side_by_side(z: Tensor) -> Tensor:
+    return z.transpose(0, 1).flatten(1).double()
+
+
+def plane(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of ``[head, pos, d_head]`` outputs, two principal components in standard deviations, and the radius of
+    the circle with 99 % of the outputs."""
+    x = side_by_side(z)
+    mean = x.mean(0)
+    _, spread, axes = torch.linalg.svd(x - mean, full_matrices=False)
+    scaled = axes[:2].T / spread[:2] * len(x) ** 0.5
+    return mean, scaled, ((x - mean) @ scaled).norm(dim=1).quantile(0.99)
 
 
 def in_parts(model: Any, tokens: Tensor, hooks: list[Any]) -> tuple[Tensor, dict[int, Tensor]]:
