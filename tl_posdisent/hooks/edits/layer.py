@@ -12,7 +12,7 @@ Where a model discards edited scores, the attention's result is recomputed from 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +37,7 @@ from tl_posdisent.hooks.edits.rotation_and_score_edits import (
     score_conflict,
 )
 from tl_posdisent.models.capture import spread_rows
+from tl_posdisent.models.kv_cache import WITHOUT_CACHE, check_cache_is_kept
 from tl_posdisent.models.reading.forward import hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below
 from tl_posdisent.rope.rotary import turn
@@ -51,7 +52,6 @@ Grouped = dict[HeadRotation, list[int]]
 
 _ROWS_CHECKED = 8
 _FITTED = (Order.REPLACE, Order.COMPONENT)  # edits that fit a text's scores
-_NO_CACHE = "run the model on whole texts, without a KV cache (generate with use_past_kv_cache=False)"
 
 
 def at_head(layer: int, head: int) -> str:
@@ -146,6 +146,7 @@ class LayerPlan:
                 names += [("v", spec.v), ("z", spec.z), ("pattern", spec.pattern)]
         if self.result_edits:
             names.append(("result", spec.z or hook_name(spec.layer, "hook_z")))
+            names.append(("keys", None if self.heads else spec.pattern))
         roles: dict[str, list[str]] = {}
         for role, where in names:
             if where is not None:
@@ -168,20 +169,10 @@ class LayerPlan:
             spec.require_scale()
 
 
-@dataclass
-class CachedText:
-    """What is known of the text in the KV cache."""
-
-    texts: int = 0
-    n_key: int = 0  # keys in the cache
-    seen: int = 0  # tokens so far, of which a sliding window may have forgotten some
-    keys: Tensor | None = None  # unrotated; the last alone, by which one knows the text again, if no more are needed
-
-
 class LayerPass:
     """One layer in one forward pass, with the mask and positions of the running text."""
 
-    def __init__(self, plan: LayerPlan, memory: CachedText) -> None:
+    def __init__(self, plan: LayerPlan, memory: text.CachedText) -> None:
         self.plan, self.spec, self.memory = plan, plan.spec, memory
         self.first = ""  # the hook that begins a pass
         self.seen: set[str] = set()
@@ -203,10 +194,16 @@ class LayerPass:
 
     def _at_result(self, x: Tensor) -> Tensor:
         """Heads replaced at ``hook_z``, whatever was recomputed there before."""
+        check_cache_is_kept(self.spec.layer, x.shape[1])
         for edit, heads in self.plan.result_edits:
             at = torch.tensor(heads, device=x.device)
             x = x.index_copy(2, at, edit.replace(self.spec.layer, heads, x[:, :, at]).to(x.dtype))
         return x
+
+    def _at_keys(self, x: Tensor) -> None:
+        """The pattern of heads whose result alone is replaced."""
+        n_query, n_key = x.shape[-2:]
+        check_cache_is_kept(self.spec.layer, n_query, n_key, self.spec.window)
 
     # --- what is seen before the rotation
 
@@ -518,16 +515,18 @@ class LayerPass:
     def _refuse_part(self, n_key: int, tool: str = "") -> NoReturn:
         raise ValueError(
             f"{tool}{': ' * bool(tool)}layer {self.spec.layer} sees {self.n_query} queries against {n_key} keys: "
-            f"{_NO_CACHE}"
+            f"{WITHOUT_CACHE}"
         )
 
     def _check_cache(self, n_key: int) -> None:
         """Keys and values in a cache come from earlier passes: these must have been under the same interventions."""
+        check_cache_is_kept(self.spec.layer, self.n_query, n_key, self.spec.window)
         cached = n_key - self.n_query if self.n_query else 0
         if cached and (given := next((e for r in self.plan.rotations for e in r.edits if e.slots), None)):
             raise ValueError(
                 f"{given.tool} was given for each slot of a whole text, and layer {self.spec.layer} sees "
-                f"{self.n_query} queries against {n_key} keys: give {given.by_position} for a KV cache, or {_NO_CACHE}"
+                f"{self.n_query} queries against {n_key} keys: give {given.by_position} for a KV cache, "
+                f"or {WITHOUT_CACHE}"
             )
         window = self.spec.window is not None and min(self.memory.n_key, self.spec.window - 1) <= cached
         if cached and (self.memory.texts != self.texts or (self.memory.n_key != cached and not window)):
@@ -536,7 +535,7 @@ class LayerPass:
     def _refuse_cache(self, n_key: int) -> NoReturn:
         raise ValueError(
             f"layer {self.spec.layer} sees {self.n_query} queries against {n_key} keys, of which the KV cache was "
-            f"not filled under these hooks: fill and use it in one model.hooks block, or {_NO_CACHE}"
+            f"not filled under these hooks: fill and use it in one model.hooks block, or {WITHOUT_CACHE}"
         )
 
     def _remember(self, n_key: int) -> None:

@@ -1,4 +1,4 @@
-"""Positions, rotation tables and attention mask of the text that a model is running on, read within the pass.
+"""Positions, rotation tables, attention mask and cached part of the text that a model is running on, read in the pass.
 
 Padding, ``position_ids``, a KV cache and rotations that change with the length of the text all show in what a layer
 computes: in its table of cosines, in its vectors before and after rotation, and in its scores.
@@ -7,6 +7,7 @@ computes: in its table of cosines, in its vectors before and after rotation, and
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +18,16 @@ from tl_posdisent.rope.rotary import Rotary, rotary_from_table, rotate, table_li
 
 _CANDIDATES = 4096  # positions that are tried where a table is not that of 0, 1, 2 …
 _CELLS_PER_BLOCK = 2**22
+
+
+@dataclass
+class CachedText:
+    """What is known of the text in the KV cache."""
+
+    texts: int = 0
+    n_key: int = 0  # keys in the cache
+    seen: int = 0  # tokens so far, of which a sliding window may have forgotten some
+    keys: Tensor | None = None  # unrotated; the last alone, by which one knows the text again, if no more are needed
 
 
 def positions_from_table(

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from tl_posdisent.models.kv_cache import keep_cache
 from tl_posdisent.models.loading.convert import check_same_logits, first_line, hf_logits, probe_tokens, to_hooked
 from tl_posdisent.models.loading.gguf import PACKAGED, packaged_file, read_gguf
 
@@ -142,7 +143,8 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
 
     Args:
         hf_model: a causal language model. The bridge *wraps* it: its submodules are replaced by hooked ones
-            in place (it still computes the same), and it is put in evaluation mode.
+            in place (it still computes the same), and it is put in evaluation mode. If its attention does not find
+            the KV cache that this version of transformers passes, it is adapted by a forward pre-hook of torch.
         tokenizer: as in ``hooked_from_hf``.
 
     Raises:
@@ -171,6 +173,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {first_line(error)}") from error
     if got is not None and expected is not None:
         check_same_logits(got, expected, what=f"the TransformerBridge of {name}")
+        keep_cache(bridge, tokens)
     return bridge
 
 

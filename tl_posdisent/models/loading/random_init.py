@@ -81,6 +81,6 @@ def _built_anew(model: Any, seed: int) -> Any:
             torch.random.set_rng_state(state)
     for block, trained in zip(bridge.blocks, model.blocks, strict=True):  # within longer_context: as long texts
         if hasattr(block, "attn"):
-            for slot, longer in zip(table_slots(block.attn), table_slots(trained.attn), strict=True):
+            for slot, longer in zip(table_slots(bridge, block.attn), table_slots(model, trained.attn), strict=True):
                 setattr(slot.owner, slot.name, longer.table.clone())
     return bridge

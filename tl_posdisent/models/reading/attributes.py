@@ -139,13 +139,22 @@ def _tables(model: Any, attn: Any, seen: dict[str, Tensor]) -> Iterator[tuple[Te
         yield attn.rotary_cos, attn.rotary_sin
     if "hook_cos" in seen and "hook_sin" in seen:
         yield seen["hook_cos"][0], seen["hook_sin"][0]
-    table = getattr(getattr(attn, "original_component", None), "embed_positions", None)  # GPT-J: sines, then cosines
-    if isinstance(table, Tensor):
-        sin, cos = table.chunk(2, -1)
+    if (owner := _owner_of_sines(model, attn)) is not None:
+        sin, cos = owner.embed_positions.chunk(2, -1)
         yield cos, sin
     rotary = getattr(getattr(model, "original_model", None), "rotary", None)  # TransformerLens's own models
     if rotary is not None and isinstance(getattr(rotary, "cos_cached", None), Tensor):
         yield rotary.cos_cached, rotary.sin_cached
+
+
+def _owner_of_sines(model: Any, attn: Any) -> Any | None:
+    """The module with the table of GPT-J and CodeGen, sines, then cosines: the layer's own, or, from transformers 5.24
+    on, one for all layers."""
+    base = getattr(getattr(model, "original_model", None), "base_model", None)
+    for owner in (getattr(attn, "original_component", None), getattr(base, "rotary_emb", None)):
+        if isinstance(getattr(owner, "embed_positions", None), Tensor):
+            return owner
+    return None
 
 
 class TableSlot(NamedTuple):
@@ -162,7 +171,7 @@ class TableSlot(NamedTuple):
         return table
 
 
-def table_slots(attn: Any) -> Iterator[TableSlot]:
+def table_slots(model: Any, attn: Any) -> Iterator[TableSlot]:
     """The tables that a layer looks its rotations up in, and which end where the model's context does."""
 
     def hooked_table(which: int, length: int) -> Tensor:
@@ -174,9 +183,8 @@ def table_slots(attn: Any) -> Iterator[TableSlot]:
     for which, name in enumerate(("rotary_sin", "rotary_cos")):  # HookedTransformer
         if isinstance(attn._buffers.get(name), Tensor):
             yield TableSlot(attn, name, (name[-3:],), partial(hooked_table, which))
-    original = getattr(attn, "original_component", None)
-    if isinstance(getattr(original, "embed_positions", None), Tensor):  # GPT-J, CodeGen
-        yield TableSlot(original, "embed_positions", ("sin", "cos"))
+    if (owner := _owner_of_sines(model, attn)) is not None:
+        yield TableSlot(owner, "embed_positions", ("sin", "cos"))
 
 
 def longer_tables(slot: TableSlot, rotary: Rotary | None, length: int) -> Iterator[Tensor]:

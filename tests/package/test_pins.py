@@ -1,0 +1,81 @@
+"""Every environment of the checks holds fixed versions alone, so that a release of others cannot fail them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tomllib
+from datetime import date
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from support import newest
+from support.pages import ROOT
+
+PINS = {".venv": "dev", ".venv-tl4": "tl4", ".venv-oldest": "oldest"}
+# What Python's own venv brings, and torch, which a user of the Makefile may choose.
+FREE = {"pip", "setuptools", "torch", "tl-posdisent"}
+
+
+def pinned(environment: str) -> dict[str, str]:
+    """Name and version of each line of an environment's constraints."""
+    text = (ROOT / "requirements" / f"{PINS[environment]}.txt").read_text(encoding="utf-8")
+    return {canonicalize_name(name): number for name, number in re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE)}
+
+
+@pytest.mark.skipif(
+    "CI" not in os.environ or Path(sys.prefix).name not in PINS, reason="not an environment of the checks, made anew"
+)
+def test_whatever_is_installed_has_the_version_that_is_written_down() -> None:
+    expected = pinned(Path(sys.prefix).name)
+    found = {canonicalize_name(x.metadata["Name"]): x.version.split("+")[0] for x in distributions()}
+    assert len(found) > 50
+    assert {name: number for name, number in found.items() if name not in FREE and expected.get(name) != number} == {}
+
+
+@pytest.mark.parametrize("environment", PINS)
+def test_constraints_are_one_version_each(environment: str) -> None:
+    lines = (ROOT / "requirements" / f"{PINS[environment]}.txt").read_text(encoding="utf-8").splitlines()
+    needed = [Requirement(line.split("#")[0]) for line in lines if line.split("#")[0].strip()]
+    names = [canonicalize_name(x.name) for x in needed]
+    assert len(names) == len(set(names))
+    assert [str(x) for x in needed if not re.fullmatch(r"==[\w.]+", str(x.specifier))] == []
+
+
+def test_the_newest_are_asked_for_without_bounds() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = newest.names()
+    assert {Requirement(x).name for x in project["dependencies"]} - {Requirement(x).name for x in names} == {"torch"}
+    assert not [x for x in names if Requirement(x).specifier]
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.hooks.test_generation" name="test_generate[bridge-llama]"><failure/></testcase>
+<testcase classname="tests.hooks.test_generation" name="test_generate[bridge-gpt2]"><error/></testcase>
+<testcase classname="tests.hooks.test_generation" name="test_other"/>
+<testcase classname="tests.models.test_read" name="test_third"><skipped/></testcase>
+<testcase classname="tests.models.test_read" name="test_fourth"/>
+</testsuite></testsuites>"""
+
+
+def test_the_page_of_the_newest_versions_counts_what_failed(tmp_path: Path) -> None:
+    report = tmp_path / "newest.xml"
+    report.write_text(JUNIT, encoding="utf-8")
+    lines = newest.page(report, {"transformers": "9.1", "torch": "2.2"}, date(2031, 2, 3)).splitlines()
+    assert lines[0] == "On 2031-02-03, with transformers 9.1, torch 2.2: 2 tests passed, 2 failed."
+    assert lines[2:] == [
+        "| failed | test | file |",
+        "|---|---|---|",
+        "| 2 | `test_generate` | `hooks/test_generation.py` |",
+    ]
+
+
+def test_the_support_page_quotes_the_newest_run() -> None:
+    assert re.match(
+        r"On 20\d\d-\d\d-\d\d, with transformer-lens \d", (ROOT / "docs" / "newest.md").read_text(encoding="utf-8")
+    )
+    assert "```{include} newest.md" in (ROOT / "docs" / "support.md").read_text(encoding="utf-8")

@@ -1,0 +1,189 @@
+"""KV caches: how passes are given one, whether attention keeps keys in it, and an adapter for bridges that lose it.
+
+transformers 5.24 renamed the argument with which a decoder layer passes its cache to attention. The attention of a
+TransformerBridge (TransformerLens 3.4 to 4.3) looks for the former names, finds none, and attends to the new tokens
+alone, without an error: every cached pass then starts a new text.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tl_posdisent.models.reading.forward import UNSUPPORTED, evaluating, output_of
+from tl_posdisent.utils.precision import mismatch
+
+WITHOUT_CACHE = "run the model on whole texts, without a KV cache (generate with use_past_kv_cache=False)"
+
+_PROMPT, _TEXT = 4, 6  # tokens of the text with which a cache is tried: in its first pass, and in all
+
+
+def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
+    """An empty KV cache, as an argument of the model's forward pass."""
+    if hasattr(model, "original_model"):
+        from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+        cache = DynamicCache(config=model.original_model.config)
+        if all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers):
+            cache = DynamicCache()  # of all keys, also behind a sliding window; hybrids keep other states
+        return {"use_cache": True, "past_key_values": cache}
+    if "past_kv_cache" in inspect.signature(model.forward).parameters:
+        try:
+            from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache as Cache
+        except ImportError:  # TransformerLens 2
+            from transformer_lens import HookedTransformerKeyValueCache as Cache
+
+        return {"past_kv_cache": Cache.init_cache(model.cfg, tokens.device, len(tokens))}
+    raise ValueError(f"model must take a cache of keys and values, got {type(model).__name__}")
+
+
+def with_mask(cache: dict[str, Any], part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
+    """Arguments of the pass over a part of a text without padding: HookedTransformer would ask a tokenizer for it."""
+    return cache | {"attention_mask": torch.ones_like(part)} if "past_kv_cache" in cache else cache
+
+
+def cache_of(model: Any, part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
+    """Keys and values of the beginning of texts, as an argument of a pass over the rest.
+
+    Raises:
+        ValueError: a model that takes no cache, or in which some layer keeps nothing in it.
+    """
+    cache = empty_cache(model, part)
+    with torch.no_grad():
+        output_of(model, part, **with_mask(cache, part))
+    if lost := layers_without_keys(cache):
+        raise ValueError(lost_keys(lost[0]))
+    return cache
+
+
+def of_rows(cache: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """A copy of such a cache for a batch of some of its texts; raises for other caches than those of transformers."""
+    some = copy.deepcopy(cache)
+    some["past_key_values"].batch_select_indices(rows)
+    return some
+
+
+# --- bridges whose attention loses the cache --------------------------------------------------------------------------
+
+
+def library_versions() -> str:
+    return f"TransformerLens {version('transformer-lens')}, transformers {version('transformers')}"
+
+
+def lost_keys(layer: int) -> str:
+    """Why a run with a KV cache is refused, and what to do."""
+    return (
+        f"the attention of layer {layer} does not keep its keys in the KV cache that this run asks for, so later "
+        f"tokens would not see the earlier ones ({library_versions()}; TransformerLens up to 4.3 needs transformers "
+        'before 5.24): install "transformers<5.24", or load the model with load_model or bridge_from_hf, which adapt '
+        f"it, or {WITHOUT_CACHE}"
+    )
+
+
+def layers_without_keys(cache: dict[str, Any]) -> list[int]:
+    """Layers whose attention kept no keys in a cache of transformers in which passes were to keep them."""
+    if "past_key_values" not in cache:  # HookedTransformer's own, which its attention fills itself
+        return []
+    held = dict(_key_layers(cache["past_key_values"]))
+    return [layer for layer, n_tokens in held.items() if n_tokens == 0] if held else [0]
+
+
+def _key_layers(cache: Any) -> Iterator[tuple[int, int]]:
+    """Number and tokens of each layer of a transformers cache that holds keys (not states of linear attention)."""
+    from transformers.cache_utils import DynamicLayer, StaticLayer
+
+    for index, layer in enumerate(getattr(cache, "layers", ())):
+        if isinstance(layer, (DynamicLayer, StaticLayer)):
+            yield index, int(layer.get_seq_length())
+
+
+def keep_cache(bridge: Any, tokens: Int[Tensor, "batch pos"]) -> None:
+    """Adapt a bridge whose attention loses its KV cache: pass the cache under the name that attention looks for.
+
+    Does nothing where attention keeps its keys. The adapter is a forward pre-hook of torch on the attention modules; it
+    is removed again if the logits with a cache are still not those without.
+    """
+    text = tokens[:, :_TEXT]
+    try:
+        with evaluating(bridge):
+            cache_of(bridge, text[:, :_PROMPT])
+        return
+    except UNSUPPORTED:
+        pass  # it takes no cache, or loses it
+    attentions = [block.attn for block in bridge.blocks if hasattr(block, "attn")]
+    handles = [attention.register_forward_pre_hook(_renamed, with_kwargs=True) for attention in attentions]
+    try:
+        kept = _same_with_cache(bridge, text)
+    except UNSUPPORTED:
+        kept = False
+    if not kept:
+        for handle in handles:
+            handle.remove()
+
+
+def _renamed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of attention with the cache of transformers 5.24 under its former name as well."""
+    cache = kwargs.get("cache")
+    return args, kwargs if cache is None else {"past_key_values": cache, **kwargs}
+
+
+def _same_with_cache(model: Any, text: Int[Tensor, "batch pos"]) -> bool:
+    """Whether a text in parts, with a KV cache, has the logits of the text in one pass."""
+    with torch.no_grad(), evaluating(model):
+        cache = empty_cache(model, text)
+        parts = [text[:, :_PROMPT], *text[:, _PROMPT:].split(1, 1)]
+        logits: Float[Tensor, "batch pos vocab"] = torch.cat([model(part, **cache) for part in parts], 1)
+        return mismatch(logits, model(text)) <= 1
+
+
+# --- the cache of a running pass --------------------------------------------------------------------------------------
+
+
+def requested_cache() -> Any | None:
+    """The KV cache of the running pass of a transformers model, or None if the pass was not asked to use one.
+
+    A hook function receives a tensor and a hook point, but not the arguments of the pass; they are read from the call
+    stack. transformers makes a cache in every pass; it counts only if the caller passes one or ``use_cache=True``.
+    """
+    from transformers import Cache, PreTrainedModel
+
+    cache, asked, frame = None, False, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward":
+            given = frame.f_locals
+            values = [*given.values(), *given.get("kwargs", {}).values()]
+            caches = [x for x in values if isinstance(x, Cache)]
+            cache = cache or next(iter(caches), None)
+            if isinstance(given.get("self"), PreTrainedModel):  # in the end the outermost of them
+                asked = bool(caches) or given.get("use_cache") is True
+        frame = frame.f_back
+    return cache if asked else None
+
+
+def check_cache_is_kept(layer: int, n_query: int, n_key: int | None = None, window: int | None = None) -> None:
+    """Raise ValueError if the running pass was asked for a KV cache which a layer's attention loses.
+
+    Args:
+        layer: to be called at a hook of this layer's attention, after it has put its keys into the cache.
+        n_query, n_key: queries of this pass, and keys that they see, if known.
+        window: of sliding attention, which forgets earlier keys.
+    """
+    cache = requested_cache()
+    if cache is None:
+        return
+    held = dict(_key_layers(cache))
+    n_tokens = max(held.values(), default=0)  # of the text so far, with those of this pass
+    continued = n_tokens > n_query
+    least = n_tokens if window is None else min(n_tokens, n_query + window - 1)
+    lost = [index for index, n in held.items() if continued and n == 0]
+    if n_tokens < n_query or (n_key is not None and n_key < least):
+        lost = [layer]
+    if lost:
+        raise ValueError(lost_keys(lost[0]))
