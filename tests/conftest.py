@@ -48,13 +48,15 @@ def _leave_with_a_short_message(self: Any, kind: Any, error: Any, trace: Any) ->
 
 _raises.__exit__ = _leave_with_a_short_message  # type: ignore[method-assign]
 
+LONGEST = "docs/test_examples.py"  # minutes, in one kernel: begun last, it would leave the other processes without work
+
 BACKENDS = ("bridge", "hooked") if importlib.metadata.version("transformer-lens")[0] != "2" else ("hooked",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where a law is tried on llama-gqa, it is slow on other architectures, and extended on those that add no
     mechanism; where it is tried on a bridge, it is slow on a HookedTransformer. These cost minutes and would show most
-    defects only once more."""
+    defects only once more. The longest are begun first."""
     words = [set(_words_of(item)) for item in items]
     on_bridge = {_law(item) for item, x in zip(items, words, strict=True) if "bridge" in x and "bridge" in BACKENDS}
     on_llama = {_law(item) for item, x in zip(items, words, strict=True) if "llama-gqa" in x}
@@ -67,6 +69,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.extended)
         if again or elsewhere or further:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONGEST))
 
 
 def _words_of(item: pytest.Item) -> list[str]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from support.pages import ROOT, assert_prints
 from support.smollm2 import needs_smollm2
@@ -22,24 +25,58 @@ BRIDGE = re.compile(r'(model = load_\w+\((?:folder, |"smollm2", )?backend=)"brid
 IN_BOTH = ("01_fit_additive", "04_your_own_model")  # other tests try every tool on both classes
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a notebook in a kernel that knows nothing of this one, away from the project's folder."""
-    for name, value in {
+# What a notebook finds that runs where others ran: nothing of theirs, this package not yet imported, the seed and the
+# options that torch and pandas have of themselves, an empty folder. Starting a kernel and importing what is not ours
+# takes as long as many a notebook.
+AS_NEW = """
+%reset -f
+import gc, os, sys
+import pandas, torch
+for name in [name for name in sys.modules if name.partition(".")[0] == "tl_posdisent"]:
+    del sys.modules[name]
+gc.collect()
+pandas.reset_option("^(display|styler)")
+torch.manual_seed(67280421310721)
+os.chdir({folder!r})
+%reset -f
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncKernelManager]:
+    """A kernel that knows nothing of this process."""
+    folder = tmp_path_factory.mktemp("kernel")
+    own = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-        "JUPYTER_CONFIG_DIR": str(tmp_path / "config"),
-        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        "IPYTHONDIR": str(folder / "ipython"),
+        "JUPYTER_CONFIG_DIR": str(folder / "config"),
+        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
+        "PYTHONPATH": str(ROOT),
+    }
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in own.items():
+            environment.setenv(name, value)
+        manager = AsyncKernelManager(kernel_name="python3")
+        run_sync(manager.start_kernel)(cwd=str(folder))
+        yield manager
+        run_sync(manager.shutdown_kernel)(now=True)
+
+
+@pytest.fixture
+def run(kernel: AsyncKernelManager, tmp_path: Path) -> Any:
+    """Run a notebook as in a new kernel, away from the project's folder."""
 
     def execute(notebook: Any) -> Any:
-        empty = tmp_path / "empty"
-        empty.mkdir()
-        resources = {"metadata": {"path": str(empty)}}
-        return NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+        first = nbformat.v4.new_code_cell(AS_NEW.format(folder=str(tmp_path)))
+        notebook.cells.insert(0, first)
+        client = NotebookClient(notebook, km=kernel, timeout=300)
+        try:
+            client.execute()
+        finally:
+            client.kc.stop_channels()
+        assert notebook.cells.pop(0) is first
+        return notebook
 
     return execute
 

@@ -234,7 +234,7 @@ def test_logits_are_compared_a_piece_at_a_time(dtype: torch.dtype) -> None:
         check_same_logits(got, expected, what="it")
     with torch.no_grad(), LiveBytes() as live:
         check_same_logits(expected, expected, what="it")
-    assert max(live.steps) < 40e6 < 4 * got.numel() * 8
+    assert live.most < 40e6 < 4 * got.numel() * 8
 
 
 @needs_hooked

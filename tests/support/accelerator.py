@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+
+from .nested import mapped, tensors
 
 NAME = "imitated"
 aten = torch.ops.aten
@@ -95,10 +96,15 @@ class Imitated(TorchDispatchMode):
 
     no_float64 = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch would ask once more for each operation."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = _run(func, args, kwargs or {})
         if self.no_float64:
-            for x in tree_flatten(made)[0]:
+            for x in tensors(made):
                 if isinstance(x, OnDevice) and x.dtype in (torch.float64, torch.complex128):
                     raise TypeError("Cannot convert a MPS Tensor to float64 dtype as MPS doesn't support float64")
         return made
@@ -123,9 +129,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return x.inside
         return torch.device("cpu") if isinstance(x, torch.device) else x
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C._DisableTorchDispatch())
-        made = func(*tree_map(lower, args), **tree_map(lower, kwargs))
+    with torch._C._DisableTorchDispatch():
+        made = func(*mapped(lower, args), **mapped(lower, kwargs))
     if device.type == "cpu" or func in _ON_HOST:
         return made
     if not func._schema.returns:
@@ -133,7 +138,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     changed = _changed(func)
     if changed is not None:
         return kwargs[changed] if isinstance(changed, str) else args[changed]
-    return tree_map(lambda x: OnDevice(x.resolve_conj().resolve_neg(), device) if isinstance(x, Tensor) else x, made)
+    return mapped(lambda x: OnDevice(x.resolve_conj().resolve_neg(), device) if isinstance(x, Tensor) else x, made)
 
 
 @functools.cache
@@ -152,7 +157,7 @@ def _changed(func: Any) -> int | str | None:
 
 def _device_of(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device | None:
     """Where the result belongs; None if no device but the CPU takes part."""
-    flat = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    flat = list(tensors((args, kwargs)))
     devices = [x.device for x in flat]
     target = kwargs.get("device")
     target = None if target is None else torch.device(target)

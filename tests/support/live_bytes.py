@@ -8,35 +8,42 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from .nested import tensors
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that are made while this context is entered, until they are freed: ``now``, and
-    ``steps`` after each operation."""
+    ``most``, the largest number after any operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.steps: list[int] = []
-        self.now = 0
-        self._known: dict[int, int] = {}
+        self.now = self.most = 0
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and torch would ask once more for each of millions of operations."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in given:
-                self._follow(storage)
-        self.steps.append(self.now)
+        for x in (out,) if isinstance(out, Tensor) else tensors(out):
+            storage = x.untyped_storage()
+            if storage._cdata not in self._known:
+                # A view of what was there before, or changed in place, is not new.
+                given = {y.untyped_storage()._cdata for y in tensors((args, kwargs))}
+                if storage._cdata not in given:
+                    self._follow(storage)
+        self.most = max(self.most, self.now)
         return out
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         name, size = storage._cdata, storage.nbytes()
-        if name in self._known:
-            return
-        self._known[name] = size
         self.now += size
-        weakref.finalize(storage, self._forget, name).atexit = False
 
-    def _forget(self, name: int) -> None:
-        self.now -= self._known.pop(name, 0)
+        def forget(_: Any) -> None:
+            del self._known[name]
+            self.now -= size
+
+        self._known[name] = weakref.ref(storage, forget)
