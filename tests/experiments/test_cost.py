@@ -63,7 +63,7 @@ def test_passes_are_counted(tool: str, layers: int, heads: int, few_steps: Calla
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox"))
 def test_no_tool_holds_more(kind: str, name: str, tool: str, few_steps: Callable[[], None]) -> None:
     """The tensors that are alive at the worst step, at lengths where scores are the smaller and the larger part."""
-    if (kind, name) != zoo.cases("llama-gqa")[0].values:
+    if (kind, name) != zoo.cases("llama-gqa")[0].values or zoo.TL_MAJOR != 3:
         few_steps()  # all of them in one case, where what each adds would be seen
     model = {"bridge": zoo.bridge, "hooked": zoo.hooked}[kind](name, max_position_embeddings=1024)
     for length in (100, 600) if tool in LAYER_BY_LAYER else (64,) if tool == "attention_ladder" else (64, 256):
