@@ -113,6 +113,26 @@ def test_a_cache_that_was_lost_before_the_hooks() -> None:
         assert "does not keep its keys" in refused(lambda: model(TEXTS[:, START:], past_key_values=cache))
 
 
+class Wrapper(torch.nn.Module):
+    """A module of the caller's, with names of its own in ``forward``."""
+
+    def __init__(self, run: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self) -> torch.Tensor:
+        kwargs = use_cache = True  # noqa: F841 - names that a pass of transformers has too
+        return self.run()
+
+
+def test_a_pass_within_a_module_of_the_callers() -> None:
+    """What its ``forward`` calls its variables does not ask for a cache, and does not hide that the pass does."""
+    model = faulty("llama-gqa", lost)
+    with torch.no_grad(), model.hooks(fwd_hooks=dummy_distance(model, 3)):
+        assert torch.equal(Wrapper(lambda: model(TEXTS))(), model(TEXTS))
+        assert "does not keep its keys" in refused(lambda: Wrapper(lambda: by_hand(model))())
+
+
 def _metric(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits[:, -1].square().mean()
 

@@ -158,9 +158,11 @@ def requested_cache() -> Any | None:
     while frame is not None:
         if frame.f_code.co_name == "forward":
             given = frame.f_locals
-            values = [*given.values(), *given.get("kwargs", {}).values()]
+            more = given.get("kwargs")  # a dictionary, unless it is a forward of the caller's own
+            values = [*given.values(), *(more.values() if isinstance(more, dict) else ())]
             caches = [x for x in values if isinstance(x, Cache)]
-            cache = cache or next(iter(caches), None)
+            if cache is None and caches:
+                cache = caches[0]
             if isinstance(given.get("self"), PreTrainedModel):  # in the end the outermost of them
                 asked = bool(caches) or given.get("use_cache") is True
         frame = frame.f_back
