@@ -70,11 +70,11 @@ class Case:
 
 
 def beside_random(
-    measure: Callable[..., pd.DataFrame], seeds: list[int], model: Any, tokens: torch.Tensor
+    measure: Callable[..., pd.DataFrame], seeds: list[int], model: Any, tokens: torch.Tensor, std: float = 0.02
 ) -> pd.DataFrame:
-    tables = [measure(model, tokens, progress=False).assign(weights="trained")]
-    for seed, random in zip(seeds, random_control(model, seeds) if seeds else [], strict=True):
-        tables.append(measure(random, tokens, progress=False).assign(weights=f"random {seed}"))
+    tables = [measure(model, tokens, progress=False).assign(weights="trained", std=float("nan"))]
+    for seed, random in zip(seeds, random_control(model, seeds, std=std) if seeds else [], strict=True):
+        tables.append(measure(random, tokens, progress=False).assign(weights=f"random {seed}", std=std))
     return pd.concat(tables)
 
 
@@ -107,7 +107,7 @@ CASES = {
     ),
     "fit labels": Case(
         "fit --length 32 --heads L4H5,L0H7 --control 0 --texts 1",
-        lambda m, t: additivity(m, t, layers=[0, 4], **QUIET).iloc[[7, 13]].assign(weights="trained"),
+        lambda m, t: additivity(m, t, layers=[0, 4], **QUIET).iloc[[7, 13]].assign(weights="trained", std=float("nan")),
         ONE,
     ),
     "fit pooled": Case(
@@ -116,8 +116,8 @@ CASES = {
         stretches(3, 32),
     ),
     "controlled": Case(
-        "controlled --length 32 --layers 1,4 --sinks 2 --seed 3",
-        partial(beside_random, partial(controlled_distance, layers=[1, 4], sinks=2), [3]),
+        "controlled --length 32 --layers 1,4 --sinks 2 --seed 3 --std 0.1",
+        partial(beside_random, partial(controlled_distance, layers=[1, 4], sinks=2), [3], std=0.1),
         ONE,
     ),
     "perturb": Case(
@@ -170,7 +170,10 @@ def test_means_over_heads_are_shown_beside_random_weights(command: str, model: A
         r, by_layer = trained[column], [table.groupby("layer")[column].mean() for table in (trained, chance)]
         expected += [[str(n), f"{by_layer[0][n]:.2f}", f"{by_layer[1][n]:.2f}"] for n in range(5)]
         headline = f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over 40 heads"
-        assert f"{headline}; at random initialisation {chance[column].mean():.3f}" in result.stdout
+        assert (
+            f"{headline}; at random initialisation (standard deviation 0.02) {chance[column].mean():.3f}"
+            in result.stdout
+        )
     assert shown == expected
     if command == "fit":
         heads, limit = trained.groupby(["layer", "head"])["r_held_out"].mean(), {}

@@ -96,7 +96,7 @@ def test_columns_in_the_help_are_those_of_the_table() -> None:
     model, tokens = load_demo_model(), demo_tokens(length=17)
     options: dict[str, Any] = {"layers": [0], "progress": False}
     tables = {
-        "controlled": [*controlled_distance(model, tokens, **options).columns, "weights"],
+        "controlled": [*controlled_distance(model, tokens, **options).columns, "weights", "std"],
         "ablate": list(head_ablation(model, tokens, **options).columns),
         "length": ["way", *length_generalization(model, tokens, [0, 8, 16], **options).columns],
     }

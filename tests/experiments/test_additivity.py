@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from support import zoo
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent import additivity, dummy_distance, random_control
+from tl_posdisent import additivity, dummy_distance
 from tl_posdisent.hooks import applied
 from tl_posdisent.models import read_model
 
@@ -125,47 +124,6 @@ def test_models_that_show_only_their_pattern(name: str, shared_model: Any) -> No
     torch.testing.assert_close(found, pattern, rtol=1e-4, atol=1e-5)
     row = table_of(model, layers=[1]).query("batch == 0 and head == 7").iloc[0]
     assert row["r2"] == pytest.approx(by_least_squares(layer.scores[0, 7], inside)["r2"], abs=1e-6)
-
-
-@pytest.mark.usefixtures("unchecked")  # the checks of lists draw random numbers themselves
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2", "gpt_oss"))
-def test_random_control(kind: str, name: str) -> None:
-    model = zoo.load(kind, name)
-    fired: list[int] = []
-    model.hook_dict["blocks.0.attn.hook_q"].add_hook(lambda x, hook: fired.append(1))
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    with torch.no_grad():
-        plain = model(TOKENS)
-    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    first, other = random_control(model, [3, 4])
-    (again,) = random_control(model, [3])
-    after = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
-    assert torch.equal(states[0], after[0])
-    assert states[1:] == after[1:]
-    fired.clear()
-    with torch.no_grad():
-        logits = [m(TOKENS) for m in (first, again, other)]
-    assert fired == []  # a hook of the original is none of the copy
-    assert torch.equal(logits[0], logits[1])
-    assert (logits[0] - logits[2]).abs().max() > 0
-    assert (logits[0] - plain).abs().max() > 0.1 * plain.abs().max()
-    assert type(first) is type(model)
-    assert not first.training
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    with torch.no_grad():
-        assert torch.equal(model(TOKENS), plain)
-    assert fired == [1]
-    matrix = first.blocks[0].attn.W_Q
-    assert matrix.std().item() == pytest.approx(0.02, rel=0.05)
-    assert matrix.dtype == model.blocks[0].attn.W_Q.dtype
-    assert [s.problem for s in read_model(first).specs()] == [None, None]
-
-
-@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
-def test_random_control_keeps_the_dtype_and_comes_one_by_one(kind: str, name: str) -> None:
-    model = zoo.load(kind, name).to(torch.bfloat16)
-    controls = random_control(model, range(3))
-    assert next(controls).blocks[0].attn.W_Q.dtype == torch.bfloat16
 
 
 # --- options --------------------------------------------------------------------------------------------------

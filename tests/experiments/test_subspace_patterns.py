@@ -53,7 +53,7 @@ def measures(model: Any, sinks: int) -> pd.DataFrame:
         moments = Moments.from_qk(layer.q[:, sinks:], layer.k[:, sinks:], layer.spec.rotary)
         bounds.append(interaction_bound(moments, range(12), scale=layer.spec.scale)["separate"])
     table = controlled[["r_three_axis", "r_two_axis", "distance:key", "distance:query:key"]].assign(
-        r=r.groupby(index)["r"].mean(),
+        **{name: r.groupby(index)[name].mean() for name in ("r", "r_no_distance", "r_held_out")},
         bound=pd.concat(bounds).tolist(),
         concentration=patterns["key_concentration"],
     )
@@ -64,9 +64,9 @@ def measures(model: Any, sinks: int) -> pd.DataFrame:
 def test_each_measure_is_that_of_its_own_function(kind: str, name: str, shared_model: Model) -> None:
     model, seeds, sinks = shared_model(kind, name), (4, 5), 3
     table = trained_vs_random(model, TOKENS, seeds=seeds, sinks=sinks, progress=False)
-    columns = ["layer", "head", "measure", "trained", "random", "random_std"]
+    columns = ["layer", "head", "measure", "std", "trained", "random", "random_std"]
     assert table.columns.tolist() == columns
-    assert (table.groupby(["layer", "head"]).size() == 9).all()
+    assert (table.groupby(["layer", "head"]).size() == 11).all()
     wide = table.pivot_table(index=["layer", "head"], columns="measure")
     trained = measures(model, sinks)
     copies = [measures(m, sinks) for m in random_control(model, seeds)]

@@ -263,7 +263,7 @@ def test_what_was_analysed_and_how_to_do_it_again(made: Callable[[str], tuple[An
     assert f"tl_posdisent {tp.__version__}" in document.text
     assert f"torch {torch.__version__}" in document.text
     assert re.search(r"transformer_lens \d+\.\d+", document.text)
-    assert "seed 5 (random initialisations: 5, 6)" in document.text
+    assert "random weights, standard deviation 0.02, seeds 5, 6" in document.text
 
 
 def test_the_same_again_byte_for_byte(tmp_path: Path) -> None:

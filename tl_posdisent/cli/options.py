@@ -106,12 +106,16 @@ class Given:
     layers: str | None = Option(None, help="Such as 0,3,5 or 0-3,7; default all.")
     heads: str | None = Option(None, help="Heads of these layers, such as 0,2-4, or L4H2,L0H5; default all.")
     control: int = Option(1, min=0, help="Number of random initialisations for the baseline, from --seed on.")
+    std: str = Option(
+        "config", metavar="config|NUMBER", help="Standard deviation of their weights; config: as the model states it."
+    )
     seed: int = Option(0, min=0, help="Random seed.")
     progress: bool = Option(True, callback=_quiet, help="Progress bars and notes on stderr, or errors alone.")
 
     def __post_init__(self) -> None:
         check_out(self.out)
         self.chosen_layers, self.chosen_heads = whole_numbers("layers", self.layers), head_numbers(self.heads)
+        self.chosen_std = standard_deviation(self.std)
         self.exit_code = 0
 
     def load(self) -> Any:
@@ -187,6 +191,23 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
         if all(ranges):
             return [number for found in ranges for number in found]
     raise ValueError(f"--{option} must be numbers with commas between, or ranges such as 0-3, got {text!r}")
+
+
+def standard_deviation(text: str) -> float | Literal["config"]:
+    """``--std`` as a number, or as it is.
+
+    >>> standard_deviation("0.02"), standard_deviation("config")
+    (0.02, 'config')
+    """
+    if text == "config":
+        return "config"
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise ValueError(f"--std must be a number above 0, or config, got {text!r}")
+    return number
 
 
 def head_numbers(text: str | None) -> list[Any] | None:

@@ -10,10 +10,11 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 from torch import Tensor
 
+from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, initial_scales
 from tl_posdisent.models.texts import Tokens
 from tl_posdisent.report.atlas import atlas
 from tl_posdisent.report.markup import escape
-from tl_posdisent.report.measurements import SECTIONS, SectionName, measure, read_subject
+from tl_posdisent.report.measurements import SECTIONS, Copies, SectionName, measure, read_subject
 from tl_posdisent.report.sections import TITLES, analysed, headline, reproduce, section, verdict
 from tl_posdisent.utils.files import whole_file
 from tl_posdisent.utils.validation import check_integer, check_seed, check_subset, head_label, shown
@@ -28,6 +29,7 @@ def report(
     attention_mask: Tensor | None = None,
     layers: int | Iterable[int] | None = None,
     control: int = 1,
+    std: Scale = "config",
     heads: int | str | Iterable[int | str | tuple[int, int]] | None = None,
     sections: Iterable[SectionName] | None = None,
     title: str | None = None,
@@ -52,6 +54,7 @@ def report(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
+        std: standard deviation of their weights, as in ``random_control``.
         heads: integers (in each layer), pairs ``(layer, head)`` or labels ``"L3H4"``; default all.
         sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"labels"``,
             ``"heads"``, ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Those that cannot be made give
@@ -82,17 +85,19 @@ def report(
         raise ValueError(f"sections must be some of {', '.join(SECTIONS)}, got none")
     check_seed(seed)
     control = check_integer("control", control, 0)
+    (scale,) = initial_scales(subject.model, std) if control else [USUAL_STD]
     for name, value in (("title", title), ("command", command)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name} must be text, got {shown(value)}")
     if not isinstance(path, (str, PathLike)) or not str(path) or Path(path).is_dir():
         raise ValueError(f"path must be that of the HTML file, got {shown(path)}")
     target = Path(path)
-    found = measure(subject, wanted, control=control, seed=seed, progress=progress)
+    found = measure(subject, wanted, copies=Copies(control, scale), seed=seed, progress=progress)
     found = {name: found[name] for name in wanted}
     options = {
         "layers": subject.asked,
         "control": control if control != 1 else None,
+        "std": std if std != "config" else None,
         "heads": None if heads is None else [head_label(*pair) for pair in subject.pairs],
         "sections": None if sections is None else wanted,
         "seed": seed or None,
@@ -109,7 +114,7 @@ def report(
         analysed(subject),
         headline(subject, found),
         *(content for content, _ in measured.values()),
-        reproduce(subject, call, seed, control),
+        reproduce(subject, call, seed, Copies(control, scale)),
     ]
     contents = {"atlas": "Atlas"} if opening else {}
     contents |= {"verdict": "Verdict", "analysed": "What was analysed", "headline": "Headline numbers"}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pandas as pd
@@ -234,6 +234,16 @@ class Found:
         return f"{len(self.read.pairs)} of the {self.read.sampled} heads were measured"
 
 
+class Copies(NamedTuple):
+    """The random-weights baseline: how many copies, and the standard deviation of their weights."""
+
+    n: int
+    std: float
+
+    def seeds(self, first: int) -> range:
+        return range(first, first + self.n)
+
+
 @dataclass(frozen=True)
 class Exhibits:
     """The most and the least additive head (layer, head), and fits and scores of the two's layers."""
@@ -245,22 +255,23 @@ class Exhibits:
 
 
 def measure(
-    subject: Subject, wanted: Sequence[SectionName], *, control: int, seed: int, progress: bool
+    subject: Subject, wanted: Sequence[SectionName], *, copies: Copies, seed: int, progress: bool
 ) -> dict[SectionName, Found]:
     """Run the measurements of the sections wanted; raise if none of them can be made for this model."""
     needed = [name for name in SECTIONS if name in wanted or (name == "additivity" and "heads" in wanted)]
     found: dict[SectionName, Found] = {}
-    with progress_bar(total=len(needed) + control, desc="report", disable=not progress) as bar:
+    with progress_bar(total=len(needed) + copies.n, desc="report", disable=not progress) as bar:
         for name in needed:
             bar.set_postfix_str(name)
-            found[name] = _try(name, subject, found, seed, control)
+            found[name] = _try(name, subject, found, seed, copies)
             bar.update()
         if all(found[name].refused for name in wanted):
             raise ValueError(f"nothing of this can be measured: {found[wanted[0]].refused}")
         compared = [name for name in _COMPARED if name in wanted and not found[name].refused]
         chance: dict[SectionName, list[pd.DataFrame]] = {name: [] for name in compared}
-        seeds = range(seed, seed + control if compared else seed)
-        for n, copy in zip(seeds, random_control(subject.model, seeds) if seeds else (), strict=True):
+        seeds = copies.seeds(seed) if compared else range(0)
+        models = random_control(subject.model, seeds, std=copies.std) if seeds else ()
+        for n, copy in zip(seeds, models, strict=True):
             bar.set_postfix_str("random initialisation")
             untrained = replace(subject, reading=read_model(copy))
             for name, tables in chance.items():
@@ -282,13 +293,13 @@ def by_head(table: pd.DataFrame) -> pd.DataFrame:
     return table.drop(columns=["batch", "seed"], errors="ignore").groupby(HEAD, as_index=False).mean()
 
 
-def _try(name: SectionName, subject: Subject, found: Mapping[SectionName, Found], seed: int, control: int) -> Found:
+def _try(name: SectionName, subject: Subject, found: Mapping[SectionName, Found], seed: int, copies: Copies) -> Found:
     """A measurement, or why there is none: errors of the input (``ValueError``) and of the computation."""
     part = narrowed(name, subject, seed)
     try:
         if name == "heads":
             return found["additivity"] if found["additivity"].refused else Found(_heads(part, found["additivity"]))
-        table = _labels(part, seed, control) if name == "labels" else _MEASUREMENTS[name](part, seed)
+        table = _labels(part, seed, copies) if name == "labels" else _MEASUREMENTS[name](part, seed)
         failures = "; ".join(f"{label}: {reason}" for label, reason in table.attrs.get("failures", {}).items())
         return Found(table, note=f"Not measured: {failures}." if failures else None, read=part)
     except ValueError as error:
@@ -323,10 +334,10 @@ def _of_layers(experiment: Callable[..., pd.DataFrame], subject: Subject, seed: 
     return _chosen(subject, experiment(**_common(subject)))
 
 
-def _labels(subject: Subject, seed: int, control: int) -> pd.DataFrame:
+def _labels(subject: Subject, seed: int, copies: Copies) -> pd.DataFrame:
     """With the mean over the random copies beside each measure; these copies belong to the labels themselves."""
     options: dict[str, Any] = {"local": min(8, min(subject.lengths) - 1), "streaming": False, "seed": seed}
-    return _chosen(subject, head_labels(**_common(subject), seeds=range(seed, seed + control), **options))
+    return _chosen(subject, head_labels(**_common(subject), seeds=copies.seeds(seed), std=copies.std, **options))
 
 
 def _perturbation(subject: Subject, seed: int, kinds: Any = ("order", "index", "feature")) -> pd.DataFrame:

@@ -13,6 +13,7 @@ import torch
 
 from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
 from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
+from tl_posdisent.models.loading.random_init import described_copies
 from tl_posdisent.report.atlas import label_words, looks_at
 from tl_posdisent.report.markup import (
     MISSING,
@@ -35,6 +36,7 @@ from tl_posdisent.report.measurements import (
     LADDER,
     PERTURBATIONS,
     SHARES,
+    Copies,
     Exhibits,
     Found,
     SectionName,
@@ -230,7 +232,8 @@ def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
         f"This model has {_millions(subject.parameters())} parameters and read {sum(subject.lengths)} tokens. {A} "
         f"measured large language models, {B} six-layer models trained on two synthetic tasks: their figures are "
         f"given for comparison. {small if subject.parameters() < 1e8 else ''}Correlations are means over heads. Only "
-        "what exceeds the column “random” (the same architecture, untrained, on the same text) has been learned."
+        "what exceeds the column “random” (the same architecture, untrained, on the same text; how its weights are "
+        'drawn is under <a href="#reproduce">How to reproduce</a>) has been learned.'
     )
     body = table("headline", "The papers’ claims, and this model", pd.DataFrame(rows))
     return f'<section id="headline"><h2>Headline numbers</h2>{body}{paragraph(text)}</section>\n'
@@ -240,17 +243,17 @@ def _millions(n: int) -> str:
     return f"{n / 1e9:.1f} billion" if n >= 1e9 else f"{n / 1e6:.2f} million" if n >= 1e5 else str(n)
 
 
-def reproduce(subject: Subject, call: str, seed: int, control: int) -> str:
+def reproduce(subject: Subject, call: str, seed: int, copies: Copies) -> str:
     """Versions, seed, command."""
     ids = torch.where(subject.real, subject.tokens, -1)  # padding counts as -1
     digest = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
     packages = ("tl_posdisent", "transformer_lens", "circuitsvis")
     versions = {name: version(name.replace("_", "-")) for name in packages}
     versions |= {"torch": torch.__version__, "Python": platform.python_version()}
-    seeds = f"seed {seed}" + (f" (random initialisations: {numbers(range(seed, seed + control))})" if control else "")
     rows = {
         "Versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
-        "Seed": seeds,
+        "Seed": f"seed {seed}",
+        **({"Random": described_copies("random", [copies.std], copies.seeds(seed))} if copies.n else {}),
         "Token ids": f"SHA-256 {digest[:16]}…, int64, {subject.tokens.shape[0]} × {subject.tokens.shape[1]}",
     }
     return (

@@ -26,7 +26,7 @@ from tl_posdisent.cli.output import by_head, check_out, frame, save
 TEXTS = "Number of consecutive parts of the text; default two if it has them."
 
 
-@command(f"{ON_TEXT} layers heads control seed progress")
+@command(f"{ON_TEXT} layers heads control std seed progress")
 def fit(
     given: Given,
     texts: int | None = Option(None, min=1, help=TEXTS),
@@ -44,6 +44,7 @@ def fit(
       r_no_distance        r of query and key component alone
       r_held_out           r with the distance profile of the other texts
       weights              trained, or random and the seed
+      std                  standard deviation of the random weights
 
     Examples:
       tl-posdisent fit
@@ -79,7 +80,7 @@ def fit(
 _MODELS = {"r_three_axis": "distance + query + key", "r_two_axis": "(query, distance) + (query, key)"}
 
 
-@command(f"{ON_TEXT} layers control seed progress")
+@command(f"{ON_TEXT} layers control std seed progress")
 def controlled(
     given: Given,
     sinks: int = Option(0, min=0, help="Positions to leave out at the beginning of each text."),
@@ -96,6 +97,7 @@ def controlled(
       r_three_axis            correlation of scores with distance + query + key
       r_two_axis              the same with (query, distance) + (query, key)
       weights                 trained, or random and the seed
+      std                     standard deviation of the random weights
 
     Examples:
       tl-posdisent controlled
@@ -118,15 +120,19 @@ def controlled(
 
 
 def _beside_random(measure: Callable[[Any], Any], model: Any, given: Given) -> tuple[Any, Any]:
-    """Measure the model and ``--control`` random initialisations of it, and save both tables as one, with a column
-    ``weights``: ``trained``, or ``random`` and the seed."""
+    """Measure the model and ``--control`` random initialisations of it, and save both tables as one, with the columns
+    ``weights``, ``trained`` or ``random`` and the seed, and ``std``, of the random weights."""
     import pandas as pd
 
-    from tl_posdisent.models.loading.random_init import random_control
+    from tl_posdisent.models.loading.random_init import initial_scales, random_control
 
-    trained, seeds = measure(model).assign(weights="trained"), range(given.seed, given.seed + given.control)
-    fresh = random_control(model, seeds) if seeds else []
-    chance = [measure(m).assign(weights=f"random {s}") for s, m in zip(seeds, fresh, strict=True)]
+    trained, seeds = (
+        measure(model).assign(weights="trained", std=float("nan")),
+        range(given.seed, given.seed + given.control),
+    )
+    scales = initial_scales(model, given.chosen_std) if seeds else []
+    fresh = random_control(model, seeds, std=scales) if seeds else []
+    chance = [measure(m).assign(weights=f"random {s}", std=scales[0]) for s, m in zip(seeds, fresh, strict=True)]
     save(pd.concat([trained, *chance], ignore_index=True), given.out)
     return trained, pd.concat(chance, ignore_index=True) if chance else trained.iloc[:0]
 
@@ -134,7 +140,8 @@ def _beside_random(measure: Callable[[Any], Any], model: Any, given: Given) -> t
 def _mean(column: str, trained: Any, chance: Any) -> str:
     """A column's mean, lowest and highest value over all heads, and its mean at random initialisation."""
     r, heads = trained[column], len(trained[["layer", "head"]].drop_duplicates())
-    at_random = f"; at random initialisation {chance[column].mean():.3f}" if len(chance) else ""
+    drawn = f" (standard deviation {chance['std'].iloc[0]:.3g})" if len(chance) else ""
+    at_random = f"; at random initialisation{drawn} {chance[column].mean():.3f}" if len(chance) else ""
     return f"mean {column} {r.mean():.3f} ({r.min():.3f}…{r.max():.3f}) over {heads} heads{at_random}"
 
 
@@ -289,7 +296,7 @@ def length(
 SECTIONS = ("additivity", "distance", "shares", "subspaces", "labels", "heads", "perturbation", "ablation", "ladder")
 
 
-@command(f"{ON_TEXT} layers heads control seed progress")
+@command(f"{ON_TEXT} layers heads control std seed progress")
 def report(
     given: Given,
     texts: int | None = Option(None, min=1, help=TEXTS),
@@ -319,6 +326,7 @@ def report(
         layers=given.chosen_layers,
         heads=given.chosen_heads,
         control=given.control,
+        std=given.chosen_std,
         sections=sections,
         title=title,
         seed=given.seed,

@@ -90,7 +90,7 @@ def additivity(
     tables = []
     for layer in sorted(read[0]):
         parts = [of_group.pop(layer) for of_group in read]
-        columns = _of_all([fit_marginals(*_stacked(parts), pool=True)]) if pool else _of_texts(parts)
+        columns = _of_all([fit_marginals(*_stacked(parts), pool=True)]) if pool else columns_of_texts(parts)
         (*texts_there, heads), values = columns["r"].shape, {name: x.flatten().tolist() for name, x in columns.items()}
         tables.append(pd.DataFrame(index_columns((*texts_there, 1, heads), pooled=pool, layers=[layer]) | values))
     return reading.note(pd.concat(tables, ignore_index=True))
@@ -126,8 +126,8 @@ def _of_all(fits: Sequence[AdditiveFit]) -> dict[str, Tensor]:
     return {name: torch.cat([getattr(fit, name) for fit in fits]) for name in SUMMARY}
 
 
-def _of_texts(parts: Sequence[Part]) -> dict[str, Tensor]:
-    """Columns ``[text, head]``, texts in the order of the batch."""
+def columns_of_texts(parts: Sequence[Part]) -> dict[str, Tensor]:
+    """The columns of ``additivity`` that are not pooled, ``[text, head]``, texts in the order of the batch."""
     fits = [fit_marginals(part.read, part.cells) for part in parts]
     given = {"r_no_distance": [torch.zeros_like(fit.distance) for fit in fits]}
     if sum(len(part.rows) for part in parts) > 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_ablation import streaming_ablation
 from tl_posdisent.hooks.edits.rotation_and_score_edits import masked_softmax
-from tl_posdisent.models.loading.random_init import random_control
+from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scales, random_control
 from tl_posdisent.models.reading.forward import Hook, device_of, run, special_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -44,6 +44,7 @@ def head_labels(
     threshold: float = 0.5,
     seed: int = 0,
     seeds: int | Iterable[int] = 1,
+    std: Scale = "config",
     progress: bool = True,
 ) -> pd.DataFrame:
     """Measure what heads are usually called by, each with its random-weights baseline.
@@ -72,6 +73,7 @@ def head_labels(
         seed: of the random sequences.
         seeds: random copies of the model (``random_control``): how many, or a list of their seeds; 0 or ``()`` for
             none.
+        std: standard deviation of the copies' weights, as in ``random_control``.
         progress: show a bar over the models.
 
     Returns:
@@ -79,7 +81,8 @@ def head_labels(
         over the random copies. ``label`` names those of the first four measures that come at least ``threshold`` of the
         way from the random copies' value (without copies: from 0) to 1, joined by ``+``; else ``"local"`` if that does;
         else it is empty.
-        ``table.attrs["start_token"]`` begins the repeated random tokens; None without tokenizer or configuration.
+        ``table.attrs["random weights"]`` says what the copies are, ``table.attrs["start_token"]`` which token begins
+        the repeated random tokens (None without tokenizer or configuration).
 
     Raises:
         ValueError: unusable arguments; sinks and a window that hide nothing; a layer that shows neither pattern nor
@@ -103,7 +106,8 @@ def head_labels(
     texts = read_texts(reading.model, *given)
     if min(texts.lengths) <= local:
         raise ValueError(f"local must be less than the tokens of every text, {min(texts.lengths)}, got {local}")
-    copies = random_control(reading.model, seeds) if seeds else ()
+    scales = initial_scales(reading.model, std) if seeds else []
+    copies = random_control(reading.model, seeds, std=scales) if seeds else ()
     found = []
     models = (m for group in ([reading], copies) for m in group)
     with progress_bar(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
@@ -118,6 +122,8 @@ def head_labels(
     chance: Any = sum(found[1:]) / len(seeds) if seeds else None
     table = _compared(found[0], chance, threshold)
     table.attrs["start_token"] = int(copied[0, 0]) if copied.shape[1] % 2 else None
+    if seeds:
+        table.attrs["random weights"] = described_copies("random", scales, seeds)
     return reading.note(table)
 
 

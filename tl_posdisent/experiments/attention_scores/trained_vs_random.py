@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Iterable
+from math import isnan, nan
 from typing import Any, Literal
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from tl_posdisent.additive.fit import fit_additive
+from tl_posdisent.additive.cells import make_cells, read_marginals
 from tl_posdisent.models.capture import Captured
-from tl_posdisent.models.loading.random_init import random_control
+from tl_posdisent.models.loading.random_init import Baseline, Scale, described_copies, initial_scales, random_control
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
@@ -24,11 +26,12 @@ from tl_posdisent.rope.variance_decomposition import Numbers, decompose
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_seeds, head_label
 
-from .additivity import cells_of
+from .additivity import Part, cells_of, columns_of_texts
 from .measure_layers import measure_layers
 
 _HEAD = ["layer", "head"]
-_OfTexts = tuple[Captured, Moments, Tensor]  # in texts of equal length; ``[measure, text, head]`` of single texts
+_OfTexts = tuple[Captured, Moments, Part, Tensor]  # of texts of equal length; last ``[measure, text, head]``
+_OF_FITS = ("r", "r_no_distance", "r_held_out")
 
 
 def above_random(trained: pd.DataFrame, random: pd.DataFrame, column: str) -> str:
@@ -47,6 +50,8 @@ def trained_vs_random(
     *,
     attention_mask: Tensor | None = None,
     seeds: int | Iterable[int] = 3,
+    kind: Baseline = "random",
+    std: Scale | Iterable[Scale] = "config",
     by: Literal["head", "layer"] = "head",
     distances: Numbers | None = None,
     layers: int | Iterable[int] | None = None,
@@ -55,20 +60,24 @@ def trained_vs_random(
 ) -> pd.DataFrame:
     """Compare additivity and other measures of a model's scores with their random-weights baseline.
 
-    The measures are ``r`` of ``additivity`` and ``positional``, ``symbolic`` of ``positional_symbolic`` (means over
-    texts); ``r_three_axis``, ``r_two_axis``, ``distance:key`` and ``distance:query:key`` of ``controlled_distance``;
-    ``bound`` of ``distance:key`` (``interaction_bound``); and the keys' ``concentration`` (``subspace_patterns``).
+    The measures are ``r``, ``r_no_distance`` and (of two texts or more) ``r_held_out`` of ``additivity``, and
+    ``positional``, ``symbolic`` of ``positional_symbolic`` (means over texts); ``r_three_axis``, ``r_two_axis``,
+    ``distance:key`` and ``distance:query:key`` of ``controlled_distance``; ``bound`` of ``distance:key``
+    (``interaction_bound``); and the keys' ``concentration`` (``subspace_patterns``).
 
     Args:
         model, tokens, attention_mask, distances, layers: as in ``controlled_distance``.
-        seeds: random copies (``random_control``): how many, or a list of their seeds.
+        seeds: copies (``random_control``): how many, or a list of their seeds.
+        kind, std: which weights of the copies are random, and their standard deviation, as in ``random_control``.
+            What random weights give depends on ``std``: give several to see by how much.
         by: one row per head, or per layer: the mean over its heads.
         sinks: positions to leave out at the beginning of each text, as queries and as keys.
         progress: show a bar over the models.
 
     Returns:
-        One row per layer (and head) and measure: ``layer``, (``head``,) ``measure``; ``trained``; ``random`` and
-        ``random_std``, mean and standard deviation over the copies (NaN for a single one).
+        One row per layer (and head), measure and ``std``: ``layer``, (``head``,) ``measure``, ``std`` (NaN for shuffled
+        weights); ``trained``; ``random`` and ``random_std``, mean and standard deviation over the copies (NaN for a
+        single one). ``table.attrs["random weights"]`` says what the copies are.
 
     Raises:
         ValueError: what these functions refuse.
@@ -86,18 +95,31 @@ def trained_vs_random(
     texts = read_texts(reading.model, tokens, attention_mask)
     seeds = check_seeds(seeds)
     layers = [spec.layer for spec in reading.rotary(layers, "trained_vs_random")]
-    copies = random_control(reading.model, seeds)
+    scales = [nan] if kind == "shuffled" else initial_scales(reading.model, std)
+    copies = random_control(reading.model, seeds, kind=kind, std=std if kind == "shuffled" else scales)
     index = _HEAD if by == "head" else _HEAD[:1]
-    results = []
-    models = (m for group in ([reading], copies) for m in group)
-    with progress_bar(models, total=1 + len(seeds), desc="models", disable=not progress) as bar:
-        for m in bar:
-            measured = _measure(read_model(m, layers), texts, distances, layers, sinks)
-            long = measured.groupby(index).mean().reset_index().melt(index, list(measured)[2:], var_name="measure")
-            results.append(long.set_index([*index, "measure"])["value"])
-    chance = pd.concat(results[1:], axis=1)
-    table = pd.DataFrame({"trained": results[0], "random": chance.mean(axis=1), "random_std": chance.std(axis=1)})
-    return reading.note(table.reset_index().sort_values(index, kind="stable", ignore_index=True))
+
+    def measured(m: Any) -> pd.Series:
+        table = _measure(read_model(m, layers), texts, distances, layers, sinks).groupby(index).mean().reset_index()
+        measures = [name for name in table if name not in _HEAD]
+        return table.melt(index, measures, var_name="measure").set_index([*index, "measure"])["value"]
+
+    tables = []
+    with progress_bar(total=1 + len(scales) * len(seeds), desc="models", disable=not progress) as bar:
+
+        def counted(m: Any) -> pd.Series:
+            found = measured(m)
+            bar.update()
+            return found
+
+        trained = counted(reading)
+        for scale in scales:
+            chance = pd.concat([counted(m) for m in itertools.islice(copies, len(seeds))], axis=1)
+            columns = {"trained": trained, "random": chance.mean(axis=1), "random_std": chance.std(axis=1)}
+            tables.append(pd.DataFrame({"std": scale} | columns).reset_index())
+    table = pd.concat(tables).sort_values(index, kind="stable", ignore_index=True)
+    table.attrs["random weights"] = described_copies(kind, [x for x in scales if not isnan(x)], seeds)
+    return reading.note(table)
 
 
 def _measure(
@@ -109,21 +131,23 @@ def _measure(
     def measure(layer: Captured) -> _OfTexts:
         rotary, n = layer.spec.require_rotary(tool), layer.q_rot.shape[1]
         late = torch.arange(n, device=layer.q.device) >= sinks
-        fit = fit_additive(layer.scores, **cells_of(layer.spec, late[:, None] & late if sinks else None, n))
+        mask = cells_of(layer.spec, late[:, None] & late if sinks else None, n)
+        cells = make_cells(layer.scores.shape, device=layer.scores.device, **mask)
+        fitted = Part(torch.arange(len(layer.q)), read_marginals(layer.scores, cells), cells)
         plane = positional_symbolic_qk(layer.q, layer.k, rotary)
-        points = (fit.r.new_tensor(plane[x].tolist()).view_as(fit.r) for x in ("positional", "symbolic"))
-        by_text = torch.stack([fit.r, *points])
-        return layer, Moments.from_qk(layer.q, layer.k, rotary), by_text
+        points = [torch.tensor(plane[x].tolist()).view(layer.scores.shape[:2]) for x in ("positional", "symbolic")]
+        return layer, Moments.from_qk(layer.q, layer.k, rotary), fitted, torch.stack(points)
 
     def table(spec: AttentionSpec, parts: list[_OfTexts]) -> pd.DataFrame:
-        captured, of_texts, points = zip(*parts, strict=True)
+        captured, of_texts, fitted, points = zip(*parts, strict=True)
         moments, scale = functools.reduce(operator.add, of_texts), spec.require_scale()
         q, k = (torch.cat([getattr(layer, x).flatten(0, 1) for layer in captured]) for x in ("q", "k"))
         patterns = subspace_patterns_qk(q, k, moments.rotary, at, scale=scale).groupby("head")
         controlled = decompose(moments, at, scale=scale).to_frame().set_index("head")
-        r, positional, symbolic = torch.cat(points, 1).nanmean(1).tolist()
+        fits = columns_of_texts(fitted)
+        positional, symbolic = torch.cat(points, 1).nanmean(1).tolist()
         columns = {
-            "r": r,
+            **{name: fits[name].nanmean(0).tolist() for name in _OF_FITS if name in fits},
             **{name: controlled[name] for name in ("r_three_axis", "r_two_axis", *INTERACTIONS)},
             "bound": patterns["spread"].sum(min_count=1) ** 2,
             "positional": positional,

@@ -18,7 +18,7 @@ from torch import Tensor
 from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
 from tl_posdisent.hooks.substitute import BANDS, Attended, Stored, attended, fit_in_turn, rung_hooks, stored_hooks
-from tl_posdisent.models.loading.random_init import random_control
+from tl_posdisent.models.loading.random_init import described_copies, initial_scales, random_control
 from tl_posdisent.models.reading.forward import dtype_of, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
@@ -141,11 +141,16 @@ def attention_ladder(
         ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed, metric, Failures(), bar)
         rows = ladder.rows(chosen, {"none": rung_list} | ({"shuffled": fitted_rungs} if "shuffled" in extra else {}))
         if "random" in extra:
-            copy = read_model(next(random_control(reading.model, [seed])), [spec.layer for spec, _ in chosen])
+            scales = initial_scales(reading.model, "config")
+            copy = read_model(
+                next(random_control(reading.model, [seed], std=scales)), [spec.layer for spec, _ in chosen]
+            )
             rows += replace(ladder, reading=copy).rows(any_heads(copy, layers, heads), {"random": rung_list})
     table = pd.DataFrame(rows, columns=_COLUMNS).astype({"layer": "Int64", "head": "Int64"})
     table = table.drop(columns="value") if metric is None else table
     table = table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
+    if "random" in extra:
+        table.attrs["random weights"] = described_copies("random", scales, [seed])
     return reading.note(ladder.failures.note(table))
 
 

@@ -30,6 +30,11 @@ _UNREAD = {
     "final_logit_softcapping": "final_logit_softcapping",
     "context_length": "n_positions",
 }
+# Standard deviations of initial weights that a model's authors publish in its config.json; by basename and size label.
+_PUBLISHED_SCALES = {
+    ("smollm2", "135M"): 1 / 24,  # HuggingFaceTB/SmolLM2-135M
+    ("gemma-3", "270M"): 0.02,  # google/gemma-3-270m
+}
 _DIVISORS = "rope_freqs.weight"  # of rotary frequencies; Llama 3 files hold these in place of four parameters
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -76,6 +81,7 @@ def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
             config = AutoConfig.from_pretrained(folder, **options)
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **options)  # as AutoTokenizer, in less time
             _complete(config, stated, divisors)
+            _set_scale(config, reader)
             options |= {"config": config, "dtype": dtype, "output_loading_info": True}
             if hasattr(transformers, "GgufConfig"):  # which would leave weights packed where it has a kernel for them
                 options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -113,6 +119,17 @@ def _complete(config: Any, stated: dict[str, Any], divisors: torch.Tensor | None
             rope |= _LLAMA3 | {"rope_type": "llama3", "factor": float(divisors.max())}
         elif stated.get("rope.scaling.type", "none") != "none":
             rope |= {"rope_type": stated["rope.scaling.type"], "factor": stated["rope.scaling.factor"]}
+
+
+def _set_scale(config: Any, reader: Any) -> None:
+    """Set the scale of initial weights, which no file states, if it is published; else mark the default as assumed."""
+    names = (reader.fields.get(f"general.{key}") for key in ("basename", "size_label"))
+    basename, size = (str(field.contents()) if field else "" for field in names)
+    published = _PUBLISHED_SCALES.get((basename.lower(), size.upper()))
+    if published is None:
+        config.initializer_range_assumed = True  # for random_control
+    else:
+        config.initializer_range = published
 
 
 def _check(model: PreTrainedModel, reader: Any, stated: dict[str, Any], divisors: torch.Tensor | None) -> None:

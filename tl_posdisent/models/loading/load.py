@@ -133,6 +133,10 @@ def hooked_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
         model = to_hooked(hf_model.eval())  # dropout would spoil the comparison of the two
     finally:
         hf_model.train(training)
+    config = hf_model.config.get_text_config()
+    if stated := getattr(config, "initializer_range", None):
+        model.cfg.initializer_range = stated
+    model.initializer_range_assumed = getattr(config, "initializer_range_assumed", False)
     if tokenizer is not None:
         model.set_tokenizer(_own_tokenizer(tokenizer))
     return model

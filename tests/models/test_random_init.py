@@ -1,0 +1,224 @@
+"""Random-weights baselines: what is random, at which scale, and what is left as it was."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import zoo
+from torch import Tensor
+
+import tl_posdisent as tp
+from tl_posdisent import head_labels, random_control, read_model, trained_vs_random
+from tl_posdisent.models.loading.load import has_bridge, has_hooked
+
+TOKENS = zoo.random_tokens(24)
+BACKENDS = [name for name, there in (("hooked", has_hooked), ("bridge", has_bridge)) if there()]
+WITHOUT_PROJECTIONS = {"deepseek_v3"}  # latent attention
+
+
+def first_attention(model: Any) -> int:
+    return next(layer for layer, block in enumerate(model.blocks) if hasattr(block, "attn"))
+
+
+def first_inputs(model: Any) -> dict[str, Tensor]:
+    """Queries, keys and values of the first layer with attention, as the model projects them."""
+    layer, seen = first_attention(model), dict[str, Tensor]()
+
+    def listen(x: Tensor, hook: Any, side: str) -> None:
+        seen[side] = x.clone()
+
+    hooks = [(f"blocks.{layer}.attn.hook_{side}", partial(listen, side=side)) for side in "qkv"]
+    with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+        seen["logits"] = model(TOKENS)
+    return seen
+
+
+@pytest.mark.usefixtures("unchecked")  # the checks of lists draw random numbers themselves
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2", "gpt_oss"))
+def test_random_control(kind: str, name: str) -> None:
+    model = zoo.load(kind, name)
+    fired: list[int] = []
+    model.hook_dict["blocks.0.attn.hook_q"].add_hook(lambda x, hook: fired.append(1))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with torch.no_grad():
+        plain = model(TOKENS)
+    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    first, other = random_control(model, [3, 4], std=0.02)
+    (again,) = random_control(model, [3], std=0.02)
+    after = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    assert torch.equal(states[0], after[0])
+    assert states[1:] == after[1:]
+    fired.clear()
+    with torch.no_grad():
+        logits = [m(TOKENS) for m in (first, again, other)]
+    assert fired == []  # a hook of the original is none of the copy
+    assert torch.equal(logits[0], logits[1])
+    assert (logits[0] - logits[2]).abs().max() > 0
+    assert (logits[0] - plain).abs().max() > 0.1 * plain.abs().max()
+    assert type(first) is type(model)
+    assert not first.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), plain)
+    assert fired == [1]
+    matrix = first.blocks[0].attn.W_Q
+    assert matrix.std().item() == pytest.approx(0.02, rel=0.05)
+    assert matrix.dtype == model.blocks[0].attn.W_Q.dtype
+    assert [s.problem for s in read_model(first).specs()] == [None, None]
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_random_control_keeps_the_dtype_and_comes_one_by_one(kind: str, name: str) -> None:
+    model = zoo.load(kind, name).to(torch.bfloat16)
+    controls = random_control(model, range(3))
+    assert next(controls).blocks[0].attn.W_Q.dtype == torch.bfloat16
+
+
+# --- kinds of baselines -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("kind", "name"), [*zoo.cases(), *zoo.cases(*zoo.HYBRID_NAMES)])
+def test_only_queries_and_keys_are_random(kind: str, name: str, shared_model: Any) -> None:
+    """In the first layer with attention, values are bit for bit the model's, and queries and keys are others."""
+    model = shared_model(kind, name)
+    if name in WITHOUT_PROJECTIONS:
+        with pytest.raises(ValueError, match="needs a projection to queries and one to keys, which layer 0"):
+            random_control(model, kind="random_qk", std=0.05)
+        return
+    model(TOKENS)  # a bridge keeps the pattern of its last pass, with its graph
+    copy = next(random_control(model, [1], kind="random_qk", std=0.05))
+    trained, drawn = first_inputs(model), first_inputs(copy)
+    if first_attention(model) == 0:
+        assert torch.equal(trained["v"], drawn["v"])
+    for side in ("q", "k", "logits"):
+        assert trained[side].shape == drawn[side].shape
+        assert (trained[side] - drawn[side]).abs().max() > 0.01 * trained[side].abs().max()
+    projection = re.compile(r"(\b_?W_[QK]|\b[qk](_proj)?\b.*weight)$")
+    weights = [x for key, x in copy.named_parameters() if projection.search(key)]
+    assert weights
+    for weight in weights:
+        assert weight.std().item() == pytest.approx(0.05, rel=0.15)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2", "phi3", "gemma3"))
+def test_shuffled_weights_are_the_same_numbers_elsewhere(kind: str, name: str, shared_model: Any) -> None:
+    model = shared_model(kind, name)
+    copy, again = next(random_control(model, [2], kind="shuffled")), next(random_control(model, [2], kind="shuffled"))
+    for (key, old), new, same in zip(model.named_parameters(), copy.parameters(), again.parameters(), strict=True):
+        assert torch.equal(old.flatten().sort().values, new.flatten().sort().values), key
+        assert torch.equal(new, same)
+        assert old.numel() < 10 or old.unique().numel() == 1 or not torch.equal(old, new)
+    assert (first_inputs(model)["logits"] - first_inputs(copy)["logits"]).abs().max() > 0.01
+
+
+# --- the scale --------------------------------------------------------------------------------------------------
+
+
+def projections(model: Any) -> float:
+    return model.blocks[1].attn.W_Q.std().item()
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2", "opt"))
+def test_the_scale_is_that_of_the_configuration_or_the_one_given(kind: str, name: str) -> None:
+    model = zoo.load(kind, name)
+    if kind == "bridge":
+        setattr(model.original_model.config, "init_std" if name == "opt" else "initializer_range", 0.07)
+    else:
+        model.cfg.initializer_range = 0.07
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copies = list(random_control(model, 2, std=["config", 0.01]))
+    assert [projections(copy) for copy in copies] == pytest.approx([0.07, 0.07, 0.01, 0.01], rel=0.05)
+    assert [copy.cfg.initializer_range for copy in copies] == [0.07, 0.07, 0.01, 0.01]
+    assert not torch.equal(copies[0].blocks[0].attn.W_Q, copies[1].blocks[0].attn.W_Q)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_scale_of_a_loaded_model_is_that_of_its_configuration(backend: str) -> None:
+    hf_model = zoo.hf_model("llama-gqa", initializer_range=0.07)
+    load = tp.hooked_from_hf if backend == "hooked" else tp.bridge_from_hf
+    assert projections(next(random_control(load(hf_model)))) == pytest.approx(0.07, rel=0.05)
+
+
+@pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
+def test_a_scale_that_is_not_stated_is_said() -> None:
+    """TransformerLens's default for pretrained models, and a gain of another initialisation, are no statements."""
+    model = zoo.hooked("llama-gqa")
+    for name, value in {"original_architecture": "LlamaForCausalLM", "init_mode": "xavier_uniform"}.items():
+        model = zoo.hooked("llama-gqa")
+        assert model.cfg.initializer_range == pytest.approx(0.8 / model.cfg.d_model**0.5)
+        setattr(model.cfg, name, value)
+        with pytest.warns(UserWarning, match=r"std: the model's configuration does not state .* so 0.02 is taken"):
+            copies = random_control(model)
+        assert projections(next(copies)) == pytest.approx(0.02, rel=0.05)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            random_control(model, std=0.02)
+
+
+def test_tables_say_what_they_are_compared_with() -> None:
+    model = zoo.load(*zoo.cases("llama-gqa")[0].values)
+    options = {"seeds": [0, 3], "layers": [1], "progress": False}
+    both = trained_vs_random(model, TOKENS, std=[0.02, 0.3], **options)
+    words = "random weights, standard deviation 0.02, 0.3, seeds 0, 3"
+    assert both.attrs["random weights"] == words
+    for std in (0.02, 0.3):
+        alone = trained_vs_random(model, TOKENS, std=std, **options)
+        rows = both[both["std"] == std].reset_index(drop=True)
+        assert rows.equals(alone)
+    by_scale = both[both["measure"] == "r_three_axis"].groupby("std")["random"].mean()
+    assert by_scale[0.02] != by_scale[0.3]
+    shuffled = trained_vs_random(model, TOKENS, kind="shuffled", **options)
+    assert shuffled["std"].isna().all()
+    assert shuffled.attrs["random weights"] == "shuffled weights, seeds 0, 3"
+    labels = head_labels(model, TOKENS, streaming=False, seeds=[4], std=0.3, progress=False)
+    assert labels.attrs["random weights"] == "random weights, standard deviation 0.3, seed 4"
+    copy = next(random_control(model, [4], std=0.3))
+    expected = head_labels(copy, TOKENS, streaming=False, seeds=0, progress=False)["entropy"]
+    np.testing.assert_allclose(labels["entropy_random"], expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"std": 0.0}, "std must be a finite number above 0, got 0.0"),
+        ({"std": "wide"}, "std must be a finite number above 0, got 'wide'"),
+        ({"std": []}, 'std must be a number, "config", or some of these, got none'),
+        ({"std": [0.1, 0.1]}, r"std must hold each standard deviation once, got \[0.1, 0.1\]"),
+        (
+            {"kind": "shuffled", "std": 0.1},
+            'std must be "config" for kind="shuffled", which keeps the weights, got 0.1',
+        ),
+        ({"kind": "zero"}, "kind must be 'random', 'shuffled' or 'random_qk', got 'zero'"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(arguments: dict[str, Any], error: str, shared_model: Any) -> None:
+    model = shared_model(*zoo.cases("llama-gqa")[0].values)
+    with pytest.raises(ValueError, match=error):
+        random_control(model, **arguments)
+
+
+# --- under hooks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+@pytest.mark.parametrize("what", ["random", "shuffled", "random_qk"])
+def test_under_hooks_of_this_package_the_copy_has_none(kind: str, name: str, what: Any) -> None:
+    model = zoo.load(kind, name)
+    expected = next(random_control(model, kind=what))(TOKENS)
+    lists = [tp.dummy_distance(model, 5), tp.remap_distance(model, lambda d: d.clamp(max=4)), tp.ablate_heads(model, 0)]
+    for hooks in lists:
+        with model.hooks(fwd_hooks=hooks):
+            under = model(TOKENS)
+            torch.testing.assert_close(next(random_control(model, kind=what))(TOKENS), expected, rtol=0, atol=0)
+            torch.testing.assert_close(model(TOKENS), under)
