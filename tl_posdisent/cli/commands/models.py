@@ -56,12 +56,12 @@ def _known_models() -> Any:
 
         get_supported_models = list
 
-    from tl_posdisent.models.loading.gguf import PACKAGED
     from tl_posdisent.models.loading.load import has_bridge, has_hooked
+    from tl_posdisent.models.loading.packaged import PACKAGED
 
     hooked = set(OFFICIAL_MODEL_NAMES) if has_hooked() else set()
     bridged = {entry.model_id: entry for entry in get_supported_models()}
-    own = {"demo": "LlamaForCausalLM"} | {name: kind for name, (_, _, kind) in PACKAGED.items()}
+    own = {"demo": "LlamaForCausalLM"} | {name: packaged.architecture for name, packaged in PACKAGED.items()}
     both = "yes" if has_hooked() else "–", "tested" if has_bridge() else "–"
     found = [(name, *both, architecture) for name, architecture in own.items()]
     for name in sorted(hooked | bridged.keys(), key=str.lower):

@@ -10,6 +10,8 @@ import copy
 import json
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 else:  # what a run-time type checker can know of them
     HookedTransformer, HookedTransformerConfig = torch.nn.Module, Any
 
+_MOST_LOGITS = 2**25  # of a comparison: 128 MB in float32
 _COMPARED_AT_ONCE = 2**20  # logits in double precision; a large vocabulary's of all tokens take as much as a layer
 
 
@@ -47,6 +50,25 @@ def probe_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
 
 def _different(what: str, how: str) -> ValueError:
     return ValueError(f"{what} does not compute what the original does: its {how}")
+
+
+@contextmanager
+def logits_at_some_positions(hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]) -> Iterator[None]:
+    """Let the model, and a bridge around it, compute logits at every n-th position if those of all take hundreds of MB.
+
+    A long sliding window needs many tokens to compare models on, and a large vocabulary has many logits for each.
+    """
+    head = hf_model.get_output_embeddings()
+    step = -(-tokens.numel() * hf_model.config.get_text_config().vocab_size // _MOST_LOGITS)
+
+    def thin(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (arguments[0][:, ::step], *arguments[1:])
+
+    handle = head.register_forward_pre_hook(thin)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()

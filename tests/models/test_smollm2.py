@@ -12,7 +12,7 @@ import torch
 from hooks.test_generation import step_by_step
 from support.cache_faults import lost
 from support.edited_scores import edited_results
-from support.smollm2 import needs_smollm2
+from support.packaged_models import needs
 from torch import Tensor
 
 from tl_posdisent import (
@@ -39,7 +39,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    needs_smollm2()
+    needs("smollm2")
     return load_model("smollm2", backend="bridge")
 
 

@@ -1,0 +1,104 @@
+"""Laws of interventions on a trained model whose layers differ, Gemma 3 270M: 18 layers of 4 heads with one key head,
+five with a window of 512 tokens to each that sees the whole text, with another rotary base."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.edited_scores import edited_results
+from support.packaged_models import needs
+from torch import Tensor
+
+from tl_posdisent import (
+    additivity,
+    capture,
+    demo_text,
+    dummy_distance,
+    lambda_mask,
+    limit_frequencies,
+    load_model,
+    random_control,
+    read_model,
+    remap_distance,
+    swap_positions,
+)
+from tl_posdisent.hooks import applied
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
+LOCAL, GLOBAL = 4, 5
+EDITS = {
+    "dummy": lambda m, **w: dummy_distance(m, 5, **w),
+    "ceiling": lambda m, **w: remap_distance(m, lambda d: d.clamp(max=16), **w),
+    "lambda": lambda m, **w: lambda_mask(m, 2, 12, 8, **w),
+    "two": lambda m, **w: swap_positions(m, lambda p: p // 2, **w) + limit_frequencies(m, 0.02, mode="freeze", **w),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    needs("gemma3-270m")
+    return load_model("gemma3-270m", backend="bridge")
+
+
+@pytest.fixture(scope="module")
+def tokens(model: Any) -> Tensor:
+    return model.to_tokens(demo_text())[:, :40]
+
+
+def test_what_it_is(model: Any, tokens: Tensor) -> None:
+    """The loss of a trained model, its published scale, and which layers have a window and which base."""
+    with torch.no_grad():
+        logits = model(model.to_tokens(demo_text())[:, :256])
+    ids = model.to_tokens(demo_text())[0, 1:256]
+    assert float(torch.nn.functional.cross_entropy(logits[0, :-1], ids)) == pytest.approx(2.59, abs=0.01)
+    specs = read_model(model).specs()
+    assert [n for n, spec in enumerate(specs) if spec.window is None] == [GLOBAL, 11, 17]
+    assert {spec.window for spec in specs} == {512, None}
+    for layer, base in ((LOCAL, 1e4), (GLOBAL, 1e6)):
+        assert specs[layer].rotary.frequencies[1].item() == pytest.approx(base ** (-2 / 256), rel=1e-5)
+
+
+def test_positions_are_position_ids_beyond_the_window(model: Any) -> None:
+    text = model.to_tokens(demo_text() * 2, truncate=False)[:, :530]
+    places = torch.arange(530)[None] + 40 * (torch.arange(530)[None] > 300)
+    arguments = {"attention_mask": torch.ones_like(text), "use_cache": False, "logits_to_keep": 40}
+    with torch.no_grad():
+        expected = model.original_model(text, position_ids=places, **arguments).logits
+        plain = model.original_model(text, **arguments).logits
+        with applied(model, swap_positions(model, places)):
+            got = model(text)[:, -40:]
+    assert (expected - plain).abs().max() > 0.5
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_heads_under_edits_are_the_oracles(edit: str, model: Any, tokens: Tensor) -> None:
+    """Two of four heads of a local and of a global layer at once."""
+    heads, others = [1, 3], [0, 2]
+    places = {layer: (f"blocks.{layer}.attn.hook_v", f"blocks.{layer}.attn.hook_z") for layer in (LOCAL, GLOBAL)}
+    hooks = EDITS[edit](model, layers=[GLOBAL], heads=heads)
+    both = EDITS[edit](model, layers=[LOCAL, GLOBAL], heads=heads)
+    for layer, installed in ((GLOBAL, hooks), (LOCAL, both)):
+        v, z = places[layer]
+        seen = next(capture(model, tokens, layers=[layer]))
+        with torch.no_grad():
+            plain = model.run_with_cache(tokens, names_filter=[v, z])[1]
+            with model.hooks(fwd_hooks=installed):
+                got = model.run_with_cache(tokens, names_filter=z)[1][z].transpose(1, 2)
+        expected = edited_results(seen, plain[v], [x.edit for x in hooks.interventions], None).float()
+        atol = 2e-4 * float(expected.abs().max())
+        torch.testing.assert_close(got[:, heads], expected[:, heads], rtol=0, atol=atol)
+        assert torch.equal(got[:, others], plain[z].transpose(1, 2)[:, others])
+
+
+def test_one_profile_for_other_texts_tells_it_from_random_queries_and_keys(model: Any) -> None:
+    texts = model.to_tokens(demo_text())[0, :257]
+    texts = torch.stack([texts[:128], torch.cat([texts[:1], texts[129:256]])])
+    options = {"layers": [LOCAL, GLOBAL], "progress": False}
+    trained, random = (
+        additivity(m, texts, **options)["r_held_out"].mean()
+        for m in (model, next(random_control(model, kind="random_qk")))
+    )
+    assert trained > random + 0.05
