@@ -51,4 +51,4 @@ def test_shares_of_rounding(kind: str, name: str, tool: str) -> None:
 def test_heads_have_no_effect_on_a_repeated_token() -> None:
     model = tp.load_demo_model()
     table = tp.attention_ladder(model, REPEATED, rungs=["distance"], controls=[], progress=False)
-    assert set(tp.head_verdicts(table)["verdict"]) == {"no effect"}
+    assert set(tp.head_verdicts(table)["verdict"]) == {"not used"}

@@ -15,12 +15,14 @@ from torch import Tensor
 
 import tl_posdisent.experiments.causal.attention_ladder as module
 from tl_posdisent import (
+    ablate_heads,
     attention_ladder,
     demo_tokens,
     head_verdicts,
     load_demo_model,
     logit_difference,
     random_control,
+    read_model,
 )
 from tl_posdisent.additive.attention.rungs import RUNGS
 from tl_posdisent.hooks import substitute_attention
@@ -67,22 +69,26 @@ def test_every_row_is_the_run_that_it_says(kind: str, name: str, shared_model: A
     before = state(model)
     rows = ladder(model, layers=[0, 1], heads=[(0, 3), (1, 0), (1, 6)], rungs=FEW, controls=[])
     assert state(model) == before
-    assert rows["rung"].tolist() == ["uniform", *FEW, "untouched"] * 3
+    assert rows["rung"].tolist() == ["mean_output", "uniform", *FEW, "untouched"] * 3
     fits = {rung: fit_layers(model, TRAIN, rung, replaced=False) for rung in FEW[:2]}
     for row in rows.itertuples():
         where = [(row.layer, row.head)]
         if row.rung in fits:
             hooks = put_in(model, fits[row.rung], where)
+        elif row.rung == "mean_output":
+            hooks = ablate_heads(model, where, mode="mean", reference=TRAIN)
         else:
             hooks = substitute_attention(model, row.rung, heads=where)
         same(row, figures(model, hooks))
         ends = rows[(rows["layer"] == row.layer) & (rows["head"] == row.head)].set_index("rung")
-        gap = ends["loss"]["uniform"] - ends["loss"]["untouched"]
-        share = (ends["loss"]["uniform"] - row.loss) / gap if abs(gap) > ends["error"]["uniform"] else torch.nan
-        assert row.recovered == pytest.approx(share, nan_ok=True)
+        for baseline, recovered in (("uniform", row.recovered), ("mean_output", row.recovered_mean)):
+            gap = ends["loss"][baseline] - ends["loss"]["untouched"]
+            share = (ends["loss"][baseline] - row.loss) / gap if abs(gap) > ends["error"][baseline] else torch.nan
+            assert recovered == pytest.approx(share, nan_ok=True)
         assert row.causal == (row.rung != "additive")
         assert row.blocks == 10
     assert rows.groupby("rung")["parameters"].first().to_dict() == {
+        "mean_output": 8,
         "uniform": 0,
         "distance": L + 2,
         "static": L + 2 + 1 + 8,
@@ -96,8 +102,8 @@ def test_every_row_is_the_run_that_it_says(kind: str, name: str, shared_model: A
 @pytest.mark.parametrize("unit", ["layer", "all"])
 def test_layers_and_the_whole_model(unit: Any, shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    rows = ladder(model, unit=unit, rungs=[*FEW, "banded"], controls=[])
-    assert len(rows) == 6 * (2 if unit == "layer" else 1)
+    rows = ladder(model, unit=unit, rungs=["first_token", *FEW, "banded"], controls=[])
+    assert len(rows) == 8 * (2 if unit == "layer" else 1)
     assert rows["head"].isna().all()
     assert rows["layer"].isna().all() == (unit == "all")
     fits = {rung: fit_layers(model, TRAIN, rung, replaced=unit == "all") for rung in FEW[:2]}
@@ -105,6 +111,8 @@ def test_layers_and_the_whole_model(unit: Any, shared_model: Any) -> None:
         layers = [0, 1] if unit == "all" else [int(row.layer)]
         if row.rung in fits:
             hooks = put_in(model, {layer: fits[row.rung][layer] for layer in layers})
+        elif row.rung == "mean_output":
+            hooks = ablate_heads(model, range(8), layers=layers, mode="mean", reference=TRAIN)
         else:
             hooks = substitute_attention(model, row.rung, layers=layers, bands=BANDS)
         same(row, figures(model, hooks))
@@ -119,10 +127,10 @@ def test_the_controls(shared_model: Any) -> None:
     options = {"heads": [(0, 3)], "rungs": ["static", "additive"], "progress": False}
     alike = attention_ladder(model, torch.full((1, 10), 7), **options)
     kinds = alike.groupby(["rung", "control"])["loss"].first().unstack()
-    assert kinds["shuffled"].isna().sum() == 2
+    assert kinds["shuffled"].isna().sum() == 3
     assert (kinds["none"] - kinds["shuffled"]).abs().max() < 1e-6
     table = attention_ladder(model, TOKENS, **options, controls=["random", "shuffled"], seed=5)
-    assert table["control"].tolist() == ["none"] * 4 + ["shuffled"] * 2 + ["random"] * 4
+    assert table["control"].tolist() == ["none"] * 5 + ["shuffled"] * 2 + ["random"] * 5
     fitted = table.pivot_table(index="rung", columns="control", values="loss")
     assert (fitted["none"] - fitted["shuffled"]).abs().loc[["static", "additive"]].min() > 1e-4
     chance = next(random_control(model, [5]))
@@ -152,7 +160,7 @@ def test_a_padded_batch_is_its_texts(shared_model: Any) -> None:
         expected = sum(x[column] * w.item() for x, w in zip(alone, weights, strict=True)) / weights.sum().item()
         assert (together[column] - expected).abs().max() < 1e-4
     both = ladder(model, heldout=None, attention_mask=torch.ones(2, L + 2, dtype=torch.long), **options)
-    assert len(both) == 4
+    assert len(both) == 5
 
 
 # --- verdicts -------------------------------------------------------------------------------------------------
@@ -171,7 +179,7 @@ def said(table: pd.DataFrame, **options: Any) -> list[str]:
 
 def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
     low = dict.fromkeys(RUNGS[1:-1], 0.2)
-    kinds = ["distance", "distance", "static", "additive", "banded", "query-dependent"]
+    kinds = ["first token", "distance", "distance", "static", "additive", "banded", "query-dependent"]
     for n, (rung, verdict) in enumerate(zip(low, kinds, strict=True)):
         reached = {x: 0.96 if i >= n else 0.2 for i, x in enumerate(low)}
         assert said(made(reached)) == [verdict, rung, rung]
@@ -191,7 +199,7 @@ def test_the_verdict_is_the_simplest_rung_that_suffices() -> None:
     shuffled = made({"distance": 1.0}).assign(control="shuffled")
     assert said(pd.concat([made(low), shuffled]))[1] == "untouched"
     unknown = made(low).assign(se=float("nan"), error=float("nan"))  # a metric of one text
-    assert said(unknown)[0] == "undecided between distance and query-dependent"
+    assert said(unknown)[0] == "undecided between first token and query-dependent"
 
 
 def test_a_gap_within_noise_is_no_effect() -> None:
@@ -201,6 +209,38 @@ def test_a_gap_within_noise_is_no_effect() -> None:
     assert verdicts["gap"].tolist() == pytest.approx([0.1, -1.0])
     assert said(small, confidence=0.9)[0] == "distance"  # Student's t with 9 degrees: 1.83, and 2.26 at 0.95
     assert head_verdicts(small)["error"].tolist() == [0.05]
+
+
+def test_a_head_whose_mean_output_costs_nothing_is_not_used() -> None:
+    """Whatever uniform attention does to it; and a head that is used has the verdict that it would have without."""
+    table = made({"distance": 0.2, "static": 1.0})
+    uniform, untouched = (table[table["rung"] == x] for x in ("uniform", "untouched"))
+    for worth, error, verdict in ((0.1, 0.01, "static"), (0.02, 0.01, "not used"), (-0.5, 0.01, "not used")):
+        mean = uniform.assign(rung="mean_output", loss=untouched["loss"].item() + worth, error=error)
+        found = head_verdicts(pd.concat([table, mean])).iloc[0]
+        assert found["verdict"] == verdict
+        assert found["gap_mean"] == pytest.approx(worth)
+        assert found["error_mean"] == error
+        assert found["gap"] == pytest.approx(1.0)
+        if verdict == "not used":
+            assert found[["simplest", "at_most"]].tolist() == ["mean_output"] * 2
+    assert np.isnan(head_verdicts(table)["gap_mean"].item())
+
+
+def test_the_first_token_alone(shared_model: Any) -> None:
+    """Each head's result is the value of the first token that the query sees; beyond a window, the mean of values."""
+    for name, window in (("llama-gqa", None), ("mistral", 6)):
+        model = shared_model("bridge", name)
+        layer = next(spec for spec in read_model(model).specs() if spec.window == window).layer
+        v, z = f"blocks.{layer}.attn.hook_v", f"blocks.{layer}.attn.hook_z"
+        with torch.no_grad(), model.hooks(fwd_hooks=substitute_attention(model, "first_token", layers=layer)):
+            _, cache = model.run_with_cache(TOKENS, names_filter=[v, z])
+        values = cache[v].unflatten(-1, (-1, cache[z].shape[-1])) if cache[v].ndim == 3 else cache[v]
+        values = values.repeat_interleave(cache[z].shape[2] // values.shape[2], 2)
+        expected = values[:, :1].expand_as(cache[z]).clone()
+        for query in range(window or L, L):
+            expected[:, query] = values[:, query - window + 1 : query + 1].mean(1)
+        torch.testing.assert_close(cache[z], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("n_texts", [1, 3, 12])
@@ -256,7 +296,7 @@ def test_refusals(shared_model: Any) -> None:
         with pytest.raises(ValueError, match=words):
             ladder(model, **options)
     longer = {"heldout": zoo.random_tokens(L + 3), "rungs": ["additive"], "unit": "all", "controls": []}
-    assert len(ladder(model, **longer)) == 3
+    assert len(ladder(model, **longer)) == 4
     assert state(model) == before
     for option, value in (("share", 1.1), ("confidence", 1.0)):
         with pytest.raises(ValueError, match=f"{option} must be"):
@@ -282,12 +322,14 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
             where = [(1, int(head))]
             if row.rung in fits:
                 hooks = put_in(model, fits[row.rung], where)
+            elif row.rung == "mean_output":
+                hooks = ablate_heads(model, where, mode="mean", reference=TRAIN)
             else:
                 hooks = substitute_attention(model, row.rung, heads=where)
             last = [logits(model, hooks, x)[0, -1].double() for x in (TOKENS[:1], TOKENS[1:, : L - 3])]
             values[row.rung] = torch.stack([last[0][3] - last[0][5], last[1][4] - last[1][6]])
             assert row.value == pytest.approx(values[row.rung].mean().item(), abs=1e-5)
-        gap, noise = (values["uniform"] - values["untouched"]).mean(), some["error"].iloc[0]
+        gap, noise = (values["uniform"] - values["untouched"]).mean(), some.set_index("rung")["error"]["uniform"]
         for row in some.itertuples():
             change = values[row.rung] - values["untouched"]
             assert row.error == pytest.approx((change.std() / 2**0.5).item(), abs=1e-5)

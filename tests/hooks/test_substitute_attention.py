@@ -107,7 +107,8 @@ def divergences(model: Any, rung: str, **options: Any) -> Tensor:
 @pytest.mark.slow
 def test_a_rung_with_more_freedom_is_nearer(shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    ladder = [divergences(model, rung, bands=BANDS) for rung in RUNGS]
+    # All attention to one token has no finite divergence from a pattern.
+    ladder = [divergences(model, rung, bands=BANDS) for rung in RUNGS if rung != "first_token"]
     ladder[-1:-1] = [divergences(model, "low-rank", bands=BANDS, rank=3), divergences(model, "low-rank", rank=L)]
     for lower, higher in pairwise(ladder):
         assert (higher <= lower + L * 1e-3).all()  # to the pseudo-count

@@ -147,5 +147,5 @@ def test_a_head_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
     assert len(rows) == 8
     assert rows["L1H1"] == "–"
     assert "of 7 heads it rises by more than" in said(document)
-    assert "of 7 heads the loss is higher if attention there is uniform" in said(document)
+    assert "of 7 heads the loss is higher with the head’s mean output in its place" in said(document)
     assert "L1H1" not in {row["head"] for row in document.rows("ladder")}

@@ -53,16 +53,16 @@ def climbed(loss: dict[str, float]) -> pd.DataFrame:
 
 @pytest.mark.usefixtures("unchecked")
 def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
-    rungs = ["distance", "distance+sink", "static", "additive", "banded"]
+    rungs = ["first_token", "distance", "distance+sink", "static", "additive", "banded"]
     heads = []
     for n, enough in enumerate(["static", "additive", "banded", None, "distance+sink"]):
         good = len(rungs) if enough is None else rungs.index(enough)
         heads.append(climbed({rung: 2.5 if k < good else 2.01 for k, rung in enumerate(rungs)}).assign(head=n))
-    heads.append(climbed({"distance": 2.06, "distance+sink": 2.06, "static": 2.01}).assign(head=6))
+    heads.append(climbed({"first_token": 2.5, "distance": 2.06, "distance+sink": 2.06, "static": 2.01}).assign(head=6))
     none = climbed({}).assign(head=5, error=[2.0, 0.0])
     table = pd.concat([*heads, none]).assign(layer=3)
     said = plain(verdict({"ladder": Found(table)}))
-    assert "For 6 of 7 heads the loss is higher if attention there is uniform" in said
+    assert "For 6 of 7 heads the loss is higher with the head’s mean output in its place, and with uniform attention" in said
     counted = "1 distance, 1 static, 1 additive, 1 banded, 1 query-dependent, 1 undecided"
     assert f"these are: {counted} (ladder)" in said
     subject: Any = type("Subject", (), {"tokens": [0, 1]})()

@@ -36,7 +36,7 @@ _PASSES: dict[str, Callable[[int, int], float]] = {
     "head_patching": lambda layers, heads: heads * (layers + 1) / 2 + layers + 4,
     "position_patching": lambda layers, heads: heads * layers + 2,
     "additive_substitution": lambda layers, heads: 3 * (heads + 2) * (layers + 1) / 2 + 24,
-    "attention_ladder": lambda layers, heads: (13 * heads + 15) * (layers + 1) / 2 + 8,
+    "attention_ladder": lambda layers, heads: (15 * heads + 18) * (layers + 1) / 2 + 10,
 }
 
 

@@ -139,7 +139,8 @@ def substitute_attention(
     ``by`` names a rung. In every forward pass, each head's pattern is fitted by least Kullback-Leibler divergence
     (``fit_attention``), each text by itself:
 
-    * ``"uniform"``: all keys alike;
+    * ``"uniform"``: all keys alike; ``"first_token"``: the first token alone, and where a window hides it, all keys
+      alike;
     * ``"distance"``: ``softmax(d[i - j])``; ``"distance+sink"``: and a term of the first token;
     * ``"static"``: and ``u · k_j``, linear in the head's key vectors before rotation;
     * ``"additive"``: ``softmax(d[i - j] + k[j])``, with a free importance of each key;
@@ -161,8 +162,8 @@ def substitute_attention(
         rank: for ``"low-rank"``.
 
     Returns:
-        ``Hooks``, which compose with interventions on the rotation (but for ``"uniform"``) and not with others that
-        replace or patch a head's scores.
+        ``Hooks``, which compose with interventions on the rotation (but for ``"uniform"`` and ``"first_token"``) and
+        not with others that replace or patch a head's scores.
 
     Raises:
         ValueError: an unknown rung, bands, rank; what ``drop_component`` refuses.
@@ -193,7 +194,8 @@ def rung_hooks(chosen: Chosen, rung: Rung, bands: Sequence[int], rank: int) -> H
         keys = view.vectors[1] if rung == "static" else None
         return _with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
 
-    more: dict[str, Any] = {"scores": True, "vectors": rung == "static", "plain": rung == "uniform"}
+    more: dict[str, Any] = {"scores": True, "vectors": rung == "static"}
+    more["plain"] = rung in ("uniform", "first_token")
     return hooks_for(chosen, ScoreEdit(f"substitute_attention({rung})", edit, Order.REPLACE, **more))
 
 

@@ -203,7 +203,10 @@ SHARES = ["share_distance", "share_query", "share_key"]
 FRACTIONS = (0, 0.05, 0.1, 0.2, 0.5)
 PERTURBATIONS = 2
 _LEAST = 3  # keys below which none is left out
-LADDER: tuple[Rung, ...] = ("distance", "distance+sink", "static", "additive", "banded")
+IDLE = ("not used", "no effect")
+"""Verdicts of heads without which, or whose attention, the predictions can do."""
+
+LADDER: tuple[Rung, ...] = ("first_token", "distance", "distance+sink", "static", "additive", "banded")
 _PROFILES = 12  # layers whose distance profiles are drawn
 
 
@@ -350,7 +353,7 @@ def _ablation(subject: Subject, seed: int) -> pd.DataFrame:
 
 
 def _ladder(subject: Subject, seed: int) -> pd.DataFrame:
-    """Uniform attention for every head, and the other rungs for the heads to which that makes a difference.
+    """Uniform attention and the mean output for every head, and the other rungs for those to which both matter.
 
     Heads of which a run failed have no verdict, and so no rows.
     """
@@ -367,7 +370,8 @@ def _ladder(subject: Subject, seed: int) -> pd.DataFrame:
 
     table = climb(subject.pairs, ["uniform"])
     verdicts = head_verdicts(table)
-    effective = [*verdicts[verdicts["verdict"] != "no effect"][HEAD].astype(int).itertuples(index=False, name=None)]
+    idle = verdicts["verdict"].isin(IDLE)
+    effective = [*verdicts[~idle][HEAD].astype(int).itertuples(index=False, name=None)]
     if effective:
         without = table[~pd.MultiIndex.from_frame(table[HEAD]).isin(effective)]
         table = pd.concat([without, climb(effective, LADDER)]).sort_values(HEAD, kind="stable", ignore_index=True)

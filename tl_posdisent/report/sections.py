@@ -33,6 +33,7 @@ from tl_posdisent.report.markup import (
 )
 from tl_posdisent.report.measurements import (
     HEAD,
+    IDLE,
     LADDER,
     PERTURBATIONS,
     SHARES,
@@ -152,15 +153,18 @@ def _ablation_verdict(found: Found) -> list[str]:
 def _ladder_verdict(found: Found) -> list[str]:
     verdicts = head_verdicts(found.trained)
     n = verdicts["verdict"].str.replace("^undecided .*", "undecided", regex=True).value_counts()
-    effective = len(verdicts) - int(n.get("no effect", 0))
+    effective = len(verdicts) - sum(int(n.get(kind, 0)) for kind in IDLE)
     link = '(<a href="#ladder">ladder</a>)'
     if not effective:
-        return [f"Uniform attention in the place of a single head costs no more than noise in this text {link}."]
-    kinds = ("distance", "static", "additive", "banded", "query-dependent", "undecided")
+        return [
+            f"Of no single head do its mean output and uniform attention both cost more than noise in this text {link}."
+        ]
+    kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "undecided")
     counted = ", ".join(f"{n[kind]} <em>{kind}</em>" for kind in kinds if kind in n)
     return [
-        f"For {effective} of {plural(len(verdicts), 'head')} the loss is higher if attention there is uniform. By the "
-        f"simplest attention that recovers 95 % of that loss, these are: {counted} {link}."
+        f"For {effective} of {plural(len(verdicts), 'head')} the loss is higher with the head’s mean output in its "
+        "place, and with uniform attention there. By the simplest attention that recovers 95 % of what that costs, "
+        f"these are: {counted} {link}."
     ]
 
 
@@ -478,15 +482,17 @@ def _ladder(subject: Subject, found: Found) -> str:
     held = "of other texts" if len(subject.tokens) > 1 else "of the same text, so they are not tested on another one"
     text = (
         "Another attention pattern in the place of one head’s at a time, fitted to the head’s own by least divergence, "
-        "and the loss that it leaves. Uniform attention there costs the <em>gap</em>. The patterns are softmaxes of "
-        "sums: of a profile of the distance (<em>distance</em>), and a number for the first token (<em>+ sink</em>), "
-        f"and a term linear in the key vector (<em>static</em>), these three with coefficients {held}; of the distance "
-        "and a free number for each key (<em>additive</em>), for each key and band of distances (<em>banded</em>). "
-        "Free numbers see later queries, so those two are upper bounds. The <em>verdict</em> is the first of these "
-        "that recovers 95 % of the gap: <em>distance</em> (with or without the sink), <em>static</em>, "
-        "<em>additive</em>, <em>banded</em>, or <em>query-dependent</em> (none). It is <em>undecided</em> between the "
-        "first that may and the first that does, by 95 % intervals over texts (blocks of few texts). A head whose gap "
-        "is not significant has <em>no effect</em> in this text; it may have one in another."
+        "and the loss that it leaves. A head whose mean output does as well in its place is <em>not used</em> in this "
+        "text. Uniform attention there costs the <em>gap</em>. The patterns are all attention to the first token "
+        "(<em>first token</em>), and softmaxes of sums: of a profile of the distance (<em>distance</em>), and a number "
+        "for the first token (<em>+ sink</em>), and a term linear in the key vector (<em>static</em>), these three "
+        f"with coefficients {held}; of the distance and a free number for each key (<em>additive</em>), for each key "
+        "and band of distances (<em>banded</em>). Free numbers see later queries, so those two are upper bounds. The "
+        "<em>verdict</em> is the first of these that recovers 95 % of the gap: <em>first token</em>, <em>distance</em> "
+        "(with or without the sink), <em>static</em>, <em>additive</em>, <em>banded</em>, or <em>query-dependent</em> "
+        "(none). It is <em>undecided</em> between the first that may and the first that does, by 95 % intervals over "
+        "texts (blocks of few texts). A head whose gap is not significant has <em>no effect</em> in this text; it may "
+        "have one in another."
     )
     height = map_height(verdicts["layer"].nunique())
     gaps = plot_heads(verdicts.assign(gap_se=verdicts["error"]), "gap", signed=True)
@@ -494,12 +500,13 @@ def _ladder(subject: Subject, found: Found) -> str:
     content = paragraph(text)
     content += figure(plot_verdicts(verdicts, rungs=rungs), "Verdict by head, and the share recovered", height=height)
     content += figure(gaps, "Gap: added loss with uniform attention", height=height)
-    shown = verdicts[verdicts["verdict"] != "no effect"].sort_values("gap", ascending=False, kind="stable")
+    shown = verdicts[~verdicts["verdict"].isin(IDLE)].sort_values("gap", ascending=False, kind="stable")
     if shown.empty:
         return content
     recovered = rungs.pivot(index=HEAD, columns="rung", values="recovered")[[*LADDER]].reset_index()
     listed = shown[[*HEAD, "verdict", "gap", "error"]].merge(recovered, on=HEAD, how="left")
     titles = {"gap": "gap (nats per token)", "error": "± standard error", "distance+sink": "distance + sink"}
+    titles |= {"first_token": "first token"}
     caption = "Heads with an effect: the gap, and the share of it that each pattern recovers"
     return content + table("ladder", caption, listed, titles)
 

@@ -36,7 +36,9 @@ COMPONENTS = {
 """The colour of each component of the scores, by its name in tables; ``semantic`` and ``interaction`` are sums."""
 
 VERDICTS = {
-    "no effect": "#e4e4e4",
+    "not used": "#f2f2f2",
+    "no effect": "#dcdcdc",
+    "first token": RUST,
     "distance": BLUE,
     "static": ORANGE,
     "additive": SKY,

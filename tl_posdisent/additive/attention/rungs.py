@@ -6,6 +6,7 @@ Each rung replaces attention logits by others, for given scores, mask and featur
 rung                logits                                        what an attention weight depends on
 =================== ============================================ ==============================================
 ``uniform``         0                                             nothing
+``first_token``     0 at the first token, else ``-∞``             whether the key is the first token
 ``distance``        ``d[i - j]``                                  the distance
 ``distance+sink``   ``d[i - j] + s · [j is first]``               the distance, and the first token
 ``static``          ``d[i - j] + s · [j is first] + u · x_j``     the distance, and features of the key
@@ -32,14 +33,20 @@ from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_integer, is_integer
 
-Rung = Literal["uniform", "distance", "distance+sink", "static", "additive", "banded", "low-rank", "untouched"]
+Rung = Literal[
+    "uniform", "first_token", "distance", "distance+sink", "static", "additive", "banded", "low-rank", "untouched"
+]
 RUNGS: tuple[Rung, ...] = get_args(Rung)
 """All rungs, lowest first."""
+
+WITHOUT_FIT: tuple[Rung, ...] = ("uniform", "first_token", "untouched")
+"""Rungs that fit nothing."""
 
 PER_HEAD: tuple[Rung, ...] = ("distance", "distance+sink", "static")
 """Rungs whose coefficients belong to the head and not to the tokens of one text: they apply to other texts."""
 
 _PSEUDO_COUNT = 1e-3
+_NEVER = -1e4  # a logit of keys beside one of 0; queries that do not see that one attend to all others alike
 
 
 def check_rung_options(bands: Any, rank: Any) -> None:
@@ -59,7 +66,7 @@ def fit_rung(
     bands: Sequence[int],
     pool: bool,
 ) -> AttentionFit:
-    """The fit of a rung, other than the first and the last two; ``keys`` are for ``"static"``."""
+    """The fit of a rung, other than the first two and the last two; ``keys`` are for ``"static"``."""
     if rung in ("additive", "banded"):
         return fit_attention(scores, mask=inside, bands=bands if rung == "banded" else (), pool=pool)
     if rung != "static":
@@ -92,6 +99,9 @@ def rung_logits(
         return scores
     if rung == "uniform":
         return torch.zeros_like(scores)
+    if rung == "first_token":
+        seen = inside.any(-2, keepdim=True)
+        return torch.where(seen & (seen.cumsum(-1) == 1), 0.0, _NEVER).to(scores).expand(scores.shape)
     if rung != "low-rank":
         return fit_rung(rung, scores, inside, keys, bands=bands, pool=False).logits()
     logits = fit_rung("banded", scores, inside, keys, bands=bands, pool=False).logits()
@@ -105,22 +115,21 @@ def rung_logits(
 def n_parameters(
     rung: Rung, inside: Bool[Tensor, "query key"], n_feature: int, *, bands: Sequence[int], rank: int
 ) -> int:
-    """Numbers that a rung fits for one head and one text (for a head, if these belong to the head); 0 for
-    ``"uniform"`` and ``"untouched"``, which fit nothing."""
+    """Numbers that a rung fits for one head and one text (for a head, if these belong to the head)."""
+    if rung in WITHOUT_FIT:
+        return 0
     d = cell_distances(inside.shape[0], inside.shape[1], inside.device)
     n_distance = len(d[inside].unique())
     band = torch.bucketize(d, d.new_tensor(bands), right=True)
     by_band = sum(int((inside & (band == b)).any(-2).sum()) for b in range(len(bands) + 1))
     n_query, n_key = int(inside.any(-1).sum()), int(inside.any(-2).sum())
     counts: dict[Rung, int] = {
-        "uniform": 0,
         "distance": n_distance,
         "distance+sink": n_distance + 1,
         "static": n_distance + 1 + n_feature,
         "additive": n_distance + n_key,
         "banded": n_distance + by_band,
         "low-rank": n_distance + by_band + rank * (n_query + n_key),
-        "untouched": 0,
     }
     return counts[rung]
 

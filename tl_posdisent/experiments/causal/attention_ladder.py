@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product, repeat
 from math import atan2, ceil, isnan, nan, pi
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -15,12 +15,21 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.additive.attention.rungs import PER_HEAD, RUNGS, Rung, check_rung_options, n_parameters
+from tl_posdisent.additive.attention.rungs import (
+    PER_HEAD,
+    RUNGS,
+    WITHOUT_FIT,
+    Rung,
+    check_rung_options,
+    n_parameters,
+)
+from tl_posdisent.hooks.ablate import StandIn, check_reach, replace_heads, stand_in
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
 from tl_posdisent.hooks.substitute import BANDS, Attended, Stored, attended, fit_in_turn, rung_hooks, stored_hooks
 from tl_posdisent.models.loading.random_init import described_copies, initial_scales, random_control
 from tl_posdisent.models.reading.forward import dtype_of, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
+from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.precision import apart
 from tl_posdisent.utils.tables import progress_bar
@@ -42,8 +51,12 @@ from .runs import Failures, Run, Runs
 Unit = Literal["head", "layer", "all"]
 Control = Literal["shuffled", "random"]
 _CONTROLS: tuple[Control, ...] = ("shuffled",)
-_WHOLE: tuple[Rung, ...] = ("uniform", "untouched")  # what a share of the loss is measured by; nothing is fitted
-_COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "kl", "error", "blocks"]
+_ENDS: tuple[Rung, ...] = ("uniform", "untouched")  # of the shares ``recovered``
+MEAN: Final = "mean_output"
+_Step = Rung | Literal["mean_output"]
+"""A rung, or the head's mean output in place of all that it attends to."""
+_COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "recovered_mean", "se_mean"]
+_COLUMNS += ["kl", "error", "blocks"]
 _COLUMNS += ["parameters", "causal"]
 _BLOCKS = 10  # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow
 
@@ -74,13 +87,18 @@ def attention_ladder(
     very text that is predicted, so they may leak what later queries look for. For ``unit="all"`` fits are made layer by
     layer in the model whose earlier layers are already replaced.
 
+    Shares of the loss have two baselines. Uniform attention also measures the harm of *wrong* attention, which a head
+    that idles at the first token does when it is made to attend elsewhere. The head's mean output over ``tokens``
+    measures what its attention is worth: where that costs nothing, the head is not used, whatever uniform attention
+    does.
+
     Args:
         model, tokens, attention_mask, layers, heads, progress: as in ``head_ablation``; the model must return logits.
         heldout: texts whose loss is measured, no longer than those of ``tokens``; default ``tokens`` themselves.
         heldout_mask: the mask of ``heldout``.
         metric: as in ``head_ablation``, of the predicted texts.
         unit: what is replaced at a time: each ``"head"``, the chosen heads of each ``"layer"``, or ``"all"`` of them.
-        rungs: which; ``"uniform"`` and ``"untouched"`` are always there.
+        rungs: which; ``"uniform"``, ``"untouched"`` and the baseline ``"mean_output"`` are always there.
         controls: ``"shuffled"`` (default): rungs fitted to the same tokens in another order, the first in its place;
             ``"random"``: the whole ladder in a copy with random weights (``random_control``).
         bands: of ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
@@ -91,7 +109,8 @@ def attention_ladder(
         One row for each run: ``layer`` and ``head`` (missing where several are replaced); ``control``: ``"none"``,
         ``"shuffled"`` or ``"random"``; ``rung``; ``loss``, nats per predicted token; ``recovered``, the share of the
         loss between uniform attention (0) and the untouched model (1), NaN where these two differ by no more than a
-        standard error or rounding; ``se``, its standard error; ``kl``, KL(untouched ‖ this) of the predictions, nats
+        standard error or rounding; ``se``, its standard error; ``recovered_mean``, ``se_mean``, the same share from the
+        head's mean output (0); ``kl``, KL(untouched ‖ this) of the predictions, nats
         per token; ``error``, the standard error of this loss minus the untouched one; ``blocks``, over which ``se`` and
         ``error`` are: the texts, or where there are fewer than ten, equal blocks of each, as if independent;
         ``parameters`` fitted; ``causal``, whether predictions depend on earlier tokens alone. With ``metric``, its mean
@@ -114,7 +133,7 @@ def attention_ladder(
         ([0.0, 1.0], True)
     """
     check_choice("unit", unit, get_args(Unit))
-    wanted = [*check_subset("rungs", rungs, RUNGS), *_WHOLE]
+    wanted = [*check_subset("rungs", rungs, RUNGS), *_ENDS]
     extra = check_subset("controls", controls, get_args(Control))
     check_rung_options(bands, rank)
     check_seed(seed)
@@ -133,8 +152,8 @@ def attention_ladder(
             "static rungs know no larger distance; fit longer texts, cut the held-out ones, or leave out "
             f"rungs {', '.join(PER_HEAD)}"
         )
-    rung_list = [rung for rung in RUNGS if rung in wanted]
-    fitted_rungs = [rung for rung in rung_list if rung not in _WHOLE]
+    rung_list: list[_Step] = [MEAN, *(rung for rung in RUNGS if rung in wanted)]
+    fitted_rungs = [rung for rung in rung_list if rung != MEAN and rung not in WITHOUT_FIT]
     n_items = {"all": 1, "layer": len(chosen), "head": sum(len(heads) for _, heads in chosen)}[unit]
     total = n_items * (len(rung_list) * (1 + ("random" in extra)) + len(fitted_rungs) * ("shuffled" in extra))
     with progress_bar(total=total, desc="runs", disable=not progress) as bar:
@@ -182,10 +201,10 @@ class _Ladder:
     metric: Metric | None
     failures: Failures
     bar: Any
-    uniform: dict[_Row, _Measured] = field(default_factory=dict)  # by layer and head, the last that was measured
+    baselines: dict[_Row, _Measured] = field(default_factory=dict)  # by layer, head and rung, the last measured
 
-    def rows(self, chosen: Chosen, rungs: Mapping[str, Sequence[Rung]]) -> list[_Row]:
-        """The rows of each control. One without uniform attention takes that of the control before."""
+    def rows(self, chosen: Chosen, rungs: Mapping[str, Sequence[_Step]]) -> list[_Row]:
+        """The rows of each control. One without the baselines takes those of the control before."""
         model, whole = self.reading.model, self.unit == "all"
         rows: list[_Row] = []
         with evaluating(model):
@@ -193,16 +212,19 @@ class _Ladder:
             clean = [as_log_probabilities(output) for output in runs.clean]
             losses = clean_losses(clean, self.texts)
             untouched = _Measured(losses, 0.0, self._values(runs.clean, losses))
+            means = self._means(chosen)
             for control, together in product(rungs, [chosen] if whole else [[each] for each in chosen]):
                 ((spec, heads), *_) = together
                 items: list[_Item] = [(None if whole else spec.layer, None, together)]
                 if self.unit == "head":
                     items = [(spec.layer, head, [(spec, [head])]) for head in heads]
-                found: list[dict[Rung, _Measured]] = [{} for _ in items]
+                found: list[dict[_Step, _Measured]] = [{} for _ in items]
                 seen: dict[int, Attended] = {}
                 for rung in rungs[control]:
                     outputs: Iterator[Run | None] = repeat(None, len(items))
-                    if rung != "untouched":
+                    if rung == MEAN:
+                        outputs = self._mean_runs(runs, together, items, means)
+                    elif rung != "untouched":
                         outputs = self._runs(runs, together, items, rung, seen, shuffled=control == "shuffled")
                     for (layer, head, _), of_item, run in zip(items, found, outputs, strict=True):
                         of_item[rung] = self._measure(run, clean, layer, head) if run else untouched
@@ -210,6 +232,27 @@ class _Ladder:
                 for item, measured in zip(items, found, strict=True):
                     rows += self._rows_of(item, measured, untouched, control)
         return rows
+
+    def _means(self, chosen: Chosen) -> StandIn | ValueError:
+        """What puts mean outputs over the fitted texts in the place of heads' own, or why that is not possible."""
+        layers = [spec.layer for spec, _ in chosen]
+        try:
+            check_reach(self.reading, layers)
+            return stand_in(self.reading.model, layers, "mean", self.fitted, self.seed)
+        except ValueError as error:
+            return error
+
+    def _mean_runs(
+        self, runs: Runs, together: Chosen, items: Sequence[_Item], means: StandIn | ValueError
+    ) -> Iterator[Run]:
+        if isinstance(means, ValueError):
+            return repeat(partial(_fail, means), len(items))
+        if self.unit == "all":
+            hooks = joined([replace_heads(spec, heads, means) for spec, heads in together])
+            return iter([partial(run_texts, self.reading.model, self.texts, [hooks] * len(self.texts.groups))])
+        ((spec, _),) = together
+        units = [heads for _, _, [(_, heads)] in items]
+        return runs.each(spec.layer, units, lambda group, heads: replace_heads(spec, list(heads), means))
 
     def _runs(
         self,
@@ -224,7 +267,7 @@ class _Ladder:
         """Runs with a rung in the place of each item's attention, fitted to what is replaced together; ``seen`` is what
         the unmodified model was seen to attend by in each group of texts, for other rungs."""
         model, replaced = self.reading.model, self.unit == "all"
-        in_the_run = rung in _WHOLE or (replaced and rung not in PER_HEAD and not shuffled)
+        in_the_run = rung in WITHOUT_FIT or (replaced and rung not in PER_HEAD and not shuffled)
         stored = [] if in_the_run else self._fits(together, rung, seen, shuffled=shuffled)
 
         def hooks(group: int, where: Chosen) -> Hooks:
@@ -265,31 +308,47 @@ class _Ladder:
         return as_numbers(values_of(self.metric, outputs, self.texts), len(self.texts.tokens)).reshape(-1)
 
     def _rows_of(
-        self, item: _Item, measured: dict[Rung, _Measured], untouched: _Measured, control: str
+        self, item: _Item, measured: dict[_Step, _Measured], untouched: _Measured, control: str
     ) -> Iterator[_Row]:
         layer, head, where = item
-        uniform = self.uniform[layer, head] = measured.get("uniform") or self.uniform[layer, head]
         blocks = _blocks(self.texts, by_text=self.metric is not None)
-        effect, one = uniform.values - untouched.values, torch.ones_like(untouched.values)
-        gap, noise = _ratio(effect, one, blocks)
-        end = uniform.values.mean().item()
-        counts = not abs(gap) <= noise and apart(end, end - gap, dtype_of(self.reading.model))
-        options: dict[str, Any] = {"bands": self.bands, "rank": self.rank}
+        one, shares = torch.ones_like(untouched.values), []
+        for name in ("uniform", MEAN):
+            baseline = measured.get(name) or self.baselines[layer, head, name]
+            self.baselines[layer, head, name] = baseline
+            shares.append(self._shares_of(baseline, untouched, one, blocks))
         for rung, run in measured.items():
             value = run.values.mean().item()
             _, error = _ratio(run.values - untouched.values, one, blocks)
-            recovered, se = _ratio(uniform.values - run.values, effect, blocks) if counts else (nan, nan)
-            lengths = [self.fitted.longest] if rung in PER_HEAD else self.texts.lengths
-            size = sum(
-                len(heads) * n_parameters(rung, spec.mask(length), spec.d_head, **options)
-                for spec, heads in where
-                for length in lengths
-            )
-            static = rung in _WHOLE or (rung in PER_HEAD and self.texts is not self.fitted)
+            both = [x for share in shares for x in share(run)]
+            lengths = [self.fitted.longest] if rung == MEAN or rung in PER_HEAD else self.texts.lengths
+            size = sum(len(heads) * self._size(rung, spec, n) for spec, heads in where for n in lengths)
+            static = rung in WITHOUT_FIT or ((rung in PER_HEAD or rung == MEAN) and self.texts is not self.fitted)
             causal = static and all(spec.causal for spec, _ in where)
             loss = run.losses.mean().item()
             n = int(blocks.max()) + 1
-            yield layer, head, control, rung, value, loss, recovered, se, run.kl, error, n, size, causal
+            yield layer, head, control, rung, value, loss, *both, run.kl, error, n, size, causal
+
+    def _size(self, rung: _Step, spec: AttentionSpec, length: int) -> int:
+        """Numbers that a rung fits for one head."""
+        if rung == MEAN:
+            return spec.d_head
+        return n_parameters(rung, spec.mask(length), spec.d_head, bands=self.bands, rank=self.rank)
+
+    def _shares_of(
+        self, baseline: _Measured, untouched: _Measured, one: Tensor, blocks: Tensor
+    ) -> Callable[[_Measured], tuple[float, float]]:
+        """A function from a run to its share of what lies between a baseline and the untouched model, and the error."""
+        effect = baseline.values - untouched.values
+        gap, noise = _ratio(effect, one, blocks)
+        end = baseline.values.mean().item()
+        if abs(gap) <= noise or isnan(gap) or not apart(end, end - gap, dtype_of(self.reading.model)):
+            return lambda run: (nan, nan)
+        return lambda run: _ratio(baseline.values - run.values, effect, blocks)
+
+
+def _fail(error: ValueError) -> Any:
+    raise error
 
 
 def _blocks(texts: Texts, *, by_text: bool) -> Int[Tensor, "predicted"]:
@@ -317,7 +376,8 @@ def _ratio(
     return ratio.item(), ((n / (n - 1)) ** 0.5 * rest.norm() / bottom.sum().abs()).item() if n > 1 else nan
 
 
-_VERDICTS = {"uniform": "no effect", "distance+sink": "distance", "low-rank": "query-dependent"}  # others: the rung
+_VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first token", "distance+sink": "distance"}
+_VERDICTS |= {"low-rank": "query-dependent"}  # others: the rung
 
 
 def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float = 0.95) -> pd.DataFrame:
@@ -326,18 +386,21 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float
     ====================== =====================================================================
     verdict                what suffices
     ====================== =====================================================================
+    *not used*             nothing: the head's mean output costs no more than chance
+    *no effect*            uniform attention costs no more than chance
+    *first token*          ``"first_token"``: a sink
     *distance*             ``"distance"`` or ``"distance+sink"``
     *static*               ``"static"``: distance and key vector
     *additive*, *banded*   the rung of that name, fitted to the text itself: an upper bound
     *query-dependent*      ``"low-rank"``, or none but its own attention
     *more than* …          none in the table, if it leaves out ``"banded"``
     *undecided between* …  the simplest rung that may, and the simplest that does
-    *no effect*            uniform attention costs no more than chance
     ====================== =====================================================================
 
-    A rung *may* suffice if its share is not significantly below ``share``, and *does* if it is significantly above:
-    t-intervals of ``recovered`` over the table's ``blocks``. Rungs that know the predicted text come after the causal
-    ones, so they name a head only if none of these may suffice.
+    The first that holds is taken; *not used* needs the row ``"mean_output"``. A rung *may* suffice if its share is not
+    significantly below ``share``, and *does* if it is significantly above: t-intervals of ``recovered`` over the
+    table's ``blocks``. Rungs that know the predicted text come after the causal ones, so they name a head only if none
+    of these may suffice.
 
     Args:
         table: of ``attention_ladder``; only rows without a control are read.
@@ -347,9 +410,10 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float
 
     Returns:
         One row for each head (or layer, or all): ``layer``, ``head``, ``verdict``; ``simplest`` and ``at_most``, the
-        simplest rung that may suffice and the simplest that does (``"uniform"`` without effect); ``recovered`` by
-        ``simplest``, ``se``, ``causal``; ``gap`` (uniform minus untouched, of the loss in nats per token or of the
-        table's metric) and ``error`` (its standard error).
+        simplest rung that may suffice and the simplest that does (``"uniform"`` without effect, ``"mean_output"`` of a
+        head that is not used); ``recovered`` by ``simplest``, ``se``, ``causal``; ``gap`` (uniform minus untouched, of
+        the loss in nats per token or of the table's metric) and ``error`` (its standard error); ``gap_mean``,
+        ``error_mean``, the same of the mean output (NaN without that row).
 
     Raises:
         ValueError: a table without the columns or rows of ``attention_ladder``; a share or confidence out of range.
@@ -374,13 +438,10 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float
         by_rung: dict[Any, dict[Any, Any]] = {row["rung"]: row for row in some.to_dict("records")}
         if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(some):
             raise ValueError("table must have one row of each rung for each head, uniform and untouched among them")
-        uniform, untouched = by_rung["uniform"], by_rung["untouched"]
-        gap, error = uniform[measure] - untouched[measure], uniform["error"]
-        effect = gap if measure == "loss" else abs(gap)
-        # Of one text there is no error: then any gap is an effect, and no rung is known to suffice or not to.
-        known = isnan(error) or _significance(effect, error, uniform["blocks"]) >= confidence
-        simplest = at_most = "uniform"
-        if effect > 0 and known and apart(uniform[measure], untouched[measure]):
+        untouched = by_rung["untouched"]
+        gaps = {x: by_rung[x][measure] - untouched[measure] for x in (MEAN, "uniform") if x in by_rung}
+        simplest = at_most = next((x for x in gaps if not _costs(by_rung[x], untouched, measure, confidence)), "")
+        if not simplest:
             tried = [x for x in RUNGS[1:] if x in by_rung]
             above = {x: by_rung[x]["recovered"] - share for x in tried}
             sure = {x: _significance(abs(above[x]), by_rung[x]["se"], by_rung[x]["blocks"]) for x in tried}
@@ -392,10 +453,21 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float
         first, last = ({**_VERDICTS, "untouched": rest}.get(x, x) for x in (simplest, at_most))
         verdict = first if first == last else f"undecided between {first} and {last}"
         found = (by_rung[simplest][name] for name in ("recovered", "se", "causal"))
-        rows.append((layer, head, verdict, simplest, at_most, *found, gap, error))
-    columns = ["layer", "head", "verdict", "simplest", "at_most", "recovered", "se", "causal", "gap", "error"]
+        ends = (x for name in ("uniform", MEAN) for x in (gaps.get(name, nan), by_rung.get(name, {}).get("error", nan)))
+        rows.append((layer, head, verdict, simplest, at_most, *found, *ends))
+    columns = ["layer", "head", "verdict", "simplest", "at_most", "recovered", "se", "causal"]
+    columns += ["gap", "error", "gap_mean", "error_mean"]
     types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "se": float, "causal": bool}
     return pd.DataFrame(rows, columns=columns).astype(types)
+
+
+def _costs(row: Mapping[Any, Any], untouched: Mapping[Any, Any], measure: str, confidence: float) -> bool:
+    """Whether a baseline is worse than the untouched model by more than chance and rounding."""
+    gap, error = row[measure] - untouched[measure], row["error"]
+    effect = gap if measure == "loss" else abs(gap)
+    # Of one text there is no error: then any gap is an effect, and no rung is known to suffice or not to.
+    known = isnan(error) or _significance(effect, error, row["blocks"]) >= confidence
+    return bool(effect > 0 and known and apart(row[measure], untouched[measure]))
 
 
 def _significance(size: float, error: float, blocks: int) -> float:

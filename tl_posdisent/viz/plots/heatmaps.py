@@ -201,7 +201,7 @@ def plot_distance_sources(
     return _as_map(figure, "source of the key", "source of the query")
 
 
-_LETTERS = {"no effect": "–", "undecided": "?"}
+_LETTERS = {"not used": "·", "no effect": "–", "undecided": "?"}
 
 
 def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, title: str | None = None) -> go.Figure:
@@ -238,7 +238,7 @@ def plot_verdicts(table: pd.DataFrame, *, rungs: pd.DataFrame | None = None, tit
         hover=verdict_texts(table, rungs),
     )
     if "recovered" in table and "simplest" in table:
-        known = ~table["simplest"].isin(["uniform", "untouched"])  # which recover 0 and 1 by definition
+        known = ~table["simplest"].isin(["mean_output", "uniform", "untouched"])  # no shares, or 0 and 1 by definition
         cells["letter"] += [f"<br>{x:.0%}" if there else "" for x, there in zip(table["recovered"], known, strict=True)]
     grids = cells.pivot(index="layer", columns="head")
     codes, n = grids["number"], len(names)
@@ -272,7 +272,7 @@ def verdict_texts(table: pd.DataFrame, rungs: pd.DataFrame | None) -> list[str]:
     if rungs is None:
         return texts
     rungs = check_table(rungs, ["layer", "head", "rung"], ["recovered"], "attention_ladder")
-    tried = rungs[~rungs["rung"].isin(["uniform", "untouched"])].dropna(subset="recovered")
+    tried = rungs[~rungs["rung"].isin(["mean_output", "uniform", "untouched"])].dropna(subset="recovered")
     listed: dict[tuple[int, int], list[str]] = {}
     for layer, head, rung, share in tried[["layer", "head", "rung", "recovered"]].itertuples(index=False):
         listed.setdefault((layer, head), []).append(f"{rung} {share:.0%}")
