@@ -119,30 +119,41 @@ def language_dynamics() -> go.Figure:
     return tp.viz.plot_dynamics(table[table["step"] > 0], "r_two_axis").update_xaxes(type="log", dtick=1)
 
 
-SEPARATION = ["r, one text", "r, 10 texts", "r, profile of other texts", "attention explained"]
+SEPARATION = [
+    "r, one text",
+    "r, profile of other texts",
+    "controlled two_axis, one text",
+    "attention explained, 2 texts",
+]
+
+
+BASELINES = {  # colour and name of each kind of copies
+    ("random", "1/24"): ("#4477aa", "random, 1/24"),
+    ("random", "0.02"): ("#777777", "random, 0.02"),
+    ("random_qk", "1/24"): ("#228833", "random queries and keys"),
+    ("shuffled", ""): ("#ccbb44", "shuffled"),
+}
 
 
 def trained_and_random() -> go.Figure:
-    """Four statistics of SmolLM2-135M by layer: trained, and the range over random copies."""
-    table = pd.read_csv(FOLDER / "trained_and_random.csv")
-    trained, chance = (table[table["model"].eq("trained") == of].groupby("layer") for of in (True, False))
+    """Four statistics of SmolLM2-135M by layer: trained, and the range over five copies of four kinds."""
+    table = pd.read_csv(FOLDER / "trained_and_random.csv", keep_default_na=False).query("texts == 'speeches'")
     figure = make_subplots(1, len(SEPARATION), shared_yaxes=True, subplot_titles=SEPARATION, horizontal_spacing=0.02)
     for column, name in enumerate(SEPARATION, 1):
-        show: dict[str, Any] = {"showlegend": column == 1}
-        for edge, fill in (("min", None), ("max", "tonexty")):
-            y = getattr(chance[name], edge)()
-            grey: dict[str, Any] = {"fill": fill, "line": {"color": "#888", "width": 1}, "name": "random weights"}
-            figure.add_scatter(
-                x=y.index, y=y, **grey, showlegend=show["showlegend"] and fill is not None, row=1, col=column
-            )
-        y = trained[name].mean()
-        figure.add_scatter(
-            x=y.index, y=y, line={"color": "#b2182b", "width": 2}, name="trained", **show, row=1, col=column
-        )
+        place: dict[str, Any] = {"row": 1, "col": column}
+        for kind, (colour, label) in BASELINES.items():
+            some = table[(table["weights"] == kind[0]) & (table["std"] == kind[1])].groupby("layer")[name]
+            for edge, fill in (("min", None), ("max", "tonexty")):
+                y = getattr(some, edge)()
+                line = {"color": colour, "width": 1}
+                shown = column == 1 and fill is not None
+                figure.add_scatter(x=y.index, y=y, fill=fill, line=line, name=label, showlegend=shown, **place)
+        y = table[table["weights"] == "trained"].set_index("layer")[name]
+        line = {"color": "#b2182b", "width": 2}
+        figure.add_scatter(x=y.index, y=y, line=line, name="trained", showlegend=column == 1, **place)
     figure.update_xaxes(title="layer").update_yaxes(range=[0, 1])
-    return figure.update_layout(
-        title="SmolLM2-135M: trained, and the range over random copies", legend={"x": 0.3, "y": 0.05}
-    )
+    title = "SmolLM2-135M: trained, and the range over five copies of each kind"
+    return figure.update_layout(title=title, legend={"orientation": "h", "y": -0.25})
 
 
 def smollm2_heads() -> go.Figure:

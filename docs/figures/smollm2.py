@@ -2,6 +2,7 @@
 pages, one csv per study in ``docs/figures/smollm2/``.
 
     python docs/figures/smollm2.py interventions layers rotation   # which; all by default. Minutes of one core each
+    python docs/figures/smollm2.py gemma3-270m interventions       # the same of Gemma 3 270M, in docs/figures/gemma3/
 
 Texts: the first 256 tokens of speeches of 2001 to 2021 from the folder that ``POSDISENT_DATA`` names.
 """
@@ -132,24 +133,79 @@ def rotation(model: Any) -> pd.DataFrame:
 
 
 def sufficiency(model: Any) -> pd.DataFrame:
-    """The loss added when all heads but the k with the largest ``fixed`` of ``rotation`` have every distance 5.
+    """The loss added when all heads but k have every distance 5 (``kept``), or only these k (``taken``).
 
-    Chosen on two texts, measured on four others; the same with k random heads, and with k heads of the largest layers.
+    The k of the largest ``fixed`` of ``rotation``, chosen on two texts and measured on four others; random heads,
+    twelve draws for k = 4, 16 and 64 and one for other k. ``ablated``: where all other heads have every distance 5,
+    these k have their mean output; that is the control of giving them their distances back.
     """
     effects = pd.read_csv(FOLDER / "rotation.csv")
     ranked = [(int(a), int(b)) for a, b in effects.sort_values("fixed", ascending=False)[["layer", "head"]].to_numpy()]
-    shuffled = [ranked[i] for i in torch.randperm(len(ranked), generator=torch.Generator().manual_seed(0)).tolist()]
-    tokens = texts(model, 4, skip=2)
+    tokens, n = texts(model, 4, skip=2), len(ranked)
     base = losses(model, tokens).mean()
-    rows = []
-    for name, ordered in {"largest effect": ranked, "random": shuffled}.items():
-        for k in (0, 1, 2, 4, 8, 16, 32, 64, 128, 200, 240):
-            added = losses(model, tokens, tp.dummy_distance(model, 5, heads=ordered[k:])).mean() - base
-            rows.append({"heads": name, "k": k, "kept": added.item()})
-            if k:
-                taken = losses(model, tokens, tp.dummy_distance(model, 5, heads=ordered[:k])).mean() - base
-                rows[-1]["taken"] = taken.item()
+
+    def added(hooks: list[Any]) -> float:
+        return (losses(model, tokens, hooks).mean() - base).item()
+
+    def row(name: str, ordered: list[tuple[int, int]], k: int, seed: int = 0) -> dict[str, Any]:
+        found = {"heads": name, "k": k, "seed": seed, "kept": added(tp.dummy_distance(model, 5, heads=ordered[k:]))}
+        if k and not seed:
+            found["taken"] = added(tp.dummy_distance(model, 5, heads=ordered[:k]))
+        if k:
+            ablated = tp.ablate_heads(model, ordered[:k], mode="mean", reference=tokens)
+            found["ablated"] = added(tp.dummy_distance(model, 5, heads=ordered[k:]) + ablated)
+        print(found, flush=True)
+        return found
+
+    rows = [row("largest effect", ranked, k) for k in (0, 1, 2, 4, 8, 16, 32, 64, 128, 200, 240)]
+    orders = [torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(12)]
+    for seed, order in enumerate(orders):
+        some = (0, 1, 2, 4, 8, 16, 32, 64, 128, 200, 240) if seed == 0 else (4, 16, 64)
+        rows += [row("random", [ranked[i] for i in order], k, seed) for k in some]
+    return pd.DataFrame(rows)
+
+
+def single_heads(model: Any) -> pd.DataFrame:
+    """What the distances of each of five heads give back where all other heads have every distance 5, and what its mean
+    output gives back instead: the same texts as ``sufficiency``."""
+    tokens, every = (
+        texts(model, 4, skip=2),
+        [(a, b) for a in range(model.cfg.n_layers) for b in range(model.cfg.n_heads)],
+    )
+    collapsed, rows = losses(model, tokens, tp.dummy_distance(model, 5)), []
+    for head in [(8, 1), (1, 0), (11, 1), (2, 3), (19, 1)]:
+        others = tp.dummy_distance(model, 5, heads=[x for x in every if x != head])
+        for name, hooks in {
+            "own distances": others,
+            "mean output": others + tp.ablate_heads(model, [head], mode="mean", reference=tokens),
+        }.items():
+            back = collapsed - losses(model, tokens, hooks)
+            rows.append({"layer": head[0], "head": head[1], "given": name, "back": back.mean().item()})
+            rows[-1]["se"] = back.std().item() / len(back) ** 0.5
             print(rows[-1], flush=True)
+    return pd.DataFrame(rows)
+
+
+def copying(model: Any) -> pd.DataFrame:
+    """Per head: the loss added by distance 5 on the second copy of repeated random tokens, three draws of two texts."""
+    start, n, rows = texts(model, 1)[:, :1].expand(2, 1), 48, []
+    copies = []
+    for seed in range(3):
+        drawn = torch.randint(1000, model.cfg.d_vocab, (2, n), generator=torch.Generator().manual_seed(seed))
+        copies.append(torch.cat([start, drawn, drawn], 1))
+
+    def loss(hooks: list[Any]) -> Tensor:
+        with torch.no_grad(), applied(model, hooks):
+            logits = model(torch.cat(copies))[:, n + 1 : -1]
+        targets = torch.cat(copies)[:, n + 2 :]
+        return torch.stack([-_log_p(a, b).mean() for a, b in zip(logits, targets, strict=True)]).view(3, 2).mean(1)
+
+    base = loss([])
+    for layer in range(model.cfg.n_layers):
+        for head in range(model.cfg.n_heads):
+            added = loss(tp.dummy_distance(model, 5, heads=[(layer, head)])) - base
+            rows.append({"layer": layer, "head": head} | {f"seed {n}": x for n, x in enumerate(added.tolist())})
+        print(layer, flush=True)
     return pd.DataFrame(rows)
 
 
@@ -157,7 +213,7 @@ def perturbation(model: Any) -> pd.DataFrame:
     """Added loss by kind and fraction of units that are exchanged with a neighbour."""
     fractions = [0.01, 0.05, 0.1, 0.25, 0.5]
     return tp.perturbation_curve(
-        model, texts(model, 4), ["order", "index", "feature"], fractions, seeds=2, progress=False
+        model, texts(model, 4), ["order", "index", "feature"], fractions, seeds=12, progress=False
     )
 
 
@@ -176,7 +232,7 @@ def flips(model: Any) -> pd.DataFrame:
     return pd.concat(tables)
 
 
-LADDER = ["distance", "distance+sink", "static", "additive", "banded"]
+LADDER = ["first_token", "distance", "distance+sink", "static", "additive", "banded"]
 
 
 def verdicts(model: Any) -> pd.DataFrame:
@@ -201,10 +257,14 @@ def verdicts(model: Any) -> pd.DataFrame:
 def all_verdicts(model: Any, layers: Any = None) -> pd.DataFrame:
     """A verdict for each head: causal rungs fitted to two texts of 128 tokens, measured on three others."""
     fitted, heldout = texts(model, 2, 128), texts(model, 3, 128, skip=2)
-    found = tp.attention_ladder(
-        model, fitted, heldout=heldout, layers=layers, rungs=LADDER[:3], controls=[], progress=False
-    )
-    return tp.head_verdicts(found)
+    options = {"heldout": heldout, "controls": [], "progress": False}
+    table = tp.attention_ladder(model, fitted, layers=layers, rungs=["uniform"], **options)
+    verdicts = tp.head_verdicts(table)
+    needed = verdicts[~verdicts["verdict"].isin(["not used", "no effect"])][["layer", "head"]]
+    heads = [(int(layer), int(head)) for layer, head in needed.to_numpy()]
+    climbed = tp.attention_ladder(model, fitted, heads=heads, rungs=LADDER[:4], **options)
+    without = table[~pd.MultiIndex.from_frame(table[["layer", "head"]]).isin(heads)]
+    return tp.head_verdicts(pd.concat([without, climbed])).sort_values(["layer", "head"])
 
 
 def agreement(found: pd.DataFrame) -> None:
@@ -225,8 +285,32 @@ def ladder(model: Any) -> pd.DataFrame:
     options = {"heldout": heldout, "rungs": LADDER, "controls": [], "progress": False}
     every = tp.attention_ladder(model, fitted, unit="all", **options)
     options["rungs"] = [rung for rung in LADDER if rung != "additive"]
-    some = tp.attention_ladder(model, fitted, unit="layer", layers=range(0, 30, 3), **options)
-    return pd.concat([every, some])
+    some = tp.attention_ladder(model, fitted, unit="layer", layers=range(0, model.cfg.n_layers, 3), **options)
+    return pd.concat([every, some, token_frequencies(model, heldout)])
+
+
+def token_frequencies(model: Any, tokens: Tensor) -> pd.DataFrame:
+    """The loss of a model that knows only how frequent tokens are in other speeches, with 0.1 added to each count."""
+    speeches = gzip.decompress(stories.data_file("speeches-train.txt.gz").read_bytes()).decode()
+    seen = torch.tensor(model.tokenizer(speeches)["input_ids"])
+    counts = torch.bincount(seen, minlength=model.cfg.d_vocab).double() + 0.1
+    loss = -(counts / counts.sum()).log()[tokens[:, 1:]].mean().item()
+    return pd.DataFrame([{"rung": "token frequencies", "loss": loss}])
+
+
+def idle(model: Any) -> pd.DataFrame:
+    """The ladder of heads that uniform attention costs much, and of two that are used: fitted to two texts, measured on
+    four others."""
+    heads = [(18, 8), (7, 2), (3, 3), (8, 1), (1, 0), (16, 0)]
+    return tp.attention_ladder(
+        model,
+        texts(model, 2),
+        heldout=texts(model, 4, skip=2),
+        heads=heads,
+        rungs=["first_token", "distance+sink", "static"],
+        controls=[],
+        progress=False,
+    )
 
 
 def scales(model: Any) -> pd.DataFrame:
@@ -429,18 +513,23 @@ def downstream_questions(model: Any) -> pd.DataFrame:
 
 
 STUDIES = [
-    *[interventions, heads, layers, rotation, sufficiency, perturbation, labels, flips, verdicts, ladder],
+    *[interventions, heads, layers, rotation, sufficiency, single_heads, copying, perturbation, labels, flips],
+    *[verdicts, ladder, idle],
     *[all_verdicts, scales, subspaces, as_small, sources, lengths, downstream_questions],
 ]
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    FOLDER.mkdir(exist_ok=True)
-    model = tp.load_model("smollm2")
+    names = [each.__name__ for each in STUDIES]
+    wanted = [x for x in sys.argv[1:] if x in names] or names
+    name = next((x for x in sys.argv[1:] if x not in names), "smollm2")
+    folder = FOLDER.with_name(name.partition("-")[0])
+    folder.mkdir(exist_ok=True)
+    model = tp.load_model(name)
     for study in STUDIES:
-        if study.__name__ in (sys.argv[1:] or [each.__name__ for each in STUDIES]):
-            study(model).round(5).to_csv(FOLDER / f"{study.__name__}.csv", index=False)
+        if study.__name__ in wanted:
+            study(model).round(5).to_csv(folder / f"{study.__name__}.csv", index=False)
 
 
 if __name__ == "__main__":
