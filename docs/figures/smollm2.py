@@ -343,9 +343,10 @@ def subspaces(model: Any) -> pd.DataFrame:
 
 def as_small(model: Any) -> pd.DataFrame:
     """What the small models' tables have, of SmolLM2: ``table``, ``row``, ``column`` and ``value``, means over heads;
-    trained and of one random copy. Four texts of 256 tokens without their first 20; distances 0 to 255."""
+    trained and of one random copy of standard deviation 0.02. Four texts of 256 tokens without their first 20;
+    distances 0 to 255."""
     tokens, rows = texts(model, 4, skip=10), []
-    for weights, each in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
+    for weights, each in {"trained": model, "random": next(tp.random_control(model, [0], std=0.02))}.items():
         options = {"model": each, "tokens": tokens, "sinks": 20, "progress": False}
 
         def add(table: str, row: Any, means: pd.Series, weights: str = weights) -> None:

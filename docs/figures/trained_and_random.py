@@ -92,7 +92,7 @@ def copy_of(model: Any, kind: str, scale: str, seed: int) -> Any:
     """A copy of one of ``KINDS``."""
     if kind != "random, outputs divided":
         options = {"std": SCALES[scale]} if scale else {}
-        return next(tp.random_control(model, [seed], kind=kind, **options))
+        return next(tp.random_control(model, [seed], weights=kind, **options))
     copy = next(tp.random_control(model, [seed], std=SCALES[scale]))
     for block in copy.blocks:
         for weight in (block.attn.W_O, block.mlp.W_out):

@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         ["no such thing", 3],
         "activation alibi_slopes ask axes backend better by component count_from direction dtype encoding "
         "experiment grand_mean initialisation keys keys_from kind mask measure measured mode name order pairing "
-        "part precision read_out rung sinusoids tool unit value what",
+        "part precision read_out rung sinusoids tool unit value weights what",
     ),
     "column": ([("no such thing", "table must have the columns .*no such thing")], ""),
     "": ([], ""),
@@ -76,6 +76,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         "attention_factor clip confidence distance dropout factor fraction high low lr noise"
         " pseudo_count ridge rope_base scale share threshold warmup weight_decay",
     ),
+    "scales": ([0, -1.0, NAN, "wide", [], [0.1, 0.1], True], "std"),
     "index": ([8, -9, 0.5, "0", True], "head layer"),
     "indices": ([[8], [-9], [True], [0.0], ["0"], "0", [], [1, 1]], "layers heads"),
     "tokens": (

@@ -38,7 +38,7 @@ def test_the_readme_has_ten_lines_of_code_to_begin_with() -> None:
 
 def test_the_readme_fits_two_screens() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 116
+    assert len(lines) <= 118
     assert not [line for line in lines if len(line) > (180 if line.startswith("|") else 120)]
 
 

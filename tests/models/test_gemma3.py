@@ -99,6 +99,6 @@ def test_one_profile_for_other_texts_tells_it_from_random_queries_and_keys(model
     options = {"layers": [LOCAL, GLOBAL], "progress": False}
     trained, random = (
         additivity(m, texts, **options)["r_held_out"].mean()
-        for m in (model, next(random_control(model, kind="random_qk")))
+        for m in (model, next(random_control(model, weights="random_qk")))
     )
     assert trained > random + 0.05

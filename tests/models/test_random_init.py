@@ -92,10 +92,10 @@ def test_only_queries_and_keys_are_random(kind: str, name: str, shared_model: An
     model = shared_model(kind, name)
     if name in WITHOUT_PROJECTIONS:
         with pytest.raises(ValueError, match="needs a projection to queries and one to keys, which layer 0"):
-            random_control(model, kind="random_qk", std=0.05)
+            random_control(model, weights="random_qk", std=0.05)
         return
     model(TOKENS)  # a bridge keeps the pattern of its last pass, with its graph
-    copy = next(random_control(model, [1], kind="random_qk", std=0.05))
+    copy = next(random_control(model, [1], weights="random_qk", std=0.05))
     trained, drawn = first_inputs(model), first_inputs(copy)
     if first_attention(model) == 0:
         assert torch.equal(trained["v"], drawn["v"])
@@ -113,7 +113,10 @@ def test_only_queries_and_keys_are_random(kind: str, name: str, shared_model: An
 @pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "gpt2", "phi3", "gemma3"))
 def test_shuffled_weights_are_the_same_numbers_elsewhere(kind: str, name: str, shared_model: Any) -> None:
     model = shared_model(kind, name)
-    copy, again = next(random_control(model, [2], kind="shuffled")), next(random_control(model, [2], kind="shuffled"))
+    copy, again = (
+        next(random_control(model, [2], weights="shuffled")),
+        next(random_control(model, [2], weights="shuffled")),
+    )
     for (key, old), new, same in zip(model.named_parameters(), copy.parameters(), again.parameters(), strict=True):
         assert torch.equal(old.flatten().sort().values, new.flatten().sort().values), key
         assert torch.equal(new, same)
@@ -178,7 +181,7 @@ def test_tables_say_what_they_are_compared_with() -> None:
         assert rows.equals(alone)
     by_scale = both[both["measure"] == "r_three_axis"].groupby("std")["random"].mean()
     assert by_scale[0.02] != by_scale[0.3]
-    shuffled = trained_vs_random(model, TOKENS, kind="shuffled", **options)
+    shuffled = trained_vs_random(model, TOKENS, weights="shuffled", **options)
     assert shuffled["std"].isna().all()
     assert shuffled.attrs["random weights"] == "shuffled weights, seeds 0, 3"
     labels = head_labels(model, TOKENS, streaming=False, seeds=[4], std=0.3, progress=False)
@@ -196,10 +199,10 @@ def test_tables_say_what_they_are_compared_with() -> None:
         ({"std": []}, 'std must be a number, "config", or some of these, got none'),
         ({"std": [0.1, 0.1]}, r"std must hold each standard deviation once, got \[0.1, 0.1\]"),
         (
-            {"kind": "shuffled", "std": 0.1},
-            'std must be "config" for kind="shuffled", which keeps the weights, got 0.1',
+            {"weights": "shuffled", "std": 0.1},
+            'std must be "config" for weights="shuffled", which keeps the weights, got 0.1',
         ),
-        ({"kind": "zero"}, "kind must be 'random', 'shuffled' or 'random_qk', got 'zero'"),
+        ({"weights": "zero"}, "weights must be 'random', 'shuffled' or 'random_qk', got 'zero'"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(arguments: dict[str, Any], error: str, shared_model: Any) -> None:
@@ -215,10 +218,10 @@ def test_what_cannot_be_drawn_is_refused(arguments: dict[str, Any], error: str, 
 @pytest.mark.parametrize("what", ["random", "shuffled", "random_qk"])
 def test_under_hooks_of_this_package_the_copy_has_none(kind: str, name: str, what: Any) -> None:
     model = zoo.load(kind, name)
-    expected = next(random_control(model, kind=what))(TOKENS)
+    expected = next(random_control(model, weights=what))(TOKENS)
     lists = [tp.dummy_distance(model, 5), tp.remap_distance(model, lambda d: d.clamp(max=4)), tp.ablate_heads(model, 0)]
     for hooks in lists:
         with model.hooks(fwd_hooks=hooks):
             under = model(TOKENS)
-            torch.testing.assert_close(next(random_control(model, kind=what))(TOKENS), expected, rtol=0, atol=0)
+            torch.testing.assert_close(next(random_control(model, weights=what))(TOKENS), expected, rtol=0, atol=0)
             torch.testing.assert_close(model(TOKENS), under)

@@ -104,7 +104,9 @@ def test_numbers_are_those_of_the_experiments(backend: str, made: Callable[[str]
     agrees(document, "ablation", {"added loss": "effect"}, worst, 4)
 
     ladder = tp.attention_ladder(model, TOKENS[:1], rungs=LADDER, heldout=TOKENS[1:], controls=[], **quiet)
-    found = tp.head_verdicts(ladder).query("verdict not in ('no effect', 'not used')").sort_values("gap", ascending=False)
+    found = (
+        tp.head_verdicts(ladder).query("verdict not in ('no effect', 'not used')").sort_values("gap", ascending=False)
+    )
     recovered = ladder.pivot(index=HEAD, columns="rung", values="recovered").reset_index()
     found = found.merge(recovered, on=HEAD, how="left", suffixes=("", "_rung"))
     assert [row["verdict"] for row in document.rows("ladder")] == found["verdict"].tolist()

@@ -62,7 +62,10 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     none = climbed({}).assign(head=5, error=[2.0, 0.0])
     table = pd.concat([*heads, none]).assign(layer=3)
     said = plain(verdict({"ladder": Found(table)}))
-    assert "For 6 of 7 heads the loss is higher with the head’s mean output in its place, and with uniform attention" in said
+    assert (
+        "For 6 of 7 heads the loss is higher with the head’s mean output in its place, and with uniform attention"
+        in said
+    )
     counted = "1 distance, 1 static, 1 additive, 1 banded, 1 query-dependent, 1 undecided"
     assert f"these are: {counted} (ladder)" in said
     subject: Any = type("Subject", (), {"tokens": [0, 1]})()
@@ -83,7 +86,9 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     (banded,) = [row for row in document.rows("ladder") if row["verdict"] == "banded"]
     assert (banded["head"], banded["gap (nats per token)"], banded["distance"]) == ("L3H2", "1.000", "0.500")
     alone = Found(none.assign(layer=3))
-    assert "Of no single head do its mean output and uniform attention both cost more than noise" in plain(verdict({"ladder": alone}))
+    assert "Of no single head do its mean output and uniform attention both cost more than noise" in plain(
+        verdict({"ladder": alone})
+    )
     assert "<table" not in section("ladder", subject, alone)[0]
 
 

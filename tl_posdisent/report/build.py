@@ -10,7 +10,7 @@ from typing import Any
 from plotly.offline import get_plotlyjs
 from torch import Tensor
 
-from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, initial_scales
+from tl_posdisent.models.loading.random_init import USUAL_STD, Scale, initial_scale
 from tl_posdisent.models.texts import Tokens
 from tl_posdisent.report.atlas import atlas
 from tl_posdisent.report.markup import escape
@@ -54,7 +54,7 @@ def report(
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.
         layers: default all.
         control: number of random initialisations (seeds ``seed``, ``seed + 1`` …) for the baseline; 0 for none.
-        std: standard deviation of their weights, as in ``random_control``.
+        std: standard deviation of their weights, one, as in ``random_control``.
         heads: integers (in each layer), pairs ``(layer, head)`` or labels ``"L3H4"``; default all.
         sections: which of ``"additivity"``, ``"distance"``, ``"shares"``, ``"subspaces"``, ``"labels"``,
             ``"heads"``, ``"perturbation"``, ``"ablation"``, ``"ladder"``; default all. Those that cannot be made give
@@ -85,7 +85,7 @@ def report(
         raise ValueError(f"sections must be some of {', '.join(SECTIONS)}, got none")
     check_seed(seed)
     control = check_integer("control", control, 0)
-    (scale,) = initial_scales(subject.model, std) if control else [USUAL_STD]
+    scale = initial_scale(subject.model, std) if control else USUAL_STD
     for name, value in (("title", title), ("command", command)):
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{name} must be text, got {shown(value)}")

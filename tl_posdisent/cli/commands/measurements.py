@@ -124,13 +124,13 @@ def _beside_random(measure: Callable[[Any], Any], model: Any, given: Given) -> t
     ``weights``, ``trained`` or ``random`` and the seed, and ``std``, of the random weights."""
     import pandas as pd
 
-    from tl_posdisent.models.loading.random_init import initial_scales, random_control
+    from tl_posdisent.models.loading.random_init import initial_scale, random_control
 
     trained, seeds = (
         measure(model).assign(weights="trained", std=float("nan")),
         range(given.seed, given.seed + given.control),
     )
-    scales = initial_scales(model, given.chosen_std) if seeds else []
+    scales = [initial_scale(model, given.chosen_std)] if seeds else []
     fresh = random_control(model, seeds, std=scales) if seeds else []
     chance = [measure(m).assign(weights=f"random {s}", std=scales[0]) for s, m in zip(seeds, fresh, strict=True)]
     save(pd.concat([trained, *chance], ignore_index=True), given.out)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tl_posdisent.experiments.causal.head_ablation import streaming_ablation
 from tl_posdisent.hooks.edits.rotation_and_score_edits import masked_softmax
-from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scales, random_control
+from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scale, random_control
 from tl_posdisent.models.reading.forward import Hook, device_of, run, special_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -73,7 +73,7 @@ def head_labels(
         seed: of the random sequences.
         seeds: random copies of the model (``random_control``): how many, or a list of their seeds; 0 or ``()`` for
             none.
-        std: standard deviation of the copies' weights, as in ``random_control``.
+        std: standard deviation of the copies' weights, one, as in ``random_control``.
         progress: show a bar over the models.
 
     Returns:
@@ -106,7 +106,7 @@ def head_labels(
     texts = read_texts(reading.model, *given)
     if min(texts.lengths) <= local:
         raise ValueError(f"local must be less than the tokens of every text, {min(texts.lengths)}, got {local}")
-    scales = initial_scales(reading.model, std) if seeds else []
+    scales = [initial_scale(reading.model, std)] if seeds else []
     copies = random_control(reading.model, seeds, std=scales) if seeds else ()
     found = []
     models = (m for group in ([reading], copies) for m in group)

@@ -50,7 +50,7 @@ def trained_vs_random(
     *,
     attention_mask: Tensor | None = None,
     seeds: int | Iterable[int] = 3,
-    kind: Baseline = "random",
+    weights: Baseline = "random",
     std: Scale | Iterable[Scale] = "config",
     by: Literal["head", "layer"] = "head",
     distances: Numbers | None = None,
@@ -68,7 +68,7 @@ def trained_vs_random(
     Args:
         model, tokens, attention_mask, distances, layers: as in ``controlled_distance``.
         seeds: copies (``random_control``): how many, or a list of their seeds.
-        kind, std: which weights of the copies are random, and their standard deviation, as in ``random_control``.
+        weights, std: which weights of the copies are random, and their standard deviation, as in ``random_control``.
             What random weights give depends on ``std``: give several to see by how much.
         by: one row per head, or per layer: the mean over its heads.
         sinks: positions to leave out at the beginning of each text, as queries and as keys.
@@ -95,8 +95,8 @@ def trained_vs_random(
     texts = read_texts(reading.model, tokens, attention_mask)
     seeds = check_seeds(seeds)
     layers = [spec.layer for spec in reading.rotary(layers, "trained_vs_random")]
-    scales = [nan] if kind == "shuffled" else initial_scales(reading.model, std)
-    copies = random_control(reading.model, seeds, kind=kind, std=std if kind == "shuffled" else scales)
+    scales = [nan] if weights == "shuffled" else initial_scales(reading.model, std)
+    copies = random_control(reading.model, seeds, weights=weights, std=std if weights == "shuffled" else scales)
     index = _HEAD if by == "head" else _HEAD[:1]
 
     def measured(m: Any) -> pd.Series:
@@ -118,7 +118,7 @@ def trained_vs_random(
             columns = {"trained": trained, "random": chance.mean(axis=1), "random_std": chance.std(axis=1)}
             tables.append(pd.DataFrame({"std": scale} | columns).reset_index())
     table = pd.concat(tables).sort_values(index, kind="stable", ignore_index=True)
-    table.attrs["random weights"] = described_copies(kind, [x for x in scales if not isnan(x)], seeds)
+    table.attrs["random weights"] = described_copies(weights, [x for x in scales if not isnan(x)], seeds)
     return reading.note(table)
 
 

@@ -26,7 +26,7 @@ from tl_posdisent.additive.attention.rungs import (
 from tl_posdisent.hooks.ablate import StandIn, check_reach, replace_heads, stand_in
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
 from tl_posdisent.hooks.substitute import BANDS, Attended, Stored, attended, fit_in_turn, rung_hooks, stored_hooks
-from tl_posdisent.models.loading.random_init import described_copies, initial_scales, random_control
+from tl_posdisent.models.loading.random_init import described_copies, initial_scale, random_control
 from tl_posdisent.models.reading.forward import dtype_of, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
@@ -160,7 +160,7 @@ def attention_ladder(
         ladder = _Ladder(reading, fitted, texts, unit, bands, rank, seed, metric, Failures(), bar)
         rows = ladder.rows(chosen, {"none": rung_list} | ({"shuffled": fitted_rungs} if "shuffled" in extra else {}))
         if "random" in extra:
-            scales = initial_scales(reading.model, "config")
+            scales = [initial_scale(reading.model, "config")]
             copy = read_model(
                 next(random_control(reading.model, [seed], std=scales)), [spec.layer for spec, _ in chosen]
             )

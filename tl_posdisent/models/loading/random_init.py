@@ -36,13 +36,13 @@ def random_control(
     model: Any,
     seeds: int | Iterable[int] = 1,
     *,
-    kind: Baseline = "random",
+    weights: Baseline = "random",
     std: Scale | Iterable[Scale] = "config",
 ) -> Iterator[Any]:
     """Yield random-weights baselines: copies of a model with other weights, one in memory at a time.
 
-    Compare every number of a trained model with this baseline. ``kind`` says what is random, and so which question the
-    comparison answers:
+    Compare every number of a trained model with this baseline. ``weights`` says what is random, and so which question
+    the comparison answers:
 
     * ``"random"`` (default): all weights are drawn anew, as before training. What did training change? A
       TransformerBridge is initialised as its Hugging Face class is; in a HookedTransformer, weights are drawn from
@@ -59,7 +59,7 @@ def random_control(
     Args:
         model: HookedTransformer, TransformerBridge or alike; read, not changed.
         seeds: how many copies (seeds 0, 1 …), or a list of seeds; the global random state is left as it was.
-        kind: ``"random"``, ``"shuffled"`` or ``"random_qk"``.
+        weights: ``"random"``, ``"shuffled"`` or ``"random_qk"``.
         std: standard deviation of the weights that are drawn: a number; ``"config"`` for ``initializer_range`` of the
             model's configuration; or several, of each of which there are copies of all seeds. GGUF files state none:
             for those of models whose range is published (SmolLM2-135M, Gemma 3) ``load_model`` completes it, for others
@@ -71,7 +71,7 @@ def random_control(
         copies read as long texts.
 
     Raises:
-        ValueError: seeds that are not integers, repeated, or none; an unknown kind; a std that is not above 0; a std
+        ValueError: seeds that are not integers, repeated, or none; unknown ``weights``; a std that is not above 0, or
             for ``"shuffled"``, which has none; ``"random_qk"`` of a model whose queries and keys are not made by a
             projection of each (as with latent attention); a model that is not TransformerLens's.
 
@@ -84,17 +84,17 @@ def random_control(
         (True, [0.02, 0.02, 0.1])
     """
     layers = n_layers(model)
-    check_choice("kind", kind, get_args(Baseline))
+    check_choice("weights", weights, get_args(Baseline))
     numbers = check_seeds(seeds)
-    if kind == "shuffled":
+    if weights == "shuffled":
         if std != "config":
-            raise ValueError(f'std must be "config" for kind="shuffled", which keeps the weights, got {shown(std)}')
+            raise ValueError(f'std must be "config" for weights="shuffled", which keeps the weights, got {shown(std)}')
         return (_shuffled(model, seed) for seed in numbers)
     scales = initial_scales(model, std)
-    if kind == "random_qk":
+    if weights == "random_qk":
         for layer in range(layers):
             _projections(model, layer)  # or raise before anything is copied
-    one = {"random": _initialised, "random_qk": _with_random_qk}[kind]
+    one = {"random": _initialised, "random_qk": _with_random_qk}[weights]
     return (one(model, scale, seed) for scale in scales for seed in numbers)
 
 
@@ -109,13 +109,23 @@ def initial_scales(model: Any, std: Scale | Iterable[Scale]) -> list[float]:
     return found
 
 
-def described_copies(kind: Baseline, scales: Sequence[float], seeds: Sequence[int]) -> str:
+def initial_scale(model: Any, std: Scale) -> float:
+    """The one standard deviation that copies are drawn with."""
+    scales = initial_scales(model, std)
+    if len(scales) > 1:
+        raise ValueError(f'std must be one number or "config" here, got {shown(scales)}')
+    return scales[0]
+
+
+def described_copies(weights: Baseline, scales: Sequence[float], seeds: Sequence[int]) -> str:
     """What a table was compared with, in words.
 
     >>> described_copies("random", [0.02], [0, 1]), described_copies("shuffled", [], [3])
     ('random weights, standard deviation 0.02, seeds 0, 1', 'shuffled weights, seed 3')
     """
-    words = {"random": "random weights", "shuffled": "shuffled weights", "random_qk": "random queries and keys"}[kind]
+    words = {"random": "random weights", "shuffled": "shuffled weights", "random_qk": "random queries and keys"}[
+        weights
+    ]
     drawn = f", standard deviation {', '.join(f'{x:.3g}' for x in scales)}" if scales else ""
     return f"{words}{drawn}, seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
@@ -240,7 +250,7 @@ def _projections(model: Any, layer: int) -> list[tuple[str, Tensor]]:
     found = own + [each for part in parts for each in part.named_parameters()]
     if not own and len(parts) < 2:
         raise ValueError(
-            f'kind="random_qk" needs a projection to queries and one to keys, which layer {layer} of '
-            f'{type(model).__name__} does not have: use kind="random" or "shuffled"'
+            f'weights="random_qk" needs a projection to queries and one to keys, which layer {layer} of '
+            f'{type(model).__name__} does not have: use weights="random" or "shuffled"'
         )
     return found
