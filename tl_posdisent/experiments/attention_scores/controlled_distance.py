@@ -44,7 +44,8 @@ def controlled_distance(
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
-        tokens, attention_mask: as in ``additivity``; queries and keys of all texts are pooled.
+        tokens, attention_mask: as in ``additivity``; queries and keys of all texts are pooled, so that
+            queries of one text meet keys of every other.
         distances: default 0 up to those of the longest text; any finite numbers.
         layers: default all.
         sinks: positions to leave out at the beginning of each text, as queries and as keys.
