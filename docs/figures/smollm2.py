@@ -213,7 +213,7 @@ def perturbation(model: Any) -> pd.DataFrame:
     """Added loss by kind and fraction of units that are exchanged with a neighbour."""
     fractions = [0.01, 0.05, 0.1, 0.25, 0.5]
     return tp.perturbation_curve(
-        model, texts(model, 4), ["order", "index", "feature"], fractions, seeds=2, progress=False
+        model, texts(model, 4), ["order", "index", "feature"], fractions, seeds=12, progress=False
     )
 
 
