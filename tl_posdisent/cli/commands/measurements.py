@@ -126,10 +126,8 @@ def _beside_random(measure: Callable[[Any], Any], model: Any, given: Given) -> t
 
     from tl_posdisent.models.loading.random_init import initial_scale, random_control
 
-    trained, seeds = (
-        measure(model).assign(weights="trained", std=float("nan")),
-        range(given.seed, given.seed + given.control),
-    )
+    trained = measure(model).assign(weights="trained", std=float("nan"))
+    seeds = range(given.seed, given.seed + given.control)
     scales = [initial_scale(model, given.chosen_std)] if seeds else []
     fresh = random_control(model, seeds, std=scales) if seeds else []
     chance = [measure(m).assign(weights=f"random {s}", std=scales[0]) for s, m in zip(seeds, fresh, strict=True)]

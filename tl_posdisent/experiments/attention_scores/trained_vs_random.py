@@ -99,22 +99,18 @@ def trained_vs_random(
     copies = random_control(reading.model, seeds, weights=weights, std=std if weights == "shuffled" else scales)
     index = _HEAD if by == "head" else _HEAD[:1]
 
-    def measured(m: Any) -> pd.Series:
-        table = _measure(read_model(m, layers), texts, distances, layers, sinks).groupby(index).mean().reset_index()
-        measures = [name for name in table if name not in _HEAD]
-        return table.melt(index, measures, var_name="measure").set_index([*index, "measure"])["value"]
-
     tables = []
     with progress_bar(total=1 + len(scales) * len(seeds), desc="models", disable=not progress) as bar:
 
-        def counted(m: Any) -> pd.Series:
-            found = measured(m)
+        def measured(m: Any) -> pd.Series:
+            table = _measure(read_model(m, layers), texts, distances, layers, sinks).groupby(index).mean().reset_index()
+            measures = [name for name in table if name not in _HEAD]
             bar.update()
-            return found
+            return table.melt(index, measures, var_name="measure").set_index([*index, "measure"])["value"]
 
-        trained = counted(reading)
+        trained = measured(reading)
         for scale in scales:
-            chance = pd.concat([counted(m) for m in itertools.islice(copies, len(seeds))], axis=1)
+            chance = pd.concat([measured(m) for m in itertools.islice(copies, len(seeds))], axis=1)
             columns = {"trained": trained, "random": chance.mean(axis=1), "random_std": chance.std(axis=1)}
             tables.append(pd.DataFrame({"std": scale} | columns).reset_index())
     table = pd.concat(tables).sort_values(index, kind="stable", ignore_index=True)
@@ -133,9 +129,12 @@ def _measure(
         late = torch.arange(n, device=layer.q.device) >= sinks
         mask = cells_of(layer.spec, late[:, None] & late if sinks else None, n)
         cells = make_cells(layer.scores.shape, device=layer.scores.device, **mask)
-        fitted = Part(torch.arange(len(layer.q)), read_marginals(layer.scores, cells), cells)
+        fitted = Part(
+            torch.arange(len(layer.q), device=cells.counts.device), read_marginals(layer.scores, cells), cells
+        )
         plane = positional_symbolic_qk(layer.q, layer.k, rotary)
-        points = [torch.tensor(plane[x].tolist()).view(layer.scores.shape[:2]) for x in ("positional", "symbolic")]
+        pivot = fitted.read.pivot  # [text, head] in float64
+        points = [pivot.new_tensor(plane[x].tolist()).view_as(pivot) for x in ("positional", "symbolic")]
         return layer, Moments.from_qk(layer.q, layer.k, rotary), fitted, torch.stack(points)
 
     def table(spec: AttentionSpec, parts: list[_OfTexts]) -> pd.DataFrame:
