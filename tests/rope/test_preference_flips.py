@@ -95,3 +95,35 @@ def test_one_distance_has_no_pairs() -> None:
     found = preference_flips_qk(q, k, rotary, [0], [5])
     assert found.isna().all().tolist() == [False, False, True, True, False]
     assert list(found.columns) == ["batch", "head", "near", "far", "near_far"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_what_is_counted_for_two_keys_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    """Keys of sizes from 1e-4 to 1e4, in any dtype: the sum of what each pair gives alone, which is that of float64."""
+    q, k, rotary = case(n_query=3, n_key=7)
+    sizes = torch.tensor([1, 1, 1e-4, 1e4, 1, 30.0, 1e-2])
+    q, k = q.to(dtype), (k * sizes[:, None, None]).to(dtype)
+    columns = ["near", "far", "near_far"]
+    together = preference_flips_qk(q, k, rotary, NEAR, FAR)[columns]
+    apart = [preference_flips_qk(q, k[:, list(pair)], rotary, NEAR, FAR)[columns] for pair in combinations(range(7), 2)]
+    assert (together - sum(apart) / len(apart)).abs().max().max() < 1e-12
+    pairs = [(d, e) for d in range(len(NEAR)) for e in range(len(NEAR), len(NEAR + FAR))]
+    tables = [
+        [scores(row, k[text, :, head // 2].double(), rotary, NEAR + FAR) for row in q[text, :, head].double()]
+        for text in range(2)
+        for head in range(4)
+    ]
+    wanted = [sum(flips(x, pairs) for x in head) / len(head) for head in tables]
+    assert together["near_far"].tolist() == pytest.approx(wanted, abs=1e-12)
+    assert together["near_far"].min() > 0.1
+
+
+def test_keys_of_one_token_are_tied_whatever_others_are_there() -> None:
+    """Equal to the rounding of float32: never a flip between them, beside a key of any size."""
+    q, k, rotary = case(n_key=4)
+    twins = torch.cat([k[:, :1], k[:, :1] * (1 + 1e-7 * torch.randn(2, 5, 2, 8).double())], 1).float()
+    for size in (0.0, 1e-3, 1e5):
+        given = torch.cat([twins, (size * k[:, 1:2]).float()], 1)
+        found = preference_flips_qk(q.float(), given, rotary, NEAR, FAR)
+        one = preference_flips_qk(q.float(), given[:, [0, 6]], rotary, NEAR, FAR)
+        assert (found["near_far"] * 21 - 6 * one["near_far"]).abs().max() < 1e-9

@@ -22,7 +22,7 @@ from .rotary import Rotary, check_rotary, rotate
 from .variance_decomposition import Numbers, numbers
 
 _CELLS_AT_ONCE = 2**20
-_ROUNDING = {torch.float64: 1e-12}  # scores that differ by less than this of |q|·|k| do not differ
+_ROUNDING = {torch.float64: 1e-12}  # scores of A and B that differ by less than this of |q|·(|A| + |B|) do not differ
 _ROUNDING_OF_MODELS = 1e-6  # else, as vectors of one token in two places of a text differ
 
 
@@ -39,9 +39,9 @@ def preference_flips_qk(
     For query i, keys A ≠ B and distances d ≠ d′ the preference flips if ``W[d, i, A] > W[d, i, B]`` and
     ``W[d′, i, A] < W[d′, i, B]``, with ``W[d, i, j]`` the score that query i would give to key j at distance d. The
     probability is exact, over all queries, pairs of keys and pairs of distances of the kind: ``(1 - τ) / 2`` with
-    Kendall's τ of the keys' order at the two distances, averaged. Ties never flip: to rounding, which
-    is 1e-6 of ``|q|·|k|`` for vectors of a model, in less than float64. Time grows with
-    queries · keys² · distances.
+    Kendall's τ of the keys' order at the two distances, averaged. Ties never flip, to rounding: 1e-6 of
+    ``|q|·(|A| + |B|)`` for vectors of a model, in less than float64. What is counted for two keys does not depend on
+    the others. Time grows with queries · keys² · distances.
 
     Args:
         q: queries before rotation, ``[*batch, query, head, d_head]``.
@@ -96,14 +96,14 @@ def _flips_of_head(
     """Near, far and near–far."""
     counts = torch.zeros(3, dtype=torch.float64, device=q.device)
     n, m, n_key = len(near), len(far), len(k)
-    length = k.norm(dim=-1).amax() * rotary.attention_factor
+    sizes = k.norm(dim=-1) * rotary.attention_factor
     for block in q.split(max(1, _CELLS_AT_ONCE // n_key**2)):
-        size = block.norm(dim=-1)[:, None, None] * length
+        slack = rounding * block.norm(dim=-1)[:, None, None] * sizes
         results = []
         for distances in (near, far):
             at = distances.repeat(len(block))  # distance by distance for each query
             turned = rotate(block.repeat_interleave(len(distances), 0)[:, None], at, rotary)[:, 0]
-            results.append(_won_and_lost(_ranks((turned @ k.T).unflatten(0, (len(block), -1)), rounding * size)))
+            results.append(_won_and_lost(*_ranks((turned @ k.T).unflatten(0, (len(block), -1)), slack)))
         # With n(A, B) the number of distances at which A beats B, keys A and B flip between n(A, B) · n(B, A) pairs of
         # distances of one kind, and between n(A, B) · m(B, A) + n(B, A) · m(A, B) pairs of two kinds.
         (won, lost), (far_won, far_lost) = results
@@ -112,23 +112,29 @@ def _flips_of_head(
     return counts / n_pairs / (len(q) * n_key * (n_key - 1) / 2)
 
 
-def _ranks(scores: Float64[Tensor, "query distance key"], tolerance: Tensor) -> Integer[Tensor, "query distance key"]:
-    """The place of each score among those of its row; neighbours that differ by rounding share theirs."""
-    ordered, at = scores.sort(-1)
-    steps = torch.nn.functional.pad((ordered[..., 1:] - ordered[..., :-1]) > tolerance, (1, 0))
-    most = max(scores.shape[-1], scores.shape[-2] + 1)  # ranks, and later the number of distances; narrow is fast
+_Ranks = Integer[Tensor, "query distance key"]
+
+
+def _ranks(
+    scores: Float64[Tensor, "query distance key"], slack: Float64[Tensor, "query 1 key"]
+) -> tuple[_Ranks, _Ranks]:
+    """The place of each score, less its rounding and plus it, among all of these in its row. One key beats another if
+    its score less its rounding is above the other's plus its own: a matter of these two keys."""
+    both = torch.cat([scores - slack, scores + slack], -1)
+    ordered, at = both.sort(-1)
+    steps = torch.nn.functional.pad(ordered[..., 1:] > ordered[..., :-1], (1, 0))
+    most = max(both.shape[-1], scores.shape[-2] + 1)  # ranks, and later the number of distances; narrow is fast
     ranks = steps.cumsum(-1).to(torch.uint8 if most <= 256 else torch.int16 if most < 2**15 else torch.int32)
-    return torch.empty_like(ranks).scatter_(-1, at, ranks)
+    least, largest = torch.empty_like(ranks).scatter_(-1, at, ranks).tensor_split(2, -1)
+    return least, largest
 
 
-def _won_and_lost(
-    ranks: Integer[Tensor, "query distance key"],
-) -> tuple[Float[Tensor, "pairs"], Float[Tensor, "pairs"]]:
+def _won_and_lost(least: _Ranks, largest: _Ranks) -> tuple[Float[Tensor, "pairs"], Float[Tensor, "pairs"]]:
     """At how many distances the first key of each ordered pair beats the second, and is beaten by it."""
-    shape = (len(ranks), ranks.shape[-1], ranks.shape[-1])
-    beats, won = (torch.zeros(shape, dtype=ranks.dtype, device=ranks.device) for _ in range(2))
-    for row in ranks.unbind(1):
-        won += torch.gt(row[:, :, None], row[:, None, :], out=beats)  # twenty times faster than into bool
+    shape = (len(least), least.shape[-1], least.shape[-1])
+    beats, won = (torch.zeros(shape, dtype=least.dtype, device=least.device) for _ in range(2))
+    for low, high in zip(least.unbind(1), largest.unbind(1), strict=True):
+        won += torch.gt(low[:, :, None], high[:, None, :], out=beats)  # twenty times faster than into bool
     return won.float().flatten(), won.mT.contiguous().float().flatten()
 
 
