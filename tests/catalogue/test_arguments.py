@@ -111,7 +111,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "source": ([TOKENS[:, :5]], "source"),
     "metric": ([3, "loss"], "metric"),
     "device": (["no such device"], "device"),
-    "dtype": ([torch.int64, "float32"], "angle_dtype"),
+    "dtype": ([torch.int64, "float32"], "angle_dtype frequency_dtype"),
     "betas": ([0.9, (0.9, 0.9, 0.9), (NAN, 0.9)], "betas"),
     "wavelengths": ([[0.0], [NAN], "x"], "wavelengths"),
     "token": ([0.5, "a"], "position"),

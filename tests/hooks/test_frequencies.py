@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,6 +12,8 @@ from support import zoo
 from support.intervention_cases import TOKENS, logits
 
 from tl_posdisent import limit_frequencies, read_attention
+from tl_posdisent.hooks.edits.rotation_and_score_edits import within_band
+from tl_posdisent.rope import Rotary
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 
@@ -54,6 +57,52 @@ def test_exact_in_the_models_own_numbers(kind: str, name: str, shared_model: Any
             wanted = torch.zeros_like(got) if mode == "drop" else unrotated
             assert torch.allclose(got[..., coordinates], wanted[..., coordinates], atol=1e-5)
             assert mode == "freeze" or torch.equal(got[..., coordinates], wanted[..., coordinates])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*zoo.cases("llama-gqa", "gptj"), *(("bridge", x) for x in ("llama-yarn", "gpt_oss"))]
+)
+def test_a_limit_at_a_frequency_keeps_it_in_16_bits(
+    kind: str, name: str, dtype: torch.dtype, shared_model: Any
+) -> None:
+    """Its tables, or the frequencies that it keeps, are rounded: a formula gives others, by up to 0.4 %."""
+    model = zoo.load(kind, name).to(dtype)
+    exact = sorted(read_attention(shared_model(kind, name), 0).rotary.frequencies.tolist())
+    between = [math.sqrt(a * b) for a, b in itertools.pairwise(exact)]
+    for n, frequency in enumerate(exact):
+        for mode in ("drop", "freeze"):
+            below = {"low": between[n - 1] if n else None, "mode": mode, "layers": [0]}
+            above = {"high": between[n] if n < len(between) else None, "mode": mode, "layers": [0]}
+            for end, clear in (("low", below), ("high", above)):
+                for at in (frequency, 2 * math.pi / (2 * math.pi / frequency)):
+                    one, other = (logits(model, limit_frequencies(model, **x)) for x in (clear | {end: at}, clear))
+                    assert torch.equal(one, other), (end, at)
+
+
+def test_float16_keeps_slow_frequencies_coarsely() -> None:
+    """In steps of 6e-8, which are more than 0.1 % of them."""
+    slow = torch.tensor([1.0, 1e-3, 2.4e-6, 5e-7], dtype=torch.float64)
+    rotary = Rotary(slow.half().double(), frequency_dtype=torch.float16)
+    for n, frequency in enumerate(slow.tolist()):
+        assert within_band(rotary, frequency, frequency).tolist() == [n == i for i in range(4)]
+    assert not within_band(rotary, 0.0, 0.0).any()
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("mode", ["drop", "freeze"])
+def test_a_limit_at_a_frequency_keeps_it_in_texts_rotated_by_others(mode: Any) -> None:
+    """Their frequencies are measured on their tables."""
+    rope = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 4, "factor": 8 / 3}
+    rope |= {"long_factor": [1.0, 1.0, 3.0, 5.0], "original_max_position_embeddings": 48}
+    model = zoo.bridge("phi3", rope_parameters=rope, original_max_position_embeddings=48)
+    _, second, third, _ = read_attention(model, 0).rotary.frequencies.tolist()
+    tokens = zoo.random_tokens(100)
+    clear = logits(model, limit_frequencies(model, math.sqrt(second * third), mode=mode), tokens)
+    assert torch.equal(logits(model, limit_frequencies(model, second, mode=mode), tokens), clear)
+    for low in (third / 2, third):  # which is in the band in short texts alone
+        with pytest.raises(ValueError, match="leave other subspaces in this text than in short ones"):
+            logits(model, limit_frequencies(model, low, mode=mode), tokens)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("bridge", "smollm3"), ("bridge", "gemma3")])

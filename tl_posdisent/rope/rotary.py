@@ -28,6 +28,7 @@ class Rotary:
         pairing: ``"half"`` pairs coordinate c with c + n (Llama, GPT-NeoX), ``"adjacent"`` 2c with 2c + 1 (GPT-J).
         attention_factor: queries and keys are multiplied by it as they are rotated (YaRN); scores by its square.
         angle_dtype: angles are rounded to it, as models round ``position · θ`` (float32); float64 is exact.
+        frequency_dtype: frequencies are rounded to it, or measured on a table in it.
 
     Raises:
         ValueError: an attribute of another kind, or that is not finite.
@@ -44,6 +45,7 @@ class Rotary:
     pairing: Pairing = "half"
     attention_factor: float = 1.0
     angle_dtype: torch.dtype = torch.float64
+    frequency_dtype: torch.dtype = torch.float64
 
     def __post_init__(self) -> None:
         check_choice("pairing", self.pairing, get_args(Pairing))
@@ -53,8 +55,9 @@ class Rotary:
         if not bool(x.isfinite().all()):
             raise ValueError(f"frequencies must be finite, got {int((~x.isfinite()).sum())} that are not")
         check_number("attention_factor", self.attention_factor, above=0)
-        if not isinstance(self.angle_dtype, torch.dtype) or not self.angle_dtype.is_floating_point:
-            raise ValueError(f"angle_dtype must be a floating point torch.dtype, got {self.angle_dtype!r}")
+        for name, dtype in (("angle_dtype", self.angle_dtype), ("frequency_dtype", self.frequency_dtype)):
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+                raise ValueError(f"{name} must be a floating point torch.dtype, got {dtype!r}")
 
     @property
     def dim(self) -> int:
@@ -222,6 +225,7 @@ def rotary_from_table(
             f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         )
     check_devices(cos=cos, sin=sin)
+    dtype = cos.dtype
     cos, sin = (_one_column_each(x.double()) for x in (cos, sin))
     radius = torch.hypot(cos, sin)
     measured = torch.atan2(sin, cos)
@@ -234,7 +238,7 @@ def rotary_from_table(
         raise ValueError("cos and sin are not a rotary table: its angles do not grow linearly with the position")
     factor = float(radius.mean()) if radius.numel() else 1.0
     factor = 1.0 if abs(factor - 1) < 1e-2 * torch.finfo(torch.bfloat16).eps else factor
-    return Rotary(theta, pairing, factor, angle_dtype=torch.float32)
+    return Rotary(theta, pairing, factor, angle_dtype=torch.float32, frequency_dtype=dtype)
 
 
 def _one_column_each(table: Float64[Tensor, "pos columns"]) -> Float64[Tensor, "pos subspace"]:

@@ -155,10 +155,7 @@ class FrequencyLimit(RotationEdit):
 
     def check(self, read: Rotary, running: Rotary, layer: int) -> None:
         """Refuse a text that is rotated by other frequencies, if the band holds other subspaces of these."""
-        maybe_in = within_band(running, self.low * (1 - _MEASURED), self.high * (1 + _MEASURED))
-        surely_in = within_band(running, self.low * (1 + _MEASURED), self.high * (1 - _MEASURED))
-        outside = self.outside(read).to(surely_in.device)
-        if bool(((~maybe_in & ~outside | surely_in & outside) & (running.frequencies != 0)).any()):
+        if not torch.equal(self.outside(read).to(running.frequencies.device), self.outside(running)):
             raise ValueError(
                 f"low and high of {self.tool} leave other subspaces in this text than in short ones: layer {layer} "
                 "rotates long texts by other frequencies. Give a text within the model's original context"
@@ -337,14 +334,18 @@ def compose(edits: Sequence[RotationEdit]) -> HeadRotation:
     return HeadRotation(tuple(sorted(edits, key=lambda edit: (type(edit).__name__, edit.call))))
 
 
-_ROUNDING = 1e-6  # relative: frequencies are read from tables in float32
-_MEASURED = 1e-3  # relative: frequencies are measured on the table of one text
+_ROUNDING = 1e-6  # relative: models keep frequencies in float32
 
 
 def within_band(rotary: Rotary, low: float, high: float) -> Bool[Tensor, "subspace"]:
-    """Subspaces whose frequency lies in the band, both ends included."""
-    size = rotary.frequencies.abs()
-    return (size >= low * (1 - _ROUNDING)) & (size <= high * (1 + _ROUNDING))
+    """Subspaces whose frequency lies in the band, both ends included, to the rounding of what is known of it."""
+    size, known = rotary.frequencies.abs(), torch.finfo(rotary.frequency_dtype)
+    relative, absolute = max(_ROUNDING, known.eps), known.eps * known.smallest_normal  # float16 has no slower ones
+
+    def near(end: float) -> float:
+        return relative * end + absolute if end else 0.0
+
+    return (size >= low - near(low)) & (size <= high + near(high))
 
 
 def coordinates(rotary: Rotary, subspaces: Bool[Tensor, "subspace"], x: Tensor) -> Bool[Tensor, "d_head"]:

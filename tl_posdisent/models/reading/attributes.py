@@ -106,17 +106,17 @@ def windows(model: Any, attn: Any) -> Iterator[int | None]:
 
 
 class OwnNumbers(NamedTuple):
-    """What a model's modules keep of their rotations; collected once, for all layers."""
+    """What a model's modules keep of their rotations, in their own dtypes; collected once, for all layers."""
 
     frequencies: list[Tensor]
     factors: list[float]
 
 
 def own_numbers(model: Any) -> OwnNumbers:
-    """The model's own frequencies (float64) and attention factors."""
+    """The model's own frequencies and attention factors."""
     parts = modules(model)
     found = {id(x): x for part in parts for name, x in part._buffers.items() if name.endswith("inv_freq")}
-    buffers = [x.detach().double() for x in found.values() if x is not None]
+    buffers = [x.detach() for x in found.values() if x is not None and x.is_floating_point()]
     values = [x for part in parts for name, x in vars(part).items() if name.endswith("attention_scaling")]
     return OwnNumbers(buffers, [number for x in values if (number := _number(x)) is not None])
 
@@ -200,20 +200,20 @@ def longer_tables(slot: TableSlot, rotary: Rotary | None, length: int) -> Iterat
 
 
 def _exact(measured: Rotary, dtype: torch.dtype, own: OwnNumbers) -> Rotary:
-    """The model's own float32 frequencies, if it keeps them and the table confirms them: a table is rounded."""
+    """The model's own frequencies, if it keeps them and the table confirms them: a table is rounded."""
     close = 4 * torch.finfo(dtype).eps + 1e-5
-    frequencies, factor = measured.frequencies, measured.attention_factor
+    frequencies, kept_in, factor = measured.frequencies, measured.frequency_dtype, measured.attention_factor
     nearest = close
-    for candidate in own.frequencies:
-        if candidate.shape == measured.frequencies.shape:
-            candidate = candidate.to(frequencies.device)
+    for kept in own.frequencies:
+        if kept.shape == measured.frequencies.shape:
+            candidate = kept.to(frequencies.device).double()
             error = float(((candidate - measured.frequencies).abs() / measured.frequencies.abs().clamp_min(1e-9)).max())
             if error < nearest:
-                frequencies, nearest = candidate, error
+                frequencies, kept_in, nearest = candidate, kept.dtype, error
     for number in own.factors:
         if abs(number - measured.attention_factor) < close:
             factor = number
-    return replace(measured, frequencies=frequencies, attention_factor=factor)
+    return replace(measured, frequencies=frequencies, frequency_dtype=kept_in, attention_factor=factor)
 
 
 def _number(value: Any) -> float | None:
