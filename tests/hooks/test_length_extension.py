@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.intervention_cases import REAL, L, close, edited, every_way, logits, mixed_of
+from hooks.test_generation import step_by_step
+from support import zoo
+from support.intervention_cases import REAL, TOKENS, L, close, edited, every_way, logits, mixed_of
 from torch import Tensor
 
-from tl_posdisent import lambda_mask, read_attention
+from tl_posdisent import lambda_mask, position_interpolation, read_attention, remap_distance
+from tl_posdisent.hooks import applied
 from tl_posdisent.hooks import positions as windows
 from tl_posdisent.hooks.edits.rotation_and_score_edits import DistanceMap, Order, ScoreEdit
 
@@ -42,6 +45,83 @@ def test_a_window_and_a_ceiling_as_long_as_the_text_change_nothing(kind: str, na
     close(logits(model, lambda_mask(model, L, 1, L - 1)), plain)  # all keys are sinks
     for hooks in (lambda_mask(model, 1, L, 2), lambda_mask(model, 1, 3, L)):
         assert (logits(model, hooks) - plain).abs().max() > 0.01
+
+
+# --- the beginning of a text is where it begins, whatever its positions are ---------------------------------------
+
+
+def run(model: Any, hooks: list[Any], tokens: Tensor = TOKENS, **more: Any) -> Tensor:
+    with torch.no_grad(), applied(model, hooks):
+        return model(tokens, **more)
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "neox", "gemma2", "phi3"])
+def test_sinks_are_the_first_tokens_at_any_positions(name: str, shared_model: Any) -> None:
+    """From another position on, nothing changes; three steps apart, it is as with distances of thirds."""
+    model, ones = shared_model("bridge", name), torch.ones_like(TOKENS)
+    for heads in (None, [1, 6]):
+        hooks = lambda_mask(model, 2, 3, 6, heads=heads)
+        for start in (1, 100):
+            got = run(model, hooks, attention_mask=ones, position_ids=(REAL + start).expand(2, -1))
+            close(got, run(model, hooks), 3e-4)
+        apart = run(model, hooks, attention_mask=ones, position_ids=(3 * REAL + 7).expand(2, -1))
+        thirds = lambda_mask(model, 2, 3, 2, heads=heads) + position_interpolation(model, 1 / 3, heads=heads)
+        if heads is None:
+            close(apart, run(model, thirds), 3e-4)
+        else:  # other heads have the positions as well
+            others = position_interpolation(model, 1 / 3, heads=[h for h in range(8) if h not in heads])
+            close(apart, run(model, thirds + others), 3e-4)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "mistral", "gemma2"))
+def test_sinks_of_a_text_behind_padding_and_against_a_cache(kind: str, name: str, shared_model: Any) -> None:
+    """Each text as it is alone, in one pass and in parts of any length; a bridge also at positions of its own."""
+    model, pad = shared_model(kind, name), 3
+    tokens, mask = TOKENS.clone(), torch.ones_like(TOKENS)
+    tokens[0, :pad], mask[0, :pad] = 0, 0
+    for heads in (None, [1, 6]):
+        hooks = lambda_mask(model, 2, 3, 5, heads=heads)
+        alone = run(model, hooks, TOKENS[:1, pad:])[0]
+        for ends in ((L,), (7, 8, 9, 12), (6, 8, 12), (4, 12)):
+            got = step_by_step(model, kind, hooks, tokens, mask, ends)
+            close(got[0, pad:], alone, 3e-4)
+            close(got[1:], run(model, hooks, TOKENS[1:]), 3e-4)
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral"])
+def test_sinks_against_a_cache_at_positions_of_the_users_own(name: str, shared_model: Any) -> None:
+    """Unequal steps, which no part of the text shows for the keys before it."""
+    model = shared_model("bridge", name)
+    positions = torch.tensor([7, 9, 10, 20, 21, 22, 40, 41, 45, 46, 60, 61]).expand(2, -1)
+    for make in (lambda: lambda_mask(model, 2, 3, 5), lambda: remap_distance(model, lambda d: d.clamp(max=9))):
+        hooks = make()
+        whole = run(model, hooks, attention_mask=torch.ones_like(TOKENS), position_ids=positions)
+        for ends in ((7, 8, 12), (5, 9, 10, 11, 12)):
+            parts, cache = [], {}
+            with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+                for start, end in zip((0, *ends), ends, strict=False):
+                    given = {"attention_mask": torch.ones(2, end), "position_ids": positions[:, start:end], **cache}
+                    logits, kept = model(TOKENS[:, start:end], return_type="logits_and_cache", use_cache=True, **given)
+                    parts, cache = [*parts, logits], {"past_key_values": kept}
+            close(torch.cat(parts, 1), whole, 3e-4)
+
+
+@zoo.needs_bridge
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral"])
+def test_packed_texts_have_sinks_of_their_own(name: str, shared_model: Any) -> None:
+    model, half = shared_model("bridge", name), L // 2
+    window = read_attention(model, 0).window or L
+    at = REAL[:, None] - REAL
+    seen = (REAL[:, None] // half == REAL // half) & (at >= 0) & (at < window)
+    mask = torch.zeros(2, 1, L, L).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for heads in (None, [1, 6]):
+        hooks = lambda_mask(model, 1, 2, 3, heads=heads)
+        for positions in (REAL % half, REAL):
+            got = run(model, hooks, attention_mask=mask, position_ids=positions.expand(2, -1))
+            close(got[:, :half], run(model, hooks, TOKENS[:, :half]), 3e-4)
+            close(got[:, half:], run(model, hooks, TOKENS[:, half:]), 3e-4)
 
 
 # --- interpolation ----------------------------------------------------------------------------------------------

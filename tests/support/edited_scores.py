@@ -84,8 +84,8 @@ def edited_results(seen: Captured, values: Tensor, edits: Sequence[Edit], beside
     for edit in sorted((x for x in edits if isinstance(x, ScoreEdit)), key=lambda x: (x.order, x.call)):
         visible = inside & (scores > -torch.inf)
         limits = [x for x in edits if isinstance(x, (FrequencyLimit, PositionScale))]
-        view = SimpleNamespace(spec=spec, heads=heads, inside=visible, own=(own, own), scores=scores)
-        view.vectors, view.rotation = (q, k), _limits(limits)
+        view = SimpleNamespace(spec=spec, heads=heads, inside=visible, own=(own, own), counted=(own, own))
+        view.scores, view.vectors, view.rotation = scores, (q, k), _limits(limits)
         scores = torch.where(visible, edit.edit(view).double(), scores)
     scores = scores.masked_fill(~inside, -torch.inf)
     if beside is not None:

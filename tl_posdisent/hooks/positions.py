@@ -49,8 +49,8 @@ def swap_positions(
     Args:
         model: a model with rotary embeddings.
         positions: ``(pos,)`` or ``(batch, pos)``, finite real numbers, one for each slot of the batch, padding
-            included; or a function from a float64 tensor of the tokens' own positions (0 for a text's first token)
-            to one of the same shape, for texts of any length and for generation.
+            included; or a function from a float64 tensor of the tokens' own positions (0 for a text's first token,
+            unless ``position_ids`` are given) to one of the same shape, for texts of any length and for generation.
         layers: default all that rotate.
         heads: query heads, default all. A head that shares its keys with others gets its own view of them.
 
@@ -184,12 +184,14 @@ def lambda_mask(
 ) -> Hooks:
     """Restrict attention to the first and the nearest keys, with a ceiling on distances (LM-Infinite).
 
-    The mask is shaped like a Λ (arXiv 2308.16137): query i sees key j if ``j < sinks`` or ``i - j < window``, and
-    RoPE sees the distance ``min(i - j, distance_ceiling)``. What the layer's own mask hides stays hidden.
+    The mask is shaped like a Λ (arXiv 2308.16137): token i of a text sees token j if ``j < sinks`` or
+    ``i - j < window``, counted from the text's first token whatever the positions are (padding, ``position_ids``, a KV
+    cache, texts packed into a row). RoPE sees the distance ``min(p_i - p_j, distance_ceiling)`` of the positions. What
+    the layer's own mask hides stays hidden.
 
     Args:
         model: a causal model with rotary embeddings. For texts beyond its tables of positions see ``longer_context``.
-        sinks: number of keys at the beginning that every query sees; 0 for a plain sliding window.
+        sinks: number of keys at the beginning of each text that every query sees; 0 for a plain sliding window.
         window: number of last keys that a query sees, itself included.
         distance_ceiling: in positions. A ceiling of at least the length of the text changes nothing.
         layers: default all that rotate; other layers are not changed.
@@ -218,13 +220,18 @@ def lambda_mask(
 
     call = f"lambda_mask({sinks}, {window}, {distance_ceiling})"
     ceiling = DistanceMap(call, partial(torch.clamp, max=distance_ceiling))
-    hide = partial(hide_between, sinks=sinks, window=window)
-    return hooks_for(chosen, ceiling) + hooks_for(chosen, ScoreEdit(call, hide, Order.HIDE, scores=True, cached=True))
+    return hooks_for(chosen, ceiling) + hooks_for(chosen, hiding(call, sinks, window, cached=True))
 
 
-def hide_between(view: View, sinks: int, window: int) -> Tensor:
-    """The scores, where a query sees the first keys and those at less than ``window`` from it."""
-    query, key = view.own
+def hiding(call: str, sinks: int, window: int, *, cached: bool = False) -> ScoreEdit:
+    """The edit under which a query sees the first keys of its text and the last ones, itself included."""
+    edit = partial(_hide_between, sinks=sinks, window=window)
+    return ScoreEdit(call, edit, Order.HIDE, scores=True, counts=True, cached=cached)
+
+
+def _hide_between(view: View, sinks: int, window: int) -> Tensor:
+    assert view.counted is not None
+    query, key = view.counted
     at = key[..., None, :]
     hidden = ((query[..., :, None] - at).abs() >= window) & (at >= sinks)
     return view.scores.masked_fill(hidden if hidden.ndim == 2 else hidden[:, None], -torch.inf)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -12,9 +11,9 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
 from tl_posdisent.experiments.causal.runs import effect_table, units_of
 from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, derangement, stand_in
-from tl_posdisent.hooks.edits.rotation_and_score_edits import Edit, Order, ResultEdit, ScoreEdit
+from tl_posdisent.hooks.edits.rotation_and_score_edits import Edit, ResultEdit
 from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, hooks_for
-from tl_posdisent.hooks.positions import hide_between
+from tl_posdisent.hooks.positions import hiding
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
@@ -136,7 +135,6 @@ def streaming_ablation(
         limit = f"less than the {texts.longest} tokens of the longest text"
         raise ValueError(f"window and sinks must hide keys, together {limit}, got {window} and {sinks}")
     check_reach(model, [spec.layer for spec, _ in chosen])
-    units, hide = [units_of(spec, some) for spec, some in chosen], partial(hide_between, sinks=sinks, window=window)
-    edit = ScoreEdit("streaming_ablation", hide, Order.HIDE, scores=True)
+    units, edit = [units_of(spec, some) for spec, some in chosen], hiding("streaming_ablation", sinks, window)
     options: dict[str, Any] = {"kind": lambda spec: "streaming", "start": sinks + window, "progress": progress}
     return effect_table(reading, texts, units, _hooks_by(edit), metric, **options)

@@ -95,6 +95,7 @@ class LayerPlan:
         self.rescored: Grouped = {}
         self._choose()
         self.reads_vectors = bool(self.rescored or any(edit.vectors for edit, _ in self.score_edits))
+        self.counts = any(edit.counts for edit, _ in self.score_edits)
         reads_scores = any(edit.scores for edit, _ in self.score_edits)
         self.recomputes = bool(self.rescored or (spec.scores is None and reads_scores))
         self._check()
@@ -179,6 +180,7 @@ class LayerPass:
         self.held: dict[str, Tensor] = {}
         self.rescored = plan.rescored
         self.own: Tensor | None = None  # positions of the queries, as the model has them
+        self.counted: Tensor | None = None  # which tokens of their text they are, whatever their positions
         self.texts, self.n_query, self.dtype = 1, 0, torch.float32
 
     @no_autocast()
@@ -330,7 +332,7 @@ class LayerPass:
             return None
         own = self.expected if self.own is None else self.own
         if which == "k":
-            own = text.before_and_now(own, vectors.shape[1])
+            own = text.before_and_now(own, vectors.shape[1], self.memory.places)
         for rotation, heads in turned.items():
             at = torch.tensor(heads, device=vectors.device)
             some = self._turned_on(vectors[:, :, at], rotation, heads, which, own, behind).to(vectors.dtype)
@@ -368,7 +370,7 @@ class LayerPass:
         self._check_cache(n_key)
         if self._edits or self.own is None or cached:  # else nothing depends on the mask
             inside, real = text.inside_mask(self.spec, x <= masked_below(x.dtype, self.dtype))
-            self._count(n_key, real)
+            self._count(n_key, inside, real)
             if self._edits or cached:
                 self._compare(x, inside)
             if self._edits and self.plan.editable:
@@ -376,8 +378,11 @@ class LayerPass:
         self._remember(n_key)
         return new
 
-    def _count(self, n_key: int, real: Tensor) -> None:
-        """Positions of the queries where nothing but the mask shows them."""
+    def _count(self, n_key: int, inside: Tensor, real: Tensor) -> None:
+        """Numbers of the queries, where they are needed, and their positions where nothing but the mask shows them."""
+        if self.plan.counts:
+            before = self.memory.counted if n_key > self.n_query else None
+            self.counted = text.counted_in_text(inside, real, before)
         if self.own is None:
             self.own = text.positions_from_mask(real) + n_key - self.n_query
             if self._turned_before and not bool((self.own == self.expected).expand(real.shape)[real].all()):
@@ -394,6 +399,7 @@ class LayerPass:
         else:
             at = torch.arange(self.n_query, device=x.device)
             inside, self.own = self.spec.sees(at[:, None] - at), at if self.own is None else self.own
+            self.counted = at
             wanted = self.rescored or self.plan.recomputes
             scores = self._own_scores() if wanted else x.new_zeros(len(x), self.spec.n_heads, *inside.shape)
         self._check_whole(scores.shape[-1])
@@ -473,7 +479,8 @@ class LayerPass:
                 before = x[:, heads]
                 left = _some(inside, heads) & (before != -torch.inf)
                 vectors = self._vectors(heads, n_key) if edit.vectors else None
-                view = View(self.spec, heads, left, rotation, own, before, vectors)
+                counted = self._counted(n_key) if edit.counts else None
+                view = View(self.spec, heads, left, rotation, own, counted, before, vectors)
                 x[:, heads] = torch.where(left, edit.edit(view).to(x.dtype), before)
         return x
 
@@ -491,7 +498,12 @@ class LayerPass:
     def _places(self, n_key: int) -> tuple[Tensor, Tensor]:
         """The model's own positions of queries and keys."""
         assert self.own is not None
-        return self.own, text.before_and_now(self.own, n_key)
+        return self.own, text.before_and_now(self.own, n_key, self.memory.places)
+
+    def _counted(self, n_key: int) -> tuple[Tensor, Tensor]:
+        """Which tokens of their text queries and keys are."""
+        assert self.counted is not None
+        return self.counted, text.before_and_now(self.counted, n_key, self.memory.counted)
 
     def _vectors(self, heads: Sequence[int], n_key: int) -> tuple[Tensor, Tensor]:
         """Unrotated queries and keys of some heads, a key head for each query head."""
@@ -541,6 +553,8 @@ class LayerPass:
     def _remember(self, n_key: int) -> None:
         """Keep what the next pass needs to know if it goes on with this text."""
         continued = n_key > self.n_query
+        self.memory.places = _so_far(self.memory.places, self.own, continued=continued)
+        self.memory.counted = _so_far(self.memory.counted, self.counted, continued=continued)
         self.memory.seen = self.n_query + (self.memory.seen if continued else 0)
         if "k" in self.held:
             needed = self.plan.reads_vectors or self.spec.scores is None  # a pattern is compared whole
@@ -589,6 +603,13 @@ class LayerPass:
         now = HeadRotation() if self._fell_back else self.plan.table
         wanted = sorted(rescored | read)
         return _grouped((head, now if head in rescored else self.plan.rotations[head]) for head in wanted).items()
+
+
+def _so_far(before: Tensor | None, now: Tensor | None, *, continued: bool) -> Tensor | None:
+    """Numbers of the tokens of a text so far, if they are known for all."""
+    if now is None or not continued:
+        return now
+    return None if before is None else text.continued(before, now)
 
 
 def _some(inside: Tensor, heads: Sequence[int]) -> Tensor:

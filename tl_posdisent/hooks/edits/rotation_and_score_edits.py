@@ -389,6 +389,8 @@ class View:
     inside: Bool[Tensor, "*lead query key"]  # where a query sees a key, padding left out; broadcasts to the scores
     rotation: HeadRotation
     own: tuple[Tensor, Tensor]  # the tokens' positions, of queries and of keys, ``(pos,)`` or ``(batch, pos)``
+    # Which tokens of their text they are, from 0, whatever their positions, in these shapes; None if not asked for.
+    counted: tuple[Tensor, Tensor] | None
     # The scores under all rotation edits and the score edits that come before: in the model's dtype, soft cap included,
     # anything outside the mask.
     scores: Float[Tensor, "batch head query key"]
@@ -413,6 +415,7 @@ class ScoreEdit(Edit):
     order: Order
     scores: bool = False  # whether it looks at scores
     vectors: bool = False
+    counts: bool = False  # whether it asks which tokens of their text the queries and keys are
     plain: bool = False  # needs the real distances: of rotation edits it bears only limits and interpolation
     cached: bool = False  # also serves a part of a text against a KV cache
     components: frozenset[str] = frozenset()  # those that a patch puts in

@@ -27,6 +27,8 @@ class CachedText:
     texts: int = 0
     n_key: int = 0  # keys in the cache
     seen: int = 0  # tokens so far, of which a sliding window may have forgotten some
+    places: Tensor | None = None  # positions of these tokens, where they were found out
+    counted: Tensor | None = None  # which tokens of their texts they are, where that is needed
     keys: Tensor | None = None  # unrotated; the last alone, by which one knows the text again, if no more are needed
 
 
@@ -96,13 +98,26 @@ def measured_rotary(cos: Tensor, sin: Tensor, rotary: Rotary) -> Rotary | None:
     return None
 
 
-def before_and_now(positions: Int[Tensor, "*batch query"], n_key: int) -> Int[Tensor, "*batch key"]:
-    """Positions of all keys of which the last are those of the queries: those in a KV cache count up to the first."""
+def before_and_now(
+    positions: Int[Tensor, "*batch query"], n_key: int, before: Int[Tensor, "*batch seen"] | None = None
+) -> Int[Tensor, "*batch key"]:
+    """Positions of all keys of which the last are those of the queries: those in a KV cache had the positions
+    ``before``, or else count up to the first."""
     cached = n_key - positions.shape[-1]
     if cached <= 0:
         return positions
+    if before is not None and before.shape[-1] >= cached:
+        return continued(before, positions)[..., -n_key:]
     steps = torch.arange(cached, 0, -1, device=positions.device)
     return torch.cat([(positions[..., :1] - steps).clamp_min(0), positions], -1)
+
+
+def continued(before: Int[Tensor, "*batch seen"], now: Int[Tensor, "*batch new"]) -> Int[Tensor, "*batch seen+new"]:
+    """Numbers of the tokens so far; a row for each text if either has."""
+    if before.ndim != now.ndim:
+        texts = len(now if now.ndim == 2 else before)
+        before, now = (x.expand(texts, -1) for x in (before, now))
+    return torch.cat([before, now], -1)
 
 
 def real_tokens(masked: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "batch query"]:
@@ -116,6 +131,25 @@ def positions_from_mask(real: Bool[Tensor, "batch query"]) -> Int[Tensor, "*batc
     counted = (real.long().cumsum(-1) - 1).clamp_min(0)
     plain = torch.arange(real.shape[-1], device=real.device)
     return plain if bool((counted == plain).all()) else counted
+
+
+def counted_in_text(
+    inside: Bool[Tensor, "*lead query key"], real: Bool[Tensor, "batch query"], before: Int[Tensor, "batch seen"] | None
+) -> Int[Tensor, "batch query"]:
+    """Which token of its text each query is, from 0, whatever its position: ``before`` are those of a cached text.
+
+    Texts that are packed into one row are told apart by what their tokens see: the first token of a text is the first
+    that the first one that it sees sees, and so on.
+    """
+    count = real.long().cumsum(-1)
+    if before is not None:
+        return before[:, -1:] + count
+    seen = inside if inside.ndim < 4 else inside.any(1)
+    alone = torch.arange(count.shape[-1], device=count.device)
+    first = torch.where(seen.any(-1), seen.to(torch.uint8).argmax(-1), alone).expand(count.shape)
+    for _ in range(count.shape[-1].bit_length()):  # under a window it is some steps away
+        first = first.gather(-1, first)
+    return count - count.gather(-1, first)
 
 
 def inside_mask(
