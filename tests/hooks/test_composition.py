@@ -27,8 +27,8 @@ from support.intervention_cases import (
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import ablate_heads, dummy_distance, limit_frequencies, read_model, swap_positions
-from tl_posdisent.hooks import applied
+from tl_posdisent import ablate_heads, capture, dummy_distance, limit_frequencies, read_model, swap_positions
+from tl_posdisent.hooks import applied, patch_vectors
 from tl_posdisent.hooks.hook_list import Hooks
 
 pytestmark = pytest.mark.usefixtures("unchecked")
@@ -96,6 +96,36 @@ def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, 
             continue
         with pytest.raises(ValueError, match=r"installed separately: add the lists, a \+ b.*is that of an experiment"):
             WAYS[way](model, made[a], made[b])
+
+
+@pytest.mark.parametrize("patched", ["q", "k", "both"])
+@pytest.mark.parametrize(("kind", "name"), MODELS)
+def test_a_dropped_subspace_is_gone_whatever_is_patched(kind: str, name: str, patched: str, shared_model: Any) -> None:
+    """From both sides alike, beside what moves the other side, and whatever the patch holds there."""
+    model = shared_model(kind, name)
+    other = next(capture(model, TOKENS.flip(1), layers=[0]))
+    rotary = other.spec.rotary
+    low = float(rotary.frequencies.sort().values[-2:].log().mean().exp())  # the fastest alone is kept
+    slow = rotary.frequencies < low
+    columns = torch.cat([slow, slow]) if rotary.pairing == "half" else slow.repeat_interleave(2)
+    vectors = {"q": other.q_rot, "k": other.k_rot}
+    vectors = {side: x if patched in (side, "both") else None for side, x in vectors.items()}
+    wild = {side: None if x is None else x.clone() for side, x in vectors.items()}
+    for x in wild.values():
+        if x is not None:
+            x[..., : len(columns)][..., columns] = 50.0
+    chosen = (None, [1, 6]) if (kind, name) == MODELS[0].values else (None,)
+    for heads in chosen:
+        for tool in (None, "swap", "interpolate", "freeze", "noise"):
+            hooks = limit_frequencies(model, low, layers=[0], heads=heads)
+            if tool is not None:
+                hooks += TOOLS[tool](model, layers=[0], heads=heads)
+            where: Any = {"heads": heads, "keys": "head"}
+            one, same = (hooks + patch_vectors(model, 0, x["q"], x["k"], **where) for x in (vectors, wild))
+            got = mixed_of(model, one)
+            close(mixed_of(model, same), got, 1e-5)
+            wanted, rows = edited(model, [x.edit for x in one.interventions]), range(8) if heads is None else heads
+            close(got[:, list(rows)], wanted[:, list(rows)])
 
 
 @pytest.mark.parametrize(("kind", "name"), MODELS)

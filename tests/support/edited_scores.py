@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -24,41 +25,52 @@ from tl_posdisent.models.capture import Captured
 
 
 def edited_scores(q: Tensor, k: Tensor, edits: Sequence[Edit], spec: Any) -> Tensor:
-    """Scores ``[batch, head, query, key]`` of vectors before rotation, ``[batch, pos, head, d_head]`` in float64."""
+    """Scores ``[batch, head, query, key]`` of vectors before rotation, ``[batch, pos, head, d_head]`` in float64.
+
+    Of the edits nothing but what they were given: a subspace that is dropped is left out of the sum at the end.
+    """
     rotary, at = spec.rotary, torch.arange(q.shape[1]).double()
-    theta, n, half = rotary.frequencies.clone(), len(rotary.frequencies), rotary.pairing == "half"
-    split = (slice(0, n), slice(n, 2 * n)) if half else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
-    distance, kept, phase, patches = (at[:, None] - at)[None, None], torch.ones(n), torch.zeros(1, len(at), n), {}
-    for edit in edits:
-        if isinstance(edit, (PositionMap, DistanceMap)):
-            distance = _distances(edit, at)
-        elif isinstance(edit, PhaseNoise):
-            phase = phase + edit.phases(rotary, at.long(), len(q))
-        elif isinstance(edit, FrequencyLimit):
-            outside = (theta < edit.low) | (theta > edit.high)
-            theta, kept = (theta * ~outside, kept) if edit.mode == "freeze" else (theta, kept * ~outside)
-        elif isinstance(edit, VectorPatch):
-            patches |= {name: x for name, x in (("q", edit.q_rot), ("k", edit.k_rot)) if x is not None}
-    scale = torch.tensor([x.factor for x in edits if isinstance(x, PositionScale)]).prod()
-    angle = distance[..., None] / scale * theta + (phase[:, :, None] - phase[:, None])[:, None]
-    if patches:  # they are rotated already, and other edits act on the other side alone
-        (edit,) = [x for x in edits if isinstance(x, PositionMap)] or [PositionMap("", lambda p: p, lambda p: p)]
-        own = {side: (_places(edit, side, at) / scale)[..., None] * theta + phase for side in "qk"}
-        turn = {side: torch.zeros_like(x) if side in patches else x for side, x in own.items()}
-        angle, kept = (turn["q"][:, :, None] - turn["k"][:, None])[:, None], 1 if "q" in patches else kept
-        q, k = patches.get("q", q).double(), _per_head(patches.get("k", k).double(), q.shape[2])
-    zq, zk = (torch.complex(x[..., split[0]], x[..., split[1]]) for x in (q, k))
-    factor = torch.tensor([1 if side in patches else rotary.attention_factor for side in "qk"]).prod()
-    turned = torch.exp(1j * angle) * kept * factor
-    scores = torch.einsum("bqhc,bkhc,bhqkc->bhqk", zq, zk.conj(), turned.expand(len(q), q.shape[2], -1, -1, -1)).real
-    rest = torch.einsum("bqhd,bkhd->bhqk", q[..., 2 * n :], k[..., 2 * n :])
-    scores = (scores + rest) * spec.scale
+    theta, n, factor = rotary.frequencies, len(rotary.frequencies), rotary.attention_factor
+    split = (slice(0, n), slice(n, 2 * n)) if rotary.pairing == "half" else (slice(0, 2 * n, 2), slice(1, 2 * n, 2))
+    gone = {mode: torch.zeros(n, dtype=torch.bool) for mode in ("drop", "freeze")}
+    for limit in (x for x in edits if isinstance(x, FrequencyLimit)):
+        gone[limit.mode] |= ((theta < limit.low) | (theta > limit.high)) & (theta != 0)
+    theta = torch.where(gone["freeze"], 0.0, theta) / math.prod(x.factor for x in edits if isinstance(x, PositionScale))
+    phase = sum((_phases(x, len(at), n) for x in edits if isinstance(x, PhaseNoise)), torch.zeros(1, len(at), n))
+    pairs = [x for x in edits if isinstance(x, DistanceMap)]
+    (places,) = [x for x in edits if isinstance(x, PositionMap)] or [PositionMap("", lambda p: p, lambda p: p)]
+    sides = {}
+    for side, x in (("q", q), ("k", k)):
+        patches = [getattr(edit, f"{side}_rot") for edit in edits if isinstance(edit, VectorPatch)]
+        given = [_per_head(patch.double(), q.shape[2]) for patch in patches if patch is not None]
+        turn = phase if pairs else _places(places, side, at)[..., None] * theta + phase
+        z = torch.complex(x[..., split[0]], x[..., split[1]]) * torch.exp(1j * turn[:, :, None]) * factor
+        rest = x[..., 2 * n :]
+        if given:
+            z, rest = torch.complex(given[0][..., split[0]], given[0][..., split[1]]), given[0][..., 2 * n :]
+        sides[side] = z[..., ~gone["drop"]], rest
+    (zq, q_rest), (zk, k_rest) = sides["q"], sides["k"]
+    apart = (
+        torch.exp(1j * _distances(pairs[0], at)[..., None] * theta[~gone["drop"]])
+        if pairs
+        else torch.ones(1, 1, 1, 1, 1)
+    )
+    products = zq.movedim(1, 2)[:, :, :, None] * zk.conj().movedim(1, 2)[:, :, None] * apart
+    scores = (products.real.sum(-1) + torch.einsum("bqhd,bkhd->bhqk", q_rest, k_rest)) * spec.scale
     return scores if spec.soft_cap is None else spec.soft_cap * (scores / spec.soft_cap).tanh()
 
 
-def _distances(edit: PositionMap | DistanceMap, at: Tensor) -> Tensor:
-    if isinstance(edit, PositionMap):
-        return _places(edit, "q", at)[:, None, :, None] - _places(edit, "k", at)[:, None, None]
+def _phases(edit: PhaseNoise, length: int, n: int) -> Tensor:
+    """Angles as given, or normal ones, drawn for 64 positions at a time."""
+    angles = edit.angles
+    if not isinstance(angles, Tensor):
+        generator = torch.Generator().manual_seed(edit.seed)
+        drawn = [torch.randn(64, n, generator=generator, dtype=torch.float64) for _ in range(length // 64 + 1)]
+        angles = angles * torch.cat(drawn)[:length]
+    return angles.double().expand(1, -1, -1) if angles.ndim == 2 else angles.double()
+
+
+def _distances(edit: DistanceMap, at: Tensor) -> Tensor:
     given = edit.distances
     cells = given.double() if isinstance(given, Tensor) else given((at[:, None] - at).clamp_min(0).flatten())
     cells = cells if isinstance(given, Tensor) else cells.view(len(at), len(at))

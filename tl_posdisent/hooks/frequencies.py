@@ -32,8 +32,8 @@ def limit_frequencies(
     """Restrict heads to the rotary frequencies ``low ≤ θ ≤ high`` (arXiv 2511.11579).
 
     The score of query i and key j is ``scale · Σ_c Re(q_ic · conj(k_jc) · exp(i θ_c (i - j)))`` and what RoPE does not
-    rotate, which always stays. ``"drop"`` removes the terms outside the band; ``"freeze"`` sets their exponential to 1:
-    content stays and position does not.
+    rotate, which always stays. ``"drop"`` removes the terms outside the band, also from vectors that ``patch_vectors``
+    puts in; ``"freeze"`` sets their exponential to 1: content stays and position does not.
 
     A frequency is in radians per position: ``θ = 2π / wavelength``. A model's own are
     ``read_attention(model, layer).rotary.frequencies``.

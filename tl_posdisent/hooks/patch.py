@@ -30,6 +30,9 @@ def patch_vectors(
 ) -> Hooks:
     """Patch the rotated queries, the rotated keys, or both, of a layer's heads by those of another run.
 
+    Beside other interventions: positions, interpolation, frozen frequencies and phase noise act on the side that is not
+    patched alone; subspaces that ``limit_frequencies`` drops contribute nothing to the scores, whatever is patched.
+
     Args:
         model: a model with rotary embeddings.
         layer: 0 … n_layers - 1.

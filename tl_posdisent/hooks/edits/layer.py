@@ -348,7 +348,7 @@ class LayerPass:
         if given is None:
             return rotation.turned_on(x, which, own, rotary, tables=bool(self.plan.table))
         check_patch(f"{which}_rot", given, x)
-        given = given[:, :, heads].to(x.device)
+        given = rotation.kept(given[:, :, heads].to(x.device), rotary, which)
         if behind:
             return given
         table = self.plan.table  # in float64, or what is turned and turned back would not be the same

@@ -76,7 +76,7 @@ def rotated_vectors(
         given = rotation.patch(which)
         if given is not None:
             check_patch(f"{which}_rot", given, x)
-            return given[:, :, there].to(_wide(x))
+            return rotation.kept(given[:, :, there].to(_wide(x)), rotary, which)
         kept = rotation.kept(_wide(x), rotary, which)
         return rotation.turned(kept, rotation.places(which, at, len(x)), at, rotary)
 

@@ -6,10 +6,11 @@ A head under edits of its rotation scores query i and key j by
 
 with positions u and w (or any distances in place of u - w) from at most one position intervention, s the product of
 interpolation factors, ε the sum of all phase noise, θ_c = 0 where a frequency is frozen, and no term c where one is
-dropped. The order in which the edits are given makes no difference. Edits are values: they know no model, and two with
-equal contents are equal. Edits of the scores act on what these leave, in a fixed order: the Λ-mask hides keys, then
-components of another run are put in, then scores are replaced, then components are dropped; last, ablation replaces
-what a head gathers.
+dropped. A rotated query or key of another run stands for all of its side, ``q_ic · exp(i (θ_c · u_i / s + ε_ic))`` or
+the same of the key: no edit moves it, and a dropped term is gone from it too. The order in which the edits are given
+makes no difference. Edits are values: they know no model, and two with equal contents are equal. Edits of the scores
+act on what these leave, in a fixed order: the Λ-mask hides keys, then components of another run are put in, then scores
+are replaced, then components are dropped; last, ablation replaces what a head gathers.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class PhaseNoise(RotationEdit):
 
 @dataclass(frozen=True, eq=False)
 class VectorPatch(RotationEdit):
-    """Rotated queries or keys of another run, put in after all other edits."""
+    """Rotated queries or keys of another run, put in after all edits but the dropping of subspaces."""
 
     q_rot: Float[Tensor, "batch pos head d_head"] | None
     k_rot: Float[Tensor, "batch pos kv d_head"] | None
