@@ -13,7 +13,6 @@ from support.intervention_cases import TOKENS, L, fit_layers, logits, put_in
 from support.untouched import state
 from torch import Tensor
 
-import tl_posdisent.experiments.causal.attention_ladder as module
 from tl_posdisent import (
     ablate_heads,
     attention_ladder,
@@ -26,6 +25,7 @@ from tl_posdisent import (
 )
 from tl_posdisent.additive.attention.rungs import RUNGS
 from tl_posdisent.hooks import substitute_attention
+from tl_posdisent.utils.statistics import Blocks
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 TRAIN = zoo.random_tokens(L + 2)
@@ -50,13 +50,14 @@ def figures(model: Any, hooks: list[Any], tokens: Tensor = TOKENS) -> tuple[floa
 
 
 def error_of(top: Tensor, bottom: Tensor, n_texts: int) -> float:
-    """The standard error of a ratio of sums over ten blocks: of the mean of its residuals, blocks as observations."""
+    """The standard error of a ratio of sums over ten blocks: of its residuals, each block by its tokens."""
     ratio = top.sum() / bottom.sum()
     rest = (top - ratio * bottom).reshape(n_texts, -1).numpy()
     pieces = 10 // n_texts
-    starts = [-(-k * rest.shape[1] // pieces) for k in range(pieces)]
-    sums = np.add.reduceat(rest, starts, axis=1)
-    return float(np.std(sums, ddof=1) * sums.size**0.5 / abs(bottom.sum()))
+    starts = [-(-k * rest.shape[1] // pieces) for k in range(1, pieces)]
+    parts = [part for text in rest for part in np.split(text, starts)]
+    squares = [part.sum() ** 2 / (1 - len(part) / rest.size) for part in parts]
+    return float(sum(squares) ** 0.5 / abs(bottom.sum()))
 
 
 def same(row: Any, expected: tuple[float, float, float]) -> None:
@@ -243,26 +244,23 @@ def test_the_first_token_alone(shared_model: Any) -> None:
         torch.testing.assert_close(cache[z], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("n_texts", [1, 3, 12])
-def test_verdicts_are_as_sure_as_they_say(n_texts: int) -> None:
+@pytest.mark.parametrize("lengths", [[60], [60] * 3, [60] * 12, [400, *[13] * 9], [300, 120, 60, 20, 8, 4, 2]])
+def test_verdicts_are_as_sure_as_they_say(lengths: list[int]) -> None:
     """Tokens with heavy tails; one rung recovers just the share, which the simpler one misses: 300 heads."""
-    model, random, n, length = load_demo_model(), np.random.default_rng(0), 300, 61
-    texts = module.read_texts(model, torch.full((n_texts, length), 7), None)
-    blocks = module._blocks(texts, by_text=False)
-    sizes = [len(blocks), int(blocks.max()) + 1]
-    assert sizes == [n_texts * (length - 1), {1: 10, 3: 12, 12: 12}[n_texts]]
-    for missed, least in ((0.9499, 0), (0.5, 100)):
-        noise = torch.from_numpy(random.standard_t(4, (2, n, sizes[0])))
+    random, n = np.random.default_rng(0), 300
+    blocks = Blocks.of_texts(lengths)
+    for missed, least in ((0.9499, 0), (0.5, 80)):
+        noise = torch.from_numpy(random.standard_t(4, (2, n, sum(lengths))))
         effects = 0.5 + noise[0]
         tables = []
         for rung, share in (("uniform", 0.0), ("distance", missed), ("static", 0.95), ("untouched", 1.0)):
             off = 0.1 * noise[1] if rung in ("distance", "static") else torch.zeros_like(effects)
-            found = [module._ratio(share * x + y, x, blocks) for x, y in zip(effects, off, strict=True)]
+            found = [blocks.ratio(share * x + y, x) for x, y in zip(effects, off, strict=True)]
             table = pd.DataFrame(found, columns=["recovered", "se"]).assign(rung=rung, head=range(n))
             table["loss"] = 3 - (share * effects + off).mean(1).numpy()
             tables.append(table)
-        errors = [module._ratio(x, torch.ones_like(x), blocks)[1] for x in effects]
-        table = pd.concat(tables).assign(layer=0, control="none", blocks=sizes[1], causal=True)
+        errors = [blocks.mean(x)[1] for x in effects]
+        table = pd.concat(tables).assign(layer=0, control="none", blocks=blocks.count, df=blocks.df, causal=True)
         table["error"] = np.tile(errors, 4)
         verdicts = head_verdicts(table).query("verdict != 'no effect'")
         right = (verdicts["simplest"] != "untouched") & (verdicts["at_most"] != "distance")
@@ -271,6 +269,21 @@ def test_verdicts_are_as_sure_as_they_say(n_texts: int) -> None:
         assert (verdicts["simplest"] == "static").sum() >= least
         guessed = head_verdicts(table, confidence=0).query("verdict != 'no effect'")
         assert (guessed["verdict"] == "static").mean() < 0.7
+
+
+def test_degrees_of_freedom_decide(shared_model: Any) -> None:
+    """A share just outside the t-interval of nine degrees is inside that of two; tables without ``df`` have equal
+    blocks."""
+    near = made({"distance": 0.95 + 2.3 * 0.004})
+    assert said(near)[0] == said(near.assign(df=9.0))[0] == said(near.assign(df=np.nan))[0] == "distance"
+    assert said(near.assign(df=2.0))[0] == "undecided between distance and more than distance"
+    unequal = torch.ones(2, L, dtype=torch.long)
+    unequal[0, 3:] = 0
+    for mask in (None, unequal):
+        rows = ladder(shared_model("bridge", "llama-gqa"), heldout_mask=mask, heads=[(0, 0)], rungs=[], controls=[])
+        blocks = Blocks.of_texts([L - 1, L - 1] if mask is None else [2, L - 1])
+        assert rows[["blocks", "df"]].to_numpy().tolist() == [[blocks.count, blocks.df]] * 3
+        assert (blocks.df < blocks.count - 1) or mask is None
 
 
 def test_verdicts_of_a_run(shared_model: Any) -> None:

@@ -491,7 +491,7 @@ def _ladder(subject: Subject, found: Found) -> str:
         "<em>verdict</em> is the first of these that recovers 95 % of the gap: <em>first token</em>, <em>distance</em> "
         "(with or without the sink), <em>static</em>, <em>additive</em>, <em>banded</em>, or <em>query-dependent</em> "
         "(none). It is <em>undecided</em> between the first that may and the first that does, by 95 % intervals over "
-        "texts (blocks of few texts). A head whose gap is not significant has <em>no effect</em> in this text; it may "
+        "texts (parts of long ones). A head whose gap is not significant has <em>no effect</em> in this text; it may "
         "have one in another."
     )
     height = map_height(verdicts["layer"].nunique())

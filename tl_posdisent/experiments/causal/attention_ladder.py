@@ -6,13 +6,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product, repeat
-from math import atan2, ceil, isnan, nan, pi
+from math import isnan, nan
 from typing import Any, Final, Literal, get_args
 
-import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.additive.attention.rungs import (
@@ -32,6 +31,7 @@ from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.precision import apart
+from tl_posdisent.utils.statistics import Blocks, significance
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, check_subset
 
@@ -56,9 +56,7 @@ MEAN: Final = "mean_output"
 _Step = Rung | Literal["mean_output"]
 """A rung, or the head's mean output in place of all that it attends to."""
 _COLUMNS = ["layer", "head", "control", "rung", "value", "loss", "recovered", "se", "recovered_mean", "se_mean"]
-_COLUMNS += ["kl", "error", "blocks"]
-_COLUMNS += ["parameters", "causal"]
-_BLOCKS = 10  # t-intervals over so many blocks are seldom too wide to decide, nor do heavy tails make them too narrow
+_COLUMNS += ["kl", "error", "blocks", "df", "parameters", "causal"]
 
 
 def attention_ladder(
@@ -311,23 +309,28 @@ class _Ladder:
         self, item: _Item, measured: dict[_Step, _Measured], untouched: _Measured, control: str
     ) -> Iterator[_Row]:
         layer, head, where = item
-        blocks = _blocks(self.texts, by_text=self.metric is not None)
-        one, shares = torch.ones_like(untouched.values), []
+        blocks, shares = self._blocks(untouched), []
         for name in ("uniform", MEAN):
             baseline = measured.get(name) or self.baselines[layer, head, name]
             self.baselines[layer, head, name] = baseline
-            shares.append(self._shares_of(baseline, untouched, one, blocks))
+            shares.append(self._shares_of(baseline, untouched, blocks))
         for rung, run in measured.items():
             value = run.values.mean().item()
-            _, error = _ratio(run.values - untouched.values, one, blocks)
+            _, error = blocks.mean(run.values - untouched.values)
             both = [x for share in shares for x in share(run)]
             lengths = [self.fitted.longest] if rung == MEAN or rung in PER_HEAD else self.texts.lengths
             size = sum(len(heads) * self._size(rung, spec, n) for spec, heads in where for n in lengths)
             static = rung in WITHOUT_FIT or ((rung in PER_HEAD or rung == MEAN) and self.texts is not self.fitted)
             causal = static and all(spec.causal for spec, _ in where)
             loss = run.losses.mean().item()
-            n = int(blocks.max()) + 1
-            yield layer, head, control, rung, value, loss, *both, run.kl, error, n, size, causal
+            counts = (blocks.count, blocks.df, size)
+            yield layer, head, control, rung, value, loss, *both, run.kl, error, *counts, causal
+
+    def _blocks(self, untouched: _Measured) -> Blocks:
+        """Of predicted tokens, or of a metric's numbers."""
+        if self.metric is not None:
+            return Blocks.single(len(untouched.values))
+        return Blocks.of_texts([group.tokens.shape[1] - 1 for group in self.texts.groups for _ in group.rows])
 
     def _size(self, rung: _Step, spec: AttentionSpec, length: int) -> int:
         """Numbers that a rung fits for one head."""
@@ -336,44 +339,19 @@ class _Ladder:
         return n_parameters(rung, spec.mask(length), spec.d_head, bands=self.bands, rank=self.rank)
 
     def _shares_of(
-        self, baseline: _Measured, untouched: _Measured, one: Tensor, blocks: Tensor
+        self, baseline: _Measured, untouched: _Measured, blocks: Blocks
     ) -> Callable[[_Measured], tuple[float, float]]:
         """A function from a run to its share of what lies between a baseline and the untouched model, and the error."""
         effect = baseline.values - untouched.values
-        gap, noise = _ratio(effect, one, blocks)
+        gap, noise = blocks.mean(effect)
         end = baseline.values.mean().item()
         if abs(gap) <= noise or isnan(gap) or not apart(end, end - gap, dtype_of(self.reading.model)):
             return lambda run: (nan, nan)
-        return lambda run: _ratio(baseline.values - run.values, effect, blocks)
+        return lambda run: blocks.ratio(baseline.values - run.values, effect)
 
 
 def _fail(error: ValueError) -> Any:
     raise error
-
-
-def _blocks(texts: Texts, *, by_text: bool) -> Int[Tensor, "predicted"]:
-    """The block that each predicted token is in, or with ``by_text`` each text's value.
-
-    Losses of a text's tokens are nearly independent, so few texts are cut: a t-interval over 2 texts is of no use.
-    """
-    if by_text:
-        return torch.arange(len(texts.tokens), device="cpu")
-    parts = []
-    for group in texts.groups:
-        length = group.tokens.shape[1] - 1
-        within = torch.arange(length, device="cpu") * ceil(_BLOCKS / len(texts.tokens)) // max(length, 1)
-        parts.append((group.rows.cpu()[:, None] * _BLOCKS + within).flatten())
-    numbers: Tensor = torch.cat(parts).unique(return_inverse=True)[1]
-    return numbers
-
-
-def _ratio(
-    top: Float[Tensor, "predicted"], bottom: Float[Tensor, "predicted"], blocks: Int[Tensor, "predicted"]
-) -> tuple[float, float]:
-    """A ratio of sums, and its standard error over blocks: that of the sums of ``top - ratio * bottom``."""
-    ratio, n = top.sum() / bottom.sum(), int(blocks.max()) + 1
-    rest = top.new_zeros(n).index_add(0, blocks.to(top.device), top - ratio * bottom)
-    return ratio.item(), ((n / (n - 1)) ** 0.5 * rest.norm() / bottom.sum().abs()).item() if n > 1 else nan
 
 
 _VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first token", "distance+sink": "distance"}
@@ -398,9 +376,9 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float
     ====================== =====================================================================
 
     The first that holds is taken; *not used* needs the row ``"mean_output"``. A rung *may* suffice if its share is not
-    significantly below ``share``, and *does* if it is significantly above: t-intervals of ``recovered`` over the
-    table's ``blocks``. Rungs that know the predicted text come after the causal ones, so they name a head only if none
-    of these may suffice.
+    significantly below ``share``, and *does* if it is significantly above: t-intervals of ``recovered`` with the
+    table's ``df`` degrees of freedom (in a table without it, one fewer than ``blocks``). Rungs that know the predicted
+    text come after the causal ones, so they name a head only if none of these may suffice.
 
     Args:
         table: of ``attention_ladder``; only rows without a control are read.
@@ -444,7 +422,7 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float
         if not simplest:
             tried = [x for x in RUNGS[1:] if x in by_rung]
             above = {x: by_rung[x]["recovered"] - share for x in tried}
-            sure = {x: _significance(abs(above[x]), by_rung[x]["se"], by_rung[x]["blocks"]) for x in tried}
+            sure = {x: significance(abs(above[x]), by_rung[x]["se"], _df(by_rung[x])) for x in tried}
             simplest = next((x for x in tried if above[x] >= 0 or not sure[x] >= confidence), "untouched")
             at_most = next((x for x in tried if above[x] >= 0 and sure[x] >= confidence), "untouched")
         fitted = [_VERDICTS.get(x, x) for x in RUNGS[1:-1] if x in by_rung]
@@ -466,15 +444,11 @@ def _costs(row: Mapping[Any, Any], untouched: Mapping[Any, Any], measure: str, c
     gap, error = row[measure] - untouched[measure], row["error"]
     effect = gap if measure == "loss" else abs(gap)
     # Of one text there is no error: then any gap is an effect, and no rung is known to suffice or not to.
-    known = isnan(error) or _significance(effect, error, row["blocks"]) >= confidence
+    known = isnan(error) or significance(effect, error, _df(row)) >= confidence
     return bool(effect > 0 and known and apart(row[measure], untouched[measure]))
 
 
-def _significance(size: float, error: float, blocks: int) -> float:
-    """The confidence with which a two-sided t-interval leaves out 0; 0 without an error."""
-    if not error >= 0:
-        return 0.0
-    # With t = sqrt(df) tan(x), Student's density is cos(x) ** (df - 1) up to a factor.
-    df, steps = blocks - 1, (np.arange(4096) + 0.5) / 4096
-    within, half = (x * np.mean(np.cos(x * steps) ** (df - 1)) for x in (atan2(size, error * df**0.5), pi / 2))
-    return float(within / half)
+def _df(row: Mapping[Any, Any]) -> float:
+    """Degrees of freedom; where a table has none, those of blocks of equal size."""
+    df = float(row.get("df", nan))
+    return row["blocks"] - 1 if isnan(df) else df

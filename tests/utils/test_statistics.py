@@ -1,0 +1,81 @@
+"""Errors over blocks of unequal size: unbiased, with the degrees of freedom that they have, and intervals that hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from tl_posdisent.utils.statistics import Blocks, significance
+
+DESIGNS = {
+    "equal": [30] * 12,
+    "one": [300],
+    "two": [300, 30],
+    "giant": [400, *[13] * 9],
+    "giant of many": [900, *[9] * 25],
+    "skewed": [1, 2, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144],
+}
+
+
+@pytest.mark.parametrize("sizes", [[4] * 7, [1, 1], [1, 9], [1, 2, 3, 4, 5], [50, 3, 3, 2]])
+def test_error_and_degrees_of_freedom_are_those_of_the_quadratic_form(sizes: list[int]) -> None:
+    """The squared error of a mean is ``zᵀ A z`` of independent observations z, whose moments are traces."""
+    blocks = Blocks(torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)))
+    n, member = sum(sizes), torch.nn.functional.one_hot(blocks.numbers).double()
+    residual = member.T @ (torch.eye(n, dtype=torch.float64) - 1 / n)
+    form = residual.T @ torch.diag(1 / (1 - torch.tensor(sizes) / n)).double() @ residual / n**2
+    z = torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mean, error = blocks.mean(z)
+    assert mean == pytest.approx(z.mean().item())
+    assert error**2 == pytest.approx((z @ form @ z).item())
+    assert form.trace().item() == pytest.approx(1 / n)  # the variance of a mean of n
+    assert blocks.df == pytest.approx((form.trace() ** 2 / (form @ form).trace()).item())
+    assert blocks.df <= len(sizes) - 1 + 1e-9
+    if len(set(sizes)) == 1:
+        sums = z.reshape(len(sizes), -1).mean(1)
+        assert error == pytest.approx((sums.std() / len(sums) ** 0.5).item())
+        assert blocks.df == pytest.approx(len(sizes) - 1)
+
+
+@pytest.mark.parametrize("name", DESIGNS)
+def test_intervals_hold_as_often_as_they_say(name: str) -> None:
+    """Of means and ratios of independent tokens with heavy tails, 95 % intervals contain the truth in 95 % of draws."""
+    draws, random, blocks = 1000, np.random.default_rng(0), Blocks.of_texts(DESIGNS[name])
+    limit = float(stats.t.ppf(0.975, blocks.df))
+    effect, noise = torch.from_numpy(random.standard_t(4, (2, draws, sum(DESIGNS[name]))))
+    found = [(*blocks.mean(x), *blocks.ratio(0.9 * (1 + x) + y, 1 + x)) for x, y in zip(effect, noise, strict=True)]
+    mean, error, ratio, se = np.array(found).T
+    for inside in (abs(mean) <= limit * error, abs(ratio - 0.9) <= limit * se):
+        assert abs(inside.mean() - 0.95) < 3 * (0.95 * 0.05 / draws) ** 0.5
+
+
+@pytest.mark.parametrize("lengths", [*DESIGNS.values(), [1], [1, 1], [3], [0, 40, 2], [0, 1]])
+def test_texts_are_cut_into_tenths_and_no_more(lengths: list[int]) -> None:
+    blocks, owner = Blocks.of_texts(lengths), np.repeat(range(len(lengths)), lengths)
+    numbers = blocks.numbers.numpy()
+    for number in range(blocks.count):
+        assert len(set(owner[numbers == number])) == 1
+    for text, length in enumerate(lengths):
+        sizes = np.bincount(numbers[owner == text], minlength=1)
+        sizes = sizes[sizes > 0]
+        assert sizes.sum() == length
+        assert length == 0 or sizes.max() - sizes.min() <= 1
+        assert (len(sizes) <= 1) == (10 * length <= sum(lengths) or length == 1)
+    if min(sum(lengths), sum(10 * n <= sum(lengths) for n in lengths)) >= 20:
+        assert blocks.df > 9
+    assert np.isnan(blocks.df) == (blocks.count == 1)
+
+
+def test_a_single_block_has_no_error() -> None:
+    for blocks, x in ((Blocks.single(1), torch.ones(1)), (Blocks.of_texts([1]), torch.ones(1))):
+        assert np.isnan([blocks.df, blocks.mean(x)[1], blocks.ratio(x, x)[1]]).all()
+
+
+def test_significance_is_that_of_students_t() -> None:
+    for df in (1, 1.3, 2, 9, 11.4, 400):
+        for t in (0.0, 0.5, 2.0, 12.0):
+            assert significance(0.3 * t, 0.3, df) == pytest.approx(1 - 2 * stats.t.sf(t, df), abs=1e-5)
+    assert significance(1.0, float("nan"), 9) == significance(1.0, 0.1, float("nan")) == significance(1.0, 0.1, 0) == 0
+    assert significance(1.0, 0.0, 9) == pytest.approx(1)
