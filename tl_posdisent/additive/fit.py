@@ -27,8 +27,10 @@ ROUNDING = 1e-14  # scores that vary by less than this of their size do not vary
 
 # Relative size of the residual of the normal equations, in the norm of the preconditioner: what a run of conjugate
 # gradients aims at by its own reckoning, what the true residual must then be to need no second run (which would
-# only chase rounding), and what is an error if it is still exceeded.
-AIM, ENOUGH, ACCEPTED = 1e-13, 1e-12, 1e-10
+# only chase rounding), and what is an error if it is still exceeded. They are relative to the marginals, or to a tenth
+# of the scores where the marginals are smaller: of scores without an additive part these are
+# rounding, which no model has.
+AIM, ENOUGH, ACCEPTED, OF_SCORES = 1e-13, 1e-12, 1e-10, 0.1
 
 Stacked = Float64[Tensor, "*batch coefficient"]
 
@@ -143,7 +145,9 @@ def fit_marginals(
     sums = pooled(cells, read.sums) if pool else read.sums
     squares, pivot = (read.squares.sum(0), read.pivot[0]) if pool else (read.squares, read.pivot)
 
-    solution = solve(cells, sums, pool=pool)
+    # The squares of the terms round the sums, where these are larger than the scores.
+    terms = read.squares.maximum(cells.n_cells * torch.as_tensor(size).to(read.squares) ** 2)
+    solution = solve(cells, sums, squares=terms, pool=pool)
     offset, parts = fix_gauge(cells, weights, solution, pool=pool)
 
     # Variation about the mean of all cells: in total, explained by the model, and by each axis alone.
@@ -193,7 +197,9 @@ def explained_around(
     put_in = cells.product(coefficients)
     left = read.sums - put_in
     # Not of what is left: sums that nearly cancel are no longer those of one matrix.
-    solution = solve(cells, read.sums, distances=False) - solve(cells, put_in, distances=False)
+    of_model = (coefficients * put_in).sum(-1)
+    solution = solve(cells, read.sums, squares=read.squares, distances=False)
+    solution = solution - solve(cells, put_in, squares=of_model, distances=False)
     residual = read.squares - (coefficients * (read.sums + left)).sum(-1) - (solution * left).sum(-1)
     n_cells, total = (_axis_sums(cells, x, pool=False)[1] for x in (cells.counts, read.sums))
     total = read.squares - total**2 / n_cells
@@ -319,11 +325,20 @@ def _rank_of_distances(cells: Cells, *, pool: bool) -> Int64[Tensor, "*fit"]:
     return (remaining > _NEGLIGIBLE * scale).sum(-1)
 
 
-def solve(cells: Cells, marginals: Stacked, *, pool: bool = False, distances: bool = True) -> Stacked:
+def solve(
+    cells: Cells,
+    marginals: Stacked,
+    *,
+    squares: Float64[Tensor, "*batch"] | None = None,
+    pool: bool = False,
+    distances: bool = True,
+) -> Stacked:
     """Compute coefficients whose model has the given marginals, up to gauge.
 
     Args:
         marginals: stacked sums of the (roughly centred) scores; leading axes are independent systems.
+        squares: of these scores, summed over the cells: marginals that are small beside them are known only to their
+            rounding. None: marginals are exact.
         pool: the systems of the first axis share their distance coefficients; ``marginals`` then are ``pooled``.
         distances: False for queries and keys alone; coefficients of distances are then 0.
 
@@ -357,6 +372,9 @@ def solve(cells: Cells, marginals: Stacked, *, pool: bool = False, distances: bo
     marginals = marginals / torch.where(scale > 0, scale, 1.0)  # so that no square is too large or too small
     solution, residual = torch.zeros_like(marginals), marginals
     size = dot(residual, precondition(residual))
+    if squares is not None:
+        norm = OF_SCORES * squares.clamp_min(0).sqrt()[..., None] / torch.where(scale > 0, scale, 1.0)
+        size = size.maximum(norm.square().sum(0, keepdim=True) if pool else norm.square())
     tiny = torch.finfo(size.dtype).tiny
     for _ in range(3):
         step, _ = conjugate_gradients(
