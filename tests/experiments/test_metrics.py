@@ -1,4 +1,4 @@
-"""The logit difference: by hand, at any padding, in every experiment that takes a metric."""
+"""Metrics of every kind, the logit difference by hand, at any padding: the same in every experiment that takes one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from tl_posdisent import component_patching, head_ablation, head_patching, logit_difference, position_patching
+from tl_posdisent import (
+    attention_ladder,
+    component_patching,
+    head_ablation,
+    head_patching,
+    logit_difference,
+    position_patching,
+)
+from tl_posdisent.experiments import streaming_ablation
 from tl_posdisent.experiments.causal.metrics import as_numbers
 
 TOKENS = zoo.random_tokens(length=9, batch=3)
@@ -34,6 +42,12 @@ EXPERIMENTS: dict[str, Callable[..., pd.DataFrame]] = {
         model, TOKENS, "key", source=TOKENS.roll(1, 0) if not more else TOKENS + 1, metric=metric, layers=1, **more
     ),
     "head": lambda model, metric, **more: head_patching(model, TOKENS, TOKENS + 1, metric, layers=1, **more),
+    "streaming": lambda model, metric, **more: streaming_ablation(
+        model, TOKENS, metric, sinks=1, window=2, layers=1, **more
+    ),
+    "ladder": lambda model, metric, **more: attention_ladder(
+        model, TOKENS, metric=metric, rungs=["first_token"], controls=[], layers=1, **more
+    ),
 }
 
 
@@ -87,6 +101,70 @@ def test_a_metric_of_logits_alone(experiment: str, shared_reading: Any) -> None:
     for wrong in (5, lambda: 0, lambda logits, tokens, answer: 0, lambda logits, *, answer: 0):
         with pytest.raises(ValueError, match=r"metric must be a function of \(logits\) or \(logits, tokens\), got"):
             call(model, wrong, progress=False)
+
+
+def per_text(logits: Tensor) -> Tensor:
+    return logits[:, -1, 5].double()
+
+
+KINDS: dict[str, Callable[[Tensor], Any]] = {
+    "a number": lambda logits: per_text(logits).mean().item(),
+    "a scalar": lambda logits: per_text(logits).mean(),
+    "one per text": per_text,
+    "a list": lambda logits: per_text(logits).tolist(),
+    "an array": lambda logits: per_text(logits).numpy(),
+}
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_metrics_of_every_kind(kind: str, name: str, experiment: str, shared_reading: Any) -> None:
+    """A number is the mean of one per text; anything else is refused with what was given and what is needed."""
+    model, call = shared_reading(kind, name), EXPERIMENTS[experiment]
+    tables = {kind: call(model, metric, progress=False) for kind, metric in KINDS.items()}
+    values = tables["one per text"]["value"]
+    assert values.std() > 1e-4
+    for table in tables.values():
+        assert table["value"].tolist() == pytest.approx(values.tolist(), abs=1e-9)
+        if "se" in table:
+            several = table is not tables["a number"] and table is not tables["a scalar"]
+            assert table["blocks"].tolist() == [3 if several else 1] * len(table)
+            assert table["error"].notna().all() == several
+            assert table["recovered"].notna().any()
+    for wrong, got in (
+        (lambda logits: logits[..., 5], r"\(3, 9\): average it over each text's tokens"),
+        (lambda logits: logits[:, -1], r"\(3, \d+\): average"),
+        (lambda logits: logits[0, :, 5], r"\(9,\)$"),
+        (lambda logits: logits, r"\(3, 9, \d+\)$"),
+        (lambda logits: per_text(logits)[:1], r"\(1,\)$"),
+    ):
+        with pytest.raises(ValueError, match=rf"metric must return .* of shape \(\) or \(3,\), got .* shape {got}"):
+            call(model, wrong, progress=False)
+    for nothing, got in ((lambda logits: "high", "str"), (lambda logits: None, "NoneType")):
+        with pytest.raises(ValueError, match=f"metric must return a number or one per text, got {got}"):
+            call(model, nothing, progress=False)
+    with pytest.raises(ValueError, match="metric must return finite numbers, got"):
+        call(model, lambda logits: float("inf"), progress=False)
+
+
+def test_the_ladder_needs_as_many_numbers_of_each_run(shared_reading: Any) -> None:
+    runs = iter([*range(2), *range(100)])
+    with pytest.warns(UserWarning, match=r"ValueError: metric must return as many numbers of each run, got 3 .* and 1"):
+        EXPERIMENTS["ladder"](
+            shared_reading("bridge", "llama-gqa"),
+            lambda logits: per_text(logits) if next(runs) == 0 else per_text(logits).mean(),
+            progress=False,
+        )
+
+
+@pytest.mark.parametrize("metric", KINDS.values(), ids=KINDS.keys())
+def test_tools_agree_on_a_metric(metric: Callable[[Tensor], Any], shared_reading: Any) -> None:
+    """The ladder's untouched run is the baseline of ablation, and its mean output is ablation by the mean."""
+    model = shared_reading("bridge", "llama-gqa")
+    rows = EXPERIMENTS["ladder"](model, metric, progress=False).set_index(["rung", "head"])["value"]
+    ablated = head_ablation(model, TOKENS, metric, mode="mean", layers=1, progress=False)
+    assert rows["mean_output"].tolist() == pytest.approx(ablated["value"].tolist(), abs=1e-5)
+    assert rows["untouched"].tolist() == pytest.approx(ablated["baseline"].tolist(), abs=1e-6)
 
 
 def test_it_can_be_sent_and_compared() -> None:

@@ -225,7 +225,7 @@ class _Ladder:
                     elif rung != "untouched":
                         outputs = self._runs(runs, together, items, rung, seen, shuffled=control == "shuffled")
                     for (layer, head, _), of_item, run in zip(items, found, outputs, strict=True):
-                        of_item[rung] = self._measure(run, clean, layer, head) if run else untouched
+                        of_item[rung] = self._measure(run, clean, untouched, layer, head) if run else untouched
                         self.bar.update()
                 for item, measured in zip(items, found, strict=True):
                     rows += self._rows_of(item, measured, untouched, control)
@@ -291,11 +291,17 @@ class _Ladder:
             stored.append(fit_in_turn(model, texts, together, rung, seen=fits, bands=self.bands, rank=self.rank))
         return stored * len(self.texts.groups) if per_head else stored
 
-    def _measure(self, run: Run, clean: Sequence[Tensor], layer: int | None, head: int | None) -> _Measured:
+    def _measure(
+        self, run: Run, clean: Sequence[Tensor], untouched: _Measured, layer: int | None, head: int | None
+    ) -> _Measured:
         def measure() -> _Measured:
             outputs = run()
             losses, divergences = compare(outputs, self.texts, clean)
-            return _Measured(losses, divergences.mean().item(), self._values(outputs, losses))
+            values = self._values(outputs, losses)
+            if len(values) != len(untouched.values):
+                got = f"{len(untouched.values)} of the unmodified run and {len(values)} of another"
+                raise ValueError(f"metric must return as many numbers of each run, got {got}")
+            return _Measured(losses, divergences.mean().item(), values)
 
         nothing = torch.tensor([nan], device="cpu")
         return self.failures.attempt(measure, layer, head) or _Measured(nothing, nan, nothing)

@@ -144,13 +144,15 @@ def _mean_logit(name: str, logits: Tensor, ids: Sequence[int]) -> Tensor:
 def as_numbers(value: Any, batch: int) -> Tensor:
     """What a metric returned: a number, or one for each text; in float64."""
     try:
-        numbers = torch.as_tensor(value, device="cpu").detach()
+        dtype = None if hasattr(value, "dtype") else torch.float64  # Python's numbers would become float32
+        numbers = torch.as_tensor(value, dtype=dtype, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"metric must return a number or one per text, got {type(value).__name__}") from error
     if numbers.is_complex() or numbers.shape not in ((), (batch,)):
+        advice = ": average it over each text's tokens" if numbers.ndim == 2 and len(numbers) == batch else ""
         raise ValueError(
             f"metric must return a number or one per text, a tensor of shape () or ({batch},), got {numbers.dtype} of "
-            f"shape {tuple(numbers.shape)}"
+            f"shape {tuple(numbers.shape)}{advice}"
         )
     if not bool(numbers.isfinite().all()):
         raise ValueError(f"metric must return finite numbers, got {shown(numbers.tolist())}")
