@@ -25,7 +25,18 @@ from tl_posdisent.utils.validation import check_integer, is_integer, shown
 
 Checkpoint = int | str | None
 _STEP = re.compile(r"(?:step|checkpoint)[-_]?(\d+)(?:\.safetensors)?")
-_READ = ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "tokenizer.model")
+# A folder's files decide what a model computes on a text, unless they are known not to: tokenizers read files of many
+# names (special_tokens_map.json, added_tokens.json, spiece.model, qwen.tiktoken, chat_template.jinja …).
+_NOT_READ = re.compile(
+    r"\..*|(readme|licen[cs]e|notice|changelog|use_policy).*|(generation_config|trainer_state|.*_results)\.json"
+    r"|.*\.(md|rst|html|pdf|png|jpe?g|gif|svg|webp|log|lock|py|ipynb|csv|jsonl|parquet|pt|pth|bin|h5|onnx|msgpack|ot)",
+    re.IGNORECASE,
+)
+_BESIDE = [
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+]
+_OF_HUB = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.spm"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -73,10 +84,12 @@ def place(model: Path, checkpoint: Checkpoint) -> Path:
 
 def fingerprint(at: Path) -> str:
     """A hash of everything that decides what the loaded model computes: weights, configuration, tokenizer."""
-    folder = at.parent if at.is_file() else at
-    weights = [at] if at.is_file() else sorted(at.glob("*.safetensors"))
+    if at.is_file():  # other files of its folder may be those of a training that goes on
+        files = [at, *(file for name in _BESIDE if (file := at.parent / name).is_file())]
+    else:
+        files = sorted(file for file in at.iterdir() if file.is_file() and not _NOT_READ.fullmatch(file.name))
     whole = hashlib.sha256()
-    for file in [*weights, *(folder / name for name in _READ if (folder / name).is_file())]:
+    for file in files:
         with file.open("rb") as opened:
             content = hashlib.file_digest(opened, "sha256").hexdigest()
         whole.update(f"{'weights' if file == at else file.name}:{content};".encode())
@@ -112,7 +125,7 @@ def _of_hub(name: str, revision: Checkpoint, backend: Backend, dtype: torch.dtyp
     if revision is None:
         return load_model(name, backend=backend, dtype=dtype, device=device)
     try:  # into a folder first: TransformerLens would read a tokenizer again by its name, from the main revision
-        folder = snapshot_download(name, revision=str(revision), allow_patterns=["*.safetensors", "*.json", *_READ])
+        folder = snapshot_download(name, revision=str(revision), allow_patterns=_OF_HUB)
         return load_model(folder, backend=backend, dtype=dtype, device=device)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot load revision {revision} of {name} (its weights as safetensors): {error}") from error
