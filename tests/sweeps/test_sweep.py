@@ -27,6 +27,7 @@ from tl_posdisent import demo_text, demo_tokens, load_demo_model
 from tl_posdisent.sweeps import Job, Text, failures, jobs, sweep
 from tl_posdisent.sweeps import runner as worker
 from tl_posdisent.sweeps.jobs import RESULTS, experiments_by_name
+from tl_posdisent.sweeps.sources import named
 
 pytestmark = pytest.mark.slow
 
@@ -299,3 +300,14 @@ def test_what_cannot_be_done_is_refused_before_anything_is_loaded(call: Any, mes
     with pytest.raises(ValueError, match=message):
         call()
     assert not Path("nowhere").exists()
+
+
+@pytest.mark.parametrize("length", [255, 256, 1023, 1024, 5000])
+def test_words_of_any_length_are_words(length: int) -> None:
+    """Also where no file may have so long a name, with characters that no name has, and as the name of a model."""
+    words = ("a word " * length)[:length]
+    for text in (words, words.replace(" ", "/"), words.replace(" ", "\0"), "x" * length):
+        assert Text.of(text).source == text
+    assert named("x" * length, None) == ("x" * length, None, "")
+    with pytest.raises(ValueError, match="text must be a UTF-8 file that can be read"):
+        Text.of(Path("x" * length))

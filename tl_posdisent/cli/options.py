@@ -18,6 +18,7 @@ import typer
 from typer import Option
 
 from tl_posdisent.cli.output import QUIET, answering, check_out
+from tl_posdisent.utils.files import found_at
 
 
 def read_text(text: Path | None, model: str) -> str:
@@ -45,14 +46,12 @@ def read_text(text: Path | None, model: str) -> str:
 
 def name_of(model: str) -> str:
     """The name of a model in titles: its own, or that of its folder or file."""
-    folder = Path(model)
-    return (folder.resolve().name or model) if folder.exists() else model
+    return (Path(model).resolve().name or model) if found_at(model) else model
 
 
 def load(model: str, *, backend: str, device: str | None, dtype: str) -> Any:
     """Load a model that has a tokenizer."""
-    folder = Path(model)
-    if (folder.is_absolute() or model.startswith(".")) and not folder.exists():
+    if (Path(model).is_absolute() or model.startswith(".")) and not found_at(model):
         raise ValueError(f"--model {model}: no such directory or file")
     import torch
 

@@ -21,6 +21,7 @@ from tl_posdisent.demo import demo_model
 from tl_posdisent.demo.demo_model import demo_text
 from tl_posdisent.models.loading.load import Backend, load_model
 from tl_posdisent.synthetic.training.loop import load_checkpoint
+from tl_posdisent.utils.files import found_at
 from tl_posdisent.utils.validation import check_integer, is_integer, shown
 
 Checkpoint = int | str | None
@@ -57,7 +58,7 @@ def named(model: str | Path, checkpoint: Checkpoint) -> tuple[str, Checkpoint, s
         if checkpoint is not None:
             raise ValueError(f"checkpoint must be None for model='demo', got {checkpoint!r}: name a training's folder")
         return "demo", None, fingerprint(Path(demo_model.__file__).with_name("weights.safetensors"))
-    if Path(model).exists():
+    if found_at(model):
         return str(Path(model).resolve()), checkpoint, fingerprint(place(Path(model), checkpoint))
     if isinstance(model, Path) or str(model).startswith((".", "/", "~")):
         raise ValueError(f"model must be a name, or a file or folder that exists, got {model}")
@@ -267,11 +268,12 @@ def _sha256(content: str) -> str:
 def _content(source: Any) -> tuple[Kind, str, str]:
     """Kind, what is kept of the source, and what is hashed."""
     if isinstance(source, Path):
-        return "file", str(source.resolve()), _read(source)
+        content = _read(source)
+        return "file", str(source.resolve()), content
     if isinstance(source, str):
         if source == "demo":
             return "demo", "demo", demo_text()
-        if len(source) < 1024 and "\n" not in source and Path(source).is_file():
+        if found_at(source) == "file":
             raise ValueError(f"text must be words or a Path, got the name of a file: write Path({source!r})")
         return "words", source, source
     try:

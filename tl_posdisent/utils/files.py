@@ -1,18 +1,32 @@
-"""Atomic file writing, and a lock for folders that one process at a time may write to."""
+"""What a path leads to; atomic file writing; a lock for folders that one process at a time may write to."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from filelock import FileLock, Timeout
 
 UNFINISHED = ".unfinished"
 LOCK = ".tl_posdisent.lock"
+
+
+def found_at(path: str | os.PathLike[str]) -> Literal["file", "folder"] | None:
+    """Whether there is a file or a folder of this name; None for words that no path can be, as longer than 255 bytes.
+
+    >>> found_at("."), found_at("word " * 100), found_at("a\\0b")
+    ('folder', None, None)
+    """
+    try:
+        mode = os.stat(Path(path)).st_mode
+    except (OSError, ValueError):  # nothing there, or no name of a file: too long, with a zero byte
+        return None
+    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else None
 
 
 @contextlib.contextmanager

@@ -27,6 +27,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
+def printable(text: str) -> str:
+    """The text with what a terminal does not show as a character written as an escape, for errors that quote a file.
+
+    >>> printable("blk.0\\x1b[2J\\n")
+    'blk.0\\\\x1b[2J\\\\n'
+    """
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in text)
+
+
 def described(x: Any) -> str:
     """Type and shape of a tensor, or the type of anything else, for errors."""
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__

@@ -12,6 +12,7 @@ from typer import Option
 
 from tl_posdisent.cli.options import Given, command, whole_numbers
 from tl_posdisent.cli.output import check_out, frame, note, save
+from tl_posdisent.utils.files import found_at
 
 _INDEX = ("batch", "layer", "head", "distance", "seed")  # numbers that are not measurements
 
@@ -53,7 +54,7 @@ def sweep(
     sources: list[Path | str] = [*text] if text else ["demo"]
     arguments = dict(_argument(x) for x in argument or [])
     todo = jobs(  # as in the other commands, a model is a path if it exists, or if it looks like one
-        [Path(name) if Path(name).exists() or name.startswith((".", "/")) else name for name in model or ["demo"]],
+        [Path(name) if found_at(name) or name.startswith((".", "/")) else name for name in model or ["demo"]],
         (experiment, arguments),
         [part for source in sources for part in Text.of(source, length=length, count=given.texts).split(split)],
         checkpoints="all" if checkpoints == "all" else whole_numbers("checkpoints", checkpoints),

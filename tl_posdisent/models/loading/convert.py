@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tl_posdisent.utils.validation import check_float64
+from tl_posdisent.utils.validation import check_float64, printable
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer, HookedTransformerConfig
@@ -29,12 +29,14 @@ else:  # what a run-time type checker can know of them
     HookedTransformer, HookedTransformerConfig = torch.nn.Module, Any
 
 _MOST_LOGITS = 2**25  # of a comparison: 128 MB in float32
+_LONGEST_LINE = 600  # characters of an error that may quote a file
 _COMPARED_AT_ONCE = 2**20  # logits in double precision; a large vocabulary's of all tokens take as much as a layer
 
 
 def first_line(error: BaseException) -> str:
-    """An error's message without the lists that transformers and torch append to it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """An error's message without the lists that transformers and torch append to it, and fit for a terminal."""
+    line = printable((str(error).strip() or type(error).__name__).splitlines()[0])
+    return line if len(line) <= _LONGEST_LINE else line[:_LONGEST_LINE] + "…"
 
 
 def probe_tokens(hf_model: PreTrainedModel) -> Int[Tensor, "1 pos"]:

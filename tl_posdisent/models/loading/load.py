@@ -28,6 +28,8 @@ from tl_posdisent.models.loading.convert import (
 )
 from tl_posdisent.models.loading.gguf import read_gguf
 from tl_posdisent.models.loading.packaged import PACKAGED, packaged_file
+from tl_posdisent.utils.files import found_at
+from tl_posdisent.utils.validation import printable, shown
 
 if TYPE_CHECKING:
     from transformer_lens import HookedTransformer
@@ -42,6 +44,7 @@ _BRIDGE = "transformer_lens.model_bridge.sources._bridge_builder.build_bridge_fr
 _OFFICIAL_NAME = [
     f"transformer_lens.{m}.get_official_model_name" for m in ("supported_models", "loading_from_pretrained")
 ]
+_LONGEST_NAME = 255  # characters; of a file in most file systems, and more than a repository's may have
 
 Backend = Literal["auto", "hooked", "bridge"]
 """HookedTransformer, TransformerBridge, or the first of the two that is there and right."""
@@ -223,7 +226,8 @@ def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
         if not isinstance(source, Path) or any((source / name).is_file() for name in names):
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ValueError(f"cannot load a causal language model from {source}: {first_line(error)}") from error
+        where = printable(str(source))
+        raise ValueError(f"cannot load a causal language model from {where}: {first_line(error)}") from error
     return hf_model, tokenizer
 
 
@@ -235,12 +239,14 @@ def _source(name_or_dir: Any) -> str | Path:
         raise ValueError(f"{needed}, got {what}")
     if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # also beside a folder of this name
         return name_or_dir
-    path = Path(name_or_dir)
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    path, there = Path(name_or_dir), found_at(name_or_dir)
+    if there == "folder" or (there == "file" and path.suffix == ".gguf"):
         return path
-    a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or path.exists()
+    if (length := len(str(name_or_dir))) > _LONGEST_NAME:
+        raise ValueError(f"{needed}, got {length} characters that name nothing: {shown(str(name_or_dir))}")
+    a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or there is not None
     if a_path or path.suffix == ".gguf" or len(path.parts) > 2 or "\\" in str(name_or_dir):
-        raise ValueError(f"{needed}, but {path} is no folder and no .gguf file")
+        raise ValueError(f"{needed}, but {printable(str(path))} is no folder and no .gguf file")
     return str(name_or_dir)
 
 
@@ -268,8 +274,8 @@ def load_model(
 
     Raises:
         ValueError: unknown backend, device or dtype; no such path; no whole model in safetensors format; a GGUF file
-            of which transformers does not read all; a package that is not installed; a model that the backend cannot
-            represent.
+            that is damaged, or has a key or a tensor that the model would not compute with, or lacks one; a package
+            that is not installed; a model that the backend cannot represent.
 
     >>> import tempfile
     >>> from tl_posdisent.demo.demo_model import demo_hf_model
