@@ -135,6 +135,6 @@ def test_tied_embeddings_count_once_and_a_model_from_a_file_has_its_name(tmp_pat
     for backend in ("bridge", "hooked") if zoo.TL_MAJOR < 4 else ("bridge",):
         model: Any = load_demo_model(backend=backend)  # type: ignore[arg-type]
         subject = read_subject(model, demo_tokens(length=8), None, None, None)
-        assert subject.parameters() == pytest.approx(original, rel=0.01)
+        assert subject.n_parameters == (original if backend == "bridge" else pytest.approx(original, rel=0.01))
         model.cfg.model_name, model.tokenizer.name_or_path = "custom", str(tmp_path)
         assert subject.name() == "Some-1B.Q4_1"

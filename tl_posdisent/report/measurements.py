@@ -31,6 +31,7 @@ from tl_posdisent.models.loading.random_init import random_control
 from tl_posdisent.models.reading.forward import token_words
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.size import count_parameters
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.tables import progress_bar
 
@@ -53,6 +54,7 @@ class Subject:
         words: of the first text, one string per position.
         asked: the layers asked for; None for all.
         specs, heads: of these layers.
+        n_parameters: of the model (``count_parameters``).
         sample: if the heads are a sample of those asked for, which one; ``sampled`` is how many those were, or 0.
     """
 
@@ -64,6 +66,7 @@ class Subject:
     asked: list[int] | None
     specs: list[AttentionSpec]
     heads: dict[int, list[int]]
+    n_parameters: int
     sample: str = ""
     sampled: int = 0
 
@@ -120,13 +123,6 @@ class Subject:
                 return whole if Path(name).is_dir() and whole else name
         return self.specs[0].architecture
 
-    def parameters(self) -> int:
-        """How many numbers the model has learned. Embeddings that are tied count once, also where they are copied."""
-        own = {id(x): x for x in self.model.parameters()}
-        embed, unembed = (own.get(id(getattr(self.model, name, None))) for name in ("W_E", "W_U"))
-        copied = embed is not None and unembed is not None and torch.equal(embed, unembed.T)
-        return sum(x.numel() for x in own.values() if not (copied and x is unembed))
-
 
 def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers: Any, heads: Any) -> Subject:
     """Check the arguments of a report and read the model."""
@@ -147,7 +143,7 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
         tokens = _stretches(model, text, tokens[0], min(STRETCH, context))
         real = torch.ones_like(tokens, dtype=torch.bool)
     asked = list(chosen) if layers is not None or len(chosen) < len(reading.specs()) else None
-    whole = Subject(reading, tokens, real, sum(texts.lengths), [], asked, specs, chosen)
+    whole = Subject(reading, tokens, real, sum(texts.lengths), [], asked, specs, chosen, count_parameters(model))
     subject = whole.some(min(POSITIONS, context), TOKENS)
     return replace(subject, words=token_words(model, subject.first[0]))
 
@@ -179,7 +175,7 @@ def narrowed(name: str, subject: Subject, seed: int) -> Subject:
     """The texts that a section reads, and the heads that it measures: all, or a random sample within its budget."""
     positions, tokens = READ.get(name, (POSITIONS, TOKENS))
     part = subject.some(min(subject.lengths) if name == "distance" else positions, tokens)
-    each = PASSES.get(name, 0) * subject.parameters() * sum(part.lengths)
+    each = PASSES.get(name, 0) * subject.n_parameters * sum(part.lengths)
     n = max(LEAST, int(BUDGET / each)) if each else len(subject.pairs)
     if n >= len(subject.pairs):
         return part

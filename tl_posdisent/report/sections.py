@@ -195,7 +195,7 @@ def analysed(subject: Subject) -> str:
     turned = "all layers" if rotary == subject.layers else f"layers {numbers(rotary)}" if rotary else "none"
     cut = "" if sum(subject.lengths) == subject.given else f", of {subject.given} tokens given"
     rows = {
-        "Model": f"{subject.name()} ({type(model).__name__}, {_millions(subject.parameters())} parameters, {dtype})",
+        "Model": f"{subject.name()} ({type(model).__name__}, {_millions(subject.n_parameters)} parameters, {dtype})",
         "Layers": f"{numbers(subject.layers)} of {plural(model.cfg.n_layers, 'layer')}",
         "Heads": f"{len(subject.pairs)}, of {spec.n_heads} a layer, {spec.d_head} coordinates, "
         f"{plural(spec.n_kv_heads, 'key head')}",
@@ -233,9 +233,9 @@ def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
         rows.append({"measure": measure, "this model": here, "random": random, "the papers": papers})
     small = "Results for a small model may not transfer to a large one, or the other way round. "
     text = (
-        f"This model has {_millions(subject.parameters())} parameters and read {sum(subject.lengths)} tokens. {A} "
+        f"This model has {_millions(subject.n_parameters)} parameters and read {sum(subject.lengths)} tokens. {A} "
         f"measured large language models, {B} six-layer models trained on two synthetic tasks: their figures are "
-        f"given for comparison. {small if subject.parameters() < 1e8 else ''}Correlations are means over heads. Only "
+        f"given for comparison. {small if subject.n_parameters < 1e8 else ''}Correlations are means over heads. Only "
         "what exceeds the column “random” (the same architecture, untrained, on the same text; how its weights are "
         'drawn is under <a href="#reproduce">How to reproduce</a>) has been learned.'
     )
