@@ -127,14 +127,17 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
         except ValueError as error:
             raise ValueError(f"reference: {error}") from error
 
-    def replace(layer: int, heads: Sequence[int], z: Tensor) -> Tensor:
-        if mode == "zero":
-            return torch.zeros_like(z)
-        if mode == "mean":
-            return means[layer][list(heads)].expand_as(z)
-        return z[derangement(len(z), seed).to(z.device)]
+    return partial(_replaced, mode=mode, means=means, seed=seed)
 
-    return replace
+
+def _replaced(
+    layer: int, heads: Sequence[int], z: Tensor, *, mode: AblationMode, means: dict[int, Tensor], seed: int
+) -> Tensor:
+    if mode == "zero":
+        return torch.zeros_like(z)
+    if mode == "mean":
+        return means[layer][list(heads)].expand_as(z)
+    return z[derangement(len(z), seed).to(z.device)]
 
 
 def derangement(n: int, seed: int) -> Int[Tensor, "text"]:

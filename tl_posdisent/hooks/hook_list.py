@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import pandas as pd
@@ -34,7 +34,9 @@ Heads = int | str | Iterable[int] | Iterable[tuple[int, int] | str] | None
 
 Chosen = list[tuple[AttentionSpec, list[int]]]
 
-_MARK = "tl_posdisent"  # in the ``ctx`` that TransformerLens gives every hook point
+_FIRED: WeakKeyDictionary[Any, tuple[Any, tuple[weakref.ref[Any], ...]]] = WeakKeyDictionary()
+"""Of a hook point, the hooks installed there when lists of this module last fired, and these lists. Nothing is left in
+the model, which could not be pickled with it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +142,16 @@ class Compiled:
         self.installer: object = None  # the thread that installed it last
         self._state = threading.local()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        """Itself, also within the copy of a model, whose hooks call what they called with the model's hook points."""
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "hooks cannot be pickled: they act on the hook points of one model in this process. Pickle what they were "
+            "made of (arguments, or the edits of .interventions), and make them anew for the model"
+        )
+
     def __repr__(self) -> str:  # TransformerLens calls it for every hook
         return f"<hook of {' + '.join(self.tools)}>"
 
@@ -201,12 +213,12 @@ class Compiled:
                 "on a model: TransformerLens's hooks act in every thread, so give each thread a model of its own"
             )
         installed = tuple(point._forward_hooks)
-        before, lists = point.ctx.get(_MARK, (None, ()))
-        lists = [other for ref in lists if (other := ref()) is not None] if before == installed else []
+        before, fired = _FIRED.get(point, (None, ()))
+        lists = [other for ref in fired if (other := ref()) is not None] if before == installed else []
         if self not in lists:
             for other in lists:
                 self._refuse(other, layer)
-            point.ctx[_MARK] = installed, tuple(weakref.ref(each) for each in (*lists, self))
+            _FIRED[point] = installed, tuple(weakref.ref(each) for each in (*lists, self))
 
     def _refuse(self, other: Compiled, layer: int) -> None:
         mine, theirs = self.layers[layer], other.layers[layer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 from jaxtyping import Float
@@ -95,22 +96,21 @@ def vector_hooks(
 def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, moved: Collection[MovedComponent]) -> Hooks:
     """Hooks under which these components of the heads' scores are those of another run's scores ``[batch, head, query,
     key]`` of all heads; both are split as in ``drop_component``, the run's own within the pass."""
-
-    def move(view: View) -> Tensor:
-        own, theirs = view.scores, source[:, list(view.heads)].to(view.inside.device)
-        if theirs.shape != own.shape:
-            raise ValueError(
-                f"scores must have the shape of the run's own, {tuple(own.shape)}, got {tuple(theirs.shape)}"
-            )
-        if not bool((theirs.isfinite() & (theirs > masked_below(theirs.dtype)) | ~view.inside).all()):
-            raise ValueError(
-                f"scores of layer {spec.layer} must be finite inside the mask of the run: they are of a text with "
-                "another mask or padding, or hold NaN or infinity"
-            )
-        if set(moved) == set(_ALL):
-            return theirs
-        before, after = split_scores(own, view.inside), split_scores(theirs, view.inside)
-        return sum((after[name] - before[name] for name in moved), own.double())
-
+    move = partial(_moved, source=source, moved=tuple(moved))
     call = f"component_patching({', '.join(moved)})"
     return hooks_for([(spec, heads)], ScoreEdit(call, move, Order.PATCH, scores=True, components=frozenset(moved)))
+
+
+def _moved(view: View, source: Tensor, moved: Collection[MovedComponent]) -> Tensor:
+    own, theirs = view.scores, source[:, list(view.heads)].to(view.inside.device)
+    if theirs.shape != own.shape:
+        raise ValueError(f"scores must have the shape of the run's own, {tuple(own.shape)}, got {tuple(theirs.shape)}")
+    if not bool((theirs.isfinite() & (theirs > masked_below(theirs.dtype)) | ~view.inside).all()):
+        raise ValueError(
+            f"scores of layer {view.spec.layer} must be finite inside the mask of the run: they are of a text with "
+            "another mask or padding, or hold NaN or infinity"
+        )
+    if set(moved) == set(_ALL):
+        return theirs
+    before, after = split_scores(own, view.inside), split_scores(theirs, view.inside)
+    return sum((after[name] - before[name] for name in moved), own.double())

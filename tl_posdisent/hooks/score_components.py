@@ -7,6 +7,7 @@ mean score is a separate part, which no tool here removes: a softmax cancels it,
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.fit import fit_additive
 from tl_posdisent.additive.result import Component
-from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit
+from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, from_complex, rotate, to_complex
@@ -101,7 +102,11 @@ def drop_component(model: Any, component: Part, *, layers: Layers = None, heads:
 
 def component_edit(call: str, keep: Collection[Part]) -> ScoreEdit:
     """The edit that leaves these parts of the three-axis fit of the scores, and their mean."""
-    return ScoreEdit(call, lambda view: keep_parts(view.scores, view.inside, keep), Order.COMPONENT, scores=True)
+    return ScoreEdit(call, partial(_kept, keep=tuple(keep)), Order.COMPONENT, scores=True)
+
+
+def _kept(view: View, keep: Collection[Part]) -> Tensor:
+    return keep_parts(view.scores, view.inside, keep)
 
 
 # The two-axis model (``substitute_additive``). Means of the table over keys and over distances are the scores of a mean

@@ -91,15 +91,17 @@ def keep_parts_hooks(spec: AttentionSpec, heads: Sequence[int], keep: Collection
     if axes == "three" or len(keep) == len(PARTS):
         return hooks_for([(spec, heads)], component_edit(f"substitute_additive({', '.join(keep)})", keep))
 
-    def fit(view: View) -> Tensor:
-        rotary = view.spec.require_rotary("two axes")
-        q, k = view.vectors
-        _check_consecutive(view)
-        other = replace(view.spec, rotary=view.rotation.frequencies(rotary))
-        return keep_two_axis(other, view.rotation.kept(q, rotary), k, view.inside, keep)
-
+    edit = partial(_two_axes, keep=tuple(keep))
     tool = "substitute_additive with two axes"
-    return hooks_for([(spec, heads)], ScoreEdit(tool, fit, Order.REPLACE, vectors=True, plain=True))
+    return hooks_for([(spec, heads)], ScoreEdit(tool, edit, Order.REPLACE, vectors=True, plain=True))
+
+
+def _two_axes(view: View, keep: Collection[Part]) -> Tensor:
+    rotary = view.spec.require_rotary("two axes")
+    q, k = view.vectors
+    _check_consecutive(view)
+    other = replace(view.spec, rotary=view.rotation.frequencies(rotary))
+    return keep_two_axis(other, view.rotation.kept(q, rotary), k, view.inside, keep)
 
 
 def _check_consecutive(view: View) -> None:
@@ -186,17 +188,18 @@ def substitute_attention(
 
 def rung_hooks(chosen: Chosen, rung: Rung, bands: Sequence[int], rank: int) -> Hooks:
     """Hooks that fit a rung to the running attention of these heads."""
-
-    def edit(view: View) -> Tensor:
-        scores, inside = view.scores, fewest_masks(view.inside)
-        if rung == "untouched":
-            return scores
-        keys = view.vectors[1] if rung == "static" else None
-        return _with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
-
+    edit = partial(_rung, rung=rung, bands=tuple(bands), rank=rank)
     more: dict[str, Any] = {"scores": True, "vectors": rung == "static"}
     more["plain"] = rung in ("uniform", "first_token")
     return hooks_for(chosen, ScoreEdit(f"substitute_attention({rung})", edit, Order.REPLACE, **more))
+
+
+def _rung(view: View, rung: Rung, bands: Sequence[int], rank: int) -> Tensor:
+    scores, inside = view.scores, fewest_masks(view.inside)
+    if rung == "untouched":
+        return scores
+    keys = view.vectors[1] if rung == "static" else None
+    return _with_sums_of(scores, rung_logits(rung, scores, inside, keys, bands=bands, rank=rank), view.inside)
 
 
 def _with_sums_of(scores: Tensor, logits: Tensor, inside: Tensor) -> Tensor:

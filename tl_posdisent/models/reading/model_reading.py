@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
 
 import pandas as pd
@@ -36,6 +36,13 @@ class ModelReading:
     read: dict[int, AttentionSpec] = field(repr=False)
     no_results: dict[int, str] = field(repr=False)  # why heads of a layer cannot be ablated; empty if they can
     state: dict[str, Any] = field(repr=False, compare=False)  # addresses and counts, for this process alone
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelReading:
+        """Itself: it is of this one model."""
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("a ModelReading cannot be pickled: pickle the model, and read it again (read_model)")
 
     def __repr__(self) -> str:
         return f"ModelReading({len(self.read)} of {self.n_layers} layers of {architecture(self.model)})"

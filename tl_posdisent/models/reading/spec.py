@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NoReturn
 
 import torch
 from einops import rearrange, repeat
@@ -38,6 +38,10 @@ class Tap:
     n_heads: int
     norm: Callable[[Tensor], Tensor] | None = field(default=None, repr=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: the norm is the model's."""
+        return vars(self) | {"norm": None if self.norm is None else _lost_norm}
+
     def read(self, x: Tensor) -> Float[Tensor, "batch pos head d_head"]:
         """The hook's tensor as vectors, QK-norm applied."""
         if self.layout == "flat":
@@ -51,6 +55,12 @@ class Tap:
         if self.layout == "flat":
             return x.flatten(-2)
         return x.transpose(1, 2) if self.layout == "head pos" else x
+
+
+def _lost_norm(x: Tensor) -> NoReturn:
+    raise ValueError(
+        "the QK-norm of a pickled reading is not known, it is the model's: read the model again (read_model)"
+    )
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,16 @@ class AttentionSpec:
     problem: str | None = None
     no_rotation: str | None = None
     points: Mapping[Any, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionSpec:
+        """Of the same model: hook points and norms are the model's own."""
+        fresh = replace(self)
+        memo[id(self)] = fresh
+        return fresh
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: without the hook points, which are those of a model in this process."""
+        return vars(self) | {"points": {}}
 
     def sees(self, distance: Int[Tensor, "*cells"]) -> Bool[Tensor, "*cells"]:
         """Whether the layer's mask leaves a query and a key at this distance."""
