@@ -292,4 +292,5 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"text must be a UTF-8 file that can be read, got {path}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"text must be a UTF-8 file that can be read, got {shown(str(path))}: {why}") from error

@@ -99,4 +99,4 @@ def _conversion(architecture: str, model_type: str) -> tuple[Callable[[str, Any]
     except ImportError:
         from transformers.integrations.ggml import convert_gguf_tokenizer
 
-        return convert_gguf_tokenizer, model_type
+        return convert_gguf_tokenizer, architecture if architecture == "llama" else model_type
