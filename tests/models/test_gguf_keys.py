@@ -33,7 +33,7 @@ RIGHT = {
     "gpt2": 29,
     "bloom": 31,
     "falcon": 47,
-    "lfm2": 40,
+    "lfm2": 47,
     "starcoder2": 51,
     "nemotron": 47,
     "qwen2moe": 54,
