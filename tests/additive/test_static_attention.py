@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -122,3 +123,38 @@ def test_refusals() -> None:
         fit.static_scores(OTHER * torch.nan)
     with pytest.raises(ValueError, match="heads must be integers from 0 to 3"):
         fit.static_scores(OTHER, heads=4)
+
+
+def test_few_keys_for_each_feature_are_warned_of() -> None:
+    """With the numbers; of the keys of all pooled texts, and not of padding; and such a direction is of no use."""
+    n, length, size = 2, 30, 30
+    random = torch.Generator().manual_seed(1)
+    keys, others = (torch.randn(some, length, 1, size, generator=random, dtype=torch.float64) for some in (n, 8))
+    of_key = 3 * torch.randn(n, 1, 1, length, generator=random, dtype=torch.float64)  # by nothing that features tell
+    planted = 0.3 * torch.randn(size, generator=random, dtype=torch.float64)
+    scores = (of_key + (keys[:, :, 0] @ planted)[:, None, None]).expand(-1, -1, length, -1)
+
+    def static(texts: Tensor) -> Tensor:
+        mask = torch.ones(length, length, dtype=torch.bool).tril()
+        return (texts[:, :, 0] @ planted)[:, None, None].expand(-1, 1, length, -1).masked_fill(~mask, -torch.inf)
+
+    with pytest.warns(UserWarning, match=r"direction of 30 features is fitted to 60 keys: with fewer than 4 .*120 of"):
+        few = fit_attention(scores, keys=keys)
+    truth = static(others).log_softmax(-1)
+
+    def lost(scores: Tensor) -> float:
+        return float((truth.exp() * (truth - scores.log_softmax(-1)).nan_to_num()).sum(-1).mean())
+
+    assert few.explained.item() > 0.7
+    assert lost(few.static_scores(others, mask=truth[0, 0] > -torch.inf)) > lost(static(0 * others))  # than uniform
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        many = fit_attention(scores.repeat(2, 1, 1, 1), keys=torch.cat([keys, keys]))
+        fit_attention(scores, keys=keys[..., :15])
+        fit_attention(scores, keys=keys[..., :0])
+        fit_attention(scores)
+    assert many.explained.item() == pytest.approx(few.explained.item(), abs=1e-3)
+    padded = torch.ones(4, 1, length, length, dtype=torch.bool).tril()
+    padded[3, :, :, 5:] = False
+    with pytest.warns(UserWarning, match="fitted to 95 keys"):
+        fit_attention(scores.repeat(2, 1, 1, 1), keys=torch.cat([keys, keys]), mask=padded)

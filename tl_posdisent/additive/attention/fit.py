@@ -23,6 +23,7 @@ from tl_posdisent.utils.validation import check_devices, check_flag, check_integ
 
 _AIM_ALONE = 1e-5  # fits of which only the share explained is reported need no more, see ``Problem``
 _NEGLIGIBLE = 1e-13  # of the largest singular value of the features
+_ENOUGH = 4  # keys for each feature, see ``fit_attention``
 
 
 @own_sums()
@@ -62,7 +63,9 @@ def fit_attention(
 
     Returns:
         An ``AttentionFit``. One warning names all fits that have not converged: these are the best found, with an
-        estimate of their ``gap``.
+        estimate of their ``gap``. Another says that a direction of features is fitted to fewer than four keys for each
+        of them, and fits other texts badly. In 18 heads of SmolLM2 (64 features) the share explained in other texts was
+        −0.27 with 1.5 keys for each, below 0.56 of distance and first token; 0.71 with 3, 0.74 with 6, 0.75 with 24.
 
     Raises:
         ValueError: neither or both of scores and pattern, or one taken for the other; bands that do not ascend; keys of
@@ -113,6 +116,9 @@ def fit_attention(
         blocks = pattern_of_scores(layout, arranged)
     data = _Data.read(blocks, arranged.shape[:2], layout, pseudo_count)
     values = None if features is None else features.values
+    if features is not None:
+        n_keys = layout.keys.expand(features.values.shape[:3]).sum((1, 2))  # of the texts that share a direction
+        _warn_of_few_keys(int(n_keys.min()), features.weights.shape[1] - sinks)
     found = solve_attention(Problem(layout, data.marginals, features=values))
     kl = data.divergence(found)
     by_distance, by_key = _fix_gauge(layout, found.stacked, free=features is None)
@@ -238,6 +244,18 @@ def _warn_of_unconverged(fit: AttentionFit) -> None:
             f"{len(missing)} of {fit.converged.numel()} fits of attention have not converged, at index {shown}: they "
             f"are the best found, with a divergence up to about {gap:.0e} nats per query above the lowest (see "
             "converged and gap); a larger pseudo_count makes the problem better posed",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _warn_of_few_keys(n_key: int, n_feature: int) -> None:
+    """Of a direction that will not do for other texts."""
+    if n_key < _ENOUGH * n_feature:
+        warnings.warn(
+            f"a static head's direction of {n_feature} features is fitted to {n_key} keys: with fewer than {_ENOUGH} "
+            f"for each feature, {_ENOUGH * n_feature} of them, it fits these texts and few others; give more texts, "
+            "pooled, or fewer features",
             UserWarning,
             stacklevel=4,
         )
