@@ -6,6 +6,7 @@ head and the other on its result, or the second to fire raises.
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -172,13 +173,12 @@ class Compiled:
                 "them for this model, and leave them where they are"
             )
         place = self.places[point]
-        if place is None:  # the first hook of a pass only shows whose model it is
+        if place is None:  # the first hook of a pass shows whose model it is, and whether it is within another
+            self._begin()
             return None
         layer, name = place
         self._meet_others(point, layer)
-        state = self._state
-        if not hasattr(state, "passes"):
-            state.passes, state.memories, state.returned = {}, {}, {}
+        state = self._in_thread()
         try:
             new = self._see(state, layer, name, x)
         except BaseException:
@@ -188,6 +188,25 @@ class Compiled:
         state.returned[name] = None if new is None else weakref.ref(new)
         return new
 
+    def _begin(self) -> None:
+        """A pass begins: within another one, which a hook of the user's holds up, or where one was broken off."""
+        state = self._state
+        if getattr(state, "passes", None) or getattr(state, "held_up", None):
+            level = running_passes()
+            state.held_up = {n: kept for n, kept in state.held_up.items() if n < level}
+            if level > 1 and state.level < level:
+                state.held_up[state.level] = state.passes, state.returned
+            state.level, state.passes, state.returned = level, {}, {}
+
+    def _in_thread(self) -> Any:
+        """What is known of the pass that runs in this thread: of the outer one again, if one within it has ended."""
+        state = self._state
+        if not hasattr(state, "passes"):
+            state.passes, state.memories, state.returned, state.held_up, state.level = {}, {}, {}, {}, 1
+        if state.held_up and (level := running_passes()) < state.level and level in state.held_up:
+            state.level, (state.passes, state.returned) = level, state.held_up.pop(level)
+        return state
+
     def _see(self, state: Any, layer: int, name: str, x: Tensor) -> Tensor | None:
         """One hook of a pass of one layer; a pass begins with the first hook that comes again."""
         running = state.passes.get(layer)
@@ -195,6 +214,8 @@ class Compiled:
         if _same_storage(returned(), x) or (running is not None and name in running.seen and name != running.first):
             raise ValueError(f"the same hooks of {' + '.join(self.tools)} are applied twice: apply them once")
         if running is None or name in running.seen:
+            if not state.passes:
+                state.level = running_passes()
             memory = state.memories.setdefault(layer, CachedText())
             running = state.passes[layer] = LayerPass(self.layers[layer], memory)
         new: Tensor | None = running.see(name, x)
@@ -232,6 +253,16 @@ class Compiled:
                 "lists, a + b, so that they act together. If one of them is that of an experiment, which cannot be "
                 "added: choose other layers or heads for the experiment, or run it without your hooks"
             )
+
+
+def running_passes() -> int:
+    """How many passes of models with hooks run in this thread, one within another."""
+    n, frame = 0, inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "forward" and hasattr(type(frame.f_locals.get("self")), "run_with_hooks"):
+            n += 1
+        frame = frame.f_back
+    return n
 
 
 _INSTALLER: ContextVar[object] = ContextVar("stands for a thread that has installed hooks", default=None)
