@@ -474,7 +474,7 @@ class LayerPass:
             if n_key == 1 and edit.order == Order.COMPONENT:
                 continue  # one score is its own mean
             if edit.order in _FITTED and not edit.cached:
-                self._check_one_text(_some(inside, chosen), edit.tool)
+                text.check_one_text(self.spec, _some(inside, chosen), edit.tool)
             for rotation, heads in self._alike(chosen) if edit.vectors else [(HeadRotation(), list(chosen))]:
                 before = x[:, heads]
                 left = _some(inside, heads) & (before != -torch.inf)
@@ -483,17 +483,6 @@ class LayerPass:
                 view = View(self.spec, heads, left, rotation, own, counted, before, vectors)
                 x[:, heads] = torch.where(left, edit.edit(view).to(x.dtype), before)
         return x
-
-    def _check_one_text(self, inside: Tensor, tool: str) -> None:
-        """Scores are fitted text by text: several texts packed into a row, each masked from the others, are not one."""
-        at = torch.arange(inside.shape[-1], device=inside.device)
-        real = inside.diagonal(0, -2, -1)
-        whole = self.spec.sees(at[:, None] - at) & real[..., :, None] & real[..., None, :]
-        if not torch.equal(whole, inside):
-            raise ValueError(
-                f"attention_mask must leave one text in each row for {tool}, got a mask that hides tokens of a text "
-                "from each other, as of packed texts: pass them as a batch of texts"
-            )
 
     def _places(self, n_key: int) -> tuple[Tensor, Tensor]:
         """The model's own positions of queries and keys."""
@@ -553,8 +542,8 @@ class LayerPass:
     def _remember(self, n_key: int) -> None:
         """Keep what the next pass needs to know if it goes on with this text."""
         continued = n_key > self.n_query
-        self.memory.places = _so_far(self.memory.places, self.own, continued=continued)
-        self.memory.counted = _so_far(self.memory.counted, self.counted, continued=continued)
+        self.memory.places = text.so_far(self.memory.places, self.own, continued=continued)
+        self.memory.counted = text.so_far(self.memory.counted, self.counted, continued=continued)
         self.memory.seen = self.n_query + (self.memory.seen if continued else 0)
         if "k" in self.held:
             needed = self.plan.reads_vectors or self.spec.scores is None  # a pattern is compared whole
@@ -603,13 +592,6 @@ class LayerPass:
         now = HeadRotation() if self._fell_back else self.plan.table
         wanted = sorted(rescored | read)
         return _grouped((head, now if head in rescored else self.plan.rotations[head]) for head in wanted).items()
-
-
-def _so_far(before: Tensor | None, now: Tensor | None, *, continued: bool) -> Tensor | None:
-    """Numbers of the tokens of a text so far, if they are known for all."""
-    if now is None or not continued:
-        return now
-    return None if before is None else text.continued(before, now)
 
 
 def _some(inside: Tensor, heads: Sequence[int]) -> Tensor:

@@ -107,17 +107,24 @@ def before_and_now(
     if cached <= 0:
         return positions
     if before is not None and before.shape[-1] >= cached:
-        return continued(before, positions)[..., -n_key:]
+        return joined(before, positions)[..., -n_key:]
     steps = torch.arange(cached, 0, -1, device=positions.device)
     return torch.cat([(positions[..., :1] - steps).clamp_min(0), positions], -1)
 
 
-def continued(before: Int[Tensor, "*batch seen"], now: Int[Tensor, "*batch new"]) -> Int[Tensor, "*batch seen+new"]:
+def joined(before: Int[Tensor, "*batch seen"], now: Int[Tensor, "*batch new"]) -> Int[Tensor, "*batch seen+new"]:
     """Numbers of the tokens so far; a row for each text if either has."""
     if before.ndim != now.ndim:
         texts = len(now if now.ndim == 2 else before)
         before, now = (x.expand(texts, -1) for x in (before, now))
     return torch.cat([before, now], -1)
+
+
+def so_far(before: Tensor | None, now: Tensor | None, *, continued: bool) -> Tensor | None:
+    """Numbers of the tokens of a text after this part of it, if they are known for all."""
+    if now is None or not continued:
+        return now
+    return None if before is None else joined(before, now)
 
 
 def real_tokens(masked: Bool[Tensor, "batch head query key"]) -> Bool[Tensor, "batch query"]:
@@ -161,3 +168,15 @@ def inside_mask(
     seen = spec.sees(at[n_key - n_query :, None] - at)
     real = real_tokens(masked)
     return seen & ~masked & real[:, None, :, None], real
+
+
+def check_one_text(spec: AttentionSpec, inside: Bool[Tensor, "*lead query key"], tool: str) -> None:
+    """Scores are fitted text by text: several texts packed into a row, each masked from the others, are not one."""
+    at = torch.arange(inside.shape[-1], device=inside.device)
+    real = inside.diagonal(0, -2, -1)
+    whole = spec.sees(at[:, None] - at) & real[..., :, None] & real[..., None, :]
+    if not torch.equal(whole, inside):
+        raise ValueError(
+            f"attention_mask must leave one text in each row for {tool}, got a mask that hides tokens of a text "
+            "from each other, as of packed texts: pass them as a batch of texts"
+        )
