@@ -68,6 +68,8 @@ def test_verdicts_of_the_ladder_are_counted(tmp_path: Path) -> None:
     )
     counted = "1 distance, 1 static, 1 additive, 1 banded, 1 query-dependent, 1 undecided"
     assert f"these are: {counted} (ladder)" in said
+    assert "These are 7 tests: of heads without use, 0.2 would be counted by chance." in said
+    assert "With the false discovery rate held at 5 %, 6 remain." in said
     subject: Any = type("Subject", (), {"tokens": [0, 1]})()
     page, _ = section("ladder", subject, Found(table))
     path = tmp_path / "section.html"
@@ -98,10 +100,26 @@ def test_heads_are_counted_that_are_above_the_highest_random_head_of_their_layer
     chance = heads(r=[0.1, 0.1, 0.2, 0.2]).assign(seed=0), heads(r=[0.6, 0.1, 0.2, 0.2]).assign(seed=1)
     rows = heads(r=r, share_distance=0.2, share_key=0.1, share_query=0.0)
     said = plain(verdict({"additivity": Found(rows, pd.concat(chance))}))
-    assert f"is {r:.2f} on average, that of random weights 0.21; above the highest random head" in said
+    assert f"is {r:.2f} on average, that of random weights 0.21 ± 0.06 (1 text, 2 random copies; ± is" in said
+    assert "where there are several); above the highest random head" in said
     assert "of their layer: 4 of 4 heads (" in said if r == 0.9 else "2 of 4 heads, all but L0H0, L0H1 (" in said
     found = Found(heads(r_two_axis=r), pd.concat(chance).rename(columns={"r": "r_two_axis"}))
     assert f"r of the two-axis model is {r:.2f} on average, that of" in plain(verdict({"shares": found}))
+
+
+def test_what_random_weights_are_and_how_sure_means_are_is_said() -> None:
+    """Two texts and two copies: errors over both, and the counts of *where* and *what* of the copies."""
+    rows = pd.concat([heads(r=0.9, batch=0), heads(r=0.7, batch=1)]).assign(
+        share_distance=0.7, share_key=0.1, share_query=0
+    )
+    chance = [rows.assign(r=r, share_distance=0.1, share_key=0.6, seed=n) for n, r in enumerate((0.2, 0.4))]
+    said = plain(verdict({"additivity": Found(rows, pd.concat(chance))}))
+    assert "4 of 4 heads look mainly at where a key is" in said
+    assert (
+        "By the same rule 0 of 8 heads with random weights (2 random copies) look at where, 0 at what and 8 at" in said
+    )
+    assert "is 0.80 ± 0.10 on average, that of random weights 0.30 ± 0.10 (2 texts, 2 random copies;" in said
+    assert "Of 4 heads, the distance alone explains the largest share in" in said
 
 
 def test_nothing_is_claimed_without_data() -> None:

@@ -99,9 +99,29 @@ def _additive_verdict(found: Found) -> list[str]:
     names = [f"{head_link(x['layer'], x['head'])} ({number(x['share_distance'], 2)})" for _, x in top.iterrows()]
     return [
         first,
-        f"The distance alone explains the largest share in {', '.join(names)}.",
+        *_looks_of_random(found),
+        f"Of {plural(len(heads), 'head')}, the distance alone explains the largest share in {', '.join(names)}.",
         *_against_random(found, *_told_apart(found.trained), "additivity"),
     ]
+
+
+def _looks_of_random(found: Found) -> list[str]:
+    """How many heads of the random copies the same rule calls *where* and *what*: the baseline of those counts."""
+    if found.random is None or not set(SHARES) <= set(found.random):
+        return []
+    random = found.random.drop(columns="batch", errors="ignore").groupby(["seed", *HEAD], as_index=False).mean()
+    n = looks_at(random.dropna(subset="r")).value_counts()
+    where, what, neither = (int(n.get(kind, 0)) for kind in ("where", "what", "neither"))
+    copies = _copies(found.random)
+    return [
+        f"By the same rule {where} of {plural(where + what + neither, 'head')} with random weights ({copies}) look at "
+        f"where, {what} at what and {neither} at neither: only what differs from that has been learned."
+    ]
+
+
+def _copies(random: pd.DataFrame) -> str:
+    n = random["seed"].nunique()
+    return f"{n} random cop{'y' if n == 1 else 'ies'}"
 
 
 def _told_apart(table: pd.DataFrame) -> tuple[str, str]:
@@ -115,11 +135,22 @@ def _against_random(found: Found, column: str, model: str, section: str) -> list
     """The mean beside that of random weights, and which heads are not above these."""
     if found.random is None or found.trained[column].isna().all():
         return []
-    mean, chance = (by_head(table)[column].mean() for table in (found.trained, found.random))
+    mean, chance = (_with_error(table, column) for table in (found.trained, found.random))
+    n = found.trained["batch"].nunique() if "batch" in found.trained else 1
     return [
-        f"<em>r</em> of {model} is {number(mean, 2)} on average, that of random weights {number(chance, 2)}; "
+        f"<em>r</em> of {model} is {mean} on average, that of random weights {chance} ({plural(n, 'text')}, "
+        f"{_copies(found.random)}; ± is a standard error over texts and copies, where there are several); "
         f'{above_random(found.trained, found.random, column)} (<a href="#{section}">{section}</a>).'
     ]
+
+
+def _with_error(table: pd.DataFrame, column: str) -> str:
+    """The mean over heads, texts and copies, ± its standard error over texts and copies if there are several."""
+    mean, error = number(by_head(table)[column].mean(), 2), 0.0
+    for draws in {"batch", "seed"}.intersection(table):
+        means = table.groupby(draws)[column].mean()
+        error += float(means.var() / len(means)) if len(means) > 1 else 0.0
+    return f"{mean} ± {number(error**0.5, 2)}" if error else mean
 
 
 def _perturbation_verdict(found: Found) -> list[str]:
@@ -132,7 +163,8 @@ def _perturbation_verdict(found: Found) -> list[str]:
         error = "" if pd.isna(row["added_loss_se"]) else f" ± {number(row['added_loss_se'])}"
         changes.append(f"{what[row['kind']]} {signed(row['added_loss'])}{error}")
     return [
-        f"With 5 % of neighbours exchanged the loss at the others changes by (nats per token): {'; '.join(changes)} "
+        f"With 5 % of neighbours exchanged the loss at the others changes by (nats per token, ± standard error over "
+        f"{PERTURBATIONS} draws of the neighbours): {'; '.join(changes)} "
         '(<a href="#perturbation">perturbation</a>).'
     ]
 
@@ -154,6 +186,7 @@ def _ladder_verdict(found: Found) -> list[str]:
     verdicts = head_verdicts(found.trained)
     n = verdicts["verdict"].str.replace("^undecided .*", "undecided", regex=True).value_counts()
     effective = len(verdicts) - sum(int(n.get(kind, 0)) for kind in IDLE)
+    sure = int((~head_verdicts(found.trained, correction="fdr")["verdict"].isin(IDLE)).sum())
     link = '(<a href="#ladder">ladder</a>)'
     if not effective:
         return [
@@ -164,7 +197,9 @@ def _ladder_verdict(found: Found) -> list[str]:
     return [
         f"For {effective} of {plural(len(verdicts), 'head')} the loss is higher with the head’s mean output in its "
         "place, and with uniform attention there. By the simplest attention that recovers 95 % of what that costs, "
-        f"these are: {counted} {link}."
+        f"these are: {counted} {link}.",
+        f"These are {len(verdicts)} tests: of heads without use, {number(0.025 * len(verdicts), 1)} would be counted "
+        f"by chance. With the false discovery rate held at 5 %, {sure} remain.",
     ]
 
 
@@ -229,7 +264,7 @@ def headline(subject: Subject, found: Mapping[SectionName, Found]) -> str:
             r = by_head(one.trained)[column]
             here = f"{number(r.mean())} ({number(r.min())} to {number(r.max())})" if len(r) > 1 else number(r.mean())
             here = here if r.notna().any() else "undefined: no head’s scores vary"
-            random = MISSING if one.random is None else number(one.random[column].mean())
+            random = MISSING if one.random is None else f"{number(one.random[column].mean())} ({_copies(one.random)})"
         rows.append({"measure": measure, "this model": here, "random": random, "the papers": papers})
     small = "Results for a small model may not transfer to a large one, or the other way round. "
     text = (

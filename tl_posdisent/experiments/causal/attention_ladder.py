@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product, repeat
-from math import isnan, nan
+from math import inf, isnan, nan
 from typing import Any, Final, Literal, get_args
 
 import pandas as pd
@@ -364,7 +364,13 @@ _VERDICTS = {MEAN: "not used", "uniform": "no effect", "first_token": "first tok
 _VERDICTS |= {"low-rank": "query-dependent"}  # others: the rung
 
 
-def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float = 0.95) -> pd.DataFrame:
+Correction = Literal["none", "fdr"]
+"""Of a verdict's intervals for the number of heads: none, or for the false discovery rate."""
+
+
+def head_verdicts(
+    table: pd.DataFrame, share: float = 0.95, *, confidence: float = 0.95, correction: Correction = "none"
+) -> pd.DataFrame:
     """Name each head by the simplest rung of ``attention_ladder`` that recovers a share of what its attention is worth.
 
     ====================== =====================================================================
@@ -391,6 +397,11 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float
         share: of the loss between uniform and untouched attention, above 0 and at most 1.
         confidence: of each two-sided interval, at least 0 (the estimates alone) and below 1. It is that of a verdict
             as well, given the fits, unless several rungs recover almost ``share``.
+        correction: for the number of heads. With ``"none"`` of n heads that are not used ``(1 - confidence) / 2 * n``
+            are expected to be called used by chance. With ``"fdr"`` the expected share of such heads among those called
+            used is at most ``1 - confidence`` (Benjamini and Hochberg, 1995), and if k of n heads pass, every
+            interval has the confidence ``1 - (1 - confidence) * k / n`` (Benjamini and Yekutieli, 2005, for intervals
+            of what was selected); ``attrs["confidence"]`` of the table says it.
 
     Returns:
         One row for each head (or layer, or all): ``layer``, ``head``, ``verdict``; ``simplest`` and ``at_most``, the
@@ -416,15 +427,21 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float
     needed = {"layer", "head", "control", "rung", "loss", "recovered", "se", "error", "blocks", "causal"}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
         raise ValueError(f"table must be one of attention_ladder, with columns {', '.join(sorted(needed))}")
+    check_choice("correction", correction, get_args(Correction))
     measure = "value" if "value" in table else "loss"
-    rows = []
-    for (layer, head), some in table[table["control"] == "none"].groupby(["layer", "head"], dropna=False):
-        by_rung: dict[Any, dict[Any, Any]] = {row["rung"]: row for row in some.to_dict("records")}
-        if not {"uniform", "untouched"} <= set(by_rung) or len(by_rung) < len(some):
+    heads: dict[Any, dict[Any, dict[Any, Any]]] = {}
+    for place, some in table[table["control"] == "none"].groupby(["layer", "head"], dropna=False):
+        heads[place] = {row["rung"]: row for row in some.to_dict("records")}
+        if not {"uniform", "untouched"} <= set(heads[place]) or len(heads[place]) < len(some):
             raise ValueError("table must have one row of each rung for each head, uniform and untouched among them")
+    if correction == "fdr":
+        confidence = _confidence_of_selected([_p_values(by_rung, measure)[0] for by_rung in heads.values()], confidence)
+    rows = []
+    for (layer, head), by_rung in heads.items():
         untouched = by_rung["untouched"]
         gaps = {x: by_rung[x][measure] - untouched[measure] for x in (MEAN, "uniform") if x in by_rung}
-        simplest = at_most = next((x for x in gaps if not _costs(by_rung[x], untouched, measure, confidence)), "")
+        by_chance = (x for x, p in zip(gaps, _p_values(by_rung, measure), strict=True) if p > 1 - confidence)
+        simplest = at_most = next(by_chance, "")
         if not simplest:
             tried = [x for x in RUNGS[1:] if x in by_rung]
             above = {x: by_rung[x]["recovered"] - share for x in tried}
@@ -442,16 +459,32 @@ def head_verdicts(table: pd.DataFrame, share: float = 0.95, *, confidence: float
     columns = ["layer", "head", "verdict", "simplest", "at_most", "recovered", "se", "causal"]
     columns += ["gap", "error", "gap_mean", "error_mean"]
     types: dict[str, Any] = {"layer": "Int64", "head": "Int64", "recovered": float, "se": float, "causal": bool}
-    return pd.DataFrame(rows, columns=columns).astype(types)
+    verdicts = pd.DataFrame(rows, columns=columns).astype(types)
+    verdicts.attrs["confidence"] = confidence
+    return verdicts
 
 
-def _costs(row: Mapping[Any, Any], untouched: Mapping[Any, Any], measure: str, confidence: float) -> bool:
-    """Whether a baseline is worse than the untouched model by more than chance and rounding."""
-    gap, error = row[measure] - untouched[measure], row["error"]
-    effect = gap if measure == "loss" else abs(gap)
-    # Of one text there is no error: then any gap is an effect, and no rung is known to suffice or not to.
-    known = isnan(error) or significance(effect, error, _df(row)) >= confidence
-    return bool(effect > 0 and known and apart(row[measure], untouched[measure]))
+def _p_values(by_rung: Mapping[Any, Mapping[Any, Any]], measure: str) -> list[float]:
+    """How likely chance alone makes each baseline, the mean output first, as much worse than the untouched model.
+
+    Infinite where it is no worse, up to rounding. Of one text there is no error: then any gap counts, with 0.
+    """
+    untouched, found = by_rung["untouched"], []
+    for row in (by_rung[x] for x in (MEAN, "uniform") if x in by_rung):
+        gap, error = row[measure] - untouched[measure], row["error"]
+        effect = gap if measure == "loss" else abs(gap)
+        if not (effect > 0 and apart(row[measure], untouched[measure])):
+            found.append(inf)
+        else:
+            found.append(0.0 if isnan(error) else 1 - significance(effect, error, _df(row)))
+    return found
+
+
+def _confidence_of_selected(p_values: Sequence[float], confidence: float) -> float:
+    """The confidence of intervals of what the procedure of Benjamini and Hochberg selects."""
+    n = len(p_values)
+    passed = [k for k, p in enumerate(sorted(p_values), start=1) if p <= (1 - confidence) * k / n]
+    return 1 - (1 - confidence) * max(passed, default=1) / max(n, 1)
 
 
 def _df(row: Mapping[Any, Any]) -> float:
