@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gzip
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -33,13 +33,14 @@ from tl_posdisent.models import longer_context
 from tl_posdisent.rope import Moments, interaction_bound, to_complex
 
 FOLDER = Path(__file__).with_name("smollm2")
+FOLDERS = {30: "smollm2", 18: "gemma3"}  # by the number of layers
 LENGTH = 256
 
 
-def texts(model: Any, n: int, length: int = LENGTH, skip: int = 0) -> Tensor:
+def texts(model: Any, n: int, length: int | None = None, skip: int = 0) -> Tensor:
     """``[n, pos]``: the beginnings of n speeches, each behind its BOS."""
     speeches = gzip.decompress(stories.data_file("speeches-heldout.txt.gz").read_bytes()).decode().split("\f")
-    return torch.stack([model.to_tokens(speech)[0, :length] for speech in speeches[skip : skip + n]])
+    return torch.stack([model.to_tokens(speech)[0, : length or LENGTH] for speech in speeches[skip : skip + n]])
 
 
 def losses(model: Any, tokens: Tensor, hooks: list[Any] | None = None) -> Tensor:
@@ -77,6 +78,16 @@ def interventions(model: Any) -> pd.DataFrame:
     return pd.DataFrame(rows).astype({"added_loss": float, "se": float})
 
 
+def table_of(model: Any, study: str) -> pd.DataFrame:
+    """What another study has written for the same model."""
+    return pd.read_csv(FOLDER.with_name(FOLDERS[model.cfg.n_layers]) / f"{study}.csv")
+
+
+def heads_of(model: Any) -> list[tuple[int, int]]:
+    """All ``(layer, head)``."""
+    return [(layer, head) for layer in range(model.cfg.n_layers) for head in range(model.cfg.n_heads)]
+
+
 def heads(model: Any) -> pd.DataFrame:
     """Per head, four texts: r with the distance profile of the other texts, shares, and r of a random copy.
 
@@ -91,55 +102,55 @@ def heads(model: Any) -> pd.DataFrame:
     return trained.assign(random=chance["r_held_out"]).reset_index()
 
 
-def layers(model: Any) -> pd.DataFrame:
-    """Per layer: the loss added by one intervention in this layer alone, and what of it is left by all but this."""
-    tokens, places = texts(model, 4), torch.arange(LENGTH)
-    order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(0))
+def layers(model: Any, only: Sequence[str] = ("every distance 5", "multiples of 2")) -> pd.DataFrame:
+    """Per layer: the loss added by one intervention in this layer alone, and how much less is added by all but this
+    than by all; with standard errors over four texts."""
+    tokens, places, n = texts(model, 4), torch.arange(LENGTH), model.cfg.n_layers
     tools: dict[str, Callable[..., list[Any]]] = {
         "every distance 5": partial(tp.dummy_distance, model, 5),
-        "shuffled": partial(tp.swap_positions, model, order),
+        "multiples of 2": partial(tp.swap_positions, model, places // 2 * 2),
     }
-    for top in (4, 8, 16):
-        tools[f"distances at most {top}"] = partial(tp.remap_distance, model, partial(torch.clamp, max=top))
-    for step in (2, 8):
-        tools[f"multiples of {step}"] = partial(tp.swap_positions, model, places // step * step)
-    base, n = losses(model, tokens), model.cfg.n_layers
-    rows = []
-    for name, tool in tools.items():
-        everywhere = (losses(model, tokens, tool(layers=None)) - base).mean().item()
+    base, rows = losses(model, tokens), []
+    for name, tool in ((name, tools[name]) for name in only):
+        everywhere = losses(model, tokens, tool(layers=None))
         for layer in range(n):
             others = [other for other in range(n) if other != layer]
-            alone, restored = (losses(model, tokens, tool(layers=some)) - base for some in ([layer], others))
-            row = {"intervention": name, "layer": layer, "alone": alone.mean().item(), "everywhere": everywhere}
-            rows.append(row | {"restored": everywhere - restored.mean().item()})
+            alone = losses(model, tokens, tool(layers=[layer])) - base
+            restored = everywhere - losses(model, tokens, tool(layers=others))
+            row = {"intervention": name, "layer": layer, "everywhere": (everywhere - base).mean().item()}
+            rows.append(row | mean_and_error("alone", alone) | mean_and_error("restored", restored))
         print(name, flush=True)
     return pd.DataFrame(rows)
 
 
+def mean_and_error(name: str, values: Tensor) -> dict[str, float]:
+    """The mean over texts and its standard error."""
+    return {name: values.mean().item(), f"{name}_se": values.std().item() / len(values) ** 0.5}
+
+
 def rotation(model: Any) -> pd.DataFrame:
     """Per head: the loss added when its pairs all have distance 5 (necessity), and by mean ablation of the head."""
-    tokens = texts(model, 2)
-    base = losses(model, tokens).mean()
+    tokens, heads = texts(model, 2), heads_of(model)
     ablated = tp.head_ablation(model, tokens, mode="mean", progress=False).set_index(["layer", "head"])
-    rows = []
-    for layer in range(model.cfg.n_layers):
-        for head in range(model.cfg.n_heads):
-            added = losses(model, tokens, tp.dummy_distance(model, 5, heads=[(layer, head)])).mean() - base
-            rows.append({"layer": layer, "head": head, "fixed": added.item()})
-        print(layer, flush=True)
-    table = pd.DataFrame(rows)
-    table["mean_ablated"] = ablated["effect"].to_numpy()
-    return table
+    table = pd.DataFrame(heads, columns=["layer", "head"])
+    return table.assign(fixed=fixed(model, tokens, heads), mean_ablated=ablated["effect"].to_numpy())
 
 
-def sufficiency(model: Any) -> pd.DataFrame:
+def fixed(model: Any, tokens: Tensor, heads: Sequence[tuple[int, int]]) -> list[float]:
+    """The loss added when one of these heads has every distance 5."""
+    base = losses(model, tokens).mean()
+    added = (losses(model, tokens, tp.dummy_distance(model, 5, heads=[head])).mean() - base for head in heads)
+    return [each.item() for each in added]
+
+
+def sufficiency(model: Any, drawn: Sequence[int] = (4, 16, 64)) -> pd.DataFrame:
     """The loss added when all heads but k have every distance 5 (``kept``), or only these k (``taken``).
 
     The k of the largest ``fixed`` of ``rotation``, chosen on two texts and measured on four others; random heads,
-    twelve draws for k = 4, 16 and 64 and one for other k. ``ablated``: where all other heads have every distance 5,
+    twelve draws for k in ``drawn`` and one for other k. ``ablated``: where all other heads have every distance 5,
     these k have their mean output; that is the control of giving them their distances back.
     """
-    effects = pd.read_csv(FOLDER / "rotation.csv")
+    effects = table_of(model, "rotation")
     ranked = [(int(a), int(b)) for a, b in effects.sort_values("fixed", ascending=False)[["layer", "head"]].to_numpy()]
     tokens, n = texts(model, 4, skip=2), len(ranked)
     base = losses(model, tokens).mean()
@@ -157,33 +168,33 @@ def sufficiency(model: Any) -> pd.DataFrame:
         print(found, flush=True)
         return found
 
-    rows = [row("largest effect", ranked, k) for k in (0, 1, 2, 4, 8, 16, 32, 64, 128, 200, 240)]
+    sizes = [k for k in (0, 1, 2, 4, 8, 16, 32, 64, 128, 200, 240) if k < n]
+    rows = [row("largest effect", ranked, k) for k in sizes]
     orders = [torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(12)]
     for seed, order in enumerate(orders):
-        some = (0, 1, 2, 4, 8, 16, 32, 64, 128, 200, 240) if seed == 0 else (4, 16, 64)
+        some = sizes if seed == 0 else drawn
         rows += [row("random", [ranked[i] for i in order], k, seed) for k in some]
     return pd.DataFrame(rows)
 
 
-def single_heads(model: Any) -> pd.DataFrame:
-    """What the distances of each of five heads give back where all other heads have every distance 5, and what its mean
-    output gives back instead: the same texts as ``sufficiency``."""
-    tokens, every = (
-        texts(model, 4, skip=2),
-        [(a, b) for a in range(model.cfg.n_layers) for b in range(model.cfg.n_heads)],
-    )
-    collapsed, rows = losses(model, tokens, tp.dummy_distance(model, 5)), []
-    for head in [(8, 1), (1, 0), (11, 1), (2, 3), (19, 1)]:
-        others = tp.dummy_distance(model, 5, heads=[x for x in every if x != head])
-        for name, hooks in {
-            "own distances": others,
-            "mean output": others + tp.ablate_heads(model, [head], mode="mean", reference=tokens),
-        }.items():
-            back = collapsed - losses(model, tokens, hooks)
-            rows.append({"layer": head[0], "head": head[1], "given": name, "back": back.mean().item()})
-            rows[-1]["se"] = back.std().item() / len(back) ** 0.5
-            print(rows[-1], flush=True)
-    return pd.DataFrame(rows)
+def restored(model: Any) -> pd.DataFrame:
+    """What the own distances of each head give back where all other heads have every distance 5; for the eight that
+    give back most, what their mean output gives back instead. The texts of ``sufficiency``."""
+    tokens, every = texts(model, 4, skip=2), heads_of(model)
+    collapsed = losses(model, tokens, tp.dummy_distance(model, 5))
+
+    def others(head: tuple[int, int]) -> list[Any]:
+        return tp.dummy_distance(model, 5, heads=[x for x in every if x != head])
+
+    table = pd.DataFrame(every, columns=["layer", "head"])
+    found = [mean_and_error("back", collapsed - losses(model, tokens, others(head))) for head in every]
+    table = table.join(pd.DataFrame(found))
+    for n in table["back"].nlargest(8).index:
+        mean = tp.ablate_heads(model, [every[n]], mode="mean", reference=tokens)
+        given = mean_and_error("mean_output", collapsed - losses(model, tokens, others(every[n]) + mean))
+        table.loc[n, list(given)] = list(given.values())
+        print(table.loc[n].round(3).to_dict(), flush=True)
+    return table
 
 
 def copying(model: Any) -> pd.DataFrame:
@@ -201,25 +212,41 @@ def copying(model: Any) -> pd.DataFrame:
         return torch.stack([-_log_p(a, b).mean() for a, b in zip(logits, targets, strict=True)]).view(3, 2).mean(1)
 
     base = loss([])
-    for layer in range(model.cfg.n_layers):
-        for head in range(model.cfg.n_heads):
-            added = loss(tp.dummy_distance(model, 5, heads=[(layer, head)])) - base
-            rows.append({"layer": layer, "head": head} | {f"seed {n}": x for n, x in enumerate(added.tolist())})
-        print(layer, flush=True)
+    for layer, head in heads_of(model):
+        added = loss(tp.dummy_distance(model, 5, heads=[(layer, head)])) - base
+        rows.append({"layer": layer, "head": head} | {f"seed {n}": x for n, x in enumerate(added.tolist())})
     return pd.DataFrame(rows)
 
 
-def perturbation(model: Any) -> pd.DataFrame:
-    """Added loss by kind and fraction of units that are exchanged with a neighbour."""
-    fractions = [0.01, 0.05, 0.1, 0.25, 0.5]
-    return tp.perturbation_curve(
-        model, texts(model, 4), ["order", "index", "feature"], fractions, seeds=12, progress=False
-    )
+def perturbation(model: Any, fractions: Sequence[float] = (0.01, 0.05, 0.1, 0.25, 0.5)) -> pd.DataFrame:
+    """Added loss by kind and fraction of units that are exchanged with a neighbour, twelve draws of the pairs."""
+    kinds = ["order", "index", "feature"]
+    return tp.perturbation_curve(model, texts(model, 4), kinds, fractions, seeds=12, progress=False)
 
 
 def labels(model: Any) -> pd.DataFrame:
     """Labels of all heads, without the streaming ablation."""
     return tp.head_labels(model, texts(model, 2), streaming=False, progress=False)
+
+
+def label_counts(model: Any) -> pd.DataFrame:
+    """How many heads have each label on three pairs of texts, each with three draws of the random sequences; ``near``:
+    how many of all heads are within 0.05 of the threshold of 0.5, on either side."""
+    pairs = {
+        "speeches 0, 1": texts(model, 2),
+        "speeches 2, 3": texts(model, 2, skip=2),
+        "WikiText 0, 1": trained_and_random.articles(model, 2),
+    }
+    rows = []
+    for name, tokens in pairs.items():
+        for seed in range(3):
+            table = tp.head_labels(model, tokens, streaming=False, seed=seed, progress=False)
+            for label in ("previous_token", "local", "first_token", "induction", "duplicate_token"):
+                has = table["label"].fillna("").str.split("+").map(lambda names, label=label: label in names)
+                near = ((table[label] - 0.5).abs() < 0.05).sum()
+                rows.append({"texts": name, "seed": seed, "label": label, "heads": has.sum(), "near": near})
+            print(rows[-5:], flush=True)
+    return pd.DataFrame(rows)
 
 
 def flips(model: Any) -> pd.DataFrame:
@@ -235,14 +262,17 @@ def flips(model: Any) -> pd.DataFrame:
 LADDER = ["first_token", "distance", "distance+sink", "static", "additive", "banded"]
 
 
-def verdicts(model: Any) -> pd.DataFrame:
+USED = ((1, 0), (2, 3), (3, 2), (8, 1), (11, 1), (16, 0), (18, 6), (20, 4))
+IDLE = ((18, 8), (7, 2), (3, 3), (8, 1), (1, 0), (16, 0))
+
+
+def verdicts(model: Any, heads: Sequence[tuple[int, int]] = USED, of_demo: Any = None) -> pd.DataFrame:
     """Verdicts of eight heads of this model, and of all heads of the demo model, on two disjoint sets of six texts.
 
     Three texts of each set are for fits, three are measured; ``estimate`` is the verdict without uncertainty.
     """
-    heads = [(1, 0), (2, 3), (3, 2), (8, 1), (11, 1), (16, 0), (18, 6), (20, 4)]
     tables = []
-    for name, each, some in (("demo", tp.load_demo_model(), None), ("SmolLM2-135M-Instruct", model, heads)):
+    for name, each, some in (("demo", tp.load_demo_model(), of_demo), ("SmolLM2-135M-Instruct", model, list(heads))):
         for n in (0, 1):
             fitted, heldout = texts(each, 3, skip=6 * n), texts(each, 3, skip=6 * n + 3)
             options = {"heads": some, "rungs": LADDER, "controls": [], "progress": False}
@@ -262,7 +292,7 @@ def all_verdicts(model: Any, layers: Any = None) -> pd.DataFrame:
     verdicts = tp.head_verdicts(table)
     needed = verdicts[~verdicts["verdict"].isin(["not used", "no effect"])][["layer", "head"]]
     heads = [(int(layer), int(head)) for layer, head in needed.to_numpy()]
-    climbed = tp.attention_ladder(model, fitted, heads=heads, rungs=LADDER[:4], **options)
+    climbed = tp.attention_ladder(model, fitted, heads=heads, rungs=LADDER[:4], **options) if heads else table[:0]
     without = table[~pd.MultiIndex.from_frame(table[["layer", "head"]]).isin(heads)]
     return tp.head_verdicts(pd.concat([without, climbed])).sort_values(["layer", "head"])
 
@@ -276,7 +306,8 @@ def agreement(found: pd.DataFrame) -> None:
                 both = both[~(both["a"] + both["b"]).str.contains("undecided")]
             same = (both["a"] == both["b"]).mean()
             chance = (both["a"].value_counts(normalize=True) * both["b"].value_counts(normalize=True)).sum()
-            print(f"{name}, {column}: {same:.2f} of {len(both)}, kappa {(same - chance) / (1 - chance):.2f}")
+            kappa = (same - chance) / (1 - chance) if chance < 1 else float("nan")
+            print(f"{name}, {column}: {same:.2f} of {len(both)}, kappa {kappa:.2f}")
 
 
 def ladder(model: Any) -> pd.DataFrame:
@@ -289,6 +320,17 @@ def ladder(model: Any) -> pd.DataFrame:
     return pd.concat([every, some, token_frequencies(model, heldout)])
 
 
+def static_texts(model: Any, fitted: Sequence[int] = (2, 4, 8)) -> pd.DataFrame:
+    """Static attention in all heads at once, fitted to more and more texts; measured on the two texts of ``ladder``."""
+    tables, options = [], {"heldout": texts(model, 2, skip=2), "rungs": ["static"], "controls": [], "progress": False}
+    for n in fitted:
+        others = texts(model, n + 2)[[k for k in range(n + 2) if k not in (2, 3)]]
+        table = tp.attention_ladder(model, others, unit="all", **options)
+        tables.append(table[table["rung"].isin(["static", "mean_output"])].assign(fitted=n))
+        print(tables[-1].round(3).to_string(), flush=True)
+    return pd.concat(tables)
+
+
 def token_frequencies(model: Any, tokens: Tensor) -> pd.DataFrame:
     """The loss of a model that knows only how frequent tokens are in other speeches, with 0.1 added to each count."""
     speeches = gzip.decompress(stories.data_file("speeches-train.txt.gz").read_bytes()).decode()
@@ -298,25 +340,24 @@ def token_frequencies(model: Any, tokens: Tensor) -> pd.DataFrame:
     return pd.DataFrame([{"rung": "token frequencies", "loss": loss}])
 
 
-def idle(model: Any) -> pd.DataFrame:
+def idle(model: Any, heads: Sequence[tuple[int, int]] = IDLE) -> pd.DataFrame:
     """The ladder of heads that uniform attention costs much, and of two that are used: fitted to two texts, measured on
     four others."""
-    heads = [(18, 8), (7, 2), (3, 3), (8, 1), (1, 0), (16, 0)]
     return tp.attention_ladder(
         model,
         texts(model, 2),
         heldout=texts(model, 4, skip=2),
-        heads=heads,
+        heads=list(heads),
         rungs=["first_token", "distance+sink", "static"],
         controls=[],
         progress=False,
     )
 
 
-def scales(model: Any) -> pd.DataFrame:
+def scales(model: Any, lengths: Sequence[int] = (256, 512, 2048)) -> pd.DataFrame:
     """By layer and length of one text: r and shares at controlled distances, trained and with random weights."""
     tables = []
-    for length in (256, 512, 2048):
+    for length in lengths:
         text = texts(model, 1, length, skip=LONGEST)
         for name, each in {"trained": model, "random": next(tp.random_control(model, [0]))}.items():
             table = tp.controlled_distance(each, text, progress=False).drop(columns="head")
@@ -411,7 +452,7 @@ def at_distance(layer: Any) -> Tensor:
 def sources(model: Any) -> pd.DataFrame:
     """Where the distance profile of the three heads with the largest share of distance comes from: shares of the
     sources of the mean query (with whatever key) and of the mean key, summed by kind."""
-    table = pd.read_csv(FOLDER / "heads.csv").nlargest(3, "share_distance")
+    table = table_of(model, "heads").nlargest(3, "share_distance")
     rows = []
     for layer, head in table[["layer", "head"]].astype(int).to_numpy():
         found = tp.distance_sources(model, texts(model, 2), int(layer), heads=[int(head)], sinks=1).to_frame()
@@ -430,7 +471,9 @@ def kind(source: str) -> str:
 
 
 LONGEST = 3  # the speech with 2048 tokens and more that is read where one is enough
-EDGES = [512, 1024, 2048, 4096, 8192, 12288]
+TRAINED = 8192  # tokens
+EDGES = [512, 1024, 2048, 4096, TRAINED, 12288]
+BEYOND = 11264
 WATCHED = (1, 8, 16, 24, 29)
 PART = 512
 
@@ -445,17 +488,17 @@ def lengths(model: Any) -> pd.DataFrame:
     assert tokens.shape[1] == EDGES[-1]
     ways: dict[str, list[Any]] = {
         "plain": [],
-        "distances at most 8191": tp.remap_distance(model, lambda d: d.clamp(max=8191)),
+        f"distances at most {TRAINED - 1}": tp.remap_distance(model, lambda d: d.clamp(max=TRAINED - 1)),
         "positions divided by 1.5": tp.position_interpolation(model, 1.5),
-        "window of 4096 and 4 sinks": tp.lambda_mask(model, 4, 4096, 4096),
+        f"window of {TRAINED // 2} and 4 sinks": tp.lambda_mask(model, 4, TRAINED // 2, TRAINED // 2),
     }
     rows, references, planes = [], {}, {}
     with longer_context(model, EDGES[-1]):
         for name, hooks in ways.items():
             loss, outputs = in_parts(model, tokens, hooks)
             if not references:
-                references = {layer: fit_reference(z[:, EDGES[0] : 8192]) for layer, z in outputs.items()}
-                planes = {layer: plane(z[:, EDGES[0] : 8192]) for layer, z in outputs.items()}
+                references = {layer: fit_reference(z[:, EDGES[0] : TRAINED]) for layer, z in outputs.items()}
+                planes = {layer: plane(z[:, EDGES[0] : TRAINED]) for layer, z in outputs.items()}
             for start, stop in pairwise(EDGES):
                 far = [references[layer].distance(z[:, start:stop]) for layer, z in outputs.items()]
                 size = torch.stack(far).square().mean().sqrt() / model.cfg.d_head**0.5
@@ -466,6 +509,25 @@ def lengths(model: Any) -> pd.DataFrame:
                     rows[-1][f"layer {layer}"] = (points.norm(dim=1) > radius).double().mean().item()
                 print(rows[-1], flush=True)
     return pd.DataFrame(rows).astype({"loss": float, "distance": float})
+
+
+def beyond(model: Any) -> pd.DataFrame:
+    """Loss in parts of 512 tokens of three long texts (WikiText-2's test set), from position 4096 on. ``shorter``: the
+    same tokens where the first 4096 of the text are left out, so that no position exceeds 8191; the model was trained
+    on 8192 tokens."""
+    wiki = gzip.decompress(stories.data_file("wikitext2-test.txt.gz").read_bytes()).decode()
+    ids, stop, half, rows = model.to_tokens(wiki, truncate=False)[0], BEYOND, TRAINED // 2, []
+    with longer_context(model, stop):
+        for text in range(3):
+            tokens = torch.cat([ids[:1], ids[1 + text * (stop - 1) :][: stop - 1]])[None]
+            assert tokens.shape[1] == stop
+            shorter = torch.cat([tokens[:, :1], tokens[:, half + 1 :]], 1)
+            whole, part = (in_parts(model, x, [])[0] for x in (tokens, shorter))
+            for start in range(half, stop, PART):
+                row = {"text": text, "start": start, "loss": whole[start : start + PART].mean().item()}
+                rows.append(row | {"shorter": part[start - half : start - half + PART].mean().item()})
+            print(rows[-8:], flush=True)
+    return pd.DataFrame(rows)
 
 
 def side_by_side(z: Tensor) -> Tensor:
@@ -494,13 +556,13 @@ def in_parts(model: Any, tokens: Tensor, hooks: list[Any]) -> tuple[Tensor, dict
     return torch.cat(found), {n: torch.cat(z).transpose(0, 1) for n, z in kept.items()}
 
 
-def downstream_questions(model: Any) -> pd.DataFrame:
+def downstream_questions(model: Any, questions: int = 100) -> pd.DataFrame:
     """Multiple choice from held-out speeches under exchanged neighbours, with chance (.5) and standard errors."""
     speeches = gzip.decompress(stories.data_file("speeches-heldout.txt.gz").read_bytes()).decode().replace("\f", " ")
     tables = []
     for ask in downstream.TASKS:
         drawn = [q for q in downstream.questions_from_text(speeches, ask) if len(str(q.context)) < 600]
-        some = [drawn[int(i)] for i in torch.linspace(0, len(drawn) - 1, 100)]
+        some = [drawn[int(i)] for i in torch.linspace(0, len(drawn) - 1, questions)]
         asked = [replace(q, context=model.to_tokens(q.context)[0]) for q in some]
         asked = [replace(q, choices=[model.to_tokens(c, prepend_bos=False)[0] for c in q.choices]) for q in asked]
         curve = tp.perturbation_curve(
@@ -513,11 +575,17 @@ def downstream_questions(model: Any) -> pd.DataFrame:
     return pd.concat(tables)
 
 
-STUDIES = [
-    *[interventions, heads, layers, rotation, sufficiency, single_heads, copying, perturbation, labels, flips],
-    *[verdicts, ladder, idle],
-    *[all_verdicts, scales, subspaces, as_small, sources, lengths, downstream_questions],
-]
+STUDIES: list[Callable[..., pd.DataFrame]] = [interventions, heads, layers, rotation, sufficiency, restored, copying]
+STUDIES += [perturbation, labels, label_counts, flips, verdicts, ladder, static_texts, idle, all_verdicts, scales]
+STUDIES += [subspaces, as_small, sources, lengths, beyond, downstream_questions]
+OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
+    "gemma3": {
+        "layers": {"only": ("every distance 5",)},
+        "perturbation": {"fractions": (0.05,)},
+        "scales": {"lengths": (256, 512)},
+        "sufficiency": {"drawn": (16,)},
+    }
+}
 
 
 def main() -> None:
@@ -530,7 +598,8 @@ def main() -> None:
     model = tp.load_model(name)
     for study in STUDIES:
         if study.__name__ in wanted:
-            study(model).round(5).to_csv(folder / f"{study.__name__}.csv", index=False)
+            options = OPTIONS.get(folder.name, {}).get(study.__name__, {})
+            study(model, **options).round(5).to_csv(folder / f"{study.__name__}.csv", index=False)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Which statistic of additivity separates a trained language model from which random weights? SmolLM2-135M-Instruct
-(4-bit weights, dequantised; instruction-tuned) beside copies of it with random weights, on two sets of ten texts.
+(4-bit weights, dequantised; instruction-tuned) beside copies of it with random weights, on two sets of ten texts; and
+Gemma 3 270M (base, 4-bit weights) beside fewer, on one.
 
-    python docs/figures/trained_and_random.py     # about an hour on one core; goes on from its two csv files
+    python docs/figures/trained_and_random.py               # about an hour on one core; goes on from its two csv files
+    python docs/figures/trained_and_random.py gemma3-270m   # half an hour; csv files in docs/figures/gemma3/
 
 Texts: the first 256 tokens of ten speeches of 2001 to 2021, and of ten articles of WikiText-2's test set, read from the
 folder that ``POSDISENT_DATA`` names. Copies: all weights drawn anew at the scale that the model's configuration
 publishes (1/24) and at transformers' default (0.02), also with the outputs of attention and MLP divided by √(2 layers),
-as GPT-2 does it; weights shuffled within each matrix; only queries and keys drawn anew.
+as GPT-2 does it (not of Gemma, which normalises these outputs); weights shuffled within each matrix; only queries and
+keys drawn anew.
 
 ``trained_and_random.csv`` has means over texts and heads by layer, ``trained_and_random_texts.csv`` means over layers
 and heads by text.
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ LENGTH, N = 256, 10
 CSV = Path(__file__).with_suffix(".csv")
 BY_TEXT = CSV.with_stem(f"{CSV.stem}_texts")
 SEEDS = {"speeches": 5, "WikiText": 2}
+SEEDS_GEMMA = {"speeches": 3}
 SCALES = {"1/24": 1 / 24, "0.02": 0.02}
 OF_FITS = {"r": "r, one text", "r_held_out": "r, profile of other texts", "r_no_distance": "r, no distance"}
 CONTROLLED = {"r_two_axis": "controlled two_axis", "r_three_axis": "controlled three_axis"}
@@ -39,6 +44,7 @@ KINDS = [
     ("random_qk", "1/24"),
     *(("random, outputs divided", scale) for scale in SCALES),
 ]
+KINDS_GEMMA = [("random", "0.02"), ("shuffled", ""), ("random_qk", "0.02")]  # 0.02 is what its configuration states
 
 
 def texts(model: Any) -> Tensor:
@@ -50,12 +56,12 @@ def texts(model: Any) -> Tensor:
     return torch.stack(parts)
 
 
-def articles(model: Any, n: int = N, length: int = LENGTH) -> Tensor:
+def articles(model: Any, n: int = N) -> Tensor:
     """``[n, pos]``: the beginnings of articles of WikiText-2's test set, without their titles, each behind its BOS."""
     wiki = gzip.decompress(stories.data_file("wikitext2-test.txt.gz").read_bytes()).decode()
     bodies = re.split(r"\n = [^=]+ = \n", f"\n{wiki}")[1:]
     ids = (model.to_tokens(body.strip())[0] for body in bodies)
-    return torch.stack([row[:length] for row in ids if len(row) >= length][:n])
+    return torch.stack([row[:LENGTH] for row in ids if len(row) >= LENGTH][:n])
 
 
 def key_similarity(k: Tensor) -> Tensor:
@@ -106,17 +112,20 @@ def append(table: pd.DataFrame, path: Path) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    model = tp.load_model("smollm2", backend="hooked")
+    gemma = "gemma3-270m" in sys.argv
+    model = tp.load_model("gemma3-270m") if gemma else tp.load_model("smollm2", backend="hooked")
+    seeds, kinds = (SEEDS_GEMMA, KINDS_GEMMA) if gemma else (SEEDS, KINDS)
+    by_layer, by_text = (path.parent / "gemma3" / path.name if gemma else path for path in (CSV, BY_TEXT))
     sets = {"speeches": texts(model)[:N], "WikiText": articles(model)}
     done = set()
-    if BY_TEXT.exists():
+    if by_text.exists():
         done = set(
-            pd.read_csv(BY_TEXT, dtype={"std": str})
+            pd.read_csv(by_text, dtype={"std": str})
             .fillna("")[["weights", "std", "seed", "texts"]]
             .apply(tuple, axis=1)
         )
-    for kind, scale, seed in [("trained", "", 0), *((*kind, seed) for seed in range(5) for kind in KINDS)]:
-        wanted = {name: tokens for name, tokens in sets.items() if seed < SEEDS[name]}
+    for kind, scale, seed in [("trained", "", 0), *((*kind, seed) for seed in range(5) for kind in kinds)]:
+        wanted = {name: tokens for name, tokens in sets.items() if seed < seeds.get(name, 0)}
         wanted = {name: tokens for name, tokens in wanted.items() if (kind, scale, seed, name) not in done}
         if not wanted:
             continue
@@ -126,11 +135,11 @@ def main() -> None:
             names = {"texts": name, "weights": kind, "std": scale, "seed": seed}
             append(
                 pd.DataFrame(names, index=range(model.cfg.n_layers)).join(table.groupby("layer").mean().reset_index()),
-                CSV,
+                by_layer,
             )
-            by_text = table.groupby("batch").mean().reset_index().rename(columns={"batch": "text"})
-            of_texts = [column for column in by_text if not column.endswith(("10 texts", "2 texts"))]
-            append(pd.DataFrame(names, index=range(len(tokens))).join(by_text[of_texts]), BY_TEXT)
+            of_text = table.groupby("batch").mean().reset_index().rename(columns={"batch": "text"})
+            of_texts = [column for column in of_text if not column.endswith(("10 texts", "2 texts"))]
+            append(pd.DataFrame(names, index=range(len(tokens))).join(of_text[of_texts]), by_text)
             print(names, table.mean().round(3).to_dict(), flush=True)
 
 
