@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import FAR
-from tl_posdisent.utils.validation import check_integer
+from tl_posdisent.utils.validation import check_integer, check_values
 
 AnyCells = TypeVar("AnyCells", bound="Cells")
 T = TypeVar("T")
@@ -360,6 +360,7 @@ def _checked(mask: Tensor, shape: Sequence[int], window: int | None, sinks: int)
             f"mask must have dtype torch.bool (True where a cell counts), got {mask.dtype}; "
             "convert an additive or 0/1 mask yourself, its meaning cannot be read from its values"
         )
+    check_values("mask", mask)
     if mask.ndim < 2 or tuple(mask.shape[-2:]) != (n_query, n_key):
         raise ValueError(f"mask must have shape (..., {n_query}, {n_key}) as the scores, got {tuple(mask.shape)}")
     leading, batch = tuple(mask.shape[:-2]), tuple(shape[:-2])

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tl_posdisent.utils.validation import check_devices, described
+from tl_posdisent.utils.validation import check_devices, check_values, described
 
 # Models mask with -inf, the lowest number of some dtype, or a round number: -1e4 is the least that is in use. Real
 # scores are hundreds at most, and come to -1000 only where attention is far sharper than in any trained model.
@@ -23,6 +23,8 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
         raise ValueError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
     if not scores.is_floating_point():
         raise ValueError(f"{name} must be floating point, got {scores.dtype}")
+    if scores.element_size() == 1 or scores.is_nested:
+        check_values(name, scores)
     if scores.layout != torch.strided or scores.is_meta:
         what = "a meta tensor, which has no values" if scores.is_meta else f"{scores.layout}: call to_dense()"
         raise ValueError(f"{name} must be dense and hold values, got {what}")
@@ -38,6 +40,7 @@ def check_finite_tensor(name: str, x: Any) -> None:
     """Raise unless ``x`` is a finite floating point tensor."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise ValueError(f"{name} must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    check_values(name, x)
     if not bool(x.isfinite().all()):
         raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
 

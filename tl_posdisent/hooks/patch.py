@@ -13,7 +13,7 @@ from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit, 
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
-from tl_posdisent.utils.validation import check_choice, shown
+from tl_posdisent.utils.validation import check_choice, check_values, shown
 
 Keys = Literal["group", "head"]
 MovedComponent = Literal["mean", "distance", "query", "key", "residual"]
@@ -61,9 +61,12 @@ def patch_vectors(
     if q_rot is None and k_rot is None:
         raise ValueError("q_rot or k_rot must be given, got neither")
     for name, x, n in (("q_rot", q_rot, spec.n_heads), ("k_rot", k_rot, spec.n_kv_heads)):
+        check_values(name, x)
         if x is not None and (not isinstance(x, Tensor) or x.ndim != 4 or x.shape[2:] != (n, spec.d_head)):
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must have shape (batch, pos, {n}, {spec.d_head}), got {got}")
+        if x is not None and not x.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {x.dtype}")
         if x is not None and not bool(x.isfinite().all()):
             raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
     return vector_hooks(spec, chosen, q_rot, k_rot, keys)

@@ -26,7 +26,7 @@ from tl_posdisent.hooks.edits.rotation_and_score_edits import (
     mapped,
 )
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, rotation_hooks
-from tl_posdisent.utils.validation import check_float64, check_integer, check_number, listed, shown
+from tl_posdisent.utils.validation import check_float64, check_integer, check_number, check_values, listed, shown
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
 """One for each slot of the batch, or a function of the tokens' own positions."""
@@ -143,8 +143,8 @@ def remap_distance(
         True
     """
     if isinstance(distances, Tensor):
-        described = f"{'×'.join(map(str, distances.shape))} distances"
         distances = real_tensor("distances", distances, finite=False)
+        described = f"{'×'.join(map(str, distances.shape))} distances"
         if distances.ndim not in (2, 3, 4) or distances.numel() == 0:
             raise ValueError(
                 "distances must have shape (query, key), (head, query, key) or (batch, head, query, key), "
@@ -165,8 +165,7 @@ def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float[Tensor,
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be real numbers, got {shown(values)}") from error
-    if tensor.is_meta:
-        raise ValueError(f"{name} must have values, got a meta tensor")
+    check_values(name, tensor)
     check_float64(name, tensor.device)
     if tensor.is_complex() or tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
         raise ValueError(f"{name} must be finite real numbers, got {shown(tensor)} of {tensor.dtype}")

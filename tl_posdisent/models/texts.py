@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.models.reading.forward import check_tokens, encode, padding_in, special_id
+from tl_posdisent.utils.validation import check_values
 
 Tokens = Int[Tensor, "*batch pos"] | str | list[str]
 """Token ids ``[batch, pos]`` or ``[pos]``, a text, or texts of any lengths."""
@@ -157,8 +158,7 @@ def _real(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor,
     """An attention mask as booleans on the device of the tokens, or raise (see ``read_texts``)."""
     if not isinstance(attention_mask, Tensor):
         raise ValueError(f"attention_mask must be a tensor like tokens, got {type(attention_mask).__name__}")
-    if attention_mask.is_meta:
-        raise ValueError("attention_mask must have values, got a meta tensor")
+    check_values("attention_mask", attention_mask)
     mask = attention_mask[None] if attention_mask.ndim == 1 else attention_mask
     if mask.shape != tokens.shape or mask.is_complex() or bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tl_posdisent.rope.rotary import Rotary, check_rotary, to_complex
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import check_devices
+from tl_posdisent.utils.validation import check_devices, check_values
 
 NUMBERS_AT_ONCE = 2**22  # of a chunk of points: 32 MiB in float64
 
@@ -165,6 +165,7 @@ def _check_vectors(q: Tensor, k: Tensor, rotary: Rotary) -> None:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be a floating-point torch.Tensor, got {got}")
+        check_values(name, x)
         if x.ndim < 3 or x.numel() == 0:
             raise ValueError(f"{name} must have shape {axes} and not be empty, got {tuple(x.shape)}")
     check_rotary(rotary)

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Complex, Float, Float64, Real
 from torch import Tensor
 
-from tl_posdisent.utils.validation import check_choice, check_devices, check_number, described, shown
+from tl_posdisent.utils.validation import check_choice, check_devices, check_number, check_values, described, shown
 
 Pairing = Literal["half", "adjacent"]
 
@@ -50,6 +50,7 @@ class Rotary:
     def __post_init__(self) -> None:
         check_choice("pairing", self.pairing, get_args(Pairing))
         x = self.frequencies
+        check_values("frequencies", x)
         if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype != torch.float64:
             raise ValueError(f"frequencies must be a float64 tensor of shape (subspace,), got {described(x)}")
         if not bool(x.isfinite().all()):
@@ -157,6 +158,7 @@ def _check_positions(positions: Tensor, x: Tensor) -> Tensor:
     if x.ndim < 3:
         raise ValueError(f"x must have shape (*batch, pos, head, d_head), got {tuple(x.shape)}")
     length = x.shape[-3]
+    check_values("positions", positions)
     if not isinstance(positions, Tensor) or not (
         positions.shape == (length,)
         or (x.ndim == 4 and positions.shape[1:] == (length,) and len(positions) in (1, len(x)))
@@ -180,6 +182,7 @@ def check_rotary(rotary: Any) -> Rotary:
 
 def _check(x: Any, rotary: Rotary) -> None:
     check_rotary(rotary)
+    check_values("x", x, meta=True)
     if not isinstance(x, Tensor) or x.ndim < 1 or not x.is_floating_point() or x.shape[-1] < rotary.dim:
         raise ValueError(
             f"x must be floating point with a last axis of at least {rotary.dim} (two per frequency), "
@@ -219,6 +222,7 @@ def rotary_from_table(
     for name, x in (("cos", cos), ("sin", sin)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             raise ValueError(f"{name} must be a floating point torch.Tensor, got {described(x)}")
+        check_values(name, x)
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] < 2:
         raise ValueError(
             "cos and sin must have the same shape (pos, columns) with at least two positions, got "

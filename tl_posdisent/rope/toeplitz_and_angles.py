@@ -10,7 +10,7 @@ from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, 
 from tl_posdisent.additive.fit import ROUNDING
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.utils.precision import own_sums
-from tl_posdisent.utils.validation import check_devices, check_flag, described
+from tl_posdisent.utils.validation import check_devices, check_flag, check_values, described
 
 
 @own_sums()
@@ -120,6 +120,7 @@ def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float6
             raise ValueError(
                 f"{name} must be floating point of shape (d, columns), the same d for both, got {described(x)}"
             )
+        check_values(name, x)
         if not bool(x.isfinite().all()) or not bool((x != 0).any()):
             raise ValueError(f"{name} must be finite and not all 0")
     check_devices(a=a, b=b)

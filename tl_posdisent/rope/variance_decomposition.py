@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
-from tl_posdisent.utils.validation import check_choice, check_number, shown
+from tl_posdisent.utils.validation import check_choice, check_number, check_values, shown
 
 from .moments import Moments, Spread, spread_of, total
 from .rotary import Rotary
@@ -248,6 +248,7 @@ def check_distances(moments: Moments, distances: Numbers) -> Float64[Tensor, "di
 
 def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "distance"]:
     """Return a user's numbers as a float64 tensor with one axis, or raise."""
+    check_values(name, values)
     try:
         x = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None

@@ -20,6 +20,8 @@ def shown(value: Any) -> str:
     >>> shown("far"), shown(torch.ones(2, 3))
     ("'far'", 'a Tensor of shape (2, 3)')
     """
+    if getattr(value, "is_nested", False):
+        return "a nested tensor"
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape != ():
         return f"a {type(value).__name__} of shape {tuple(shape)}"
@@ -38,6 +40,8 @@ def printable(text: str) -> str:
 
 def described(x: Any) -> str:
     """Type and shape of a tensor, or the type of anything else, for errors."""
+    if isinstance(x, torch.Tensor) and x.is_nested:
+        return f"a nested tensor of {x.dtype}"
     return f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
@@ -137,6 +141,27 @@ def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None
             check_integer(name, value, (least or {}).get(name, 1))
 
 
+def check_values(name: str, x: Any, *, meta: bool = False) -> None:
+    """Raise for a tensor in which torch cannot compute: without values (unless ``meta``), of 8 bits, quantised, sparse.
+
+    >>> import torch
+    >>> check_values("q", torch.ones(2).to(torch.float8_e4m3fn))
+    Traceback (most recent call last):
+    ValueError: q must be of 16 bits or more, got torch.float8_e4m3fn: use q.float()
+    """
+    if not isinstance(x, torch.Tensor):
+        return
+    if x.is_quantized:
+        raise ValueError(f"{name} must be a plain tensor, got {x.dtype}: use {name}.dequantize()")
+    if x.is_nested or x.layout != torch.strided:
+        what = "a nested tensor: pad it" if x.is_nested else f"{x.layout}: use {name}.to_dense()"
+        raise ValueError(f"{name} must be a dense tensor, got {what}")
+    if x.is_floating_point() and x.element_size() == 1:
+        raise ValueError(f"{name} must be of 16 bits or more, got {x.dtype}: use {name}.float()")
+    if x.is_meta and not meta:
+        raise ValueError(f"{name} must have values, got a meta tensor")
+
+
 def check_devices(**given: Any) -> None:
     """Raise unless all tensors among these values are on one device, which has float64."""
     devices = {name: x.device for name, x in given.items() if isinstance(getattr(x, "device", None), torch.device)}
@@ -198,6 +223,7 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
         return list(range(n))
     if is_integer(chosen):
         chosen = [chosen]
+    check_values(name, chosen)
     if isinstance(chosen, (str, bytes, Mapping)) or not isinstance(chosen, Iterable):
         raise ValueError(f"{name} must be an integer or a sequence of integers, got {shown(chosen)}")
     given = list(chosen)
