@@ -122,7 +122,7 @@ ROWS: list[tuple[str, dict[str, Any], str]] = [
     ("Moments", {"q": Q[0, 0]}, r"q must have shape \(\*n_q, head, d_head\) and not be empty, got \(4, 6\)"),
     ("Moments", {"k": K[:0]}, r"k must have shape \(\*n_k, kv_head, d_head\) and not be empty"),
     ("Moments", {"q": Q[..., :2], "k": K[..., :2]}, "d_head must be at least 4, two per frequency, got 2"),
-    ("Moments", {"k": K.to("meta")}, "q and k must be on the same device, got cpu and meta"),
+    ("Moments", {"k": K.to("meta")}, "k must have values, got a meta tensor"),
     ("Moments", {"q": Q / 0}, "q must be finite"),
     ("Moments", {"q": Q.double() * 1e200}, "q must be .* small enough to be squared"),
     ("decompose", {"distances": torch.ones(2, 2)}, r"distances must be one-dim.* shape \(2, 2\)"),

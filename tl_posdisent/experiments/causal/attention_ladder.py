@@ -424,10 +424,10 @@ def head_verdicts(
     """
     share = check_number("share", share, above=0, most=1)
     confidence = check_number("confidence", confidence, least=0, below=1)
+    check_choice("correction", correction, get_args(Correction))
     needed = {"layer", "head", "control", "rung", "loss", "recovered", "se", "error", "blocks", "causal"}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
         raise ValueError(f"table must be one of attention_ladder, with columns {', '.join(sorted(needed))}")
-    check_choice("correction", correction, get_args(Correction))
     measure = "value" if "value" in table else "loss"
     heads: dict[Any, dict[Any, dict[Any, Any]]] = {}
     for place, some in table[table["control"] == "none"].groupby(["layer", "head"], dropna=False):
