@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, forkserver, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,51 @@ def python(code: str, *arguments: str, **options: Any) -> contextlib.AbstractCon
     return process(sys.executable, "-c", code, *arguments, **{"env": environment, **options})
 
 
+def copies() -> Any:
+    """A context of ``multiprocessing`` whose processes are copies of one that has imported TransformerLens and this
+    package, which takes seconds, and has done nothing else."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["support.imported"])
+    before = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "PYTHONPATH")}
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ |= {} if value is None else {name: value}
+    return context
+
+
+@contextlib.contextmanager
+def started(
+    function: Callable[..., Any], *arguments: Any, stderr: Path | None = None, limit: float = LIMIT
+) -> Iterator[BaseProcess]:
+    """A process that calls a function of a module, and writes its errors to a file. It is killed after ``limit``
+    seconds, or when the context ends."""
+    child = copies().Process(target=_call, args=(stderr or Path(os.devnull), function, arguments))
+    child.start()
+    watch = threading.Timer(limit, child.kill)
+    watch.start()
+    try:
+        yield child
+    finally:
+        watch.cancel()
+        child.kill()
+        child.join()
+
+
+def _call(stderr: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    _default_signals()
+    with stderr.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    function(*arguments)
+
+
 @contextlib.contextmanager
 def process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Worker processes, whose tests run under ``time_limit``."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_default_signals) as pool:
+    with ProcessPoolExecutor(workers, copies(), initializer=_default_signals) as pool:
         yield pool
 
 
@@ -73,14 +114,13 @@ def time_limit(seconds: float = LIMIT) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def wait_until(there: Callable[[], Any], running: subprocess.Popen[bytes] | None = None, limit: float = LIMIT) -> None:
+def wait_until(there: Callable[[], Any], running: BaseProcess | None = None, limit: float = LIMIT) -> None:
     """Wait for something that a process does, which must not end before."""
     until = time.monotonic() + limit
     while not there():
         assert time.monotonic() < until, "waited in vain"
-        if running is not None and running.poll() is not None and not there():
-            said = running.communicate()[1] or b""
-            raise AssertionError(f"the process ended with {running.returncode}:\n{said.decode()}")
+        if running is not None and running.exitcode is not None and not there():
+            raise AssertionError(f"the process ended with {running.exitcode}")
         time.sleep(0.002)
 
 

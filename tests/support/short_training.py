@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount
+from tl_posdisent.synthetic import SyntheticConfig, SyntheticModel, TrainConfig, TriggerCount, train
 
 TASK = TriggerCount(d_vocab=8, n_triggers=1, max_count=3, min_length=6, max_length=6, n_ctx=6)
 STEPS = 24
@@ -15,3 +16,8 @@ SHAPE |= {"d_vocab": TASK.d_vocab, "n_ctx": TASK.n_ctx, "n_out": TASK.n_out, "pa
 
 def fresh() -> SyntheticModel:
     return SyntheticModel(SyntheticConfig(**SHAPE), seed=3)
+
+
+def go_on(folder: Path) -> None:
+    """Train in a folder, or go on there."""
+    train(fresh(), TASK, HOW, folder=folder, resume=True, progress=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def inodes(out: Path) -> dict[str, tuple[int, int]]:
     return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in (out / "parts").glob("*.parquet")}
 
 
-def wait_for_parts(out: Path, count: int, running: subprocess.Popen[bytes] | None = None) -> None:
+def wait_for_parts(out: Path, count: int, running: BaseProcess | None = None) -> None:
     wait_until(lambda: len(list((out / "parts").glob("*.parquet"))) >= count, running)
 
 

@@ -1,4 +1,8 @@
-"""Sweeps over real processes: a pool of Python's own and a Dask cluster, with workers that are killed."""
+"""Sweeps over real processes: a pool of Python's own and a Dask cluster, with workers that are killed.
+
+They are copies of a process that has imported TransformerLens; ``test_revisions_of_a_named_model`` has one that begins
+with nothing, as workers of the command line do.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from support.processes import process_pool, time_limit
+from support.processes import copies, process_pool, time_limit
 from support.swept import LAST, SLOW, inodes, when_parts
 
 from tl_posdisent import additivity, load_demo_model
@@ -32,9 +36,14 @@ def pool() -> Iterator[ProcessPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    distributed = pytest.importorskip("distributed")
+    distributed, dask = pytest.importorskip("distributed"), pytest.importorskip("dask")
+    copies()  # of which workers are, also those that replace killed ones
     options = {"processes": True, "n_workers": 2, "threads_per_worker": 1, "dashboard_address": None}
-    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+    with (
+        dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}),
+        distributed.LocalCluster(**options) as cluster,
+        distributed.Client(cluster) as client,
+    ):
         yield client
 
 

@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from support.processes import python
+from support.processes import started
 from support.swept import LAST, SLOW, inodes, wait_for_parts, when_parts
 
 import tl_posdisent
@@ -189,18 +188,16 @@ def test_one_model_at_a_time_loaded_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert not [model for model in models if model() is not None]
 
 
-SCRIPT = """
-from tl_posdisent.sweeps import sweep
-from tl_posdisent.sweeps import Text, jobs
-sweep(jobs("demo", {slow!r}, Text.of("demo", length=32, count=6).split(6)), out={out!r})
-"""
+def six_slow_jobs(out: Path) -> None:
+    sweep(jobs("demo", SLOW, Text.of("demo", length=32, count=6).split(6)), out=out)
 
 
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
-    with python(SCRIPT.format(slow=SLOW, out=os.fspath(tmp_path)), stderr=subprocess.DEVNULL) as process:
+    with started(six_slow_jobs, tmp_path) as process:
         wait_for_parts(tmp_path, 2, process)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
     before = inodes(tmp_path)
     todo = jobs("demo", SLOW, Text.of("demo", length=32, count=6).split(6))
     assert 2 <= len(before) < 6, "killed too late to mean anything"
@@ -218,16 +215,17 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_a_second_sweep_on_a_folder_is_refused(tmp_path: Path) -> None:
     """Unless all of its jobs are done. Nothing of the first is deleted, and what it is writing is finished."""
     todo = jobs("demo", SLOW, Text.of("demo", length=32, count=6).split(6))
-    with python(SCRIPT.format(slow=SLOW, out=os.fspath(tmp_path)), stderr=subprocess.DEVNULL) as process:
+    with started(six_slow_jobs, tmp_path) as process:
         wait_for_parts(tmp_path, 2, process)
-        process.send_signal(signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGSTOP)
         (tmp_path / "parts" / f".{todo[-1].hash}.0123.unfinished").write_bytes(b"PAR1")  # being written
         with pytest.raises(ValueError, match=r"out must be a folder that no other process writes to, .* another sweep"):
             sweep(todo, out=tmp_path, progress=False)
         assert (tmp_path / "parts" / f".{todo[-1].hash}.0123.unfinished").exists()
         assert sweep(todo[:1], out=tmp_path, progress=False)["job"].unique() == [todo[0].hash]
-        process.send_signal(signal.SIGCONT)
-        assert process.wait() == 0
+        os.kill(process.pid, signal.SIGCONT)
+        process.join()
+        assert process.exitcode == 0
     assert sweep(todo, out=tmp_path, progress=False)["job"].nunique() == 6
 
 

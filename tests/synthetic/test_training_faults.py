@@ -9,14 +9,14 @@ import contextlib
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
-from support.processes import python, wait_until
-from support.short_training import HOW, SHAPE, STEPS, TASK, fresh
+from support.processes import started, wait_until
+from support.short_training import HOW, SHAPE, STEPS, TASK, fresh, go_on
 from torch import Tensor
 
 from tl_posdisent.synthetic import (
@@ -30,14 +30,7 @@ from tl_posdisent.utils.files import UNFINISHED
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = """
-import torch; torch.set_num_threads(1)
-from support.short_training import HOW, TASK, fresh
-from tl_posdisent.synthetic import train
-train(fresh(), TASK, HOW, folder={folder!r}, resume=True, progress=False)
-"""
-
-Start = Callable[[Path], "subprocess.Popen[bytes]"]
+Start = Callable[..., BaseProcess]
 
 
 def weights(model: SyntheticModel) -> dict[str, Tensor]:
@@ -53,9 +46,7 @@ def undisturbed() -> dict[str, Tensor]:
 def start() -> Iterator[Start]:
     """Another process that trains in a folder, or goes on there."""
     with contextlib.ExitStack() as running:
-        yield lambda folder: running.enter_context(
-            python(SCRIPT.format(folder=os.fspath(folder)), stderr=subprocess.PIPE)
-        )
+        yield lambda folder, **options: running.enter_context(started(go_on, folder, **options))
 
 
 def kept(folder: Path) -> list[int]:
@@ -88,30 +79,34 @@ def test_killed_while_a_file_is_written(
     wait_until((tmp_path / "step-000002.safetensors").exists, process)
     wait_until(lambda: list(tmp_path.glob(f".{what}{UNFINISHED}")), process)
     process.kill()
-    assert process.wait() == -signal.SIGKILL
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     done = kept(tmp_path)
     assert 3 <= len(done) <= STEPS, "killed too late to mean anything"
     assert done == list(range(len(done)))
     finish(tmp_path, undisturbed)
 
 
-def test_a_second_training_in_a_folder_is_refused(start: Start, tmp_path: Path) -> None:
+def test_a_second_training_in_a_folder_is_refused(
+    start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """By another process and by this one; the first one's checkpoints stay its own, and killed, it leaves no lock."""
+    errors = tmp_path_factory.mktemp("errors") / "stderr"
     process = start(tmp_path)
     wait_until((tmp_path / "step-000001.safetensors").exists, process)
-    process.send_signal(signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGSTOP)
     other, before = _seed_4(), sorted(tmp_path.iterdir())
     for resume in (False, True):
         with pytest.raises(ValueError, match=r"folder must be a folder that no other process writes to, .* training"):
             train(other, TASK, HOW, folder=tmp_path, resume=resume, progress=False)
     assert sorted(tmp_path.iterdir()) == before
     assert all(torch.equal(x, y) for x, y in zip(other.parameters(), _seed_4().parameters(), strict=True))
-    second = start(tmp_path)
-    assert second.wait() == 1
-    assert second.stderr
-    assert b"another training is running there" in second.stderr.read()
+    second = start(tmp_path, stderr=errors)
+    second.join()
+    assert second.exitcode == 1
+    assert "another training is running there" in errors.read_text(encoding="utf-8")
     process.kill()
-    process.wait()
+    process.join()
     train(fresh(), TASK, HOW, folder=tmp_path, resume=True, progress=False)
 
 

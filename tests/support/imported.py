@@ -1,0 +1,12 @@
+"""What processes that tests start as copies have imported (``support.processes.copies``)."""
+
+import torch
+import transformer_lens  # noqa: F401
+
+import tl_posdisent
+from tl_posdisent import experiments, sweeps, synthetic
+
+for module in (tl_posdisent, experiments, sweeps, synthetic):
+    for name in module.__all__:
+        getattr(module, name)  # imported on demand
+torch.set_num_threads(1)
