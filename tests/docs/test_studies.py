@@ -31,7 +31,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "downstream_questions": {"questions": 3},
 }
 VERDICTS = ("verdict", "estimate", "simplest", "at_most", "label", "model")
-BY_SIZE = ("intervention", "length", "wavelengths below", "row")  # names that the size of the text or the model gives
+BY_SIZE = (
+    "intervention",
+    "length",
+    "wavelengths below",
+    "row",
+    "table",
+)  # names that the size of the text or the model gives
 
 
 @pytest.fixture(scope="module")
