@@ -31,13 +31,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "downstream_questions": {"questions": 3},
 }
 VERDICTS = ("verdict", "estimate", "simplest", "at_most", "label", "model")
-BY_SIZE = (
-    "intervention",
-    "length",
-    "wavelengths below",
-    "row",
-    "table",
-)  # names that the size of the text or the model gives
+# Names that the size of the text or of the model gives.
+BY_SIZE = ("intervention", "length", "wavelengths below", "row", "table", "source")
 
 
 @pytest.fixture(scope="module")
