@@ -33,8 +33,8 @@ Measured = Literal[
 # Of all layers and heads. A changed head needs only the layers behind it; each layer's attention runs once more.
 _PASSES: dict[str, Callable[[int, int], float]] = {
     "head_ablation": lambda layers, heads: heads * (layers + 1) / 2 + layers + 2,
-    "head_patching": lambda layers, heads: heads * (layers + 1) / 2 + layers + 4,
-    "position_patching": lambda layers, heads: heads * layers + 2,
+    "head_patching": lambda layers, heads: (heads + 1) * (layers + 1) / 2 + 4,
+    "position_patching": lambda layers, heads: (heads + 1) * (layers + 1) / 2 + 4,
     "additive_substitution": lambda layers, heads: 3 * (heads + 2) * (layers + 1) / 2 + 24,
     "attention_ladder": lambda layers, heads: (15 * heads + 18) * (layers + 1) / 2 + 10,
 }
@@ -133,7 +133,7 @@ def estimate(
         >>> plan.fits, plan.advice  # the length depends on the class of the model
         (False, 'length=..., batch=1')
         >>> estimate(model, 100, tool="position_patching").passes  # 5 layers of 8 heads
-        42.0
+        31.0
     """
     model = model_of(model)
     layers = n_layers(model)

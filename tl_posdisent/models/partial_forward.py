@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import UNSUPPORTED, Ended, Hook, output_of
+from tl_posdisent.models.reading.forward import UNSUPPORTED, Ended, Hook, hooked, output_of
 
 _Result = TypeVar("_Result")
 Forward = Callable[..., Any]
@@ -32,7 +32,8 @@ class Clean:
 
 
 def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int]) -> Clean:
-    """Run the model, with the hooks that it has, and keep what comes into these layers and out of the last block."""
+    """Run the model, with the hooks that it has, and keep what comes into these layers, into the last block and out of
+    it."""
     after: dict[int, Any] = {}
 
     def recording(layer: int, own: Forward) -> Forward:
@@ -42,7 +43,7 @@ def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int
 
         return forward
 
-    kept = {x - 1 for x in (*layers, len(model.blocks)) if x > 0}
+    kept = {x - 1 for x in (*layers, len(model.blocks) - 1, len(model.blocks)) if x > 0}
     with torch.no_grad(), forwards({model.blocks[x]: recording(x, model.blocks[x].forward) for x in kept}):
         return Clean(output_of(model, tokens), after, after.get(len(model.blocks) - 1))
 
@@ -56,7 +57,7 @@ def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, 
         raise Ended
 
     others = {**dict.fromkeys(model.blocks[:layer], lambda *args, **kwargs: before), module: forward}
-    with contextlib.suppress(Ended), torch.no_grad(), forwards(others), model.hooks(fwd_hooks=hooks):
+    with contextlib.suppress(Ended), torch.no_grad(), forwards(others), hooked(model, hooks):
         output_of(model, tokens, **more)
     return box[0]
 
@@ -64,7 +65,7 @@ def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, 
 def run_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequence[Hook]) -> Any:
     """What the model returns where its last block returns ``last``: its own norm, unembedding and caps."""
     known = dict.fromkeys(model.blocks, lambda *args, **kwargs: last)
-    with torch.no_grad(), forwards(known), model.hooks(fwd_hooks=list(hooks)):
+    with torch.no_grad(), forwards(known), hooked(model, hooks):
         return output_of(model, tokens)
 
 

@@ -105,7 +105,7 @@ def additive_substitution(
             heads = list(range(spec.n_heads))
             for put_in, keep, put in one_layer:
                 units, kind = [*([head] for head in heads), heads], None if put_in == "zero" else put_in
-                each = runs.each(spec.layer, units, partial(put, spec, stored), kind)
+                each = runs.each(spec.layer, units, [partial(put, spec, stored)], kind)
                 for head, run in zip([*heads, None], each, strict=True):
                     measure(run, "layer" if head is None else "head", spec.layer, head, put_in, keep)
         for put_in, keep, put in everywhere:

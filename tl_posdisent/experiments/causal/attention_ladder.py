@@ -250,7 +250,7 @@ class _Ladder:
             return iter([partial(run_texts, self.reading.model, self.texts, [hooks] * len(self.texts.groups))])
         ((spec, _),) = together
         units = [heads for _, _, [(_, heads)] in items]
-        return runs.each(spec.layer, units, lambda group, heads: replace_heads(spec, list(heads), means))
+        return runs.each(spec.layer, units, [lambda group, heads: replace_heads(spec, list(heads), means)])
 
     def _runs(
         self,
@@ -276,7 +276,7 @@ class _Ladder:
             return iter([partial(run_texts, model, self.texts, under)])
         ((spec, _),) = together
         units = [heads for _, _, [(_, heads)] in items]
-        return runs.each(spec.layer, units, lambda group, heads: hooks(group, [(spec, list(heads))]), kind=rung)
+        return runs.each(spec.layer, units, [lambda group, heads: hooks(group, [(spec, list(heads))])], kind=rung)
 
     def _fits(self, together: Chosen, rung: Rung, seen: dict[int, Attended], *, shuffled: bool) -> list[Stored]:
         """The fits of a rung for each group of the predicted texts."""

@@ -87,7 +87,7 @@ def head_ablation(
 
 
 def _hooks_by(edit: Edit) -> Any:
-    return lambda spec: lambda group, heads: hooks_for([(spec, heads)], edit)
+    return lambda spec: [lambda group, heads: hooks_for([(spec, heads)], edit)]
 
 
 def streaming_ablation(

@@ -21,7 +21,6 @@ from tl_posdisent.models.reading.forward import Hook, hook_name, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
-from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_indices, is_integer
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
@@ -87,25 +86,22 @@ def head_patching(
     texts = read_texts(model, tokens, attention_mask)
     other = read_source(model, texts, source, attention_mask)
     places = _places(positions, min(texts.lengths))
+    together = [] if activation == "pattern" else [spec for spec, _ in chosen]  # patterns take memory: layer by layer
+    of_layers = [_held(model, group.tokens, together, activation) for group in other.groups]
 
-    def hooks_at(place: int | None, spec: AttentionSpec) -> HooksOf:
-        held = [_held(model, group.tokens, spec, activation) for group in other.groups]
-        return lambda group, some: _hooks(spec, some, held[group], activation, place)
+    def hooks_in(spec: AttentionSpec) -> list[HooksOf]:
+        held = of_layers if together else [_held(model, group.tokens, [spec], activation) for group in other.groups]
+
+        def at(place: int | None, group: int, some: Sequence[int]) -> list[Hook]:
+            return _hooks(spec, some, held[group][spec.layer], activation, place)
+
+        return [partial(at, place) for place in places]
 
     # Each layer is checked: a norm of all heads' queries or keys couples heads, and layers may share keys and values.
     options: dict[str, Any] = {"source": (other, [[]] * len(other.groups), "source"), "target": other}
     units = [units_of(spec, some, by_key=activation in ("k", "v")) for spec, some in chosen]
     options["kind"] = lambda spec: (activation, spec.layer if activation in ("q", "k", "v") else None)
-    options["progress"] = progress and positions is None
-    found = []
-    with progress_bar(places, desc="positions", disable=not progress or positions is None) as bar:
-        for place in bar:
-            found.append(effect_table(reading, texts, units, partial(hooks_at, place), metric, **options))
-            if place is not None:
-                found[-1].insert(2, "position", place)
-    table = pd.concat(found).sort_values(["layer", "head"], kind="stable", ignore_index=True)
-    table.attrs = {name: x for some in found for name, x in some.attrs.items()}
-    return table
+    return effect_table(reading, texts, units, hooks_in, metric, places=places, progress=progress, **options)
 
 
 def _places(positions: Any, length: int) -> list[int | None]:
@@ -146,18 +142,28 @@ def _hooks(
     return [(hook_name(spec.layer, f"hook_{activation}"), put)]
 
 
-def _held(model: Any, tokens: Int[Tensor, "batch pos"], spec: AttentionSpec, activation: Activation) -> Tensor:
-    """One layer's activation in a run on these tokens."""
-    name = hook_name(spec.layer, f"hook_{activation}")
-    held: list[Tensor] = []
-    n, length = spec.n_kv_heads if activation in ("k", "v") else spec.n_heads, tokens.shape[1]
+def _held(
+    model: Any, tokens: Int[Tensor, "batch pos"], specs: Sequence[AttentionSpec], activation: Activation
+) -> dict[int, Tensor]:
+    """The activation of layers in a run on these tokens."""
+    held: dict[int, list[Tensor]] = {spec.layer: [] for spec in specs}
+    if not specs:
+        return {}
+    there, last, length = model.hook_dict, max(held), tokens.shape[1]
+    hooks: list[Hook] = []
+    for spec in specs:
+        name, kept = hook_name(spec.layer, f"hook_{activation}"), held[spec.layer]
+        if name in there:
+            hooks.append((name, lambda x, hook, kept=kept: kept.append(x.detach().clone())))
+    heads = {spec.layer: spec.n_kv_heads if activation in ("k", "v") else spec.n_heads for spec in specs}
     # Of a text as long as there are heads, the axes cannot be told apart: then a shorter one is checked.
-    for some in [tokens[:, :-1], tokens] if length == n else [tokens]:
-        if name in model.hook_dict:
-            run(model, some, [(name, lambda x, hook: held.append(x.detach().clone()))], stop=spec.layer + 1)
-        if some is not tokens or length != n:
-            _check_layout(spec, name, held, some.shape[1], n)
-    return held[-1]
+    for some in [tokens[:, :-1], tokens] if length in heads.values() else [tokens]:
+        run(model, some, hooks, stop=last + 1)
+        for spec in specs:
+            if some.shape[1] != heads[spec.layer]:
+                name = hook_name(spec.layer, f"hook_{activation}")
+                _check_layout(spec, name, held[spec.layer], some.shape[1], heads[spec.layer])
+    return {layer: kept[-1] for layer, kept in held.items()}
 
 
 def _check_layout(spec: AttentionSpec, name: str, held: Sequence[Tensor], length: int, n: int) -> None:
@@ -242,14 +248,16 @@ def position_patching(
         for spec, some in chosen
     ]
 
-    def hooks_in(spec: AttentionSpec) -> HooksOf:
-        held = _listened(model, texts, hooks[source], seen_at, spec, listen_vectors)
-        sides = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in held]
-        return lambda group, some: vector_hooks(spec, some, *sides[group], keys)
+    held = _listened(model, texts, hooks[source], seen_at, [spec for spec, _ in chosen], listen_vectors)
+
+    def hooks_in(spec: AttentionSpec) -> list[HooksOf]:
+        at = [x[spec.layer] for x in held]
+        sides = [(None if what == "key" else x["q"], None if what == "query" else x["k"]) for x in at]
+        return [lambda group, some: vector_hooks(spec, some, *sides[group], keys)]
 
     def kind(spec: AttentionSpec) -> str:  # patched queries of one head beside keys of its group
         grouped = keys == "group" and spec.n_kv_heads < spec.n_heads
-        return COUPLED if grouped and what in ("head", "layer") else what
+        return COUPLED if grouped and what == "head" else what
 
     ends: dict[str, Any] = {"source": (texts, hooks[source], "positions"), "under": hooks[patched]}
     table = effect_table(reading, texts, units, hooks_in, metric, kind=kind, **ends, progress=progress)
@@ -265,13 +273,14 @@ def _listened(
     texts: Texts,
     hooks: Sequence[Hooks],
     positions: Sequence[Tensor | None],
-    spec: AttentionSpec,
+    specs: Sequence[AttentionSpec],
     listen: Callable[[AttentionSpec, Tensor | None, dict[str, Tensor]], list[Hook]],
-) -> list[dict[str, Tensor]]:
-    """What one layer shows in a run of each group of texts, under hooks that give it these positions."""
-    held: list[dict[str, Tensor]] = [{} for _ in texts.groups]
+) -> list[dict[int, dict[str, Tensor]]]:
+    """What layers show in a run of each group of texts, under hooks that give it these positions."""
+    held: list[dict[int, dict[str, Tensor]]] = [{spec.layer: {} for spec in specs} for _ in texts.groups]
     for group, some, place, seen in zip(texts.groups, hooks, positions, held, strict=True):
-        run(model, group.tokens, [*some, *listen(spec, place, seen)], stop=spec.layer + 1)
+        listening = [hook for spec in specs for hook in listen(spec, place, seen[spec.layer])]
+        run(model, group.tokens, [*some, *listening], stop=max(seen) + 1)
     return held
 
 
@@ -341,9 +350,9 @@ def component_patching(
     positions = [None if source_positions is None else positions_of(texts, x, source_positions) for x in texts.groups]
     hooks = [Hooks([]) if place is None else swap_positions(reading, place) for place in positions]
 
-    def hooks_in(spec: AttentionSpec) -> HooksOf:
-        held = _listened(model, other, hooks, positions, spec, listen_scores)
-        return lambda group, some: score_hooks(spec, some, held[group]["scores"], components)
+    def hooks_in(spec: AttentionSpec) -> list[HooksOf]:
+        held = _listened(model, other, hooks, positions, [spec], listen_scores)  # of all layers they would fill memory
+        return [lambda group, some: score_hooks(spec, some, held[group][spec.layer]["scores"], components)]
 
     units = [units_of(spec, some) for spec, some in chosen]
     end = (other, hooks, "source_positions" if source is None else "source")

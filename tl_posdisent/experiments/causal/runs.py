@@ -1,7 +1,7 @@
 """Runs in which some heads of one layer are changed in turn, and tables of a metric without and with each change.
 
 Whatever changes in heads of one layer, the rest of the model sees it in ``z``. So one pass through that layer gives the
-changed ``z`` of all heads, and each head's run needs only what follows, in which several heads share a batch. The
+changed ``z`` of all heads, and each head's run needs only what follows, in which several changes share a batch. The
 outcome is checked.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
 from math import ceil
 from typing import Any, TypeVar
 
@@ -33,12 +35,15 @@ from tl_posdisent.utils.validation import head_label
 _BYTES_AT_ONCE, _MOST_AT_ONCE = 2**27, 32
 _Measured = TypeVar("_Measured")
 COUPLED = "coupled"
-"""The kind of changes in which heads that are changed together with others differ from each changed alone."""
+"""The kind of changes in which heads that are changed together with others differ from each changed alone, or change
+further heads: a pass through the layer is made for each of them."""
 
 HooksOf = Callable[[int, Sequence[int]], list[Hook]]
 """From the number of a group of texts and some heads of a layer to hooks that change these heads, and no others."""
 
 Z = Float[Tensor, "text pos head d_head"]
+Source = Callable[[], list[Hook]]
+"""Returns hooks under which z is looked at."""
 Run = Callable[[], list[Any]]
 """Returns what the model returns for each group of texts, or raises what the run raised."""
 
@@ -61,18 +66,31 @@ class Runs:
         self.clean: list[Any] = [group.clean.output for group in self._groups]
 
     def each(
-        self, layer: int, units: Sequence[Sequence[int]], hooks_of: HooksOf, kind: Hashable = None
+        self, layer: int, units: Sequence[Sequence[int]], changes: Sequence[HooksOf], kind: Hashable = None
     ) -> Iterator[Run]:
-        """Each unit of heads of a layer changed in turn.
+        """Each unit of heads of a layer changed in turn, by the first of ``changes``, then by the next.
 
         Args:
             units: heads that are changed together, in one of ``layers``.
-            kind: of change. The first of each kind is compared with a full pass under its hooks; shortcuts are given up
-                for those that differ, and not tried for ``COUPLED``. None for changes of z itself.
+            kind: of change. One of each kind is compared with a full pass under its hooks: of those that share the
+                first batch with a visible change, the largest. Shortcuts are given up for kinds that differ. Where
+                layers may share more than the residual stream, such as keys, this is done layer by layer. None for
+                changes of z itself.
         """
-        runs = [group.each(layer, units, partial(hooks_of, n), kind) for n, group in enumerate(self._groups)]
+        runs = []
+        for n, group in enumerate(self._groups):
+            runs.append(group.each(layer, units, [partial(hooks_of, n) for hooks_of in changes], kind))
         for outputs in zip(*runs, strict=True):
             yield partial(lambda functions: [function() for function in functions], outputs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """One change: hooks that make it, hooks under which z is that of the heads that it changes, and these heads."""
+
+    hooks: Callable[[], list[Hook]]
+    source: Source
+    heads: Sequence[int]
 
 
 class _Group:
@@ -90,68 +108,116 @@ class _Group:
         later = 0 < start < tokens.shape[1] - 1
         self.cache = attempted(partial(cache_of, model, tokens[:, :start])) if later else None
         self.start = start if self.cache else 0
-        self.agreeing: dict[Hashable, bool] = {None: True, COUPLED: False}
+        self.agreeing: dict[Hashable, bool] = {None: True}
         self.at_once = texts_at_once(model.cfg, tokens.shape[1])
 
     def each(
-        self, layer: int, units: Sequence[Sequence[int]], hooks_of: Callable[[Sequence[int]], list[Hook]], kind: Any
+        self, layer: int, units: Sequence[Sequence[int]], changes: Sequence[Callable[..., list[Hook]]], kind: Hashable
     ) -> Iterator[Callable[[], Any]]:
-        """A function for each unit that returns the output. Shortcuts that prove wrong are given up."""
-        z = self._changed_z(layer, units, hooks_of) if self.shortcuts and self.agreeing.get(kind, True) else None
-        waiting, most = list(units), max(1, self.at_once // len(self.tokens))
+        """A function for each change and unit that returns the output. Shortcuts that prove wrong are given up."""
+        waiting = self._cases(units, changes, coupled=kind == COUPLED)
+        if kind is not None and self.shortcuts and not self.separate:
+            kind = (kind, layer)
+        shortcut, most = self.shortcuts and self.agreeing.get(kind, True), max(1, self.at_once // len(self.tokens))
+        held: dict[Source, Z] = {}
         while waiting:
-            if z is None:
-                yield partial(self._full_pass, hooks_of, waiting.pop(0))
-                continue
             some = waiting[: ceil(len(waiting) / ceil(len(waiting) / most))]  # batches of one size
+            shortcut = shortcut and self._hold_changed_z(layer, some, held)
+            if not shortcut:
+                yield partial(self._full_pass, waiting.pop(0).hooks)
+                continue
             try:
-                lasts = attempted(partial(self._from_the_layer, layer, some, z))
+                lasts = attempted(partial(self._from_the_layer, layer, some, held))
             except torch.OutOfMemoryError:
                 most = len(some) // 2
-                z = z if most else None
+                shortcut, most = most > 0, max(1, most)
                 continue
             outputs = [partial(self._after_blocks, last) for last in lasts or ()]
             if outputs and kind not in self.agreeing:
-                expected, first = attempted(partial(self._full_pass, hooks_of, some[0])), attempted(outputs[0])
-                self.agreeing[kind] = _agree(first, expected)
-            if outputs and self.agreeing[kind]:
+                self._compare(kind, some, lasts or [], outputs)
+            if outputs and self.agreeing.get(kind, True):
                 yield from outputs
                 waiting = waiting[len(some) :]
             elif self.start:  # again, from the first position
                 self.start = 0
                 self.agreeing.pop(kind, None)
             else:
-                self.shortcuts, z = self.shortcuts and bool(outputs), None
+                self.shortcuts, shortcut = self.shortcuts and bool(outputs), False
 
-    def _full_pass(self, hooks_of: Callable[[Sequence[int]], list[Hook]], heads: Sequence[int]) -> Any:
-        with torch.no_grad(), applied(self.model, self.under + hooks_of(heads)):
+    @cached_property
+    def separate(self) -> bool:
+        """Whether the last block takes only the residual stream from those before: where any takes keys, it does."""
+        last = len(self.model.blocks) - 1
+        end, before = self.model.blocks[last], self.clean.after.get(last - 1)
+        alone = attempted(partial(result_of, end, self.model, self.tokens, last, before, self.under))
+        return alone is not None and _agree(hidden(alone), hidden(self.clean.last))
+
+    def _hold_changed_z(self, layer: int, cases: Sequence[_Case], held: dict[Source, Z]) -> bool:
+        """Hold z for these cases alone; False where that is not possible."""
+        needed = dict.fromkeys(case.source for case in cases)
+        for source in {*held} - {*needed}:
+            del held[source]
+        for source in needed:
+            if source not in held:
+                z = self._changed_z(layer, source)
+                if z is None:
+                    return False
+                held[source] = z
+        return True
+
+    def _cases(
+        self, units: Sequence[Sequence[int]], changes: Sequence[Callable[..., list[Hook]]], *, coupled: bool
+    ) -> list[_Case]:
+        every = sorted({head for unit in units for head in unit})
+        cases = []
+        for hooks_of in changes:
+            together = partial(hooks_of, every)
+            for unit in units:
+                own = partial(hooks_of, unit)
+                cases.append(_Case(own, own, range(self.model.cfg.n_heads)) if coupled else _Case(own, together, unit))
+        return cases
+
+    def _compare(
+        self, kind: Hashable, cases: Sequence[_Case], lasts: Sequence[Any], outputs: Sequence[Callable[[], Any]]
+    ) -> None:
+        """Compare the largest change with a full pass under its hooks, and note the outcome if a change is visible."""
+        clean = hidden(self.clean.last)[:, self.start :]
+        sizes = [mismatch(hidden(last), clean) for last in lasts]
+        largest = sizes.index(max(sizes))
+        found, expected = attempted(outputs[largest]), attempted(partial(self._full_pass, cases[largest].hooks))
+        agreeing = _agree(found, expected)
+        if not (agreeing and _agree(expected, self.clean.output)):
+            self.agreeing[kind] = agreeing
+
+    def _full_pass(self, hooks: Callable[[], list[Hook]]) -> Any:
+        with torch.no_grad(), applied(self.model, self.under + hooks()):
             return output_of(self.model, self.tokens)
 
-    def _changed_z(self, layer: int, units: Sequence[Sequence[int]], hooks_of: Any) -> Z | None:
-        """z of a layer with all units changed; None where that takes full passes, which then tell why."""
+    def _changed_z(self, layer: int, source: Source) -> Z | None:
+        """z of a layer under hooks; None where that takes full passes, which then tell why."""
         kept: list[Tensor] = []
         listen = (hook_name(layer, "hook_z"), lambda z, hook: kept.append(z.detach().clone()))
-        every = sorted({head for unit in units for head in unit})
 
         def read() -> None:
-            attention, hooks = self.model.blocks[layer].attn, [*(self.under + hooks_of(every)), listen]
+            attention, hooks = self.model.blocks[layer].attn, [*(self.under + source()), listen]
             result_of(attention, self.model, self.tokens, layer, self.clean.after.get(layer - 1), hooks)
 
         attempted(read)
         by_head = (*self.tokens.shape, self.model.cfg.n_heads)
         return kept[-1] if kept and kept[-1].ndim == 4 and kept[-1].shape[:3] == by_head else None
 
-    def _from_the_layer(self, layer: int, units: Sequence[Sequence[int]], changed: Z) -> list[Any] | None:
-        """What the last block returns of texts with each unit changed; None if not as before of a text unmodified."""
+    def _from_the_layer(self, layer: int, cases: Sequence[_Case], changed: dict[Source, Z]) -> list[Any] | None:
+        """What the last block returns of texts in each case; None if not as before of a text unmodified."""
         n = len(self.tokens)
 
         def edit(z: Tensor, hook: Any) -> Tensor:
             z = z.clone()
-            for i, unit in enumerate(units):
-                z[i * n : (i + 1) * n, :, list(unit)] = changed[:, self.start :, list(unit)].to(z.device)
+            for i, case in enumerate(cases):
+                heads = list(case.heads)
+                z[i * n : (i + 1) * n, :, heads] = changed[case.source][:, self.start :, heads].to(z.device)
             return z
 
-        rows = torch.tensor([*range(n)] * len(units) + [0], device=self.tokens.device)
+        rows = torch.tensor([*range(n)] * len(cases) + [0], device=self.tokens.device)
         hooks, at = [*self.under, (hook_name(layer, "hook_z"), edit)], (rows, slice(self.start, None))
         before, end = of_texts(self.clean.after[layer - 1], at) if layer else None, self.model.blocks[-1]
         cache = of_rows(self.cache, rows) if self.start and self.cache else {}
@@ -160,7 +226,7 @@ class _Group:
         size = clean.abs().amax(-1, keepdim=True)  # of each token: a sink's may be huge
         if not _agree(own / size, clean / size):
             return None
-        return [of_texts(last, slice(i * n, (i + 1) * n)) for i in range(len(units))]
+        return [of_texts(last, slice(i * n, (i + 1) * n)) for i in range(len(cases))]
 
     def _after_blocks(self, last: Any) -> Any:
         start = self.tokens.shape[1] - hidden(last).shape[1]
@@ -234,9 +300,10 @@ def effect_table(
     reading: ModelReading,
     texts: Texts,
     units: Sequence[Units],
-    hooks_in: Callable[[AttentionSpec], HooksOf],
+    hooks_in: Callable[[AttentionSpec], Sequence[HooksOf]],
     metric: Metric,
     *,
+    places: Sequence[int | None] = (None,),
     kind: Callable[[AttentionSpec], Hashable] = lambda spec: None,
     start: int = 0,
     source: tuple[Texts, Sequence[Sequence[Hook]], str] | None = None,
@@ -248,7 +315,8 @@ def effect_table(
 
     Args:
         metric, progress: as in ``head_ablation``, checked.
-        hooks_in: for a layer, hooks that change some of its heads; called layer by layer, when they are needed.
+        hooks_in: for a layer, hooks that change some of its heads, at each of ``places``; called layer by layer, when
+            they are needed.
         kind, start: of the change in a layer (``Runs.each``), and the first position that it reaches (``Runs``).
         source: of patches: texts of the run that is patched from, its hooks for each group of them, and which argument
             makes the two runs differ, for errors.
@@ -256,14 +324,14 @@ def effect_table(
         target: texts whose tokens the metric receives, default ``texts``.
 
     Returns:
-        One row per layer and head: ``layer``, ``head``, ``source`` (of patches: the metric of that run), ``baseline``
-        (without a change), ``value``, and ``effect``: value − baseline, of patches divided by source − baseline.
-        ``table.attrs["metric"]`` is the metric's name (``metric_name``).
+        One row per layer and head (and place): ``layer``, ``head``, (``position``;) ``source`` (of patches: the metric
+        of that run), ``baseline`` (without a change), ``value``, and ``effect``: value − baseline, of patches divided
+        by source − baseline. ``table.attrs["metric"]`` is the metric's name (``metric_name``).
     """
     model, rows, failures, target = reading.model, [], Failures(), target or texts
     with (
         evaluating(model),
-        progress_bar(total=sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
+        progress_bar(total=len(places) * sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
     ):
         runs = Runs(model, texts, [spec.layer for spec, _, _ in units], under, start)
         ends = {} if source is None else {"source": value_of(metric, run_texts(model, *source[:2]), target)}
@@ -276,18 +344,19 @@ def effect_table(
             )
         for spec, changed, reported in units:
             each = runs.each(spec.layer, changed, hooks_in(spec), kind(spec))
-            for heads, run in zip(reported, each, strict=True):
+            for (place, heads), run in zip(product(places, reported), each, strict=True):
                 value = failures.attempt(
                     partial(lambda run: value_of(metric, run(), target), run), spec.layer, heads[0]
                 )
-                rows += [(spec.layer, head, *ends.values(), value) for head in heads]
+                rows += [(spec.layer, head, place, *ends.values(), value) for head in heads]
                 bar.update()
-    table = pd.DataFrame(rows, columns=["layer", "head", *ends, "value"]).astype({"value": float})
+    table = pd.DataFrame(rows, columns=["layer", "head", "position", *ends, "value"]).astype({"value": float})
+    table = table.drop(columns="position") if None in places else table
     table.attrs["metric"] = metric_name(metric)
     table["effect"] = table["value"] - ends["baseline"]
     if source is not None:
         table["effect"] /= ends["source"] - ends["baseline"]
-    return reading.note(failures.note(table.sort_values(["layer", "head"], ignore_index=True)))
+    return reading.note(failures.note(table.sort_values(["layer", "head"], kind="stable", ignore_index=True)))
 
 
 def read_source(model: Any, texts: Texts, source: Any, attention_mask: Any) -> Texts:

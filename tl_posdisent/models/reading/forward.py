@@ -116,7 +116,7 @@ def _in_force() -> Iterator[object]:
 @contextlib.contextmanager
 def hooked(model: Any, hooks: Sequence[Hook]) -> Iterator[None]:
     """``model.hooks``, but in this thread alone, and independent of other such contexts, which may overlap it."""
-    points, handles = hook_points(model), []
+    points, handles = hook_points(model) if hooks else {}, []
     with _in_force() as key:
         try:
             for name, function in hooks:
