@@ -40,7 +40,7 @@ ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps v
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency refusals) \
     tests/demo/test_train_demo_model.py)
 
-.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 synthetic test test-slow test-extended test-rest test-main test-all fuzz test-tl4 test-oldest test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -86,10 +86,7 @@ test-extended: .venv/dev.stamp ## every law on every architecture in both model 
 test-rest: .venv/dev.stamp ## test-slow and test-extended in one run, which takes less time than two
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "slow or extended" $(UNCHECKED)
 
-test-main: .venv/dev.stamp ## test and test-rest in one run: all tests with TransformerLens 3
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) $(UNCHECKED)
-
-test-all: test-main test-tl4 test-oldest ## all tests, with all versions of TransformerLens
+test-all: test test-rest test-tl4 test-oldest ## all tests, with all versions of TransformerLens
 
 fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets the number)
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) tests/*/test_fuzz_*.py
