@@ -11,6 +11,7 @@ import torch
 from support import zoo
 
 from tl_posdisent import load_demo_model
+from tl_posdisent.demo import demo_hf_model
 from tl_posdisent.models.size import count_parameters
 
 HOOKED = [name for name in zoo.HOOKED_NAMES if name != "bloom"]  # it has positions that nothing reads
@@ -33,7 +34,7 @@ def test_a_bridge_has_the_parameters_of_its_model(name: str) -> None:
     expected, model = distinct(zoo.hf_model(name)), zoo.bridge(name)
     state = torch.random.get_rng_state()
     assert count_parameters(model) == expected
-    assert distinct(model) > expected or name in ("gptj", "phi")  # which have a bias there
+    assert distinct(model) > expected or zoo.TL_MAJOR > 3 or name in ("gptj", "phi")  # which have a bias there
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -65,5 +66,4 @@ def test_a_model_that_cannot_be_made_anew_counts_as_it_is() -> None:
     wrapped = Needy({}, 7)
     model = SimpleNamespace(original_model=wrapped, parameters=wrapped.parameters)
     assert count_parameters(model) == 7
-    with torch.no_grad():
-        assert count_parameters(load_demo_model()) < distinct(load_demo_model())
+    assert count_parameters(load_demo_model(backend="bridge")) == distinct(demo_hf_model())
