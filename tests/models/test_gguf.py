@@ -110,11 +110,7 @@ def test_every_type_is_read_or_refused_by_name(kind: str, tmp_path: Path) -> Non
     content = bytearray(path.read_bytes())
     content[at : at + 4] = int(gguf.GGMLQuantizationType[kind]).to_bytes(4, "little")
     path.write_bytes(content)
-    message = ""
-    try:
-        read_gguf(path, dtype=torch.float32)
-    except ValueError as error:
-        message = str(error)
+    message = files.error_of(path)
     if message:
         assert any(words in message for words in (kind, "ends beyond the end", "overlap"))
         assert kind not in ("F32", "F16", "BF16", "Q4_0", "Q8_0")

@@ -20,6 +20,7 @@ from torch import Tensor
 from support import zoo
 from support.gguf_blocks import BLOCKS
 from tl_posdisent.demo import demo_tokenizer
+from tl_posdisent.models.loading.gguf import read_gguf
 
 # Gemma's head size of 256 is the one for which a file says all. The wavelengths of the Llama 3 lie around its 8192.
 _GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256}
@@ -241,6 +242,15 @@ def write_gguf(
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state[next(x for x in state if "embed" in x or "wte" in x)]
     return state
+
+
+def error_of(path: Path) -> str:
+    """The ``ValueError`` of reading a file, or nothing where it is read; any other exception fails the test."""
+    try:
+        read_gguf(path, dtype=torch.float32)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _quantised(value: Tensor, kind: str) -> tuple[np.ndarray, Tensor]:

@@ -23,14 +23,20 @@ PIPES: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.
 @contextlib.contextmanager
 def process(*words: str | Path, limit: float = LIMIT, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process that is killed after ``limit`` seconds, or when the context ends."""
-    with subprocess.Popen(words, preexec_fn=_default_signals, **options) as started:
-        watch = threading.Timer(limit, started.kill)
-        watch.start()
-        try:
-            yield started
-        finally:
-            watch.cancel()
-            started.kill()
+    with subprocess.Popen(words, preexec_fn=_default_signals, **options) as running, _killed(running.kill, limit):
+        yield running
+
+
+@contextlib.contextmanager
+def _killed(kill: Callable[[], None], limit: float) -> Iterator[None]:
+    """Kill a process after ``limit`` seconds, or when the context ends."""
+    watch = threading.Timer(limit, kill)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
+        kill()
 
 
 def run(
@@ -72,13 +78,10 @@ def started(
     seconds, or when the context ends."""
     child = copies().Process(target=_call, args=(stderr or Path(os.devnull), function, arguments))
     child.start()
-    watch = threading.Timer(limit, child.kill)
-    watch.start()
     try:
-        yield child
+        with _killed(child.kill, limit):
+            yield child
     finally:
-        watch.cancel()
-        child.kill()
         child.join()
 
 
