@@ -34,6 +34,7 @@ from tl_posdisent.rope import Moments, interaction_bound, to_complex
 
 FOLDER = Path(__file__).with_name("smollm2")
 FOLDERS = {30: "smollm2", 18: "gemma3"}  # by the number of layers
+NAMES = {30: "SmolLM2-135M-Instruct", 18: "Gemma 3 270M"}
 LENGTH = 256
 
 
@@ -263,18 +264,23 @@ LADDER = ["first_token", "distance", "distance+sink", "static", "additive", "ban
 
 
 USED = ((1, 0), (2, 3), (3, 2), (8, 1), (11, 1), (16, 0), (18, 6), (20, 4))
+GEMMA_USED = ((0, 3), (1, 3), (2, 3), (3, 2), (4, 1), (8, 0), (9, 1), (11, 1))  # the largest ``fixed`` of ``rotation``
 IDLE = ((18, 8), (7, 2), (3, 3), (8, 1), (1, 0), (16, 0))
 
 
-def verdicts(model: Any, heads: Sequence[tuple[int, int]] = USED, of_demo: Any = None) -> pd.DataFrame:
-    """Verdicts of eight heads of this model, and of all heads of the demo model, on two disjoint sets of six texts.
+def verdicts(
+    model: Any, heads: Sequence[tuple[int, int]] = USED, of_demo: Any = None, fits: int = 3, demo: bool = True
+) -> pd.DataFrame:
+    """Verdicts of eight heads of this model, and of all heads of the demo model, on two disjoint sets of texts.
 
-    Three texts of each set are for fits, three are measured; ``estimate`` is the verdict without uncertainty.
+    Three texts of each set (``fits``) are for fits, three others are measured; ``estimate`` is the verdict without
+    uncertainty.
     """
-    tables = []
-    for name, each, some in (("demo", tp.load_demo_model(), of_demo), ("SmolLM2-135M-Instruct", model, list(heads))):
+    tables, models = [], [(NAMES.get(model.cfg.n_layers, "another"), model, list(heads))]
+    for name, each, some in [("demo", tp.load_demo_model(), of_demo), *models] if demo else models:
         for n in (0, 1):
-            fitted, heldout = texts(each, 3, skip=6 * n), texts(each, 3, skip=6 * n + 3)
+            first = (fits + 3) * n
+            fitted, heldout = texts(each, fits, skip=first), texts(each, 3, skip=first + fits)
             options = {"heads": some, "rungs": LADDER, "controls": [], "progress": False}
             ladder = tp.attention_ladder(each, fitted, heldout=heldout, **options)
             table, estimates = tp.head_verdicts(ladder), tp.head_verdicts(ladder, confidence=0)
@@ -284,9 +290,9 @@ def verdicts(model: Any, heads: Sequence[tuple[int, int]] = USED, of_demo: Any =
     return found
 
 
-def all_verdicts(model: Any, layers: Any = None) -> pd.DataFrame:
-    """A verdict for each head: causal rungs fitted to two texts of 128 tokens, measured on three others."""
-    fitted, heldout = texts(model, 2, 128), texts(model, 3, 128, skip=2)
+def all_verdicts(model: Any, layers: Any = None, fits: int = 2) -> pd.DataFrame:
+    """A verdict for each head: causal rungs fitted to two texts (``fits``) of 128 tokens, measured on three others."""
+    fitted, heldout = texts(model, fits, 128), texts(model, 3, 128, skip=fits)
     options = {"heldout": heldout, "controls": [], "progress": False}
     table = tp.attention_ladder(model, fitted, layers=layers, rungs=["uniform"], **options)
     verdicts = tp.head_verdicts(table)
@@ -584,6 +590,10 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes 
         "perturbation": {"fractions": (0.05,)},
         "scales": {"lengths": (256, 512)},
         "sufficiency": {"drawn": (16,)},
+        # Four tokens and more for each of the 256 features of a key.
+        "verdicts": {"heads": GEMMA_USED, "fits": 4, "demo": False},
+        "all_verdicts": {"fits": 8},
+        "downstream_questions": {"questions": 50},
     }
 }
 
