@@ -15,7 +15,8 @@ from support.documents import Document
 from tl_posdisent import demo_tokens, load_demo_model
 from tl_posdisent.demo import demo_hf_model
 from tl_posdisent.report.measurements import Found, read_subject
-from tl_posdisent.report.sections import section, verdict
+from tl_posdisent.report.sections import section
+from tl_posdisent.report.verdict import verdict
 
 NAN = float("nan")
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 
 from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
-from tl_posdisent.report.markup import ROWS, figure, map_height, number, paragraph, signed, table
+from tl_posdisent.report.markup import ROWS, figure, map_height, render, table
 from tl_posdisent.report.measurements import HEAD, Found, SectionName, by_head
+from tl_posdisent.report.words import MISSING, number, signed
 from tl_posdisent.utils.validation import head_label
 from tl_posdisent.viz.plots.heatmaps import plot_heads, verdict_texts
 
@@ -23,27 +25,17 @@ def looks_at(heads: pd.DataFrame) -> pd.Series:
     softmax ignores it.
     """
     shares = {"where": heads["share_distance"], "what": heads["share_key"], "neither": 1 - heads["r"] ** 2}
-    return pd.DataFrame(shares).fillna(-1.0).idxmax(axis=1).where(heads["r"].notna(), "–")
+    return pd.DataFrame(shares).fillna(-1.0).idxmax(axis=1).where(heads["r"].notna(), MISSING)
 
 
-def atlas(found: Mapping[SectionName, Found]) -> str:
+def atlas(found: Mapping[SectionName, Found]) -> Markup:
     """The section; empty without the additivity of each head, which colours the map."""
     if "additivity" not in found or found["additivity"].refused:
-        return ""
+        return Markup()
     heads = atlas_table(found)
-    told, distances = _known(heads, found), heads.attrs["distances"]
-    text = (
-        "Each cell is a head. Its number is the share of the variance of the head’s scores that the key explains "
-        "alone, less the share that the distance explains alone: blue heads look at <em>where</em> a key is, red ones "
-        "at <em>what</em> it is, pale ones at both alike or at neither. Point at a cell for all that the sections "
-        "below measured of its head. A click on a column’s title sorts the table."
-    )
-    if distances:
-        listed = ", ".join(map(str, distances))
-        text += f" Profiles are the distance component at distances {listed}, each on a scale of its own"
-        text += "; their range is in units of the scores."
+    told = _known(heads, found)
     partly: dict[SectionName, str] = {"ablation": "added loss", "ladder": "gap and verdict"}
-    some = [f" For {of}, {found[x].sampled}." for x, of in partly.items() if x in found and found[x].sampled]
+    sampled = [f"For {of}, {found[x].sampled}." for x, of in partly.items() if x in found and found[x].sampled]
     drawn = plot_heads(heads, "what − where", signed=True)
     drawn.update_traces(colorbar_title_text="what − where<br>(share of variance)")
     grid = heads.assign(told=told).pivot(index="layer", columns="head", values="told")
@@ -53,13 +45,15 @@ def atlas(found: Mapping[SectionName, Found]) -> str:
     titles = {"share_distance": "distance alone", "share_key": "key alone", "effect": "added loss"}
     titles |= {"r_held_out": "held-out r", "looks": "looks at"}
     shown = rows.drop(columns=["r"] if "r_held_out" in rows else []).fillna(
-        dict.fromkeys(("label", "verdict", "profile"), "–")
+        dict.fromkeys(("label", "verdict", "profile"), MISSING)
     )
-    return (
-        f'<section id="atlas"><h2>Atlas of the heads</h2>{paragraph(text + "".join(some))}'
-        + figure(drawn, "What − where, by head", height=map_height(heads["layer"].nunique()), linked=len(heads) <= ROWS)
-        + table("atlas", "Every head", shown, titles, {"effect": 4, "gap": 4, "range": 2}, heads="named")
-        + "</section>\n"
+    height, linked = map_height(heads["layer"].nunique()), len(heads) <= ROWS
+    return render(
+        "atlas",
+        distances=heads.attrs["distances"],
+        sampled=sampled,
+        map=figure(drawn, "What − where, by head", height=height, linked=linked),
+        table=table("atlas", "Every head", shown, titles, {"effect": 4, "gap": 4, "range": 2}, heads="named"),
     )
 
 

@@ -1,0 +1,52 @@
+"""What a report is about and how it was made: model, text, versions, seed and command."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from importlib.metadata import version
+
+import torch
+from markupsafe import Markup
+
+from tl_posdisent.models.loading.random_init import described_copies
+from tl_posdisent.report.markup import render
+from tl_posdisent.report.measurements import Copies, Subject
+from tl_posdisent.report.words import millions, numbers, plural
+
+
+def analysed(subject: Subject) -> Markup:
+    """The model, and the text that it read."""
+    model, spec, words = subject.model, subject.specs[0], subject.words
+    rotary = [spec.layer for spec in subject.specs if spec.rotary is not None]
+    nameless = words == [str(i) for i in subject.first[0].tolist()]  # a model without a tokenizer
+    parameters = next(model.parameters(), torch.zeros(0, device="cpu"))
+    dtype = str(parameters.dtype).removeprefix("torch.")
+    turned = "all layers" if rotary == subject.layers else f"layers {numbers(rotary)}" if rotary else "none"
+    cut = "" if sum(subject.lengths) == subject.given else f", of {subject.given} tokens given"
+    rows = {
+        "Model": f"{subject.name()} ({type(model).__name__}, {millions(subject.n_parameters)} parameters, {dtype})",
+        "Layers": f"{numbers(subject.layers)} of {plural(model.cfg.n_layers, 'layer')}",
+        "Heads": f"{len(subject.pairs)}, of {spec.n_heads} a layer, {spec.d_head} coordinates, "
+        f"{plural(spec.n_kv_heads, 'key head')}",
+        "Attention": f"{'causal' if spec.causal else 'in both directions'}; rotary embeddings: {turned}",
+        "Text": f"{subject.sizes()}{cut}",
+        "It begins": (" " if nameless else "").join(words[:60]) + (" …" if len(words) > 60 else ""),
+    }
+    return render("analysed", rows=rows)
+
+
+def reproduce(subject: Subject, call: str, seed: int, copies: Copies) -> Markup:
+    """Versions, seed, command."""
+    ids = torch.where(subject.real, subject.tokens, -1)  # padding counts as -1
+    digest = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
+    packages = ("tl_posdisent", "transformer_lens", "circuitsvis")
+    versions = {name: version(name.replace("_", "-")) for name in packages}
+    versions |= {"torch": torch.__version__, "Python": platform.python_version()}
+    rows = {
+        "Versions": ", ".join(f"{name} {number}" for name, number in versions.items()),
+        "Seed": f"seed {seed}",
+        **({"Random": described_copies("random", [copies.std], copies.seeds(seed))} if copies.n else {}),
+        "Token ids": f"SHA-256 {digest[:16]}…, int64, {subject.tokens.shape[0]} × {subject.tokens.shape[1]}",
+    }
+    return render("reproduce", command=call, rows=rows)

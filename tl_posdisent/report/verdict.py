@@ -1,0 +1,231 @@
+"""The first sentences of a report: its verdict, and its correlations beside those of the papers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+
+from tl_posdisent.experiments.attention_scores.trained_vs_random import above_random
+from tl_posdisent.experiments.causal.attention_ladder import head_verdicts
+from tl_posdisent.report.atlas import label_words, looks_at
+from tl_posdisent.report.markup import head_link, part, render, table
+from tl_posdisent.report.measurements import (
+    HEAD,
+    IDLE,
+    PERTURBATIONS,
+    SHARES,
+    Found,
+    SectionName,
+    Subject,
+    by_head,
+)
+from tl_posdisent.report.words import MISSING, millions, number, plural, signed
+from tl_posdisent.utils.validation import head_label
+
+_MATTERS = 0.01  # nats per token
+_FEW = 0.05  # the share of tokens that [A] says may be out of place
+
+
+def verdict(found: Mapping[SectionName, Found]) -> Markup:
+    """The report in a few sentences, each computed from the data and linked to its section."""
+    measured = {name: one for name, one in found.items() if not one.refused}
+    longest = max((sum(one.read.lengths) for one in measured.values() if one.read), default=0)
+    sentences = []
+    for name, write in _VERDICTS.items():
+        if name in measured:
+            one = measured[name]
+            only = [f"Only {one.sampled}."] if one.sampled else []
+            if one.read and sum(one.read.lengths) < longest:
+                only.append(f"Read: {one.read.sizes()}.")
+            sentences += [Markup(" ").join([sentence, *only]) for sentence in write(one)]
+    return render("verdict", sentences=sentences) if sentences else Markup()
+
+
+def link(section: SectionName) -> Markup:
+    """The name of a section in brackets, as a link to it."""
+    return Markup('(<a href="#{0}">{0}</a>)').format(section)
+
+
+def _additive_verdict(found: Found) -> list[Markup]:
+    heads = by_head(found.trained).dropna(subset="r")
+    if heads.empty:
+        return [Markup("No head has scores that vary in this text.")]
+    n = looks_at(heads).value_counts().reindex(["where", "what", "neither"], fill_value=0)
+    look = "looks" if n["where"] == 1 else "look"
+    first = Markup(
+        "<strong>{} of {} {} mainly at where a key is</strong>, {} mainly at what it is, and {} at neither alone {}: "
+        "of the variance of their scores, the largest of three shares is the one that the distance explains alone, "
+        "the one that the key explains alone, or the one that no sum of components explains."
+    ).format(n["where"], plural(len(heads), "head"), look, n["what"], n["neither"], link("additivity"))
+    top = heads.sort_values("share_distance", ascending=False, kind="stable").head(3)
+    names = [head_link(x["layer"], x["head"]) + f" ({number(x['share_distance'], 2)})" for _, x in top.iterrows()]
+    most = Markup("Of {}, the distance alone explains the largest share in {}.")
+    return [
+        first,
+        *_looks_of_random(found),
+        most.format(plural(len(heads), "head"), Markup(", ").join(names)),
+        *_against_random(found, *told_apart(found.trained), "additivity"),
+    ]
+
+
+def _looks_of_random(found: Found) -> list[Markup]:
+    """How many heads of the random copies the same rule calls *where* and *what*: the baseline of those counts."""
+    if found.random is None or not set(SHARES) <= set(found.random):
+        return []
+    random = found.random.drop(columns="batch", errors="ignore").groupby(["seed", *HEAD], as_index=False).mean()
+    n = looks_at(random.dropna(subset="r")).value_counts()
+    where, what, neither = (int(n.get(kind, 0)) for kind in ("where", "what", "neither"))
+    copies = copies_in(found.random)
+    return [
+        Markup(
+            "By the same rule {} of {} with random weights ({}) look at where, {} at what and {} at neither: only what "
+            "differs from that has been learned."
+        ).format(where, plural(where + what + neither, "head"), copies, what, neither)
+    ]
+
+
+def copies_in(random: pd.DataFrame) -> str:
+    n = random["seed"].nunique()
+    return f"{n} random cop{'y' if n == 1 else 'ies'}"
+
+
+def told_apart(table: pd.DataFrame) -> tuple[str, str]:
+    """The column of ``additivity`` that tells trained from random weights most clearly, and what it is of."""
+    if "r_held_out" in table:
+        return "r_held_out", "distance + query + key, with the distance component of the other texts,"
+    return "r", "the three-axis fit"
+
+
+def _against_random(found: Found, column: str, model: str, section: SectionName) -> list[Markup]:
+    """The mean beside that of random weights, and which heads are not above these."""
+    if found.random is None or found.trained[column].isna().all():
+        return []
+    mean, chance = (_with_error(table, column) for table in (found.trained, found.random))
+    n = found.trained["batch"].nunique() if "batch" in found.trained else 1
+    above = above_random(found.trained, found.random, column)
+    sentence = Markup(
+        "<em>r</em> of {} is {} on average, that of random weights {} ({}, {}; ± is a standard error over texts and "
+        "copies, where there are several); {} {}."
+    )
+    return [sentence.format(model, mean, chance, plural(n, "text"), copies_in(found.random), above, link(section))]
+
+
+def _with_error(table: pd.DataFrame, column: str) -> str:
+    """The mean over heads, texts and copies, ± its standard error over texts and copies if there are several."""
+    mean, error = number(by_head(table)[column].mean(), 2), 0.0
+    for draws in {"batch", "seed"}.intersection(table):
+        means = table.groupby(draws)[column].mean()
+        error += float(means.var() / len(means)) if len(means) > 1 else 0.0
+    return f"{mean} ± {number(error**0.5, 2)}" if error else mean
+
+
+def _perturbation_verdict(found: Found) -> list[Markup]:
+    rows = found.trained[found.trained["fraction"] == _FEW]
+    if rows.empty or not rows["moved"].any():
+        return []
+    what = {"order": "tokens of the text", "index": "positions", "feature": "phases of RoPE"}
+    changes = []
+    for _, row in rows.dropna(subset="added_loss").iterrows():
+        error = "" if pd.isna(row["added_loss_se"]) else f" ± {number(row['added_loss_se'])}"
+        changes.append(f"{what[row['kind']]} {signed(row['added_loss'])}{error}")
+    sentence = Markup(
+        "With 5 % of neighbours exchanged the loss at the others changes by (nats per token, ± standard error over {} "
+        "draws of the neighbours): {} {}."
+    )
+    return [sentence.format(PERTURBATIONS, "; ".join(changes), link("perturbation"))]
+
+
+def _ablation_verdict(found: Found) -> list[Markup]:
+    drops = found.trained.dropna(subset="effect").sort_values("effect", ascending=False, kind="stable")
+    most, worse = drops.iloc[0], int((drops["effect"] > _MATTERS).sum())
+    if not most["effect"] > 0:
+        return [Markup("The loss is no higher without any single head {}.").format(link("ablation"))]
+    label, effect = head_label(int(most["layer"]), int(most["head"])), number(most["effect"])
+    sentence = Markup(
+        "Without {} the loss rises most, by {} nats per token; without {} of {} it rises by more than {} {}."
+    )
+    return [sentence.format(label, effect, worse, plural(len(drops), "head"), _MATTERS, link("ablation"))]
+
+
+def _ladder_verdict(found: Found) -> list[Markup]:
+    verdicts = head_verdicts(found.trained)
+    n = verdicts["verdict"].str.replace("^undecided .*", "undecided", regex=True).value_counts()
+    effective = len(verdicts) - sum(int(n.get(kind, 0)) for kind in IDLE)
+    sure = int((~head_verdicts(found.trained, correction="fdr")["verdict"].isin(IDLE)).sum())
+    if not effective:
+        none = "Of no single head do its mean output and uniform attention both cost more than noise in this text {}."
+        return [Markup(none).format(link("ladder"))]
+    kinds = ("first token", "distance", "static", "additive", "banded", "query-dependent", "undecided")
+    first = Markup(
+        "For {} of {} the loss is higher with the head’s mean output in its place, and with uniform attention there. "
+        "By the simplest attention that recovers 95 % of what that costs, these are: {} {}."
+    )
+    second = Markup(
+        "These are {} tests: of heads without use, {} would be counted by chance. With the false discovery rate held "
+        "at 5 %, {} remain."
+    )
+    counted = _counted({kind: n[kind] for kind in kinds if kind in n})
+    return [
+        first.format(effective, plural(len(verdicts), "head"), counted, link("ladder")),
+        second.format(len(verdicts), number(0.025 * len(verdicts), 1), sure),
+    ]
+
+
+def _counted(numbers: Mapping[Any, int]) -> Markup:
+    """``3 <em>distance</em>, 1 <em>static</em>``."""
+    return Markup(", ").join(Markup("{} <em>{}</em>").format(n, kind) for kind, n in numbers.items())
+
+
+def _labels_verdict(found: Found) -> list[Markup]:
+    labels = label_words(found.trained)["label"]
+    counts = labels.str.split(" + ", regex=False).explode().value_counts()
+    sentence = Markup("Heads with a label by the keys that they attend to, {} of {}: {} {}.")
+    counted = _counted(counts.to_dict()) or "none"
+    return [sentence.format(labels.notna().sum(), plural(len(labels), "head"), counted, link("labels"))]
+
+
+_VERDICTS: dict[SectionName, Callable[[Found], list[Markup]]] = {
+    "additivity": _additive_verdict,
+    "labels": _labels_verdict,
+    "ladder": _ladder_verdict,
+    "shares": lambda found: _against_random(found, "r_two_axis", "the two-axis model", "shares"),
+    "perturbation": _perturbation_verdict,
+    "ablation": _ablation_verdict,
+}
+
+
+def headline(subject: Subject, found: Mapping[SectionName, Found]) -> Markup:
+    """The correlations of this model beside those of the papers."""
+    claims: dict[str, tuple[SectionName, str, str | Markup]] = {
+        "r, two-axis model, at controlled distances": (
+            "shares",
+            "r_two_axis",
+            Markup("0.959 {}; random initialisation far lower").format(part("A")),
+        ),
+        "r, three-axis model, at controlled distances": ("shares", "r_three_axis", MISSING),
+        "r, three-axis fit of the text’s own scores": ("additivity", "r", MISSING),
+        "r, the same with the distance component of the other texts": ("additivity", "r_held_out", MISSING),
+    }
+    rows = []
+    for measure, (name, column, papers) in claims.items():
+        one, random = found.get(name), MISSING
+        if one is None or one.refused:
+            here = "not asked for" if one is None else "not measured" if one.failed else "not for this model"
+        elif column not in one.trained:
+            here = "needs two texts"
+        else:
+            r = by_head(one.trained)[column]
+            here = f"{number(r.mean())} ({number(r.min())} to {number(r.max())})" if len(r) > 1 else number(r.mean())
+            here = here if r.notna().any() else "undefined: no head’s scores vary"
+            random = MISSING if one.random is None else f"{number(one.random[column].mean())} ({copies_in(one.random)})"
+        rows.append({"measure": measure, "this model": here, "random": random, "the papers": papers})
+    return render(
+        "headline",
+        table=table("headline", "The papers’ claims, and this model", pd.DataFrame(rows, dtype=object)),
+        parameters=millions(subject.n_parameters),
+        tokens=sum(subject.lengths),
+        small=subject.n_parameters < 1e8,
+    )
