@@ -103,7 +103,7 @@ def heads(model: Any) -> pd.DataFrame:
     return trained.assign(random=chance["r_held_out"]).reset_index()
 
 
-def layers(model: Any, only: Sequence[str] = ("every distance 5", "multiples of 2")) -> pd.DataFrame:
+def layers(model: Any) -> pd.DataFrame:
     """Per layer: the loss added by one intervention in this layer alone, and how much less is added by all but this
     than by all; with standard errors over four texts."""
     tokens, places, n = texts(model, 4), torch.arange(LENGTH), model.cfg.n_layers
@@ -112,7 +112,7 @@ def layers(model: Any, only: Sequence[str] = ("every distance 5", "multiples of 
         "multiples of 2": partial(tp.swap_positions, model, places // 2 * 2),
     }
     base, rows = losses(model, tokens), []
-    for name, tool in ((name, tools[name]) for name in only):
+    for name, tool in tools.items():
         everywhere = losses(model, tokens, tool(layers=None))
         for layer in range(n):
             others = [other for other in range(n) if other != layer]
@@ -586,8 +586,7 @@ STUDIES += [perturbation, labels, label_counts, flips, verdicts, ladder, static_
 STUDIES += [subspaces, as_small, sources, lengths, beyond, downstream_questions]
 OPTIONS: dict[str, dict[str, Any]] = {  # of the larger model less, as it takes twice as long
     "gemma3": {
-        "layers": {"only": ("every distance 5",)},
-        "perturbation": {"fractions": (0.05,)},
+        "perturbation": {"fractions": (0.05, 0.25)},
         "scales": {"lengths": (256, 512)},
         "sufficiency": {"drawn": (16,)},
         # Four tokens and more for each of the 256 features of a key.
