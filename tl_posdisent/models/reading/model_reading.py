@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, SupportsIndex
 from weakref import WeakKeyDictionary
@@ -167,6 +167,7 @@ def _state(model: Any) -> dict[str, Any]:
     """What a reading depends on and a user may change. Buffers are not in it: models write some of them over for each
     text, and whoever acts on a running text compares its tables."""
     parts = modules(model)
+    _check_compiled_parts(parts)
     parameters = [p for part in parts for p in part._parameters.values() if p is not None]
     return {
         "dtypes": {p.dtype for p in parameters},
@@ -183,6 +184,18 @@ def _state(model: Any) -> dict[str, Any]:
             if handle.is_permanent
         },
     }
+
+
+def _check_compiled_parts(parts: Sequence[torch.nn.Module]) -> None:
+    """Refuse parts that torch has compiled: hooks that are added after their first run do not act in them."""
+    for part in parts:
+        inside = "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) is not None
+        if inside or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
+            of = type(part._modules.get("_orig_mod", part)).__name__
+            raise ValueError(
+                f"model must not have compiled parts, got a compiled {of}: hooks that are added after its first run "
+                "would not act in it. Load the model anew, and do not call torch.compile on its parts"
+            )
 
 
 def _implementations(model: Any) -> set[Any]:
