@@ -51,7 +51,7 @@ def report(
 
     Args:
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; hooks on it act on all that is
-            measured. It is read once.
+            measured of it, and not on random initialisations. It is read once.
         text: ids ``[batch, pos]``, or text if the model has a tokenizer: a string, or a list of strings of any lengths.
         path: the HTML file; its folder is made if need be.
         attention_mask: 1 at tokens, 0 at padding, for padded ids. Each text is run without its padding.

@@ -98,7 +98,7 @@ def attention_ladder(
         unit: what is replaced at a time: each ``"head"``, the chosen heads of each ``"layer"``, or ``"all"`` of them.
         rungs: which; ``"uniform"``, ``"untouched"`` and the baseline ``"mean_output"`` are always there.
         controls: ``"shuffled"`` (default): rungs fitted to the same tokens in another order, the first in its place;
-            ``"random"``: the whole ladder in a copy with random weights (``random_control``).
+            ``"random"``: the whole ladder in a copy with random weights, without hooks of yours (``random_control``).
         bands: of ``"banded"`` and ``"low-rank"``: distances at which a new band begins.
         rank: of ``"low-rank"``.
         seed: of the shuffled order and the random weights.
