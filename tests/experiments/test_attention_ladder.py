@@ -360,3 +360,35 @@ def test_a_metric_of_prompts_of_several_lengths(shared_model: Any) -> None:
     assert one["error"].isna().all()
     assert one["recovered"].notna().all()
     assert head_verdicts(one)["verdict"].str.startswith("undecided between distance and").all()
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_under_hooks_of_the_user(kind: str, name: str, shared_model: Any) -> None:
+    """Uniform attention and mean outputs by hand in the model with a hook; random copies are without it."""
+    model, head, keys = shared_model(kind, name), 5, 2
+    double = [("blocks.0.attn.hook_z", lambda z, hook: 2 * z)]
+    options: dict[str, Any] = {"layers": [1], "heads": [head], "rungs": ["uniform"], "progress": False}
+    with model.hooks(fwd_hooks=double):
+        table = attention_ladder(model, TOKENS, controls=["random"], **options).set_index(["control", "rung"])["loss"]
+    seen: dict[str, Tensor] = {}
+    names = ("blocks.1.attn.hook_v", "blocks.1.attn.hook_z")
+    logits(model, double + [(each, lambda x, hook, each=each: seen.update({each: x.clone()})) for each in names])
+    uniform = seen[names[0]][:, :, keys].cumsum(1) / torch.arange(1, L + 1)[:, None]
+
+    def loss(changed: Tensor | None) -> float:
+        def put(z: Tensor, hook: Any) -> Tensor:
+            z = z.clone()
+            z[:, :, head] = z[:, :, head] if changed is None else changed
+            return z
+
+        found = logits(model, [*double, (names[1], put)])
+        return float(torch.nn.functional.cross_entropy(found[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()))
+
+    expected = {"uniform": uniform, "mean_output": seen[names[1]][:, :, head].mean((0, 1)), "untouched": None}
+    for rung, changed in expected.items():
+        assert table["none", rung] == pytest.approx(loss(changed), abs=1e-5)
+    assert table["none", "untouched"] != pytest.approx(table["none", "uniform"], abs=1e-4)
+    (copy,) = random_control(model, [0])
+    found = logits(copy, [])
+    own = torch.nn.functional.cross_entropy(found[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+    assert table["random", "untouched"] == pytest.approx(float(own), abs=1e-5)
