@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -27,6 +28,40 @@ def test_python_runs_as_printed(page: Path) -> None:
     if any('load_model("smollm2")' in block.text for block in blocks(text, "python")) and page.name != "README.md":
         needs("smollm2")
     assert run_python(text) > 0
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_code_that_is_not_run_says_so(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for block in blocks(text, "py"):
+        assert re.match(r"# Not run by the tests: .+\.\n", block.text), block.text
+    hidden = [block.text for block in blocks(text, "text") if calls_something(block.text)]
+    assert hidden == []
+
+
+def calls_something(text: str) -> bool:
+    """Whether this is Python code that keeps or repeats the result of a call, and not what code prints."""
+    try:
+        statements = ast.parse(text).body
+    except SyntaxError:
+        return False
+    kept = [
+        node for node in statements if isinstance(node, ast.Assign | ast.For | ast.With | ast.Import | ast.ImportFrom)
+    ]
+    return any(isinstance(x, ast.Call | ast.Import | ast.ImportFrom) for node in kept for x in ast.walk(node))
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("x = f(1)\n", True),
+        ("for a in f():\n    print(a)\n", True),
+        ("import os\n", True),
+        ("torch.Size([1, 40])\n", False),
+    ],
+)
+def test_code_is_told_from_what_it_prints(text: str, code: bool) -> None:
+    assert calls_something(text) == code
 
 
 def test_the_readme_has_ten_lines_of_code_to_begin_with() -> None:

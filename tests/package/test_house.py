@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 
+import pytest
 from support import mutants
 from support.imports import PACKAGE, ROOMS, circle, grouped, import_graph, imported, parsed, sources
 
@@ -32,15 +34,35 @@ def test_no_file_and_no_folder_imports_itself_by_way_of_others() -> None:
         assert circle(imports) == []
 
 
+_IMPORTING = ("import_module", "__import__", "resolve_name")
+
+
+def imported_by_strings(tree: ast.AST) -> list[str]:
+    """Calls that import what a string names, and looks into ``sys.modules``."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in _IMPORTING:
+            found.append(ast.unparse(node))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.modules":
+            found.append("sys.modules")
+    return found
+
+
 def test_no_module_is_imported_by_a_string() -> None:
-    found = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in sources().values()
-        for node in ast.walk(parsed(path))
-        if (isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"))
-        or (isinstance(node, ast.Subscript) and ast.unparse(node.value) == "sys.modules")
-    ]
-    assert not found
+    """But for names of TransformerLens that are in one module in one version and in another in the next."""
+    found = {str(path.relative_to(PACKAGE)): imported_by_strings(parsed(path)) for path in sources().values()}
+    assert {path: x for path, x in found.items() if x} == {"models/loading/load.py": ["resolve_name(place)"]}
+    source = (PACKAGE / "models" / "loading" / "load.py").read_text(encoding="utf-8")
+    assert not re.search(r"""["']tl_posdisent\.""", source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["importlib.import_module('a')", "__import__('a')", "pkgutil.resolve_name('a:b')", "sys.modules['a']",
+     "sys.modules.get('a')"],
+)  # fmt: skip
+def test_imports_by_strings_are_found(source: str) -> None:
+    assert imported_by_strings(ast.parse(source))
 
 
 def test_files_are_one_chapter_and_say_which() -> None:
@@ -56,15 +78,75 @@ def test_library_does_not_print_or_show() -> None:
         assert not [x for x in called if x in ("print", "torch.load") or x.endswith(".show")], path
 
 
-def test_no_error_is_swallowed() -> None:
-    """``except Exception`` hides a defect: whoever catches says what, or raises again."""
+_MANY = 5  # kinds of errors that are as good as all
+
+
+def groups_of_errors() -> dict[str, str]:
+    """Names in the package that stand for a tuple of errors, and that tuple as it is written."""
+    found = {}
     for path in sources().values():
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.ExceptHandler):
-                caught = ast.unparse(node.type) if node.type else "everything"
-                if re.search(r"\b(Base)?Exception\b|everything", caught):
-                    raises = any(isinstance(x, ast.Raise) for x in ast.walk(node)) or "error" in (node.name or "")
-                    assert raises, f"{path.relative_to(PACKAGE)}:{node.lineno} catches {caught} and goes on"
+        for node in parsed(path).body:
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.value, ast.Tuple)
+                and "Error" in ast.unparse(node.value)
+            ):
+                found[ast.unparse(node.targets[0])] = ast.unparse(node.value)
+    return found
+
+
+def swallowed(tree: ast.AST, groups: Mapping[str, str]) -> list[int]:
+    """Lines of handlers that catch all errors, or nearly all, and neither raise one nor use what they caught."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else "BaseException"
+            caught = ", ".join(groups.get(name, name) for name in re.findall(r"\w+", caught))
+            broad = re.search(r"\b(Base)?Exception\b", caught) or caught.count("Error") >= _MANY
+            inside = [x for statement in node.body for x in ast.walk(statement)]
+            used = any(isinstance(x, ast.Name) and x.id == node.name for x in inside)
+            if broad and not used and not any(isinstance(x, ast.Raise) for x in inside):
+                found.append(node.lineno)
+        if isinstance(node, ast.Call) and re.match(r"(\w+\.)?suppress\(.*\b(Base)?Exception\b", ast.unparse(node)):
+            found.append(node.lineno)
+    return found
+
+
+_FALLS_BACK = {
+    "models/size.py": 1,  # a class that is not made of a configuration alone: parameters are counted as they stand
+    "models/reading/probe.py": 1,  # a model that takes no positions
+    "models/partial_forward.py": 1,  # a full pass says whether the model is to blame
+    "models/kv_cache.py": 2,  # a model that takes no cache
+}
+
+
+def test_no_error_is_swallowed() -> None:
+    """``except Exception`` hides a defect: whoever catches says what, or raises again. What falls back is listed."""
+    groups = groups_of_errors()
+    found = {str(path.relative_to(PACKAGE)): len(swallowed(parsed(path), groups)) for path in sources().values()}
+    assert {path: n for path, n in found.items() if n} == _FALLS_BACK
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong"),
+    [
+        ("except Exception as error: pass", True),
+        ("except Exception: pass", True),
+        ("except: pass", True),
+        ("except (OSError, Exception): x = 1", True),
+        ("except MANY: x = 1", True),
+        ("except MANY as error: x = 1", True),
+        ("except Exception as error: x = str(error)", False),
+        ("except Exception: raise", False),
+        ("except MANY as error: raise ValueError from error", False),
+        ("except ValueError: pass", False),
+        ("finally:\n  with contextlib.suppress(Exception): g()", True),
+        ("finally:\n  with suppress(KeyError): g()", False),
+    ],
+)
+def test_swallowed_errors_are_found(body: str, wrong: bool) -> None:
+    groups = {"MANY": "(ValueError, RuntimeError, TypeError, KeyError, AssertionError)"}
+    assert bool(swallowed(ast.parse(f"try: f()\n{body}"), groups)) == wrong
 
 
 def test_truth_values_are_told_from_numbers_in_one_place() -> None:
