@@ -13,6 +13,7 @@ import gc
 import importlib.metadata
 import random
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,3 +163,11 @@ def _state(model: Any) -> tuple[Any, ...]:
     from support.untouched import state_of_model
 
     return state_of_model(model)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many tests were skipped, and why: a clone without the texts and models skips what needs them."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    for reason, n in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
+        terminalreporter.write_line(f"skipped {n}: {reason}")
