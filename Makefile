@@ -23,14 +23,15 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST = -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 # Without the check of every annotation at every call, which plain pytest and `make coverage` make.
 UNCHECKED = -o addopts='--doctest-modules --strict-markers --strict-config'
-# Tests for old versions: every tool on every architecture, and tests that use TransformerLens, pandas, plotly and
+# Tests for old versions: every tool on an architecture for each mechanism, and tests that use TransformerLens, pandas, plotly and
 # typer. Annotations are not checked: TransformerLens 2 pins a beartype too old for it.
 OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/%.py, \
     docs/test_support_table docs/test_docs models/test_zoo demo/test_demo \
     additive/test_fit_inputs experiments/test_additivity hooks/test_position_hooks hooks/test_ablate \
     experiments/test_head_patching experiments/test_component_patching synthetic/test_transformer \
     viz/test_plots viz/test_widgets cli/test_commands sweeps/test_sweep package/test_pins)
-VERSIONS = -m "(not slow or versions) and not extended"
+ROWS = -m release $(UNCHECKED) tests/docs/test_docs.py
+VERSIONS = -m "(not slow or versions) and not extended and not release"
 # What meets TransformerLens only through what other tests try (mathematics, figures, report, sweeps, command line,
 # files, training of synthetic models, rules for sources and words): in one environment only.
 ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/tasks.py synthetic/training) \
@@ -40,7 +41,7 @@ ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps v
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency refusals) \
     tests/demo/test_train_demo_model.py)
 
-.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
+.PHONY: help demo demo-fit demo-report smollm2 smollm2-fit smollm2-report gemma3 synthetic test test-slow test-extended test-rest test-all fuzz test-tl4 test-oldest test-release test-newest .venv-newest/dev.stamp lint format types docs bench coverage mutants dist clean distclean
 
 help: ## this list
 	@awk -F ': [^#]*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -77,16 +78,16 @@ synthetic: .venv/run.stamp ## train five position encodings on two tasks and sav
 test: .venv/dev.stamp ## every law on the smallest model that can show it, and the doctests, in about three minutes
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow" $(UNCHECKED)
 
-test-slow: .venv/dev.stamp ## the tests that make test leaves out: processes, browsers, notebooks, every tool on every architecture
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "slow and not extended" $(UNCHECKED)
+test-slow: .venv/dev.stamp ## the tests that make test leaves out: processes, browsers, notebooks, every tool on an architecture for each mechanism
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "slow and not extended and not release" $(UNCHECKED)
 
 test-extended: .venv/dev.stamp ## every law on every architecture in both model classes
 	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m extended $(UNCHECKED)
 
 test-rest: .venv/dev.stamp ## test-slow and test-extended in one run, which takes less time than two
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "slow or extended" $(UNCHECKED)
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "(slow or extended) and not release" $(UNCHECKED)
 
-test-all: test test-rest test-tl4 test-oldest ## all tests, with all versions of TransformerLens
+test-all: test test-rest test-tl4 test-oldest test-release ## all tests, with all versions of TransformerLens
 
 fuzz: .venv/dev.stamp ## laws on 20 000 new random examples (FUZZ=100000 sets the number)
 	POSDISENT_FUZZ=$(or $(FUZZ),20000) $(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) tests/*/test_fuzz_*.py
@@ -101,7 +102,11 @@ test-newest: .venv-newest/dev.stamp ## the same tests with the newest of all pac
 	.venv-newest/bin/python tests/support/newest.py write out/newest.xml docs/newest.md
 
 test-oldest: .venv-oldest/dev.stamp ## tests that use other packages, with the oldest versions that pyproject.toml allows
-	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) $(OLDEST_TESTS)
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) -m "not release" $(OLDEST_TESTS)
+
+test-release: .venv/dev.stamp .venv-oldest/dev.stamp ## rows of the support table that no other target tries: those that a newer version has alike
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) $(ROWS)
+	$(OFFLINE) OMP_NUM_THREADS=1 .venv-oldest/bin/python $(PYTEST) $(ROWS)
 
 lint: .venv/dev.stamp ## ruff: mistakes and formatting
 	.venv/bin/python -m ruff check .

@@ -180,5 +180,5 @@ MECHANISMS = {
     "gpt2": "learned positions",
     "lfm2": "layers without attention",
 }
-"""The architectures on which `make test` and `make test-slow` try every law. On all of them, `make test-slow` has
-`check_model` try every tool; every law is tried on them by `make test-extended`."""
+"""The architectures on which `make test` and `make test-slow` try every law, and `check_model` every tool with every
+version of TransformerLens; on all of them every law is tried by `make test-extended`."""

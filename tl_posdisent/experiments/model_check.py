@@ -218,6 +218,19 @@ class Trial:
             logits: Tensor = model(self.tokens, **options)
         return logits
 
+    @cached_property
+    def _last(self) -> dict[Callable[[Trial], list[Hook]], tuple[list[Hook], Tensor]]:
+        return {}
+
+    def under(self, make: Callable[[Trial], list[Hook]]) -> tuple[list[Hook], Tensor]:
+        """The hooks that ``make`` returns and the logits under them: made once for laws that follow one another, and
+        kept for the last ``make`` alone, since logits can be large."""
+        if make not in self._last:
+            self._last.clear()
+            hooks = make(self)
+            self._last[make] = hooks, self.logits(hooks)
+        return self._last[make]
+
     def logits_in_parts(self, hooks: list[Hook], cache: dict[str, Any] | None = None) -> Tensor:
         """The logits of the first half in one pass, then of three tokens one after the other, with a KV cache."""
         n, parts = self.tokens.shape[1] // 2, []
@@ -442,14 +455,14 @@ INTERVENTIONS: dict[str, Intervention] = {
 def _intervention(of: Intervention, trial: Trial) -> Iterator[Law]:
     if of.nothing:
         yield "what should change nothing", _gap(trial.logits(of.nothing(trial)), trial.plain)
-    changed = trial.logits(of.changes(trial))
+    _, changed = trial.under(of.changes)
     yield "what should change something", float(torch.equal(changed, trial.plain))
     if of.twice:
         yield "two ways to the same", _gap(trial.logits(of.twice(trial)), changed)
 
 
-def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
-    edits = hooks(trial)
+def _padded_logits(trial: Trial, make: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
+    edits, _ = trial.under(make)
     parameters = inspect.signature(trial.reading.model.forward).parameters.values()
     if not any(p.name == "attention_mask" or p.kind == p.VAR_KEYWORD for p in parameters):
         raise ValueError(f"{type(trial.reading.model).__name__} takes no attention_mask")
@@ -463,12 +476,12 @@ def _padded_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterat
             yield f"a text in a batch padded on the {side}", _gap(together[n][real], expected[n])
 
 
-def _cached_logits(trial: Trial, hooks: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
-    edits = hooks(trial)
+def _cached_logits(trial: Trial, make: Callable[[Trial], list[Hook]]) -> Iterator[Law]:
+    edits, in_one_pass = trial.under(make)
     if trial.cache_problem:
         raise ValueError(OTHER_WITH_CACHE)
     in_parts = trial.logits_in_parts(edits)
-    yield "token by token with a KV cache", _gap(in_parts, trial.logits(edits)[:, : in_parts.shape[1]])
+    yield "token by token with a KV cache", _gap(in_parts, in_one_pass[:, : in_parts.shape[1]])
 
 
 def _some_heads(trial: Trial) -> Iterator[Law]:
