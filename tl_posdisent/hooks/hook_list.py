@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 import pandas as pd
 from torch import Tensor
 
-from tl_posdisent.hooks.edits.layer import LayerPass, LayerPlan, at_head
+from tl_posdisent.hooks.edits.layer import LayerPass
+from tl_posdisent.hooks.edits.layer_plan import LayerPlan, at_head
 from tl_posdisent.hooks.edits.rotation_and_score_edits import Edit, Order, RotationEdit, ScoreEdit, View
 from tl_posdisent.hooks.edits.running_positions import CachedText
 from tl_posdisent.models.reading.model_reading import read_model
