@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.additive.score_checks import FAR
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer, check_values
 
 AnyCells = TypeVar("AnyCells", bound="Cells")
@@ -333,18 +334,19 @@ def make_cells(
         window = check_integer("window", window, 1)
     sinks = check_integer("sinks", sinks, 0)
     if sinks >= shape[-1]:
-        raise ValueError(f"sinks must be fewer than the {shape[-1]} keys, got {sinks}")
+        raise ArgumentError("sinks", f"must be fewer than the {shape[-1]} keys, got {sinks}")
     if isinstance(mask, Tensor):
         mask = _checked(mask, shape, window, sinks).to(device)
         return Runs.from_mask(mask) or Scattered.from_mask(mask)
     if not (isinstance(mask, str) and mask in get_args(MaskKind)):
         what = repr(mask) if isinstance(mask, str) else type(mask).__name__
-        raise ValueError(f'mask must be "causal", "full" or a boolean tensor, got {what}')
+        raise ArgumentError("mask", f'must be "causal", "full" or a boolean tensor, got {what}')
     n_query, n_key = shape[-2:]
     if n_query > n_key:
-        raise ValueError(
-            f"scores must have shape (..., query, key) with the last query at the last key, got {n_query} queries and "
-            f"{n_key} keys; q, k, v and z, which are (batch, pos, head, d_head), are no scores"
+        raise ArgumentError(
+            "scores",
+            f"must have shape (..., query, key) with the last query at the last key, got {n_query} queries and "
+            f"{n_key} keys; q, k, v and z, which are (batch, pos, head, d_head), are no scores",
         )
     low, high = (0 if mask == "causal" else 1 - n_query), n_key - 1 - sinks
     if window is not None:
@@ -356,26 +358,28 @@ def _checked(mask: Tensor, shape: Sequence[int], window: int | None, sinks: int)
     """Return the mask within the window, without sinks, with two axes or as many as the scores have, or raise."""
     n_query, n_key = shape[-2:]
     if mask.dtype != torch.bool:
-        raise ValueError(
-            f"mask must have dtype torch.bool (True where a cell counts), got {mask.dtype}; "
-            "convert an additive or 0/1 mask yourself, its meaning cannot be read from its values"
+        raise ArgumentError(
+            "mask",
+            f"must have dtype torch.bool (True where a cell counts), got {mask.dtype}; "
+            "convert an additive or 0/1 mask yourself, its meaning cannot be read from its values",
         )
     check_values("mask", mask)
     if mask.ndim < 2 or tuple(mask.shape[-2:]) != (n_query, n_key):
-        raise ValueError(f"mask must have shape (..., {n_query}, {n_key}) as the scores, got {tuple(mask.shape)}")
+        raise ArgumentError("mask", f"must have shape (..., {n_query}, {n_key}) as the scores, got {tuple(mask.shape)}")
     leading, batch = tuple(mask.shape[:-2]), tuple(shape[:-2])
     aligned = (1,) * (len(batch) - len(leading)) + leading
     if len(aligned) > len(batch) or any(m not in (1, n) for m, n in zip(aligned, batch, strict=True)):
-        raise ValueError(f"mask must broadcast to the scores' shape {tuple(shape)}, got {tuple(mask.shape)}")
+        raise ArgumentError("mask", f"must broadcast to the scores' shape {tuple(shape)}, got {tuple(mask.shape)}")
     if window is not None:
         mask = mask & (cell_distances(n_query, n_key, mask.device).abs() < window)
     if sinks:
         mask = mask & (torch.arange(n_key, device=mask.device) >= sinks)
     filled = mask.flatten(-2).any(-1)
     if not bool(filled.all()):
-        raise ValueError(
-            f"mask must leave at least one cell, got one of shape {tuple(mask.shape)} that leaves nothing"
-            + (f" at leading index {tuple((~filled).nonzero()[0].tolist())}" if leading else "")
+        raise ArgumentError(
+            "mask",
+            f"must leave at least one cell, got one of shape {tuple(mask.shape)} that leaves nothing"
+            + (f" at leading index {tuple((~filled).nonzero()[0].tolist())}" if leading else ""),
         )
     shared = all(n == 1 for n in leading)
     return mask.reshape((n_query, n_key) if shared else (*aligned, n_query, n_key))
@@ -479,7 +483,7 @@ def refuse_non_finite(scores: Tensor, cells: Cells, squares: Tensor, name: str) 
     bad = ~(scores > sentinel) | ~(scores < -sentinel)
     bad &= cells.to_mask()
     if bool(bad.any()):
-        raise ValueError(f"{name} must be finite inside the mask, {_where(scores, bad, cells)}")
+        raise ArgumentError(name, f"must be finite inside the mask, {_where(scores, bad, cells)}")
 
 
 def refuse_masking_values(scores: Tensor, cells: Cells, lowest: Tensor, name: str) -> None:
@@ -500,9 +504,10 @@ def refuse_masking_values(scores: Tensor, cells: Cells, lowest: Tensor, name: st
         bad[matrix] = _masked(flat[matrix].double(), inside[matrix])
     bad = bad.reshape(scores.shape)
     if bool(bad.any()):
-        raise ValueError(
-            f"{name} must not hold masking values inside the mask, {_where(scores, bad, cells)} "
-            "(a boolean mask is taken as it is)"
+        raise ArgumentError(
+            name,
+            f"must not hold masking values inside the mask, {_where(scores, bad, cells)} "
+            "(a boolean mask is taken as it is)",
         )
 
 

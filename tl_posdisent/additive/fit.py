@@ -20,6 +20,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, Parts, Runs, Scattered, make_cells, read_marginals
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores, refuse_patterns, warn_of_vectors
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag
 
@@ -111,14 +112,15 @@ def _stacked(scores: Any) -> tuple[Tensor, tuple[int, ...]]:
         named = {re.fullmatch(r"blocks\.(\d+)\.attn\.hook_attn_scores", str(name)): x for name, x in scores.items()}
         by_layer = {int(found[1]): x for found, x in named.items() if found}
         if not by_layer:
-            raise ValueError(
-                "scores must be a tensor, a list of tensors, or a cache that holds hook_attn_scores, got one without: "
-                'run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_attn_scores"))'
+            raise ArgumentError(
+                "scores",
+                "must be a tensor, a list of tensors, or a cache that holds hook_attn_scores, got one without: "
+                'run_with_cache(tokens, names_filter=lambda name: name.endswith("hook_attn_scores"))',
             )
     elif isinstance(scores, (list, tuple)) and scores:
         by_layer = dict(enumerate(scores))
     else:
-        raise ValueError(f"scores must be a torch.Tensor, a list of them or a cache, got {type(scores).__name__}")
+        raise ArgumentError("scores", f"must be a torch.Tensor, a list of them or a cache, got {type(scores).__name__}")
     each = [check_scores(by_layer[layer], f"scores of layer {layer}") for layer in sorted(by_layer)]
     shapes = {tuple(x.shape) for x in each}
     if len(shapes) > 1 or each[0].ndim < 3:

@@ -20,6 +20,7 @@ from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells
 from tl_posdisent.additive.fit import fit_marginals
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_queries_and_keys
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag, check_number
 
@@ -61,7 +62,7 @@ def fit_additive_qk(
         True
     """
     if not isinstance(mask, str):
-        raise ValueError('mask must be "causal" or "full"; fits to other masks need scores: use fit_additive')
+        raise ArgumentError("mask", 'must be "causal" or "full"; fits to other masks need scores: use fit_additive')
     check_queries_and_keys(q_rot=q_rot, k_rot=k_rot)
     check_number("scale", scale)
     check_flag("pool", pool)

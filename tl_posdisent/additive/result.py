@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import Cells, cell_distances, on_device
 from tl_posdisent.additive.score_checks import check_scores
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice
@@ -117,7 +118,7 @@ class AdditiveFit(CellsFit):
     def residual(self, scores: Float[Tensor, "*batch query key"]) -> Float64[Tensor, "*batch query key"]:
         """Subtract the fitted scores from scores of the same shape; 0 outside the mask."""
         if tuple(check_scores(scores).shape) != self._shape:
-            raise ValueError(f"scores must have the fitted shape {self._shape}, got {tuple(scores.shape)}")
+            raise ArgumentError("scores", f"must have the fitted shape {self._shape}, got {tuple(scores.shape)}")
         return torch.where(self.mask, scores.detach().to(self.query.device).double() - self.fitted(), 0.0)
 
     def to_frame(self, component: TableComponent = "summary") -> pd.DataFrame:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_devices, check_values, described
 
 # Models mask with -inf, the lowest number of some dtype, or a round number: -1e4 is the least that is in use. Real
@@ -20,18 +21,18 @@ _ENOUGH = 6  # keys: of fewer, real scores might by chance be non-negative and a
 def check_scores(scores: Any, name: str = "scores") -> Tensor:
     """Return ``scores``, or raise unless it is a dense floating point tensor ``(..., query, key)``."""
     if not isinstance(scores, Tensor):
-        raise ValueError(f"{name} must be a torch.Tensor, got {type(scores).__name__}")
+        raise ArgumentError(name, f"must be a torch.Tensor, got {type(scores).__name__}")
     if not scores.is_floating_point():
-        raise ValueError(f"{name} must be floating point, got {scores.dtype}")
+        raise ArgumentError(name, f"must be floating point, got {scores.dtype}")
     if scores.element_size() == 1 or scores.is_nested:
         check_values(name, scores)
     if scores.layout != torch.strided or scores.is_meta:
         what = "a meta tensor, which has no values" if scores.is_meta else f"{scores.layout}: call to_dense()"
-        raise ValueError(f"{name} must be dense and hold values, got {what}")
+        raise ArgumentError(name, f"must be dense and hold values, got {what}")
     if scores.ndim < 2:
-        raise ValueError(f"{name} must have shape (..., query, key), got {tuple(scores.shape)}")
+        raise ArgumentError(name, f"must have shape (..., query, key), got {tuple(scores.shape)}")
     if scores.numel() == 0 or scores.shape[-1] < 2:
-        raise ValueError(f"{name} must hold at least one query and two keys, got shape {tuple(scores.shape)}")
+        raise ArgumentError(name, f"must hold at least one query and two keys, got shape {tuple(scores.shape)}")
     check_devices(**{name: scores})
     return scores
 
@@ -39,17 +40,19 @@ def check_scores(scores: Any, name: str = "scores") -> Tensor:
 def check_finite_tensor(name: str, x: Any) -> None:
     """Raise unless ``x`` is a finite floating point tensor."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise ValueError(f"{name} must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+        raise ArgumentError(name, f"must be a floating point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
     check_values(name, x)
     if not bool(x.isfinite().all()):
-        raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
+        raise ArgumentError(name, f"must be finite, got {int((~x.isfinite()).sum())} values that are not")
 
 
 def check_queries_and_keys(**vectors: Any) -> None:
     """Raise unless these two, by name, are finite queries and at least two keys that belong together."""
     for name, x in vectors.items():
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim < 3 or x.numel() == 0:
-            raise ValueError(f"{name} must be a floating point tensor (*batch, pos, head, d_head), got {described(x)}")
+            raise ArgumentError(
+                name, f"must be a floating point tensor (*batch, pos, head, d_head), got {described(x)}"
+            )
         check_finite_tensor(name, x)
     check_devices(**vectors)
     q, k = vectors.values()
@@ -79,9 +82,10 @@ def is_pattern(scores: Float[Tensor, "*batch query key"]) -> bool:
 
 def refuse_patterns(scores: Float[Tensor, "*batch query key"], advice: str) -> None:
     if is_pattern(scores):
-        raise ValueError(
-            "scores must be attention logits before the softmax, got rows that are non-negative and sum to 1, which "
-            f"is an attention pattern (or to less, as beside an attention sink); {advice}"
+        raise ArgumentError(
+            "scores",
+            "must be attention logits before the softmax, got rows that are non-negative and sum to 1, which "
+            f"is an attention pattern (or to less, as beside an attention sink); {advice}",
         )
 
 

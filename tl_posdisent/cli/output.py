@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 
+from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
 from tl_posdisent.utils.files import whole_file
 
 QUIET = "TQDM_DISABLE"  # in the environment; --no-progress sets it
@@ -22,7 +23,6 @@ INTERRUPTED = 130  # the code that shells give a program ended by Ctrl-C: 128 + 
 
 # Arguments of the library whose option has another name.
 _RENAMED = {"distance_ceiling": "ceiling", "kinds": "kind", "name": "preset", "path": "out", "sections": "section"}
-_TOO_LONG = re.compile(r"tokens are (\d+) long, and the model fails beyond its context of (\d+):.*")
 
 
 @contextlib.contextmanager
@@ -37,34 +37,42 @@ def answering(options: Collection[str]) -> Iterator[None]:
             yield
     except (ValueError, OSError) as error:
         typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-        typer.echo(one_line(str(error), options), err=True)
+        typer.echo(one_line(error, options), err=True)
         raise typer.Exit(WRONG_INPUT) from error
     except KeyboardInterrupt as error:
-        typer.echo(f"interrupted{f': {one_line(str(error), options)}' if str(error) else ''}", err=True)
+        typer.echo(f"interrupted{f': {one_line(error, options)}' if str(error) else ''}", err=True)
         raise typer.Exit(INTERRUPTED) from error
 
 
-def one_line(message: str, options: Collection[str]) -> str:
-    """A message on one line, in which arguments at the beginning and before ``=`` have the name of their option.
+def one_line(error: BaseException, options: Collection[str]) -> str:
+    """An error on one line, in which arguments have the name of their option: the one it is about, and hints ``name=``.
 
-    >>> one_line("distance_ceiling must be at least 1, got 0", ["in_range", "ceiling"])
+    >>> one_line(ArgumentError("distance_ceiling", "must be at least 1, got 0"), ["in_range", "ceiling"])
     '--ceiling must be at least 1, got 0'
-    >>> one_line("rotary_heads must be left out with encoding='none'", ["encoding", "rotary_heads"])
+    >>> one_line(ArgumentError("rotary_heads", "must be left out with encoding='none'"), ["encoding", "rotary_heads"])
     "--rotary-heads must be left out with --encoding 'none'"
     """
-    message = re.sub(r" \(or [^(]*, counted from the end\)", "", " ".join(message.split()))  # no option takes these
-    if "length" in options:  # the way out that the library names is a context manager
-        message = _TOO_LONG.sub(r"length must be at most \2, beyond which this model fails, got \1", message)
+    if isinstance(error, ContextExceeded) and "length" in options:  # its own way out is a context manager
+        most, given = error.context, error.length
+        return f"--length must be at most {most}, beyond which this model fails, got {given}"
+    subject, message = "", str(error)
+    if isinstance(error, ArgumentError):
+        subject, message = f"{_option(error.argument, options) or error.argument} ", error.problem
+    message = " ".join(message.split())
+    message = re.sub(r" \(or [^(]*, counted from the end\)", "", message)  # no option takes these
 
-    def option(found: re.Match[str]) -> str:
-        name = _RENAMED.get(found[1], found[1])
-        return f"--{name.replace('_', '-')}{' ' * bool(found[2])}" if name in options else found[0]
+    def hinted(found: re.Match[str]) -> str:
+        option = _option(found[1], options)
+        return f"{option}{' ' * bool(found[2])}" if option else found[0]
 
-    message = re.sub(r"\b(\w+)=(?=(\S?))", option, message)
-    word = re.match(r'(\w+)(?=( must| has| needs| "))', message)
-    if word and (name := _RENAMED.get(word[0], word[0])) in options:
-        return f"--{name.replace('_', '-')}{message[word.end() :]}"
-    return message
+    message = re.sub(r"\b(\w+)=(?=(\S?))", hinted, message)
+    return subject + message
+
+
+def _option(argument: str, options: Collection[str]) -> str | None:
+    """The option that sets an argument of the library, if the command has one."""
+    name = _RENAMED.get(argument, argument)
+    return f"--{name.replace('_', '-')}" if name in options else None
 
 
 def note(message: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tl_posdisent.models.loading.load import Backend, TransformerLensModel, as_backend, check_backend, check_device
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_flag, check_integer, check_seed
 
 BOS = "<|endoftext|>"
@@ -108,7 +109,9 @@ def load_weights(model: PreTrainedModel, path: Path | None = None) -> None:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]  # tied, so stored once
         model.load_state_dict(state)
     except (RuntimeError, KeyError, SafetensorError) as error:
-        raise ValueError(f"path must have weights of the demo model's architecture, got {path}: {error}") from error
+        raise ArgumentError(
+            "path", f"must have weights of the demo model's architecture, got {path}: {error}"
+        ) from error
 
 
 def load_demo_model(

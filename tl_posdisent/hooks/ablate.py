@@ -19,6 +19,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.texts import Texts, read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.validation import check_choice, check_seed
 
@@ -143,7 +144,7 @@ def _replaced(
 def derangement(n: int, seed: int) -> Int[Tensor, "text"]:
     """A permutation of n texts that leaves none in its place, each such permutation equally likely."""
     if n < 2:
-        raise ValueError(f'mode "resample" needs a batch of at least two texts, got {n}')
+        raise ArgumentError("mode", f'"resample" needs a batch of at least two texts, got {n}')
     generator, places = torch.Generator().manual_seed(seed), torch.arange(n, device="cpu")
     while True:  # e = 2.7 draws on average, whatever n
         order = torch.randperm(n, generator=generator, device="cpu")

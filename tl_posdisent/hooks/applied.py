@@ -10,6 +10,7 @@ from typing import Any
 from tl_posdisent.hooks.hook_list import Compiled
 from tl_posdisent.models.reading.forward import Hook
 from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import shown
 
 
@@ -43,7 +44,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     """
     n_layers(model)
     if isinstance(hooks, (str, bytes)) or not isinstance(hooks, Iterable):
-        raise ValueError(f"hooks must be a list of (hook name or filter, function), got {shown(hooks)}")
+        raise ArgumentError("hooks", f"must be a list of (hook name or filter, function), got {shown(hooks)}")
     hooks, there = list(hooks), model.hook_dict
     for hook in hooks:
         _check_hook(hook, there)
@@ -57,7 +58,9 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
     for name, function in hooks:  # of a filter each point once: a bridge has several names for some
         points = {there[x]: x for x in reversed(there) if (x == name if isinstance(name, str) else name(x))}
         if not points:
-            raise ValueError(f"hooks must name hooks of this model, got {shown(function)}, whose filter accepts none")
+            raise ArgumentError(
+                "hooks", f"must name hooks of this model, got {shown(function)}, whose filter accepts none"
+            )
         fired.append(dict.fromkeys(reversed(points.values()), 0))
         counting += [(there[x], functools.partial(count, function, fired[-1], x)) for x in fired[-1]]
     with _added(counting):
@@ -79,9 +82,9 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
 def _check_hook(hook: Any, there: Collection[str]) -> None:
     pair = isinstance(hook, tuple) and len(hook) == 2 and callable(hook[1])
     if not pair or not (isinstance(hook[0], str) or callable(hook[0])):
-        raise ValueError(f"hooks must be a list of (hook name or filter, function), got {shown(hook)} in it")
+        raise ArgumentError("hooks", f"must be a list of (hook name or filter, function), got {shown(hook)} in it")
     if isinstance(hook[0], str) and hook[0] not in there:
-        raise ValueError(f"hooks names {hook[0]!r}, which the model does not have")
+        raise ArgumentError("hooks", f"names {hook[0]!r}, which the model does not have")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from tl_posdisent.hooks.edits.rotation_and_score_edits import FrequencyLimit, Ph
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, rotation_hooks
 from tl_posdisent.hooks.positions import real_tensor
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_number, check_seed, is_number
 
 Mode = Literal["drop", "freeze"]
@@ -64,9 +65,9 @@ def limit_frequencies(
     """
     for name, value in (("low", low), ("high", high)):
         if value is not None and not (is_number(value) and 0 <= value < float("inf")):
-            raise ValueError(f"{name} must be a frequency in radians per position, 0 or more, or None, got {value!r}")
+            raise ArgumentError(name, f"must be a frequency in radians per position, 0 or more, or None, got {value!r}")
     if low is not None and high is not None and low > high:
-        raise ValueError(f"low must be at most high, got {low!r} and {high!r}")
+        raise ArgumentError("low", f"must be at most high, got {low!r} and {high!r}")
     low, high = low or 0.0, float("inf") if high is None else high
     check_choice("mode", mode, get_args(Mode))
     chosen = any_heads(model, layers, heads, "limit_frequencies")
@@ -133,7 +134,7 @@ def phase_noise(
         angles = real_tensor("noise", noise)
         if angles.ndim not in (2, 3) or angles.numel() == 0:
             got = tuple(angles.shape)
-            raise ValueError(f"noise must have shape (pos, subspace) or (batch, pos, subspace), got {got}")
+            raise ArgumentError("noise", f"must have shape (pos, subspace) or (batch, pos, subspace), got {got}")
         edit = PhaseNoise(f"phase_noise({'×'.join(map(str, angles.shape))} angles)", angles)
     else:
         check_number("noise", noise, least=0)

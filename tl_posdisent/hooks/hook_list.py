@@ -25,6 +25,7 @@ from tl_posdisent.hooks.edits.running_positions import CachedText
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.probe import FIRST_HOOK
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import head_label, is_integer, listed
 
 Layers = int | Iterable[int] | None
@@ -90,7 +91,7 @@ class Hooks(list[Any]):
     __iadd__ = __add__
 
     def __mul__(self, times: SupportsIndex) -> Any:
-        raise ValueError("hooks are applied once: they cannot be multiplied")
+        raise ArgumentError("hooks", "are applied once: they cannot be multiplied")
 
     __rmul__ = __imul__ = __mul__
 

@@ -13,6 +13,7 @@ from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit, 
 from tl_posdisent.hooks.hook_list import Heads, Hooks, any_heads, hooks_for
 from tl_posdisent.hooks.score_components import split_scores
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_values, shown
 
 Keys = Literal["group", "head"]
@@ -64,11 +65,11 @@ def patch_vectors(
         check_values(name, x)
         if x is not None and (not isinstance(x, Tensor) or x.ndim != 4 or x.shape[2:] != (n, spec.d_head)):
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must have shape (batch, pos, {n}, {spec.d_head}), got {got}")
+            raise ArgumentError(name, f"must have shape (batch, pos, {n}, {spec.d_head}), got {got}")
         if x is not None and not x.is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {x.dtype}")
+            raise ArgumentError(name, f"must be floating point, got {x.dtype}")
         if x is not None and not bool(x.isfinite().all()):
-            raise ValueError(f"{name} must be finite, got {int((~x.isfinite()).sum())} values that are not")
+            raise ArgumentError(name, f"must be finite, got {int((~x.isfinite()).sum())} values that are not")
     return vector_hooks(spec, chosen, q_rot, k_rot, keys)
 
 
@@ -78,7 +79,7 @@ def check_components(component: Any) -> list[MovedComponent]:
         [component] if isinstance(component, str) else list(component) if isinstance(component, Iterable) else []
     )
     if not names or len(set(names)) < len(names) or not set(names) <= set(_ALL):
-        raise ValueError(f"component must be one or several of {', '.join(_ALL)}, got {shown(component)}")
+        raise ArgumentError("component", f"must be one or several of {', '.join(_ALL)}, got {shown(component)}")
     return names
 
 
@@ -107,7 +108,9 @@ def score_hooks(spec: AttentionSpec, heads: Sequence[int], source: Tensor, moved
 def _moved(view: View, source: Tensor, moved: Collection[MovedComponent]) -> Tensor:
     own, theirs = view.scores, source[:, list(view.heads)].to(view.inside.device)
     if theirs.shape != own.shape:
-        raise ValueError(f"scores must have the shape of the run's own, {tuple(own.shape)}, got {tuple(theirs.shape)}")
+        raise ArgumentError(
+            "scores", f"must have the shape of the run's own, {tuple(own.shape)}, got {tuple(theirs.shape)}"
+        )
     if not bool((theirs.isfinite() & (theirs > masked_below(theirs.dtype)) | ~view.inside).all()):
         raise ValueError(
             f"scores of layer {view.spec.layer} must be finite inside the mask of the run: they are of a text with "

@@ -26,6 +26,7 @@ from tl_posdisent.hooks.edits.rotation_and_score_edits import (
     mapped,
 )
 from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_for, rotation_hooks
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_float64, check_integer, check_number, check_values, listed, shown
 
 Positions = Tensor | Sequence[float] | Callable[[Tensor], Tensor]
@@ -81,7 +82,7 @@ def positions_edit(tool: str, positions: Positions) -> PositionMap:
         return PositionMap(f"{tool}({getattr(positions, '__name__', 'a function')})", positions, positions)
     given = real_tensor("positions", positions)
     if given.ndim not in (1, 2) or given.numel() == 0:
-        raise ValueError(f"positions must have shape (pos,) or (batch, pos), got {tuple(given.shape)}")
+        raise ArgumentError("positions", f"must have shape (pos,) or (batch, pos), got {tuple(given.shape)}")
     return PositionMap(f"{tool}({'×'.join(map(str, given.shape))} positions)", given, given)
 
 
@@ -146,9 +147,10 @@ def remap_distance(
         distances = real_tensor("distances", distances, finite=False)
         described = f"{'×'.join(map(str, distances.shape))} distances"
         if distances.ndim not in (2, 3, 4) or distances.numel() == 0:
-            raise ValueError(
-                "distances must have shape (query, key), (head, query, key) or (batch, head, query, key), "
-                f"got {tuple(distances.shape)}"
+            raise ArgumentError(
+                "distances",
+                "must have shape (query, key), (head, query, key) or (batch, head, query, key), "
+                f"got {tuple(distances.shape)}",
             )
     elif callable(distances):
         described = getattr(distances, "__name__", "a function")
@@ -156,7 +158,7 @@ def remap_distance(
             distances, torch.arange(64.0, dtype=torch.float64, device="cpu"), "distances", "real distances"
         )  # now rather than in a pass
     else:
-        raise ValueError(f"distances must be a function or a tensor, got {type(distances).__name__}")
+        raise ArgumentError("distances", f"must be a function or a tensor, got {type(distances).__name__}")
     return rotation_hooks(model, layers, heads, DistanceMap(f"remap_distance({described})", distances))
 
 
@@ -164,11 +166,11 @@ def real_tensor(name: str, values: Any, *, finite: bool = True) -> Float[Tensor,
     try:
         tensor = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be real numbers, got {shown(values)}") from error
+        raise ArgumentError(name, f"must be real numbers, got {shown(values)}") from error
     check_values(name, tensor)
     check_float64(name, tensor.device)
     if tensor.is_complex() or tensor.dtype == torch.bool or (finite and not bool(tensor.double().isfinite().all())):
-        raise ValueError(f"{name} must be finite real numbers, got {shown(tensor)} of {tensor.dtype}")
+        raise ArgumentError(name, f"must be finite real numbers, got {shown(tensor)} of {tensor.dtype}")
     return tensor.detach().double()
 
 

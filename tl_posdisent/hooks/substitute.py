@@ -27,6 +27,7 @@ from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads
 from tl_posdisent.hooks.score_components import Part, component_edit, fewest_masks, keep_two_axis, keys_there
 from tl_posdisent.models.reading.forward import run
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice
 
 Axes = Literal["three", "two"]
@@ -81,7 +82,7 @@ def substitute_additive(
     """
     kept = None if isinstance(keep, (str, bytes)) or not isinstance(keep, Iterable) else tuple(keep)
     if kept is None or any(name not in PARTS for name in kept) or len(set(kept)) < len(kept):
-        raise ValueError(f"keep must be some of {', '.join(PARTS)}, each once, got {keep!r}")
+        raise ArgumentError("keep", f"must be some of {', '.join(PARTS)}, each once, got {keep!r}")
     chosen = additive_heads(model, axes, layers, heads, "substitute_additive")
     return joined(keep_parts_hooks(spec, some, kept, axes) for spec, some in chosen)
 
@@ -110,9 +111,10 @@ def _check_consecutive(view: View) -> None:
     steps = (own - torch.arange(own.shape[-1], device=own.device)).expand(there.shape)
     first = steps.masked_fill(~there, torch.iinfo(steps.dtype).max).amin(-1, keepdim=True)
     if bool(((steps != first) & there).any()):
-        raise ValueError(
-            "axes must be 'three' for a text whose positions are not consecutive (position_ids, an attention mask with "
-            f"a gap), as in layer {view.spec.layer}"
+        raise ArgumentError(
+            "axes",
+            "must be 'three' for a text whose positions are not consecutive (position_ids, an attention mask with "
+            f"a gap), as in layer {view.spec.layer}",
         )
 
 

@@ -13,6 +13,7 @@ from tl_posdisent.models.reading import attributes as facts
 from tl_posdisent.models.reading.forward import at_rest, device_of, restored, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 
 
@@ -74,9 +75,10 @@ def _grown(spec: AttentionSpec, slot: facts.TableSlot, length: int) -> Tensor:
         allowed = 4 * (n * torch.finfo(torch.float32).eps + torch.finfo(slot.table.dtype).eps)
         if not error.numel() or float(error.max()) <= allowed:
             return torch.cat([slot.table, table[n:]])
-    raise ValueError(
-        f"length must be at most {n} for layer {spec.layer} of {spec.architecture}: its table of rotations "
-        f"({slot.name}) follows no formula that was found, so it cannot be continued"
+    raise ArgumentError(
+        "length",
+        f"must be at most {n} for layer {spec.layer} of {spec.architecture}: its table of rotations "
+        f"({slot.name}) follows no formula that was found, so it cannot be continued",
     )
 
 
@@ -92,8 +94,9 @@ def _check_that_it_runs(model: Any, length: int) -> None:
         with at_rest(model):
             run(model, tokens, [], stop=1)
     except ValueError as error:
-        raise ValueError(
-            f"length must be at most {context} for this model, got {length}: it fails beyond its context, and "
+        raise ArgumentError(
+            "length",
+            f"must be at most {context} for this model, got {length}: it fails beyond its context, and "
             "not because of a rotary table; learned (absolute) positions cannot be continued "
-            f"({error.__cause__})"
+            f"({error.__cause__})",
         ) from error

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tl_posdisent.models.reading.forward import check_tokens, encode, padding_in, special_id
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_values
 
 Tokens = Int[Tensor, "*batch pos"] | str | list[str]
@@ -71,9 +72,10 @@ class Texts:
         if len(self.groups) > 1:
             few = sorted(set(self.lengths))
             listed = ", ".join(map(str, few)) if len(few) <= 8 else f"{few[0]} to {few[-1]}"
-            raise ValueError(
-                f"tokens must be texts of equal length for {tool}, got texts of {listed} tokens: "
-                "cut them to the same length, or call it for each length"
+            raise ArgumentError(
+                "tokens",
+                f"must be texts of equal length for {tool}, got texts of {listed} tokens: "
+                "cut them to the same length, or call it for each length",
             )
         return self.groups[0].tokens
 
@@ -81,10 +83,11 @@ class Texts:
         """Refuse a position that only one text reaches: a mean over the texts would be that text."""
         second = sorted(self.lengths)[-2] if len(self.lengths) > 1 else 0
         if second < self.longest:
-            raise ValueError(
-                f"tokens must be at least two texts at every position for {tool}, got one at positions {second} to "
+            raise ArgumentError(
+                "tokens",
+                f"must be at least two texts at every position for {tool}, got one at positions {second} to "
                 f"{self.longest - 1}"
-                + (f": cut it to {second} tokens, or give more texts of its length" if second else "")
+                + (f": cut it to {second} tokens, or give more texts of its length" if second else ""),
             )
 
     def from_the_start(self, parts: Sequence[Tensor], fill: float | int = 0) -> Tensor:
@@ -129,7 +132,7 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
         return tokens
     several = isinstance(tokens, list) and all(isinstance(text, str) for text in tokens)
     if (several or isinstance(tokens, str)) and attention_mask is not None:
-        raise ValueError("attention_mask must be None for tokens that are given as text: text needs no padding")
+        raise ArgumentError("attention_mask", "must be None for tokens that are given as text: text needs no padding")
     if several and tokens:
         rows = [check_tokens(model, row, padded=True)[0] for row in encode(model, tokens)]
         side = getattr(model.tokenizer, "padding_side", "right")
@@ -157,23 +160,27 @@ def read_texts(model: Any, tokens: Any, attention_mask: Any = None) -> Texts:
 def _real(attention_mask: Any, tokens: Int[Tensor, "batch pos"]) -> Bool[Tensor, "batch pos"]:
     """An attention mask as booleans on the device of the tokens, or raise (see ``read_texts``)."""
     if not isinstance(attention_mask, Tensor):
-        raise ValueError(f"attention_mask must be a tensor like tokens, got {type(attention_mask).__name__}")
+        raise ArgumentError("attention_mask", f"must be a tensor like tokens, got {type(attention_mask).__name__}")
     check_values("attention_mask", attention_mask)
     mask = attention_mask[None] if attention_mask.ndim == 1 else attention_mask
     if mask.shape != tokens.shape or mask.is_complex() or bool(((mask != 0) & (mask != 1)).any()):
-        raise ValueError(
-            f"attention_mask must have the shape of tokens, {tuple(tokens.shape)}, True or 1 at tokens, False "
-            f"or 0 at padding; got {mask.dtype} of shape {tuple(attention_mask.shape)}"
+        raise ArgumentError(
+            "attention_mask",
+            f"must have the shape of tokens, {tuple(tokens.shape)}, True or 1 at tokens, False "
+            f"or 0 at padding; got {mask.dtype} of shape {tuple(attention_mask.shape)}",
         )
     real = mask.to(tokens.device).bool()
     few = (real.sum(1) < 2).nonzero()
     if len(few):
-        raise ValueError(f"attention_mask must leave at least two tokens of each text, got fewer in text {int(few[0])}")
+        raise ArgumentError(
+            "attention_mask", f"must leave at least two tokens of each text, got fewer in text {int(few[0])}"
+        )
     begins = real[:, 0].long() + (real[:, 1:] & ~real[:, :-1]).sum(1)
     bad = ((begins > 1) | ~(real[:, 0] | real[:, -1])).nonzero()
     if len(bad):
-        raise ValueError(
-            "attention_mask must hide a run at the beginning or at the end of a text, got a gap or padding on both "
-            f"sides in text {int(bad[0])}"
+        raise ArgumentError(
+            "attention_mask",
+            "must hide a run at the beginning or at the end of a text, got a gap or padding on both "
+            f"sides in text {int(bad[0])}",
         )
     return real

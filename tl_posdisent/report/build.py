@@ -19,6 +19,7 @@ from tl_posdisent.report.measurements import SECTIONS, Copies, SectionName, meas
 from tl_posdisent.report.provenance import analysed, reproduce
 from tl_posdisent.report.sections import TITLES, section
 from tl_posdisent.report.verdict import headline, verdict
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import whole_file
 from tl_posdisent.utils.validation import check_integer, check_seed, check_subset, head_label, shown
 from tl_posdisent.viz.widgets.offline import library, policy
@@ -85,15 +86,15 @@ def report(
     chosen = check_subset("sections", SECTIONS if sections is None else sections, SECTIONS)
     wanted = [name for name in SECTIONS if name in chosen]
     if not wanted:
-        raise ValueError(f"sections must be some of {', '.join(SECTIONS)}, got none")
+        raise ArgumentError("sections", f"must be some of {', '.join(SECTIONS)}, got none")
     check_seed(seed)
     control = check_integer("control", control, 0)
     scale = initial_scale(subject.model, std) if control else USUAL_STD
     for name, value in (("title", title), ("command", command)):
         if value is not None and not isinstance(value, str):
-            raise ValueError(f"{name} must be text, got {shown(value)}")
+            raise ArgumentError(name, f"must be text, got {shown(value)}")
     if not isinstance(path, (str, PathLike)) or not str(path) or Path(path).is_dir():
-        raise ValueError(f"path must be that of the HTML file, got {shown(path)}")
+        raise ArgumentError("path", f"must be that of the HTML file, got {shown(path)}")
     target = Path(path)
     found = measure(subject, wanted, copies=Copies(control, scale), seed=seed, progress=progress)
     found = {name: found[name] for name in wanted}

@@ -33,6 +33,7 @@ from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.size import count_parameters
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import progress_bar
 
 POSITIONS = 1024
@@ -133,9 +134,9 @@ def read_subject(model: Any, text: Tokens, attention_mask: Tensor | None, layers
     try:
         texts = read_texts(model, text, attention_mask)
     except ValueError as error:
-        if str(error).startswith("attention_mask"):
+        if isinstance(error, ArgumentError) and error.argument == "attention_mask":
             raise
-        raise ValueError(f"text cannot be used: {error}") from error
+        raise ArgumentError("text", f"cannot be used: {error}") from error
     context = getattr(model.cfg, "n_ctx", None) or POSITIONS
     order = texts.real.long().argsort(dim=1, descending=True, stable=True)[:, : texts.longest]
     tokens, real = texts.tokens.gather(1, order), texts.real.gather(1, order)  # padding behind the texts

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_flag, check_number
@@ -112,11 +113,11 @@ def rope_capacity(
     device = check_rotary(rotary).frequencies.device
     d, y = numbers("distances", distances, device), numbers("target", target, device)
     if d.shape != y.shape:
-        raise ValueError(f"target must have one value per distance, got {len(y)} values for {len(d)} distances")
+        raise ArgumentError("target", f"must have one value per distance, got {len(y)} values for {len(d)} distances")
     ridge = check_number("ridge", ridge, least=0)
     check_flag("intercept", intercept)
     if len(rotary.frequencies) == 0:
-        raise ValueError("rotary must have at least one frequency, got none")
+        raise ArgumentError("rotary", "must have at least one frequency, got none")
     angle = rotary.angles(d)
     basis = torch.cat([angle.cos(), -angle.sin()], -1)
     centre, level = (basis.mean(0), y.mean()) if intercept else (torch.zeros_like(basis[0]), torch.zeros_like(y[0]))

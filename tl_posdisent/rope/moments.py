@@ -14,6 +14,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from tl_posdisent.rope.rotary import Rotary, check_rotary, to_complex
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_values
 
@@ -156,7 +157,7 @@ def _measured(name: str, x: Tensor, order: Int64[Tensor, "d_head"]) -> Spread:
     try:
         spread = total(map(spread_of, chunks(x)))
     except ValueError:  # NaN and infinity survive into the covariance: no second pass to look for them
-        raise ValueError(f"{name} must be finite, and small enough to be squared") from None
+        raise ArgumentError(name, "must be finite, and small enough to be squared") from None
     return Spread(spread.count, spread.mean[:, order], spread.cov[:, order][:, :, order])
 
 
@@ -164,10 +165,10 @@ def _check_vectors(q: Tensor, k: Tensor, rotary: Rotary) -> None:
     for name, x, axes in (("q", q, "(*n_q, head, d_head)"), ("k", k, "(*n_k, kv_head, d_head)")):
         if not isinstance(x, Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{name} must be a floating-point torch.Tensor, got {got}")
+            raise ArgumentError(name, f"must be a floating-point torch.Tensor, got {got}")
         check_values(name, x)
         if x.ndim < 3 or x.numel() == 0:
-            raise ValueError(f"{name} must have shape {axes} and not be empty, got {tuple(x.shape)}")
+            raise ArgumentError(name, f"must have shape {axes} and not be empty, got {tuple(x.shape)}")
     check_rotary(rotary)
     check_devices(q=q, k=k)
     (n_heads, d_head), (n_kv, d_key) = q.shape[-2:], k.shape[-2:]
@@ -176,4 +177,4 @@ def _check_vectors(q: Tensor, k: Tensor, rotary: Rotary) -> None:
     if n_heads % n_kv:
         raise ValueError(f"the number of key heads must divide that of heads, got {n_kv} and {n_heads}")
     if d_head < rotary.dim:
-        raise ValueError(f"d_head must be at least {rotary.dim}, two per frequency, got {d_head}")
+        raise ArgumentError("d_head", f"must be at least {rotary.dim}, two per frequency, got {d_head}")

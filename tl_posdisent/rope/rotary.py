@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Complex, Float, Float64, Real
 from torch import Tensor
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_devices, check_number, check_values, described, shown
 
 Pairing = Literal["half", "adjacent"]
@@ -58,7 +59,7 @@ class Rotary:
         check_number("attention_factor", self.attention_factor, above=0)
         for name, dtype in (("angle_dtype", self.angle_dtype), ("frequency_dtype", self.frequency_dtype)):
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-                raise ValueError(f"{name} must be a floating point torch.dtype, got {dtype!r}")
+                raise ArgumentError(name, f"must be a floating point torch.dtype, got {dtype!r}")
 
     @property
     def dim(self) -> int:
@@ -156,7 +157,7 @@ def from_complex(
 def _check_positions(positions: Tensor, x: Tensor) -> Tensor:
     """Return ``positions`` on the device of ``x: [*batch, pos, head, d_head]``, or raise unless they fit."""
     if x.ndim < 3:
-        raise ValueError(f"x must have shape (*batch, pos, head, d_head), got {tuple(x.shape)}")
+        raise ArgumentError("x", f"must have shape (*batch, pos, head, d_head), got {tuple(x.shape)}")
     length = x.shape[-3]
     check_values("positions", positions)
     if not isinstance(positions, Tensor) or not (
@@ -164,19 +165,19 @@ def _check_positions(positions: Tensor, x: Tensor) -> Tensor:
         or (x.ndim == 4 and positions.shape[1:] == (length,) and len(positions) in (1, len(x)))
     ):
         batch = x.shape[0] if x.ndim == 4 else "batch"
-        raise ValueError(
-            f"positions must have shape (pos,) = ({length},) or (batch, pos) = ({batch}, {length}), "
-            f"got {described(positions)}"
+        raise ArgumentError(
+            "positions",
+            f"must have shape (pos,) = ({length},) or (batch, pos) = ({batch}, {length}), got {described(positions)}",
         )
     if positions.is_complex() or positions.dtype == torch.bool or not bool(positions.isfinite().all()):
-        raise ValueError(f"positions must be finite real numbers, got {shown(positions)}")
+        raise ArgumentError("positions", f"must be finite real numbers, got {shown(positions)}")
     return positions.to(x.device)
 
 
 def check_rotary(rotary: Any) -> Rotary:
     """Return ``rotary``, or raise unless it is a ``Rotary``."""
     if not isinstance(rotary, Rotary):
-        raise ValueError(f"rotary must be a Rotary, got {type(rotary).__name__}")
+        raise ArgumentError("rotary", f"must be a Rotary, got {type(rotary).__name__}")
     return rotary
 
 
@@ -184,9 +185,9 @@ def _check(x: Any, rotary: Rotary) -> None:
     check_rotary(rotary)
     check_values("x", x, meta=True)
     if not isinstance(x, Tensor) or x.ndim < 1 or not x.is_floating_point() or x.shape[-1] < rotary.dim:
-        raise ValueError(
-            f"x must be floating point with a last axis of at least {rotary.dim} (two per frequency), "
-            f"got {described(x)}"
+        raise ArgumentError(
+            "x",
+            f"must be floating point with a last axis of at least {rotary.dim} (two per frequency), got {described(x)}",
         )
     check_devices(x=x)
 
@@ -221,7 +222,7 @@ def rotary_from_table(
     """
     for name, x in (("cos", cos), ("sin", sin)):
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            raise ValueError(f"{name} must be a floating point torch.Tensor, got {described(x)}")
+            raise ArgumentError(name, f"must be a floating point torch.Tensor, got {described(x)}")
         check_values(name, x)
     if cos.shape != sin.shape or cos.ndim != 2 or cos.shape[0] < 2:
         raise ValueError(

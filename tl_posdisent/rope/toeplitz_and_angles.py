@@ -9,6 +9,7 @@ from torch import Tensor
 from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, read_marginals
 from tl_posdisent.additive.fit import ROUNDING
 from tl_posdisent.additive.score_checks import check_scores
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_flag, check_values, described
 
@@ -117,12 +118,12 @@ def principal_angles(a: Float[Tensor, "d m"], b: Float[Tensor, "d n"]) -> Float6
     """
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2 or x.shape[0] != a.shape[0]:
-            raise ValueError(
-                f"{name} must be floating point of shape (d, columns), the same d for both, got {described(x)}"
+            raise ArgumentError(
+                name, f"must be floating point of shape (d, columns), the same d for both, got {described(x)}"
             )
         check_values(name, x)
         if not bool(x.isfinite().all()) or not bool((x != 0).any()):
-            raise ValueError(f"{name} must be finite and not all 0")
+            raise ArgumentError(name, "must be finite and not all 0")
     check_devices(a=a, b=b)
     bases = []
     for x in (a, b):

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Complex128, Float64
 from torch import Tensor
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.tables import index_columns
@@ -242,7 +243,7 @@ def share_of(part: Tensor, total: Tensor) -> Tensor:
 def check_distances(moments: Moments, distances: Numbers) -> Float64[Tensor, "distance"]:
     """Return the distances in float64 on the device of the moments, or raise."""
     if not isinstance(moments, Moments):
-        raise ValueError(f"moments must be Moments (Moments.from_qk makes them), got {type(moments).__name__}")
+        raise ArgumentError("moments", f"must be Moments (Moments.from_qk makes them), got {type(moments).__name__}")
     return numbers("distances", distances, moments.query.mean.device)
 
 
@@ -252,11 +253,11 @@ def numbers(name: str, values: Any, device: torch.device) -> Float64[Tensor, "di
     try:
         x = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:  # words, tables of unequal rows, None
-        raise ValueError(f"{name} must be finite real numbers, got {type(values).__name__}: {error}") from error
+        raise ArgumentError(name, f"must be finite real numbers, got {type(values).__name__}: {error}") from error
     if x.ndim != 1 or len(x) == 0:
-        raise ValueError(f"{name} must be one-dimensional and not empty, got shape {tuple(x.shape)}")
+        raise ArgumentError(name, f"must be one-dimensional and not empty, got shape {tuple(x.shape)}")
     real = not x.is_complex() and x.dtype != torch.bool
     x = torch.as_tensor(values, dtype=torch.float64, device="cpu") if real else x
     if not real or not bool(x.isfinite().all()):
-        raise ValueError(f"{name} must be finite real numbers, got {shown(values)}")
+        raise ArgumentError(name, f"must be finite real numbers, got {shown(values)}")
     return x.detach().to(device)

@@ -19,6 +19,7 @@ import pandas as pd
 from tl_posdisent import experiments, synthetic
 from tl_posdisent.models.loading.load import Backend, check_backend
 from tl_posdisent.sweeps.sources import DTYPES, Checkpoint, Text, checkpoint_steps, named, step_of
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seeds
 
 
@@ -44,7 +45,7 @@ def _gives_table(function: Callable[..., Any]) -> bool:
 def experiment_named(name: str) -> Callable[..., Any]:
     """The experiment of this name, or raise ValueError."""
     if name not in experiments_by_name():
-        raise ValueError(f"experiment must be one of {', '.join(sorted(experiments_by_name()))}, got {name!r}")
+        raise ArgumentError("experiment", f"must be one of {', '.join(sorted(experiments_by_name()))}, got {name!r}")
     return experiments_by_name()[name]
 
 
@@ -54,7 +55,9 @@ def canonical(arguments: Mapping[str, Any]) -> str:
     try:
         return json.dumps(plain, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"arguments must be numbers, words, lists and None, as in JSON, got {arguments!r}") from error
+        raise ArgumentError(
+            "arguments", f"must be numbers, words, lists and None, as in JSON, got {arguments!r}"
+        ) from error
 
 
 def takes_seed(name: str) -> bool:
@@ -65,7 +68,7 @@ def takes_seed(name: str) -> bool:
 def check_call(name: str, arguments: Mapping[str, Any], seed: int | None) -> None:
     """Raise ValueError, before anything is loaded, unless the experiment takes these arguments."""
     if seed is not None and {"seed", "seeds"} & set(arguments):
-        raise ValueError(f"seeds must be given once, got seed={seed} and {dict(arguments)} for {name}")
+        raise ArgumentError("seeds", f"must be given once, got seed={seed} and {dict(arguments)} for {name}")
     function = experiment_named(name)
     try:
         inspect.signature(function).bind("model", "tokens", **_arguments(function, arguments, seed))
@@ -189,7 +192,7 @@ def jobs(
     drawn = None if seeds is None else check_seeds(seeds)
     if drawn is not None and not any(takes_seed(name) for name, _ in asked):
         names = ", ".join(name for name, _ in asked)
-        raise ValueError(f"seeds must be None, as none of {names} takes one, got {drawn}")
+        raise ArgumentError("seeds", f"must be None, as none of {names} takes one, got {drawn}")
     places = []
     for model in _listed(models):
         steps = checkpoint_steps(model) if checkpoints == "all" else [None] if checkpoints is None else checkpoints
@@ -207,7 +210,7 @@ def jobs(
 def _experiment(given: Any) -> tuple[str, dict[str, Any]]:
     name, arguments = (given, {}) if isinstance(given, str) else (*given, None, None)[:2]
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
-        raise ValueError(f"experiments must be names, or pairs of a name and a dict of arguments, got {given!r}")
+        raise ArgumentError("experiments", f"must be names, or pairs of a name and a dict of arguments, got {given!r}")
     return name, dict(arguments)
 
 

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 
 from tl_posdisent.sweeps.jobs import Job, run_experiment
 from tl_posdisent.sweeps.sources import load
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import locked, remove_unfinished, whole_file
 
 _KEY = b"tl_posdisent"
@@ -51,16 +52,17 @@ def failures(out: str | Path) -> pd.DataFrame:
         0
     """
     if not Path(out).is_dir():
-        raise ValueError(f"out must be the folder of a sweep, got {out}")
+        raise ArgumentError("out", f"must be the folder of a sweep, got {out}")
     rows = []
     for path in sorted(Path(out, "failed").glob("*.json")):
         try:
             row = json.loads(path.read_bytes())
             rows.append([row[name] for name in _FAILURE])
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ValueError(
-                f"out must be the folder of a sweep, but {path} in it is damaged ({type(error).__name__}: {error}); "
-                "delete that file, and call sweep(..., retry=True) to repeat its job"
+            raise ArgumentError(
+                "out",
+                f"must be the folder of a sweep, but {path} in it is damaged ({type(error).__name__}: {error}); "
+                "delete that file, and call sweep(..., retry=True) to repeat its job",
             ) from error
     return pd.DataFrame(rows, columns=_FAILURE)
 
@@ -69,7 +71,7 @@ def prepare(out: Path) -> None:
     """Make the folders, and delete what killed processes left unfinished. Call it while holding the folder's lock."""
     for folder in (Path(out, "parts"), Path(out, "failed")):
         if folder.exists() and not folder.is_dir():
-            raise ValueError(f"out must be the folder of a sweep, got {out}, in which {folder} is a file")
+            raise ArgumentError("out", f"must be the folder of a sweep, got {out}, in which {folder} is a file")
         folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(folder)
 
@@ -232,12 +234,12 @@ def sweep(
     listed, folder = list(jobs) if isinstance(jobs, Iterable) else [jobs], Path(out).resolve()
     wrong = [type(job).__name__ for job in listed if not isinstance(job, Job)]
     if wrong or not listed:
-        raise ValueError(f"jobs must be a list of Job as jobs() makes it, got {wrong[0] if wrong else 'none'}")
+        raise ArgumentError("jobs", f"must be a list of Job as jobs() makes it, got {wrong[0] if wrong else 'none'}")
     listed = list(dict.fromkeys(listed))
     if executor is not None and not callable(getattr(executor, "submit", None)):
-        raise ValueError(f"executor must be a concurrent.futures.Executor or None, got {type(executor).__name__}")
+        raise ArgumentError("executor", f"must be a concurrent.futures.Executor or None, got {type(executor).__name__}")
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"out must be a folder, or a path where one can be made, got the file {folder}")
+        raise ArgumentError("out", f"must be a folder, or a path where one can be made, got the file {folder}")
     different = list({job.hash: job for job in listed}.values())
     if unfinished(folder, different, retry):
         with locked(folder, "out", "sweep"):

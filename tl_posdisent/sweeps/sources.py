@@ -21,6 +21,7 @@ from tl_posdisent.demo import demo_model
 from tl_posdisent.demo.demo_model import demo_text
 from tl_posdisent.models.loading.load import Backend, load_model
 from tl_posdisent.synthetic.training.loop import load_checkpoint
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
 from tl_posdisent.utils.validation import check_integer, is_integer, shown
 
@@ -46,22 +47,24 @@ def checkpoint_steps(folder: str | Path) -> list[int]:
     training, or of ``train``), and folders such as ``step100`` or ``checkpoint-100`` with a Hugging Face model in each.
     """
     if not (found := _steps(Path(folder))):
-        raise ValueError(f"folder must have checkpoints (step-000100.safetensors, checkpoint-100/), got {folder}")
+        raise ArgumentError("folder", f"must have checkpoints (step-000100.safetensors, checkpoint-100/), got {folder}")
     return sorted(found)
 
 
 def named(model: str | Path, checkpoint: Checkpoint) -> tuple[str, Checkpoint, str]:
     """Model, checkpoint and a hash of what will be loaded (empty for names: their revision says what they are)."""
     if not (checkpoint is None or isinstance(checkpoint, str) or is_integer(checkpoint)):
-        raise ValueError(f"checkpoint must be a step, a revision or None, got {checkpoint!r}")
+        raise ArgumentError("checkpoint", f"must be a step, a revision or None, got {checkpoint!r}")
     if model == "demo":
         if checkpoint is not None:
-            raise ValueError(f"checkpoint must be None for model='demo', got {checkpoint!r}: name a training's folder")
+            raise ArgumentError(
+                "checkpoint", f"must be None for model='demo', got {checkpoint!r}: name a training's folder"
+            )
         return "demo", None, fingerprint(Path(demo_model.__file__).with_name("weights.safetensors"))
     if found_at(model):
         return str(Path(model).resolve()), checkpoint, fingerprint(place(Path(model), checkpoint))
     if isinstance(model, Path) or str(model).startswith((".", "/", "~")):
-        raise ValueError(f"model must be a name, or a file or folder that exists, got {model}")
+        raise ArgumentError("model", f"must be a name, or a file or folder that exists, got {model}")
     return str(model), f"step{checkpoint}" if isinstance(checkpoint, int) else checkpoint, ""
 
 
@@ -79,7 +82,7 @@ def place(model: Path, checkpoint: Checkpoint) -> Path:
     else:
         at = steps.get(checkpoint) if isinstance(checkpoint, int) else model / checkpoint
     if at is None or not at.exists():
-        raise ValueError(f"checkpoint must be one of {sorted(steps)} for {model}, got {checkpoint!r}")
+        raise ArgumentError("checkpoint", f"must be one of {sorted(steps)} for {model}, got {checkpoint!r}")
     return at
 
 
@@ -138,7 +141,7 @@ def _is_synthetic(at: Path) -> bool:
         with safe_open(at, framework="pt") as file:
             return "notes" in (file.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"model must be a whole safetensors file, but {at} cannot be read: {error}") from error
+        raise ArgumentError("model", f"must be a whole safetensors file, but {at} cannot be read: {error}") from error
 
 
 Kind = Literal["demo", "file", "words", "ids"]
@@ -175,9 +178,9 @@ class Text:
             if name != "length" or self.length is not None:
                 check_integer(name, getattr(self, name), least)
         if self.length is None and (self.count, self.first) != (1, 0):
-            raise ValueError("length must be given with count or first, got None")
+            raise ArgumentError("length", "must be given with count or first, got None")
         if self.kind == "ids" and self.length is not None:
-            raise ValueError(f"length must be None for token ids, which are not cut, got {self.length}")
+            raise ArgumentError("length", f"must be None for token ids, which are not cut, got {self.length}")
 
     @classmethod
     def of(
@@ -201,7 +204,7 @@ class Text:
         """
         kind, kept, content = _content(source)
         if not content.strip():
-            raise ValueError(f"text must have words, got none in {source!r}")
+            raise ArgumentError("text", f"must have words, got none in {source!r}")
         return cls(kind, kept, _sha256(content), length, count, first)
 
     def split(self, parts: int) -> list[Text]:
@@ -253,9 +256,10 @@ def cut(model: Any, words: str, length: int | None, count: int = 1, first: int =
     ids, body = ids[len(begin) :], length - len(begin)
     needed = (first + count) * body
     if needed > len(ids):
-        raise ValueError(
-            f"text has {len(ids)} tokens, too few for {count} × {length}, which need {needed}: "
-            "give a longer text, or ask for fewer or shorter parts of it"
+        raise ArgumentError(
+            "text",
+            f"has {len(ids)} tokens, too few for {count} × {length}, which need {needed}: "
+            "give a longer text, or ask for fewer or shorter parts of it",
         )
     rows = ids[first * body : needed].view(count, body)
     return torch.cat([begin.to(ids).expand(count, -1), rows], 1)
@@ -274,15 +278,15 @@ def _content(source: Any) -> tuple[Kind, str, str]:
         if source == "demo":
             return "demo", "demo", demo_text()
         if found_at(source) == "file":
-            raise ValueError(f"text must be words or a Path, got the name of a file: write Path({source!r})")
+            raise ArgumentError("text", f"must be words or a Path, got the name of a file: write Path({source!r})")
         return "words", source, source
     try:
         ids = torch.as_tensor(source, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         ids = torch.empty(0, device="cpu")
     if ids.dtype != torch.int64 or ids.ndim not in (1, 2) or ids.numel() == 0:
-        raise ValueError(
-            f'text must be "demo", a Path, words, or token ids (pos,) or (batch, pos), got {shown(source)}'
+        raise ArgumentError(
+            "text", f'must be "demo", a Path, words, or token ids (pos,) or (batch, pos), got {shown(source)}'
         )
     rows = json.dumps((ids if ids.ndim == 2 else ids[None]).tolist())
     return "ids", rows, rows
@@ -293,4 +297,4 @@ def _read(path: Path) -> str:
         return path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"text must be a UTF-8 file that can be read, got {shown(str(path))}: {why}") from error
+        raise ArgumentError("text", f"must be a UTF-8 file that can be read, got {shown(str(path))}: {why}") from error

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_fields, check_integer
 
 Samples = tuple[Int[Tensor, "sample pos"], Int[Tensor, " sample"]]
@@ -103,7 +104,7 @@ class Task(ABC):
             check_integer("seed", seed, 0, LARGEST_SEED)
             return self._draw(n, torch.Generator(device or "cpu").manual_seed(seed))
         if device is not None and torch.device(device).type != seed.device.type:
-            raise ValueError(f"device must be the generator's, {seed.device}, or None, got {device}")
+            raise ArgumentError("device", f"must be the generator's, {seed.device}, or None, got {device}")
         return self._draw(n, seed)
 
     def split(self, n_train: int, n_test: int, seed: int = 0, *, device: str | torch.device | None = None) -> Split:

@@ -12,6 +12,8 @@ from typing import BinaryIO, Literal
 
 from filelock import FileLock, Timeout
 
+from tl_posdisent.utils.errors import ArgumentError
+
 UNFINISHED = ".unfinished"
 LOCK = ".tl_posdisent.lock"
 
@@ -68,9 +70,10 @@ def locked(folder: str | os.PathLike[str], name: str, work: str) -> Iterator[Non
     try:
         lock = FileLock(Path(folder, LOCK), timeout=0, thread_local=False).acquire()
     except Timeout:
-        raise ValueError(
-            f"{name} must be a folder that no other process writes to, got {os.fspath(folder)}: another {work} is "
-            "running there (its lock is held); wait until it ends, or choose another folder"
+        raise ArgumentError(
+            name,
+            f"must be a folder that no other process writes to, got {os.fspath(folder)}: another {work} is "
+            "running there (its lock is held); wait until it ends, or choose another folder",
         ) from None
     with lock:
         yield

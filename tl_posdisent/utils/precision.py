@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from tl_posdisent.utils.errors import ArgumentError
+
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -32,8 +34,9 @@ def own_sums() -> Iterator[None]:
 def with_gradients(model: torch.nn.Module) -> Iterator[None]:
     """Record gradients, also within the caller's ``no_grad`` or ``inference_mode``."""
     if any(x.is_inference() for x in (*model.parameters(), *model.buffers())):
-        raise ValueError(
-            "model must be made outside torch.inference_mode(), whose tensors never record gradients: load it outside"
+        raise ArgumentError(
+            "model",
+            "must be made outside torch.inference_mode(), whose tensors never record gradients: load it outside",
         )
     with torch.inference_mode(False), torch.enable_grad():
         yield

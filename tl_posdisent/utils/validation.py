@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
+from tl_posdisent.utils.errors import ArgumentError
+
 
 def shown(value: Any) -> str:
     """Describe a value in an error: its repr, cut to 120 characters; of a tensor or an array, type and shape alone.
@@ -72,11 +74,11 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None, wh
 
     >>> check_integer("step", 12, 0, 10, why="the steps of this run")
     Traceback (most recent call last):
-    ValueError: step must be an integer from 0 to 10 (the steps of this run), got 12
+    tl_posdisent.utils.errors.ArgumentError: step must be an integer from 0 to 10 (the steps of this run), got 12
     """
     if not is_integer(value) or not least <= operator.index(value) <= (math.inf if most is None else most):
         bound = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} must be an integer {bound}{why and f' ({why})'}, got {shown(value)}")
+        raise ArgumentError(name, f"must be an integer {bound}{why and f' ({why})'}, got {shown(value)}")
     return operator.index(value)
 
 
@@ -93,7 +95,7 @@ def check_number(
     if not (is_number(value) and math.isfinite(value) and least <= value <= most and above < value < below):
         bounds = {"of at least": least, "above": above, "at most": most, "below": below}
         words = " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
-        raise ValueError(f"{name} must be a finite number{words and ' ' + words}, got {shown(value)}")
+        raise ArgumentError(name, f"must be a finite number{words and ' ' + words}, got {shown(value)}")
     return float(value)
 
 
@@ -102,13 +104,13 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
 
     >>> check_choice("mode", "drop it", ("drop", "freeze"))
     Traceback (most recent call last):
-    ValueError: mode must be 'drop' or 'freeze', got 'drop it'
+    tl_posdisent.utils.errors.ArgumentError: mode must be 'drop' or 'freeze', got 'drop it'
     """
     choices = list(choices)
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         words = [repr(choice) for choice in choices]
         listed = " or ".join(words) if len(words) < 3 else ", ".join(words[:-1]) + " or " + words[-1]
-        raise ValueError(f"{name} must be {listed}, got {shown(value)}")
+        raise ArgumentError(name, f"must be {listed}, got {shown(value)}")
 
 
 def check_subset(name: str, given: Any, choices: Iterable[str]) -> list[str]:
@@ -117,14 +119,14 @@ def check_subset(name: str, given: Any, choices: Iterable[str]) -> list[str]:
     picked = [given] if isinstance(given, str) else list(given) if isinstance(given, Iterable) else None
     known = picked is not None and all(isinstance(x, str) and x in choices for x in picked)
     if not known or isinstance(given, Mapping) or len(set(picked or ())) < len(picked or ()):
-        raise ValueError(f"{name} must be some of {', '.join(choices)}, each once, got {shown(given)}")
+        raise ArgumentError(name, f"must be some of {', '.join(choices)}, each once, got {shown(given)}")
     return picked or []
 
 
 def check_flag(name: str, value: Any) -> None:
     """Raise unless ``value`` is True or False."""
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {shown(value)}")
+        raise ArgumentError(name, f"must be True or False, got {shown(value)}")
 
 
 def check_fields(config: Any, *, least: Mapping[str, int] | None = None) -> None:
@@ -147,19 +149,19 @@ def check_values(name: str, x: Any, *, meta: bool = False) -> None:
     >>> import torch
     >>> check_values("q", torch.ones(2).to(torch.float8_e4m3fn))
     Traceback (most recent call last):
-    ValueError: q must be of 16 bits or more, got torch.float8_e4m3fn: use q.float()
+    tl_posdisent.utils.errors.ArgumentError: q must be of 16 bits or more, got torch.float8_e4m3fn: use q.float()
     """
     if not isinstance(x, torch.Tensor):
         return
     if x.is_quantized:
-        raise ValueError(f"{name} must be a plain tensor, got {x.dtype}: use {name}.dequantize()")
+        raise ArgumentError(name, f"must be a plain tensor, got {x.dtype}: use {name}.dequantize()")
     if x.is_nested or x.layout != torch.strided:
         what = "a nested tensor: pad it" if x.is_nested else f"{x.layout}: use {name}.to_dense()"
-        raise ValueError(f"{name} must be a dense tensor, got {what}")
+        raise ArgumentError(name, f"must be a dense tensor, got {what}")
     if x.is_floating_point() and x.element_size() == 1:
-        raise ValueError(f"{name} must be of 16 bits or more, got {x.dtype}: use {name}.float()")
+        raise ArgumentError(name, f"must be of 16 bits or more, got {x.dtype}: use {name}.float()")
     if x.is_meta and not meta:
-        raise ValueError(f"{name} must have values, got a meta tensor")
+        raise ArgumentError(name, "must have values, got a meta tensor")
 
 
 def check_devices(**given: Any) -> None:
@@ -179,15 +181,15 @@ def check_float64(name: str, device: torch.device) -> None:
     try:
         torch.zeros((), dtype=torch.float64, device=device)
     except (TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} must be on the CPU or a CUDA device, got {device}, which has no float64: use {name}.to('cpu')"
+        raise ArgumentError(
+            name, f"must be on the CPU or a CUDA device, got {device}, which has no float64: use {name}.to('cpu')"
         ) from error
 
 
 def check_seed(seed: Any) -> int:
     """Return ``seed`` as an int, or raise unless it is an integer from 0 to 2**63 - 1."""
     if not is_integer(seed) or not 0 <= operator.index(seed) < 2**63:
-        raise ValueError(f"seed must be a non-negative integer below 2**63, got {shown(seed)}")
+        raise ArgumentError("seed", f"must be a non-negative integer below 2**63, got {shown(seed)}")
     return operator.index(seed)
 
 
@@ -203,10 +205,10 @@ def check_seeds(seeds: Any, least: Literal[0, 1] = 1) -> list[int]:
 def check_distinct(name: str, values: Any, check: Callable[[Any], Any], what: str = "a sequence") -> list[Any]:
     """What ``check`` returns for each of at least one value, none twice; ``what`` is needed, for errors."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
-        raise ValueError(f"{name} must be {what}, got {shown(values)}")
+        raise ArgumentError(name, f"must be {what}, got {shown(values)}")
     given = [check(value) for value in values]
     if not given or len(set(given)) < len(given):
-        raise ValueError(f"{name} must name at least one and none twice, got {shown(given)}")
+        raise ArgumentError(name, f"must name at least one and none twice, got {shown(given)}")
     return given
 
 
@@ -215,9 +217,9 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
 
     >>> check_indices("layers", None, 3), check_indices("layers", -1, 3), check_indices("layers", range(2), 3)
     ([0, 1, 2], [2], [0, 1])
-    >>> check_indices("layers", [3], 3)
+    >>> check_indices("layers", [3], 3)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: layers must be integers from 0 to 2 (or from -3 to -1, counted from the end), got 3
+    tl_posdisent.utils.errors.ArgumentError: layers must be integers from 0 to 2 (or from -3 to -1, ...), got 3
     """
     if chosen is None:
         return list(range(n))
@@ -225,16 +227,16 @@ def check_indices(name: str, chosen: Any, n: int) -> list[int]:
         chosen = [chosen]
     check_values(name, chosen)
     if isinstance(chosen, (str, bytes, Mapping)) or not isinstance(chosen, Iterable):
-        raise ValueError(f"{name} must be an integer or a sequence of integers, got {shown(chosen)}")
+        raise ArgumentError(name, f"must be an integer or a sequence of integers, got {shown(chosen)}")
     given = list(chosen)
     for x in given:
         if not is_integer(x) or not -n <= operator.index(x) < n:
-            raise ValueError(
-                f"{name} must be integers from 0 to {n - 1} (or from {-n} to -1, counted from the end), got {shown(x)}"
+            raise ArgumentError(
+                name, f"must be integers from 0 to {n - 1} (or from {-n} to -1, counted from the end), got {shown(x)}"
             )
     picked = [operator.index(x) % n for x in given]
     if not picked or len(set(picked)) < len(picked):
-        raise ValueError(f"{name} must name at least one and none twice, got {shown(given)}")
+        raise ArgumentError(name, f"must name at least one and none twice, got {shown(given)}")
     return picked
 
 
@@ -279,22 +281,25 @@ def check_heads(
         )
     given: Any = [heads] if isinstance(heads, str) else heads
     if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
-        raise ValueError(f'heads must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(heads)}')
+        raise ArgumentError(
+            "heads", f'must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(heads)}'
+        )
     given = [_from_label(x) for x in given]
     if not any(_is_pair(x) for x in given):
         return {layer: check_indices("heads", given, n_heads) for layer in in_each}
     by_layer: dict[int, list[int]] = {}
     for x in given:
         if not _is_pair(x) or not (-n_layers <= x[0] < n_layers and -n_heads <= x[1] < n_heads):
-            raise ValueError(
-                f"heads must be L0H0 to {head_label(n_layers - 1, n_heads - 1)}, as labels or as pairs (layer, head) "
-                f"(or negative, counted from the end), got {head_label(*x) if _is_pair(x) else shown(x)}"
+            raise ArgumentError(
+                "heads",
+                f"must be L0H0 to {head_label(n_layers - 1, n_heads - 1)}, as labels or as pairs (layer, head) "
+                f"(or negative, counted from the end), got {head_label(*x) if _is_pair(x) else shown(x)}",
             )
         by_layer.setdefault(operator.index(x[0]) % n_layers, []).append(operator.index(x[1]) % n_heads)
     if any(len(set(some)) < len(some) for some in by_layer.values()):
-        raise ValueError(f"heads must name none twice, got {shown(given)}")
+        raise ArgumentError("heads", f"must name none twice, got {shown(given)}")
     if not set(by_layer) <= set(chosen):
-        raise ValueError(f"heads must lie within layers={shown(layers)}, got {shown(given)}")
+        raise ArgumentError("heads", f"must lie within layers={shown(layers)}, got {shown(given)}")
     return dict(sorted(by_layer.items()))
 
 
@@ -304,7 +309,7 @@ def _from_label(x: Any) -> Any:
         return x
     found = re.fullmatch(r"L(\d+)H(\d+)", x)
     if found is None:
-        raise ValueError(f'heads must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(x)}')
+        raise ArgumentError("heads", f'must be integers, pairs (layer, head) or labels such as "L16H0", got {shown(x)}')
     return int(found[1]), int(found[2])
 
 

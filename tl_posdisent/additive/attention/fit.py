@@ -18,6 +18,7 @@ from tl_posdisent.additive.attention.sums import AttentionSums, Layout, Stacked,
 from tl_posdisent.additive.cells import Cells, MaskKind, make_cells, refuse_masking_values, refuse_non_finite
 from tl_posdisent.additive.fit import weighted_mean
 from tl_posdisent.additive.score_checks import check_finite_tensor, check_scores, refuse_patterns
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import own_sums
 from tl_posdisent.utils.validation import check_devices, check_flag, check_integer, check_number, is_integer
 
@@ -95,15 +96,16 @@ def fit_attention(
     pool = (keys is not None and len(shape) > 3) if pool is None else pool
     sinks = int(keys is not None) if sinks is None else check_integer("sinks", sinks, 0)
     if sinks and keys is None:
-        raise ValueError(
-            f"sinks must be 0 or None without keys=, got {sinks}: free importances contain the first keys'; for terms "
-            "of the first keys and no other importance pass keys=keys[..., :0]"
+        raise ArgumentError(
+            "sinks",
+            f"must be 0 or None without keys=, got {sinks}: free importances contain the first keys'; for terms "
+            "of the first keys and no other importance pass keys=keys[..., :0]",
         )
     pseudo_count = check_number("pseudo_count", pseudo_count, least=0.0, below=1.0)
     if isinstance(bands, (str, bytes)) or not isinstance(bands, Sequence) or not all(map(is_integer, bands)):
-        raise ValueError(f"bands must be a sequence of distances, got {bands!r}")
+        raise ArgumentError("bands", f"must be a sequence of distances, got {bands!r}")
     if any(a >= b for a, b in pairwise(bands)):
-        raise ValueError(f"bands must be distances that ascend, got {bands!r}")
+        raise ArgumentError("bands", f"must be distances that ascend, got {bands!r}")
     batch = torch.Size(shape[:-2])
     cells = make_cells(shape, mask, window, device=x.device)
     layout = Layout.of(cells, tuple(map(int, bands)), batch, pool=pool, named=isinstance(mask, str))
@@ -169,9 +171,10 @@ class _Features:
         *batch, _, n_key = shape
         kv = keys.shape[-2] if keys.ndim > 1 else 0
         if not batch or tuple(keys.shape[:-2]) != (*batch[:-1], n_key) or kv == 0 or batch[-1] % kv:
-            raise ValueError(
-                "keys must have shape (*texts, key, kv_head, feature) beside scores of shape (*texts, head, query, "
-                f"key), got {tuple(keys.shape)} and {tuple(shape)}"
+            raise ArgumentError(
+                "keys",
+                "must have shape (*texts, key, kv_head, feature) beside scores of shape (*texts, head, query, "
+                f"key), got {tuple(keys.shape)} and {tuple(shape)}",
             )
         per_head = keys.detach().double().transpose(-3, -2).repeat_interleave(batch[-1] // kv, -3)
         given = by_system(per_head, 2, pool=pool)
@@ -347,10 +350,11 @@ def pattern_of_pattern(layout: Layout, pattern: Tensor) -> Pattern:
             x = pattern[systems][..., rows, columns].double().masked_fill(~inside, 0.0)
             total, used = x.sum(-1), inside.any(-1)
             if not bool((x >= 0).all()) or not bool((((total - 1).abs() <= tolerance) | ~used).all()):
-                raise ValueError(
-                    "pattern must be attention after the softmax: not negative, and rows that add up to 1 within the "
+                raise ArgumentError(
+                    "pattern",
+                    "must be attention after the softmax: not negative, and rows that add up to 1 within the "
                     f"mask, got others among the queries {rows.start} to {rows.stop - 1}; pass the mask that the model "
-                    "used, or scores as the first argument"
+                    "used, or scores as the first argument",
                 )
             yield systems, rows, columns, x.div_(torch.where(used, total, 1.0)[..., None])
 

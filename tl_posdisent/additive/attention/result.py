@@ -15,6 +15,7 @@ from tl_posdisent.additive.attention.sums import first_keys
 from tl_posdisent.additive.cells import Cells, MaskKind, cell_distances, make_cells
 from tl_posdisent.additive.result import CellsFit, mean_and_range
 from tl_posdisent.additive.score_checks import check_finite_tensor
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import index_columns
 from tl_posdisent.utils.validation import check_choice, check_devices, check_indices
 
@@ -146,9 +147,10 @@ class AttentionFit(CellsFit):
         bad = keys.ndim < 3 or keys.shape[-1] != n_feature or keys.shape[-2] == 0 or n_heads % keys.shape[-2]
         if bad or 0 in keys.shape[:-1] or (texts and tuple(keys.shape[:-3]) != texts):
             wanted = "".join(f"{n}, " for n in texts) if texts else "*texts, "
-            raise ValueError(
-                f"keys must have shape ({wanted}key, kv_head, {n_feature}) with key heads for {n_heads} heads, got "
-                f"{tuple(keys.shape)}"
+            raise ArgumentError(
+                "keys",
+                f"must have shape ({wanted}key, kv_head, {n_feature}) with key heads for {n_heads} heads, got "
+                f"{tuple(keys.shape)}",
             )
         per_head: Tensor = keys.detach().double().transpose(-3, -2).repeat_interleave(n_heads // keys.shape[-2], -3)
         return per_head
@@ -158,9 +160,10 @@ class AttentionFit(CellsFit):
         fitted = self.distances[counts.reshape(-1, counts.shape[-1]).amax(0) > 0]
         missing = needed[~torch.isin(needed, fitted)]
         if len(missing):
-            raise ValueError(
-                f"keys must be of texts whose distances were fitted, {int(fitted[0])} to {int(fitted[-1])}, got a text "
-                f"with distance {int(missing.abs().max())}: fit longer texts, or pass shorter ones"
+            raise ArgumentError(
+                "keys",
+                f"must be of texts whose distances were fitted, {int(fitted[0])} to {int(fitted[-1])}, got a text "
+                f"with distance {int(missing.abs().max())}: fit longer texts, or pass shorter ones",
             )
 
     def to_frame(self, component: AttentionComponent = "summary") -> pd.DataFrame:

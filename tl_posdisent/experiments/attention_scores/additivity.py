@@ -19,6 +19,7 @@ from tl_posdisent.models.reading.forward import require_room
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Tokens, read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import index_columns, progress_bar
 from tl_posdisent.utils.validation import check_flag, check_integer
 
@@ -78,9 +79,10 @@ def additivity(
     check_integer("sinks", sinks, 0, min(group.tokens.shape[1] for group in texts.groups) - 2)
     width = texts.tokens.shape[1]
     if isinstance(mask, Tensor) and (mask.dtype != torch.bool or mask.shape != (width, width)):
-        raise ValueError(
-            f"mask must be a boolean tensor of shape (query, key) = {(width, width)}, got {mask.dtype} of shape "
-            f"{tuple(mask.shape)}"
+        raise ArgumentError(
+            "mask",
+            f"must be a boolean tensor of shape (query, key) = {(width, width)}, got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}",
         )
     n_heads = max(spec.n_heads for spec in specs)
     for group in texts.groups:

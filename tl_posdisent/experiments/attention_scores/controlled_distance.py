@@ -23,6 +23,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.moments import Moments
 from tl_posdisent.rope.variance_decomposition import Numbers, decompose
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import index_columns, join_texts, progress_bar
 from tl_posdisent.utils.validation import check_distinct, check_integer
 
@@ -120,8 +121,9 @@ def dummy_distance_check(
     for spec in specs:
         spec.require_scale()
         if spec.scores is None:
-            raise ValueError(
-                f"layers must show their scores, but layer {spec.layer} of {spec.architecture} shows only its pattern"
+            raise ArgumentError(
+                "layers",
+                f"must show their scores, but layer {spec.layer} of {spec.architecture} shows only its pattern",
             )
     texts = read_texts(model, tokens, attention_mask)
     length = min(texts.lengths)

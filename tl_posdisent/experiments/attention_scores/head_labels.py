@@ -19,6 +19,7 @@ from tl_posdisent.models.reading.forward import Hook, device_of, run, special_id
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_flag, check_integer, check_number, check_seed, check_seeds
 
@@ -105,7 +106,7 @@ def head_labels(
     given = (copied, torch.ones_like(copied)) if tokens is None else (tokens, attention_mask)
     texts = read_texts(reading.model, *given)
     if min(texts.lengths) <= local:
-        raise ValueError(f"local must be less than the tokens of every text, {min(texts.lengths)}, got {local}")
+        raise ArgumentError("local", f"must be less than the tokens of every text, {min(texts.lengths)}, got {local}")
     scales = [initial_scale(reading.model, std)] if seeds else []
     copies = random_control(reading.model, seeds, std=scales) if seeds else ()
     found = []
@@ -137,9 +138,10 @@ def repeated_tokens(model: Any, length: int | None, repeats: int, seed: int) -> 
     most = min(len(usable), room // 2)
     length = min(most, _LENGTH) if length is None else check_integer("length", length, 2)
     if length > most:
-        raise ValueError(
-            f"length must be at most {most}, got {length}: the vocabulary has {len(usable)} usable tokens and the "
-            f"context room for {room // 2}, twice"
+        raise ArgumentError(
+            "length",
+            f"must be at most {most}, got {length}: the vocabulary has {len(usable)} usable tokens and the "
+            f"context room for {room // 2}, twice",
         )
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(usable), generator=generator, device="cpu")[:length] for _ in range(repeats)]

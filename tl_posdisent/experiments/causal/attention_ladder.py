@@ -30,6 +30,7 @@ from tl_posdisent.models.reading.forward import dtype_of, evaluating
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import apart
 from tl_posdisent.utils.statistics import Blocks, significance
 from tl_posdisent.utils.tables import progress_bar
@@ -139,16 +140,17 @@ def attention_ladder(
     fitted = read_texts(reading.model, tokens, attention_mask)
     texts = fitted if heldout is None else read_texts(reading.model, heldout, heldout_mask)
     if heldout is None and heldout_mask is not None:
-        raise ValueError("heldout_mask must be None without heldout")
+        raise ArgumentError("heldout_mask", "must be None without heldout")
     if metric is not None:
         check_metric(metric)
     chosen = any_heads(reading, layers, heads)
     reach = min(texts.longest, max(spec.window or texts.longest for spec, _ in chosen))
     if set(wanted) & set(PER_HEAD) and reach > fitted.longest:
-        raise ValueError(
-            f"heldout must be no longer than the texts of tokens, {fitted.longest}, got {texts.longest}: "
+        raise ArgumentError(
+            "heldout",
+            f"must be no longer than the texts of tokens, {fitted.longest}, got {texts.longest}: "
             "static rungs know no larger distance; fit longer texts, cut the held-out ones, or leave out "
-            f"rungs {', '.join(PER_HEAD)}"
+            f"rungs {', '.join(PER_HEAD)}",
         )
     rung_list: list[_Step] = [MEAN, *(rung for rung in RUNGS if rung in wanted)]
     fitted_rungs = [rung for rung in rung_list if rung != MEAN and rung not in WITHOUT_FIT]
@@ -300,7 +302,7 @@ class _Ladder:
             values = self._values(outputs, losses)
             if len(values) != len(untouched.values):
                 got = f"{len(untouched.values)} of the unmodified run and {len(values)} of another"
-                raise ValueError(f"metric must return as many numbers of each run, got {got}")
+                raise ArgumentError("metric", f"must return as many numbers of each run, got {got}")
             return _Measured(losses, divergences.mean().item(), values)
 
         nothing = torch.tensor([nan], device="cpu")
@@ -427,13 +429,15 @@ def head_verdicts(
     check_choice("correction", correction, get_args(Correction))
     needed = {"layer", "head", "control", "rung", "loss", "recovered", "se", "error", "blocks", "causal"}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
-        raise ValueError(f"table must be one of attention_ladder, with columns {', '.join(sorted(needed))}")
+        raise ArgumentError("table", f"must be one of attention_ladder, with columns {', '.join(sorted(needed))}")
     measure = "value" if "value" in table else "loss"
     heads: dict[Any, dict[Any, dict[Any, Any]]] = {}
     for place, some in table[table["control"] == "none"].groupby(["layer", "head"], dropna=False):
         heads[place] = {row["rung"]: row for row in some.to_dict("records")}
         if not {"uniform", "untouched"} <= set(heads[place]) or len(heads[place]) < len(some):
-            raise ValueError("table must have one row of each rung for each head, uniform and untouched among them")
+            raise ArgumentError(
+                "table", "must have one row of each rung for each head, uniform and untouched among them"
+            )
     if correction == "fdr":
         confidence = _confidence_of_selected([_p_values(by_rung, measure)[0] for by_rung in heads.values()], confidence)
     rows = []

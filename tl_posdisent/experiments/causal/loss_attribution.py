@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import pandas as pd
 
 from tl_posdisent.hooks.score_components import Part
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice
 
 _COMPONENTS: tuple[Part, ...] = get_args(Part)
@@ -48,14 +49,15 @@ def shapley_values(table: pd.DataFrame, measured: Measured = "loss") -> pd.DataF
     needed = {"scope", "put_in", "keep", measured}
     if not isinstance(table, pd.DataFrame) or not needed <= set(table.columns):
         got = list(table.columns) if isinstance(table, pd.DataFrame) else type(table).__name__
-        raise ValueError(f"table must be what additive_substitution returned, got {got}")
+        raise ArgumentError("table", f"must be what additive_substitution returned, got {got}")
     runs = table[(table["scope"] == "all") & (table["put_in"] == "fit")]
     kept = [frozenset() if keep == "mean" else frozenset(str(keep).split("+")) for keep in runs["keep"]]
     wanted = {frozenset(some) for n in range(len(_COMPONENTS) + 1) for some in combinations(_COMPONENTS, n)}
     if set(kept) != wanted or len(kept) != len(wanted):
-        raise ValueError(
-            f'table must have one row for each of the {len(wanted)} subsets of components (scope "all", put_in "fit"), '
-            f"got {len(kept)} rows for {len(set(kept) & wanted)} of them"
+        raise ArgumentError(
+            "table",
+            f'must have one row for each of the {len(wanted)} subsets of components (scope "all", put_in "fit"), '
+            f"got {len(kept)} rows for {len(set(kept) & wanted)} of them",
         )
     values = dict(zip(kept, map(float, runs[measured]), strict=True))
     rows = []

@@ -14,6 +14,7 @@ from torch import Tensor
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.texts import Texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_seed, is_integer, shown
 
 Metric = Callable[..., Any]
@@ -28,7 +29,9 @@ def next_token_loss(logits: Float[Tensor, "*shape"], tokens: Int[Tensor, "batch 
     per_token = isinstance(logits, Tensor) and logits.ndim == 3 and logits.shape[:2] == tokens.shape
     if not per_token or logits.shape[2] <= int(tokens.max()):
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-        raise ValueError(f"metric must be given for a model that returns no logits (batch, pos, vocabulary), got {got}")
+        raise ArgumentError(
+            "metric", f"must be given for a model that returns no logits (batch, pos, vocabulary), got {got}"
+        )
     return torch.cat([losses for _, _, losses in _in_blocks(logits, tokens)], 1).double().mean(1)
 
 
@@ -58,13 +61,13 @@ class LogitDifference:
         """The differences of some texts without padding, which are these rows of the batch; float32 or wider."""
         if not isinstance(logits, Tensor) or logits.ndim != 3:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise ValueError(f"logits must have shape (batch, pos, vocab) for a logit difference, got {got}")
+            raise ArgumentError("logits", f"must have shape (batch, pos, vocab) for a logit difference, got {got}")
         n = logits.shape[1]
         values = []
         for own, row in zip(logits, rows.tolist(), strict=True):
             at = _of_row(self.position, row)
             if not -n <= at < n:
-                raise ValueError(f"position must lie within each text, got {at} in a text of {n} tokens")
+                raise ArgumentError("position", f"must lie within each text, got {at} in a text of {n} tokens")
             there = own[at].to(torch.promote_types(logits.dtype, torch.float32))
             right = _mean_logit("answers", there, _of_row(self.answers, row))
             wrong = there.mean() if self.wrong is None else _mean_logit("wrong", there, _of_row(self.wrong, row))
@@ -76,7 +79,9 @@ class LogitDifference:
         named = {"answers": self.answers, "wrong": self.wrong, "position": self.position}
         for name, given in named.items():
             if given is not None and len(given) not in (1, batch):
-                raise ValueError(f"{name} must be one for each text or one for all, got {len(given)} for {batch} texts")
+                raise ArgumentError(
+                    name, f"must be one for each text or one for all, got {len(given)} for {batch} texts"
+                )
 
 
 def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> LogitDifference:
@@ -109,7 +114,7 @@ def logit_difference(answers: Any, wrong: Any = None, *, position: Any = -1) -> 
     """
     places = _elements(position)
     if not places or not all(is_integer(x) for x in places):
-        raise ValueError(f"position must be an integer or one for each text, got {shown(position)}")
+        raise ArgumentError("position", f"must be an integer or one for each text, got {shown(position)}")
     wrong_rows = None if wrong is None else _id_rows("wrong", wrong)
     return LogitDifference(_id_rows("answers", answers), wrong_rows, tuple(int(x) for x in places))
 
@@ -118,9 +123,10 @@ def _id_rows(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
     """Token ids as one row for each text, or one for all."""
     rows = [_elements(x) for x in _elements(given)]
     if not rows or not all(row and all(is_integer(x) and x >= 0 for x in row) for row in rows):
-        raise ValueError(
-            f"{name} must be token ids: an integer, one for each text, or several for each, got {shown(given)}; of "
-            "words, model.to_single_token gives them"
+        raise ArgumentError(
+            name,
+            f"must be token ids: an integer, one for each text, or several for each, got {shown(given)}; of "
+            "words, model.to_single_token gives them",
         )
     return tuple(tuple(int(x) for x in row) for row in rows)
 
@@ -137,7 +143,7 @@ def _of_row(rows: Sequence[Any], row: int) -> Any:
 
 def _mean_logit(name: str, logits: Tensor, ids: Sequence[int]) -> Tensor:
     if max(ids) >= len(logits):
-        raise ValueError(f"{name} must be token ids from 0 to {len(logits) - 1}, got {max(ids)}")
+        raise ArgumentError(name, f"must be token ids from 0 to {len(logits) - 1}, got {max(ids)}")
     return logits[list(ids)].mean()
 
 
@@ -147,15 +153,16 @@ def as_numbers(value: Any, batch: int) -> Tensor:
         dtype = None if hasattr(value, "dtype") else torch.float64  # Python's numbers would become float32
         numbers = torch.as_tensor(value, dtype=dtype, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"metric must return a number or one per text, got {type(value).__name__}") from error
+        raise ArgumentError("metric", f"must return a number or one per text, got {type(value).__name__}") from error
     if numbers.is_complex() or numbers.shape not in ((), (batch,)):
         advice = ": average it over each text's tokens" if numbers.ndim == 2 and len(numbers) == batch else ""
-        raise ValueError(
-            f"metric must return a number or one per text, a tensor of shape () or ({batch},), got {numbers.dtype} of "
-            f"shape {tuple(numbers.shape)}{advice}"
+        raise ArgumentError(
+            "metric",
+            f"must return a number or one per text, a tensor of shape () or ({batch},), got {numbers.dtype} of "
+            f"shape {tuple(numbers.shape)}{advice}",
         )
     if not bool(numbers.isfinite().all()):
-        raise ValueError(f"metric must return finite numbers, got {shown(numbers.tolist())}")
+        raise ArgumentError("metric", f"must return finite numbers, got {shown(numbers.tolist())}")
     return numbers.double()
 
 
@@ -210,9 +217,10 @@ def values_of(metric: Metric, outputs: Sequence[Any], texts: Texts) -> Any:
         return torch.cat([metric.of_texts(some, group.rows) for some, group in parts])
     whole = len(outputs) == 1 and bool(texts.real.all())
     if not (whole or all(isinstance(some, Tensor) for some in outputs)):
-        raise ValueError(
-            f"attention_mask needs a model that returns logits, got {type(outputs[0]).__name__}: call the model for "
-            "each length of text"
+        raise ArgumentError(
+            "attention_mask",
+            f"needs a model that returns logits, got {type(outputs[0]).__name__}: call the model for "
+            "each length of text",
         )
     logits = outputs[0] if whole else texts.lay_out(outputs)
     return metric(logits, texts.tokens) if _takes_tokens(metric) else metric(logits)

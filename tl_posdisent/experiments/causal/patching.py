@@ -21,6 +21,7 @@ from tl_posdisent.models.reading.forward import Hook, hook_name, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_indices, is_integer
 
 Activation = Literal["z", "q", "k", "v", "pattern"]
@@ -171,9 +172,10 @@ def _check_layout(spec: AttentionSpec, name: str, held: Sequence[Tensor], length
     shape = tuple(held[-1].shape) if held else ()
     if shape[1:] != (n, length, length) if name.endswith("pattern") else shape[1:3] != (length, n):
         missing = f"carries a tensor of shape {shape} on {length} tokens" if shape else "does not fire"
-        raise ValueError(
-            f"activation must be one that the model shows by heads, but {name} of {spec.architecture} {missing}, and "
-            f"there are {n} heads"
+        raise ArgumentError(
+            "activation",
+            f"must be one that the model shows by heads, but {name} of {spec.architecture} {missing}, and "
+            f"there are {n} heads",
         )
 
 
@@ -288,9 +290,9 @@ def positions_of(texts: Texts, group: TextGroup, positions: Any) -> Tensor:
     """Positions of texts of equal length, from those of the batch."""
     place = real_tensor("positions", positions)
     if place.ndim in (1, 2) and place.shape[-1] != texts.tokens.shape[1]:
-        raise ValueError(
-            f"positions must have shape (pos,) or (batch, pos) with pos = {texts.tokens.shape[1]}, got "
-            f"{tuple(place.shape)}"
+        raise ArgumentError(
+            "positions",
+            f"must have shape (pos,) or (batch, pos) with pos = {texts.tokens.shape[1]}, got {tuple(place.shape)}",
         )
     if place.shape == texts.tokens.shape:
         return group.cut(place)

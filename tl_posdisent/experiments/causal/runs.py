@@ -28,6 +28,7 @@ from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating, hook
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import apart, mismatch
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import head_label
@@ -367,10 +368,10 @@ def read_source(model: Any, texts: Texts, source: Any, attention_mask: Any) -> T
     """
     as_ids = isinstance(source, Tensor)
     if as_ids and source.shape != texts.tokens.shape and source.shape != texts.tokens.shape[1:]:
-        raise ValueError(
-            f"source must have the shape of tokens, {tuple(texts.tokens.shape)}, got {tuple(source.shape)}"
+        raise ArgumentError(
+            "source", f"must have the shape of tokens, {tuple(texts.tokens.shape)}, got {tuple(source.shape)}"
         )
     other = read_texts(model, source, attention_mask if as_ids else None)
     if other.lengths != texts.lengths:
-        raise ValueError(f"source must be texts as long as those of tokens, {texts.lengths}, got {other.lengths}")
+        raise ArgumentError("source", f"must be texts as long as those of tokens, {texts.lengths}, got {other.lengths}")
     return other

@@ -20,6 +20,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.rope.rotary import running_rotary
 from tl_posdisent.rope.toeplitz_and_angles import toeplitz_share
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.tables import index_columns
@@ -57,7 +58,7 @@ class ContentPosition(HasTable):
     def term(self, name: str) -> Float64[Tensor, "batch head query key"]:
         """One of ``TERMS``, laid out like the scores; 0 outside the mask."""
         if name not in TERMS:
-            raise ValueError(f"name must be one of {', '.join(TERMS)}, got {name!r}")
+            raise ArgumentError("name", f"must be one of {', '.join(TERMS)}, got {name!r}")
         if name == TERMS[-1]:
             return torch.where(self._mask, self.attention_bias.expand(self.query.shape[1], -1, -1, -1), 0.0)
         query, key = (SOURCES.index(source) for source in name.split(":"))
@@ -155,7 +156,7 @@ def content_position_terms(
     texts.require_two("content_position_terms")
     ids = texts.from_the_start([group.tokens for group in texts.groups], -1)
     if bool(((ids == ids.amax(0)) | (ids < 0)).all()):
-        raise ValueError(f"tokens must be at least two different texts, got {len(ids)} that do not differ")
+        raise ArgumentError("tokens", f"must be at least two different texts, got {len(ids)} that do not differ")
     if spec.soft_cap is not None:
         raise ValueError(f"layer {layer} of {spec.architecture} caps its scores, so they are no sum of products")
     taps = taps_of(spec, before_norm=False)
@@ -330,15 +331,18 @@ def positional_subspace(
     size = (sum(x.square().sum() for x in streams) / n) ** 0.5
     varying = int((singular > 1e-6 * size).sum())
     if not varying:
-        raise ValueError(
-            f"tokens must be texts whose residual stream before layer {layer} depends on the position, got texts in "
-            "which it differs by rounding alone"
+        raise ArgumentError(
+            "tokens",
+            f"must be texts whose residual stream before layer {layer} depends on the position, got texts in "
+            "which it differs by rounding alone",
         )
     if rank is None:
         so_far = variances.cumsum(0) / variances.sum()
         rank = min(int((so_far < 0.95).sum()) + 1, varying)
     if not 1 <= rank <= varying:
-        raise ValueError(f"rank must be at least 1 and at most {varying}, the directions with variance, got {rank}")
+        raise ArgumentError(
+            "rank", f"must be at least 1 and at most {varying}, the directions with variance, got {rank}"
+        )
     within, between = sum(part.square().sum() for part in content) / n, variances.sum()
     chance = within / (n - len(position)) * (len(position) - 1)  # one-way analysis of variance
     total = within + between

@@ -31,6 +31,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary, to_complex
 from tl_posdisent.rope.variance_decomposition import Numbers, numbers, share_of
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import score_tolerance
 from tl_posdisent.utils.validation import check_choice, check_integer
@@ -226,9 +227,10 @@ def distance_sources(
     for other in rotations:
         same = torch.equal(first.frequencies, other.frequencies)
         if not same or first.attention_factor != other.attention_factor:
-            raise ValueError(
-                f"tokens must be texts that layer {spec.layer} of {spec.architecture} rotates alike for "
-                "distance_sources, got texts of lengths at which its frequencies differ: call it for each length"
+            raise ArgumentError(
+                "tokens",
+                f"must be texts that layer {spec.layer} of {spec.architecture} rotates alike for "
+                "distance_sources, got texts of lengths at which its frequencies differ: call it for each length",
             )
     sums = weighted_sources(model, batches, spec.layer, "distance_sources")
     of_query, of_key = torch.stack([*sums.values()]).tensor_split([len(query.bias)], 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.forward import Hook, at_rest, hook_name, run
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
 
 Side = Literal["q", "k"]
@@ -126,7 +127,7 @@ def measure_readouts(
     for source in dict.fromkeys((residual_hook(spec.layer), residual_hook(0))):  # some read keys from the input
         for name in (source, *(tap.name for tap in taps.values())):
             if name not in model.hook_dict:
-                raise ValueError(f"model must have the hook {name}, which {spec.architecture} does not have")
+                raise ArgumentError("model", f"must have the hook {name}, which {spec.architecture} does not have")
         answers = []
         for sign in (size, -size):
             seen: dict[str, Tensor] = {}

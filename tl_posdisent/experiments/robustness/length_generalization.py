@@ -19,6 +19,7 @@ from tl_posdisent.models.reading.forward import Hook, evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer, shown
 
@@ -176,12 +177,15 @@ def _check_lengths(lengths: Any, length: int, context: Any) -> list[int]:
     given = isinstance(lengths, Iterable) and not isinstance(lengths, (str, bytes))
     edges = list(lengths) if given else []
     if not all(map(is_integer, edges)) or len(edges) < 2 or any(b <= a for a, b in pairwise(edges)):
-        raise ValueError(f"lengths must be at least two ascending integers, got {edges if given else shown(lengths)}")
+        raise ArgumentError(
+            "lengths", f"must be at least two ascending integers, got {edges if given else shown(lengths)}"
+        )
     if edges[0] < 0 or edges[-1] > length or edges[-2] > length - 2 or edges[1] < edges[0] + 3:
         cut = ": to_tokens truncates longer texts at the context; pass a string, or to_tokens(text, truncate=False)"
-        raise ValueError(
-            f"lengths must lie within the text of {length} tokens, with three positions or more in the first bucket "
-            f"and a token to predict in the last, got {edges}{cut if length == context < edges[-1] else ''}"
+        raise ArgumentError(
+            "lengths",
+            f"must lie within the text of {length} tokens, with three positions or more in the first bucket "
+            f"and a token to predict in the last, got {edges}{cut if length == context < edges[-1] else ''}",
         )
     return [int(edge) for edge in edges]
 

@@ -18,6 +18,7 @@ from tl_posdisent.models.reading.forward import Hook, run
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 
 
@@ -74,7 +75,7 @@ def fit_reference(x: Float[Tensor, "*batch n d"]) -> ReferenceSample:
     """Mean and shrunk covariance of n ≥ 2 vectors, for each leading index."""
     if x.ndim < 2 or x.shape[-2] < 2 or not bool(x.isfinite().all()):
         what = "some that are not finite" if x.ndim >= 2 and x.shape[-2] >= 2 else f"shape {tuple(x.shape)}"
-        raise ValueError(f"x must be at least two finite vectors (vector, coordinate), got {what}")
+        raise ArgumentError("x", f"must be at least two finite vectors (vector, coordinate), got {what}")
     mean = x.double().mean(-2)
     centred = x.double() - mean[..., None, :]
     n, d = centred.shape[-2:]

@@ -14,6 +14,7 @@ from tl_posdisent.experiments.causal.metrics import run_under
 from tl_posdisent.experiments.robustness.perturb import Perturb
 from tl_posdisent.models.reading.forward import check_tokens, device_of, refuse_padding
 from tl_posdisent.models.reading.model_reading import read_model
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 
 Text = str | Int[Tensor, "_pos"]
@@ -40,13 +41,13 @@ class MultipleChoice:
 
     def __post_init__(self) -> None:
         if isinstance(self.choices, (str, Tensor)) or not isinstance(self.choices, Sequence) or len(self.choices) < 2:
-            raise ValueError(f"choices must be a sequence of at least two continuations, got {self.choices!r}")
+            raise ArgumentError("choices", f"must be a sequence of at least two continuations, got {self.choices!r}")
         check_integer("answer", self.answer, 0, len(self.choices) - 1)
         for name, text in [("context", self.context), *((f"choices[{i}]", x) for i, x in enumerate(self.choices))]:
             ids = isinstance(text, Tensor) and text.ndim == 1 and text.dtype in _INTEGERS
             if not (isinstance(text, str) or ids) or len(text) == 0:
                 got = f"{text.dtype} of shape {tuple(text.shape)}" if isinstance(text, Tensor) else repr(text)
-                raise ValueError(f"{name} must be text or integer token ids of shape (pos,), not empty, got {got}")
+                raise ArgumentError(name, f"must be text or integer token ids of shape (pos,), not empty, got {got}")
 
 
 def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | None = None) -> Float64[Tensor, "choice"]:
@@ -73,7 +74,7 @@ def choice_scores(model: Any, question: MultipleChoice, *, perturb: Perturb | No
         True
     """
     if not isinstance(question, MultipleChoice):
-        raise ValueError(f"question must be a MultipleChoice, got {type(question).__name__}")
+        raise ArgumentError("question", f"must be a MultipleChoice, got {type(question).__name__}")
     model = read_model(model).model
     context = _ids(model, "context", question.context, begins=True)
     by = "word" if isinstance(question.context, str) else "token"

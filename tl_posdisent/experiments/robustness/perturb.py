@@ -19,6 +19,7 @@ from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import Rotary
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_integer, check_number
 
 Kind = Literal["order", "index", "feature"]
@@ -138,7 +139,9 @@ def _rotary_specs(reading: ModelReading) -> list[AttentionSpec]:
     try:
         return reading.rotary(None, "perturb")
     except ValueError as error:
-        raise ValueError(f'kind must be "order" for a model without rotary position embeddings: {error}') from error
+        raise ArgumentError(
+            "kind", f'must be "order" for a model without rotary position embeddings: {error}'
+        ) from error
 
 
 def _phases(specs: Sequence[AttentionSpec], shifts: Tensor, generators: Sequence[torch.Generator]) -> PhaseNoise:
@@ -197,7 +200,7 @@ def _movable(model: Any, ids: list[int], by: Unit, until: int) -> list[range]:
     """Units that can move, as ranges of positions."""
     tokenizer = getattr(model, "tokenizer", None)
     if by == "word" and tokenizer is None:
-        raise ValueError('unit must be "token" for a model without a tokenizer, got "word"')
+        raise ArgumentError("unit", 'must be "token" for a model without a tokenizer, got "word"')
     special = set(getattr(tokenizer, "all_special_ids", None) or ())
     begins = _word_begins(tokenizer, ids, special) if by == "word" else [True] * len(ids)
     starts = [0, *(i for i in range(1, len(ids)) if begins[i]), len(ids)]
@@ -208,9 +211,9 @@ def _movable(model: Any, ids: list[int], by: Unit, until: int) -> list[range]:
     }
     movable = [unit for unit in units[1:] if unit.stop <= until and unit.start not in stays]
     if len(movable) < 2:
-        raise ValueError(
-            f"tokens must have at least two {by}s that can move (the first one and special tokens stay), "
-            f"got {len(movable)}"
+        raise ArgumentError(
+            "tokens",
+            f"must have at least two {by}s that can move (the first one and special tokens stay), got {len(movable)}",
         )
     return movable
 

@@ -16,6 +16,7 @@ from tl_posdisent.experiments.robustness.multiple_choice import MultipleChoice, 
 from tl_posdisent.experiments.robustness.perturb import Kind, Perturb, Perturbed, Unit, perturb
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Tokens, read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_distinct, check_number, check_seeds, check_subset, shown
 
@@ -80,7 +81,7 @@ def perturbation_curve(
     model, own_unit = reading.model, "token" if isinstance(tokens, Tensor) else "word"
     groups = read_texts(model, tokens, attention_mask).groups
     if not reading.specs()[0].causal:
-        raise ValueError("model must be causal: one that sees the next token need not predict it")
+        raise ArgumentError("model", "must be causal: one that sees the next token need not predict it")
     score = _downstream(downstream)
     clean = [run_under(model, group.tokens, []) for group in groups]
     unmodified: float | None = None  # the same for all kinds and seeds
@@ -129,16 +130,16 @@ def _downstream(downstream: Any) -> Callable[[Any, Perturb], float | int] | None
 
         return share_right
     if not callable(downstream):
-        raise ValueError(f"downstream must be a function, a MultipleChoice or some of them, got {downstream!r}")
+        raise ArgumentError("downstream", f"must be a function, a MultipleChoice or some of them, got {downstream!r}")
 
     def score(model: Any, perturb: Perturb) -> float:
         value = downstream(model, perturb)
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"downstream must return a number, got {shown(value)}") from error
+            raise ArgumentError("downstream", f"must return a number, got {shown(value)}") from error
         if number - number != 0:
-            raise ValueError(f"downstream must return a finite number, got {number}")
+            raise ArgumentError("downstream", f"must return a finite number, got {number}")
         return number
 
     return score

@@ -28,6 +28,7 @@ from tl_posdisent.models.loading.convert import (
 )
 from tl_posdisent.models.loading.gguf import read_gguf
 from tl_posdisent.models.loading.packaged import PACKAGED, packaged_file
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
 from tl_posdisent.utils.validation import printable, shown
 
@@ -75,20 +76,22 @@ def check_device(device: str | torch.device | None) -> torch.device | None:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f'device must be one of torch\'s, such as "cpu" or "cuda:0", got {device!r}') from error
+        raise ArgumentError("device", f'must be one of torch\'s, such as "cpu" or "cuda:0", got {device!r}') from error
     try:
         torch.zeros(1, device=chosen).item()  # which meta has no value for
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
         seen = f"torch sees {torch.cuda.device_count() or 'no'} CUDA devices here"
         why = seen if chosen.type == "cuda" else first_line(error).split(". ")[0]
-        raise ValueError(f"device must be one that torch can use, got {str(device)!r} ({why}): use 'cpu'") from error
+        raise ArgumentError(
+            "device", f"must be one that torch can use, got {str(device)!r} ({why}): use 'cpu'"
+        ) from error
     return chosen
 
 
 def check_backend(backend: str, *, allowed: tuple[str, ...] = get_args(Backend)) -> None:
     """Raise ValueError unless ``backend`` is an allowed one and the installed TransformerLens has it."""
     if backend not in allowed:
-        raise ValueError(f"backend must be one of {allowed}, got {backend!r}")
+        raise ArgumentError("backend", f"must be one of {allowed}, got {backend!r}")
     if backend == "hooked" and not has_hooked():
         raise ValueError("the installed TransformerLens has no HookedTransformer, use backend='bridge'")
     if backend == "bridge" and not has_bridge():
@@ -112,14 +115,16 @@ def _own_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedToken
 
 def _check_hf_model(hf_model: Any) -> None:
     if not isinstance(hf_model, PreTrainedModel):
-        raise ValueError(f"hf_model must be a causal language model of transformers, got {type(hf_model).__name__}")
+        raise ArgumentError(
+            "hf_model", f"must be a causal language model of transformers, got {type(hf_model).__name__}"
+        )
     name = type(hf_model).__name__
     if getattr(hf_model.config, "is_encoder_decoder", False):
-        raise ValueError(f"hf_model must be a decoder alone, got {name}, which has an encoder and a decoder")
+        raise ArgumentError("hf_model", f"must be a decoder alone, got {name}, which has an encoder and a decoder")
     if hf_model.get_output_embeddings() is None:
-        raise ValueError(
-            f"hf_model must return logits, got {name}, which has no language-model head: load it as its class "
-            "...ForCausalLM"
+        raise ArgumentError(
+            "hf_model",
+            f"must return logits, got {name}, which has no language-model head: load it as its class ...ForCausalLM",
         )
 
 
@@ -287,7 +292,7 @@ def load_model(
     check_backend(backend)
     check_device(device)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype must be a floating point torch.dtype or None, got {dtype!r}")
+        raise ArgumentError("dtype", f"must be a floating point torch.dtype or None, got {dtype!r}")
     source = _source(name_or_dir)
     if isinstance(source, str) and source not in PACKAGED:
         if device is None:

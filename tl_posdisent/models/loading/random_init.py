@@ -17,6 +17,7 @@ from tl_posdisent.models.loading.load import bridge_from_hf
 from tl_posdisent.models.reading.attributes import table_slots
 from tl_posdisent.models.reading.forward import device_of, dtype_of
 from tl_posdisent.models.reading.spec import n_layers
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
 Baseline: TypeAlias = Literal["random", "shuffled", "random_qk"]
@@ -88,7 +89,9 @@ def random_control(
     numbers = check_seeds(seeds)
     if weights == "shuffled":
         if std != "config":
-            raise ValueError(f'std must be "config" for weights="shuffled", which keeps the weights, got {shown(std)}')
+            raise ArgumentError(
+                "std", f'must be "config" for weights="shuffled", which keeps the weights, got {shown(std)}'
+            )
         return (_shuffled(model, seed) for seed in numbers)
     scales = initial_scales(model, std)
     if weights == "random_qk":
@@ -102,10 +105,10 @@ def initial_scales(model: Any, std: Scale | Iterable[Scale]) -> list[float]:
     """The standard deviations that ``random_control`` draws with; warn where the model's configuration states none."""
     several = [std] if isinstance(std, str) or not isinstance(std, Iterable) else list(std)
     if not several:
-        raise ValueError('std must be a number, "config", or some of these, got none')
+        raise ArgumentError("std", 'must be a number, "config", or some of these, got none')
     found = [_stated(model) if isinstance(x, str) and x == "config" else _number(x) for x in several]
     if len(set(found)) < len(found):
-        raise ValueError(f"std must hold each standard deviation once, got {shown(found)}")
+        raise ArgumentError("std", f"must hold each standard deviation once, got {shown(found)}")
     return found
 
 
@@ -113,7 +116,7 @@ def initial_scale(model: Any, std: Scale) -> float:
     """The one standard deviation that copies are drawn with."""
     scales = initial_scales(model, std)
     if len(scales) > 1:
-        raise ValueError(f'std must be one number or "config" here, got {shown(scales)}')
+        raise ArgumentError("std", f'must be one number or "config" here, got {shown(scales)}')
     return scales[0]
 
 

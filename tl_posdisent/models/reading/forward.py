@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
+
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
 """What ``model.hooks(fwd_hooks=[...])`` takes: a name or a filter of names, and a function of ``(tensor, hook)``."""
 
@@ -60,10 +62,11 @@ def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:
         context = getattr(model.cfg, "n_ctx", None) or length
         if length <= context or isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ValueError(
-            f"tokens are {length} long, and the model fails beyond its context of {context}: {error}; give shorter "
-            f"texts, or work within longer_context(model, {length}), which continues the rotation of rotary models"
-        ) from error
+        problem = (
+            f"are {length} long, and the model fails beyond its context of {context}: {error}; give shorter texts, or "
+            f"work within longer_context(model, {length}), which continues the rotation of rotary models"
+        )
+        raise ContextExceeded("tokens", problem, length, context) from error
 
 
 class Ended(BaseException):
@@ -360,34 +363,37 @@ def check_tokens(model: Any, tokens: Any, *, padded: bool = False) -> Int[Tensor
     padding id that is also that of the beginning (or end) of a text is padding where two or more of them stand.
     """
     if isinstance(tokens, list) and not tokens:
-        raise ValueError("tokens must hold at least one text, got an empty list")
+        raise ArgumentError("tokens", "must hold at least one text, got an empty list")
     if isinstance(tokens, str) or (isinstance(tokens, list) and all(isinstance(t, str) for t in tokens)):
         rows, padded = encode(model, [tokens] if isinstance(tokens, str) else tokens), True
         if len({row.shape[1] for row in rows}) != 1:  # padding is no text
             lengths = [row.shape[1] for row in rows]
-            raise ValueError(f"tokens were given as texts of unequal length ({lengths} tokens): pass them one by one")
+            raise ArgumentError(
+                "tokens", f"were given as texts of unequal length ({lengths} tokens): pass them one by one"
+            )
         tokens = torch.cat(rows)
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex():
         kind = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(f"tokens must be text or an integer tensor of shape (batch, pos), got {kind}")
+        raise ArgumentError("tokens", f"must be text or an integer tensor of shape (batch, pos), got {kind}")
     if tokens.is_nested or tokens.layout != torch.strided:
         kind = "a nested tensor" if tokens.is_nested else f"a tensor of layout {tokens.layout}"
-        raise ValueError(f"tokens must be a dense tensor (pad texts, and pass attention_mask=), got {kind}")
+        raise ArgumentError("tokens", f"must be a dense tensor (pad texts, and pass attention_mask=), got {kind}")
     if tokens.dtype == torch.bool or tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.shape[-1] < 2:
-        raise ValueError(
-            "tokens must have shape (pos,) or (batch, pos) with at least two positions, got "
-            f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+        raise ArgumentError(
+            "tokens",
+            "must have shape (pos,) or (batch, pos) with at least two positions, got "
+            f"{tokens.dtype} of shape {tuple(tokens.shape)}",
         )
     if tokens.is_meta:
-        raise ValueError("tokens must have values, got a meta tensor")
+        raise ArgumentError("tokens", "must have values, got a meta tensor")
     vocabulary = getattr(model.cfg, "d_vocab", None)
     if isinstance(vocabulary, int) and vocabulary > 0 and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
-        raise ValueError(
-            f"tokens must be ids from 0 to {vocabulary - 1}, got {int(tokens.min())} … {int(tokens.max())}"
+        raise ArgumentError(
+            "tokens", f"must be ids from 0 to {vocabulary - 1}, got {int(tokens.min())} … {int(tokens.max())}"
         )
     device = device_of(model)
     if device.type == "meta":
-        raise ValueError("model must have weights, but its parameters are meta tensors: load them first")
+        raise ArgumentError("model", "must have weights, but its parameters are meta tensors: load them first")
     ids = (tokens if tokens.ndim == 2 else tokens[None]).to(device, torch.int64)
     if not padded:
         refuse_padding(model, ids)
@@ -407,7 +413,7 @@ _MASK = "pass attention_mask= (1 at tokens, 0 at padding; all ones if these are 
 def refuse_padding(model: Any, ids: Int[Tensor, "batch pos"], name: str = "tokens", advice: str = _MASK) -> None:
     """Refuse texts that begin or end with padding; ``name`` and ``advice`` are for the message."""
     if where := padding_in(model, ids):
-        raise ValueError(f"{name} must be without padding, got {where}: {advice}")
+        raise ArgumentError(name, f"must be without padding, got {where}: {advice}")
 
 
 def padding_in(model: Any, ids: Int[Tensor, "batch pos"]) -> str | None:
@@ -437,10 +443,10 @@ def token_words(model: Any, ids: Int[Tensor, "pos"]) -> list[str]:
 def encode(model: Any, texts: list[str]) -> list[Int[Tensor, "1 _pos"]]:
     """The token ids of each text, by the model's tokenizer, not truncated."""
     if getattr(model, "tokenizer", None) is None:
-        raise ValueError("tokens were given as text, but the model has no tokenizer: pass token ids")
+        raise ArgumentError("tokens", "were given as text, but the model has no tokenizer: pass token ids")
     for text in texts:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:  # half a surrogate pair, as a broken JSON file may hold
-            raise ValueError(f"tokens were given as text that is no UTF-8: {error}") from error
+            raise ArgumentError("tokens", f"were given as text that is no UTF-8: {error}") from error
     return [model.to_tokens(text, truncate=False) for text in texts]

@@ -14,6 +14,7 @@ from tl_posdisent.models.reading.attributes import architecture
 from tl_posdisent.models.reading.forward import device_of, modules
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_float64, check_heads, check_indices
 
 
@@ -93,9 +94,10 @@ class ModelReading:
 
     def _refuse_without_attention(self, layers: list[int]) -> None:
         if bad := sorted(set(layers) & set(self.without_attention)):
-            raise ValueError(
-                f"layers must have attention, got {bad} of {architecture(self.model)}, which have none: leave out "
-                f"{list(self.without_attention)}"
+            raise ArgumentError(
+                "layers",
+                f"must have attention, got {bad} of {architecture(self.model)}, which have none: leave out "
+                f"{list(self.without_attention)}",
             )
 
 
@@ -141,9 +143,10 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
         n = n_layers(model)
         without = tuple(layer for layer in range(n) if getattr(model.blocks[layer], "attn", None) is None)
         if len(without) == n:
-            raise ValueError(
-                f"model must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of "
-                f"whose {n} blocks has them"
+            raise ArgumentError(
+                "model",
+                f"must have attention layers with TransformerLens's hooks, got {architecture(model)}, none of "
+                f"whose {n} blocks has them",
             )
         check_float64("model", device_of(model))
         state, kept = _state(model), _READINGS.get(model)
@@ -192,9 +195,10 @@ def _check_compiled_parts(parts: Sequence[torch.nn.Module]) -> None:
         inside = "_orig_mod" in part._modules or getattr(part, "_compiled_call_impl", None) is not None
         if inside or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable"):
             of = type(part._modules.get("_orig_mod", part)).__name__
-            raise ValueError(
-                f"model must not have compiled parts, got a compiled {of}: hooks that are added after its first run "
-                "would not act in it. Load the model anew, and do not call torch.compile on its parts"
+            raise ArgumentError(
+                "model",
+                f"must not have compiled parts, got a compiled {of}: hooks that are added after its first run "
+                "would not act in it. Load the model anew, and do not call torch.compile on its parts",
             )
 
 
@@ -242,8 +246,9 @@ def _check_unchanged(reading: ModelReading) -> None:
     now = _state(reading.model)
     changed = [name for name, before in reading.state.items() if now[name] != before]
     if changed:
-        raise ValueError(
-            f"model must be as it was when read_model read it, but has changed in {', '.join(changed)}: read it again"
+        raise ArgumentError(
+            "model",
+            f"must be as it was when read_model read it, but has changed in {', '.join(changed)}: read it again",
         )
 
 

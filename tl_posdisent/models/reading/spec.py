@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tl_posdisent.additive.cells import cell_distances
 from tl_posdisent.rope.rotary import Rotary, rotate
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import no_autocast
 
 Layout = Literal["pos head", "head pos", "flat"]
@@ -197,9 +198,10 @@ class AttentionSpec:
     def check_length(self, length: int, tool: str) -> None:
         """Refuse a running text whose rotation or scale are not those that were read."""
         if self.holds_to is not None and length > self.holds_to:
-            raise ValueError(
-                f"tokens must be at most {self.holds_to} long for {tool}, got {length}: beyond, layer {self.layer} of "
-                f"{self.architecture} rotates by other frequencies or scales scores by position"
+            raise ArgumentError(
+                "tokens",
+                f"must be at most {self.holds_to} long for {tool}, got {length}: beyond, layer {self.layer} of "
+                f"{self.architecture} rotates by other frequencies or scales scores by position",
             )
 
     def require_rotary(self, tool: str) -> Rotary:
@@ -226,15 +228,17 @@ def n_layers(model: Any) -> int:
     """Number of attention layers, or a clear error if this is no TransformerLens model."""
     n = getattr(getattr(model, "cfg", None), "n_layers", None)
     if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise ValueError(
-            "model must not be compiled: torch would compile it anew for every set of hooks. Give the model that "
-            "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded anew)"
+        raise ArgumentError(
+            "model",
+            "must not be compiled: torch would compile it anew for every set of hooks. Give the model that "
+            "torch.compile was given, which is compiled._orig_mod (one compiled in place must be loaded anew)",
         )
     # Statically first: a bridge makes the list of its hook points anew each time that it is asked for.
     has_hooks = inspect.getattr_static(model, "hook_dict", None) is not None or hasattr(model, "hook_dict")
     if not isinstance(n, int) or not has_hooks:
-        raise ValueError(
-            "model must be a HookedTransformer, a TransformerBridge or another model with TransformerLens's hooks, "
-            f"got {type(model).__name__}"
+        raise ArgumentError(
+            "model",
+            "must be a HookedTransformer, a TransformerBridge or another model with TransformerLens's hooks, "
+            f"got {type(model).__name__}",
         )
     return n

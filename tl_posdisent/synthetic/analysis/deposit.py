@@ -22,6 +22,7 @@ from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED
 from tl_posdisent.synthetic.training.train import answers, check_samples, evaluate
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable, figure_function
 from tl_posdisent.utils.validation import check_choice, check_number, head_label
 
@@ -197,11 +198,15 @@ def _frozen(layer: int, side: str, heads: list[int]) -> list[Hook]:
 def _effects(order: pd.DataFrame, heads: list[Head]) -> dict[Head, float]:
     columns = ["layer", "head", "loss_effect"]
     if not {*columns} <= {*order.columns}:
-        raise ValueError(f"order must be a table of head_drops with the columns {columns}, got {[*order.columns]}")
+        raise ArgumentError(
+            "order", f"must be a table of head_drops with the columns {columns}, got {[*order.columns]}"
+        )
     effect = {(int(layer), int(head)): float(x) for layer, head, x in order[columns].itertuples(index=False)}
     lacking = [head for head in heads if not math.isfinite(effect.get(head, math.nan))]
     if lacking:
-        raise ValueError(f"order must have a finite loss_effect of every head, got none for {head_label(*lacking[0])}")
+        raise ArgumentError(
+            "order", f"must have a finite loss_effect of every head, got none for {head_label(*lacking[0])}"
+        )
     return effect
 
 
@@ -213,12 +218,13 @@ def reference_texts(model: SyntheticModel, tokens: Any) -> Texts:
 
 def _check(model: Any, by: Any) -> None:
     if not isinstance(model, SyntheticModel):
-        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+        raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
     check_choice("by", by, get_args(By))
     if by == "rotation" and not model.encoding.rotates:
-        raise ValueError(
-            f'by must be "attention" with encoding={model.config.encoding!r}, which rotates no queries and keys, '
-            f"got {by!r}"
+        raise ArgumentError(
+            "by",
+            f'must be "attention" with encoding={model.config.encoding!r}, which rotates no queries and keys, '
+            f"got {by!r}",
         )
 
 
@@ -315,11 +321,13 @@ def deposit(
     sufficient = tuple(sufficient)
     for x in sufficient:
         if not isinstance(x, SufficientHeads):
-            raise ValueError(f"sufficient must be of type SufficientHeads, got {type(x).__name__}")
+            raise ArgumentError("sufficient", f"must be of type SufficientHeads, got {type(x).__name__}")
     if measure == "loss":
         for name in ("loss_baseline", "loss_effect"):
             if name not in drops:
-                raise ValueError(f'drops must have the column {name!r} with measure="loss", as head_drops makes it')
+                raise ArgumentError(
+                    "drops", f'must have the column {name!r} with measure="loss", as head_drops makes it'
+                )
         drops, better = drops.assign(baseline=drops["loss_baseline"], effect=drops["loss_effect"]), "lower"
         drops.attrs["metric"] = "loss"
     _check_drops(drops)
@@ -383,9 +391,10 @@ def head_drops(
     check_samples(model, tokens, labels)
     pad = model.config.pad_id
     if mode == "resample" and pad is not None and bool((tokens == pad).any()):
-        raise ValueError(
-            'tokens must be samples of one length for mode "resample", which puts one in the place of another, got '
-            "padding, which this model does not read: use another mode, or samples of each length on their own"
+        raise ArgumentError(
+            "tokens",
+            'must be samples of one length for mode "resample", which puts one in the place of another, got '
+            "padding, which this model does not read: use another mode, or samples of each length on their own",
         )
     averaged: Any = tokens if reference is None and mode == "mean" else reference
     if mode == "mean":
@@ -407,21 +416,21 @@ def head_drops(
 
 def _check_drops(drops: pd.DataFrame) -> None:
     if not isinstance(drops, pd.DataFrame):
-        raise ValueError(f"drops must be a table as head_ablation makes it, got {type(drops).__name__}")
+        raise ArgumentError("drops", f"must be a table as head_ablation makes it, got {type(drops).__name__}")
     missing = [name for name in _NEEDED if name not in drops]
     if missing or not len(drops):
         what = f"no column {missing[0]!r}" if missing else "no rows"
-        raise ValueError(
-            f"drops must have rows, and columns {', '.join(_NEEDED)}, as head_ablation makes it, got {what}"
+        raise ArgumentError(
+            "drops", f"must have rows, and columns {', '.join(_NEEDED)}, as head_ablation makes it, got {what}"
         )
     twice = drops[drops.duplicated(_HEAD)]
     if len(twice):
-        raise ValueError(f"drops must have one row per head, got several for {head_label(*twice[_HEAD].iloc[0])}")
+        raise ArgumentError("drops", f"must have one row per head, got several for {head_label(*twice[_HEAD].iloc[0])}")
     for name in ("baseline", "effect"):
         values = drops[name].to_numpy(float)
         if not np.isfinite(values).all():
-            raise ValueError(f"drops must have finite numbers as {name}, got {values[~np.isfinite(values)][0]}")
+            raise ArgumentError("drops", f"must have finite numbers as {name}, got {values[~np.isfinite(values)][0]}")
     if drops["baseline"].ne(drops["baseline"].iloc[0]).any():
-        raise ValueError(
-            f"drops must be of one model, with one baseline, got {drops['baseline'].unique().tolist()[:3]}"
+        raise ArgumentError(
+            "drops", f"must be of one model, with one baseline, got {drops['baseline'].unique().tolist()[:3]}"
         )

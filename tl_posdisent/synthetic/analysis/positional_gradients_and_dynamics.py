@@ -23,6 +23,7 @@ from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import Samples, Task
 from tl_posdisent.synthetic.training.train import TrainRun
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import with_gradients
 from tl_posdisent.utils.validation import check_choice, check_float64, check_integer, check_seed, shown
 
@@ -81,13 +82,13 @@ def positional_gradients(
         (['layer', 'head', 'mean_norm', 'norm_of_mean', 'ratio', 'expected_norm'], 12)
     """
     if not isinstance(model, SyntheticModel):
-        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+        raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
     check_choice("part", part, get_args(Part))
     if model.config.read_out == "token":
-        raise ValueError('model must have one answer per text (read_out "mean" or "last"), got "token"')
+        raise ArgumentError("model", 'must have one answer per text (read_out "mean" or "last"), got "token"')
     if part == "encoding" and not model.encoding.rotates and model.encoding.bias(2) is None:
-        raise ValueError(
-            f'part must be "distance" with encoding={model.config.encoding!r}, which does not act on scores'
+        raise ArgumentError(
+            "part", f'must be "distance" with encoding={model.config.encoding!r}, which does not act on scores'
         )
     check_float64("model", model.embed.W_E.device)
     check_integer("batches", batches, 2)
@@ -128,7 +129,7 @@ def _vectors(model: SyntheticModel, tokens: Tensor, labels: Tensor, part: Part) 
         loss = cross_entropy(model(tokens).float(), labels)
         (gradient,) = torch.autograd.grad(loss, nothing)
     if not bool(loss.isfinite()) or not bool(gradient.isfinite().all()):
-        raise ValueError(f"model must have a finite loss and gradient on the task, got a loss of {loss.item()}")
+        raise ArgumentError("model", f"must have a finite loss and gradient on the task, got a loss of {loss.item()}")
     if part == "distance":
         return diagonal_sums(gradient.sum(1, dtype=torch.float64), 1 - length, length - 1)
     if not model.encoding.rotates:
@@ -187,11 +188,13 @@ def gradient_margins(table: pd.DataFrame, *, by: Norm = "norm_of_mean") -> pd.Da
     check_choice("by", by, get_args(Norm))
     missing = [name for name in ("layer", "head", by) if name not in getattr(table, "columns", ())]
     if missing:
-        raise ValueError(f"table must have the column {missing[0]!r}, as from positional_gradients, got {shown(table)}")
+        raise ArgumentError(
+            "table", f"must have the column {missing[0]!r}, as from positional_gradients, got {shown(table)}"
+        )
     keys, error = [name for name in ("step", "layer") if name in table.columns], f"{by}_se"
     layers: Any = table.sort_values(by, ascending=False, kind="stable").groupby(keys)
     if layers.size().min() < 2:
-        raise ValueError(f"table must have at least two heads in every layer, got {layers.size().min()}")
+        raise ArgumentError("table", f"must have at least two heads in every layer, got {layers.size().min()}")
     first, second = (layers.nth(n).sort_values(keys, ignore_index=True) for n in (0, 1))
     margins: pd.DataFrame = first[[*keys, "head"]].assign(
         largest=first[by], second=second[by], margin=first[by] - second[by]
@@ -209,12 +212,13 @@ def _batches(task: Task | Samples, batches: int, batch_size: int, seed: int) -> 
         generator = torch.Generator().manual_seed(seed)
         return (task.batch(batch_size, generator) for _ in range(batches))
     if not isinstance(task, tuple) or len(task) != 2 or not all(isinstance(x, Tensor) for x in task):
-        raise ValueError(f"task must be a Task, or a pair of tokens and labels, got {type(task).__name__}")
+        raise ArgumentError("task", f"must be a Task, or a pair of tokens and labels, got {type(task).__name__}")
     texts, labels = (len(x) for x in task)
     if texts != labels or texts < batches * batch_size:
-        raise ValueError(
-            f"task must have labels for at least batches · batch_size = {batches * batch_size} texts, got {texts} "
-            f"texts and {labels} labels"
+        raise ArgumentError(
+            "task",
+            f"must have labels for at least batches · batch_size = {batches * batch_size} texts, got {texts} "
+            f"texts and {labels} labels",
         )
     return itertools.islice(zip(*(x.split(batch_size) for x in task), strict=True), batches)
 
@@ -262,9 +266,11 @@ def dynamics(
         {0: 12, 2: 12}
     """
     if not isinstance(run, TrainRun):
-        raise ValueError(f"run must be a TrainRun, got {type(run).__name__}")
+        raise ArgumentError("run", f"must be a TrainRun, got {type(run).__name__}")
     if not run.checkpoints:
-        raise ValueError("run must have checkpoints: train with TrainConfig(checkpoints=...) and a folder, got none")
+        raise ArgumentError(
+            "run", "must have checkpoints: train with TrainConfig(checkpoints=...) and a folder, got none"
+        )
     tokens = long_texts(run.task, texts, seed) if tokens is None else tokens
     tables = []
     for step in tqdm(sorted(run.checkpoints), desc="checkpoints", disable=not progress):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_fields, check_integer, check_number, shown
 
 EncodingName = Literal[
@@ -138,7 +139,9 @@ class SyntheticConfig:
         for place in self.dropout_at:
             check_choice("dropout_at", place, get_args(DropoutPlace))
         if self.d_head is None and self.d_model % self.n_heads:
-            raise ValueError(f"n_heads must divide d_model = {self.d_model} unless d_head is given, got {self.n_heads}")
+            raise ArgumentError(
+                "n_heads", f"must divide d_model = {self.d_model} unless d_head is given, got {self.n_heads}"
+            )
         if self.pad_id is not None:
             check_integer("pad_id", self.pad_id, 0, self.d_vocab - 1, why="a token id")
         self._check_encoding()
@@ -148,13 +151,13 @@ class SyntheticConfig:
         own = {"rotary_heads": _ROTATING, "d_query_latent": _LATENT, "d_key_latent": _LATENT, "d_rope": _LATENT}
         for name, encodings in own.items():
             if getattr(self, name) is not None and encoding not in encodings:
-                raise ValueError(f"{name} must be left out with encoding={encoding!r}")
+                raise ArgumentError(name, f"must be left out with encoding={encoding!r}")
         if self.rotary_heads is not None:
             check_integer("rotary_heads", self.rotary_heads, 0, self.n_heads, why="n_heads")
         if self.latent and (self.rotary_dim % 2 or not 0 < self.rotary_dim < self.head_size):
             raise ValueError(f"d_rope must be even, above 0 and below d_head = {self.head_size}, got {self.rotary_dim}")
         if self.rotary_dim % 2:
-            raise ValueError(f"d_head must be even to be rotated in pairs, got {self.rotary_dim}")
+            raise ArgumentError("d_head", f"must be even to be rotated in pairs, got {self.rotary_dim}")
         if encoding.startswith("sinusoidal") and self.d_model % 2:
             raise ValueError(f"d_model must be even for sines and cosines, got {self.d_model}")
         if encoding == "t5":

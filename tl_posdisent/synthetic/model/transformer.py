@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seed
 
 from .attention import Attention, LatentAttention, causal_cells, dropout, hooked
@@ -142,7 +143,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
     def __init__(self, config: SyntheticConfig, seed: int = 0) -> None:
         super().__init__()
         if not isinstance(config, SyntheticConfig):
-            raise ValueError(f"config must be a SyntheticConfig, got {type(config).__name__}")
+            raise ArgumentError("config", f"must be a SyntheticConfig, got {type(config).__name__}")
         check_seed(seed)
         self.config = config
         sizes = ("d_model", "n_layers", "n_ctx", "n_heads", "d_mlp", "d_vocab")
@@ -230,19 +231,20 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
     def check_tokens(self, tokens: Tensor, *, values: bool = True) -> None:
         """Raise unless these are texts of the model; without ``values`` a GPU is not waited for."""
         if tokens.ndim not in (1, 2) or tokens.numel() == 0 or tokens.is_floating_point() or tokens.dtype == torch.bool:
-            raise ValueError(
-                f"tokens must be integers of shape (batch, pos), got {tokens.dtype} of shape {tuple(tokens.shape)}"
+            raise ArgumentError(
+                "tokens", f"must be integers of shape (batch, pos), got {tokens.dtype} of shape {tuple(tokens.shape)}"
             )
         longest = self.encoding.longest
         if longest is not None and tokens.shape[-1] > longest:
-            raise ValueError(
-                f"tokens must be at most n_ctx = {longest} long with encoding={self.config.encoding!r}, "
-                f"got {tokens.shape[-1]}"
+            raise ArgumentError(
+                "tokens",
+                f"must be at most n_ctx = {longest} long with encoding={self.config.encoding!r}, "
+                f"got {tokens.shape[-1]}",
             )
         if values:
             least, most = (int(x) for x in tokens.aminmax())
             if least < 0 or most >= self.config.d_vocab:
-                raise ValueError(f"tokens must be ids from 0 to {self.config.d_vocab - 1}, got {least} … {most}")
+                raise ArgumentError("tokens", f"must be ids from 0 to {self.config.d_vocab - 1}, got {least} … {most}")
 
     def _mask(self, real: Tensor | None, length: int, device: torch.device) -> Tensor | None:
         """Of all layers, made once: it may be as large as all scores."""

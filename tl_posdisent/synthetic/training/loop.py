@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from tl_posdisent.models.loading.load import check_device
 from tl_posdisent.synthetic.model.config import SyntheticConfig
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import locked, remove_unfinished, whole_file
 
 WEIGHTS = "weights"
@@ -48,7 +49,7 @@ def save_checkpoint(model: SyntheticModel, path: str | Path, notes: Mapping[str,
         True
     """
     if not isinstance(model, SyntheticModel):
-        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+        raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
     return write(path, {WEIGHTS: model.state_dict()}, {**(notes or {}), "model": dataclasses.asdict(model.config)})
 
 
@@ -62,7 +63,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
         >>> from tl_posdisent.synthetic import load_checkpoint
         >>> load_checkpoint("nowhere.safetensors")
         Traceback (most recent call last):
-        ValueError: path must be a checkpoint, but nowhere.safetensors does not exist
+        tl_posdisent.utils.errors.ArgumentError: path must be a checkpoint, but nowhere.safetensors does not exist
     """
     device = check_device(device) or "cpu"
     tensors, notes = read(path)
@@ -70,7 +71,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
         shape: Any = {name: tuple(x) if isinstance(x, list) else x for name, x in notes["model"].items()}
         model = SyntheticModel(SyntheticConfig(**shape))
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"path must be a checkpoint of a SyntheticModel, got {path}: {error!r}") from error
+        raise ArgumentError("path", f"must be a checkpoint of a SyntheticModel, got {path}: {error!r}") from error
     put(model, tensors.get(WEIGHTS, {}), path)
     model.to(device).eval()
     return model
@@ -92,7 +93,7 @@ def write(path: str | Path, groups: Mapping[str, Mapping[str, Tensor]], notes: M
     try:
         metadata = {"notes": json.dumps(notes)}
     except (TypeError, ValueError) as error:
-        raise ValueError(f"notes must be what JSON can hold: {error}") from error
+        raise ArgumentError("notes", f"must be what JSON can hold: {error}") from error
     content = save(tensors, metadata=metadata)
     with whole_file(path) as file:
         file.write(content)
@@ -102,7 +103,7 @@ def write(path: str | Path, groups: Mapping[str, Mapping[str, Tensor]], notes: M
 def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """What ``write`` wrote, or a ValueError."""
     if not Path(path).is_file():
-        raise ValueError(f"path must be a checkpoint, but {path} does not exist")
+        raise ArgumentError("path", f"must be a checkpoint, but {path} does not exist")
     groups: dict[str, dict[str, Tensor]] = {}
     try:
         with safe_open(path, framework="pt") as file:
@@ -113,7 +114,7 @@ def read(path: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]
         if not isinstance(notes, dict):
             raise ValueError(f"its notes are a {type(notes).__name__}")
     except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise ValueError(f"path must be a whole checkpoint, but {path} cannot be read: {error}") from error
+        raise ArgumentError("path", f"must be a whole checkpoint, but {path} cannot be read: {error}") from error
     return groups, notes
 
 
@@ -194,11 +195,11 @@ class TrainingLoop(ABC):
         The model ends in evaluation mode; after an error it stays in its modes, with the weights of the last step.
         """
         if resume and self.folder is None:
-            raise ValueError("folder must be given with resume=True, got None")
+            raise ArgumentError("folder", "must be given with resume=True, got None")
         with contextlib.ExitStack() as held:
             if self.folder is not None:
                 if self.folder.exists() and not self.folder.is_dir():
-                    raise ValueError(f"folder must be that of the training, but {self.folder} is a file")
+                    raise ArgumentError("folder", f"must be that of the training, but {self.folder} is a file")
                 held.enter_context(locked(self.folder, "folder", "training"))
                 for names in ("step-*", f"{STATE}.*"):  # of a killed process
                     remove_unfinished(self.folder, names)
@@ -288,7 +289,7 @@ class TrainingLoop(ABC):
         if self.folder is None or not (path := self.folder / STATE).exists():
             return
         if not resume:
-            raise ValueError(f"folder must hold no training unless resume=True, but there is {path}")
+            raise ArgumentError("folder", f"must hold no training unless resume=True, but there is {path}")
         groups, notes = read(path)
         state: dict[int, dict[str, Tensor]] = defaultdict(dict)
         try:
@@ -300,15 +301,16 @@ class TrainingLoop(ABC):
                 number, key = name.split()
                 state[int(number)][key] = x
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"folder must hold a whole training, but {path} is damaged: {error!r}") from error
+            raise ArgumentError("folder", f"must hold a whole training, but {path} is damaged: {error!r}") from error
         for part, here in self.settings(done).items():
             there = notes[part] if isinstance(notes.get(part), dict) else {}
             for name in {**here, **there}:
                 if here.get(name) != there.get(name):
-                    raise ValueError(
-                        f"folder must hold this training to be resumed, but {path} has {part} "
+                    raise ArgumentError(
+                        "folder",
+                        f"must hold this training to be resumed, but {path} has {part} "
                         f"{name}={there.get(name)!r}, not {here.get(name)!r}: resume with the settings that it was "
-                        "started with, or choose another folder"
+                        "started with, or choose another folder",
                     )
         put(self.model, groups.get(WEIGHTS, {}), path)
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": dict(state)})

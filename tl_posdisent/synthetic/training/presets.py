@@ -12,6 +12,7 @@ import pandas as pd
 
 from tl_posdisent.synthetic.model.transformer import SyntheticConfig, SyntheticModel
 from tl_posdisent.synthetic.tasks import Task, TriggerCount, TriggerDistance
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_seeds, shown
 
 from .train import TrainConfig, TrainRun, train
@@ -58,7 +59,9 @@ class Preset:
     def __post_init__(self) -> None:
         for task in self.tasks:
             if not isinstance(task, str) or not task.isprintable() or not task.strip(". ") or {*task} & {*"/\\:"}:
-                raise ValueError(f"tasks must have names that can be a folder's, without / and the like, got {task!r}")
+                raise ArgumentError(
+                    "tasks", f"must have names that can be a folder's, without / and the like, got {task!r}"
+                )
 
     def config(self, encoding: str, task: str, **changed: Any) -> SyntheticConfig:
         """Make the configuration of a model; ``changed`` are other arguments of ``SyntheticConfig``."""
@@ -215,10 +218,10 @@ def train_preset(
         1     none  count     0     10
     """
     if not isinstance(preset, Preset):
-        raise ValueError(f"preset must be a Preset (preset('small') makes one), got {type(preset).__name__}")
+        raise ArgumentError("preset", f"must be a Preset (preset('small') makes one), got {type(preset).__name__}")
     for name, given in (("tasks", tasks), ("encodings", encodings)):
         if given is not None and (isinstance(given, (str, bytes)) or not isinstance(given, Iterable)):
-            raise ValueError(f"{name} must be a sequence of names, got {shown(given)}")
+            raise ArgumentError(name, f"must be a sequence of names, got {shown(given)}")
     chosen = [
         list(all_ if some is None else some) for some, all_ in ((tasks, preset.tasks), (encodings, preset.encodings))
     ]
@@ -249,7 +252,7 @@ def accuracies(runs: Mapping[Key, TrainRun]) -> pd.DataFrame:
         ['encoding', 'task', 'seed', 'accuracy', 'loss', 'chance', 'steps', 'samples', 'seconds']
     """
     if not isinstance(runs, Mapping):
-        raise ValueError(f"runs must be what train_preset returns, got {shown(runs)}")
+        raise ArgumentError("runs", f"must be what train_preset returns, got {shown(runs)}")
     columns = ["encoding", "task", "seed", "accuracy", "loss", "chance", "steps", "samples", "seconds"]
     rows = []
     for key, run in runs.items():

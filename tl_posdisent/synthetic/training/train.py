@@ -21,6 +21,7 @@ from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
 from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop, load_checkpoint, save_checkpoint
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import no_autocast, with_gradients
 from tl_posdisent.utils.validation import check_fields, check_float64, check_integer, check_number, described, shown
@@ -76,20 +77,22 @@ def evaluate(
 def check_samples(model: Any, tokens: Any, labels: Any) -> None:
     """Raise if samples are invalid, or do not fit the model."""
     if not isinstance(model, SyntheticModel):
-        raise ValueError(f"model must be a SyntheticModel, got {type(model).__name__}")
+        raise ArgumentError("model", f"must be a SyntheticModel, got {type(model).__name__}")
     check_float64("model", model.embed.W_E.device)
     for name, x, ndim in (("tokens", tokens, 2), ("labels", labels, 1)):
         if not isinstance(x, Tensor) or x.is_floating_point() or x.dtype == torch.bool or x.ndim != ndim:
-            raise ValueError(f"{name} must be integers of shape {('sample', 'pos')[:ndim]}, got {described(x)}")
+            raise ArgumentError(name, f"must be integers of shape {('sample', 'pos')[:ndim]}, got {described(x)}")
     if len(labels) != len(tokens):
-        raise ValueError(f"labels must be one per row of tokens, got {len(labels)} for {len(tokens)} rows")
+        raise ArgumentError("labels", f"must be one per row of tokens, got {len(labels)} for {len(tokens)} rows")
     model.check_tokens(tokens)
     counted = labels[labels != IGNORED]
     if not len(counted):
-        raise ValueError(f"labels must have one or more that are not {IGNORED}, got {len(labels)} that are")
+        raise ArgumentError("labels", f"must have one or more that are not {IGNORED}, got {len(labels)} that are")
     least, most = (int(value) for value in counted.aminmax())
     if least < 0 or most >= model.config.n_out:
-        raise ValueError(f"labels must be from 0 to {model.config.n_out - 1} for this model, got {least} … {most}")
+        raise ArgumentError(
+            "labels", f"must be from 0 to {model.config.n_out - 1} for this model, got {least} … {most}"
+        )
 
 
 def answers(model: Any, tokens: Int[Tensor, "sample pos"], pad: int | None) -> Tensor:
@@ -209,7 +212,9 @@ class TrainConfig:
         for name in ("betas", "checkpoints"):
             values = getattr(self, name)
             if not isinstance(values, Sequence) or isinstance(values, str) or (name == "betas" and len(values) != 2):
-                raise ValueError(f"{name} must be a sequence of {'2 ' * (name == 'betas')}numbers, got {shown(values)}")
+                raise ArgumentError(
+                    name, f"must be a sequence of {'2 ' * (name == 'betas')}numbers, got {shown(values)}"
+                )
         for beta in self.betas:
             check_number("betas", beta, least=0, below=1)
         for step in self.checkpoints:
@@ -265,7 +270,7 @@ class TrainRun(HasTable):
             ValueError: no checkpoint of that step; a file that is damaged.
         """
         if step not in self.checkpoints:
-            raise ValueError(f"step must be one of the checkpoints {sorted(self.checkpoints)}, got {step!r}")
+            raise ArgumentError("step", f"must be one of the checkpoints {sorted(self.checkpoints)}, got {step!r}")
         return load_checkpoint(self.checkpoints[step])
 
     def to_frame(self) -> pd.DataFrame:
@@ -329,16 +334,17 @@ def train(
     config = config or TrainConfig()
     for name, value, kind in (("model", model, SyntheticModel), ("task", task, Task), ("config", config, TrainConfig)):
         if not isinstance(value, kind):
-            raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+            raise ArgumentError(name, f"must be a {kind.__name__}, got {type(value).__name__}")
     check_float64("model", model.embed.W_E.device)
     for name in ("d_vocab", "n_out", "n_ctx"):
         has, needs = getattr(model.config, name), getattr(task, name)
         if has < needs:
-            raise ValueError(f"model must have {name} of {needs} or more for this task, got {has}")
+            raise ArgumentError("model", f"must have {name} of {needs} or more for this task, got {has}")
     if model.config.pad_id not in (None, task.pad_id):
-        raise ValueError(
-            f"model must have pad_id={task.pad_id}, the task's, or None to read padding as a token, got "
-            f"{model.config.pad_id}"
+        raise ArgumentError(
+            "model",
+            f"must have pad_id={task.pad_id}, the task's, or None to read padding as a token, got "
+            f"{model.config.pad_id}",
         )
     if stop_at is not None:
         check_integer("stop_at", stop_at, 1)

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 
 from tl_posdisent.rope.variance_decomposition import COMPONENTS
 from tl_posdisent.synthetic.analysis.deposit import SufficientHeads
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice
 from tl_posdisent.viz.palette import BLUE, GREY, ORANGE, RUST, component_colour
 
@@ -99,7 +100,7 @@ def plot_deposit(
     sufficient = list(sufficient)
     for found in sufficient:
         if not isinstance(found, SufficientHeads):
-            raise ValueError(f"sufficient must hold results of sufficient_heads, got {type(found).__name__}")
+            raise ArgumentError("sufficient", f"must hold results of sufficient_heads, got {type(found).__name__}")
     table = check_table(table, ["layer", "head"], ["effect"], "head_ablation")
     columns = [column for column in ("effect", "effect_se") if column in table]
     means = mean_over_texts(table, ["layer", "head"], columns)
@@ -164,7 +165,7 @@ def plot_substitution(
     table = check_table(table, ["scope", "put_in", "keep"], [measure], "additive_substitution")
     ranked = table[table["scope"] == "all"].sort_values(measure, kind="stable")
     if ranked.empty:
-        raise ValueError('table must have rows of scope "all", as made by additive_substitution, got none')
+        raise ArgumentError("table", 'must have rows of scope "all", as made by additive_substitution, got none')
     names = ranked["keep"].str.replace("+", " + ", regex=False)
     names = names.mask(names == "mean", "uniform attention").mask(ranked["put_in"] == "zero", "no attention output")
     ranked["name"] = names.mask(ranked["put_in"] == "shuffled fit", names + ", shuffled text")

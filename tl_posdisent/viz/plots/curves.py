@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 
 from tl_posdisent.additive.attention.result import AttentionFit
 from tl_posdisent.additive.result import AdditiveFit
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_flag, check_integer
 from tl_posdisent.viz.palette import GREY, HUES, SEQUENTIAL, faint, line_style, on_scale
 
@@ -82,9 +83,10 @@ def plot_distance(
         check_flag("log", log)
     logarithmic = bool(distances.min() >= 0) if log is None else log
     if logarithmic and distances.min() < 0:
-        raise ValueError(
-            f"log must be False or None for negative distances, got distances from {int(distances.min())}: "
-            "these heads attend in both directions"
+        raise ArgumentError(
+            "log",
+            f"must be False or None for negative distances, got distances from {int(distances.min())}: "
+            "these heads attend in both directions",
         )
     lines: dict[str, pd.DataFrame] = {}
     groups: Any = means.groupby(heads) if heads else [((), means)]
@@ -143,7 +145,7 @@ def _marks(wavelengths: Any, distances: Any, values: Any, logarithmic: bool) -> 
     except (TypeError, ValueError):
         inside = [-1.0]
     if any(not x > 0 for x in inside):
-        raise ValueError(f"wavelengths must be numbers above 0, got {wavelengths!r}")
+        raise ArgumentError("wavelengths", f"must be numbers above 0, got {wavelengths!r}")
     inside = [x for x in inside if distances.min() <= x <= distances.max()]
     low, high = float(values.min()), float(values.max())
     place = np.log1p if logarithmic else float
@@ -242,15 +244,17 @@ def plot_length(
         ([32, 64, 64, 256], True)
     """
     if isinstance(measures, str) or not measures:
-        raise ValueError(f"measures must be a sequence of columns, got {measures!r}")
+        raise ArgumentError("measures", f"must be a sequence of columns, got {measures!r}")
     named = dict(tables) if isinstance(tables, Mapping) else {"": tables}
     if not named:
-        raise ValueError("tables must have at least one table, got none")
+        raise ArgumentError("tables", "must have at least one table, got none")
     figure = go.Figure().set_subplots(rows=len(measures), shared_xaxes=True, vertical_spacing=0.06)
     for number, (name, table) in enumerate(named.items()):
         table = check_table(table, [], ["start", "stop", *measures], "length_generalization")
         if head_index(table):
-            raise ValueError('tables must have one row per bucket, as made by length_generalization(..., by="bucket")')
+            raise ArgumentError(
+                "tables", 'must have one row per bucket, as made by length_generalization(..., by="bucket")'
+            )
         table = table.sort_values("start")
         x = table[["start", "stop"]].to_numpy().ravel()
         for row, measure in enumerate(measures, start=1):
@@ -300,7 +304,7 @@ def plot_dynamics(table: pd.DataFrame, value: str = "r_two_axis", *, title: str 
     by_head = "head" in table.columns and bool(table.duplicated(["step", "layer"]).any())
     key = ["step", "layer", *(["head"] if by_head else [])]
     if bool(table.duplicated(key).any()):
-        raise ValueError(f"table must have one row for each {', '.join(key)}, got several: select rows first")
+        raise ArgumentError("table", f"must have one row for each {', '.join(key)}, got several: select rows first")
     table = table.sort_values(key)
     layers = sorted(table["layer"].unique())
     titles = [f"layer {int(layer)}" for layer in layers] if by_head else None

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 from tl_posdisent.viz.palette import DIVERGING, GREY, SEQUENTIAL, SKY, VERDICTS, faint
 
@@ -186,7 +187,7 @@ def plot_distance_sources(
     if head is None and len(found) == 1:
         head = found[0]
     if head not in found:
-        raise ValueError(f"head must be one of the table's, {whole(found)}, got {head!r}")
+        raise ArgumentError("head", f"must be one of the table's, {whole(found)}, got {head!r}")
     pairs = mean_over_texts(table[table["head"] == head], names, ["share"])
     sizes = pd.concat([pairs["share"].abs().groupby(pairs[name]).max() for name in names], axis=1).max(axis=1)
     places: dict[str, list[float]] = {}
@@ -352,7 +353,7 @@ def _limits(limits: Any) -> tuple[float, float]:
     except (TypeError, ValueError):
         low = high = math.nan
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"limits must be two ascending numbers, got {limits!r}")
+        raise ArgumentError("limits", f"must be two ascending numbers, got {limits!r}")
     return low, high
 
 

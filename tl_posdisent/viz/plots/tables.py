@@ -10,6 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice
 
 _SHARE = "share of the variance of the scores"
@@ -93,7 +94,7 @@ def without_unit(title: str) -> str:
 def add_title(figure: go.Figure, given: str | None, default: str, note: str = "") -> go.Figure:
     """Write the title above a figure: the one given, or the default with a note below it."""
     if given is not None and not isinstance(given, str):
-        raise ValueError(f"title must be a string, got {type(given).__name__}")
+        raise ArgumentError("title", f"must be a string, got {type(given).__name__}")
     small = f"<br><span style='font-size:0.75em'>{note}</span>" if note and given is None else ""
     return figure.update_layout(title={"text": default + small if given is None else given}, margin={"t": 80, "b": 60})
 
@@ -107,15 +108,15 @@ def check_table(table: Any, columns: Sequence[str], numbers: Sequence[str], make
     """Return the table, or raise unless it has rows, these columns and numbers; the error names its makers."""
     needed = [*columns, *numbers]
     if not isinstance(table, pd.DataFrame):
-        raise ValueError(f"table must be a pandas table as made by {makers}, got {type(table).__name__}")
+        raise ArgumentError("table", f"must be a pandas table as made by {makers}, got {type(table).__name__}")
     missing = [name for name in needed if name not in table.columns]
     if missing:
-        raise ValueError(
-            f"table must have the columns {', '.join(needed)}, as made by {makers}, "
-            f"got one without {', '.join(missing)}"
+        raise ArgumentError(
+            "table",
+            f"must have the columns {', '.join(needed)}, as made by {makers}, got one without {', '.join(missing)}",
         )
     if table.empty:
-        raise ValueError(f"table must have rows, as made by {makers}, got none")
+        raise ArgumentError("table", f"must have rows, as made by {makers}, got none")
     for name in numbers:
         if not is_numeric_dtype(table[name]) or is_bool_dtype(table[name]):
             raise ValueError(f"column {name} must be numbers, got {table[name].dtype}")
@@ -136,7 +137,7 @@ def over_heads(means: pd.DataFrame, by: By, index: Sequence[str], values: Sequen
     if by == "head":
         return means
     if "layer" not in means:
-        raise ValueError("table must have the column layer to be drawn by layer, got one without")
+        raise ArgumentError("table", "must have the column layer to be drawn by layer, got one without")
     groups = means.groupby(["layer", *index])
     table = groups[list(values)].mean()
     if len(values) == 1:
@@ -152,11 +153,11 @@ def mean_over_texts(table: pd.DataFrame, index: Sequence[str], values: Sequence[
     """
     names = list(index)
     if names and bool(table[names].isna().any(axis=None)):
-        raise ValueError(f"table must name {' and '.join(names)} in every row: select rows first")
+        raise ArgumentError("table", f"must name {' and '.join(names)} in every row: select rows first")
     texts = [*names, *(["batch"] if "batch" in table.columns else [])]
     if len(table) > 1 and (not texts or bool(table.duplicated(texts).any())):
         each = ", ".join(texts) or "figure"
-        raise ValueError(f"table must have one row for each {each}, got several: select rows first")
+        raise ArgumentError("table", f"must have one row for each {each}, got several: select rows first")
     if not names:
         return table[list(values)].mean().to_frame().T
     return table.groupby(names)[list(values)].mean().reset_index()

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_indices, check_integer, check_number, head_label
 from tl_posdisent.viz.palette import NEGATIVE, POSITIVE
 from tl_posdisent.viz.widgets.offline import Widget, axis_token, rounded, script_json
@@ -237,7 +238,7 @@ def choose(
     if layers is not None:
         layer, n_layers = layers[0] if layer is None and len(layers) == 1 else layer, batch.pop(-2)
         if layer not in layers:
-            raise ValueError(f"layer must be one of the fit's, {', '.join(map(str, layers))}, got {layer!r}")
+            raise ArgumentError("layer", f"must be one of the fit's, {', '.join(map(str, layers))}, got {layer!r}")
     heads, rows = check_heads(batch, options.heads, options.text)
     n_heads = [1, *batch][-1]
     at = 0 if layers is None else layers.index(layer)  # texts, layers and heads as one axis
@@ -256,9 +257,10 @@ def choose(
 def check_heads(batch: Sequence[int], heads: Any, text: int) -> tuple[list[int], list[int]]:
     """Numbers of the heads of one text, and their rows if all leading axes were one."""
     if len(batch) > 2:
-        raise ValueError(
-            "scores must have shape (query, key), (head, query, key) or (text, head, query, key) to be shown, got "
-            f"{len(batch)} leading axes: {tuple(batch)}"
+        raise ArgumentError(
+            "scores",
+            "must have shape (query, key), (head, query, key) or (text, head, query, key) to be shown, got "
+            f"{len(batch)} leading axes: {tuple(batch)}",
         )
     texts, n_heads = [1, 1, *batch][-2:]
     check_integer("text", text, 0, texts - 1)
@@ -269,7 +271,7 @@ def check_heads(batch: Sequence[int], heads: Any, text: int) -> tuple[list[int],
 def check_positions(positions: Any, length: int) -> list[int]:
     chosen = check_indices("positions", positions, length)
     if chosen != sorted(chosen):
-        raise ValueError(f"positions must be ascending, got {chosen}")
+        raise ArgumentError("positions", f"must be ascending, got {chosen}")
     return chosen
 
 
@@ -278,9 +280,9 @@ def check_tokens(tokens: Any, length: int) -> list[str]:
     wrong = [word for word in words or () if not isinstance(word, str)]
     if words is None or wrong:
         got = type(tokens).__name__ if words is None else f"{wrong[0]!r} in it"
-        raise ValueError(f"tokens must be a list of strings, such as model.to_str_tokens(ids), got {got}")
+        raise ArgumentError("tokens", f"must be a list of strings, such as model.to_str_tokens(ids), got {got}")
     if len(words) != length:
-        raise ValueError(f"tokens must be as many as the keys, {length}, got {len(words)}")
+        raise ArgumentError("tokens", f"must be as many as the keys, {length}, got {len(words)}")
     return words
 
 
@@ -316,5 +318,5 @@ def check_scale(scale: float | None, shown: Iterable[Tensor], *, first: bool = T
 
 def check_title(title: str | None, default: str) -> str:
     if title is not None and not isinstance(title, str):
-        raise ValueError(f"title must be a string, got {type(title).__name__}")
+        raise ArgumentError("title", f"must be a string, got {type(title).__name__}")
     return default if title is None else title

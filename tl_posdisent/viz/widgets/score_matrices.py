@@ -16,6 +16,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, check_tokens, run, token_words
 from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_flag, is_integer
 from tl_posdisent.viz.widgets.layout import Choice, Options, choose, head_selector, matrices_beside, pick
 from tl_posdisent.viz.widgets.offline import Widget
@@ -74,7 +75,7 @@ def show_scores(
     check_choice("component", component, _COMPONENTS)
     check_fit(fit)
     if scores is None and component in ("scores", "residual"):
-        raise ValueError(f"scores must be given to show the component {component!r}: the fit does not keep them")
+        raise ArgumentError("scores", f"must be given to show the component {component!r}: the fit does not keep them")
     options = Options(heads, text, positions, scale, title, layer)
     choice = choose(check_fit(fit), tokens, options, more=1, layers=fit.layers)
     components = _components(fit, choice, scores, centred=centred)
@@ -122,7 +123,7 @@ def show_parts(
     """
     check_fit(fit)
     if not is_integer(head):
-        raise ValueError(f"head must be an integer, got {head!r}")
+        raise ArgumentError("head", f"must be an integer, got {head!r}")
     names = [name for name in _COMPONENTS if scores is not None or name not in ("scores", "residual")]
     options = Options([head], text, positions, scale, title, layer)
     choice = choose(check_fit(fit), tokens, options, charts=len(names), layers=fit.layers)
@@ -173,7 +174,7 @@ def show_patterns(
     additive, inside = _additive_pattern(fit, choice)
     own = choice.of(pattern.detach()).to(additive.device)
     if not bool(((own >= 0) & (own <= 1.01))[inside].all()):  # 1.01: bfloat16
-        raise ValueError("pattern must be probabilities, from 0 to 1, as the softmax of scores is")
+        raise ArgumentError("pattern", "must be probabilities, from 0 to 1, as the softmax of scores is")
     shown = {"model": torch.where(inside, own, 0.0), "additive scores": additive}
     layout = choice.layout(
         shown.values(),
@@ -187,7 +188,7 @@ def show_patterns(
 def check_fit(fit: Any) -> tuple[int, ...]:
     """The shape of the scores that were fitted."""
     if not isinstance(fit, AdditiveFit):
-        raise ValueError(f"fit must be an AdditiveFit, got {type(fit).__name__}")
+        raise ArgumentError("fit", f"must be an AdditiveFit, got {type(fit).__name__}")
     return (*fit.intercept.shape, fit.cells.n_query, fit.cells.n_key)
 
 
@@ -196,7 +197,7 @@ def _check_alike(fit: AdditiveFit, name: str, x: Any) -> None:
     shape = check_fit(fit)
     if not isinstance(x, Tensor) or tuple(check_scores(x).shape) != shape:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(f"{name} must have the fitted shape {shape}, got {got}")
+        raise ArgumentError(name, f"must have the fitted shape {shape}, got {got}")
 
 
 def _components(fit: AdditiveFit, choice: Choice, scores: Tensor | None, *, centred: bool) -> dict[str, Matrices]:
@@ -251,7 +252,7 @@ def _change(before: Tensor, after: Tensor, tokens: Any, mask: Any, options: Opti
     old, new = (torch.where(inside, choice.of(x.detach().cpu()), 0.0) for x in (before, after))
     for name, x in (("before", old), ("after", new)):
         if bool((x <= masked_below(x.dtype)).any()) or not bool(x.isfinite().all()):
-            raise ValueError(f"{name} must be finite inside the mask, got NaN, infinite or masking values")
+            raise ArgumentError(name, "must be finite inside the mask, got NaN, infinite or masking values")
     shown = {"before": old, "after": new, "after − before": new - old}
     note = "Rows are queries, columns keys."
     return matrices_beside(

@@ -15,6 +15,7 @@ from tl_posdisent.models.reading.forward import Hook, token_words
 from tl_posdisent.models.reading.forward import check_tokens as check_ids
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.texts import read_texts
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_integer
 
 from .layout import Layout, check_heads, check_positions, check_scale, check_title, check_tokens, coloured_text, pick
@@ -56,7 +57,9 @@ def show_key_importance(
     fits = {f"layer {layer}": one for layer, one in fit.items()} if isinstance(fit, Mapping) else {"": fit}
     shapes = {check_fit(one) for one in fits.values()}
     if len(shapes) != 1:
-        raise ValueError(f"fit must be an AdditiveFit, or one of the same shape for each layer, got {sorted(shapes)}")
+        raise ArgumentError(
+            "fit", f"must be an AdditiveFit, or one of the same shape for each layer, got {sorted(shapes)}"
+        )
     *batch, _, n_key = next(iter(shapes))
     words, at = check_tokens(tokens, n_key), check_positions(positions, n_key)
     chosen, rows = check_heads(batch, heads, text)
@@ -107,7 +110,7 @@ def show_loss_change(
     before, after = (token_losses(as_log_probabilities(logits), ids.to(logits.device)) for logits in runs)
     added = after - before
     if not bool(added.isfinite().all()):
-        raise ValueError("hooks must leave every token's loss finite, got NaN or infinite losses")
+        raise ArgumentError("hooks", "must leave every token's loss finite, got NaN or infinite losses")
     shown = {"": pad(added, (1, 0)).cpu()}
     note = f"Loss added to each token, in nats; {added.mean():+.3f} on average. The first token is not predicted."
     layout = Layout(check_scale(scale, shown.values()), check_title(title, "Added loss"), note)
