@@ -28,16 +28,21 @@ def test_every_public_name_is_mentioned_on_a_page() -> None:
 
 
 def messages() -> list[str]:
-    """Every string of the package, with … for what is put into it."""
+    """Every string of the package, with … for what is put into it; that of an ArgumentError behind its argument."""
     found = []
     for path in sources().values():
         for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.JoinedStr):
-                parts = [str(x.value) if isinstance(x, ast.Constant) else "…" for x in node.values]
-                found.append("".join(parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
+            if isinstance(node, ast.JoinedStr | ast.Constant):
+                found.append(written(node))
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("ArgumentError", "ContextExceeded"):
+                found.append(" ".join(written(x) for x in node.args[:2]))
     return found
+
+
+def written(node: ast.expr) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(x.value) if isinstance(x, ast.Constant) else "…" for x in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
 
 
 def quoted() -> list[str]:

@@ -255,7 +255,7 @@ def test_a_head_that_fails_is_a_row_of_nan(shared_model: Any) -> None:
         calls.append(1)
         return loss(logits, tokens) * (torch.nan if len(calls) == 4 else 1)  # the baseline, heads 0, 1 and 2
 
-    with pytest.warns(UserWarning, match=r"1 of the heads .* L0H2: ValueError: metric must return finite numbers"):
+    with pytest.warns(UserWarning, match=r"1 of the heads .* L0H2: ArgumentError: metric must return finite numbers"):
         table = head_ablation(model, TOKENS, metric, layers=0, progress=False)
     expected = head_ablation(model, TOKENS, layers=0, progress=False)
     expected.loc[2, ["value", "effect"]] = torch.nan

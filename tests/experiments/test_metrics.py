@@ -149,7 +149,9 @@ def test_metrics_of_every_kind(kind: str, name: str, experiment: str, shared_rea
 
 def test_the_ladder_needs_as_many_numbers_of_each_run(shared_reading: Any) -> None:
     runs = iter([*range(2), *range(100)])
-    with pytest.warns(UserWarning, match=r"ValueError: metric must return as many numbers of each run, got 3 .* and 1"):
+    with pytest.warns(
+        UserWarning, match=r"ArgumentError: metric must return as many numbers of each run, got 3 .* and 1"
+    ):
         EXPERIMENTS["ladder"](
             shared_reading("bridge", "llama-gqa"),
             lambda logits: per_text(logits) if next(runs) == 0 else per_text(logits).mean(),

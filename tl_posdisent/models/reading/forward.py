@@ -62,11 +62,13 @@ def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:
         context = getattr(model.cfg, "n_ctx", None) or length
         if length <= context or isinstance(error, torch.OutOfMemoryError):
             raise
-        problem = (
+        raise ContextExceeded(
+            "tokens",
             f"are {length} long, and the model fails beyond its context of {context}: {error}; give shorter texts, or "
-            f"work within longer_context(model, {length}), which continues the rotation of rotary models"
-        )
-        raise ContextExceeded("tokens", problem, length, context) from error
+            f"work within longer_context(model, {length}), which continues the rotation of rotary models",
+            length,
+            context,
+        ) from error
 
 
 class Ended(BaseException):
