@@ -33,11 +33,12 @@ OLDEST_TESTS = -o addopts='--strict-markers --strict-config' $(patsubst %,tests/
 ROWS = -m release $(UNCHECKED) tests/docs/test_docs.py
 VERSIONS = -m "(not slow or versions) and not extended and not release"
 # What meets TransformerLens only through what other tests try (mathematics, figures, report, sweeps, command line,
-# files, training of synthetic models, rules for sources and words): in one environment only.
+# bytes of files, training of synthetic models, rules for sources and words): in one environment only.
 ALIKE = $(addprefix --ignore=, $(addprefix tl_posdisent/, additive rope sweeps viz utils synthetic/tasks.py synthetic/training) \
     $(addprefix tests/, browser additive cli report rope sweeps viz utils) \
     $(patsubst %,tests/package/test_%.py, release house public_names processes interrupts) \
-    $(patsubst %,tests/docs/test_%.py, links mentions words) \
+    $(patsubst %,tests/docs/test_%.py, evidence links mentions words) \
+    tests/models/test_gguf_bytes.py tests/experiments/test_verdict_correction.py \
     $(patsubst %,tests/synthetic/test_%.py, tasks training training_faults presets encodings deposit sufficiency refusals) \
     tests/demo/test_train_demo_model.py)
 

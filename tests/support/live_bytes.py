@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -10,6 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .nested import tensors
+
+
+@functools.cache
+def _may_return_what_is_given(func: Any) -> bool:
+    """Whether an operation declares that its result shares memory with an argument: it is a view, or in place."""
+    return any(x.alias_info is not None for x in func._schema.returns)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -30,11 +37,12 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in (out,) if isinstance(out, Tensor) else tensors(out):
             storage = x.untyped_storage()
-            if storage._cdata not in self._known:
-                # A view of what was there before, or changed in place, is not new.
-                given = {y.untyped_storage()._cdata for y in tensors((args, kwargs))}
-                if storage._cdata not in given:
-                    self._follow(storage)
+            # A view of what was there before, or changed in place, is not new.
+            if storage._cdata not in self._known and not (
+                _may_return_what_is_given(func)
+                and storage._cdata in {y.untyped_storage()._cdata for y in tensors((args, kwargs))}
+            ):
+                self._follow(storage)
         self.most = max(self.most, self.now)
         return out
 
