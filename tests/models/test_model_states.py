@@ -221,3 +221,47 @@ def test_a_model_that_was_read_has_the_hooks_of_one_that_was_run() -> None:
         model(TOKENS)
     found = [[len(part._forward_pre_hooks) for part in model.modules()] for model in (read, ran)]
     assert found[0] == found[1]
+
+
+def _exchange(model: Any, how: str, base: float) -> None:
+    """Give each layer of a HookedTransformer the rotary tables of another base."""
+    for block in model.blocks:
+        attn, n = block.attn, model.cfg.n_ctx
+        tables = attn.calculate_sin_cos_rotary(model.cfg.rotary_dim, n, base=base, dtype=attn.rotary_sin.dtype)
+        for name, table in zip(("rotary_sin", "rotary_cos"), tables, strict=True):
+            if how == "replaced":
+                setattr(attn, name, table)
+            elif how == "in place":
+                getattr(attn, name).copy_(table)
+            else:
+                getattr(attn, name).data.copy_(table)
+
+
+@pytest.mark.skipif(zoo.TL_MAJOR >= 4, reason="HookedTransformer was removed in TransformerLens 4")
+@pytest.mark.parametrize("how", ["in place", "through data", "replaced"])
+@pytest.mark.parametrize("name", ["llama-gqa", "neox", "gptj"])
+def test_changed_rotary_tables_are_read_anew(name: str, how: str) -> None:
+    """Hooks that are made then are those of a new model with these tables; older readings are refused until undone."""
+    model, fresh = zoo.load("hooked", name), zoo.load("hooked", name)
+    original, reading = dict(model.named_buffers()), read_model(model)
+    original = {key: table.clone() for key, table in original.items() if "rotary" in key}
+
+    def swapped(of: Any) -> Tensor:
+        with torch.no_grad(), applied(of, swap_positions(of, lambda p: (7 * p) % 5)):
+            return of(TOKENS)
+
+    before = swapped(model)
+    for base in (730.0, 90_000.0):
+        _exchange(model, how, base)
+        _exchange(fresh, "replaced", base)
+        with pytest.raises(ValueError, match="has changed in rotary tables: read it again"):
+            swap_positions(reading, lambda p: p)
+        assert torch.equal(swapped(model), swapped(fresh))
+        assert (swapped(model) - before).abs().max() > 1e-3
+        ours, theirs = (read_model(each).specs(0)[0].require_rotary("this test") for each in (model, fresh))
+        assert torch.equal(ours.frequencies, theirs.frequencies)
+    for key, table in original.items():
+        owner, _, last = key.rpartition(".")
+        setattr(model.get_submodule(owner), last, table)
+    assert torch.equal(swapped(model), before)
+    assert swap_positions(reading, lambda p: p)

@@ -146,11 +146,11 @@ def _same_with_cache(model: Any, text: Int[Tensor, "batch pos"]) -> bool:
 # --- the cache of a running pass --------------------------------------------------------------------------------------
 
 
-def requested_cache() -> Any | None:
-    """The KV cache of the running pass of a transformers model, or None if the pass was not asked to use one.
+def running_cache() -> tuple[Any | None, bool]:
+    """The KV cache of the running pass of a transformers model, and whether the caller asked for one.
 
     A hook function receives a tensor and a hook point, but not the arguments of the pass; they are read from the call
-    stack. transformers makes a cache in every pass; it counts only if the caller passes one or ``use_cache=True``.
+    stack. transformers makes a cache in every pass; it is asked for if the caller passes one or ``use_cache=True``.
     """
     from transformers import Cache, PreTrainedModel
 
@@ -166,7 +166,13 @@ def requested_cache() -> Any | None:
             if isinstance(given.get("self"), PreTrainedModel):  # in the end the outermost of them
                 asked = bool(caches) or given.get("use_cache") is True
         frame = frame.f_back
-    return cache if asked else None
+    return cache, asked
+
+
+def tokens_before(layer: int) -> int | None:
+    """Tokens in the cache of the running pass, before this layer's attention adds its own; None if none is found."""
+    cache, _ = running_cache()
+    return None if cache is None else int(cache.get_seq_length(layer))
 
 
 def check_cache_is_kept(layer: int, n_query: int, n_key: int | None = None, window: int | None = None) -> None:
@@ -177,8 +183,8 @@ def check_cache_is_kept(layer: int, n_query: int, n_key: int | None = None, wind
         n_query, n_key: queries of this pass, and keys that they see, if known.
         window: of sliding attention, which forgets earlier keys.
     """
-    cache = requested_cache()
-    if cache is None:
+    cache, asked = running_cache()
+    if cache is None or not asked:
         return
     held = dict(_key_layers(cache))
     n_tokens = max(held.values(), default=0)  # of the text so far, with those of this pass

@@ -22,7 +22,7 @@ from tl_posdisent.hooks.edits.rotation_and_score_edits import (
     masked_softmax,
 )
 from tl_posdisent.models.capture import spread_rows
-from tl_posdisent.models.kv_cache import WITHOUT_CACHE, check_cache_is_kept
+from tl_posdisent.models.kv_cache import WITHOUT_CACHE, check_cache_is_kept, tokens_before
 from tl_posdisent.models.reading.spec import Tap, masked_below
 from tl_posdisent.rope.rotary import turn
 from tl_posdisent.utils.precision import mismatch, no_autocast
@@ -43,6 +43,7 @@ class LayerPass:
         self.own: Tensor | None = None  # positions of the queries, as the model has them
         self.counted: Tensor | None = None  # which tokens of their text they are, whatever their positions
         self.texts, self.n_query, self.dtype = 1, 0, torch.float32
+        self.start: int | None = None  # tokens in the model's own cache, where it is needed before the hooks show it
 
     @no_autocast()
     def see(self, name: str, x: Tensor) -> Tensor | None:
@@ -73,6 +74,8 @@ class LayerPass:
     def _at_q(self, x: Tensor) -> None:
         vectors = self.held["q"] = self._read(self.spec.q, x, self.spec.n_heads)
         self.texts, self.n_query, self.dtype = len(vectors), vectors.shape[1], vectors.dtype
+        if self._turned_before or not self.plan.editable:
+            self.start = tokens_before(self.spec.layer)
 
     def _at_k(self, x: Tensor) -> None:
         self.held["k"] = self._read(self.spec.k, x, self.spec.n_kv_heads)
@@ -101,7 +104,9 @@ class LayerPass:
     @property
     def expected(self) -> Tensor:
         """Positions that the queries have unless something else shows: 0, 1, 2 …, or the next of a cached text."""
-        start = self.cached if self.n_query == 1 else 0
+        start = self.start
+        if start is None:
+            start = self.cached if self.n_query == 1 else 0
         return torch.arange(start, start + self.n_query, device=self.held["q"].device)
 
     # --- the rotation
@@ -129,14 +134,13 @@ class LayerPass:
             self.own = text.positions_from_table(
                 x, self.spec.require_rotary("rotation edits"), self.expected, self.cached
             )
+            self._fall_back_elsewhere()
         return self._exchanged(x, "cos")
 
     def _at_sin(self, x: Tensor) -> Tensor | None:
         cos = self.held.pop("cos")
         if self._moves and self.own is None:
             self._measure(cos, x)
-        elif self._turned_before and self.own is not None and not torch.equal(self.own, self.expected):
-            self._rescore()
         return self._exchanged(x, "sin")
 
     def _measure(self, cos: Tensor, sin: Tensor) -> None:
@@ -153,10 +157,18 @@ class LayerPass:
         if self._turned_before or self.plan.table:
             self._rescore()
 
+    def _fall_back_elsewhere(self) -> None:
+        """Recompute scores where vectors were turned for other positions than the model's, and from then on."""
+        if self._turned_before and self.own is not None:
+            before = self.memory.given is not None and self.expected[0] > 0
+            if before or not torch.equal(self.own, self.expected):
+                self._rescore()
+
     def _refuse_rotation(self) -> NoReturn:
         raise ValueError(
             f"the rotation table of layer {self.spec.layer} is not that of positions 0, 1, 2 … nor of any others "
-            "that this model is known to use: run it on a whole text, unpadded, without position_ids or KV cache"
+            "that this model is known to use: run it on a whole text, unpadded, without position_ids or KV cache, and "
+            "make the hooks anew if its tables have changed"
         )
 
     def _rescore(self) -> None:
@@ -198,6 +210,8 @@ class LayerPass:
             at = torch.tensor(heads, device=vectors.device)
             some = self._turned_on(vectors[:, :, at], rotation, heads, which, own, behind).to(vectors.dtype)
             vectors = some if len(heads) == tap.n_heads else vectors.index_copy(2, at, some)
+        if not behind:
+            self.held[f"given {which}"] = vectors
         return tap.write(vectors)
 
     def _turned_on(
@@ -222,6 +236,11 @@ class LayerPass:
     def _edits(self) -> bool:
         return bool(self.rescored or self.plan.score_edits)
 
+    @property
+    def _puts_in(self) -> bool:
+        """Whether the result of edited scores is put in at ``hook_z``."""
+        return self._edits and not self.plan.editable
+
     def _at_scores(self, x: Tensor) -> Tensor | None:
         self.n_query, n_key = x.shape[-2:]
         cached = n_key > self.n_query
@@ -236,7 +255,8 @@ class LayerPass:
                 self._compare(x, inside)
             if self._edits and self.plan.editable:
                 new = self._edited(x, inside)
-        self._remember(n_key)
+        if not self._puts_in:
+            self._remember(n_key)
         return new
 
     def _count(self, n_key: int, inside: Tensor, real: Tensor) -> None:
@@ -258,24 +278,30 @@ class LayerPass:
             scores = self.held.pop("scores")
             inside, _ = text.inside_mask(self.spec, scores <= masked_below(scores.dtype, self.dtype))
         else:
-            at = torch.arange(self.n_query, device=x.device)
-            inside, self.own = self.spec.sees(at[:, None] - at), at if self.own is None else self.own
-            self.counted = at
+            at = torch.arange((self.start or 0) + self.n_query, device=x.device)  # the pattern may be still to come
+            self.counted = at[-self.n_query :]
+            inside, self.own = (
+                self.spec.sees(self.counted[:, None] - at),
+                self.counted if self.own is None else self.own,
+            )
             wanted = self.rescored or self.plan.recomputes
-            scores = self._own_scores() if wanted else x.new_zeros(len(x), self.spec.n_heads, *inside.shape)
-        self._check_whole(scores.shape[-1])
+            scores = self._own_scores(len(at)) if wanted else x.new_zeros(len(x), self.spec.n_heads, *inside.shape)
+        n_key = scores.shape[-1]
         pattern = masked_softmax(self._edited(scores, inside), inside)
         # Of other heads, whose vectors are turned, the model's own result is right, and scores may not be known.
         heads = sorted({h for _, some in [*self.rescored.items(), *self.plan.score_edits] for h in some})
-        values = self.held["v"][:, :, [self.spec.key_head(h) for h in heads]]
+        values = self._known("v", n_key)[:, :, [self.spec.key_head(h) for h in heads]]
         mixed = torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads], values.to(pattern.dtype))
+        if self.spec.scores is not None or "pattern" in self.held:
+            self._remember(n_key)
         return x.index_copy(2, torch.tensor(heads, device=x.device), mixed.to(x.dtype))
 
     def _check_values(self) -> None:
         """What heads gather must be their pattern times ``hook_v``, or it could not be put together anew."""
         if not {"z", "pattern"} <= set(self.held):
             return
-        z, pattern, v = (self.held[name].detach().double() for name in ("z", "pattern", "v"))
+        z, pattern = (self.held[name].detach().double() for name in ("z", "pattern"))
+        v = self._known("v", pattern.shape[-1]).detach().double()
         rows, heads = spread_rows(z.shape[1], _ROWS_CHECKED, z.device), sorted(self.plan.heads)
         values, z = v[:, :, [self.spec.key_head(head) for head in heads]], z[:, rows][:, :, heads]
         ours = torch.einsum("bhqk,bkhd->bqhd", pattern[:, heads][:, :, rows], values)
@@ -285,16 +311,14 @@ class LayerPass:
                 "its pattern times hook_v (values are normalised or gated in between): its scores cannot be changed"
             )
 
-    def _own_scores(self) -> Tensor:
+    def _own_scores(self, n_key: int) -> Tensor:
         """The scores of a model that does not show them, under the rotation edits that it has taken in."""
-        q, n = self.held["q"], self.n_query
-        self._check_whole(self.held["k"].shape[1])
+        q, own = self.held["q"], self._places(n_key)
         wide = torch.promote_types(q.dtype, torch.float32)
-        scores = q.new_zeros(len(q), self.spec.n_heads, n, n, dtype=wide)
-        own = torch.arange(n, device=q.device)
+        scores = q.new_zeros(len(q), self.spec.n_heads, self.n_query, n_key, dtype=wide)
         for rotation, heads in self._alike(range(self.spec.n_heads)):
             if rotation not in self.rescored:
-                scores[:, heads] = rotated_scores(self.spec, rotation, heads, *self._vectors(heads, n), (own, own))
+                scores[:, heads] = rotated_scores(self.spec, rotation, heads, *self._vectors(heads, n_key), own)
         return scores
 
     def _alike(self, heads: Iterable[int]) -> Iterable[tuple[HeadRotation, list[int]]]:
@@ -309,10 +333,11 @@ class LayerPass:
         places = at[n_key - self.n_query :]
         if self.spec.scores is None and self.own is None:
             self.own = places
-            if self._turned_before and not torch.equal(places, self.expected):
-                self._rescore()  # which only a whole text can be
+            if self._turned_before and n_key > 1 and not torch.equal(places, self.expected):
+                self._refuse_part(n_key)  # too late for scores: the result may have passed
         if self._edits:
-            self._check_whole(n_key)
+            if "z" in self.held and self.spec.scores is None and (self.start or 0) + self.n_query != n_key:
+                self._refuse_part(n_key)
             self.held["pattern"] = x
             self._check_values()
         if self.spec.scores is not None:
@@ -320,7 +345,8 @@ class LayerPass:
         self._check_cache(n_key)
         if self._edits or any(self.plan.rotations):
             self._compare(x, self.spec.sees(places[:, None] - at), pattern=True)
-        self._remember(n_key)
+        if not self._puts_in or "z" in self.held:
+            self._remember(n_key)
 
     def _edited(self, x: Tensor, inside: Tensor) -> Tensor:
         """The layer's scores under all edits; outside the mask they stay."""
@@ -357,18 +383,25 @@ class LayerPass:
 
     def _vectors(self, heads: Sequence[int], n_key: int) -> tuple[Tensor, Tensor]:
         """Unrotated queries and keys of some heads, a key head for each query head."""
-        q, k = self.held["q"], self._keys(n_key)
-        if k.shape[1] != n_key:
-            self._refuse_part(n_key)
+        q, k = self.held["q"], self._known("k", n_key)
         return q[:, :, list(heads)], k[:, :, [self.spec.key_head(h) for h in heads]]
 
     # --- the cache
 
-    def _keys(self, n_key: int) -> Tensor:
-        """Unrotated keys, the last of ``n_key``: as many as are known."""
-        k = self.held["k"]
-        known = k if self.memory.keys is None or k.shape[1] >= n_key else torch.cat([self.memory.keys, k], 1)
+    def _last(self, which: str, n_key: int) -> Tensor:
+        """Unrotated keys ("k"), keys as they were turned ("given k") or values ("v"), the last of ``n_key``: as many
+        as are known."""
+        now = self.held["k"] if which not in self.held else self.held[which]
+        before = {"k": self.memory.keys, "given k": self.memory.given, "v": self.memory.values}[which]
+        known = now if before is None or now.shape[1] >= n_key else torch.cat([before, now], 1)
         return known[:, -n_key:]  # a sliding window forgets the first
+
+    def _known(self, which: str, n_key: int) -> Tensor:
+        """The same of all keys, or a refusal."""
+        x = self._last(which, n_key)
+        if x.shape[1] != n_key:
+            self._refuse_part(n_key)
+        return x
 
     def _check_whole(self, n_key: int, tool: str = "") -> None:
         if n_key != self.n_query:
@@ -407,32 +440,37 @@ class LayerPass:
         self.memory.counted = text.so_far(self.memory.counted, self.counted, continued=continued)
         self.memory.seen = self.n_query + (self.memory.seen if continued else 0)
         if "k" in self.held:
-            needed = self.plan.reads_vectors or self.spec.scores is None  # a pattern is compared whole
-            keys = self._keys(n_key) if needed else self.held["k"][:, -1:]
-            self.memory.keys = keys.detach().clone()
+            fell_back = self._fell_back and self._turned_before
+            needed = self.plan.reads_vectors or self.spec.scores is None or fell_back  # a pattern is compared whole
+            keys = self._last("k", n_key) if needed else self.held["k"][:, -1:]
+            given = self._last("given k", n_key).detach().clone() if fell_back else None
+            self.memory.keys, self.memory.given = keys.detach().clone(), given
+        if self._puts_in:
+            self.memory.values = self._last("v", n_key).detach().clone()
         self.memory.texts, self.memory.n_key = self.texts, n_key
 
     def _compare(self, x: Tensor, inside: Tensor, *, pattern: bool = False) -> None:
         """Recompute some rows of the model's own scores: they must be what vectors, rotation and cached keys give."""
         n_key, cached = x.shape[-1], x.shape[-1] > self.n_query
-        unread = self.spec.problem is not None or "q" not in self.held
-        if unread or (self._fell_back and self._turned_before):
+        if self.spec.problem is not None or "q" not in self.held:
             return
-        keys = self._keys(n_key).detach()
+        turned = self._fell_back and self._turned_before  # for other positions: that is what the model then rotated
+        queries = self.held.get("given q", self.held["q"]) if turned else self.held["q"]
+        keys = self._last("given k" if turned else "k", n_key).detach()
         own, n_key = self._places(n_key), keys.shape[1]
         rows = spread_rows(self.n_query, _ROWS_CHECKED, x.device)
         for rotation, heads in self._done(pattern, cached):
             if cached and rotation.patched:
                 continue
-            q, k = self.held["q"][:, :, heads].detach(), keys[:, :, [self.spec.key_head(h) for h in heads]]
+            q, k = queries[:, :, heads].detach(), keys[:, :, [self.spec.key_head(h) for h in heads]]
             q_rot, k_rot = rotated_vectors(self.spec, rotation, heads, q, k, (own[0], own[1][..., -n_key:]))
             ours = self.spec.score(q_rot[:, rows], k_rot)
             theirs, seen = x[:, heads][:, :, rows, -n_key:].detach(), _some(inside, heads)[..., rows, -n_key:]
             if pattern:
                 ours, seen = masked_softmax(ours, seen), torch.ones_like(seen)
             seen = seen.expand(theirs.shape)
-            turned = text.rounding(self.spec.rotary, own[0]) if self.spec.rotary else 0.0
-            slack = turned * float(q_rot.norm(dim=-1).amax() * k_rot.norm(dim=-1).amax()) * self.spec.require_scale()
+            error = text.rounding(self.spec.rotary, own[0]) if self.spec.rotary else 0.0
+            slack = error * float(q_rot.norm(dim=-1).amax() * k_rot.norm(dim=-1).amax()) * self.spec.require_scale()
             if mismatch(theirs[seen], ours[seen], self.dtype, slack) <= 1:
                 continue
             if cached:

@@ -30,6 +30,8 @@ class CachedText:
     places: Tensor | None = None  # positions of these tokens, where they were found out
     counted: Tensor | None = None  # which tokens of their texts they are, where that is needed
     keys: Tensor | None = None  # unrotated; the last alone, by which one knows the text again, if no more are needed
+    given: Tensor | None = None  # keys as hooks turned them for the wrong positions, where a pass then fell back
+    values: Tensor | None = None  # where results are put together anew
 
 
 def positions_from_table(

@@ -125,7 +125,8 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
     Raises:
         ValueError: layers out of range, repeated, without attention, or with scores that are NaN or infinite; a model
             without TransformerLens's attention hooks, or a compiled one; a ``ModelReading`` whose model has changed
-            since in weights, dtype, device, settings, attention implementation, grouping of keys or permanent hooks.
+            since in weights, rotary tables, dtype, device, settings, attention implementation, grouping of keys or
+            permanent hooks.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, read_model
@@ -167,8 +168,8 @@ def model_of(model: Any) -> Any:
 
 
 def _state(model: Any) -> dict[str, Any]:
-    """What a reading depends on and a user may change. Buffers are not in it: models write some of them over for each
-    text, and whoever acts on a running text compares its tables."""
+    """What a reading depends on and a user may change. Of buffers only HookedTransformer's rotary tables are in it:
+    other models write some of them over for each text, and whoever acts on a running text compares its tables."""
     parts = modules(model)
     _check_compiled_parts(parts)
     parameters = [p for part in parts for p in part._parameters.values() if p is not None]
@@ -176,6 +177,7 @@ def _state(model: Any) -> dict[str, Any]:
         "dtypes": {p.dtype for p in parameters},
         "device": {p.device for p in parameters},
         "weights": _weights(parameters),
+        "rotary tables": _rotary_tables(parts),
         "attention implementation": _implementations(model),
         "grouping of keys": bool(getattr(model.cfg, "ungroup_grouped_query_attention", False)),
         "settings": _settings(model),
@@ -240,6 +242,14 @@ def _weights(parameters: list[torch.nn.Parameter]) -> list[Any]:
     for x in middle:
         by_kind.setdefault((x.device, x.dtype), []).append(x)
     return counts + [str(torch.stack(some).double().tolist()) for some in by_kind.values()]  # as text, NaN is itself
+
+
+def _rotary_tables(parts: Sequence[torch.nn.Module]) -> bytes:
+    """Two rows of each of HookedTransformer's tables, which hold all its frequencies; longer tables begin alike."""
+    names = ("rotary_sin", "rotary_cos")
+    tables = [part._buffers[name] for part in parts for name in names if part._buffers.get(name) is not None]
+    rows = [table[1:3].flatten().double() for table in tables if table is not None and not table.is_meta]
+    return torch.cat(rows).cpu().numpy().tobytes() if rows else b""
 
 
 def _check_unchanged(reading: ModelReading) -> None:
