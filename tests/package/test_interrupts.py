@@ -5,6 +5,7 @@ It comes where it does most harm, inside a forward pass, and where users mostly 
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +16,14 @@ import pytest
 import torch
 import tqdm
 from support import zoo
+from support.interrupts import Interrupt
 from support.public_calls import GOOD, LABELS, SAMPLES, TASK, TOKENS, call, functions, synthetic
-from support.untouched import state
+from support.untouched import state, state_of_model
 
+import tl_posdisent as tp
 from tl_posdisent import capture
+from tl_posdisent.hooks import applied
+from tl_posdisent.models.reading.forward import modules
 from tl_posdisent.synthetic import evaluate, head_drops, positional_gradients
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.slow]
@@ -150,3 +155,43 @@ def test_synthetic_models(name: str, training: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(model), numbers, strict=True))
     again = SYNTHETIC[name](model)
     assert again.equals(expected) if isinstance(expected, pd.DataFrame) else again == expected
+
+
+ANYWHERE: dict[str, Callable[[Any], Any]] = {
+    "additivity": lambda model: tp.additivity(model, TOKENS, layers=0, progress=False),
+    "capture": lambda model: [layer.layer for layer in tp.capture(model, TOKENS)],
+    "head_ablation": lambda model: tp.head_ablation(model, TOKENS, heads=[(0, 1)], progress=False),
+    "hooks": lambda model: run_hooked(model),
+}
+PLACES = {"additivity": 30, "capture": 30, "head_ablation": 30, "hooks": 150}  # which run in 10 to 30 ms
+
+
+def run_hooked(model: Any) -> None:
+    with applied(model, tp.dummy_distance(model, 3)):
+        model(TOKENS)
+
+
+def everything(model: Any) -> tuple[Any, ...]:
+    """Hooks, modes, and what is kept in the place of a module's own methods."""
+    parts = modules(model)
+    own = [[name for name in ("forward", "_call_impl") if name in vars(part)] for part in parts]
+    return (*state_of_model(model), own, [len(part._forward_pre_hooks) for part in parts], torch.is_grad_enabled())
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
+@pytest.mark.parametrize(("kind", "architecture"), zoo.cases("llama-gqa"))
+def test_wherever_python_looks_for_signals(kind: str, architecture: str, name: str) -> None:
+    """Random places between two instructions of the library, of contextlib, of torch's gradient modes and of hook
+    points, where a real signal can come."""
+    model = zoo.load(kind, architecture)
+    ANYWHERE[name](model)
+    whole = Interrupt()
+    assert not whole.run(lambda: ANYWHERE[name](model))
+    before, rng = everything(model), random.Random(0)
+    places = rng.sample(range(1, whole.count + 1), PLACES[name])
+    changed = []
+    for at in places:
+        assert Interrupt(at).run(lambda: ANYWHERE[name](model)) or whole.count - at < 100  # of garbage, which varies
+        if everything(model) != before:
+            changed.append(at)
+    assert changed == []

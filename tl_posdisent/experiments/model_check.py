@@ -43,6 +43,7 @@ from tl_posdisent.models.reading.forward import Hook, evaluating, hook_name, spe
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_seed
 
@@ -214,7 +215,7 @@ class Trial:
         model = self.reading.model
         if self.mask is not None:
             options["attention_mask"] = self.mask
-        with torch.no_grad(), evaluating(model), applied(model, hooks):
+        with without_gradients(), evaluating(model), applied(model, hooks):
             logits: Tensor = model(self.tokens, **options)
         return logits
 

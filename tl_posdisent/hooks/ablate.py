@@ -21,6 +21,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_seed
 
 AblationMode = Literal["zero", "mean", "resample"]
@@ -186,7 +187,7 @@ def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
 
     there, names = model.hook_dict, [hook_name(layer, "hook_z") for layer in layers]
     edits = [(name, partial(disturb, copy)) for copy, name in enumerate(names) if name in there]
-    with torch.no_grad(), at_rest(model), hooked(model, edits):
+    with without_gradients(), at_rest(model), hooked(model, edits):
         output = model(tokens)
     found = dict.fromkeys(layers, "")
     for copy, layer in enumerate(layers):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.forward import UNSUPPORTED, evaluating, output_of
 from tl_posdisent.utils.precision import mismatch
+from tl_posdisent.utils.restoring import without_gradients
 
 WITHOUT_CACHE = "run the model on whole texts, without a KV cache (generate with use_past_kv_cache=False)"
 
@@ -56,7 +57,7 @@ def cache_of(model: Any, part: Int[Tensor, "batch pos"]) -> dict[str, Any]:
         ValueError: a model that takes no cache, or in which some layer keeps nothing in it.
     """
     cache = empty_cache(model, part)
-    with torch.no_grad():
+    with without_gradients():
         output_of(model, part, **with_mask(cache, part))
     if lost := layers_without_keys(cache):
         raise ValueError(lost_keys(lost[0]))
@@ -136,7 +137,7 @@ def _renamed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 def _same_with_cache(model: Any, text: Int[Tensor, "batch pos"]) -> bool:
     """Whether a text in parts, with a KV cache, has the logits of the text in one pass."""
-    with torch.no_grad(), evaluating(model):
+    with without_gradients(), evaluating(model):
         cache = empty_cache(model, text)
         parts = [text[:, :_PROMPT], *text[:, _PROMPT:].split(1, 1)]
         logits: Float[Tensor, "batch pos vocab"] = torch.cat([model(part, **cache) for part in parts], 1)

@@ -17,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward import UNSUPPORTED, Ended, Hook, hooked, output_of
+from tl_posdisent.utils.restoring import restoring, without_gradients
 
 _Result = TypeVar("_Result")
 Forward = Callable[..., Any]
@@ -44,7 +45,7 @@ def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int
         return forward
 
     kept = {x - 1 for x in (*layers, len(model.blocks) - 1, len(model.blocks)) if x > 0}
-    with torch.no_grad(), forwards({model.blocks[x]: recording(x, model.blocks[x].forward) for x in kept}):
+    with without_gradients(), forwards({model.blocks[x]: recording(x, model.blocks[x].forward) for x in kept}):
         return Clean(output_of(model, tokens), after, after.get(len(model.blocks) - 1))
 
 
@@ -57,7 +58,7 @@ def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, 
         raise Ended
 
     others = {**dict.fromkeys(model.blocks[:layer], lambda *args, **kwargs: before), module: forward}
-    with contextlib.suppress(Ended), torch.no_grad(), forwards(others), hooked(model, hooks):
+    with contextlib.suppress(Ended), without_gradients(), forwards(others), hooked(model, hooks):
         output_of(model, tokens, **more)
     return box[0]
 
@@ -65,7 +66,7 @@ def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, 
 def run_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequence[Hook]) -> Any:
     """What the model returns where its last block returns ``last``: its own norm, unembedding and caps."""
     known = dict.fromkeys(model.blocks, lambda *args, **kwargs: last)
-    with torch.no_grad(), forwards(known), hooked(model, hooks):
+    with without_gradients(), forwards(known), hooked(model, hooks):
         return output_of(model, tokens)
 
 
@@ -73,15 +74,17 @@ def run_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequ
 def forwards(others: dict[Any, Forward]) -> Iterator[None]:
     """Other ``forward``s than their own for some modules, for the duration."""
     before = {module: vars(module).get("forward") for module in others}
-    try:
-        for module, forward in others.items():
-            vars(module)["forward"] = forward  # past __setattr__, which a bridge passes on to what it wraps
-        yield
-    finally:
+
+    def restore() -> None:
         for module, own in before.items():
             vars(module).pop("forward", None)
             if own is not None:
                 vars(module)["forward"] = own
+
+    with restoring(restore):
+        for module, forward in others.items():
+            vars(module)["forward"] = forward  # past __setattr__, which a bridge passes on to what it wraps
+        yield
 
 
 def attempted(shortcut: Callable[[], _Result]) -> _Result | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.restoring import without_gradients
 
 _KINDS = ("cpu", "cuda", "mps", "xpu")
 
@@ -26,7 +27,7 @@ def no_autocast() -> Iterator[None]:
 @contextlib.contextmanager
 def own_sums() -> Iterator[None]:
     """Neither gradients nor autocast. A context, or a decorator of functions that run no model."""
-    with torch.no_grad(), no_autocast():
+    with without_gradients(), no_autocast():
         yield
 
 

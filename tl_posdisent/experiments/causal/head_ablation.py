@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pandas as pd
-import torch
 from torch import Tensor
 
 from tl_posdisent.experiments.causal.metrics import Metric, check_metric, next_token_loss
@@ -17,6 +16,7 @@ from tl_posdisent.hooks.positions import hiding
 from tl_posdisent.models.reading.forward import evaluating
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_integer
 
 
@@ -80,7 +80,7 @@ def head_ablation(
         derangement(len(texts.one_group('mode="resample"')), seed)
     attending = [spec.layer for spec, _ in chosen]
     check_reach(model, attending)
-    with torch.no_grad(), evaluating(model):
+    with without_gradients(), evaluating(model):
         other = stand_in(model, attending, mode, averaged, seed)
     units = [units_of(spec, some) for spec, some in chosen]
     return effect_table(reading, texts, units, _hooks_by(ResultEdit("ablate_heads", other)), metric, progress=progress)

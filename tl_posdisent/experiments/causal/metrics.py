@@ -15,6 +15,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_seed, is_integer, shown
 
 Metric = Callable[..., Any]
@@ -253,7 +254,7 @@ def _in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, 
         yield some, log_p, token_losses(log_p, tokens[:, some.start : some.stop + 1])
 
 
-@torch.no_grad()
+@without_gradients()
 def run_under(model: Any, tokens: Int[Tensor, "batch pos"], hooks: Sequence[Hook]) -> Any:
     """What the model returns under hooks."""
     with evaluating(model), applied(model, hooks):

@@ -30,6 +30,7 @@ from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import apart, mismatch
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import head_label
 
@@ -191,7 +192,7 @@ class _Group:
             self.agreeing[kind] = agreeing
 
     def _full_pass(self, hooks: Callable[[], list[Hook]]) -> Any:
-        with torch.no_grad(), applied(self.model, self.under + hooks()):
+        with without_gradients(), applied(self.model, self.under + hooks()):
             return output_of(self.model, self.tokens)
 
     def _changed_z(self, layer: int, source: Source) -> Z | None:

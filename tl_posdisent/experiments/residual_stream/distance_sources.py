@@ -34,6 +34,7 @@ from tl_posdisent.rope.variance_decomposition import Numbers, numbers, share_of
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import score_tolerance
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_integer
 
 BIAS = "bias"
@@ -162,7 +163,7 @@ class DistanceSources(HasTable):
         )
 
 
-@torch.no_grad()
+@without_gradients()
 def distance_sources(
     model: Any,
     tokens: Tokens,

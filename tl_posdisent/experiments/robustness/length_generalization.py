@@ -20,6 +20,7 @@ from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_integer, is_integer, shown
 
@@ -153,7 +154,7 @@ def length_generalization(
         x = rearrange(z[:, edges[0] :], "batch pos head d -> head (batch pos) d")
         references[layer] = fit_reference(x)
 
-    with torch.no_grad(), longer_context(reading, max(edges[-1], end)):
+    with without_gradients(), longer_context(reading, max(edges[-1], end)):
         for_each_output(model, read[:, :end], specs, keep)
         with progress_bar(total=len(specs), desc="layers", disable=not progress) as bar:
             observers = [

@@ -21,6 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tl_posdisent.models.reading.forward import removing
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_float64, printable
 
 if TYPE_CHECKING:
@@ -66,14 +68,12 @@ def logits_at_some_positions(hf_model: PreTrainedModel, tokens: Int[Tensor, "bat
     def thin(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return (arguments[0][:, ::step], *arguments[1:])
 
-    handle = head.register_forward_pre_hook(thin)
-    try:
+    with removing() as handles:
+        handles.append(head.register_forward_pre_hook(thin))
         yield
-    finally:
-        handle.remove()
 
 
-@torch.no_grad()
+@without_gradients()
 def hf_logits(hf_model: PreTrainedModel, tokens: Int[Tensor, "batch pos"]) -> Float[Tensor, "batch pos vocab"]:
     logits: Tensor = hf_model(tokens, use_cache=False).logits
     return logits
@@ -215,7 +215,7 @@ def to_hooked(hf_model: PreTrainedModel) -> HookedTransformer:
         # Not load_and_process_state_dict: with all processing off it goes through the model once for every weight.
         model.load_state_dict(model.fill_missing_keys(state), strict=False)
         model.eval()
-        with torch.no_grad():
+        with without_gradients():
             got = model(tokens)
     except Exception as error:  # the converter fails in many ways on a model that it was not written for
         why = first_line(error)

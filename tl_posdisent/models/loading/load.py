@@ -30,6 +30,7 @@ from tl_posdisent.models.loading.gguf import read_gguf
 from tl_posdisent.models.loading.packaged import PACKAGED, packaged_file
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.files import found_at
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import printable, shown
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def bridge_from_hf(hf_model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerB
                 hf_model, architecture=name, hf_config=hf_model.config, tokenizer=_own_tokenizer(tokenizer)
             )
             bridge.eval()
-            with torch.no_grad():
+            with without_gradients():
                 got = bridge(tokens) if numbers else None
         except Exception as error:
             why = first_line(error)

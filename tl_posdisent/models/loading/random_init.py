@@ -18,6 +18,7 @@ from tl_posdisent.models.reading.attributes import table_slots
 from tl_posdisent.models.reading.forward import device_of, dtype_of
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_number, check_seeds, shown
 
 Baseline: TypeAlias = Literal["random", "shuffled", "random_qk"]
@@ -190,7 +191,7 @@ def _drawn(model: Any, std: float, seed: int) -> Any:
     return fresh
 
 
-@torch.no_grad()
+@without_gradients()
 def _draw(name: str, parameter: Tensor, std: float, generator: torch.Generator) -> None:
     last = name.rsplit(".", 1)[-1]
     if last.lstrip("_").startswith("b_") or last in ("b", "bias"):  # grouped keys have `_b_K`
@@ -225,7 +226,7 @@ def _built_anew(model: Any, std: float, seed: int) -> Any:
     return bridge
 
 
-@torch.no_grad()
+@without_gradients()
 def _shuffled(model: Any, seed: int) -> Any:
     fresh, generator = _copied(model), torch.Generator().manual_seed(seed)
     for parameter in fresh.parameters():

@@ -16,8 +16,10 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
+from tl_posdisent.utils.restoring import restoring, without_gradients
 
 Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
 """What ``model.hooks(fwd_hooks=[...])`` takes: a name or a filter of names, and a function of ``(tensor, hook)``."""
@@ -49,7 +51,7 @@ def run(
     What comes after layer ``stop - 1``, the unembedding too, is left out: a bridge's own ``stop_at_layer`` cannot leave
     out the unembedding alone, which may cost more than all layers. ``more`` are arguments of the pass, such as a cache.
     """
-    with torch.no_grad(), evaluating(model), hooked(model, hooks), _ending_after(model, stop):
+    with without_gradients(), evaluating(model), hooked(model, hooks), _ending_after(model, stop):
         output_of(model, tokens, **more)
 
 
@@ -91,17 +93,24 @@ def _ending_after(model: Any, stop: int | None) -> Iterator[None]:
             if passes == [1] and key in _IN_FORCE.get():
                 raise Ended
 
-        handles = [
-            model.register_forward_pre_hook(functools.partial(count, 1)),
-            model.register_forward_hook(functools.partial(count, -1), always_call=True),
-            model.blocks[stop - 1].register_forward_hook(end),
-        ]
-        try:
-            with contextlib.suppress(Ended):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with removing() as handles, contextlib.suppress(Ended):
+            handles.append(model.register_forward_pre_hook(functools.partial(count, 1)))
+            handles.append(model.register_forward_hook(functools.partial(count, -1), always_call=True))
+            handles.append(model.blocks[stop - 1].register_forward_hook(end))
+            yield
+
+
+@contextlib.contextmanager
+def removing() -> Iterator[list[RemovableHandle]]:
+    """A list for handles of torch's hooks, which are removed at the end of the block."""
+    handles: list[RemovableHandle] = []
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    with restoring(remove):
+        yield handles
 
 
 _IN_FORCE: ContextVar[frozenset[object]] = ContextVar("keys of hooks that act in this thread", default=frozenset())
@@ -121,17 +130,13 @@ def _in_force() -> Iterator[object]:
 @contextlib.contextmanager
 def hooked(model: Any, hooks: Sequence[Hook]) -> Iterator[None]:
     """``model.hooks``, but in this thread alone, and independent of other such contexts, which may overlap it."""
-    points, handles = hook_points(model) if hooks else {}, []
-    with _in_force() as key:
-        try:
-            for name, function in hooks:
-                chosen = [points[name]] if isinstance(name, str) else [x for full, x in points.items() if name(full)]
-                for point in dict.fromkeys(chosen):  # once for a filter, which may accept several of its names
-                    handles.append(point.register_forward_hook(_Own(function, key)))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    points = hook_points(model) if hooks else {}
+    with _in_force() as key, removing() as handles:
+        for name, function in hooks:
+            chosen = [points[name]] if isinstance(name, str) else [x for full, x in points.items() if name(full)]
+            for point in dict.fromkeys(chosen):  # once for a filter, which may accept several of its names
+                handles.append(point.register_forward_hook(_Own(function, key)))
+        yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,14 +180,14 @@ def evaluating(model: Any) -> Iterator[None]:
     """Dropout off for the duration, and neither attention patterns nor keys and values kept; hooks stay."""
     parts = modules(model)
     training = [part for part in parts if part.training]
-    with _without_kept_patterns(parts), _without_cache(model):
-        try:
-            for part in training:
-                part.training = False
-            yield
-        finally:
-            for part in training:
-                part.training = True
+
+    def train(mode: bool) -> None:
+        for part in training:
+            part.training = mode
+
+    with _without_kept_patterns(parts), _without_cache(model), restoring(lambda: train(True)):
+        train(False)
+        yield
 
 
 @contextlib.contextmanager
@@ -194,14 +199,11 @@ def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
         vars(part)["_pattern"] = None
 
     keeping = [part for part in parts if isinstance(vars(part).get("_pattern", 0), Tensor | None)]
-    handles = [part.register_forward_hook(forget, always_call=True) for part in keeping]
-    try:
+    with removing() as handles:
         for part in keeping:
+            handles.append(part.register_forward_hook(forget, always_call=True))
             forget(part)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager
@@ -216,11 +218,9 @@ def _without_cache(model: Any) -> Iterator[None]:
     if olmo or not getattr(config, "use_cache", False) or not kinds <= {"full_attention", "sliding_attention"}:
         yield
         return
-    config.use_cache = False
-    try:
+    with restoring(lambda: setattr(config, "use_cache", True)):
+        config.use_cache = False
         yield
-    finally:
-        config.use_cache = True
 
 
 _READING = threading.RLock()
@@ -232,21 +232,22 @@ def at_rest(model: Any) -> Iterator[None]:
     no warnings of edits without effect, which are being found out; its state is restored on exit."""
     by_name = hook_points(model)
     points = list({id(point): point for point in by_name.values()}.values())
-    with _READING, restored(model):
-        token = _POINTS.set((model, by_name))
-        before = [(point, vars(point).get("_call_impl")) for point in points]
-        try:
-            for point in points:
-                vars(point)["_call_impl"] = _Bare(point, model, frozenset(point._forward_hooks))
-            with evaluating(model), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*edit is discarded.*")
-                yield
-        finally:
-            _POINTS.reset(token)
-            for point, own in before:
-                vars(point).pop("_call_impl", None)
-                if own is not None:
-                    vars(point)["_call_impl"] = own
+    calls, known = [(point, vars(point).get("_call_impl")) for point in points], _POINTS.get()
+
+    def restore() -> None:
+        _POINTS.set(known)
+        for point, own in calls:
+            vars(point).pop("_call_impl", None)
+            if own is not None:
+                vars(point)["_call_impl"] = own
+
+    with _READING, restored(model), restoring(restore):
+        _POINTS.set((model, by_name))
+        for point in points:
+            vars(point)["_call_impl"] = _Bare(point, model, frozenset(point._forward_hooks))
+        with evaluating(model), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*edit is discarded.*")
+            yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,10 +284,9 @@ def restored(model: Any) -> Iterator[None]:
         saved.append((part, dict(part._buffers), numbers))
         found = [x for x in part._buffers.values() if x is not None and x.ndim == 1 and not x.is_meta]
         vectors |= {id(x): (x, x.clone()) for x in found if id(x) not in vectors}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
+
+    def restore() -> None:
+        with without_gradients():
             for vector, values in vectors.values():
                 if not torch.equal(vector, values):
                     vector.copy_(values)
@@ -295,6 +295,9 @@ def restored(model: Any) -> Iterator[None]:
             now = vars(part)
             kept = [name for name in numbers if isinstance(now.get(name), plain)]
             now.update({name: numbers[name] for name in kept})
+
+    with restoring(restore):
+        yield
 
 
 def free_memory(devices: Iterable[torch.device | str] = ("cpu",)) -> int | None:

@@ -33,6 +33,7 @@ from tl_posdisent.models.reading.forward import (
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
 from tl_posdisent.rope.rotary import Rotary, rotated_by_table, table_like
 from tl_posdisent.utils.precision import mismatch
+from tl_posdisent.utils.restoring import without_gradients
 
 FIRST_HOOK = "hook_embed"  # of a forward pass, in models of every class
 
@@ -40,7 +41,7 @@ FIRST_HOOK = "hook_embed"  # of a forward pass, in models of every class
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     """An ``AttentionSpec`` for each of these layers."""
     tokens = check_tokens(model, probe_tokens(model))
-    with at_rest(model), torch.no_grad():
+    with at_rest(model), without_gradients():
         # A HookedTransformer, and a bridge that imitates one, attends to nothing where its pattern is NaN.
         hides_nan = getattr(model, "compatibility_mode", not hasattr(model, "original_model"))
         seen = listen(model, tokens, range(n_layers(model)) if hides_nan else layers)

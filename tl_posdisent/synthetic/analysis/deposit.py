@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
-import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -24,6 +23,7 @@ from tl_posdisent.synthetic.tasks import IGNORED
 from tl_posdisent.synthetic.training.train import answers, check_samples, evaluate
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable, figure_function
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_number, head_label
 
 By = Literal["rotation", "attention"]
@@ -408,7 +408,7 @@ def head_drops(
         return (logits.argmax(-1) == wanted)[wanted != IGNORED].double().mean()
 
     options: dict[str, Any] = {"layers": layers, "heads": heads, "mode": mode, "reference": averaged, "seed": seed}
-    with torch.no_grad():
+    with without_gradients():
         table = head_ablation(model, tokens, accuracy, progress=progress, **options)
     loss = np.array(losses)
     return table.assign(loss_baseline=loss[0], loss_value=loss[1:], loss_effect=loss[1:] - loss[0])

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from tl_posdisent.utils.restoring import without_gradients
+
 from .config import SyntheticConfig
 
 
@@ -36,7 +38,7 @@ class Encoding(nn.Module):
         """What is added to the scores of every layer."""
         return None
 
-    @torch.no_grad()
+    @without_gradients()
     def initialise(self, generator: torch.Generator) -> None:
         """Draw what is learned or random."""
 
@@ -95,7 +97,7 @@ class Learned(Encoding):
     def embed(self, length: int) -> Float[Tensor, "pos d_model"]:
         return self.W_pos[:length]
 
-    @torch.no_grad()
+    @without_gradients()
     def initialise(self, generator: torch.Generator) -> None:
         self.W_pos.copy_(torch.randn(self.W_pos.shape, generator=generator, device="cpu"))
 
@@ -143,7 +145,7 @@ class T5Bias(Encoding):
         bucket = t5_bucket(distance, c.t5_buckets, c.t5_max_distance, causal=c.causal)
         return toeplitz(self.table[:, bucket])
 
-    @torch.no_grad()
+    @without_gradients()
     def initialise(self, generator: torch.Generator) -> None:
         self.table.copy_(0.02 * torch.randn(self.table.shape, generator=generator, device="cpu"))
 

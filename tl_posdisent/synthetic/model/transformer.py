@@ -12,6 +12,7 @@ from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.utils.errors import ArgumentError
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_seed
 
 from .attention import Attention, LatentAttention, causal_cells, dropout, hooked
@@ -168,7 +169,7 @@ class SyntheticModel(HookedRootModule):  # type: ignore[misc]
         self._initialise(torch.Generator().manual_seed(seed))
         self.setup()
 
-    @torch.no_grad()
+    @without_gradients()
     def _initialise(self, generator: torch.Generator) -> None:
         """See ``SyntheticConfig.initialisation``; vectors of tokens and positions are N(0, 1)."""
         as_torch, named = self.config.initialisation == "torch", dict(self.named_parameters())

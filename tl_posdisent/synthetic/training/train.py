@@ -24,10 +24,11 @@ from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop, load_ch
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.pictures import HasTable
 from tl_posdisent.utils.precision import no_autocast, with_gradients
+from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_fields, check_float64, check_integer, check_number, described, shown
 
 
-@torch.no_grad()
+@without_gradients()
 def evaluate(
     model: SyntheticModel,
     tokens: Int[Tensor, "sample pos"],
