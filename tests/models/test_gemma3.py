@@ -16,6 +16,7 @@ from tl_posdisent import (
     capture,
     demo_text,
     dummy_distance,
+    head_patching,
     lambda_mask,
     limit_frequencies,
     load_model,
@@ -25,6 +26,7 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.hooks import applied
+from tl_posdisent.models import longer_context
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unchecked")]
 LOCAL, GLOBAL = 4, 5
@@ -102,3 +104,53 @@ def test_one_profile_for_other_texts_tells_it_from_random_queries_and_keys(model
         for m in (model, next(random_control(model, weights="random_qk")))
     )
     assert trained > random + 0.05
+
+
+def test_a_cache_that_forgets_gives_the_logits_of_the_whole_text(model: Any) -> None:
+    """Steps of one, two and three tokens across the window of 512, under hooks on every layer."""
+    text, ends = model.to_tokens(demo_text() * 2, truncate=False)[:, :519], (510, 511, 513, 516, 519)
+    hooks = remap_distance(model, lambda d: d.clamp(max=16))
+    with torch.no_grad(), applied(model, hooks):
+        expected = model.original_model(text, use_cache=False, logits_to_keep=9).logits
+        found, cache, start = [], None, 0
+        for end in ends:
+            step = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 0 if start else 1}
+            out = model.original_model(text[:, start:end], **step)
+            found.append(out.logits if start else out.logits[:, :0])
+            cache, start = out.past_key_values, end
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=2e-3)
+
+
+def test_patched_heads_are_those_of_a_plain_loop(model: Any, tokens: Tensor) -> None:
+    """The result of a head of another text, in a local and in a global layer, at all positions."""
+    other, heads = tokens[:, [0, *range(tokens.shape[1] - 1, 0, -1)]], [(LOCAL, 1), (GLOBAL, 2)]
+
+    def of(logits: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(logits[0, :-1].double(), tokens[0, 1:])
+
+    def loss(hooks: list[Any]) -> float:
+        with torch.no_grad(), model.hooks(fwd_hooks=hooks):
+            return of(model(tokens)).item()
+
+    table = head_patching(model, tokens, other, of, heads=heads, progress=False)
+
+    for layer, head in heads:
+        name = f"blocks.{layer}.attn.hook_z"
+        with torch.no_grad():
+            theirs = model.run_with_cache(other, names_filter=name)[1][name]
+
+        def put(z: Tensor, hook: Any, head: int = head, theirs: Tensor = theirs) -> Tensor:
+            return torch.cat([z[:, :, :head], theirs[:, :, head : head + 1], z[:, :, head + 1 :]], 2)
+
+        row = table[(table["layer"] == layer) & (table["head"] == head)]
+        assert row["value"].item() == pytest.approx(loss([(name, put)]), abs=2e-5)
+    assert table["baseline"].iloc[0] == pytest.approx(loss([]), abs=2e-5)
+
+
+def test_a_longer_context_changes_no_shorter_text(model: Any, tokens: Tensor) -> None:
+    with torch.no_grad():
+        before = model(tokens)
+        with longer_context(model, 40_000):
+            assert torch.equal(model(tokens), before)
+        assert torch.equal(model(tokens), before)
+    assert model.cfg.n_ctx == 32_768

@@ -10,7 +10,7 @@ from support import zoo
 from support.untouched import state
 from torch import Tensor
 
-from tl_posdisent import capture, longer_context, swap_positions
+from tl_posdisent import capture, longer_context, read_model, swap_positions
 from tl_posdisent.models.reading import attributes as facts
 
 LONG = zoo.random_tokens(128)
@@ -137,3 +137,33 @@ def test_a_table_that_follows_no_formula_is_refused(kind: str, name: str, monkey
     with pytest.raises(ValueError, match=message), longer_context(model, 128):
         pass
     assert buffers(model) == before
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("gpt2", "opt", "gpt_neo"))
+def test_learned_positions_end_in_a_long_context(
+    kind: str, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose scores are too many to run a text of that length."""
+    model = shared_model(kind, name)
+    monkeypatch.setitem(longer_context.__wrapped__.__globals__, "_MOST_BYTES", 0)
+    with pytest.raises(ValueError, match=r"length must be at most 128 for this model, got 200: .*learned \(absolute\)"):
+        longer_context(model, 200).__enter__()
+    with longer_context(model, 128):
+        assert run(model, LONG).isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gptj", "gemma3", "phi3", "falcon", "bloom"))
+def test_a_long_context_runs_few_tokens(
+    kind: str, name: str, shared_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotary models and ALiBi go on, at the cost of no text of that length."""
+    model, longest = shared_model(kind, name), []
+    monkeypatch.setitem(longer_context.__wrapped__.__globals__, "_MOST_BYTES", 0)
+    n = model.cfg.n_ctx
+    read_model(model)
+    handle = model.register_forward_pre_hook(lambda module, inputs: longest.append(inputs[0].shape[1]))
+    with longer_context(model, n + 1):
+        handle.remove()
+        assert max(longest, default=0) <= 8
+        with torch.no_grad():
+            assert model(zoo.random_tokens(n + 1, 1)).isfinite().all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -82,21 +82,43 @@ def _grown(spec: AttentionSpec, slot: facts.TableSlot, length: int) -> Tensor:
     )
 
 
+_MOST_BYTES = 2**30  # of the scores of one layer
+_FEW = 8  # tokens
+
+
 def _check_that_it_runs(model: Any, length: int) -> None:
-    """Run one layer on one token more than the context, so that a model that fails does so on entry."""
+    """Run one layer on one token more than the context, so that a model that fails does so on entry.
+
+    A long context has too many scores for that: then a few tokens are run at the last positions, of which a table of
+    learned ones lacks the last. A HookedTransformer takes no positions; its configuration says what it has.
+    """
     context = getattr(model.cfg, "n_ctx", None)
     if not isinstance(context, int) or length <= context:
         return
     special = set(getattr(getattr(model, "tokenizer", None), "all_special_ids", None) or ())
     plain = next(t for t in range(len(special) + 1) if t not in special)  # padding would be masked
-    tokens = torch.full((1, context + 1), plain, device=device_of(model))
+    n, more = context + 1, dict[str, Any]()
+    if 4 * model.cfg.n_heads * n**2 > _MOST_BYTES:
+        if not hasattr(model, "original_model"):
+            kind = str(model.cfg.positional_embedding_type)
+            if kind not in ("rotary", "alibi"):
+                _refuse(context, length, f"positional_embedding_type is {kind!r}")
+            return
+        more["position_ids"] = torch.arange(n - _FEW, n, device=device_of(model))[None]
+        n = _FEW
+    tokens = torch.full((1, n), plain, device=device_of(model))
     try:
         with at_rest(model):
-            run(model, tokens, [], stop=1)
-    except ValueError as error:
-        raise ArgumentError(
-            "length",
-            f"must be at most {context} for this model, got {length}: it fails beyond its context, and "
-            "not because of a rotary table; learned (absolute) positions cannot be continued "
-            f"({error.__cause__})",
-        ) from error
+            run(model, tokens, [], stop=1, **more)
+    except (ValueError, IndexError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        _refuse(context, length, error.__cause__ or error)
+
+
+def _refuse(context: int, length: int, why: Any) -> NoReturn:
+    raise ArgumentError(
+        "length",
+        f"must be at most {context} for this model, got {length}: it fails beyond its context, and not because of a "
+        f"rotary table; learned (absolute) positions cannot be continued ({why})",
+    )
