@@ -146,7 +146,7 @@ def test_failed_jobs_are_written_down_and_retried_on_request(tmp_path: Path) -> 
     assert table.attrs["failed"] == [todo[0].hash]
     assert set(table["job"]) == {todo[1].hash}  # the other did not suffer
     (row,) = failures(out).to_dict("records")
-    assert (row["job"], row["error"], row["experiment"]) == (todo[0].hash, "ArgumentError", "additivity")
+    assert (row["job"], row["error"], row["experiment"]) == (todo[0].hash, "ValueError", "additivity")
     written = json.loads((out / "failed" / f"{todo[0].hash}.json").read_text(encoding="utf-8"))
     assert written["arguments"] == '{"layers":[4]}'
     with pytest.warns(UserWarning, match="1 of 1 jobs failed"):

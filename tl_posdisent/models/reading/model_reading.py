@@ -244,12 +244,15 @@ def _weights(parameters: list[torch.nn.Parameter]) -> list[Any]:
     return counts + [str(torch.stack(some).double().tolist()) for some in by_kind.values()]  # as text, NaN is itself
 
 
-def _rotary_tables(parts: Sequence[torch.nn.Module]) -> bytes:
+def _rotary_tables(parts: Sequence[torch.nn.Module]) -> list[bytes]:
     """Two rows of each of HookedTransformer's tables, which hold all its frequencies; longer tables begin alike."""
     names = ("rotary_sin", "rotary_cos")
     tables = [part._buffers[name] for part in parts for name in names if part._buffers.get(name) is not None]
-    rows = [table[1:3].flatten().double() for table in tables if table is not None and not table.is_meta]
-    return torch.cat(rows).cpu().numpy().tobytes() if rows else b""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}  # each is waited for once
+    for table in tables:
+        if table is not None and not table.is_meta:
+            by_device.setdefault(table.device, []).append(table[1:3].detach().flatten().double())
+    return [torch.cat(rows).cpu().numpy().tobytes() for rows in by_device.values()]
 
 
 def _check_unchanged(reading: ModelReading) -> None:
