@@ -25,6 +25,7 @@ from tl_posdisent import capture
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.reading.forward import modules
 from tl_posdisent.synthetic import evaluate, head_drops, positional_gradients
+from tl_posdisent.utils.restoring import without_gradients
 
 pytestmark = [pytest.mark.usefixtures("unchecked"), pytest.mark.slow]
 # These run no model of yours: copies of it, none but in your block, none to change the order of words, shapes alone.
@@ -167,7 +168,8 @@ PLACES = {"additivity": 30, "capture": 30, "head_ablation": 30, "hooks": 150}  #
 
 
 def run_hooked(model: Any) -> None:
-    with applied(model, tp.dummy_distance(model, 3)):
+    # TransformerLens's norms enter torch.no_grad(), which leaves gradients off if it is interrupted there.
+    with without_gradients(), applied(model, tp.dummy_distance(model, 3)):
         model(TOKENS)
 
 
