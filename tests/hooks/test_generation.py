@@ -274,7 +274,7 @@ def test_a_cache_of_another_text_is_refused(kind: str, name: str, shared_model: 
     [({"do_sample": False}, True), ({"do_sample": True}, True), ({"do_sample": False, "num_beams": 4}, False)],
 )
 def test_transformers_own_generation(search: dict[str, Any], left: bool, shared_model: Any) -> None:
-    """Padded prompts and sampling with a cache as without; beams, which exchange caches, as without or refused."""
+    """Padded prompts and sampling with a cache as without; beams, which exchange caches between texts, are refused."""
     model = shared_model("bridge", "llama-gqa")
     tokens, mask = TEXTS[:, :8].clone(), torch.ones(len(TEXTS), 8, dtype=torch.int64)
     if left:
@@ -289,7 +289,7 @@ def test_transformers_own_generation(search: dict[str, Any], left: bool, shared_
             )
         return torch.stack(found.scores).nan_to_num(neginf=0)
 
-    plain = scores([], True)
+    plain, n_right = scores([], True), 0
     for tool in ("swap", "remap"):
         for where in ({}, {"heads": [1, 6]}, {"heads": [1, 6], "layers": [0]}):
             hooks = TOOLS[tool](model, **where)
@@ -301,3 +301,5 @@ def test_transformers_own_generation(search: dict[str, Any], left: bool, shared_
                 continue
             torch.testing.assert_close(found, scores(TOOLS[tool](model, **where), False), rtol=0, atol=2e-3)
             assert (found - plain).abs().max() > 0.01
+            n_right += 1
+    assert n_right == (0 if "num_beams" in search else 6)
