@@ -15,7 +15,9 @@ from tl_posdisent import (
     additivity,
     capture,
     demo_text,
+    distance_sources,
     dummy_distance,
+    fit_additive,
     head_patching,
     lambda_mask,
     limit_frequencies,
@@ -154,3 +156,58 @@ def test_a_longer_context_changes_no_shorter_text(model: Any, tokens: Tensor) ->
             assert torch.equal(model(tokens), before)
         assert torch.equal(model(tokens), before)
     assert model.cfg.n_ctx == 32_768
+
+
+def test_additivity_counts_the_cells_within_the_window(model: Any) -> None:
+    """Least squares: the residuals of these cells sum to 0 over each distance, each query and each key."""
+    text, place = model.to_tokens(demo_text() * 2, truncate=False)[:, :600], torch.arange(600)
+    table = additivity(model, text, layers=[LOCAL, GLOBAL], progress=False).set_index("layer")["r"]
+    query, key = place[:, None].expand(600, 600), place.expand(600, 600)
+    for layer, window, base in ((LOCAL, 512, 1e4), (GLOBAL, 600, 1e6)):
+        q, k = _plain_queries_and_keys(model, text, layer)
+        scores = torch.einsum("ihc,jgc->hij", _turned(q, base), _turned(k, base).conj()).real / 16
+        cells = (query >= key) & (query - key < window)
+        fitted = fit_additive(scores, mask=cells).fitted()
+        residual = scores[:, cells] - fitted[:, cells]
+        for index in (query - key, query, key):
+            sums = torch.zeros(4, 600, dtype=torch.float64).index_add_(1, index[cells], residual)
+            assert sums.abs().max() < 1e-5 * scores[:, cells].abs().max()
+        r = [
+            torch.corrcoef(torch.stack(pair))[0, 1].item()
+            for pair in zip(scores[:, cells], fitted[:, cells], strict=True)
+        ]
+        assert table[layer].tolist() == pytest.approx(r, abs=1e-5)
+
+
+@pytest.mark.parametrize(("layer", "base"), [(LOCAL, 1e4), (GLOBAL, 1e6)])
+def test_sources_sum_to_the_profile_of_mean_query_and_key(layer: int, base: float, model: Any, tokens: Tensor) -> None:
+    found = distance_sources(model, tokens, layer, heads=[2])
+    q, k = (_turned(x.mean(0, keepdim=True), base)[0] for x in _plain_queries_and_keys(model, tokens, layer))
+    turn = torch.polar(torch.ones(40, 128, dtype=torch.float64), torch.arange(40)[:, None] * _frequencies(base))
+    expected = (turn * q[2] * k[0].conj()).real.sum(-1) / 16
+    total = sum(found.term(a, b) for a in found.sources for b in found.sources)
+    torch.testing.assert_close(total[0], expected, rtol=0, atol=1e-4 * expected.abs().max().item())
+
+
+def _plain_queries_and_keys(model: Any, text: Tensor, layer: int) -> list[Tensor]:
+    """``[pos, head, d_head]`` of the norms of queries and keys, in float64."""
+    attention, seen = model.original_model.model.layers[layer].self_attn, []
+    handles = [
+        norm.register_forward_hook(lambda _, __, out: seen.append(out[0].transpose(0, 1).double()))
+        for norm in (attention.q_norm, attention.k_norm)
+    ]
+    with torch.no_grad():
+        model.original_model(text, use_cache=False, logits_to_keep=1)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def _frequencies(base: float) -> Tensor:
+    return base ** (-torch.arange(128).double() / 128)
+
+
+def _turned(x: Tensor, base: float) -> Tensor:
+    """Vectors ``[pos, head, 256]`` as complex numbers ``[pos, head, 128]``, rotated by their positions."""
+    angles = torch.arange(len(x))[:, None] * _frequencies(base)
+    return torch.complex(x[..., :128], x[..., 128:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
