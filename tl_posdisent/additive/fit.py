@@ -221,7 +221,7 @@ def fix_gauge(
     """Return the intercept and components in the gauge of ``AdditiveFit``.
 
     Two constants and the straight line ``a[d] + t·d, b[i] − t·i, c[j] + t·j`` change no fitted value. Components get
-    mean 0 over the cells, and ``c`` a least-squares slope of 0 over key positions (of all texts, if they are pooled).
+    mean 0 over the cells, and ``c`` a least-squares slope of 0 over the cells' key positions (of all texts, if pooled).
     """
     numbers = cells.split(weights)
     key = torch.arange(cells.n_key, device=solution.device).double()

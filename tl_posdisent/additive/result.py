@@ -52,8 +52,9 @@ class AdditiveFit(CellsFit):
 
     **Gauge.** Fitted values and ``r`` are unique; between the components, constants can move, and so can a straight
     line (``+t·d`` in the distance, ``-t·i`` in the query, ``+t·j`` in the key). The convention: every component has
-    mean 0 over the cells, and ``key`` has no linear trend over positions (of all texts together, if pooled). If a mask
-    falls into pieces (packed documents), compare components within a piece.
+    mean 0 over the cells, and over them ``key`` has no linear trend in the key's position: a key counts as often as
+    it has cells (of all texts together, if pooled). If a mask falls into pieces (packed documents), compare components
+    within a piece.
 
     Attributes:
         intercept: ``[*batch]``, the mean of the scores; of each text, if texts with equal masks are pooled.

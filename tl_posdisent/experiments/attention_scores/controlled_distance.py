@@ -47,7 +47,8 @@ def controlled_distance(
         model: HookedTransformer, TransformerBridge or alike, or its ``read_model``; with rotary embeddings.
         tokens, attention_mask: as in ``additivity``; queries and keys of all texts are pooled, so that
             queries of one text meet keys of every other.
-        distances: default 0 up to those of the longest text; any finite numbers.
+        distances: default 0 up to those of the longest text, also those beyond a layer's sliding window; any finite
+            numbers.
         layers: default all.
         sinks: positions to leave out at the beginning of each text, as queries and as keys.
         progress: show a bar.
