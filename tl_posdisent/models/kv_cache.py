@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading.forward import UNSUPPORTED, evaluating, output_of
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.restoring import without_gradients
 
@@ -42,7 +43,7 @@ def empty_cache(model: Any, tokens: Tensor) -> dict[str, Any]:
             from transformer_lens import HookedTransformerKeyValueCache as Cache
 
         return {"past_kv_cache": Cache.init_cache(model.cfg, tokens.device, len(tokens))}
-    raise ValueError(f"model must take a cache of keys and values, got {type(model).__name__}")
+    raise ArgumentError("model", f"must take a cache of keys and values, got {type(model).__name__}")
 
 
 def with_mask(cache: dict[str, Any], part: Int[Tensor, "batch pos"]) -> dict[str, Any]:

@@ -17,16 +17,16 @@ from markupsafe import Markup
 from pandas.api.types import is_float_dtype
 
 from tl_posdisent.report.words import number
-from tl_posdisent.utils.validation import head_label
+from tl_posdisent.utils.validation import head_label, printable
 from tl_posdisent.viz.palette import BLACK, WHITE, ink, on_scale
 
 ROWS = 512
 """A table has at most this many rows, which keeps the file of a large model small."""
 
 
-def printable(text: Any) -> str:
-    """Text without invisible characters other than spaces and line breaks: they are written as escape sequences."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in str(text))
+def printable_lines(text: Any) -> str:
+    """Text in which invisible characters other than spaces and line breaks are written as escape sequences."""
+    return "\n".join(map(printable, str(text).split("\n")))
 
 
 _TEMPLATES = Environment(
@@ -36,7 +36,7 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
     undefined=StrictUndefined,
 )
-_TEMPLATES.filters["printable"] = printable
+_TEMPLATES.filters["printable"] = printable_lines
 
 
 def render(name: str, **values: Any) -> Markup:

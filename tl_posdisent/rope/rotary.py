@@ -53,9 +53,9 @@ class Rotary:
         x = self.frequencies
         check_values("frequencies", x)
         if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype != torch.float64:
-            raise ValueError(f"frequencies must be a float64 tensor of shape (subspace,), got {described(x)}")
+            raise ArgumentError("frequencies", f"must be a float64 tensor of shape (subspace,), got {described(x)}")
         if not bool(x.isfinite().all()):
-            raise ValueError(f"frequencies must be finite, got {int((~x.isfinite()).sum())} that are not")
+            raise ArgumentError("frequencies", f"must be finite, got {int((~x.isfinite()).sum())} that are not")
         check_number("attention_factor", self.attention_factor, above=0)
         for name, dtype in (("angle_dtype", self.angle_dtype), ("frequency_dtype", self.frequency_dtype)):
             if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

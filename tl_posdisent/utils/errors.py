@@ -16,34 +16,16 @@ class ArgumentError(ValueError):
 
     def __init__(self, argument: str, problem: str) -> None:
         super().__init__(argument, problem)
-
-    @property
-    def argument(self) -> str:
-        """The name of the argument."""
-        return str(self.args[0])
-
-    @property
-    def problem(self) -> str:
-        """The message without the name in front."""
-        return str(self.args[1])
+        self.argument, self.problem = argument, problem
 
     def __str__(self) -> str:
         return f"{self.argument} {self.problem}"
 
 
 class ContextExceeded(ArgumentError):
-    """Tokens are longer than the context of a model that fails beyond it."""
+    """Tokens are longer than the context of a model that fails beyond it: ``length`` and ``context`` in tokens."""
 
     def __init__(self, argument: str, problem: str, length: int, context: int) -> None:
         super().__init__(argument, problem)
         self.args = argument, problem, length, context  # from which a pickle makes it anew
-
-    @property
-    def length(self) -> int:
-        """The number of positions that were given."""
-        return int(self.args[2])
-
-    @property
-    def context(self) -> int:
-        """The number of positions that the model takes."""
-        return int(self.args[3])
+        self.length, self.context = length, context

@@ -169,14 +169,16 @@ def as_numbers(value: Any, batch: int) -> Tensor:
 
 def check_metric(metric: Any) -> None:
     """Refuse what cannot be called with logits, or with logits and tokens, before anything runs."""
-    needed = "metric must be a function of (logits) or (logits, tokens)"
+    needed = "must be a function of (logits) or (logits, tokens)"
     if not callable(metric):
-        raise ValueError(f"{needed}, got {shown(metric)}")
+        raise ArgumentError("metric", f"{needed}, got {shown(metric)}")
     try:
         parameters = signature(metric)
         parameters.bind(*("logits", "tokens")[: 1 + _takes_tokens(metric)])
     except TypeError as error:
-        raise ValueError(f"{needed}, got one of {parameters}: give further parameters a default") from error
+        raise ArgumentError(
+            "metric", f"{needed}, got one of {parameters}: give further parameters a default"
+        ) from error
     except ValueError:  # a function in C, of which Python does not know the signature
         return
 

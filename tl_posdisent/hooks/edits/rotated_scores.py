@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.edits.rotation_and_score_edits import DistanceMap, HeadRotation, Side, check_patch
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.utils.errors import ArgumentError
 
 _CELLS_PER_BLOCK = 2**21
 _MOST_PIECES = 8  # more cost more than distances of any kind
@@ -191,11 +192,12 @@ def _check_matrix(spec: AttentionSpec, distances: Tensor, batch: int, shape: tup
     allowed = [shape, *((h, *shape) for h in (1, spec.n_heads))]
     allowed += [(b, *heads) for b in (1, batch) for heads in allowed[1:]]
     if tuple(distances.shape) not in allowed:
-        raise ValueError(
-            f"distances must have shape (query, key) = {shape}, (head, query, key) or (batch, head, query, key) with "
-            f"{spec.n_heads} heads and {batch} texts (or 1), got {tuple(distances.shape)}"
+        raise ArgumentError(
+            "distances",
+            f"must have shape (query, key) = {shape}, (head, query, key) or (batch, head, query, key) with "
+            f"{spec.n_heads} heads and {batch} texts (or 1), got {tuple(distances.shape)}",
         )
     at = torch.arange(shape[1], device=distances.device)
     inside = spec.sees(at[shape[1] - shape[0] :, None] - at)
     if not bool((distances.isfinite() | ~inside).all()):
-        raise ValueError("distances must be finite inside the mask")
+        raise ArgumentError("distances", "must be finite inside the mask")

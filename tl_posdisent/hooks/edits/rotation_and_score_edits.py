@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, in_columns_of, table_like, turn
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import shown
 
 Side = Literal["q", "k"]
@@ -102,22 +103,24 @@ class PositionMap(RotationEdit):
         both = torch.stack([x.double() for x in torch.broadcast_tensors(found, own)])
         if torch.equal(*both) or bool(((both >= 0) & (both < self.unscaled)).all()):
             return found
-        raise ValueError(
-            f"positions must be from 0 to {self.unscaled - 1} for {self.tool}, of the text and as given, got "
+        raise ArgumentError(
+            "positions",
+            f"must be from 0 to {self.unscaled - 1} for {self.tool}, of the text and as given, got "
             f"{both.min():g} … {both.max():g}: from {self.unscaled} on, this model scales scores by the position of "
             "the query, which the hooks do not change. Give a shorter text or nearer positions; remap_distance changes "
-            "distances alone"
+            "distances alone",
         )
 
     def _places(self, given: Positions, own: Tensor, texts: int) -> Tensor:
         if isinstance(given, Tensor):
             if given.shape[-1] != own.shape[-1]:
-                raise ValueError(
-                    f"positions were given for {given.shape[-1]} tokens, and the model runs on {own.shape[-1]} (at "
-                    "once): give a function of the position for texts of any length or with a KV cache"
+                raise ArgumentError(
+                    "positions",
+                    f"were given for {given.shape[-1]} tokens, and the model runs on {own.shape[-1]} (at "
+                    "once): give a function of the position for texts of any length or with a KV cache",
                 )
             if given.ndim == 2 and len(given) not in (1, texts):
-                raise ValueError(f"positions were given for {len(given)} texts, and the model runs on {texts}")
+                raise ArgumentError("positions", f"were given for {len(given)} texts, and the model runs on {texts}")
             return given.to(own.device)
         if callable(given):
             return mapped(given, own.double(), "positions", "positions").to(own.device)
@@ -196,9 +199,10 @@ class PhaseNoise(RotationEdit):
         angles = self.angles if isinstance(self.angles, Tensor) else self.angles(rotary)
         shape = own.shape[-1], n
         if angles.shape[-2:] != shape or (angles.ndim == 3 and len(angles) not in (1, texts)):
-            raise ValueError(
-                f"noise must have shape (pos, subspace) = {shape} or (batch, pos, subspace) = {(texts, *shape)}, got "
-                f"{tuple(angles.shape)}"
+            raise ArgumentError(
+                "noise",
+                f"must have shape (pos, subspace) = {shape} or (batch, pos, subspace) = {(texts, *shape)}, got "
+                f"{tuple(angles.shape)}",
             )
         return angles.to(own.device)
 
@@ -368,16 +372,18 @@ def mapped(function: Callable[[Tensor], Tensor], real: Tensor, name: str, what: 
     try:
         values = function(real.clone())
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"{name} is called with a float64 tensor of {what} at once, and failed: {error}. Use tensor operations, "
-            "such as d.clamp(max=16) for min(d, 16)"
+        raise ArgumentError(
+            name,
+            f"is called with a float64 tensor of {what} at once, and failed: {error}. Use tensor operations, "
+            "such as d.clamp(max=16) for min(d, 16)",
         ) from error
     finite = isinstance(values, Tensor) and values.shape == real.shape and bool(values.double().isfinite().all())
     if not finite:
         same_shape = isinstance(values, Tensor) and values.shape == real.shape
-        raise ValueError(
-            f"{name} must map a tensor of {what} to finite ones of the same shape ({tuple(real.shape)}), got "
-            f"{'values that are not finite' if same_shape else shown(values)}"
+        raise ArgumentError(
+            name,
+            f"must map a tensor of {what} to finite ones of the same shape ({tuple(real.shape)}), got "
+            f"{'values that are not finite' if same_shape else shown(values)}",
         )
     return values.double()
 
@@ -386,7 +392,7 @@ def check_patch(name: str, given: Tensor, own: Tensor) -> None:
     """Refuse vectors of another text; ``own`` are those of some heads."""
     wanted = (*own.shape[:2], given.shape[2], own.shape[3])
     if given.shape != wanted:
-        raise ValueError(f"{name} must have the shape of the run's own, {wanted}, got {tuple(given.shape)}")
+        raise ArgumentError(name, f"must have the shape of the run's own, {wanted}, got {tuple(given.shape)}")
 
 
 @dataclass(frozen=True)

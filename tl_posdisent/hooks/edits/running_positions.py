@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.rope.rotary import Rotary, rotary_from_table, rotate, table_like, to_complex
+from tl_posdisent.utils.errors import ArgumentError
 
 _CANDIDATES = 4096  # positions that are tried where a table is not that of 0, 1, 2 …
 _CELLS_PER_BLOCK = 2**22
@@ -178,7 +179,8 @@ def check_one_text(spec: AttentionSpec, inside: Bool[Tensor, "*lead query key"],
     real = inside.diagonal(0, -2, -1)
     whole = spec.sees(at[:, None] - at) & real[..., :, None] & real[..., None, :]
     if not torch.equal(whole, inside):
-        raise ValueError(
-            f"attention_mask must leave one text in each row for {tool}, got a mask that hides tokens of a text "
-            "from each other, as of packed texts: pass them as a batch of texts"
+        raise ArgumentError(
+            "attention_mask",
+            f"must leave one text in each row for {tool}, got a mask that hides tokens of a text "
+            "from each other, as of packed texts: pass them as a batch of texts",
         )

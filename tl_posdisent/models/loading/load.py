@@ -239,20 +239,22 @@ def _read(source: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreT
 
 def _source(name_or_dir: Any) -> str | Path:
     """An existing folder or GGUF file, or a possible model name. Names that look like paths never use a network."""
-    needed = "name_or_dir must be the folder of a model, a GGUF file, or a model's name"
+    needed = "must be the folder of a model, a GGUF file, or a model's name"
     if not isinstance(name_or_dir, (str, Path)) or not str(name_or_dir).strip() or "\0" in str(name_or_dir):
         what = repr(name_or_dir) if isinstance(name_or_dir, (str, Path)) else type(name_or_dir).__name__
-        raise ValueError(f"{needed}, got {what}")
+        raise ArgumentError("name_or_dir", f"{needed}, got {what}")
     if isinstance(name_or_dir, str) and name_or_dir in PACKAGED:  # also beside a folder of this name
         return name_or_dir
     path, there = Path(name_or_dir), found_at(name_or_dir)
     if there == "folder" or (there == "file" and path.suffix == ".gguf"):
         return path
     if (length := len(str(name_or_dir))) > _LONGEST_NAME:
-        raise ValueError(f"{needed}, got {length} characters that name nothing: {shown(str(name_or_dir))}")
+        raise ArgumentError(
+            "name_or_dir", f"{needed}, got {length} characters that name nothing: {shown(str(name_or_dir))}"
+        )
     a_path = isinstance(name_or_dir, Path) or name_or_dir.startswith((".", "/", "~")) or there is not None
     if a_path or path.suffix == ".gguf" or len(path.parts) > 2 or "\\" in str(name_or_dir):
-        raise ValueError(f"{needed}, but {printable(str(path))} is no folder and no .gguf file")
+        raise ArgumentError("name_or_dir", f"{needed}, but {printable(str(path))} is no folder and no .gguf file")
     return str(name_or_dir)
 
 

@@ -134,7 +134,9 @@ class SyntheticConfig:
         check_number("rope_base", self.rope_base, above=0)
         check_number("dropout", self.dropout, least=0, below=1)
         if isinstance(self.dropout_at, str) or not isinstance(self.dropout_at, Iterable):
-            raise ValueError(f"dropout_at must be a sequence of {get_args(DropoutPlace)}, got {shown(self.dropout_at)}")
+            raise ArgumentError(
+                "dropout_at", f"must be a sequence of {get_args(DropoutPlace)}, got {shown(self.dropout_at)}"
+            )
         object.__setattr__(self, "dropout_at", tuple(self.dropout_at))
         for place in self.dropout_at:
             check_choice("dropout_at", place, get_args(DropoutPlace))
@@ -155,11 +157,13 @@ class SyntheticConfig:
         if self.rotary_heads is not None:
             check_integer("rotary_heads", self.rotary_heads, 0, self.n_heads, why="n_heads")
         if self.latent and (self.rotary_dim % 2 or not 0 < self.rotary_dim < self.head_size):
-            raise ValueError(f"d_rope must be even, above 0 and below d_head = {self.head_size}, got {self.rotary_dim}")
+            raise ArgumentError(
+                "d_rope", f"must be even, above 0 and below d_head = {self.head_size}, got {self.rotary_dim}"
+            )
         if self.rotary_dim % 2:
             raise ArgumentError("d_head", f"must be even to be rotated in pairs, got {self.rotary_dim}")
         if encoding.startswith("sinusoidal") and self.d_model % 2:
-            raise ValueError(f"d_model must be even for sines and cosines, got {self.d_model}")
+            raise ArgumentError("d_model", f"must be even for sines and cosines, got {self.d_model}")
         if encoding == "t5":
             unit = 2 if self.causal else 4
             if self.t5_buckets % unit:

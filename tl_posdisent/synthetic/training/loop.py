@@ -254,9 +254,10 @@ class TrainingLoop(ABC):
         bad = (~recent["loss"].isfinite()).nonzero()
         if len(bad):
             step = self.done - len(self._recent) + int(bad[0])
-            raise ValueError(
-                f"loss must be finite, got {recent['loss'][bad[0]].item()} in step {step + 1} of {self.steps}, at "
-                f"learning rate {self.learning_rate(step):.3g}: try a lower lr"
+            raise ArgumentError(
+                "loss",
+                f"must be finite, got {recent['loss'][bad[0]].item()} in step {step + 1} of {self.steps}, at "
+                f"learning rate {self.learning_rate(step):.3g}: try a lower lr",
             )
         row: dict[str, Any] = {"step": self.done, "lr": self.learning_rate(self.done - 1)}
         row |= {name: values.double().mean().item() for name, values in recent.items()}

@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tl_posdisent.utils.files import whole_file
+from tl_posdisent.utils.validation import printable
 
 _HEAD = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -138,8 +139,7 @@ _SEEN = {" ": "·", "\n": "↵"}
 
 def visible(token: str) -> str:
     """A token with nothing invisible in it: spaces, line breaks, control characters, halves of characters."""
-    shown = (_SEEN.get(c) or (c if c.isprintable() else c.encode("unicode_escape").decode("ascii")) for c in token)
-    return "".join(shown) or "∅"
+    return "".join(_SEEN.get(c) or printable(c) for c in token) or "∅"
 
 
 def axis_token(token: str) -> str:
