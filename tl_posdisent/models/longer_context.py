@@ -99,13 +99,11 @@ def _check_that_it_runs(model: Any, length: int) -> None:
     plain = next(t for t in range(len(special) + 1) if t not in special)  # padding would be masked
     n, more = context + 1, dict[str, Any]()
     if 4 * model.cfg.n_heads * n**2 > _MOST_BYTES:
-        if not hasattr(model, "original_model"):
-            kind = str(model.cfg.positional_embedding_type)
+        if (kind := facts.positions_of_config(model)) is not None:
             if kind not in ("rotary", "alibi"):
                 _refuse(context, length, f"positional_embedding_type is {kind!r}")
             return
-        more["position_ids"] = torch.arange(n - _FEW, n, device=device_of(model))[None]
-        n = _FEW
+        n, more = _FEW, {"position_ids": torch.arange(n - _FEW, n, device=device_of(model))[None]}
     tokens = torch.full((1, n), plain, device=device_of(model))
     try:
         with at_rest(model):

@@ -128,6 +128,11 @@ class LayerPass:
         """Whether scores are recomputed that the plan would not have recomputed."""
         return self.rescored != self.plan.rescored
 
+    @property
+    def _misplaced(self) -> bool:
+        """Whether vectors were turned for other positions than the model's, so that their scores are recomputed."""
+        return self._fell_back and self._turned_before
+
     def _at_cos(self, x: Tensor) -> Tensor | None:
         self.held["cos"] = x
         if self._moves:
@@ -391,7 +396,7 @@ class LayerPass:
     def _last(self, which: str, n_key: int) -> Tensor:
         """Unrotated keys ("k"), keys as they were turned ("given k") or values ("v"), the last of ``n_key``: as many
         as are known."""
-        now = self.held["k"] if which not in self.held else self.held[which]
+        now = self.held[which if which in self.held else "k"]
         before = {"k": self.memory.keys, "given k": self.memory.given, "v": self.memory.values}[which]
         known = now if before is None or now.shape[1] >= n_key else torch.cat([before, now], 1)
         return known[:, -n_key:]  # a sliding window forgets the first
@@ -440,10 +445,11 @@ class LayerPass:
         self.memory.counted = text.so_far(self.memory.counted, self.counted, continued=continued)
         self.memory.seen = self.n_query + (self.memory.seen if continued else 0)
         if "k" in self.held:
-            fell_back = self._fell_back and self._turned_before
-            needed = self.plan.reads_vectors or self.spec.scores is None or fell_back  # a pattern is compared whole
+            needed = (
+                self.plan.reads_vectors or self.spec.scores is None or self._misplaced
+            )  # a pattern is compared whole
             keys = self._last("k", n_key) if needed else self.held["k"][:, -1:]
-            given = self._last("given k", n_key).detach().clone() if fell_back else None
+            given = self._last("given k", n_key).detach().clone() if self._misplaced else None
             self.memory.keys, self.memory.given = keys.detach().clone(), given
         if self._puts_in:
             self.memory.values = self._last("v", n_key).detach().clone()
@@ -454,9 +460,9 @@ class LayerPass:
         n_key, cached = x.shape[-1], x.shape[-1] > self.n_query
         if self.spec.problem is not None or "q" not in self.held:
             return
-        turned = self._fell_back and self._turned_before  # for other positions: that is what the model then rotated
-        queries = self.held.get("given q", self.held["q"]) if turned else self.held["q"]
-        keys = self._last("given k" if turned else "k", n_key).detach()
+        # Vectors that were turned for other positions are what the model then rotated.
+        queries = self.held.get("given q", self.held["q"]) if self._misplaced else self.held["q"]
+        keys = self._last("given k" if self._misplaced else "k", n_key).detach()
         own, n_key = self._places(n_key), keys.shape[1]
         rows = spread_rows(self.n_query, _ROWS_CHECKED, x.device)
         for rotation, heads in self._done(pattern, cached):
@@ -469,8 +475,8 @@ class LayerPass:
             if pattern:
                 ours, seen = masked_softmax(ours, seen), torch.ones_like(seen)
             seen = seen.expand(theirs.shape)
-            error = text.rounding(self.spec.rotary, own[0]) if self.spec.rotary else 0.0
-            slack = error * float(q_rot.norm(dim=-1).amax() * k_rot.norm(dim=-1).amax()) * self.spec.require_scale()
+            turned = text.rounding(self.spec.rotary, own[0]) if self.spec.rotary else 0.0
+            slack = turned * float(q_rot.norm(dim=-1).amax() * k_rot.norm(dim=-1).amax()) * self.spec.require_scale()
             if mismatch(theirs[seen], ours[seen], self.dtype, slack) <= 1:
                 continue
             if cached:

@@ -187,6 +187,12 @@ def table_slots(model: Any, attn: Any) -> Iterator[TableSlot]:
         yield TableSlot(owner, "embed_positions", ("sin", "cos"))
 
 
+def positions_of_config(model: Any) -> str | None:
+    """What a HookedTransformer's configuration says of its positions; None of models that take ``position_ids``."""
+    takes_positions = hasattr(model, "original_model")
+    return None if takes_positions else str(model.cfg.positional_embedding_type)
+
+
 def longer_tables(slot: TableSlot, rotary: Rotary | None, length: int) -> Iterator[Tensor]:
     """What the table may look like with ``length`` rows, the likeliest first."""
     if slot.formula is not None:
