@@ -32,7 +32,7 @@ from transformers import AttentionInterface, LlamaForCausalLM
 
 from tl_posdisent.demo import demo_hf_model
 from tl_posdisent.demo.demo_model import BOS, load_weights
-from tl_posdisent.models.reading.forward import evaluating
+from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop
 from tl_posdisent.utils.files import whole_file
 
@@ -130,7 +130,7 @@ class DemoTraining(TrainingLoop):
     def measure(self, done: int) -> dict[str, float]:
         if not self.keeps(done):
             return {}
-        with evaluating(self.model):
+        with running(self.model):
             return {name: math.log(perplexity(self.model, windows)) for name, windows in self.unseen.items()}
 
     def save_weights(self, path: Path) -> None:

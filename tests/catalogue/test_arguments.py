@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
         [1, "yes"],
         "biases by_subspace causal centred check final_norm ignore_zero intercept keep_last "
         "latent_norm log pool shared_rotary_query source_norm stray_triggers streaming every_layer "
-        "sufficiency trained two_triggers",
+        "sufficiency trained two_triggers fresh",
     ),
     "choice": (
         ["no such thing", 3],
@@ -109,7 +109,7 @@ KINDS: dict[str, tuple[Sequence[Any], str]] = {
     "positions": ([torch.full((12,), NAN), torch.full((12,), INF), "0123", [], torch.arange(12) * 1j], "positions"),
     "places": ([12, -13, [0, 0], [0.5], [], "0", True], ""),
     "source": ([TOKENS[:, :5]], "source"),
-    "metric": ([3, "loss"], "metric"),
+    "metric": ([3, "loss"], "function metric"),
     "device": (["no such device"], "device"),
     "dtype": ([torch.int64, "float32"], "angle_dtype frequency_dtype"),
     "betas": ([0.9, (0.9, 0.9, 0.9), (NAN, 0.9)], "betas"),

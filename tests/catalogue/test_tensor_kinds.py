@@ -76,7 +76,7 @@ def test_masks(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_of_interventions(kind: str, shared_model: Any) -> None:
     model = shared_model("bridge", "llama-gqa")
-    seen = next(capture(model, TOKENS, layers=[0]))
+    seen = capture(model, TOKENS, layers=[0])[0]
     change, length = KINDS[kind], TOKENS.shape[1]
     makers: dict[str, Callable[[], Any]] = {
         "positions": lambda: swap_positions(model, change(torch.arange(1.0, length + 1))),

@@ -59,7 +59,7 @@ def test_three_axes_by_a_dense_fit(kind: str, name: str, shared_model: Any) -> N
 
 def table(model: Any, layer: int) -> tuple[Tensor, Tensor, Any]:
     """``W[batch, head, d, i, j]`` in float64, before a soft cap, one distance and subspace at a time; the distances."""
-    captured = next(iter(list(capture(model, TOKENS, layers=[layer]))))
+    captured = capture(model, TOKENS, layers=[layer])[0]
     spec, rotary = captured.spec, captured.spec.rotary
     q, k = captured.q.double().transpose(1, 2), captured.k.double().transpose(1, 2)
     k = k.repeat_interleave(spec.n_heads // k.shape[1], 1)

@@ -97,7 +97,7 @@ def test_profile_of_other_texts(kind: str, name: str, lengths: tuple[int, ...], 
     table = table_of(model, ids, attention_mask=real.long(), layers=[1]).set_index(["batch", "head"])["r_held_out"]
     (spec,), head = read_model(model).specs([1]), 5
     scores = [
-        next(iter(tp.capture(model, row[None, :n], layers=[1]))).scores[0, head].double().numpy()
+        tp.capture(model, row[None, :n], layers=[1])[0].scores[0, head].double().numpy()
         for row, n in zip(ids, lengths, strict=True)
     ]
     for text, length in enumerate(lengths):

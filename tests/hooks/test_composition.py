@@ -103,7 +103,7 @@ def test_every_pair_is_the_oracles_or_refused(kind: str, name: str, heads: Any, 
 def test_a_dropped_subspace_is_gone_whatever_is_patched(kind: str, name: str, patched: str, shared_model: Any) -> None:
     """From both sides alike, beside what moves the other side, and whatever the patch holds there."""
     model = shared_model(kind, name)
-    other = next(capture(model, TOKENS.flip(1), layers=[0]))
+    other = capture(model, TOKENS.flip(1), layers=[0])[0]
     rotary = other.spec.rotary
     low = float(rotary.frequencies.sort().values[-2:].log().mean().exp())  # the fastest alone is kept
     slow = rotary.frequencies < low

@@ -20,7 +20,7 @@ from tl_posdisent import (
     swap_positions,
 )
 from tl_posdisent.hooks import applied, drop_component, phase_noise, substitute_additive
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.forward_pass import Hook
 
 pytestmark = pytest.mark.usefixtures("unchecked")
 TEXTS = zoo.random_tokens(L)

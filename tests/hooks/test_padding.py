@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tl_posdisent import ablate_heads
 from tl_posdisent.hooks import applied, drop_component, substitute_additive, substitute_attention
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_reading import model_of
 
 pytestmark = pytest.mark.usefixtures("unchecked")

@@ -38,7 +38,7 @@ def attended(
         cache = model.run_with_cache(tokens, names_filter=names)[1]
     scores, pattern, v = (cache[x].double() for x in names)
     if spec.scores is None:  # the hook of that name carries something else
-        scores = next(capture(model, tokens, layers=[layer])).scores.double()
+        scores = capture(model, tokens, layers=[layer])[0].scores.double()
     return spec, scores, pattern, v.repeat_interleave(spec.n_heads // v.shape[2], 2)
 
 
@@ -49,7 +49,7 @@ def by_fit(model: Any, rung: str, layer: int = 0, hooks: Any = ()) -> Tensor:
     k = scores.new_zeros(2, L, 1, 0)
     if rung == "static":
         with model.hooks(fwd_hooks=list(hooks) if layer else []):  # at the first layer they leave keys as they are
-            k = next(capture(model, TOKENS, layers=[layer], scores=False)).k
+            k = capture(model, TOKENS, layers=[layer], scores=False)[0].k
     if rung == "uniform":
         put_in = inside / inside.sum(-1, keepdim=True).double()
     elif rung in ("additive", "banded"):
@@ -134,7 +134,7 @@ def test_static_heads_are_causal_on_another_text(kind: str, name: str, shared_mo
         assert (a[:, 7:] - b[:, 7:]).abs().max() > 1e-2
         assert (a - logits(model, [])).abs().max() > 1e-2
         spec, _, pattern, v = attended(model)
-        keys = next(capture(model, TOKENS, layers=[0])).k if rung == "static" else v.new_zeros(2, L, 1, 0)
+        keys = capture(model, TOKENS, layers=[0])[0].k if rung == "static" else v.new_zeros(2, L, 1, 0)
         ours = fits[0].of.static_scores(keys, window=spec.window).softmax(-1)
         close(mixed_of(model, hooks), torch.einsum("bhqk,bkhd->bhqd", ours, v).float())
         assert pattern.shape == ours.shape
@@ -148,12 +148,12 @@ def test_layers_are_fitted_in_turn(shared_model: Any) -> None:
     apart = fit_in_turn(model, list(TOKENS.split(1)), any_heads(model, None, None), "static")  # in a run for each layer
     for layer in (0, 1):
         close(apart[layer].of.distance, in_turn[layer].of.distance, 1e-5)
-    plain = [next(capture(model, TOKENS, layers=[layer])) for layer in (0, 1)]
+    plain = [capture(model, TOKENS, layers=[layer])[0] for layer in (0, 1)]
     for layer, seen in enumerate(plain):
         close(at_once[layer].of.distance, fit_attention(seen.scores, keys=seen.k).distance, 1e-6)
     close(in_turn[0].of.direction, at_once[0].of.direction, 1e-6)
     with applied(model, put_in(model, {0: in_turn[0]})):
-        seen = next(capture(model, TOKENS, layers=[1]))
+        seen = capture(model, TOKENS, layers=[1])[0]
     close(in_turn[1].of.direction, fit_attention(seen.scores, keys=seen.k).direction, 1e-5)
     one = TOKENS[:1]  # a text's own static heads, made before or in the run
     close(
@@ -162,7 +162,7 @@ def test_layers_are_fitted_in_turn(shared_model: Any) -> None:
     )
     some = fit_layers(model, TOKENS, heads=[(0, 2), (1, 5)])
     with applied(model, put_in(model, {0: some[0]}, heads=[(0, 2)])):
-        seen = next(capture(model, TOKENS, layers=[1]))
+        seen = capture(model, TOKENS, layers=[1])[0]
     key = seen.k[:, :, [seen.spec.key_head(5)]]
     close(some[1].of.distance, fit_attention(seen.scores[:, 5:6], keys=key).distance, 1e-5)
 
@@ -172,7 +172,7 @@ def test_texts_of_unequal_length_share_one_fit(shared_model: Any) -> None:
     mask = torch.ones(2, L, dtype=torch.long)
     mask[0, :4] = 0
     fit = fit_layers(model, TOKENS, mask=mask)[0].of
-    short, long = (next(capture(model, x, layers=[0])) for x in (TOKENS[:1, 4:], TOKENS[1:]))
+    short, long = (capture(model, x, layers=[0])[0] for x in (TOKENS[:1, 4:], TOKENS[1:]))
     p = [x.scores.double().masked_fill(~x.spec.mask(x.scores.shape[-1]), -torch.inf).softmax(-1) for x in (short, long)]
     p = [(1 - 1e-3) * x + 1e-3 * x.new_ones(x.shape).tril() / torch.arange(1, x.shape[-1] + 1)[:, None] for x in p]
     q = [fit.static_scores(x.k.double()).softmax(-1) for x in (short, long)]
@@ -201,7 +201,7 @@ def test_with_other_interventions(shared_model: Any) -> None:
     for hooks in (substitute_attention(model, "uniform"), put_in(model, fits)):
         with pytest.raises(ValueError, match="substitute_attention needs the real distances, which swap_positions"):
             hooks + swapped
-    scores = next(capture(model, TOKENS, layers=[0])).scores
+    scores = capture(model, TOKENS, layers=[0])[0].scores
     for other in (patch_scores(model, 0, scores, "key"), substitute_attention(model, "uniform")):
         with pytest.raises(ValueError, match=r"substitute_attention replaces the scores, and .* would be lost"):
             substitute_attention(model, "banded", bands=BANDS) + other

@@ -120,7 +120,7 @@ def test_layers_come_in_the_order_of_the_model_and_the_rest_is_not_run(kind: str
 def test_without_scores(shared_model: Any) -> None:
     for name in ("llama-gqa", "gptj"):
         model = shared_model("bridge", name)
-        every = list(capture(model, TOKENS))
+        every = capture(model, TOKENS)
         for with_scores, without in zip(every, capture(model, TOKENS, scores=False), strict=True):
             assert without.own_scores is None
             assert torch.equal(without.k_rot, with_scores.k_rot)
@@ -149,9 +149,9 @@ def test_tampering_is_noticed_or_harmless(kind: str, name: str, hook: str, share
     with model.hooks(fwd_hooks=[(tampered, tamper)] if tampered in model.hook_dict else []):
         if fires_and_matters(model, tampered, fired):
             with pytest.raises(ValueError, match=r"layer 1 of .* differ from its own by"):
-                list(capture(model, TOKENS))
+                capture(model, TOKENS)
         else:  # what happens to queries before they are read is part of what they are
-            assert len(list(capture(model, TOKENS))) == 2
+            assert len(capture(model, TOKENS)) == 2
 
 
 def fires_and_matters(model: Any, name: str, fired: list[int]) -> bool:
@@ -203,8 +203,8 @@ def test_padding_by_a_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match=r"texts of equal length for capture, got texts of \d+, \d+ tokens"):
         capture(model, texts)
     with pytest.raises(ValueError, match=r"padding id 0 at the beginning of text 1.*attention_mask="):
-        list(capture(model, model.to_tokens(texts)))
-    assert len(list(capture(model, texts[:1] * 2))) == 5
+        capture(model, model.to_tokens(texts))
+    assert len(capture(model, texts[:1] * 2)) == 5
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -246,7 +246,7 @@ def test_autocast_of_the_caller_is_obeyed(kind: str, name: str, shared_model: An
     plain = [layer.scores for layer in capture(model, TOKENS)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cache = cached(model)
-        layers = list(capture(model, TOKENS))
+        layers = capture(model, TOKENS)
         table = additivity(model, TOKENS, progress=False)
     for layer, without in zip(layers, plain, strict=True):
         inside = layer.spec.mask(12)

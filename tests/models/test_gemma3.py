@@ -86,7 +86,7 @@ def test_heads_under_edits_are_the_oracles(edit: str, model: Any, tokens: Tensor
     both = EDITS[edit](model, layers=[LOCAL, GLOBAL], heads=heads)
     for layer, installed in ((GLOBAL, hooks), (LOCAL, both)):
         v, z = places[layer]
-        seen = next(capture(model, tokens, layers=[layer]))
+        seen = capture(model, tokens, layers=[layer])[0]
         with torch.no_grad():
             plain = model.run_with_cache(tokens, names_filter=[v, z])[1]
             with model.hooks(fwd_hooks=installed):

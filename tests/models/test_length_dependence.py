@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tl_posdisent import capture, read_model, swap_positions
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.reading.forward import modules
+from tl_posdisent.models.reading.model_parts import modules
 from tl_posdisent.rope import rotate
 
 ORIGINAL = 48  # tokens of the training, of a context of 128
@@ -119,9 +119,9 @@ def test_scores_scaled_by_position_are_noticed() -> None:
     bridge = zoo.as_bridge(scaling())
     assert {(spec.holds_to, spec.scaled) for spec in read_model(bridge).specs()} == {(ORIGINAL, True)}
     assert not any(spec.scaled for kind in ("longrope", "dynamic") for spec in read_model(varying(kind)).specs())
-    assert len(list(capture(bridge, zoo.random_tokens(ORIGINAL)))) == 2
+    assert len(capture(bridge, zoo.random_tokens(ORIGINAL))) == 2
     with pytest.raises(ValueError, match=r"at most 48 long for capture, got 100: .* scales scores by position"):
-        list(capture(bridge, zoo.random_tokens(100)))
+        capture(bridge, zoo.random_tokens(100))
 
 
 @zoo.needs_bridge

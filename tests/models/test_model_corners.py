@@ -13,8 +13,9 @@ from support import zoo
 import tl_posdisent as tp
 from tl_posdisent.hooks.edits.rotation_and_score_edits import FrequencyLimit
 from tl_posdisent.hooks.hook_list import hooks_for, replace_scores
-from tl_posdisent.models.reading.forward import check_tokens
+from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.probe import judge_turns, listen
+from tl_posdisent.models.reading.tokens import check_tokens
 
 TOKENS = zoo.random_tokens(10)
 Shared = Callable[[str, str], Any]
@@ -45,7 +46,8 @@ def test_a_layer_that_discards_turned_vectors_is_found_out(llama: Any) -> None:
     """What is seen at the hooks where vectors are turned must be what the scores are made of."""
     spec = tp.read_model(llama).specs()[0]
     assert spec.turn_q is not None
-    seen = listen(llama, TOKENS, [0])[0]
+    with running(llama, bare=True) as p:
+        seen = listen(p, TOKENS, [0])[0]
     assert judge_turns(spec, seen) == spec
     short = spec.turn_q.name.rsplit(".", 1)[-1]
     ignored = {**seen, short: seen[short] + torch.randn_like(seen[short])}

@@ -16,7 +16,8 @@ from tl_posdisent import capture, random_control, read_model, remap_distance, sw
 from tl_posdisent.experiments import perturb
 from tl_posdisent.hooks import applied
 from tl_posdisent.models.kv_cache import empty_cache
-from tl_posdisent.models.reading.forward import evaluating, modules, run
+from tl_posdisent.models.reading.forward_pass import running
+from tl_posdisent.models.reading.model_parts import modules
 from tl_posdisent.models.reading.spec import masked_below
 
 TOKENS = zoo.random_tokens()
@@ -169,7 +170,7 @@ def test_no_pattern_is_kept_behind_its_layer(name: str) -> None:
     pattern = tokens.shape[0] * deep.cfg.n_heads * tokens.shape[1] ** 2 * 4
     deep(tokens)  # of the user's own; what it leaves is not there while the package runs the model
     left: list[list[Tensor]] = []
-    with evaluating(deep), deep.hooks(fwd_hooks=[("blocks.4.attn.hook_q", lambda x, hook: left.append(_kept(deep)))]):
+    with running(deep), deep.hooks(fwd_hooks=[("blocks.4.attn.hook_q", lambda x, hook: left.append(_kept(deep)))]):
         deep(tokens)
     assert not [x for x in [*left[0], *_kept(deep)] if x.nbytes >= pattern]
 
@@ -197,14 +198,15 @@ def test_keys_and_values_are_kept_on_request_alone(
     with torch.no_grad():
         plain = model(TOKENS)
         by_default, _ = len(kept), kept.clear()
-        with evaluating(model):
+        with running(model):
             assert torch.equal(model(TOKENS), plain)
             *_, cache = model(TOKENS, return_type="logits_and_cache")
         assert cache is None or not any(layer.is_initialized for layer in cache.layers)
-        run(model, TOKENS, [])
-        assert not kept
-        run(model, TOKENS, [], **empty_cache(model, TOKENS))
-        with evaluating(model):
+        with running(model) as p:
+            p.run(TOKENS)
+            assert not kept
+            p.run(TOKENS, **empty_cache(model, TOKENS))
+        with running(model):
             model(TOKENS, use_cache=True)
         assert len(kept) == 2 * by_default > 0
         model(TOKENS)

@@ -153,7 +153,7 @@ def test_another_class_with_the_same_hooks() -> None:
     ] * 2
     with torch.no_grad():
         cache = model.run_with_cache(TOKENS)[1]
-    assert torch.equal(next(capture(model, TOKENS, layers=[0])).scores, cache["attn_scores", 0])
+    assert torch.equal(capture(model, TOKENS, layers=[0])[0].scores, cache["attn_scores", 0])
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

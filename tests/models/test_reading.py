@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from support import zoo
@@ -76,17 +77,15 @@ def test_all_layers_are_those_of_the_model(kind: str, name: str) -> None:
     assert sorted({x.spec.layer for x in hooks.interventions}) == [0, 1]
 
 
-def _one_weight(model: Any) -> None:
-    with torch.no_grad():
-        next(model.parameters())[0, 0] += 1.0
+def _another_module(model: Any) -> None:
+    model.blocks[1].attn.hook_q = copy.deepcopy(model.blocks[1].attn.hook_q)
 
 
 CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda m: setattr(m.cfg, "ungroup_grouped_query_attention", True), "grouping of keys"),
     (lambda m: m.to(torch.bfloat16), "dtypes"),
     (lambda m: m.hook_dict["blocks.0.attn.hook_q"].add_hook(lambda x, hook: x, is_permanent=True), "permanent hooks"),
-    (lambda m: next(m.parameters()).data.mul_(1.5), "weights"),
-    (_one_weight, "weights"),
+    (_another_module, "modules"),
     (lambda m: setattr(m.cfg, "attn_scores_soft_cap", 7.0), "settings"),
 ]
 
@@ -102,6 +101,67 @@ def test_a_changed_model_is_noticed(kind: str, name: str, change: Any, what: str
         read_model(reading)
     assert count_passes(model, lambda: read_model(model)) > 0
     assert read_model(model).specs()[0] is not reading.specs()[0]
+
+
+def _shared_weights(model: Any, other: Any) -> None:
+    """Put the weights of another model into this one, past torch's count of changes."""
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        mine.data.copy_(theirs.data)
+
+
+def _other_weights(kind: str, name: str) -> Any:
+    model = zoo.load(kind, name)
+    generator = torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter.data.mul_(1 + 0.5 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def _without_scores(kind: str, name: str) -> Any:
+    """A model whose matrices are 0, as some are before they are trained: every explanation fits its scores."""
+    model = zoo.load(kind, name)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("before", [zoo.load, _without_scores])
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa", "neox", "gptj", "gemma2", "smollm3", "qwen3"))
+def test_other_weights_need_no_other_reading(kind: str, name: str, before: Any) -> None:
+    """A reading holds what the architecture does; what the weights give is that of a fresh model with them."""
+    model, fresh, tokens = before(kind, name), _other_weights(kind, name), zoo.random_tokens()
+    reading = read_model(model)
+    _shared_weights(model, fresh)
+    reading = read_model(reading)
+    for found, expected in zip(capture(reading, tokens), capture(fresh, tokens), strict=True):
+        assert torch.equal(found.q_rot, expected.q_rot)
+        assert torch.equal(found.scores, expected.scores)
+    tools: list[Callable[[Any], Any]] = [
+        lambda m: dummy_distance(m, 5),
+        lambda m: swap_positions(m, torch.arange(12).flip(0), heads=[1]),
+        lambda m: remap_distance(m, lambda d: d.sqrt(), heads=[0, 6]),
+    ]
+    with torch.no_grad():
+        for tool in tools:
+            found, expected = (m.run_with_hooks(tokens, fwd_hooks=tool(m)) for m in (model, fresh))
+            assert torch.equal(found, expected)
+    found, expected = (additivity(m, tokens, progress=False) for m in (model, fresh))
+    pd.testing.assert_frame_equal(found, expected, check_exact=True)
+
+
+@pytest.mark.parametrize(("kind", "name"), zoo.cases("llama-gqa"))
+def test_a_fresh_reading_on_request(kind: str, name: str) -> None:
+    """For what cannot be noticed: here the function of a module."""
+    model = zoo.load(kind, name)
+    reading = read_model(model)
+    assert count_passes(model, lambda: read_model(model)) == 0
+    assert count_passes(model, lambda: read_model(model, fresh=True)) > 0
+    assert read_model(model).specs()[0] is not reading.specs()[0]
+    assert str(read_model(model).specs()) == str(reading.specs())
+    assert read_model(reading, fresh=True) is not reading
+    with pytest.raises(ValueError, match="fresh must be True or False, got 1"):
+        read_model(model, fresh=1)
 
 
 def test_a_copy_of_a_model_is_another_model(shared_model: Any) -> None:
@@ -120,7 +180,7 @@ def test_another_attention_implementation_is_noticed() -> None:
 
 
 READERS: dict[str, Callable[[Any, Any], Any]] = {
-    "capture": lambda model, tokens: list(capture(model, tokens)),
+    "capture": lambda model, tokens: capture(model, tokens),
     "longer_context": lambda model, tokens: entered(longer_context(model, 20)),
     "additivity": lambda model, tokens: additivity(model, tokens, progress=False),
     "controlled_distance": lambda model, tokens: controlled_distance(model, tokens, progress=False),

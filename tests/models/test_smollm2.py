@@ -92,7 +92,7 @@ EDITS = {
 @pytest.mark.parametrize(("layer", "edit"), [(0, "two"), *((18, edit) for edit in EDITS)])
 def test_heads_under_edits_are_the_oracles(layer: int, edit: str, model: Any, tokens: Tensor) -> None:
     """Some heads of each group of keys; layer 18 has strong attention sinks."""
-    seen = next(capture(model, tokens, layers=[layer]))
+    seen = capture(model, tokens, layers=[layer])[0]
     v, z = f"blocks.{layer}.attn.hook_v", f"blocks.{layer}.attn.hook_z"
     heads, others = [1, 4, 5], [0, 2, 3, 6, 7, 8]
     hooks = EDITS[edit](model, layers=[layer], heads=heads)
@@ -150,7 +150,7 @@ def test_hooks_are_built_without_a_pass(model: Any, tokens: Tensor) -> None:
 def test_controlled_distance_by_brute_force(model: Any, tokens: Tensor) -> None:
     """All scores of layer 16 at ten distances, in complex numbers, and the variance of their means."""
     spec, distances = read_model(model).specs(16)[0], range(10)
-    seen = next(capture(model, tokens, layers=[16], scores=False))
+    seen = capture(model, tokens, layers=[16], scores=False)[0]
     table = controlled_distance(model, tokens, layers=[16], distances=distances, progress=False)
     q, k = seen.q.double()[0], seen.k.double()[0].repeat_interleave(3, 1)
     zq, zk = (torch.complex(*x.chunk(2, -1)) for x in (q, k))

@@ -6,7 +6,6 @@ It comes where it does most harm, inside a forward pass, and where users mostly 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,8 @@ from support.public_calls import GOOD, LABELS, SAMPLES, TASK, TOKENS, call, func
 from support.untouched import state, state_of_model
 
 import tl_posdisent as tp
-from tl_posdisent import capture
 from tl_posdisent.hooks import applied
-from tl_posdisent.models.reading.forward import modules
+from tl_posdisent.models.reading.model_parts import modules
 from tl_posdisent.synthetic import evaluate, head_drops, positional_gradients
 from tl_posdisent.utils.restoring import without_gradients
 
@@ -110,22 +108,6 @@ def test_while_the_bar_moves(function: Any, model: Any, tmp_path: Path, monkeypa
         assert "tl_posdisent.sweeps.sweep" in "".join(pressed_keys.value.__notes__)
     assert state(model) == before
     assert not list(tmp_path.iterdir())
-
-
-def test_while_the_thread_of_a_capture_begins(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the caller waits: nobody would end the pass, which keeps its hooks on the model."""
-    before, start = state(model), threading.Thread.start
-
-    def pressed(self: threading.Thread) -> None:
-        start(self)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", pressed)
-    with pytest.raises(KeyboardInterrupt):
-        next(capture(model, TOKENS))
-    monkeypatch.undo()
-    assert state(model) == before
-    assert "capture" not in [thread.name for thread in threading.enumerate()]
 
 
 SYNTHETIC: dict[str, Callable[[Any], Any]] = {

@@ -48,7 +48,7 @@ def test_padding_is_no_text(backend: str, side: str, tmp_path: Path) -> None:
     shown = [as_number(row["loss without it"]) for row in document.rows("heads-ablation")]
     assert shown == pytest.approx(((drops[0] + drops[1]) / 2).tolist(), abs=6e-5)
     n = TEXTS[0].shape[1]
-    profile = tp.fit_additive(next(tp.capture(model, torch.cat([x[:, :n] for x in TEXTS]))).scores, pool=True)
+    profile = tp.fit_additive(tp.capture(model, torch.cat([x[:, :n] for x in TEXTS]))[0].scores, pool=True)
     line = document.drawn("the heads of layer 0")[3]
     assert line["y"][8] == pytest.approx(profile.distance[3, 8].item())
     assert "2 texts of 29 to 41 tokens" in document.source

@@ -32,7 +32,7 @@ from tl_posdisent.hooks.edits.rotation_and_score_edits import DistanceMap, Edit
 from tl_posdisent.hooks.hook_list import Hooks, any_heads, joined
 from tl_posdisent.hooks.patch import check_components, score_hooks
 from tl_posdisent.hooks.substitute import Stored, attended, fit_in_turn, stored_hooks
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.texts import read_texts
 
 from . import zoo
@@ -85,7 +85,7 @@ def mixed_of(model: Any, hooks: list[Hook], layer: int = 0) -> Tensor:
 
 def edited(model: Any, edits: Sequence[Edit], layer: int = 0) -> Tensor:
     """The same under edits, by the oracle: from queries, keys and values of the model in float64."""
-    captured = next(x for x in capture(model, TOKENS, layers=[layer]))
+    captured = capture(model, TOKENS, layers=[layer])[0]
     name, attention = f"blocks.{layer}.attn.hook_v", model.blocks[layer].attn
     with torch.no_grad():
         values = model.run_with_cache(TOKENS, names_filter=name)[1][name]
@@ -146,7 +146,7 @@ def put_in(model: Any, fits: Stored, heads: Any = None) -> Hooks:
 
 
 def _of_another_text(model: Any, patch: str, heads: Any) -> list[Hook]:
-    other = next(capture(model, TOKENS.flip(1), layers=[0]))
+    other = capture(model, TOKENS.flip(1), layers=[0])[0]
     if patch == "vectors":
         return patch_vectors(model, 0, other.q_rot, None, heads=heads)
     return patch_scores(model, 0, other.scores, "distance", heads=heads)

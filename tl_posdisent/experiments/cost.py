@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import pandas as pd
 
 from tl_posdisent.experiments.causal.runs import texts_at_once
-from tl_posdisent.models.reading.forward import free_memory, gigabytes, model_bytes, model_devices
+from tl_posdisent.models.reading.memory import free_memory, gigabytes, model_bytes, model_devices
 from tl_posdisent.models.reading.model_reading import model_of
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.rope.moments import NUMBERS_AT_ONCE

@@ -38,11 +38,12 @@ from tl_posdisent.models.kv_cache import (
     lost_keys,
     with_mask,
 )
-from tl_posdisent.models.partial_forward import forwards
-from tl_posdisent.models.reading.forward import Hook, evaluating, hook_name, special_id
+from tl_posdisent.models.reading.forward_pass import Hook, running
+from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.tokens import special_id
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.tables import progress_bar
 from tl_posdisent.utils.validation import check_choice, check_flag, check_integer, check_seed
@@ -147,15 +148,8 @@ def two_of_each_kind(specs: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...
 @contextlib.contextmanager
 def first_blocks(model: Any, n: int) -> Iterator[None]:
     """Let the model consist of its first n blocks: those after them return what the n-th returned."""
-    last, returned = model.blocks[n - 1], list[Any]()
-    own = last.forward
-
-    def record(*args: Any, **kwargs: Any) -> Any:
-        returned[:] = [own(*args, **kwargs)]
-        return returned[0]
-
-    skipped = {block: lambda *args, **kwargs: returned[0] for block in model.blocks[n:]}
-    with forwards({last: record, **skipped} if skipped else {}):
+    last = model.blocks[n - 1]
+    with running(model) as p, p.keeping([last]) as kept, p.skipping(model.blocks[n:], lambda: kept[last]):
         yield
 
 
@@ -215,7 +209,7 @@ class Trial:
         model = self.reading.model
         if self.mask is not None:
             options["attention_mask"] = self.mask
-        with without_gradients(), evaluating(model), applied(model, hooks):
+        with without_gradients(), running(model), applied(model, hooks):
             logits: Tensor = model(self.tokens, **options)
         return logits
 
@@ -497,7 +491,7 @@ def _some_heads(trial: Trial) -> Iterator[Law]:
 
 
 def _patch_vectors(trial: Trial) -> Iterator[Law]:
-    own = next(iter(capture(trial.reading, trial.tokens, layers=[trial.layer])))
+    own = capture(trial.reading, trial.tokens, layers=[trial.layer])[0]
     hooks = patch_vectors(trial.reading, trial.layer, own.q_rot, own.k_rot)
     yield "its own rotated vectors change nothing", _gap(trial.logits(hooks), trial.plain)
 

@@ -14,14 +14,15 @@ from tl_posdisent.additive.score_checks import is_pattern
 from tl_posdisent.hooks.edits.rotation_and_score_edits import ResultEdit
 from tl_posdisent.hooks.edits.running_positions import real_tokens
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for
-from tl_posdisent.models.reading.forward import Hook, at_rest, check_tokens, hook_name, hooked, refuse_padding, run
+from tl_posdisent.models.reading.forward_pass import Hook, running
+from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.probe import probe_tokens
 from tl_posdisent.models.reading.spec import AttentionSpec, masked_below
+from tl_posdisent.models.reading.tokens import check_tokens, refuse_padding
 from tl_posdisent.models.texts import Texts, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch
-from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_choice, check_seed
 
 AblationMode = Literal["zero", "mean", "resample"]
@@ -125,7 +126,8 @@ def stand_in(model: Any, layers: Sequence[int], mode: AblationMode, reference: A
 
             listeners = [(hook_name(layer, "hook_z"), partial(add, layer)) for layer in layers]
             for group in texts.groups:
-                run(model, group.tokens, listeners, stop=max(layers) + 1)
+                with running(model) as p:
+                    p.run(group.tokens, listeners, stop=max(layers) + 1)
         except ValueError as error:
             raise ValueError(f"reference: {error}") from error
 
@@ -185,10 +187,10 @@ def _without_results(model: Any, layers: Sequence[int]) -> dict[int, str]:
         z[copy] += noise * z.detach().double().square().mean().sqrt().clamp_min(1e-3).to(z)
         return z
 
-    there, names = model.hook_dict, [hook_name(layer, "hook_z") for layer in layers]
-    edits = [(name, partial(disturb, copy)) for copy, name in enumerate(names) if name in there]
-    with without_gradients(), at_rest(model), hooked(model, edits):
-        output = model(tokens)
+    names = [hook_name(layer, "hook_z") for layer in layers]
+    with running(model, bare=True) as p:
+        edits = [(name, partial(disturb, copy)) for copy, name in enumerate(names) if name in p.points]
+        output = p.run(tokens, edits)
     found = dict.fromkeys(layers, "")
     for copy, layer in enumerate(layers):
         wanted = (*tokens.shape, model.cfg.n_heads)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from tl_posdisent.hooks.hook_list import Compiled
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.forward_pass import Hook, installed
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.restoring import restoring
 from tl_posdisent.utils.validation import shown
 
 
@@ -64,7 +63,7 @@ def applied(model: Any, hooks: Sequence[Hook]) -> Iterator[Any]:
             )
         fired.append(dict.fromkeys(reversed(points.values()), 0))
         counting += [(there[x], functools.partial(count, function, fired[-1], x)) for x in fired[-1]]
-    with _added(counting):
+    with installed(counting):
         yield model
     idle = [
         name
@@ -86,32 +85,3 @@ def _check_hook(hook: Any, there: Collection[str]) -> None:
         raise ArgumentError("hooks", f"must be a list of (hook name or filter, function), got {shown(hook)} in it")
     if isinstance(hook[0], str) and hook[0] not in there:
         raise ArgumentError("hooks", f"names {hook[0]!r}, which the model does not have")
-
-
-@contextlib.contextmanager
-def _added(placed: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """As ``model.hooks``, but at hook points: a bridge lists all of its points for each name that it is given."""
-    added: list[tuple[Any, Any]] = []
-
-    def remove() -> None:
-        for point, handle in added:
-            handle.hook.remove()
-            point.fwd_hooks = [other for other in point.fwd_hooks if other is not handle]
-
-    with restoring(remove):
-        for point, function in placed:
-            _add(point, function, added)
-        yield
-
-
-def _add(point: Any, function: Callable[..., Any], added: list[tuple[Any, Any]]) -> None:
-    """Add a hook and note it, or, if Ctrl-C comes meanwhile, neither."""
-    ids, handles = set(point._forward_hooks), list(point.fwd_hooks)
-    try:
-        point.add_hook(function)
-        added.append((point, point.fwd_hooks[-1]))
-    except BaseException:
-        for new in set(point._forward_hooks) - ids:
-            del point._forward_hooks[new]
-        point.fwd_hooks = handles
-        raise

@@ -52,7 +52,7 @@ def patch_vectors(
         >>> from tl_posdisent import capture, demo_tokens, dummy_distance, load_demo_model
         >>> from tl_posdisent.hooks import patch_vectors
         >>> model, tokens = load_demo_model(), demo_tokens(length=48)
-        >>> clean = next(capture(model, tokens, layers=[0], scores=False))
+        >>> clean = capture(model, tokens, layers=[0], scores=False)[0]
         >>> hooks = dummy_distance(model, 5, layers=[0]) + patch_vectors(model, 0, clean.q_rot, clean.k_rot)
         >>> bool((model.run_with_hooks(tokens, fwd_hooks=hooks) - model(tokens)).abs().max() < 1e-4)
         True

@@ -25,7 +25,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.edits.rotation_and_score_edits import Order, ScoreEdit, View
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, hooks_for, joined
 from tl_posdisent.hooks.score_components import Part, component_edit, fewest_masks, keep_two_axis, keys_there
-from tl_posdisent.models.reading.forward import run
+from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice
@@ -306,8 +306,8 @@ def attended(model: Any, tokens: Int[Tensor, "text pos"], chosen: Chosen, hooks:
 
 
 def _run_under(model: Any, tokens: Tensor, hooks: Hooks, chosen: Chosen, edit: Any, *, of_keys: bool) -> None:
-    with applied(model, hooks + _put_in_hooks(chosen, edit, of_keys=of_keys)):
-        run(model, tokens, [], stop=max(spec.layer for spec, _ in chosen) + 1)
+    with applied(model, hooks + _put_in_hooks(chosen, edit, of_keys=of_keys)), running(model) as p:
+        p.run(tokens, stop=max(spec.layer for spec, _ in chosen) + 1)
 
 
 def _side_by_side(

@@ -1,34 +1,33 @@
 """Capture queries, keys and scores of a forward pass, one layer at a time.
 
-Inside the package, ``for_each_layer`` and ``for_each_scores`` call a function back from within the pass. ``capture``,
-for users, is a generator: its pass runs in a thread of its own and waits at each layer until the caller has done with
-it. Either way a loop over layers costs one pass and holds one layer. ``listen_vectors`` and ``listen_scores`` are hooks
-for runs under interventions, which may have replaced the table by which the model rotates.
+``capture``, ``for_each_layer`` and ``for_each_scores`` call a function from within the pass, once a layer, so a look at
+all layers costs one pass and holds one layer. ``listen_vectors`` and ``listen_scores`` are hooks for runs under
+interventions, which may have replaced the table by which the model rotates.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import threading
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import Hook, device_of, run
+from tl_posdisent.models.reading.forward_pass import Ended, Hook, running
+from tl_posdisent.models.reading.memory import require_room
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.rope.rotary import rotate, rotated_by_table, running_rotary
+from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
-from tl_posdisent.utils.validation import check_flag
+from tl_posdisent.utils.validation import check_flag, shown
 
 _ROWS_CHECKED = 32
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, repr=False)
@@ -65,46 +64,78 @@ class Captured:
         return f"Captured(layer {self.layer}: {held})"
 
 
+@overload
 def capture(
     model: Any,
     tokens: Tokens,
+    function: None = None,
     *,
     layers: int | Iterable[int] | None = None,
     scores: bool = True,
     attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
-) -> Generator[Captured, None, None]:
-    """Run the model once and yield each layer's queries, keys and scores while it waits.
+) -> list[Captured]: ...
+@overload
+def capture(
+    model: Any,
+    tokens: Tokens,
+    function: Callable[[Captured], _Result],
+    *,
+    layers: int | Iterable[int] | None = None,
+    scores: bool = True,
+    attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
+) -> list[_Result]: ...
+def capture(
+    model: Any,
+    tokens: Tokens,
+    function: Callable[[Captured], Any] | None = None,
+    *,
+    layers: int | Iterable[int] | None = None,
+    scores: bool = True,
+    attention_mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
+) -> list[Any]:
+    """Run the model once and return each layer's queries, keys and scores, or what a function makes of them.
 
     Every layer is checked as it comes: scores recomputed from queries, keys and the rotation that was read must equal
     the model's own, and be masked where the mask says so. Hooks and autocast of the caller act on the pass.
 
     Args:
-        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``. Dropout is off until the run has
-            ended.
+        model: HookedTransformer, TransformerBridge or alike, or its ``read_model``.
         tokens: ids ``[batch, pos]``, or text or texts if the model has a tokenizer; texts of equal length.
+        function: called with each layer's ``Captured`` within the pass, which holds one layer at a time. By default
+            the layers themselves are returned, all of them in memory. The function may run the model; what it raises
+            ends the pass.
         layers: which layers, in the model's order; default all that have attention. Layers after the last are not run.
         scores: False leaves the score matrices out (and their memory).
         attention_mask: where ids are padded, True at tokens. The padding is cut off before the run.
 
-    Yields:
-        ``Captured``, one per layer. Do not keep them all unless they fit. A loop that is left early ends the run; so
-        does ``close()``, where the generator has a name of its own.
+    Returns:
+        A list with one entry for each layer: what ``function`` returned, or the ``Captured``.
 
     Raises:
         ValueError: unusable tokens or layers; texts of unequal length; a layer whose scores cannot be recomputed from
             queries and keys (``additivity`` still fits those); scores that differ from the recomputed ones.
+        MemoryError: score matrices of all layers that do not fit into memory: give a function.
 
     Example:
-        >>> from tl_posdisent import capture, demo_tokens, load_demo_model
-        >>> for layer in capture(load_demo_model(), demo_tokens(length=8), layers=[0, 3], scores=False):
-        ...     print(layer)
-        Captured(layer 0: q (1, 8, 8, 16), k (1, 8, 4, 16), q_rot (1, 8, 8, 16), k_rot (1, 8, 4, 16))
-        Captured(layer 3: q (1, 8, 8, 16), k (1, 8, 4, 16), q_rot (1, 8, 8, 16), k_rot (1, 8, 4, 16))
+        >>> from tl_posdisent import capture, demo_tokens, fit_additive, load_demo_model
+        >>> model, tokens = load_demo_model(), demo_tokens(length=64)
+        >>> capture(model, tokens, layers=[0, 3], scores=False)[0]
+        Captured(layer 0: q (1, 64, 8, 16), k (1, 64, 4, 16), q_rot (1, 64, 8, 16), k_rot (1, 64, 4, 16))
+        >>> capture(model, tokens, lambda layer: tuple(layer.scores.shape), layers=[0, 3])
+        [(1, 8, 64, 64), (1, 8, 64, 64)]
     """
     check_flag("scores", scores)
+    if function is not None and not callable(function):
+        raise ArgumentError("function", f"must be callable with a Captured, got {shown(function)}")
     reading = read_model(model, layers)
     tokens = read_texts(reading.model, tokens, attention_mask).one_group("capture")
-    return _generated(reading.model, tokens, [_vectors(spec, scores) for spec in reading.specs(layers)])
+    specs, found = reading.specs(layers), list[Any]()
+    wanted = [_vectors(spec, scores) for spec in specs]
+    if function is None and scores:
+        n_matrices = len(tokens) * sum(spec.n_heads for spec in specs)
+        require_room(reading.model, n_matrices, tokens.shape[1], of="all layers", instead="give a function")
+    _called_back(reading.model, tokens, wanted, lambda layer: found.append(function(layer) if function else layer))
+    return found
 
 
 def for_each_layer(
@@ -167,7 +198,7 @@ def _scores(spec: AttentionSpec) -> _Wanted:
 def _called_back(
     model: Any, tokens: Int[Tensor, "batch pos"], wanted: Sequence[_Wanted], function: Callable[[Any], None]
 ) -> None:
-    """One pass that calls ``function`` in this thread, once per layer."""
+    """Run the model once and call ``function`` once per layer."""
     failed: list[Exception] = []
     delivered: list[int] = []
 
@@ -176,99 +207,27 @@ def _called_back(
             function(item)
         except Exception as error:  # of the function: must not be taken for an error of the model
             failed.append(error)
-            raise _Stopped from error
+            raise Ended from error
         delivered.append(1)
 
-    with contextlib.suppress(_Stopped):
-        run(model, tokens, _listeners(wanted, hand_over), stop=max(w.layer for w in wanted) + 1)
+    with running(model) as p:
+        p.run(tokens, _listeners(wanted, hand_over), stop=max(w.layer for w in wanted) + 1)
     if failed:
         raise failed[0]
-    _check_delivered(len(delivered), len(wanted))
-
-
-def _generated(model: Any, tokens: Int[Tensor, "batch pos"], wanted: Sequence[_Wanted]) -> Generator[Any, None, None]:
-    """One pass in a thread of its own, which waits while each layer is yielded."""
-    box: queue.Queue[list[Any] | BaseException | None] = queue.Queue()
-    resume = threading.Semaphore(0)
-    stopped, ended = threading.Event(), threading.Event()
-    kinds = dict.fromkeys(("cpu", device_of(model).type))  # autocast of this thread, which another does not inherit
-    modes = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
-
-    def hand_over(item: Any) -> None:
-        box.put([item])
-        del item
-        resume.acquire()
-        if stopped.is_set():
-            raise _Stopped
-
-    def work() -> None:
-        end: BaseException | None = None
-        try:
-            if not stopped.is_set():
-                with contextlib.ExitStack() as stack:
-                    for mode in modes:
-                        stack.enter_context(torch.autocast(*mode))
-                    run(model, tokens, _listeners(wanted, hand_over), stop=max(w.layer for w in wanted) + 1)
-        except BaseException as error:  # whatever it is, the caller must hear of it
-            end = None if isinstance(error, _Stopped) else error
-        finally:
-            ended.set()
-        box.put(end)
-
-    worker = threading.Thread(target=work, name="capture", daemon=True)
-    delivered = 0
-    try:
-        worker.start()  # Ctrl-C may come while it waits for the thread to begin
-        while isinstance(item := box.get(), list):
-            delivered += 1
-            yield item.pop()
-            del item
-            resume.release()
-        if item is not None:
-            raise item
-        _check_delivered(delivered, len(wanted))
-    finally:  # also when the caller leaves its loop early, or is interrupted
-        stopped.set()
-        resume.release()
-        if worker.ident is not None:  # it has begun; otherwise it finds that it is to stop, and leaves the model alone
-            _wait(ended)
-
-
-def _check_delivered(delivered: int, wanted: int) -> None:
-    if delivered < wanted:
-        raise RuntimeError(f"only {delivered} of {wanted} layers were captured: their hooks did not fire")
-
-
-def _wait(ended: threading.Event) -> None:
-    """Until the pass has ended, Ctrl-C or not: only then is the model as it was. Then it is Ctrl-C again."""
-    try:
-        ended.wait()
-    except KeyboardInterrupt:
-        _wait(ended)
-        raise
-
-
-class _Stopped(BaseException):
-    """Unwinds the forward pass when the caller wants no more layers."""
+    if len(delivered) < len(wanted):
+        raise RuntimeError(f"only {len(delivered)} of {len(wanted)} layers were captured: their hooks did not fire")
 
 
 def _listeners(wanted: Sequence[_Wanted], hand_over: Callable[[Any], None]) -> list[Hook]:
-    """Hooks that collect a layer's tensors, and hand over what is made of them when the last has come."""
+    """Make hooks that collect a layer's tensors, and hand over what is made of them when the last has come."""
     held: dict[str, Tensor] = {}
-    busy: list[bool] = []  # while something is handed over, the same thread may run the model: that is not listened to
 
     def listen(w: _Wanted, name: str, x: Tensor, hook: Any) -> None:
-        if busy:
-            return
         held[name] = x.detach()
         if name == w.names[-1]:
             item = w.make(held)
             held.clear()
-            busy.append(True)
-            try:
-                hand_over(item)
-            finally:
-                busy.clear()
+            hand_over(item)
 
     return [(name, partial(listen, w, name)) for w in wanted for name in w.names]
 

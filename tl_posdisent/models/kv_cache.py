@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import UNSUPPORTED, evaluating, output_of
+from tl_posdisent.models.reading.forward_pass import UNSUPPORTED, alter_arguments, output_of, removing, running
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.restoring import without_gradients
@@ -114,20 +114,20 @@ def keep_cache(bridge: Any, tokens: Int[Tensor, "batch pos"]) -> None:
     """
     text = tokens[:, :_TEXT]
     try:
-        with evaluating(bridge):
+        with running(bridge):
             cache_of(bridge, text[:, :_PROMPT])
         return
     except UNSUPPORTED:
         pass  # it takes no cache, or loses it
     attentions = [block.attn for block in bridge.blocks if hasattr(block, "attn")]
-    handles = [attention.register_forward_pre_hook(_renamed, with_kwargs=True) for attention in attentions]
-    try:
-        kept = _same_with_cache(bridge, text)
-    except UNSUPPORTED:
-        kept = False
-    if not kept:
-        for handle in handles:
-            handle.remove()
+    with removing() as handles:
+        alter_arguments(attentions, _renamed, handles)
+        try:
+            kept = _same_with_cache(bridge, text)
+        except UNSUPPORTED:
+            kept = False
+        if kept:
+            handles.clear()  # the adapters stay
 
 
 def _renamed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -138,7 +138,7 @@ def _renamed(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 def _same_with_cache(model: Any, text: Int[Tensor, "batch pos"]) -> bool:
     """Whether a text in parts, with a KV cache, has the logits of the text in one pass."""
-    with without_gradients(), evaluating(model):
+    with without_gradients(), running(model):
         cache = empty_cache(model, text)
         parts = [text[:, :_PROMPT], *text[:, _PROMPT:].split(1, 1)]
         logits: Float[Tensor, "batch pos vocab"] = torch.cat([model(part, **cache) for part in parts], 1)

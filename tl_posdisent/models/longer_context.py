@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tl_posdisent.models.reading import attributes as facts
-from tl_posdisent.models.reading.forward import at_rest, device_of, restored, run
+from tl_posdisent.models.reading.forward_pass import restored, running
+from tl_posdisent.models.reading.model_parts import device_of
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.utils.errors import ArgumentError
@@ -106,8 +107,8 @@ def _check_that_it_runs(model: Any, length: int) -> None:
         n, more = _FEW, {"position_ids": torch.arange(n - _FEW, n, device=device_of(model))[None]}
     tokens = torch.full((1, n), plain, device=device_of(model))
     try:
-        with at_rest(model):
-            run(model, tokens, [], stop=1, **more)
+        with running(model, bare=True) as p:
+            p.run(tokens, stop=1, **more)
     except (ValueError, IndexError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -1,14 +1,13 @@
 """Forward passes that reuse outputs of an unmodified run.
 
-The model still runs itself: its embedding, masks and rotation tables are its own. Only the ``forward`` of modules whose
-output is known is temporarily replaced by one that returns it. This works for any model that calls its blocks one after
-the other; callers check that the output is the same.
+The model still runs itself: its embedding, masks and rotation tables are its own. Only modules whose output is known
+return it without computing it again. This works for any model that calls its blocks one after the other; callers check
+that the output is the same.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,11 +15,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import UNSUPPORTED, Ended, Hook, hooked, output_of
-from tl_posdisent.utils.restoring import restoring, without_gradients
+from tl_posdisent.models.reading.forward_pass import UNSUPPORTED, Hook, running
 
 _Result = TypeVar("_Result")
-Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -33,62 +30,31 @@ class Clean:
 
 
 def run_clean(model: Any, tokens: Int[Tensor, "batch pos"], layers: Sequence[int]) -> Clean:
-    """Run the model, with the hooks that it has, and keep what comes into these layers, into the last block and out of
-    it."""
-    after: dict[int, Any] = {}
-
-    def recording(layer: int, own: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            after[layer] = out = own(*args, **kwargs)
-            return out
-
-        return forward
-
-    kept = {x - 1 for x in (*layers, len(model.blocks) - 1, len(model.blocks)) if x > 0}
-    with without_gradients(), forwards({model.blocks[x]: recording(x, model.blocks[x].forward) for x in kept}):
-        return Clean(output_of(model, tokens), after, after.get(len(model.blocks) - 1))
+    """Run the model, with the hooks that it has, and keep the inputs of these layers and the input and output of the
+    last."""
+    n = len(model.blocks)
+    numbers = {x - 1 for x in (*layers, n - 1, n) if x > 0}
+    with running(model) as p, p.keeping([model.blocks[x] for x in numbers]) as kept:
+        output = p.run(tokens)
+    after = {x: kept[model.blocks[x]] for x in numbers if model.blocks[x] in kept}
+    return Clean(output, after, after.get(n - 1))
 
 
 def result_of(module: Any, model: Any, tokens: Tensor, layer: int, before: Any, hooks: list[Hook], **more: Any) -> Any:
-    """What a module returns in a pass that begins at a layer, with what the block before returned, and ends there."""
-    own, box = module.forward, []
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        box.append(own(*args, **kwargs))
-        raise Ended
-
-    others = {**dict.fromkeys(model.blocks[:layer], lambda *args, **kwargs: before), module: forward}
-    with contextlib.suppress(Ended), without_gradients(), forwards(others), hooked(model, hooks):
-        output_of(model, tokens, **more)
-    return box[0]
+    """Run the model from a layer on, given what the block before returned, and return what a module returns."""
+    with running(model) as p, p.skipping(model.blocks[:layer], lambda: before), p.keeping([module]) as kept:
+        p.run(tokens, hooks, stop=module, **more)
+    return kept[module]
 
 
 def run_after(model: Any, tokens: Int[Tensor, "row pos"], last: Any, hooks: Sequence[Hook]) -> Any:
-    """What the model returns where its last block returns ``last``: its own norm, unembedding and caps."""
-    known = dict.fromkeys(model.blocks, lambda *args, **kwargs: last)
-    with without_gradients(), forwards(known), hooked(model, hooks):
-        return output_of(model, tokens)
-
-
-@contextlib.contextmanager
-def forwards(others: dict[Any, Forward]) -> Iterator[None]:
-    """Other ``forward``s than their own for some modules, for the duration."""
-    before = {module: vars(module).get("forward") for module in others}
-
-    def restore() -> None:
-        for module, own in before.items():
-            vars(module).pop("forward", None)
-            if own is not None:
-                vars(module)["forward"] = own
-
-    with restoring(restore):
-        for module, forward in others.items():
-            vars(module)["forward"] = forward  # past __setattr__, which a bridge passes on to what it wraps
-        yield
+    """Run what follows the last block (norm, unembedding, caps), given what that block returned."""
+    with running(model) as p, p.skipping(model.blocks, lambda: last):
+        return p.run(tokens, hooks)
 
 
 def attempted(shortcut: Callable[[], _Result]) -> _Result | None:
-    """What a shortcut returns; None where it fails, so that this model or change does not support it."""
+    """Return what a shortcut returns, or None if the model does not support it."""
     try:
         return shortcut()
     except torch.OutOfMemoryError:

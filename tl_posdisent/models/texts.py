@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from tl_posdisent.models.reading.forward import check_tokens, encode, padding_in, special_id
+from tl_posdisent.models.reading.tokens import check_tokens, encode, padding_in, special_id
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_values
 

@@ -28,9 +28,9 @@ from tl_posdisent.experiments.causal.head_ablation import head_ablation
 from tl_posdisent.experiments.robustness.perturbation_curve import perturbation_curve
 from tl_posdisent.models.capture import for_each_scores
 from tl_posdisent.models.loading.random_init import random_control
-from tl_posdisent.models.reading.forward import token_words
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.tokens import token_words
 from tl_posdisent.models.size import count_parameters
 from tl_posdisent.models.texts import Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError

@@ -15,7 +15,7 @@ from tl_posdisent.additive.cells import Cells, Marginals, MaskKind, make_cells, 
 from tl_posdisent.additive.fit import explained_around, fit_marginals
 from tl_posdisent.additive.result import SUMMARY, AdditiveFit
 from tl_posdisent.models.capture import for_each_scores
-from tl_posdisent.models.reading.forward import require_room
+from tl_posdisent.models.reading.memory import require_room
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Tokens, read_texts

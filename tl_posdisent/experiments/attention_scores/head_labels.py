@@ -15,9 +15,11 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.head_ablation import streaming_ablation
 from tl_posdisent.hooks.edits.rotation_and_score_edits import masked_softmax
 from tl_posdisent.models.loading.random_init import Scale, described_copies, initial_scale, random_control
-from tl_posdisent.models.reading.forward import Hook, device_of, run, special_id
+from tl_posdisent.models.reading.forward_pass import Hook, running
+from tl_posdisent.models.reading.model_parts import device_of
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
+from tl_posdisent.models.reading.tokens import special_id
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.tables import progress_bar
@@ -179,7 +181,8 @@ def _measured(reading: ModelReading, texts: Texts, copied: Tensor, layers: Any, 
                     sums[column, spec.layer] += torch.cat([x[column] for x in by_head], 1).sum(0).cpu() * (1 / n_texts)
 
             hooks.append((name, listen))
-        run(reading.model, tokens, hooks, stop=specs[-1].layer + 1)
+        with running(reading.model) as p:
+            p.run(tokens, hooks, stop=specs[-1].layer + 1)
 
     for group in texts.groups:
         look(group.tokens, functools.partial(_of_text, local=local), len(texts.tokens))

@@ -22,7 +22,7 @@ from tl_posdisent.hooks.hook_list import Hooks, joined, replace_scores
 from tl_posdisent.hooks.score_components import Part, keep_two_axis
 from tl_posdisent.hooks.substitute import ADDITIVE, PARTS, Axes, additive_heads, keep_parts_hooks
 from tl_posdisent.models.capture import Captured, for_each_layer, for_each_scores
-from tl_posdisent.models.reading.forward import evaluating
+from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -90,7 +90,7 @@ def additive_substitution(
     one_layer = everywhere[: 1 + len(extra)]
     rows: list[tuple[Any, ...]] = []
     n_rows = len(one_layer) * sum(spec.n_heads + 1 for spec in specs) + len(everywhere)
-    with evaluating(model), progress_bar(total=n_rows, desc="runs", disable=not progress) as bar:
+    with running(model), progress_bar(total=n_rows, desc="runs", disable=not progress) as bar:
         runs, failures = Runs(model, texts, [spec.layer for spec in specs]), Failures()
         clean = [as_log_probabilities(output) for output in runs.clean]
         clean_loss = clean_losses(clean, texts).mean().item()

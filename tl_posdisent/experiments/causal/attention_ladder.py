@@ -26,7 +26,8 @@ from tl_posdisent.hooks.ablate import StandIn, check_reach, replace_heads, stand
 from tl_posdisent.hooks.hook_list import Chosen, Heads, Hooks, Layers, any_heads, joined
 from tl_posdisent.hooks.substitute import BANDS, Attended, Stored, attended, fit_in_turn, rung_hooks, stored_hooks
 from tl_posdisent.models.loading.random_init import described_copies, initial_scale, random_control
-from tl_posdisent.models.reading.forward import dtype_of, evaluating
+from tl_posdisent.models.reading.forward_pass import running
+from tl_posdisent.models.reading.model_parts import dtype_of
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
@@ -207,7 +208,7 @@ class _Ladder:
         """The rows of each control. One without the baselines takes those of the control before."""
         model, whole = self.reading.model, self.unit == "all"
         rows: list[_Row] = []
-        with evaluating(model):
+        with running(model):
             runs = Runs(model, self.texts, [] if whole else [spec.layer for spec, _ in chosen])
             clean = [as_log_probabilities(output) for output in runs.clean]
             losses = clean_losses(clean, self.texts)

@@ -13,7 +13,7 @@ from tl_posdisent.hooks.ablate import AblationMode, check_mode, check_reach, der
 from tl_posdisent.hooks.edits.rotation_and_score_edits import Edit, ResultEdit
 from tl_posdisent.hooks.hook_list import Heads, Layers, any_heads, hooks_for
 from tl_posdisent.hooks.positions import hiding
-from tl_posdisent.models.reading.forward import evaluating
+from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
 from tl_posdisent.utils.restoring import without_gradients
@@ -80,7 +80,7 @@ def head_ablation(
         derangement(len(texts.one_group('mode="resample"')), seed)
     attending = [spec.layer for spec, _ in chosen]
     check_reach(model, attending)
-    with without_gradients(), evaluating(model):
+    with without_gradients(), running(model):
         other = stand_in(model, attending, mode, averaged, seed)
     units = [units_of(spec, some) for spec, some in chosen]
     return effect_table(reading, texts, units, _hooks_by(ResultEdit("ablate_heads", other)), metric, progress=progress)

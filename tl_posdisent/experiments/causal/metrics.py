@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward import Hook, evaluating, output_of
+from tl_posdisent.models.reading.forward_pass import Hook, output_of, running
 from tl_posdisent.models.texts import Texts
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients
@@ -259,7 +259,7 @@ def _in_blocks(logits: Tensor, tokens: Tensor) -> Iterator[tuple[slice, Tensor, 
 @without_gradients()
 def run_under(model: Any, tokens: Int[Tensor, "batch pos"], hooks: Sequence[Hook]) -> Any:
     """What the model returns under hooks."""
-    with evaluating(model), applied(model, hooks):
+    with running(model), applied(model, hooks):
         return output_of(model, tokens)
 
 

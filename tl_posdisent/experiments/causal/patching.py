@@ -17,7 +17,8 @@ from tl_posdisent.hooks.hook_list import Heads, Hooks, Layers, any_heads, hooks_
 from tl_posdisent.hooks.patch import Keys, MovedComponent, check_components, score_hooks, vector_hooks
 from tl_posdisent.hooks.positions import real_tensor, swap_positions
 from tl_posdisent.models.capture import listen_scores, listen_vectors
-from tl_posdisent.models.reading.forward import Hook, hook_name, run
+from tl_posdisent.models.reading.forward_pass import Hook, running
+from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import TextGroup, Texts, Tokens, read_texts
@@ -159,7 +160,8 @@ def _held(
     heads = {spec.layer: spec.n_kv_heads if activation in ("k", "v") else spec.n_heads for spec in specs}
     # Of a text as long as there are heads, the axes cannot be told apart: then a shorter one is checked.
     for some in [tokens[:, :-1], tokens] if length in heads.values() else [tokens]:
-        run(model, some, hooks, stop=last + 1)
+        with running(model) as p:
+            p.run(some, hooks, stop=last + 1)
         for spec in specs:
             if some.shape[1] != heads[spec.layer]:
                 name = hook_name(spec.layer, f"hook_{activation}")
@@ -282,7 +284,8 @@ def _listened(
     held: list[dict[int, dict[str, Tensor]]] = [{spec.layer: {} for spec in specs} for _ in texts.groups]
     for group, some, place, seen in zip(texts.groups, hooks, positions, held, strict=True):
         listening = [hook for spec in specs for hook in listen(spec, place, seen[spec.layer])]
-        run(model, group.tokens, [*some, *listening], stop=max(seen) + 1)
+        with running(model) as p:
+            p.run(group.tokens, [*some, *listening], stop=max(seen) + 1)
     return held
 
 

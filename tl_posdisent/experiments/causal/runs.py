@@ -24,7 +24,8 @@ from tl_posdisent.experiments.causal.metrics import Metric, metric_name, run_tex
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.kv_cache import cache_of, of_rows
 from tl_posdisent.models.partial_forward import attempted, has_hooks, hidden, of_texts, result_of, run_after, run_clean
-from tl_posdisent.models.reading.forward import Hook, dtype_of, evaluating, hook_name, output_of
+from tl_posdisent.models.reading.forward_pass import Hook, output_of, running
+from tl_posdisent.models.reading.model_parts import dtype_of, hook_name
 from tl_posdisent.models.reading.model_reading import ModelReading
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, read_texts
@@ -332,7 +333,7 @@ def effect_table(
     """
     model, rows, failures, target = reading.model, [], Failures(), target or texts
     with (
-        evaluating(model),
+        running(model),
         progress_bar(total=len(places) * sum(len(x) for _, x, _ in units), desc="heads", disable=not progress) as bar,
     ):
         runs = Runs(model, texts, [spec.layer for spec, _, _ in units], under, start)

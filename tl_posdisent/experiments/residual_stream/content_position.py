@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_posdisent.experiments.residual_stream.qk_readout import Readout, keep, measure_readouts, residual_hook, taps_of
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.capture import for_each_scores
-from tl_posdisent.models.reading.forward import run
+from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Texts, Tokens, read_texts
@@ -322,7 +322,8 @@ def positional_subspace(
     streams = []
     for group in texts.groups:
         seen: dict[str, Tensor] = {}
-        run(model, group.tokens, [keep(residual_hook(layer), seen)], stop=layer + 1)
+        with running(model) as p:
+            p.run(group.tokens, [keep(residual_hook(layer), seen)], stop=layer + 1)
         streams.append(seen[residual_hook(layer)][:, sinks:].double())
     content, position, _, counts = split_stream(streams)
     n = int(counts.sum())

@@ -25,7 +25,7 @@ from tl_posdisent.hooks.applied import applied
 from tl_posdisent.hooks.hook_list import Heads
 from tl_posdisent.models.capture import Captured, for_each_layer
 from tl_posdisent.models.reading.attributes import architecture
-from tl_posdisent.models.reading.forward import Hook, run
+from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -308,7 +308,8 @@ def weighted_sources(
     for tokens, weights in batches:
         start: dict[str, Tensor] = {}
         hooks = [hook for each in layers for hook in each.hooks(weights)]
-        run(model, tokens, [keep(residual_hook(0), start), *hooks], stop=max(layer, 1))
+        with running(model) as p:
+            p.run(tokens, [keep(residual_hook(0), start), *hooks], stop=max(layer, 1))
         embedding = embedding + torch.einsum("bpw,bpm->wm", weights, start[residual_hook(0)].double())
     found = {EMBEDDING: embedding}
     for each in layers:

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import Hook, at_rest, hook_name, run
+from tl_posdisent.models.reading.forward_pass import Hook, running
+from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.precision import score_tolerance
@@ -137,8 +138,8 @@ def measure_readouts(
                 return rows[torch.arange(texts * length, device=x.device) % d_model].view(texts, length, d_model)
 
             hooks = [(source, put), *(keep(tap.name, seen) for tap in taps.values())]
-            with at_rest(model):
-                run(model, tokens[:1].expand(texts, -1), hooks, stop=spec.layer + 1)
+            with running(model, bare=True) as p:
+                p.run(tokens[:1].expand(texts, -1), hooks, stop=spec.layer + 1)
             answers.append([tap.read(seen[tap.name]).double().flatten(0, 1)[:d_model] for tap in taps.values()])
         for (side, tap), plus, minus in zip(taps.items(), *answers, strict=True):
             if side not in found and not torch.equal(plus, minus):

@@ -15,7 +15,7 @@ from torch import Tensor
 from tl_posdisent.experiments.causal.metrics import as_log_probabilities, token_losses
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.longer_context import longer_context
-from tl_posdisent.models.reading.forward import Hook, evaluating
+from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -162,7 +162,7 @@ def length_generalization(
                 for spec in specs
                 for hook in _observers(spec, edges, references[spec.layer], rows, bar, edited=bool(given))
             ]
-            with evaluating(model), applied(model, [*given, *observers]):
+            with running(model), applied(model, [*given, *observers]):
                 logits = model(read)
     index = ["start", "stop", *{"bucket": [], "layer": ["layer"], "head": ["layer", "head"]}[by]]
     measured = pd.DataFrame(rows).pivot_table("value", ["start", "stop", "layer", "head"], "measure")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tl_posdisent.hooks.applied import applied
 from tl_posdisent.models.longer_context import longer_context
-from tl_posdisent.models.reading.forward import Hook, run
+from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts
@@ -113,8 +113,8 @@ def for_each_output(
         return spec.z, listen
 
     last = max(spec.layer for spec in specs) + 1
-    with applied(model, list(hooks)):
-        run(model, tokens, [listener(spec) for spec in specs], stop=None if hooks else last)  # hooks may act later
+    with applied(model, list(hooks)), running(model) as p:
+        p.run(tokens, [listener(spec) for spec in specs], stop=None if hooks else last)  # hooks may act later
 
 
 def require_finite(z: Tensor, layer: int) -> None:

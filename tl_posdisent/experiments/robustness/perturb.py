@@ -14,7 +14,7 @@ from torch import Tensor
 from tl_posdisent.hooks.edits.rotation_and_score_edits import PhaseNoise
 from tl_posdisent.hooks.hook_list import hooks_for
 from tl_posdisent.hooks.positions import positions_edit
-from tl_posdisent.models.reading.forward import Hook
+from tl_posdisent.models.reading.forward_pass import Hook
 from tl_posdisent.models.reading.model_reading import ModelReading, read_model
 from tl_posdisent.models.reading.spec import AttentionSpec
 from tl_posdisent.models.texts import Tokens, read_texts

@@ -23,7 +23,7 @@ from tl_posdisent.hooks.edits.rotation_and_score_edits import (
     compose,
     score_conflict,
 )
-from tl_posdisent.models.reading.forward import hook_name
+from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap
 from tl_posdisent.utils.validation import head_label
 

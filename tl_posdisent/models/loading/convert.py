@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tl_posdisent.models.reading.forward import removing
+from tl_posdisent.models.reading.forward_pass import alter_arguments, removing
 from tl_posdisent.utils.restoring import without_gradients
 from tl_posdisent.utils.validation import check_float64, printable
 
@@ -65,11 +65,11 @@ def logits_at_some_positions(hf_model: PreTrainedModel, tokens: Int[Tensor, "bat
     head = hf_model.get_output_embeddings()
     step = -(-tokens.numel() * hf_model.config.get_text_config().vocab_size // _MOST_LOGITS)
 
-    def thin(module: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (arguments[0][:, ::step], *arguments[1:])
+    def thin(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (args[0][:, ::step], *args[1:]), kwargs
 
     with removing() as handles:
-        handles.append(head.register_forward_pre_hook(thin))
+        alter_arguments([head], thin, handles)
         yield
 
 

@@ -15,7 +15,7 @@ from transformer_lens.hook_points import HookPoint
 
 from tl_posdisent.models.loading.load import bridge_from_hf
 from tl_posdisent.models.reading.attributes import table_slots
-from tl_posdisent.models.reading.forward import device_of, dtype_of
+from tl_posdisent.models.reading.model_parts import device_of, dtype_of
 from tl_posdisent.models.reading.spec import n_layers
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.restoring import without_gradients

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tl_posdisent.models.reading.forward import hook_name, hook_points, modules
+from tl_posdisent.models.reading.model_parts import hook_name, modules
 from tl_posdisent.models.reading.spec import Tap
 from tl_posdisent.rope.rotary import Rotary, rotary_from_table, table_like
 from tl_posdisent.utils.validation import is_number
@@ -39,7 +39,7 @@ def lengths_of_note(model: Any) -> tuple[list[int], int]:
     values += [getattr(config, name, None) for name in names] + [getattr(model.cfg, "n_ctx", None)]
     noted = [int(x) for x in values if isinstance(x, (int, float)) and x > 1]
     # Positions looked up in a table end with it; computed ones (whose table passes a hook) go on.
-    if any(name.endswith("attn.hook_cos") for name in hook_points(model)) and not hasattr(model, "pos_embed"):
+    if any(name.endswith("attn.hook_cos") for name in model.hook_dict) and not hasattr(model, "pos_embed"):
         return noted, 4 * max(noted, default=0)
     ends = [getattr(config, "max_position_embeddings", None), getattr(model.cfg, "n_ctx", None)]
     return noted, min(filter(None, ends), default=0)

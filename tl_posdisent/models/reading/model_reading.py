@@ -11,11 +11,11 @@ import pandas as pd
 import torch
 
 from tl_posdisent.models.reading.attributes import architecture
-from tl_posdisent.models.reading.forward import device_of, modules
+from tl_posdisent.models.reading.model_parts import device_of, modules
 from tl_posdisent.models.reading.probe import probe
 from tl_posdisent.models.reading.spec import AttentionSpec, n_layers
 from tl_posdisent.utils.errors import ArgumentError
-from tl_posdisent.utils.validation import check_float64, check_heads, check_indices
+from tl_posdisent.utils.validation import check_flag, check_float64, check_heads, check_indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ _READINGS: WeakKeyDictionary[Any, tuple[dict[str, Any], dict[int, AttentionSpec]
 """State and findings of each model that was read; it goes with the model. Specs refer to parts of the model at most."""
 
 
-def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelReading:
+def read_model(model: Any, layers: int | Iterable[int] | None = None, *, fresh: bool = False) -> ModelReading:
     """Read the attention of a model; the reading is kept with the model until the model changes.
 
     Nothing is taken from a list of architectures. The model runs three or four times on some ten tokens; rotation,
@@ -117,6 +117,10 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
             ``ModelReading``, which is returned after a check that it still describes its model.
         layers: what to read now: None for all that have attention, an integer, or integers; negative ones count from
             the end. Others are read when they are needed.
+        fresh: read the model again, whatever was kept. A change of modules, rotary tables, dtype, device, settings,
+            attention implementation, grouping of keys or permanent hooks is noticed without it. Other weights need no
+            new reading, which holds what the architecture does; ``fresh`` is for changes that none of these shows,
+            such as a function of a module that was replaced.
 
     Returns:
         A ``ModelReading``. What could not be explained is no error here: ``problem`` and ``no_rotation`` of a layer's
@@ -125,8 +129,7 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
     Raises:
         ValueError: layers out of range, repeated, without attention, or with scores that are NaN or infinite; a model
             without TransformerLens's attention hooks, or a compiled one; a ``ModelReading`` whose model has changed
-            since in weights, rotary tables, dtype, device, settings, attention implementation, grouping of keys or
-            permanent hooks.
+            since in one of these.
 
     Example:
         >>> from tl_posdisent import additivity, demo_tokens, load_demo_model, read_model
@@ -137,10 +140,12 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
         >>> spec.n_heads, spec.n_kv_heads, spec.causal, spec.rotary.pairing, spec.rotary.dim
         (8, 4, True, 'half', 16)
     """
-    if isinstance(model, ModelReading):
+    check_flag("fresh", fresh)
+    if isinstance(model, ModelReading) and not fresh:
         _check_unchanged(model)
         reading = model
     else:
+        model = model.model if isinstance(model, ModelReading) else model
         n = n_layers(model)
         without = tuple(layer for layer in range(n) if getattr(model.blocks[layer], "attn", None) is None)
         if len(without) == n:
@@ -151,7 +156,7 @@ def read_model(model: Any, layers: int | Iterable[int] | None = None) -> ModelRe
             )
         check_float64("model", device_of(model))
         state, kept = _state(model), _READINGS.get(model)
-        if kept is None or kept[0] != state:
+        if fresh or kept is None or kept[0] != state:
             kept = _READINGS[model] = state, {}, {}
         reading = ModelReading(model, n, without, kept[1], kept[2], state)
     reading.specs(layers)
@@ -176,7 +181,7 @@ def _state(model: Any) -> dict[str, Any]:
     return {
         "dtypes": {p.dtype for p in parameters},
         "device": {p.device for p in parameters},
-        "weights": _weights(parameters),
+        "modules": tuple(map(id, parts)),
         "rotary tables": _rotary_tables(parts),
         "attention implementation": _implementations(model),
         "grouping of keys": bool(getattr(model.cfg, "ungroup_grouped_query_attention", False)),
@@ -229,19 +234,6 @@ def _settings(model: Any) -> list[Any]:
         for each in holders
         if each is not None
     ]
-
-
-def _weights(parameters: list[torch.nn.Parameter]) -> list[Any]:
-    """What changes when weights do: torch's count of changes in place, which assignments through ``.data`` escape, and
-    the middle element."""
-    counts: list[Any] = [(id(p), 0 if p.is_inference() else p._version) for p in parameters]
-    if any(p.is_meta for p in parameters):
-        return counts
-    middle = [p.detach()[tuple(n // 2 for n in p.shape)] for p in parameters if p.numel() and not p.is_complex()]
-    by_kind: dict[Any, list[torch.Tensor]] = {}
-    for x in middle:
-        by_kind.setdefault((x.device, x.dtype), []).append(x)
-    return counts + [str(torch.stack(some).double().tolist()) for some in by_kind.values()]  # as text, NaN is itself
 
 
 def _rotary_tables(parts: Sequence[torch.nn.Module]) -> list[bytes]:

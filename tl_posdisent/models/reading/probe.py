@@ -19,18 +19,10 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from tl_posdisent.models.reading import attributes as facts
-from tl_posdisent.models.reading.forward import (
-    UNSUPPORTED,
-    Hook,
-    at_rest,
-    check_tokens,
-    device_of,
-    hook_name,
-    hook_points,
-    run,
-    special_id,
-)
+from tl_posdisent.models.reading.forward_pass import UNSUPPORTED, Hook, Pass, running
+from tl_posdisent.models.reading.model_parts import device_of, hook_name
 from tl_posdisent.models.reading.spec import AttentionSpec, Tap, masked_below, n_layers
+from tl_posdisent.models.reading.tokens import check_tokens, special_id
 from tl_posdisent.rope.rotary import Rotary, rotated_by_table, table_like
 from tl_posdisent.utils.precision import mismatch
 from tl_posdisent.utils.restoring import without_gradients
@@ -41,10 +33,10 @@ FIRST_HOOK = "hook_embed"  # of a forward pass, in models of every class
 def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
     """An ``AttentionSpec`` for each of these layers."""
     tokens = check_tokens(model, probe_tokens(model))
-    with at_rest(model), without_gradients():
+    with running(model, bare=True) as p, without_gradients():
         # A HookedTransformer, and a bridge that imitates one, attends to nothing where its pattern is NaN.
         hides_nan = getattr(model, "compatibility_mode", not hasattr(model, "original_model"))
-        seen = listen(model, tokens, range(n_layers(model)) if hides_nan else layers)
+        seen = listen(p, tokens, range(n_layers(model)) if hides_nan else layers)
         for layer, tensors in seen.items():
             ends = [x for name, x in tensors.items() if name in ("hook_attn_scores", "hook_pattern")]
             if not all(bool((x < torch.inf).all()) for x in ends):  # NaN is not less
@@ -53,7 +45,7 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
                     "weights, or whether its dtype holds numbers so large"
                 )
         own = facts.own_numbers(model)  # after the pass, which may write them over
-        specs = [_explain(model, layer, seen[layer], own) for layer in layers]
+        specs = [_explain(p, layer, seen[layer], own) for layer in layers]
 
         # A pattern alone shows little of scores that are very large or all but equal.
         def to_unit_size(x: Tensor, hook: Any) -> Tensor:
@@ -66,12 +58,12 @@ def probe(model: Any, layers: Sequence[int]) -> list[AttentionSpec]:
             if not shows_scores(seen[layer]) and (tap := facts.query_or_key(model, layer, which, seen[layer]))
         ]
         if edits:
-            seen = listen(model, tokens, layers, edits)
-            again = [_explain(model, layer, seen[layer], own) for layer in layers]
+            seen = listen(p, tokens, layers, edits)
+            again = [_explain(p, layer, seen[layer], own) for layer in layers]
             specs = [s if now.problem else now for s, now in zip(specs, again, strict=True)]
-        specs = check_lengths(model, tokens, specs, edits)
-        specs = check_turns(model, tokens, specs, edits)
-        return check_tables_and_scores(model, tokens, specs, edits)
+        specs = check_lengths(p, tokens, specs, edits)
+        specs = check_turns(p, tokens, specs, edits)
+        return check_tables_and_scores(p, tokens, specs, edits)
 
 
 def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Tensor, "2 pos"]:
@@ -93,9 +85,10 @@ def probe_tokens(model: Any, length: int | None = None, seed: int = 0) -> Int[Te
     return ids[torch.randint(0, len(ids), (2, length), generator=generator, device="cpu")].to(device_of(model))
 
 
-def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> AttentionSpec:
+def _explain(p: Pass, layer: int, seen: Seen, own: facts.OwnNumbers) -> AttentionSpec:
+    model = p.model
     attn, cfg = model.blocks[layer].attn, model.cfg
-    visible, there = visible_cells(seen), hook_points(model)
+    visible = visible_cells(seen)
     causal = visible is None or not bool(visible.triu(1).any())
     window = next((w for w in facts.windows(model, attn) if is_mask(visible, causal, w)), None)
     names = [FIRST_HOOK, *(hook_name(layer, short) for short in seen)]
@@ -118,7 +111,7 @@ def _explain(model: Any, layer: int, seen: Seen, own: facts.OwnNumbers) -> Atten
         z=named("hook_z"),
         v=Tap(hook_name(layer, "hook_v"), "pos head", n_kv) if "hook_v" in seen else None,
         masked_below=masked_score(seen),
-        points=WeakKeyDictionary({there[name]: name for name in names if name in there}),
+        points=WeakKeyDictionary({p.points[name]: name for name in names if name in p.points}),
     )
     if visible is None:
         return replace(
@@ -209,9 +202,7 @@ Seen = dict[str, Tensor]
 """What fired in one layer during one pass, by short hook name."""
 
 
-def listen(
-    model: Any, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = (), **more: Any
-) -> dict[int, Seen]:
+def listen(p: Pass, tokens: Tensor, layers: Sequence[int], edits: Sequence[Hook] = (), **more: Any) -> dict[int, Seen]:
     """One forward pass under edits: what fired in each of the layers, after them; ``more`` are its arguments."""
 
     def record(seen: Seen, short: str, x: Any, hook: Any) -> None:
@@ -219,14 +210,13 @@ def listen(
             seen[short] = x.detach().clone()
 
     seen: dict[int, Seen] = {layer: {} for layer in layers}
-    there = hook_points(model)
     recorders = [
         (name, partial(record, seen[layer], short))
         for layer in layers
         for short in _LISTEN
-        if (name := hook_name(layer, short)) in there
+        if (name := hook_name(layer, short)) in p.points
     ]
-    run(model, tokens, [*edits, *recorders], stop=max(layers) + 1, **more)
+    p.run(tokens, [*edits, *recorders], stop=max(layers) + 1, **more)
     return seen
 
 
@@ -295,12 +285,12 @@ def short_name(tap: Tap) -> str:
 # the position (Llama 4). Ten tokens placed at the end of a long text show that without running one.
 
 
-def check_lengths(model: Any, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
+def check_lengths(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
     """Set ``holds_to`` where rotation or scale change with the length; after these first edits."""
     explained = [spec for spec in specs if spec.problem is None and spec.q and spec.k]
-    noted, farthest = facts.lengths_of_note(model)
+    noted, farthest = facts.lengths_of_note(p.model)
     n = tokens.shape[1]
-    if not explained or farthest <= n or not hasattr(model, "original_model"):  # HookedTransformer: tables alone
+    if not explained or farthest <= n or not hasattr(p.model, "original_model"):  # HookedTransformer: tables alone
         return specs
 
     @cache
@@ -309,7 +299,7 @@ def check_lengths(model: Any, tokens: Tensor, specs: list[AttentionSpec], first:
         try:
             positions = torch.arange(length - n, length, device=tokens.device)
             more = {"position_ids": positions[None].expand(len(tokens), -1), "attention_mask": torch.ones_like(tokens)}
-            seen = listen(model, tokens, [spec.layer for spec in explained], first, **more)
+            seen = listen(p, tokens, [spec.layer for spec in explained], first, **more)
         except UNSUPPORTED:  # a model that takes no positions
             return {spec.layer: (True, True) for spec in explained}
         return {spec.layer: _holds(spec, seen[spec.layer], positions) for spec in explained}
@@ -355,7 +345,7 @@ def _holds(spec: AttentionSpec, seen: Seen, positions: Tensor) -> tuple[bool, bo
 # by some of ordinary size: to a sharp softmax a little noise makes no difference.
 
 
-def check_turns(model: Any, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
+def check_turns(p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]) -> list[AttentionSpec]:
     """Drop hooks of turned vectors at which an edit, after these first ones, does not reach the scores."""
     generator = torch.Generator().manual_seed(1)
 
@@ -366,7 +356,7 @@ def check_turns(model: Any, tokens: Tensor, specs: list[AttentionSpec], first: S
 
     turning = [s for s in specs if s.turn_q and s.turn_k]
     edits = [*first] + [(tap.name, disturb) for s in turning for tap in (s.turn_q, s.turn_k) if tap]
-    seen = listen(model, tokens, [s.layer for s in turning], edits) if turning else {}
+    seen = listen(p, tokens, [s.layer for s in turning], edits) if turning else {}
     return [judge_turns(spec, seen.get(spec.layer, {})) for spec in specs]
 
 
@@ -389,7 +379,7 @@ def judge_turns(spec: AttentionSpec, now: Seen) -> AttentionSpec:
 
 
 def check_tables_and_scores(
-    model: Any, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]
+    p: Pass, tokens: Tensor, specs: list[AttentionSpec], first: Sequence[Hook]
 ) -> list[AttentionSpec]:
     """Which layers use edited rotation tables and edited scores, after these first edits."""
     generator = torch.Generator().manual_seed(2)
@@ -410,7 +400,7 @@ def check_tables_and_scores(
             edits += [(name, partial(exchange, spec.rotary, which)) for which, name in tables]
         if spec.scores:
             edits.append((spec.scores, partial(disturb, spec)))
-    seen = listen(model, tokens, [s.layer for s in specs], edits) if len(edits) > len(first) else {}
+    seen = listen(p, tokens, [s.layer for s in specs], edits) if len(edits) > len(first) else {}
     return [_judge(s, seen.get(s.layer, {}), before.get(s.layer), positions) for s in specs]
 
 

@@ -18,7 +18,8 @@ from tl_posdisent.additive.cells import diagonal_sums
 from tl_posdisent.experiments.attention_scores.controlled_distance import disentanglement
 from tl_posdisent.experiments.residual_stream.qk_readout import keep
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward import evaluating, hook_name
+from tl_posdisent.models.reading.forward_pass import running
+from tl_posdisent.models.reading.model_parts import hook_name
 from tl_posdisent.synthetic.model.encodings import Rope
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import Samples, Task
@@ -125,7 +126,7 @@ def _vectors(model: SyntheticModel, tokens: Tensor, labels: Tensor, part: Part) 
         nothing.requires_grad_()
     names = [hook_name(layer, f"hook_{side}") for layer in layers for side in "qk"] if part == "encoding" else []
     hooks = [(hook_name(n, "hook_attn_scores"), lambda x, hook, n=n: x + nothing[n]) for n in layers]
-    with with_gradients(model), evaluating(model), applied(model, [*hooks, *(keep(name, seen) for name in names)]):
+    with with_gradients(model), running(model), applied(model, [*hooks, *(keep(name, seen) for name in names)]):
         loss = cross_entropy(model(tokens).float(), labels)
         (gradient,) = torch.autograd.grad(loss, nothing)
     if not bool(loss.isfinite()) or not bool(gradient.isfinite().all()):

@@ -17,7 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tl_posdisent.models.reading.forward import evaluating
+from tl_posdisent.models.reading.forward_pass import running
 from tl_posdisent.synthetic.model.transformer import SyntheticModel
 from tl_posdisent.synthetic.tasks import IGNORED, LARGEST_SEED, Split, Task
 from tl_posdisent.synthetic.training.loop import Settings, TrainingLoop, load_checkpoint, save_checkpoint
@@ -64,7 +64,7 @@ def evaluate(
     device = next(model.parameters()).device
     lengths = lengths_of(tokens, pad).cpu()
     loss = right = torch.zeros((), dtype=torch.float64, device=device)
-    with evaluating(model):
+    with running(model):
         for piece in lengths.argsort(stable=True).split(batch_size):
             there = piece.to(tokens.device)
             wanted = labels[piece.to(labels.device)].to(device)

@@ -13,9 +13,10 @@ from tl_posdisent.additive.cells import make_cells
 from tl_posdisent.additive.result import AdditiveFit
 from tl_posdisent.additive.score_checks import check_scores
 from tl_posdisent.hooks.applied import applied
-from tl_posdisent.models.reading.forward import Hook, check_tokens, run, token_words
+from tl_posdisent.models.reading.forward_pass import Hook, running
 from tl_posdisent.models.reading.model_reading import model_of, read_attention
 from tl_posdisent.models.reading.spec import masked_below
+from tl_posdisent.models.reading.tokens import check_tokens, token_words
 from tl_posdisent.utils.errors import ArgumentError
 from tl_posdisent.utils.validation import check_choice, check_flag, is_integer
 from tl_posdisent.viz.widgets.layout import Choice, Options, choose, head_selector, matrices_beside, pick
@@ -318,6 +319,6 @@ def show_interventions(
 
 def _seen(model: Any, ids: Tensor, tap: str, hooks: Sequence[Hook]) -> Tensor:
     held: list[Tensor] = []
-    with applied(model, hooks):
-        run(model, ids, [(tap, lambda x, hook: held.append(x.detach()))])
+    with applied(model, hooks), running(model) as p:
+        p.run(ids, [(tap, lambda x, hook: held.append(x.detach()))])
     return held[-1]

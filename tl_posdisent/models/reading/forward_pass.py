@@ -1,0 +1,406 @@
+"""Run a model: listen and edit at hooks, stop after a layer, skip layers, and leave the model as it was.
+
+This is the only file that registers hooks or replaces a module's ``forward``. ``with running(model) as p`` puts the
+model into evaluation mode, and ``p.run(tokens, hooks, stop=layer)`` is one forward pass. Everything is undone at the
+end of the block, whatever ended it: an exception, Ctrl-C, a loop that was left early.
+
+A hook of the user's may run the model within a pass. That inner pass is the user's alone: hooks, stops and skipped
+modules of this file act on the outermost pass of a block.
+
+One thread uses a model at a time. Another thread that runs it meanwhile gets an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from tl_posdisent.models.reading.model_parts import dtype_of, modules
+from tl_posdisent.utils.errors import ArgumentError, ContextExceeded
+from tl_posdisent.utils.restoring import restoring, without_gradients
+
+Hook = tuple[str | Callable[[str], bool], Callable[..., Any]]
+"""What ``model.hooks(fwd_hooks=[...])`` takes: a name or a filter of names, and a function of ``(tensor, hook)``."""
+
+
+UNSUPPORTED = (ValueError, RuntimeError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
+"""What a model may raise in a pass that leaves out a part of it, or with an argument that it does not take."""
+
+
+class Ended(BaseException):
+    """Unwinds a forward pass of which nothing more is needed."""
+
+
+@contextlib.contextmanager
+def running(model: Any, *, bare: bool = False) -> Iterator[Pass]:
+    """Put a model into the state in which it is run, and restore it at the end of the block.
+
+    Dropout is off, and neither attention patterns nor keys and values are kept. Blocks may be nested.
+
+    Args:
+        model: the model to run.
+        bare: leave out the user's hooks, but for permanent ones, and restore buffers and numbers of modules too.
+
+    Raises:
+        ValueError: another thread is in such a block of this model.
+    """
+    # A function, not the methods __enter__ and __exit__ of an object: Ctrl-C at the start of __exit__ would leave the
+    # model changed, while a generator that is dropped runs its own end.
+    forward, p = vars(model).get("forward"), Pass(model)
+    outer = forward.owner if isinstance(forward, _Forward) else None
+    if outer is not None:
+        outer.check_thread()
+    nothing = contextlib.nullcontext()
+    with (
+        restored(model) if bare else nothing,
+        _evaluating(model) if outer is None else nothing,
+        p.counting(),
+        _bare(p) if bare else nothing,
+    ):
+        yield p
+
+
+class Pass:
+    """Forward passes of one model in a block of ``running``."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.depth = 0  # passes of the model that are running, one within another
+        self._thread = get_ident()
+
+    # --- one pass
+
+    def run(
+        self,
+        tokens: Int[Tensor, "batch pos"],
+        hooks: Sequence[Hook] = (),
+        *,
+        stop: int | torch.nn.Module | None = None,
+        **more: Any,
+    ) -> Any:
+        """Run the model once without gradients and return its output.
+
+        Args:
+            tokens: token ids.
+            hooks: hooks for this pass. A filter that accepts several names of one hook point acts on it once.
+            stop: end the pass after this many layers, or after a module, and return None. (A bridge's own
+                ``stop_at_layer`` still computes the unembedding, which may cost more than all layers.)
+            more: arguments of the model's forward pass, such as a cache.
+
+        Raises:
+            ContextExceeded: the model fails on a text beyond its context.
+        """
+        with without_gradients(), removing() as handles, contextlib.suppress(Ended):
+            self._add(hooks, handles)
+            if stop is not None:
+                end = self.model.blocks[stop - 1] if isinstance(stop, int) else stop
+                handles.append(end.register_forward_hook(self._end))
+            return output_of(self.model, tokens, **more)
+
+    def _add(self, hooks: Sequence[Hook], handles: list[RemovableHandle]) -> None:
+        for name, function in hooks:
+            if isinstance(name, str):
+                chosen = [self.points[name]]
+            else:
+                chosen = [point for full, point in self.points.items() if name(full)]
+            for point in dict.fromkeys(chosen):
+                handles.append(point.register_forward_hook(partial(self._call, function)))
+
+    def _call(self, function: Callable[..., Any], point: Any, inputs: Any, x: Any) -> Any:
+        """Call a TransformerLens hook from a hook of torch's."""
+        self.check_thread()
+        if self.depth != 1:
+            return None
+        conversion = getattr(point, "hook_conversion", None)  # a bridge's, to the layout of TransformerLens
+        result = function(x if conversion is None else conversion.convert(x), hook=point)
+        return result if result is None or conversion is None else conversion.revert(result)
+
+    def _end(self, *_: Any) -> None:
+        if self.depth == 1:
+            raise Ended
+
+    @cached_property
+    def points(self) -> dict[str, Any]:
+        """``model.hook_dict``, made once: a bridge makes it anew each time that it is asked for."""
+        return self.model.hook_dict  # type: ignore[no-any-return]
+
+    # --- all passes of a block
+
+    @contextlib.contextmanager
+    def keeping(self, kept: Sequence[Any]) -> Iterator[dict[Any, Any]]:
+        """Keep what some modules return in passes within the block, by module."""
+        outputs: dict[Any, Any] = {}
+
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            if self.depth == 1:
+                outputs[module] = output
+
+        with removing() as handles:
+            for module in kept:
+                handles.append(module.register_forward_hook(keep))
+            yield outputs
+
+    @contextlib.contextmanager
+    def skipping(self, skipped: Sequence[Any], output: Callable[[], Any]) -> Iterator[None]:
+        """Let modules return ``output()`` without computing anything, in passes within the block."""
+
+        def skip(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return output() if self.depth == 1 else own(*args, **kwargs)
+
+        with _replacing({module: _Forward(self, module, module.forward, skip) for module in skipped}):
+            yield
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count passes, also those that are run by ``run_with_hooks``, which calls ``forward`` itself."""
+
+        def count(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.check_thread()
+            self.depth += 1
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self.depth -= 1
+
+        with _replacing({self.model: _Forward(self, self.model, self.model.forward, count)}):
+            yield
+
+    def check_thread(self, *_: Any) -> None:
+        """Refuse another thread than that of this block."""
+        if get_ident() != self._thread:
+            raise ArgumentError(
+                "model",
+                "must be used by one thread at a time, but two threads run it: give each thread a model of its own",
+            )
+
+
+def output_of(model: Any, tokens: Int[Tensor, "batch pos"], **more: Any) -> Any:
+    """Return the model's output; an error on texts beyond its context says what to do."""
+    try:
+        return model(tokens, **more)
+    except (RuntimeError, IndexError) as error:
+        length = tokens.shape[1]
+        context = getattr(model.cfg, "n_ctx", None) or length
+        if length <= context or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ContextExceeded(
+            "tokens",
+            f"are {length} long, and the model fails beyond its context of {context}: {error}; give shorter texts, or "
+            f"work within longer_context(model, {length}), which continues the rotation of rotary models",
+            length,
+            context,
+        ) from error
+
+
+# --- replaced forward functions
+
+
+@dataclass(frozen=True, eq=False)
+class _Forward:
+    """What stands in for a module's ``forward``: ``call``, which gets the module's ``own`` and the arguments."""
+
+    owner: Pass
+    module: Any
+    own: Callable[..., Any]
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self.own, *args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """For ``inspect.signature``."""
+        return self.own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Give a copy of the module the ``forward`` of its class: this one would run the original."""
+        copied = memo.get(id(self.module))
+        return self if copied is None else types.MethodType(type(copied).forward, copied)
+
+
+@contextlib.contextmanager
+def _replacing(forwards: dict[Any, _Forward]) -> Iterator[None]:
+    before = {module: vars(module).get("forward") for module in forwards}
+
+    def restore() -> None:
+        for module, own in before.items():
+            vars(module).pop("forward", None)
+            if own is not None:
+                vars(module)["forward"] = own
+
+    with restoring(restore):
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward  # past __setattr__, which a bridge passes on to what it wraps
+        yield
+
+
+# --- hooks of torch's and of TransformerLens's
+
+
+@contextlib.contextmanager
+def removing() -> Iterator[list[RemovableHandle]]:
+    """Yield a list for handles of torch's hooks, which are removed at the end of the block."""
+    handles: list[RemovableHandle] = []
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    with restoring(remove):
+        yield handles
+
+
+@contextlib.contextmanager
+def installed(placed: Sequence[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+    """Add hooks as ``model.hooks`` does, given hook points: a bridge lists all its points for each name."""
+    added: list[tuple[Any, Any]] = []
+
+    def remove() -> None:
+        for point, handle in added:
+            handle.hook.remove()
+            point.fwd_hooks = [other for other in point.fwd_hooks if other is not handle]
+
+    with restoring(remove):
+        for point, function in placed:
+            _install(point, function, added)
+        yield
+
+
+def _install(point: Any, function: Callable[..., Any], added: list[tuple[Any, Any]]) -> None:
+    """Add a hook and note it, or, if Ctrl-C comes meanwhile, neither."""
+    ids, handles = set(point._forward_hooks), list(point.fwd_hooks)
+    try:
+        point.add_hook(function)
+        added.append((point, point.fwd_hooks[-1]))
+    except BaseException:
+        for new in set(point._forward_hooks) - ids:
+            del point._forward_hooks[new]
+        point.fwd_hooks = handles
+        raise
+
+
+def alter_arguments(
+    changed: Sequence[torch.nn.Module],
+    alter: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+    handles: list[RemovableHandle],
+) -> None:
+    """Call modules with other arguments, ``alter(module, args, kwargs)``, until the handles are removed."""
+    for module in changed:
+        handles.append(module.register_forward_pre_hook(alter, with_kwargs=True))
+
+
+# --- the state of a model in a block
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Switch dropout off, and keep neither attention patterns nor keys and values."""
+    parts = modules(model)
+    training = [part for part in parts if part.training]
+
+    def train(mode: bool) -> None:
+        for part in training:
+            part.training = mode
+
+    with _without_kept_patterns(parts), _without_cache(model), restoring(lambda: train(True)):
+        train(False)
+        yield
+
+
+@contextlib.contextmanager
+def _without_kept_patterns(parts: list[torch.nn.Module]) -> Iterator[None]:
+    """Forget the pattern that bridges store of each layer if queries, keys and values are one projection (GPT-NeoX,
+    GPT-2, Falcon, Phi-3 …). Nothing reads it, and with 24 layers it takes more memory than the pass itself."""
+
+    def forget(part: torch.nn.Module, *_: Any) -> None:
+        vars(part)["_pattern"] = None
+
+    keeping = [part for part in parts if isinstance(vars(part).get("_pattern", 0), Tensor | None)]
+    with removing() as handles:
+        for part in keeping:
+            handles.append(part.register_forward_hook(forget, always_call=True))
+            forget(part)
+        yield
+
+
+@contextlib.contextmanager
+def _without_cache(model: Any) -> Iterator[None]:
+    """Keep no keys and values unless a pass asks for them or is given a cache.
+
+    Models of transformers keep them by default, for a next token that is not to come. Hybrids go on doing so, and OLMo
+    in half precision, whose bridge casts its keys only there.
+    """
+    config: Any = getattr(getattr(model, "original_model", None), "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else None
+    kinds = {*(getattr(config, "layer_types", None) or ())}
+    olmo = str(getattr(config, "model_type", "")).startswith("olmo") and dtype_of(model).itemsize < 4
+    if olmo or not getattr(config, "use_cache", False) or not kinds <= {"full_attention", "sliding_attention"}:
+        yield
+        return
+    with restoring(lambda: setattr(config, "use_cache", True)):
+        config.use_cache = False
+        yield
+
+
+@contextlib.contextmanager
+def _bare(p: Pass) -> Iterator[None]:
+    """Leave the user's hooks out, and do not warn of edits without effect."""
+    points = list({id(point): point for point in p.points.values()}.values())
+    before = [(point, point._forward_hooks) for point in points]
+
+    def restore() -> None:
+        for point, hooks in before:
+            point._forward_hooks = hooks
+
+    with restoring(restore), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*edit is discarded.*")
+        for point, hooks in before:
+            permanent = {handle.hook.id for handle in point.fwd_hooks if handle.is_permanent}
+            # The first refuses a pass of another thread that began before, and would go on without its hooks.
+            first: list[tuple[int, Any]] = [(-1, p.check_thread)]
+            point._forward_hooks = OrderedDict([*first, *((key, hooks[key]) for key in hooks if key in permanent)])
+        yield
+
+
+@contextlib.contextmanager
+def restored(model: Any) -> Iterator[None]:
+    """Restore every buffer and number of a model's modules on exit.
+
+    Buffers, and the numbers and tensors that modules keep beside (such as the longest text so far), are the objects
+    that they were, and vectors, such as frequencies, have the values that they had. Flags stay as they are: a bridge
+    notes in one that it has installed hooks of its own, which stay too.
+    """
+    plain = (int, float, Tensor, type(None))
+    saved = []
+    vectors: dict[int, tuple[Tensor, Tensor]] = {}
+    for part in modules(model):
+        numbers = {k: x for k, x in vars(part).items() if isinstance(x, plain) and type(x) is not bool}
+        saved.append((part, dict(part._buffers), numbers))
+        found = [x for x in part._buffers.values() if x is not None and x.ndim == 1 and not x.is_meta]
+        vectors |= {id(x): (x, x.clone()) for x in found if id(x) not in vectors}
+
+    def restore() -> None:
+        with without_gradients():
+            for vector, values in vectors.values():
+                if not torch.equal(vector, values):
+                    vector.copy_(values)
+        for part, buffers, numbers in saved:
+            part._buffers.update(buffers)
+            now = vars(part)
+            kept = [name for name in numbers if isinstance(now.get(name), plain)]
+            now.update({name: numbers[name] for name in kept})
+
+    with restoring(restore):
+        yield
